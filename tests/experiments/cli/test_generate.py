@@ -58,7 +58,9 @@ def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("medusa", marks=pytest.mark.slow), "eagle"]
+)
 def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -> None:
     words = ("stdlib-bytes", *BOTH, "--temperature", "0")
     plain = completions(jaxkv, *words)

@@ -77,7 +77,7 @@ def test_what_is_said_of_counts() -> None:
     assert smoke.draw(STUDY, found)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_smallest_run_finds_blocks() -> None:
     result = smoke.run("jacobi").result
     config = CONFIGS["smoke"]

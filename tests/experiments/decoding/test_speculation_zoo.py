@@ -74,7 +74,7 @@ def test_batches_are_whole() -> None:
         assert len({ask.seed for ask in asks}) == len(asks)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_token_differs_from_plain_decoding() -> None:
     result: Any = smoke.run("speculation_zoo").result
     smallest = CONFIGS["smoke"]

@@ -82,7 +82,7 @@ def test_heads_of_no_model_are_refused() -> None:
             bundled.heads_of(model, kind)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_shipped_heads_draft_what_the_model_says(kind: str) -> None:
     """The same tokens, in half the steps or fewer; of two answers, so by and large."""

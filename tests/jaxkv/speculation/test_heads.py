@@ -171,7 +171,9 @@ def said_behind(known: list[int], path: list[int], params: Both) -> np.ndarray:
 @pytest.mark.parametrize(
     "drafter",
     [
-        pytest.param(Eagle(EAGLE, (1,) * (NUM - 1)), id="chain"),
+        pytest.param(
+            Eagle(EAGLE, (1,) * (NUM - 1)), id="chain", marks=pytest.mark.slow
+        ),
         pytest.param(Eagle(EAGLE, (2, 3, 2), 3), id="tree"),
         pytest.param(Eagle(EAGLE, (), 4), id="one deep", marks=pytest.mark.slow),
     ],

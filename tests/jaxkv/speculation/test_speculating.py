@@ -178,13 +178,13 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
     [
         marked("n-gram", "cached", "alike", speed=()),
         marked("tree", "cached", "alike", speed=pytest.mark.thorough),
-        marked("tree", "swapping", "groups", speed=pytest.mark.thorough),
+        marked("tree", "swapping", "groups"),
         marked("tree", "tight", "singles"),
-        marked("medusa", "tight", "singles", speed=pytest.mark.thorough),
+        marked("medusa", "tight", "singles"),
         marked("medusa", "swapping", "groups"),
-        marked("medusa tree", "cached", "alike", speed=pytest.mark.thorough),
+        marked("medusa tree", "cached", "alike"),
         marked("medusa tree", "swapping", "groups"),
-        marked("eagle", "cached", "alike", speed=pytest.mark.thorough),
+        marked("eagle", "cached", "alike"),
         marked("eagle", "swapping", "groups"),
         marked("eagle tree", "swapping", "groups", speed=pytest.mark.thorough),
         marked("eagle tree", "tight", "singles"),
@@ -192,7 +192,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("lookahead", "tight", "singles"),
         marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
         marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
-        marked("draft model", "cached", "alike", speed=pytest.mark.thorough),
+        marked("draft model", "cached", "alike"),
         marked("early exit", "swapping", "groups"),
         marked("draft model", "swapping", "groups"),
         marked("early exit", "cached", "alike"),
@@ -282,7 +282,7 @@ def test_no_bit_changes_under_reproducible_numerics(drafter: str) -> None:
         np.testing.assert_array_equal(got.top_logprobs, wanted.top_logprobs)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_beams_go_their_own_way_beside_drafts() -> None:
     config = with_drafts(searches.TIGHT)
     speculation = Speculation(NGram(1, 2), Coupled())
