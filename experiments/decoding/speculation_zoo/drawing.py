@@ -44,7 +44,7 @@ def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
     ax.invert_yaxis()
     ax.axvline(1, color="0.6", linewidth=0.8)
     ax.margins(x=0.15)
-    style.titled(ax, "one sequence: greedy full, temperature 1 faint", label, "")
+    style.titled(ax, "one sequence; faint: temperature 1", label, "")
 
 
 def _costs(ax: Any, runs: Any) -> None:
@@ -76,5 +76,5 @@ def _batches(ax: Any, runs: Any) -> None:
     if len(runs):
         style.powers_of_two(ax)
         ax.legend(fontsize=6)
-    title = "a length that adapts, over plain decoding of the batch"
+    title = "a length that adapts, over plain decoding"
     style.titled(ax, title, "sequences at once", "times as fast", ylim=(0, None))
