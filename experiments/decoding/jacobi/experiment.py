@@ -30,7 +30,7 @@ from experiments.framework import (
     ours,
 )
 from experiments.framework.table import shown
-from experiments.harness import model_shapes, prompts
+from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.models.checkpoints import Loaded
 from jaxkv.progress import QUIET, Progress
@@ -88,16 +88,9 @@ class Config:
         self, tokenizer: Any, temperature: float
     ) -> tuple[list[list[int]], list[Sampling]]:
         """Cuts prompts of code, and says how each is to be continued."""
-        most = self.output_tokens
-        ask = Sampling(temperature=temperature, max_tokens=most, ignore_eos=True)
-        asks = [
-            dataclasses.replace(ask, seed=self.seed + i)
-            for i in range(self.num_prompts)
-        ]
-        rng = np.random.default_rng(self.seed)
-        sizes = [self.prompt_tokens] * self.num_prompts
-        found = prompts.held_out(tokenizer, sizes, asks, rng)
-        return [request.tokens for request in found], asks
+        ask = Sampling(temperature=temperature, max_tokens=self.output_tokens)
+        sizes = {"prompt_tokens": self.prompt_tokens, "seed": self.seed}
+        return serving.requests_of(tokenizer, self.num_prompts, ask, **sizes)
 
 
 PANELS = (2, 2)
@@ -277,7 +270,7 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("lossless", other, num=tokens)
     greedy = runs.where(temperature=0.0)
     if len(greedy):
-        yield ours("speed", greedy.speed.max(), device=result.device)
+        yield ours("speed", np.nanmax(greedy.speed), device=result.device)
 
 
 def plot(axes: Any, result: Result) -> None:

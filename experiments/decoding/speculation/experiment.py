@@ -36,7 +36,7 @@ from experiments.framework import (
     ours,
 )
 from experiments.framework.table import shown
-from experiments.harness import model_shapes, prompts
+from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.models.checkpoints import Loaded
 from jaxkv.progress import QUIET, Progress
@@ -124,11 +124,9 @@ class Config:
         self, tokenizer: Any, num: int, temperature: float, max_tokens: int
     ) -> tuple[list[list[int]], list[Sampling]]:
         """Cuts prompts of code, and says how each is to be continued."""
-        ask = Sampling(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-        asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
-        rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
-        found = prompts.held_out(tokenizer, sizes, asks, rng)
-        return [request.tokens for request in found], asks
+        ask = Sampling(temperature=temperature, max_tokens=max_tokens)
+        sizes = {"prompt_tokens": self.prompt_tokens, "seed": self.seed}
+        return serving.requests_of(tokenizer, num, ask, **sizes)
 
 
 PANELS = (2, 2)

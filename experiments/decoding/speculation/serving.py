@@ -12,6 +12,7 @@ from jaxtyping import Array, Int32
 
 from experiments.bench import turns
 from experiments.bench.decode.ours import CallTimes, WatchedEngine
+from experiments.harness import prompts
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
@@ -201,6 +202,20 @@ class Server:
         """What all steps of the batch that was served last did."""
         trace = self._engine.trace
         return jax.tree.map(lambda *parts: np.concatenate(parts), *trace)
+
+
+def requests_of(
+    tokenizer: Any, num: int, ask: Sampling, *, prompt_tokens: int, seed: int
+) -> tuple[list[list[int]], list[Sampling]]:
+    """Cuts prompts of held-out code, and says how each is to be continued.
+
+    Answers go on to their last token; `seed` is of the cuts, and the first draws'.
+    """
+    ask = dataclasses.replace(ask, ignore_eos=True)
+    asks = [dataclasses.replace(ask, seed=seed + i) for i in range(num)]
+    rng, sizes = np.random.default_rng(seed), [prompt_tokens] * num
+    found = prompts.held_out(tokenizer, sizes, asks, rng)
+    return [request.tokens for request in found], asks
 
 
 type Setting = tuple[int, float]

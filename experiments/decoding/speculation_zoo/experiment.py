@@ -21,7 +21,7 @@ import numpy as np
 from experiments.decoding.speculation import experiment, serving
 from experiments.decoding.speculation_zoo import drawing
 from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
-from experiments.harness import bundled, model_shapes, prompts
+from experiments.harness import bundled, model_shapes
 from jaxkv import validation
 from jaxkv.models.checkpoints import Loaded
 from jaxkv.progress import QUIET, Progress
@@ -116,13 +116,9 @@ class Config:
         """Cuts prompts of code, whole batches, and says how each is to be continued."""
         batch, temperature = setting
         num = batch * -(-self.num_prompts // batch)
-        ask = Sampling(
-            temperature=temperature, max_tokens=self.output_tokens, ignore_eos=True
-        )
-        asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
-        rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
-        found = prompts.held_out(tokenizer, sizes, asks, rng)
-        return [request.tokens for request in found], asks
+        ask = Sampling(temperature=temperature, max_tokens=self.output_tokens)
+        sizes = {"prompt_tokens": self.prompt_tokens, "seed": self.seed}
+        return serving.requests_of(tokenizer, num, ask, **sizes)
 
 
 PANELS = (2, 2)
