@@ -12,13 +12,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.models import moe
 from jaxkv.models.config import ModelConfig
+from pallas_kernels import devices
 from pallas_kernels.grouped_matmul import api
 
 type Numerics = Literal["fast", "reproducible"]
+
+
+def multiply(
+    weight: Float[Array, "outputs inputs"],
+    x: Float[Array, "inputs rows"],
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "outputs rows"]:
+    """A product with the weights first; of few rows with as many as CPUs like.
+
+    What multiplies there takes 4, 8, 16 or 32 rows at a time, and what is left over one
+    by one: 5 rows cost 1.3 times what 8 do, 13 rows 1.5 times what 16 do.
+
+    Args:
+      weight: a matrix.
+      x: rows to multiply with, as columns.
+      dtype: sums and result in this one; None: the operands'.
+    """
+    num_rows = x.shape[1]
+    is_few = 2 < num_rows <= 16 or 24 < num_rows <= 32
+    if devices.current().platform == "cpu" and is_few:
+        liked = 1 << (num_rows - 1).bit_length()
+        x = jnp.pad(x, ((0, 0), (0, liked - num_rows)))
+    return jnp.matmul(weight, x, preferred_element_type=dtype)[:, :num_rows]
 
 
 class Linear(nnx.Module):
@@ -33,7 +58,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "inputs rows"]) -> Float[Array, "..."]:
         """Multiplies every column."""
-        y = self.weight[...].reshape(-1, x.shape[0]) @ x
+        y = multiply(self.weight[...].reshape(-1, x.shape[0]), x)
         if self.bias is not None:
             y = y + self.bias[...].reshape(-1, 1)
         return y.reshape(*self.weight.shape[:-1], x.shape[1])

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from jaxkv.models import drawing, moe, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
-from jaxkv.models.layers import Layer, Linear, Norm, Numerics
+from jaxkv.models.layers import Layer, Linear, Norm, Numerics, multiply
 from pallas_kernels import devices
 from pallas_kernels.flash_attention import tiled
 
@@ -181,7 +181,7 @@ class Transformer(nnx.Module):
         """Next-token logits in float32 (float64 if the weights are)."""
         table = (self.embed if self.config.tie_embeddings else self.head).weight[...]
         wide = np.promote_types(hidden.dtype, np.float32)
-        columns = jnp.matmul(table, hidden, preferred_element_type=wide)
+        columns = multiply(table, hidden, wide)
         # Else XLA turns the product round, and CPUs read the table half as fast.
         return jax.lax.optimization_barrier(columns).T
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, layers, transformer
 from jaxkv.models.config import Experts, ModelConfig
 from scaling.training import dense_forward
 from tests.support import engines
@@ -36,6 +37,25 @@ PAGE_SIZES = {
 BOTH_PROGRAMS = ("llama3", "qwen3", "mistral", "qwen2_moe")
 """Whose steps of one row a slot go by a program of their own there."""
 OTHERS = ("bfloat16", "sharded", "tokenized", "mixtral", "qwen3_moe")
+
+
+def test_few_rows_are_multiplied_in_the_company_of_zeros() -> None:
+    """What stands behind a column's own numbers is no row's business."""
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(24, 16)), "float32")
+    asked = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 25, 31, 33)
+    columns = [jnp.asarray(rng.normal(size=(16, n)), "float32") for n in asked]
+
+    @jax.jit
+    def multiplied(columns: list[jax.Array]) -> list[jax.Array]:
+        return [layers.multiply(weight, x) for x in columns]
+
+    for x, got in zip(columns, multiplied(columns), strict=True):
+        assert got.shape == (24, x.shape[1])
+        np.testing.assert_allclose(got, weight @ x, rtol=1e-5, atol=1e-5)
+    program = multiplied.lower(columns).as_text()
+    widths = [int(n) for n in re.findall(r"dot_general.*-> tensor<24x(\d+)x", program)]
+    assert widths == [1, 2, 4, 4, 8, 8, 16, 16, 17, 24, 32, 32, 33]
 
 
 @pytest.mark.thorough
