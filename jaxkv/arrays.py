@@ -23,6 +23,15 @@ FEW = 64
 """As many entries are sooner compared with each other than scattered."""
 
 
+def begin(array: Shaped[Array, "..."], values: Shaped[Array, "..."]) -> Array:
+    """Writes values where an array begins, on every axis; it is as large as they are.
+
+    Where they are all of it, `array.at[:n].set` scatters at an empty array of indices,
+    which XLA's partitioner (jax 0.11.2) dies of.
+    """
+    return lax.dynamic_update_slice(array, values, (0,) * array.ndim)
+
+
 def put(
     values: Shaped[Array, "..."],
     index: Int32[Array, "..."] | tuple,

@@ -32,6 +32,8 @@ from tests.support import commands, folders
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# For meshes; all else runs on the first of them.
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 def _keep_programs() -> None:

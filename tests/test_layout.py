@@ -29,6 +29,7 @@ FLOORS = {
         "models workloads",
         "decoding engine",
         "simulation speculation",
+        "parallel",
         "serving",
     ),
     "scaling": (

@@ -83,6 +83,9 @@ class Options:
     """A folder of heads that were trained for the model, for medusa and eagle."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and pages."""
+    parallel: str = ""
+    """How the model is divided, as `jaxkv cost` has it: tp=4 divides heads, MLP and
+    vocabulary over four devices. A CPU counts as many as are asked for."""
 
 
 def generate(model: str, options: Options) -> Answer:
@@ -215,12 +218,12 @@ def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     from jaxkv.engine import state
-    from jaxkv.models import checkpoints
+    from jaxkv.serving import loading
     from jaxkv.serving.engine import Engine
     from jaxkv.speculation import head_folders, methods
 
-    folder = bundled.folder_of(model)
-    loaded = checkpoints.load_model(folder, dtype=options.dtype)
+    folder, mesh = bundled.folder_of(model), _mesh(options.parallel)
+    loaded = loading.read(folder, dtype=options.dtype, mesh=mesh)
     tokenizer, shape = loaded.tokenizer, loaded.config
     if tokenizer is None:
         raise ValueError(f"{folder}: has no tokenizer that reads text")
@@ -251,22 +254,19 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_drafts=0 if options.speculate is None else _at_least_one(options.drafts),
         num_lengths=methods.NUM_LENGTHS if options.adaptive else 1,
     )
-    draft = None
+    draft = heads = None
     if options.draft_model is not None:
-        found = bundled.folder_of(options.draft_model)
-        small = checkpoints.load_model(found, dtype=options.dtype)
-        draft = methods.Model(small.config, small.params)
-    heads = None
+        draft = bundled.folder_of(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
-        found = options.heads or bundled.heads_of(model, str(options.speculate))
-        heads = head_folders.load(found, shape, dtype=options.dtype)
-    served = methods.serve(
-        *(methods.Model(shape, loaded.params), bounds),
+        heads = options.heads or bundled.heads_of(model, str(options.speculate))
+    served = loading.serve(
+        *(folder, loaded, bounds),
         dtype=options.dtype,
-        method=options.speculate,
-        draft=draft,
-        heads=heads,
+        speculate=options.speculate,
+        draft_folder=draft,
+        heads_folder=heads,
         adaptive=options.adaptive,
+        mesh=mesh,
     )
     engine = Engine(
         served.params,
@@ -277,10 +277,29 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         tokenizer=tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=shape.vocab_size,
+        mesh=mesh,
     )
     if options.adaptive:
         engine.tune()
     return engine, prompts
+
+
+def _mesh(parallel: str) -> Any:
+    """The devices that `--parallel` asks for; None for one.
+
+    Raises:
+      ValueError: it is no layout of an engine, or there are fewer devices.
+    """
+    from jaxkv.parallel import count_cpu_as, make_mesh
+    from scaling.costs import parallelism
+
+    layout = parallelism.parse(parallel)
+    if layout != parallelism.Layout(tensor=layout.tensor):
+        raise ValueError(f"--parallel {parallel}: an engine is divided by tp alone")
+    if layout.tensor == 1:
+        return None
+    count_cpu_as(layout.tensor)
+    return make_mesh(tensor=layout.tensor)
 
 
 def _at_least_one(drafts: int) -> int:

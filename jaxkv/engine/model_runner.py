@@ -93,7 +93,7 @@ def feed(
     else:
         logits, pages = _feed_tiles(run, state, num_rows, packed, blank)
         logits, drafted = _parted(logits, config)
-        logits = logits.at[: config.max_slots].set(logits[source])
+        logits = arrays.begin(logits, logits[source])
     spare = packed.rows.logit_rows[config.max_slots : config.num_logit_rows]
     assert packed.rows.slot is not None
     spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
@@ -183,11 +183,11 @@ def _several(
     rows = lay(state, num_rows, num_drafts, config).rows
     if tree is not None and num_drafts is not None:
         rows = _branch(rows, state.table.length, num_drafts, tree)
-    logit_rows = rows.logit_rows.at[: source.shape[0]].set(rows.logit_rows[source])
+    logit_rows = arrays.begin(rows.logit_rows, rows.logit_rows[source])
     result = run(state.pages, rows._replace(logit_rows=logit_rows))
     logits, found = _parted(result.logits, config)
     if drafted is not None and found is not None:
-        drafted = drafted.at[:, : found.shape[1]].set(found)
+        drafted = arrays.begin(drafted, found)
     return logits, drafted, state._replace(pages=result.pages)
 
 
@@ -237,7 +237,7 @@ def _with_spare(
     assert packed.rows.slot is not None
     logit_rows = packed.rows.logit_rows[: buffer.shape[0]]
     slot = arrays.take(packed.rows.slot, logit_rows, fill=-1)
-    slot = slot.at[:num_slots].set(jnp.arange(num_slots, dtype=jnp.int32))
+    slot = arrays.begin(slot, jnp.arange(num_slots, dtype=jnp.int32))
     return jnp.where((slot >= 0)[:, None], logits[jnp.maximum(slot, 0)], buffer)
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "layers",
     "moe",
     "paged",
+    "partition",
     "rotary",
     "transformer",
 ]

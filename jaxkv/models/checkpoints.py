@@ -8,7 +8,7 @@ appears whole or not at all.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,10 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def load_model(
-    folder: str | os.PathLike[str], *, dtype: DTypeLike = "float32"
+    folder: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike = "float32",
+    place: Callable[[ModelConfig], weights.Place] | None = None,
 ) -> Loaded:
     """Reads a model with its parameters and its tokenizer.
 
@@ -58,6 +61,8 @@ def load_model(
       folder: a Hugging Face folder with safetensors, single or sharded.
       dtype: type of the parameters: float32, bfloat16, float16, or float64 where JAX
         has it switched on. The file's may be another.
+      place: makes of the model's shape what puts each parameter on devices, one after
+        the other; None puts all on the default one.
 
     Returns:
       The model. Its numbers are those of the file.
@@ -70,7 +75,8 @@ def load_model(
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     config = read_config(folder)
-    params = weights.load_params(folder, config, dtype)
+    put = None if place is None else place(config)
+    params = weights.load_params(folder, config, dtype, put)
     return Loaded(config, params, *_load_tokenizer(folder, config))
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.models import moe
+from jaxkv.models import moe, partition
 from jaxkv.models.config import ModelConfig
 from pallas_kernels import devices
 from pallas_kernels.grouped_matmul import api
@@ -52,13 +52,18 @@ class Linear(nnx.Module):
     def __init__(self, *shape, axes, rngs, std=0.02, bias=False, dtype=jnp.float32):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
+        self.num_inputs = shape[-1]
         self.bias = (
             nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
         )
 
+    def term(self, x: Float[Array, "inputs rows"]) -> Float[Array, "outputs rows"]:
+        """Multiplies every column by what this device has, without the bias."""
+        return multiply(self.weight[...].reshape(-1, x.shape[0]), x)
+
     def __call__(self, x: Float[Array, "inputs rows"]) -> Float[Array, "..."]:
-        """Multiplies every column."""
-        y = multiply(self.weight[...].reshape(-1, x.shape[0]), x)
+        """Multiplies every column; adds up what devices have of it."""
+        y = partition.add_up(self.term(x), part=x.shape[0], whole=self.num_inputs)
         if self.bias is not None:
             y = y + self.bias[...].reshape(-1, 1)
         return y.reshape(*self.weight.shape[:-1], x.shape[1])
@@ -117,11 +122,11 @@ class Mixture(nnx.Module):
         # Gate and up side by side: one product makes both.
         self.up = each(
             *(x.num_experts, c.hidden_size, (1 + c.gated) * x.size),
-            axes=("experts", "hidden", None),
+            axes=("experts", "hidden", "mlp"),
         )
         self.down = each(
             *(x.num_experts, x.size, c.hidden_size),
-            axes=("experts", None, "hidden"),
+            axes=("experts", "mlp", "hidden"),
             std=_out_std(c),
         )
         if x.shared_size:
@@ -157,11 +162,12 @@ class Mixture(nnx.Module):
 
         y = moe.mix(x.T, routing, answer, live=live).T
         if experts.shared_size:
-            shared = self.shared_down(activate(c, self.shared_up(x)))
+            shared = self.shared_down.term(activate(c, self.shared_up(x)))
             if experts.shared_gate:
                 shared = shared * jax.nn.sigmoid(self.shared_gate(x))
             y = y + shared
-        return y, routing
+        part = self.down.weight.shape[1]
+        return partition.add_up(y, part=part, whole=experts.size), routing
 
 
 class Layer(nnx.Module):

@@ -150,7 +150,7 @@ class PagedForward:
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
         plan = interface.make_plan(
             *(pages, rows),
-            num_q_heads=self.config.num_q_heads,
+            num_q_heads=pages.k.shape[2] * self.config.group_size,
             dtype=model.embed.weight[...].dtype,
             **sees,
         )
@@ -182,18 +182,18 @@ class PagedForward:
         dtype: DTypeLike,
     ) -> Callable:
         """How a layer encodes positions and writes K and V: one kernel, or several."""
-        c = self.config
-        heads = c.num_kv_heads, c.group_size + 2, c.head_dim
+        c, num_kv_heads = self.config, pages.k.shape[2]
+        heads = num_kv_heads, c.group_size + 2, c.head_dim
         qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
         num_rows = rows.position.shape[0]
         if c.positions != "rope" or rotary_write.choose(qkv, pages.k) == "reference":
             return functools.partial(_write, rows)
         # Once a pass, for all layers.
         page, offset = kv_pages.locate(rows, page_size=pages.page_size)
-        row = rotary_write.query_rows(num_rows, c.num_q_heads)
+        row = rotary_write.query_rows(num_rows, num_kv_heads * c.group_size)
         turned = rotary.angles(c, jnp.maximum(rows.position[row], 0), dtype)
         assert turned is not None
-        shape = num_rows, c.num_kv_heads, c.group_size, -1
+        shape = num_rows, num_kv_heads, c.group_size, -1
         turns = rotary_write.Turns(*(x.T.reshape(shape) for x in turned))
 
         few = None if plan is None else plan.few

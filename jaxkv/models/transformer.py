@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models import drawing, moe, rotary
+from jaxkv.models import drawing, moe, partition, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Layer, Linear, Norm, Numerics, multiply
@@ -114,7 +114,7 @@ class Transformer(nnx.Module):
           ValueError: layers are to be skipped, and they are stacked.
         """
         c = self.config
-        x = self.embed.weight[...][tokens].T if inputs is None else inputs
+        x = self._embeddings(tokens) if inputs is None else inputs
         if c.positions == "learned":
             # Not a number past the table: what is clamped to it would look like one.
             found = self.embed_positions.weight[...].at[positions + c.position_offset]
@@ -135,6 +135,10 @@ class Transformer(nnx.Module):
         last = self.final_norm(x)
         states = [*before, last] if taps else []
         return States(last, carry, routings, [states[tap] for tap in taps])
+
+    def _embeddings(self, tokens: Int[Array, " rows"]) -> Float[Array, "hidden rows"]:
+        table = self.embed.weight[...]
+        return partition.look_up(table, tokens, self.config.vocab_size).T
 
     def _unroll(
         self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
@@ -182,6 +186,7 @@ class Transformer(nnx.Module):
         table = (self.embed if self.config.tie_embeddings else self.head).weight[...]
         wide = np.promote_types(hidden.dtype, np.float32)
         columns = multiply(table, hidden, wide)
+        columns = partition.gather(columns, self.config.vocab_size)
         # Else XLA turns the product round, and CPUs read the table half as fast.
         return jax.lax.optimization_barrier(columns).T
 
@@ -401,7 +406,7 @@ def read(
         )
         y, _ = tiled.flash_attention(q, k, v, window=config.window)
         y = y.transpose(2, 3, 0, 1)
-        return y.reshape(config.num_kv_heads, -1, config.head_dim, batch * seq), carry
+        return y.reshape(len(qkv), -1, config.head_dim, batch * seq), carry
 
     how: Any = {"taps": taps, "only": only}
     return model.hidden(tokens.reshape(-1), position, attend, (), **how)

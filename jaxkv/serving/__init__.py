@@ -9,6 +9,8 @@ __all__ = [
     "Event",
     "engine",
     "host_swap",
+    "loading",
     "make_requests",
     "outputs",
+    "programs",
 ]

@@ -9,59 +9,40 @@ its ledger counts.
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int32
+from jax.sharding import Mesh
 
 from jaxkv import validation
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, step
-from jaxkv.engine import requests as engine_requests
 from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
-from jaxkv.engine.requests import Requests, drain
+from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import Sequences, init
 from jaxkv.memory import Eviction, Pages, invariants
 from jaxkv.models import interface as models_interface
+from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.scheduling import interface as scheduling_interface
-from jaxkv.serving import device_memory, host_swap, interrupts, outputs, tuning
+from jaxkv.serving import (
+    host_swap,
+    interrupts,
+    outputs,
+    programs,
+    tuning,
+)
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.request_tracker import Ledger
 from jaxkv.serving.requests import Part, Record
-from pallas_kernels import devices
 
-
-def _cancel_and_drain(
-    state: EngineState,
-    request_ids: Int32[Array, " n"],
-    samples: Int32[Array, " n"],
-    eviction: Eviction | None,
-) -> tuple[EngineState, Sequences]:
-    state = engine_requests.cancel(state, request_ids, samples, eviction=eviction)
-    return drain(state)
-
-
-# At module level: all engines of a process share programs where configurations agree.
-_run_steps = jax.jit(
-    step.run_steps,
-    static_argnames=("config", "forward", "logits_fn", "speculation"),
-    donate_argnames="state",
-    compiler_options=devices.COMPILER_OPTIONS,
-)
-_submit = jax.jit(
-    engine_requests.submit, static_argnames="config", donate_argnames="state"
-)
-_drain = jax.jit(_cancel_and_drain, donate_argnames="state")
 _IDLE_S = 0.01
 """Longest sleep at a time: another thread may bring a request."""
 
@@ -106,6 +87,7 @@ class Engine:
         speculation: Speculation | None = None,
         keep_trace: bool = False,
         host_pages: int | None = None,
+        mesh: Mesh | None = None,
     ):
         """Makes an idle engine; compiles nothing yet.
 
@@ -127,6 +109,9 @@ class Engine:
           keep_trace: whether `trace` collects the step infos.
           host_pages: swap space in host memory, in pages, beside the staging buffer of
             `max_swap_pages`; None means as many as the pool has.
+          mesh: devices to divide the model and its pages over, see
+            `parallel.make_mesh`; the parameters are as `parallel.tensor.place_params`
+            returns them. None means one device.
 
         Raises:
           ValueError: an argument is of another type than it should be, the pages do not
@@ -150,7 +135,6 @@ class Engine:
         self.trace: list[step.StepInfo] = []
         """Step infos of the calls read so far, as NumPy arrays."""
         self._keep_trace = keep_trace
-        self._host = host_swap.HostSpace(host_pages)
         self._asked = False  # by the device, to move swapped pages
         self._static = {
             "config": config,
@@ -161,7 +145,9 @@ class Engine:
         self._eviction = eviction
         self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
         memory = None if speculation is None else speculation.drafter.init(config)
-        self._state = init(config, pages, memory)
+        state = init(config, pages, memory)
+        self._programs, self._state = _programs(params, state, mesh)
+        self._host = host_swap.HostSpace(host_pages, self._programs.move)
         self._started = time.perf_counter()
         self._ids = itertools.count()
         self._ledger = Ledger(config)
@@ -184,6 +170,7 @@ class Engine:
         draft_layers: int | tuple[int, ...] | None = None,
         heads_folder: Any = None,
         adaptive: bool = False,
+        mesh: Mesh | None = None,
         **fields: Any,
     ) -> "Engine":
         """Serves a Hugging Face folder.
@@ -205,59 +192,44 @@ class Engine:
             this model.
           adaptive: whether no more is guessed than pays, see `speculation.Adaptive`;
             the engine is then tuned.
+          mesh: devices to divide the model and its pages over, see
+            `parallel.make_mesh`; each reads its part of the weights. None means one.
           **fields: of `EngineConfig`; `policy`, `eviction`, `logits_fn`, `keep_trace`
             and `host_pages` go to the engine.
 
         Raises:
           ValueError: the folder or a field is not usable; the message says why.
         """
-        # Flax and tokenizers load only here.
-        from jaxkv.models import checkpoints, transformer
-        from jaxkv.speculation import head_folders, methods
-
-        scan_layers = validation.boolean("scan_layers", scan_layers)
         own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
         rest = {name: fields.pop(name) for name in own if name in fields}
+        # Flax and tokenizers load only here.
+        from jaxkv.serving import loading
+
+        scan_layers = validation.boolean("scan_layers", scan_layers)
         adaptive = validation.boolean("adaptive", adaptive)
-        if speculate is not None:
-            fields = {"max_drafts": methods.MAX_DRAFTS} | fields
-        if adaptive:
-            fields = {"num_lengths": methods.NUM_LENGTHS} | fields
-        config = EngineConfig(**fields)
-        loaded = checkpoints.load_model(folder, dtype=dtype)
-        draft = None
-        if draft_folder is not None:
-            small = checkpoints.load_model(draft_folder, dtype=dtype)
-            draft = methods.Model(small.config, small.params)
-        heads = None
-        if heads_folder is not None:
-            heads = head_folders.load(heads_folder, loaded.config, dtype=dtype)
-        params = loaded.params
-        if scan_layers:
-            params = transformer.stack_layers(loaded.config, params)
-        serve = functools.partial(
-            methods.serve,
-            *(methods.Model(loaded.config, params), config),
+        config = loading.bounds(fields, speculate=speculate, adaptive=adaptive)
+        model = loading.read(folder, dtype=dtype, mesh=mesh)
+        served = loading.serve(
+            *(folder, model, config),
             dtype=dtype,
-            method=speculate,
-            draft=draft,
-            layers=draft_layers,
-            heads=heads,
+            scan_layers=scan_layers,
+            speculate=speculate,
+            draft_folder=draft_folder,
+            draft_layers=draft_layers,
+            heads_folder=heads_folder,
             adaptive=adaptive,
+            mesh=mesh,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said once, when they are made
-            _check_room(jax.eval_shape(lambda: serve().pages), config)
-        served = serve()
         engine = cls(
             served.params,
             served.forward,
             served.pages,
             config,
             speculation=served.speculation,
-            tokenizer=loaded.tokenizer,
-            eos_ids=loaded.eos_ids,
-            vocab_size=loaded.config.vocab_size,
+            tokenizer=model.tokenizer,
+            eos_ids=model.eos_ids,
+            vocab_size=model.config.vocab_size,
+            mesh=mesh,
             **rest,
         )
         if adaptive:
@@ -284,12 +256,14 @@ class Engine:
 
         def run(state: EngineState) -> EngineState:
             rules = self._rules() | self._static
-            return _run_steps(self.params, state, clock, **rules)[0]
+            return self._programs.run_steps(self.params, state, clock, **rules)[0]
 
         programs = tuning.Programs(
             run,
-            lambda state, requests: _submit(state, requests, config=config)[0],
-            lambda state, ids: _drain(
+            lambda state, requests: self._programs.submit(
+                state, requests, config=config
+            )[0],
+            lambda state, ids: self._programs.drain(
                 *(state, ids, np.full_like(ids, -1), self._eviction)
             )[0],
         )
@@ -480,10 +454,12 @@ class Engine:
             requests = self._requests(batch) if batch else None
             with self._all_or_lost():
                 if requests is not None:
-                    self._state, _ = _submit(self._state, requests, config=config)
+                    self._state, _ = self._programs.submit(
+                        self._state, requests, config=config
+                    )
                     ledger.hand_over(batch)
                 clock = from_seconds(self.now())
-                self._state, info = _run_steps(
+                self._state, info = self._programs.run_steps(
                     self.params, self._state, clock, **self._rules(), **self._static
                 )
                 self._unread.append(call := _Call(info=info))
@@ -492,7 +468,7 @@ class Engine:
                 if (named := ledger.next_cancels()) is not None:
                     names, samples = named[:, 0], named[:, 1]
                     args = (self._state, names, samples, self._eviction)
-                    self._state, call.drained = _drain(*args)
+                    self._state, call.drained = self._programs.drain(*args)
 
     def _rules(self) -> dict[str, Any]:
         """What the steps decide by."""
@@ -510,11 +486,11 @@ class Engine:
         blank = self._record(0, [0], Sampling.greedy())
         names = np.full(config.max_sequences, -1, np.int32)
         programs = (
-            _submit.lower(state, self._requests([blank]), config=config),
-            _run_steps.lower(
+            self._programs.submit.lower(state, self._requests([blank]), config=config),
+            self._programs.run_steps.lower(
                 self.params, state, clock, **self._rules(), **self._static
             ),
-            _drain.lower(state, names, names, self._eviction),
+            self._programs.drain.lower(state, names, names, self._eviction),
         )
         for program in programs:
             program.compile()
@@ -624,12 +600,20 @@ def _check_parts(
         raise ValueError(REPRODUCIBLE_TREES)
 
 
-def _check_room(pages: Pages, config: EngineConfig) -> None:
-    """Refuses bounds whose state, pool and all, is larger than the memory."""
-    device_memory.check_room(
-        jax.eval_shape(functools.partial(init, config), pages),
-        f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
-    )
+def _programs(
+    params: Any, state: EngineState, mesh: Mesh | None
+) -> tuple[programs.Programs, EngineState]:
+    """The programs, and the state where they take it.
+
+    Raises:
+      ValueError: parameters are not on the mesh.
+    """
+    if mesh is None:
+        return programs.LOCAL, state
+    specs = layout.specs_on(params, mesh)
+    divided = layout.state_specs(state)
+    state = layout.place(state, divided, mesh)
+    return programs.on_mesh(programs.divided(mesh, specs, divided)), state
 
 
 def _one_each(prompts: object, sampling: object) -> list[Any]:

@@ -60,15 +60,15 @@ def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> S
     )
 
 
-_move = jax.jit(move, donate_argnames="staging")
-
-
 class HostSpace:
     """Pages of swapped requests in the memory of the host."""
 
-    def __init__(self, num_pages: int):
-        """Makes an empty space for at most `num_pages` pages."""
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, move: Any):
+        """Makes an empty space for at most `num_pages` pages.
+
+        `move` is the function of that name, compiled.
+        """
+        self.num_pages, self._move = num_pages, move
         self._kept: dict[int, tuple[np.ndarray, Pages]] = {}
         self._is_compiled = False
 
@@ -81,7 +81,7 @@ class HostSpace:
         """Makes the program that `exchange` runs, once; moves nothing."""
         s = state.staging
         if s is not None and not self._is_compiled:
-            _move.lower(s, state.sequences.group, no_moves(s)).compile()
+            self._move.lower(s, state.sequences.group, no_moves(s)).compile()
             self._is_compiled = True
 
     def exchange(self, state: EngineState) -> EngineState:
@@ -127,7 +127,7 @@ class HostSpace:
                 both = map(jax.tree.leaves, (moves.pages, pages))
                 for buffer, leaf in zip(*both, strict=True):
                     buffer[:, new] = leaf
-        return state._replace(staging=_move(s, state.sequences.group, moves))
+        return state._replace(staging=self._move(s, state.sequences.group, moves))
 
 
 def no_moves(staging: Staging) -> Any:

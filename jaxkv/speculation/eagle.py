@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import ModelConfig, Params, rotary, transformer
+from jaxkv.models import ModelConfig, Params, partition, rotary, transformer
 from jaxkv.models.layers import multiply
 from jaxkv.models.transformer import Transformer
 
@@ -119,7 +119,9 @@ def inputs(
       Columns: the states, and what tokens and states together add to them.
     """
     norm = functools.partial(_norm, eps=config.target.norm_eps)
-    token = norm(target["embed"]["weight"][tokens], params["token_norm"])
+    table, num_words = target["embed"]["weight"], config.target.vocab_size
+    found = partition.look_up(table, tokens, num_words)
+    token = norm(found, params["token_norm"])
     feature = norm(states, params["feature_norm"])
     both = jnp.concatenate([token, feature], axis=1)
     return states.T + multiply(params["merge"]["weight"], both.T)

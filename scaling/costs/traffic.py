@@ -258,7 +258,7 @@ def decode(
 ) -> tuple[Traffic, ...]:
     """Lists what a device sends in a step of decoding: tensor and pipeline parallel.
 
-    The logits are gathered on one device. `backward` is 0.
+    The logits are gathered on every device, each of which draws. `backward` is 0.
 
     Args:
       model: its shape.
@@ -284,7 +284,7 @@ def decode(
         if traffic.forward and "target" not in traffic.name
     ]
     if layout.tensor > 1:
-        logits = _ring_share(layout.tensor) * batch * model.vocab_size * 4
-        sent = logits / (layout.tensor - 1)
-        kept.append(Traffic("vocabulary", "logits", "4 b v / p", sent, 0.0))
+        sent = _ring_share(layout.tensor) * batch * model.vocab_size * 4
+        name = "logits, all-gather"
+        kept.append(Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0))
     return tuple(kept)

@@ -27,7 +27,7 @@ from jaxkv.models import checkpoints, paged
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
-from jaxkv.serving import host_swap, outputs
+from jaxkv.serving import host_swap, outputs, programs
 
 POOL_TOKENS = 4096
 """Token places in the pool, over which a request's pages are scattered."""
@@ -233,7 +233,7 @@ def _time_host(
     )
     sequences = state.sequences._replace(group=jnp.arange(2, dtype=jnp.int32))
     state = state._replace(sequences=sequences, staging=staging)
-    space = host_swap.HostSpace(num_pages)
+    space = host_swap.HostSpace(num_pages, programs.LOCAL.move)
     times_s = []
     for _ in range(repeats + 1):
         for waiting, num_away in (((0, 1), num_pages), ((1,), 0)):

@@ -2,8 +2,8 @@
 
 The `shipped` config trained the model in `models/stdlib-bytes`: a trunk at a constant
 learning rate on short windows, then a cool-down on windows as long as the contexts that
-the model is served with. The same command takes up a run that was stopped. `deep` trains
-one of three times as many layers, for which the shipped one is cheap enough to draft.
+the model is served with. The same command takes up a run that was stopped. `deep`
+trains one of three times as many layers, for which the shipped one is a cheap drafter.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Every tensor's name, type and shape is checked before any is used. Nothing is un
 """
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from jaxkv import validation
 from jaxkv.files import blaming, read_json
@@ -29,17 +30,22 @@ from jaxkv.models.huggingface.tensors import (
 )
 from jaxkv.models.interface import Params
 
+type Place = Callable[[tuple[str | int, ...], np.ndarray], Array]
+"""What puts a parameter where it belongs, given its keys from the tree's root."""
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Safetensors' names of the element types that are weights as they are.
 STORED_TYPES = ("F32", "BF16", "F16", "F64")
 
 
-def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
+def load_params(
+    folder: Path, config: ModelConfig, dtype: np.dtype, place: Place | None = None
+) -> Params:
     """Reads all parameters, after every tensor's name, type and shape were checked.
 
     The folder has `model.safetensors`, or an index and the files it names; `dtype` is
-    as `checked_dtype` returns it.
+    as `checked_dtype` returns it. One parameter after the other is read and placed.
 
     Raises:
       ValueError: names the file or folder and the tensor: missing, unexpected, of
@@ -71,8 +77,10 @@ def load_params(folder: Path, config: ModelConfig, dtype: np.dtype) -> Params:
             f"{folder}: {found[head]} differs from {found[embed]}, but config.json has "
             "tie_word_embeddings=true; with false the first is used"
         )
+    put = place or (lambda path, array: jnp.asarray(array))
     arrays = [
-        jnp.asarray(join(leaf, [read(name) for name in leaf.names])) for leaf in leaves
+        put(leaf.path, join(leaf, [read(name) for name in leaf.names]))
+        for leaf in leaves
     ]
     return jax.tree.unflatten(
         jax.tree.structure(transformer.param_shapes(config)), arrays

@@ -17,7 +17,7 @@ from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
 from jaxkv.scheduling.fcfs import victims
-from jaxkv.serving import host_swap
+from jaxkv.serving import host_swap, programs
 from tests.support import engines
 from tests.support.asks import groups
 from tests.support.engines import MODEL, TIGHT, Ask, Run, greedy
@@ -42,7 +42,7 @@ def served(
 ) -> Run:
     """Admits whoever there is room for, unless told else, so that many give way."""
     policy = fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
-    space = None if host is None else host_swap.HostSpace(host)
+    space = None if host is None else host_swap.HostSpace(host, programs.LOCAL.move)
     return engines.serve(ASKS, config, policy, host=space)
 
 
@@ -166,7 +166,7 @@ def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
     ]
     state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap")
-    space = host_swap.HostSpace(24)
+    space = host_swap.HostSpace(24, programs.LOCAL.move)
     state = next(
         state
         for state, info in steps(start, SWAP, policy, 40)

@@ -13,6 +13,7 @@ from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
+from jaxkv.serving import programs
 from jaxkv.speculation import Adaptive, Coupled, Jacobi, NGram, Synthetic, adaptive
 from jaxkv.speculation.adaptive import Costs
 from tests.support import engines
@@ -127,10 +128,10 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
 @pytest.mark.usefixtures("fast_compile")
 def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     prompts, ask = [[1, 2, 3], [4, 5]], Sampling.greedy(max_tokens=9)
-    run: Any = jaxkv.serving.engine._run_steps
+    run: Any = programs.LOCAL.run_steps
     engine = engine_of(Adaptive(NGram(1, 2)), steps_per_call=2)
     before = engine.generate(prompts, ask)
-    programs = run._cache_size()
+    num_programs = run._cache_size()
     guessed = np.array(engine._state.memory.costs.steps)
     engine.tune()
     state = jax.tree.map(np.asarray, engine._state)
@@ -140,7 +141,7 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     assert (state.memory.costs.steps > 0).all()
     assert (state.memory.costs.steps != guessed).any()
     after = engine.generate(prompts, ask)
-    assert run._cache_size() == programs
+    assert run._cache_size() == num_programs
     for one, other in zip(before, after, strict=True):
         assert one.answers[0].tokens == other.answers[0].tokens
 

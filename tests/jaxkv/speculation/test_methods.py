@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv.engine.drafting import Speculation
 from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.sampling import Sampling
+from jaxkv.serving import programs
 from jaxkv.speculation import (
     Coupled,
     DraftModel,
@@ -123,7 +124,7 @@ def test_workloads_of_all_kinds_share_one_program() -> None:
         config,
         speculation=speculation,
     )
-    run: Any = jaxkv.serving.engine._run_steps
+    run: Any = programs.LOCAL.run_steps
     engine.generate([[1, 2, 3]])
     before, rng = run._cache_size(), np.random.default_rng(1)
     for _ in range(4):

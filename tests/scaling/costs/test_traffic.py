@@ -97,8 +97,8 @@ def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
     tensor = sum(x.forward for x in found if x.scheme == "tensor")
     assert tensor == 3_758_096_384 * 16 / 4096
     assert not sum(x.backward for x in found)
-    logits = [x.forward for x in found if x.name == "logits"]
-    assert logits == [16 * 32_000 * 4 / 8]
+    logits = [x.forward for x in found if x.name == "logits, all-gather"]
+    assert logits == [7 / 8 * 16 * 32_000 * 4]
 
 
 def test_one_device_sends_nothing() -> None:

@@ -1,0 +1,41 @@
+"""Which part of a model a device has: read from the shapes of its weights.
+
+On a mesh a step runs on every device at once, inside `jax.shard_map`, each with a part
+of the weights (see `jaxkv.parallel`). A matrix with fewer columns than the model's
+makes a term of a sum, and those of all devices are added up. A table with fewer rows
+than there are words has the words of this device, in order of the devices; rows of
+zeros may follow the last word. With whole weights nothing here does anything.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+TENSOR = "tensor"
+"""The axis of the mesh over which matrices are divided."""
+
+
+def add_up(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, "..."]:
+    """Adds the devices' sums over `part` of `whole` numbers; `x` if that is all."""
+    return x if part >= whole else lax.psum(x, TENSOR)
+
+
+def look_up(
+    table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"], num_words: int
+) -> Float[Array, "*rows hidden"]:
+    """The rows of a table of `num_words`, of which this device may have a part."""
+    if (part := table.shape[0]) >= num_words:
+        return table[tokens]
+    own = tokens - part * lax.axis_index(TENSOR).astype(tokens.dtype)
+    is_here = (own >= 0) & (own < part)
+    found = table[jnp.where(is_here, own, 0)]
+    return lax.psum(jnp.where(is_here[..., None], found, jnp.zeros_like(found)), TENSOR)
+
+
+def gather(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:
+    """Puts the devices' parts of `num_words` side by side."""
+    if x.shape[0] >= num_words:
+        return x
+    return lax.all_gather(x, TENSOR, tiled=True)[:num_words]

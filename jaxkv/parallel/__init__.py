@@ -1,0 +1,5 @@
+"""Past one device: a model and its pages divided over a mesh."""
+
+from jaxkv.parallel.mesh import count_cpu_as, make_mesh
+
+__all__ = ["collectives", "count_cpu_as", "layout", "make_mesh", "mesh", "tensor"]

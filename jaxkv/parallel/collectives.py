@@ -1,0 +1,162 @@
+"""What a compiled program sends: its collectives, read from its text.
+
+A device's bytes on the wire are an operation's operands, times the trips of the loops
+around it, times a factor of its kind (`sent`): of x bytes over p devices a ring sends
+2 (p-1)/p x for an all-reduce, (p-1) x for an all-gather of parts of x, (p-1)/p x for a
+reduce-scatter or an all-to-all, and x for a permute.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
+_SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[a-z]\d+)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+class Collective(NamedTuple):
+    """One operation of a program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      shapes: of its operands, element type and sizes.
+      devices: that take part in an exchange, 1 where nothing is sent.
+      trips: how often it runs in a run of the program.
+      is_sure: whether the program's text says so; a loop whose trips are data, or a
+        branch, counts once.
+    """
+
+    kind: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    devices: int
+    trips: int
+    is_sure: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the operands, in all trips."""
+        sizes = (_width(kind) * math.prod(sides) for kind, sides in self.shapes)
+        return sum(sizes) * self.trips
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends."""
+        p, size = self.devices, self.num_bytes
+        if p == 1:
+            return 0.0
+        if self.kind == "collective-permute":
+            return float(size)
+        if self.kind == "all-gather":
+            return float((p - 1) * size)
+        return (1 + (self.kind == "all-reduce")) * (p - 1) / p * size
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it sends floating tensors of rank two or more, not counters."""
+        return any(
+            len(sides) > 1 and (kind[0] == "f" or kind == "bf16")
+            for kind, sides in self.shapes
+        )
+
+
+def collectives(text: str) -> list[Collective]:
+    """Lists the collectives of a compiled program, as `compiled.as_text()` gives it.
+
+    Raises:
+      ValueError: there is no program in the text.
+    """
+    bodies, entry = _computations(text)
+    return list(_walk(bodies, entry, 1, True))
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    bodies: dict[str, list[str]] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" ") and "=" not in line[:3]:
+            name = line.removeprefix("ENTRY ").split()[0].lstrip("%").split("(")[0]
+            bodies[name] = []
+            entry = name if line.startswith("ENTRY") else entry
+        elif name and line.startswith("  "):
+            bodies[name].append(line)
+    if not entry:
+        raise ValueError("text must be that of a compiled program: no ENTRY in it")
+    return bodies, entry
+
+
+def _walk(
+    bodies: dict[str, list[str]], name: str, trips: int, is_sure: bool
+) -> Iterator[Collective]:
+    shapes: dict[str, str] = {}
+    for line in bodies.get(name, ()):
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        result, shape, kind, rest = match.groups()
+        shapes[result] = shape
+        base = kind.removesuffix("-start")
+        if base in KINDS:
+            operands = _operands(rest, shapes)
+            yield Collective(base, operands, _devices(line), trips, is_sure)
+            continue
+        if kind == "while":
+            known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            inner = trips * int(known.group(1)) if known else trips
+            sure = is_sure and known is not None
+        else:
+            inner, sure = trips, is_sure and kind != "conditional"
+        called = [found for _, found in _CALLED.findall(line)]
+        for found in _BRANCHES.findall(line):
+            called += [part.strip().lstrip("%") for part in found.split(",")]
+        for each in called:
+            yield from _walk(bodies, each, inner, sure)
+
+
+def _operands(
+    rest: str, shapes: dict[str, str]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The shapes of what stands between an operation's brackets."""
+    inside = rest.split(")")[0]
+    found = []
+    for part in re.findall(r"%([\w.-]+)", inside):
+        for kind, sides in _SHAPE.findall(shapes.get(part, "")):
+            found.append((kind, tuple(int(x) for x in sides.split(",") if x)))
+    return tuple(found)
+
+
+def _devices(line: str) -> int:
+    """How many devices exchange."""
+    # Three ways to write a division: by axes of a mesh, by counts, one by one.
+    by_axes = r"replica_groups=mesh\[(.*?)\] \{(.*?)\}"
+    if (found := re.search(by_axes, line)) is not None:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
+        names = re.findall(r"'(\w+)'", found.group(2))
+        return math.prod(int(sizes[name]) for name in names)
+    if (found := re.search(r"replica_groups=\[\d+,(\d+)\]", line)) is not None:
+        return int(found.group(1))
+    if (found := re.search(r"replica_groups=\{\{([\d,]*)\}", line)) is not None:
+        return len(found.group(1).split(","))
+    if "source_target_pairs=" in line:
+        return 2
+    raise ValueError(f"no devices are named in {line.strip()[:300]!r}")
+
+
+def _width(kind: str) -> int:
+    """Bytes of a number."""
+    if kind in _BYTES:
+        return _BYTES[kind]
+    digits = re.match(r"[a-z]+(\d+)", kind)
+    return max(1, int(digits.group(1)) // 8) if digits else 1

@@ -1,0 +1,164 @@
+"""Tensor parallelism: heads, the MLP's columns and the vocabulary divided over devices.
+
+Column-parallel matrices (queries, keys and values; gate and up) give each device its
+heads and its columns of the MLP, row-parallel ones (out; down) a term of a sum: two
+all-reduces a layer. Embeddings and head are divided by vocabulary. K and V of a head
+lie with the device that has it; where there are fewer KV heads than devices, each is
+copied to those that share its queries. Tables, queues and draws are the same
+everywhere, since every device runs the whole step.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxkv.models import ModelConfig, Params, transformer
+from jaxkv.models.partition import TENSOR
+from jaxkv.parallel import layout
+from jaxkv.speculation import head_folders
+from jaxkv.speculation.eagle import EagleConfig
+
+type Path = tuple[str | int, ...]
+
+DIVIDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
+"""Logical axes of parameters that are divided."""
+
+
+def fit(config: ModelConfig, degree: int) -> ModelConfig:
+    """The same model with as many KV heads as devices at least.
+
+    Raises:
+      ValueError: its heads, or its MLP, cannot be divided so.
+    """
+    c, sizes = config, {"num_q_heads": config.num_q_heads}
+    if c.experts is None or c.experts.num_dense_layers:
+        sizes["mlp_size"] = c.mlp_size
+    if c.experts is not None:
+        sizes["experts.size"] = c.experts.size
+        sizes["experts.shared_size"] = c.experts.shared_size
+    for name, size in sizes.items():
+        if size % degree:
+            raise ValueError(
+                f"{name}={size} must be a multiple of the tensor-parallel degree "
+                f"{degree}"
+            )
+    if (num := c.num_kv_heads) % degree and degree % num:
+        raise ValueError(
+            f"num_kv_heads={num} must be a multiple or a divisor of the "
+            f"tensor-parallel degree {degree}"
+        )
+    return dataclasses.replace(c, num_kv_heads=max(c.num_kv_heads, degree))
+
+
+def fit_array(
+    path: Path, array: np.ndarray, config: ModelConfig, degree: int
+) -> np.ndarray:
+    """A parameter as `fit` and equal parts need it.
+
+    KV heads are copied, the vocabulary ends in zeros, and of experts, which have gate
+    and up side by side, those of a device stand together.
+
+    Args:
+      path: keys from the root of the parameter tree, layers not stacked.
+      array: the parameter of `config`.
+      config: the model, as it is before `fit`.
+      degree: devices that divide it.
+    """
+    module = tuple(key for key in path if isinstance(key, str))[-2:]
+    if module[0] == "qkv" and (copies := degree // config.num_kv_heads) > 1:
+        kv_heads, group_and_2, *rest = array.shape
+        group = group_and_2 - 2
+        q = array[:, :group].reshape(kv_heads * copies, group // copies, *rest)
+        k_and_v = np.repeat(array[:, group:], copies, axis=0)
+        return np.concatenate([q, k_and_v], axis=1)
+    if path[0] in ("embed", "head") and (more := -array.shape[0] % degree):
+        return np.pad(array, ((0, more), (0, 0)))
+    if path[-3:-1] == ("mixture", "up"):
+        num_experts, width, columns = array.shape
+        halves = 2 if config.gated else 1
+        parts = array.reshape(num_experts, width, halves, degree, -1)
+        return parts.swapaxes(2, 3).reshape(num_experts, width, columns)
+    return array
+
+
+def spec_of(axes: tuple[str | None, ...]) -> PartitionSpec:
+    """How a parameter of these logical axes is divided."""
+    return PartitionSpec(*(TENSOR if name in DIVIDED else None for name in axes))
+
+
+def placer(
+    config: ModelConfig, mesh: Mesh, axes: Any = None
+) -> Callable[[Path, np.ndarray | Array], Array]:
+    """What puts one parameter after another on the devices, on each its part alone.
+
+    Args:
+      config: the model's shape.
+      mesh: the devices.
+      axes: logical axes of the parameters; None means those of `config`.
+
+    Returns:
+      A function of the parameter's path, layers not stacked, and its numbers.
+
+    Raises:
+      ValueError: as `fit` does.
+    """
+    degree = layout.degree_of(mesh)
+    fit(config, degree)
+    axes = transformer.param_axes(config) if axes is None else axes
+
+    def place(path: Path, array: np.ndarray | Array) -> Array:
+        names = axes
+        for key in path:
+            names = names[key]
+        fitted = fit_array(path, np.asarray(array), config, degree)
+        sharding = NamedSharding(mesh, spec_of(names))
+        return jax.make_array_from_callback(fitted.shape, sharding, fitted.__getitem__)
+
+    return place
+
+
+def place_params(
+    config: ModelConfig, params: Params, mesh: Mesh, axes: Any = None
+) -> Params:
+    """Divides parameters, layers not stacked; they are those of `fit(config)` then.
+
+    Raises:
+      ValueError: as `fit` does.
+    """
+    put = placer(config, mesh, axes)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: put(tuple(key.key for key in path), x), params
+    )
+
+
+def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
+    """`transformer.stack_layers` of divided parameters; `config` is `fit`'s."""
+    stacked = transformer.stack_layers(config, params)
+    if mesh is None:
+        return stacked
+    axes = transformer.param_axes(config, stacked=True)
+    is_axes = lambda x: type(x) is tuple  # noqa: E731
+    specs = jax.tree.map(spec_of, axes, is_leaf=is_axes)
+    return layout.place(stacked, specs, mesh)
+
+
+def place_heads(heads: head_folders.Loaded, mesh: Mesh) -> head_folders.Loaded:
+    """Divides what drafts: EAGLE's layer as the target's; Medusa's heads are whole.
+
+    Raises:
+      ValueError: as `fit` does.
+    """
+    config, degree = heads.config, layout.degree_of(mesh)
+    axes = jax.tree.map(lambda x: (None,) * x.ndim, heads.params)
+    if isinstance(config, EagleConfig):
+        axes |= {"layers": transformer.param_axes(config.layer)["layers"]}
+    params = place_params(config.target, heads.params, mesh, axes)
+    fitted: Any = dataclasses.replace(config, target=fit(config.target, degree))
+    return heads._replace(config=fitted, params=params)

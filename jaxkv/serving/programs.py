@@ -1,0 +1,124 @@
+"""The compiled programs of an engine, on one device or on all of a mesh at once.
+
+All engines of a process share them where configurations agree.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int32
+
+from jaxkv.engine import EngineState, requests, step
+from jaxkv.engine.state import Sequences
+from jaxkv.memory import Eviction, Staging
+from jaxkv.parallel import layout
+from jaxkv.serving import host_swap
+from pallas_kernels import devices
+
+
+class Programs(NamedTuple):
+    """Jitted functions; all consume the state, or the staging buffer, they are given.
+
+    Attributes:
+      run_steps: `step.run_steps`, all beside params, state and clock by name.
+      submit: `requests.submit`.
+      drain: cancels, then drains.
+      move: `host_swap.move`.
+    """
+
+    run_steps: Any
+    submit: Any
+    drain: Any
+    move: Any
+
+
+class Divided(NamedTuple):
+    """What a mesh's programs are made for; hashable.
+
+    Attributes:
+      mesh: the devices.
+      specs: how the leaves of parameters and state are divided, in their order.
+      trees: what those are the leaves of.
+    """
+
+    mesh: Mesh
+    specs: tuple[Any, ...]
+    trees: tuple[Any, Any]
+
+
+def divided(mesh: Mesh, params: Any, state: Any) -> Divided:
+    """Notes how parameters and state are divided, by trees of specs."""
+    flat = [jax.tree.flatten(tree) for tree in (params, state)]
+    return Divided(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))
+
+
+def _cancel_and_drain(
+    state: EngineState,
+    request_ids: Int32[Array, " n"],
+    samples: Int32[Array, " n"],
+    eviction: Eviction | None,
+) -> tuple[EngineState, Sequences]:
+    state = requests.cancel(state, request_ids, samples, eviction=eviction)
+    return requests.drain(state)
+
+
+_RUN: Any = {
+    "static_argnames": ("config", "forward", "logits_fn", "speculation"),
+    "donate_argnames": "state",
+    "compiler_options": devices.COMPILER_OPTIONS,
+}
+
+LOCAL = Programs(
+    jax.jit(step.run_steps, **_RUN),
+    jax.jit(requests.submit, static_argnames="config", donate_argnames="state"),
+    jax.jit(_cancel_and_drain, donate_argnames="state"),
+    jax.jit(host_swap.move, donate_argnames="staging"),
+)
+"""Those of one device."""
+
+
+@functools.cache
+def on_mesh(how: Divided) -> Programs:
+    """Those of a mesh: every device runs all of a program, with its part of the pages.
+
+    So nothing is sent but what the layers ask for, and what all devices have of a state
+    stays the same on all, because all compute the same.
+    """
+    weights, state_of = map(jax.tree.unflatten, how.trees, how.specs)
+    whole, staging_of = layout.WHOLE, state_of.staging
+
+    def mapped(function: Any, *given: Any, made: Any) -> Any:
+        return layout.mapped(function, how.mesh, given, made)
+
+    def run_steps(params, state, clock, *, policy, eviction, **static):
+        def run(params, state, clock, policy, eviction):
+            return step.run_steps(
+                *(params, state, clock),
+                policy=policy,
+                eviction=eviction,
+                **static,
+            )
+
+        given = weights, state_of, whole, whole, whole
+        run = mapped(run, *given, made=(state_of, whole))
+        return run(params, state, clock, policy, eviction)
+
+    def submit(state, batch, *, config):
+        run = functools.partial(requests.submit, config=config)
+        return mapped(run, state_of, whole, made=(state_of, whole))(state, batch)
+
+    drain = mapped(
+        *(_cancel_and_drain, state_of, whole, whole, whole), made=(state_of, whole)
+    )
+    moves_of: Any = host_swap.Moves(*(whole for _ in host_swap.Moves._fields))  # ty: ignore[invalid-argument-type]
+    if isinstance(staging_of, Staging):
+        moves_of = moves_of._replace(pages=staging_of.pages)
+    move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)
+    return Programs(
+        jax.jit(run_steps, **_RUN),
+        jax.jit(submit, static_argnames="config", donate_argnames="state"),
+        jax.jit(drain, donate_argnums=0),
+        jax.jit(move, donate_argnums=0),
+    )

@@ -1,0 +1,294 @@
+"""Tensor parallelism: the numbers of one device, on several, and what they send."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.models import checkpoints, transformer
+from jaxkv.models.config import ModelConfig
+from jaxkv.parallel import collectives, layout, make_mesh, tensor
+from jaxkv.sampling import Sampling
+from scaling.costs import traffic
+from scaling.costs.parallelism import Layout
+from scaling.shapes import from_model
+from tests.support import engines
+from tests.support.folders import GOLDEN, ROOT
+
+FAMILIES = (
+    *("llama", "gpt2", "opt", "qwen2", "qwen3", "mistral"),
+    *("mixtral", "qwen2_moe", "qwen3_moe"),
+)
+BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
+TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
+
+
+def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
+    """The plain forward pass on a mesh, compiled for `TOKENS`, and its parameters."""
+    mesh = make_mesh(tensor=degree)
+    fitted = tensor.fit(config, degree)
+    placed = tensor.place_params(config, params, mesh)
+    run = layout.mapped(
+        functools.partial(transformer.logits, config=fitted),
+        *(mesh, (layout.specs_on(placed, mesh), layout.WHOLE), layout.WHOLE),
+    )
+    return jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile(), placed
+
+
+def large(program: Any) -> list[collectives.Collective]:
+    found = collectives.collectives(program.as_text())
+    assert all(each.is_sure for each in found)
+    return [each for each in found if each.is_large]
+
+
+@pytest.mark.parametrize(
+    ("family", "degree"), [("llama", 4), ("gpt2", 2), ("qwen2", 2), ("qwen2_moe", 2)]
+)
+def test_logits_are_those_of_one_device(family: str, degree: int) -> None:
+    check_family(family, degree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_one_device_everywhere(family: str, degree: int) -> None:
+    check_family(family, degree)
+
+
+def check_family(family: str, degree: int) -> None:
+    """Logits, and bytes as the formula has them."""
+    loaded = checkpoints.load_model(GOLDEN / family)
+    config, params = loaded.config, loaded.params
+    program, placed = on_mesh(config, params, degree)
+    found = np.asarray(program(placed, jnp.asarray(TOKENS)))
+    whole = transformer.logits(params, jnp.asarray(TOKENS), config=config)
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4)
+    # Words that are there to divide evenly are sent, too.
+    words = config.vocab_size + -config.vocab_size % degree
+    padded = dataclasses.replace(from_model.describe(config), vocab_size=words)
+    formula = traffic.decode(
+        padded, Layout(tensor=degree), batch=TOKENS.size, number_bytes=4
+    )
+    sent = sum(each.sent for each in large(program))
+    assert sent == sum(each.forward for each in formula)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_bytes_grow_with_the_layers(num_layers: int) -> None:
+    config = dataclasses.replace(engines.MODEL, num_layers=num_layers, vocab_size=64)
+    program, _ = on_mesh(config, engines.params(config), 2)
+    found = large(program)
+    reduces = [each for each in found if each.kind == "all-reduce"]
+    assert len(reduces) == 1 + 2 * num_layers
+    block = TOKENS.size * config.hidden_size * 4
+    assert {each.sent for each in reduces} == {2 * 1 / 2 * block}
+    assert [each.kind for each in found if each not in reduces] == ["all-gather"]
+
+
+def test_an_exchange_too_many_is_counted() -> None:
+    config = dataclasses.replace(engines.MODEL, vocab_size=64)
+    mesh = make_mesh(tensor=2)
+    placed = tensor.place_params(config, engines.params(config), mesh)
+
+    def wasteful(params: Any, tokens: Any) -> Any:
+        found = transformer.logits(params, tokens, config=config)
+        return jax.lax.psum(found, "tensor")
+
+    specs = layout.specs_on(placed, mesh), layout.WHOLE
+    run = layout.mapped(wasteful, mesh, specs, layout.WHOLE)
+    program = jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile()
+    formula = traffic.decode(
+        *(from_model.describe(config), Layout(tensor=2)),
+        batch=TOKENS.size,
+        number_bytes=4,
+    )
+    more = sum(each.sent for each in large(program))
+    assert more - sum(each.forward for each in formula) == TOKENS.size * 64 * 4
+
+
+def test_trips_of_loops_are_counted() -> None:
+    mesh = make_mesh(tensor=4)
+
+    def looped(x: Any) -> Any:
+        one = lambda _, x: jax.lax.psum(x, "tensor") * 0.25  # noqa: E731
+        x = jax.lax.fori_loop(0, 5, one, x)
+        return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: one(0, x) - 1.0, x)
+
+    run = layout.mapped(looped, mesh, layout.WHOLE, layout.WHOLE)
+    text = str(jax.jit(run).lower(jnp.ones((3, 7))).compile().as_text())
+    found = {each.is_sure: each for each in collectives.collectives(text)}
+    assert found[True].trips == 5
+    assert found[True].sent == 2 * 3 / 4 * 3 * 7 * 4 * 5
+    assert found[False].trips == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "degree", "said"),
+    [
+        ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "num_q_heads=6 must be a multiple"),
+        ({"num_q_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 must be a multi"),
+        ({"mlp_size": 42}, 4, "mlp_size=42 must be a multiple"),
+    ],
+)
+def test_what_does_not_divide_is_refused(
+    fields: dict[str, int], degree: int, said: str
+) -> None:
+    config = dataclasses.replace(engines.MODEL, **fields)
+    with pytest.raises(ValueError, match=said):
+        tensor.fit(config, degree)
+
+
+def test_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor=9 must be in \[1, 8\]"):
+        make_mesh(tensor=9)
+
+
+def test_parameters_elsewhere_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"params\['embed'\].* must be on mesh"):
+        layout.specs_on(engines.params(), make_mesh(tensor=2))
+
+
+def test_each_device_is_given_its_part_alone() -> None:
+    mesh = make_mesh(tensor=4)
+    place = functools.partial(tensor.placer, mesh=mesh)
+    found = checkpoints.load_model(GOLDEN / "llama", place=place).params
+    layer = found["layers"][0]
+    for weight, axis in ((layer["up"], 1), (layer["down"], 1), (layer["out"], 1)):
+        array = weight["weight"]
+        shards = [shard.data.shape[axis] for shard in array.addressable_shards]
+        assert shards == [array.shape[axis] // 4] * 4
+    # Two KV heads: each stands twice, with half of its queries.
+    plain = checkpoints.load_model(GOLDEN / "llama").params["layers"][0]
+    qkv, whole = np.asarray(layer["qkv"]["weight"]), np.asarray(plain["qkv"]["weight"])
+    assert (len(qkv), len(whole)) == (4, 2)
+    np.testing.assert_array_equal(qkv[:, -2:], np.repeat(whole[:, -2:], 2, axis=0))
+    np.testing.assert_array_equal(qkv[:, :-2].reshape(-1), whole[:, :-2].reshape(-1))
+
+
+ALL_AT_ONCE: dict[str, Any] = {
+    "num_pages": 24,
+    "page_size": 4,
+    "max_slots": 4,
+    "max_length": 64,
+    "token_budget": 24,
+    "max_swap_pages": 8,
+    "max_beams": 2,
+    "max_logprobs": 2,
+    "prefix_cache": True,
+    "debug": True,
+}
+PROMPTS = [list(range(3, 20)), list(range(3, 17)), [5, 9, 5, 9, 5], [7] * 11]
+ASKS = [
+    Sampling(max_tokens=14, temperature=0.7, seed=1, n=2),
+    Sampling.greedy(max_tokens=16, logprobs=2),
+    Sampling(max_tokens=9, beam_width=2),
+    Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=5),
+]
+
+
+def answers(folder: Any, mesh: Any, **fields: Any) -> list[Any]:
+    engine = jaxkv.Engine.load(folder, mesh=mesh, **fields)
+    found = engine.generate(PROMPTS, ASKS)
+    check_the_same_everywhere(engine)
+    return [[each.tokens for each in one.answers] for one in found]
+
+
+def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
+    """What every device has of the state is the same on all."""
+    for leaf in jax.tree.leaves(engine._state):
+        if leaf.sharding.is_fully_replicated:
+            first, *others = (np.asarray(x.data) for x in leaf.addressable_shards)
+            for other in others:
+                np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fast_compile")
+@pytest.mark.parametrize("degree", [2, 4])
+def test_answers_are_those_of_one_device(degree: int) -> None:
+    folder = GOLDEN / "llama"
+    plain = answers(folder, None, **ALL_AT_ONCE)
+    assert answers(folder, make_mesh(tensor=degree), **ALL_AT_ONCE) == plain
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fast_compile")
+@pytest.mark.parametrize("method", ["draft-model", "ngram"])
+def test_speculation_keeps_the_answers(method: str) -> None:
+    folder = GOLDEN / "llama"
+    draft: Any = {"draft_folder": folder} if method == "draft-model" else {}
+    fields: Any = ALL_AT_ONCE | {"max_drafts": 3, "token_budget": 32}
+    plain = answers(folder, None, **ALL_AT_ONCE)
+    mesh = make_mesh(tensor=2)
+    assert answers(folder, mesh, speculate=method, **draft, **fields) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["medusa", "eagle"])
+def test_trained_heads_keep_the_answers(method: str) -> None:
+    fields: Any = {
+        "max_slots": 4,
+        "max_length": 96,
+        "num_pages": 40,
+        "token_budget": 80,
+    }
+    asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
+    found = []
+    for mesh in (None, make_mesh(tensor=2), make_mesh(tensor=4)):
+        how: Any = (
+            {}
+            if mesh is None
+            else {
+                "speculate": method,
+                "heads_folder": ROOT / "experiments/models" / f"stdlib-bytes-{method}",
+            }
+        )
+        engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **fields, **how)
+        each = engine.generate(["import os\n", "class A:\n"], asks)
+        found.append([one.answers[0].tokens for one in each])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fast_compile")
+def test_pages_are_never_sent_nor_copied() -> None:
+    mesh, sizes = make_mesh(tensor=2), []
+    for num_pages in (61, 610):
+        fields: Any = ALL_AT_ONCE | {"num_pages": num_pages}
+        engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
+        program = lowered(engine).compile()
+        for each in collectives.collectives(program.as_text()):
+            assert all(num_pages not in sides for _, sides in each.shapes)
+            assert each.kind in ("all-reduce", "all-gather")
+        memory = program.memory_analysis()
+        pool = sum(
+            leaf.addressable_shards[0].data.nbytes
+            for leaf in jax.tree.leaves(engine._state.pages)
+        )
+        sizes.append((memory.temp_size_in_bytes, pool))
+    (small, small_pool), (big, big_pool) = sizes
+    assert big - small < 0.05 * (big_pool - small_pool)
+
+
+def lowered(engine: jaxkv.Engine) -> Any:
+    clock = np.zeros(2, np.int32)
+    return engine._programs.run_steps.lower(
+        engine.params, engine._state, clock, **engine._rules(), **engine._static
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fast_compile")
+def test_a_mesh_gives_the_same_bits_in_any_batch() -> None:
+    fields: Any = ALL_AT_ONCE | {"numerics": "reproducible", "max_beams": 0}
+    engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=make_mesh(tensor=2), **fields)
+    asks = [Sampling(max_tokens=12, seed=i, logprobs=2) for i in range(len(PROMPTS))]
+    together = engine.generate(PROMPTS, asks)
+    alone = [engine.generate([p], ask)[0] for p, ask in zip(PROMPTS, asks, strict=True)]
+    for one, other in zip(together, alone, strict=True):
+        assert one.answers == other.answers
