@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxkv import arrays, validation
 from jaxkv.memory.page_pool import NO_PAGE
@@ -246,7 +247,7 @@ def write(
         k=quantizing.whole(written.k_pages, written.k_scales),
         v=quantizing.whole(written.v_pages, written.v_scales),
     )
-    return jax.tree.map(lambda old, new: new.reshape(old.shape), pages, new)
+    return jax.tree.map(lambda old, new: _whole(new, old.shape), pages, new)
 
 
 def rotate_and_write(
@@ -281,7 +282,7 @@ def rotate_and_write(
         layer=layer,
         num_layers=pages.num_layers,
     )
-    k, v = (x.reshape(pages.k.shape) for x in (written.k_pages, written.v_pages))
+    k, v = (_whole(x, pages.k.shape) for x in (written.k_pages, written.v_pages))
     return written, pages._replace(k=k, v=v)
 
 
@@ -323,7 +324,7 @@ def copy(
         copied = copy_pages(
             *(view, *places), origin=None if read is leaf else other, disjoint=True
         )
-        return copied.reshape(leaf.shape)
+        return _whole(copied, leaf.shape)
 
     def every_one(pages: Pages, wanted: Array, *ids: Array) -> Pages:
         place = arrays.places(wanted, source.shape[0] + size)
@@ -385,6 +386,18 @@ def move(
 def flat(pages: Pages) -> Pages:
     """Views every leaf as `[layers * pages, ...]`, for `flat_ids`, without a copy."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
+
+
+def _whole(view: Shaped[Array, "..."], shape: tuple[int, ...]) -> Array:
+    """The inverse of `flat` for one leaf.
+
+    In an axis of one, a single KV head, XLA sees no order: it would lay the pages out
+    another way that is the same, and copy all of them from one to the other.
+    """
+    leaf = view.reshape(shape)
+    if 1 not in shape:
+        return leaf
+    return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
 
 
 def gather(

@@ -11,7 +11,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 TENSOR = "tensor"
 """The axis of the mesh over which matrices are divided."""
@@ -26,12 +26,27 @@ def look_up(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"], num_words: int
 ) -> Float[Array, "*rows hidden"]:
     """The rows of a table of `num_words`, of which this device may have a part."""
-    if (part := table.shape[0]) >= num_words:
+    if table.shape[0] >= num_words:
         return table[tokens]
+    return lax.psum(look_up_own(table, tokens), TENSOR)
+
+
+def look_up_own(
+    table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"]
+) -> Float[Array, "*rows hidden"]:
+    """The rows of this device's words, zeros for those of others."""
+    own, is_here = own_words(table.shape[0], tokens)
+    found = table[own]
+    return jnp.where(is_here[..., None], found, jnp.zeros_like(found))
+
+
+def own_words(
+    part: int, tokens: Int[Array, "*rows"]
+) -> tuple[Int[Array, "*rows"], Bool[Array, "*rows"]]:
+    """Places of tokens among the `part` words of this device, and which are there."""
     own = tokens - part * lax.axis_index(TENSOR).astype(tokens.dtype)
     is_here = (own >= 0) & (own < part)
-    found = table[jnp.where(is_here, own, 0)]
-    return lax.psum(jnp.where(is_here[..., None], found, jnp.zeros_like(found)), TENSOR)
+    return jnp.where(is_here, own, 0), is_here
 
 
 def gather(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:

@@ -2,4 +2,12 @@
 
 from jaxkv.parallel.mesh import count_cpu_as, make_mesh
 
-__all__ = ["collectives", "count_cpu_as", "layout", "make_mesh", "mesh", "tensor"]
+__all__ = [
+    "collectives",
+    "count_cpu_as",
+    "layout",
+    "make_mesh",
+    "mesh",
+    "sequence",
+    "tensor",
+]

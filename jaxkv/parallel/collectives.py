@@ -45,16 +45,18 @@ class Collective(NamedTuple):
     trips: int
     is_sure: bool
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the operands, in all trips."""
-        sizes = (_width(kind) * math.prod(sides) for kind, sides in self.shapes)
-        return sum(sizes) * self.trips
+    def sent(self, *, rank: int = 0) -> float:
+        """Bytes that a device sends.
 
-    @property
-    def sent(self) -> float:
-        """Bytes that a device sends."""
-        p, size = self.devices, self.num_bytes
+        Above 0, floating tensors of that rank at least count alone: no counters and
+        flags, nor, with 2, what belongs to a vector.
+        """
+        sizes = [
+            _width(kind) * math.prod(sides)
+            for kind, sides in self.shapes
+            if rank == 0 or (len(sides) >= rank and kind[0] in "fb")
+        ]
+        p, size = self.devices, sum(sizes) * self.trips
         if p == 1:
             return 0.0
         if self.kind == "collective-permute":
@@ -62,14 +64,6 @@ class Collective(NamedTuple):
         if self.kind == "all-gather":
             return float((p - 1) * size)
         return (1 + (self.kind == "all-reduce")) * (p - 1) / p * size
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it sends floating tensors of rank two or more, not counters."""
-        return any(
-            len(sides) > 1 and (kind[0] == "f" or kind == "bf16")
-            for kind, sides in self.shapes
-        )
 
 
 def collectives(text: str) -> list[Collective]:

@@ -151,16 +151,7 @@ def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
       layout: how it is divided.
       stage: which pipeline stage, counted from 0.
     """
-    layers = _layers_of(model, layout, stage)
-    last = layout.pipeline - 1
-    times = {
-        "first": int(stage == 0),
-        "every": len(layers),
-        "dense": sum(not model.mixture_layers[x] for x in layers),
-        "mixture": sum(model.mixture_layers[x] for x in layers),
-        "last": int(stage == last),
-        "ahead": 0,
-    }
+    times, last = _times(model, layout, stage), layout.pipeline - 1
     counts: Counter[bool] = Counter()
     for weight in parameters.weights(model):
         stored = weight.stored
@@ -171,6 +162,29 @@ def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
             _part(weight, model, layout) * stored * times[weight.place]
         ) // (layout.expert if is_expert else 1)
     return Held(counts[False], counts[True])
+
+
+def most_undivided(model: Description, layout: Layout) -> int:
+    """Parameters that all tensor-parallel devices have alike, norms and biases.
+
+    Of the pipeline stage that has most.
+    """
+    found = [w for w in parameters.weights(model) if w.split == "none" and w.stored]
+    stages = (_times(model, layout, stage) for stage in range(layout.pipeline))
+    return max(sum(w.size * times[w.place] for w in found) for times in stages)
+
+
+def _times(model: Description, layout: Layout, stage: int) -> dict[str, int]:
+    """How often a pipeline stage has a weight, by its place."""
+    layers = _layers_of(model, layout, stage)
+    return {
+        "first": int(stage == 0),
+        "every": len(layers),
+        "dense": sum(not model.mixture_layers[x] for x in layers),
+        "mixture": sum(model.mixture_layers[x] for x in layers),
+        "last": int(stage == layout.pipeline - 1),
+        "ahead": 0,
+    }
 
 
 def most_held(model: Description, layout: Layout) -> Held:

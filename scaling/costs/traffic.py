@@ -43,6 +43,7 @@ def training(
     sequence: int,
     number_bytes: int = 2,
     dispatch_bytes: int | None = None,
+    gradient_bytes: int = 2,
 ) -> tuple[Traffic, ...]:
     """Lists what a device sends in a training step, of its pipeline stage's layers.
 
@@ -57,6 +58,7 @@ def training(
       number_bytes: of an activation or weight on the wire.
       dispatch_bytes: of a number on its way to an expert; the same by default, 1 if
         it is sent in 8 bits.
+      gradient_bytes: of a number of a weight's gradient.
 
     Raises:
       ValueError: a size out of range, or a degree that does not divide.
@@ -68,12 +70,13 @@ def training(
     dispatch = number_bytes if dispatch_bytes is None else dispatch_bytes
     return (
         *_tensor(model, layout, tokens, layers, number_bytes),
+        *_undivided(model, layout, gradient_bytes),
         *_vocabulary(model, layout, tokens, number_bytes),
         *_pipeline(model, layout, tokens, number_bytes),
         *_ulysses(model, layout, tokens, layers, number_bytes),
         *_ring(model, layout, tokens, layers, number_bytes),
         *_expert(model, layout, tokens, number_bytes, dispatch),
-        *_data(model, layout, number_bytes),
+        *_data(model, layout, number_bytes, gradient_bytes),
     )
 
 
@@ -98,6 +101,19 @@ def _tensor(
         again = 2 * _ring_share(p) * block * layers
         name = "inputs gathered again for weights' gradients"
         yield Traffic("sequence", name, "2 · (p-1)/p · b s h u · L", 0.0, again)
+
+
+def _undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
+    """Norms and biases that work on a part of the sequence each: gradients added up.
+
+    Norms of queries and keys, which work on a device's heads, need it without, too; a
+    few numbers, not counted.
+    """
+    if layout.sequence:
+        size = memory.most_undivided(model, layout)
+        sent = 2 * _ring_share(layout.tensor) * size * gradient
+        name = "gradients of norms and biases, all-reduce"
+        yield Traffic("sequence", name, "2 (p-1)/p · N u of norms", 0.0, sent)
 
 
 def _vocabulary(
@@ -219,10 +235,10 @@ def _expert(
     yield Traffic("expert", name, formula, sent, back)
 
 
-def _data(model: Description, layout: Layout, u: int) -> Iterable[Traffic]:
+def _data(
+    model: Description, layout: Layout, u: int, gradient: int
+) -> Iterable[Traffic]:
     """Gradients of all copies added up, weights gathered where they are divided.
-
-    Gradients are of 16 bits on the wire.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
     """
@@ -235,7 +251,7 @@ def _data(model: Description, layout: Layout, u: int) -> Iterable[Traffic]:
         if p == 1 or not size:
             continue
         share = _ring_share(p)
-        reduce, gather = share * size * 2, share * size * u
+        reduce, gather = share * size * gradient, share * size * u
         if layout.zero == 3:
             name = f"{what}: gathered twice, gradients reduced and scattered"
             formula = "3 (p-1)/p · N u"

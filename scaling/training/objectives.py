@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv.models import transformer
+from jaxkv.models import partition, transformer
+from jaxkv.models.partition import TENSOR
 from scaling.corpora import corpora
 from scaling.training import architectures
 
@@ -85,6 +87,33 @@ def mean_loss(
     output = architectures.forward(params, windows[:, :-1], config=model)
     loss = _nats(output.logits, windows[:, 1:]).mean()
     return loss + output.auxiliary, loss
+
+
+def divided_nats(
+    logits: Float[Array, "batch seq words"],
+    targets: Int[Array, "batch seq"],
+    *,
+    num_words: int,
+) -> Float[Array, "batch seq"]:
+    """Nats of each target, where every device has the logits of its words alone.
+
+    Of `num_words` in all; what stands behind them does not count. Three numbers of each
+    token are exchanged: the greatest logit, the sum of exponentials, the target's.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    """
+    if (part := logits.shape[-1]) >= num_words:
+        return _nats(logits, targets)
+    words = jnp.arange(part, dtype=jnp.int32)
+    words = words + part * lax.axis_index(TENSOR).astype(jnp.int32)
+    least = jnp.asarray(-jnp.inf, logits.dtype)
+    logits = jnp.where((words < num_words)[None, None, :], logits, least)
+    top = lax.pmax(lax.stop_gradient(logits.max(-1)), TENSOR)
+    total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), TENSOR)
+    own, is_here = partition.own_words(part, targets)
+    picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
+    picked = lax.psum(jnp.where(is_here, picked, jnp.zeros_like(picked)), TENSOR)
+    return jnp.log(total) + top - picked
 
 
 def _nats(

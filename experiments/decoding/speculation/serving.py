@@ -48,6 +48,7 @@ WAYS = {
     PLAIN: Way(),
     "n-gram": Way("ngram"),
     "Jacobi": Way("jacobi"),
+    "draft model": Way("draft-model"),
     "early exit, 1 layer": Way("early-exit", 1),
     "early exit, 2 layers": Way("early-exit", 2),
     "lookahead": Way("lookahead"),
@@ -146,6 +147,7 @@ class Server:
       config: the engine's bounds.
       speculation: instead of the way's own.
       heads: that draft for the model, for ways that have some.
+      draft: the model that drafts, for the way that has one.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Server:
         config: EngineConfig,
         speculation: Speculation | None = None,
         heads: head_folders.Loaded | None = None,
+        draft: checkpoints.Loaded | None = None,
     ):
         self.way, self.num_drafts = way, config.max_drafts
         self.name = f"{way} {config.max_drafts}"
@@ -162,6 +165,9 @@ class Server:
         if its.is_chain and heads is not None:
             first = tuple(depth[:1] for depth in heads.acceptance)
             heads = heads._replace(acceptance=first)
+        small = None
+        if draft is not None and its.method == "draft-model":
+            small = methods.Model(draft.config, draft.params)
         served = methods.serve(
             methods.Model(model.config, model.params),
             config,
@@ -169,6 +175,7 @@ class Server:
             method=its.method,
             layers=its.layers,
             heads=heads,
+            draft=small,
             adaptive=its.adaptive,
         )
         self._engine = WatchedEngine(

@@ -6,7 +6,15 @@ import numpy as np
 
 from experiments.plotting import style
 
-KINDS = {"n-gram": 5, "Jacobi": 3, "lookahead": 4, "early": 6, "Medusa": 1, "EAGLE": 2}
+KINDS = {
+    "n-gram": 5,
+    "Jacobi": 3,
+    "lookahead": 4,
+    "early": 6,
+    "Medusa": 1,
+    "EAGLE": 2,
+    "draft": 0,
+}
 
 
 def draw(axes: Any, ways: Any, adaptive: Any) -> None:

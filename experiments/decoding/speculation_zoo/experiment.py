@@ -12,6 +12,7 @@ not can be promised, and what the promise costs is measured.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,8 @@ class Config:
 
     model: str = "stdlib-bytes"
     """A folder, or a bundled model."""
+    draft: str = ""
+    """Another, which drafts where a way says so; empty: no way does."""
     num_prompts: int = 8
     """Texts that are continued one at a time."""
     prompt_tokens: int = 128
@@ -56,20 +59,21 @@ class Config:
     output_tokens: int = 320
     """Of each answer, which does not end before."""
     ways: tuple[tuple[str, int], ...] = (
-        ("n-gram", 4),
-        ("n-gram", 12),
-        ("Jacobi", 4),
+        ("n-gram", 3),
+        ("n-gram", 15),
+        ("Jacobi", 3),
         ("lookahead", 16),
-        ("early exit, 1 layer", 4),
-        ("Medusa, chain", 4),
-        ("Medusa, tree", 8),
-        ("Medusa, tree", 16),
-        ("EAGLE, chain", 2),
-        ("EAGLE, chain", 4),
-        ("EAGLE, tree", 8),
-        ("EAGLE, tree", 16),
+        ("early exit, 1 layer", 3),
+        ("Medusa, chain", 3),
+        ("Medusa, tree", 7),
+        ("Medusa, tree", 15),
+        ("EAGLE, chain", 1),
+        ("EAGLE, chain", 3),
+        ("EAGLE, tree", 7),
+        ("EAGLE, tree", 15),
     )
-    """Ways, with the drafts of a step."""
+    """Ways, with the drafts of a step: with the token before them 4, 8 or 16 rows, as
+    many as CPUs multiply at once."""
     adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 4),)
     """Ways that adapt, with the most drafts of a step."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -100,6 +104,9 @@ class Config:
             for way, num in getattr(self, name):
                 validation.choice(f"self.{name}", way, sorted(known))
                 validation.integer(f"drafts of {way}", num, low=1)
+        drafting = any(way == "draft model" for way, _ in self.ways)
+        if drafting != bool(self.draft):
+            raise ValueError(f"{self.draft=} goes with the way 'draft model'")
         most = max([1, *(num for _, num in (*self.ways, *self.adaptive))])
         # A call that reads the prompt, and one behind it that does not end the answer.
         if self.output_tokens <= (least := 2 * self.steps_per_call * (1 + most)):
@@ -125,6 +132,22 @@ PANELS = (2, 2)
 
 CONFIGS = {
     "real": Config(),
+    # The target is what `jaxkv run bundled_model deep` trains, in an hour and more.
+    "deep": Config(
+        model="runs/stdlib-bytes-deep/model",
+        draft="stdlib-bytes",
+        ways=(
+            ("draft model", 1),
+            ("draft model", 3),
+            ("draft model", 7),
+            ("n-gram", 3),
+            ("n-gram", 15),
+            ("Jacobi", 3),
+            ("lookahead", 16),
+            ("early exit, 2 layers", 3),
+        ),
+        batches=(1, 8),
+    ),
     "smoke": Config(
         num_prompts=2,
         prompt_tokens=16,
@@ -157,6 +180,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         heads that a way needs.
     """
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    draft = None
+    if config.draft:
+        draft = model_shapes.load_with_text(config.draft, max_length=config.max_length)
     heads = {
         kind: head_folders.load(
             bundled.heads_of(config.model, kind), model.config, dtype="float32"
@@ -168,13 +194,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
     }
     alone = [(1, temperature) for temperature in config.temperatures]
-    ways = _decode(config, model, heads, alone, config.ways, config.rounds, progress)
+    decode = functools.partial(_decode, config, model, draft, heads)
+    ways = decode(alone, config.ways, config.rounds, progress)
     ways = experiment.Runs.of(ways)
     batches = [(b, t) for b in config.batches for t in config.temperatures]
-    rounds = config.adaptive_rounds
-    adaptive = experiment.Runs.of(
-        _decode(config, model, heads, batches, config.adaptive, rounds, progress)
-    )
+    adapting = decode(batches, config.adaptive, config.adaptive_rounds, progress)
+    adaptive = experiment.Runs.of(adapting)
     kind = jax.devices()[0].device_kind
     return Result(ways, adaptive, config.output_tokens, kind)
 
@@ -182,6 +207,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def _decode(
     config: Config,
     model: Loaded,
+    draft: Loaded | None,
     heads: dict[str, head_folders.Loaded],
     settings: list[serving.Setting],
     ways: tuple[tuple[str, int], ...],
@@ -196,7 +222,8 @@ def _decode(
             lengths = NUM_LENGTHS if serving.WAYS[way].adaptive else 1
             sizes = setting[0], num, config.max_length, config.steps_per_call, lengths
             its = heads.get(serving.WAYS[way].method or "")
-            made.append(serving.Server(model, way, serving.bounds(*sizes), heads=its))
+            bounds = serving.bounds(*sizes)
+            made.append(serving.Server(model, way, bounds, heads=its, draft=draft))
         return made
 
     def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
@@ -265,7 +292,8 @@ def claims(result: Result) -> Iterator[Ours]:
         words: dict[str, Any] = {"way": worst.way[0], "batch": int(worst.batch[0])}
         words["temperature"] = worst.temperature[0]
         yield ours("worst", worst.speed[0], differs=few, **words)
-    trained = ways.at(np.array([way.startswith("EAGLE") for way in ways.way], bool))
+    drafters = ("EAGLE", "draft model")
+    trained = ways.at(np.array([way.startswith(drafters) for way in ways.way], bool))
     sure = trained.at(trained.first_share >= 0.75) if len(trained) else trained
     if len(sure):
         best = sure.at([int(np.argmax(sure.speed))])

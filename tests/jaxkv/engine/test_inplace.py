@@ -71,6 +71,16 @@ def test_the_pages_stay_where_they_are(bounds: dict[str, Any], numerics: str) ->
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
+)
+def test_pages_of_one_kv_head_stay_where_they_are(numerics: str) -> None:
+    """In whose axis XLA sees no order; a device of a mesh often has but one."""
+    model = dataclasses.replace(MODEL, num_kv_heads=1)
+    assert_in_place(*compile_steps(LARGE, numerics, model=model))
+
+
+@pytest.mark.thorough
 def test_a_scan_over_layers_leaves_the_pages_where_they_are() -> None:
     assert_in_place(*compile_steps(LARGE, stacked=True))
 

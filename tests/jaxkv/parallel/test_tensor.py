@@ -28,6 +28,9 @@ BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
 def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
     """The plain forward pass on a mesh, compiled for `TOKENS`, and its parameters."""
     mesh = make_mesh(tensor=degree)
@@ -43,7 +46,7 @@ def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
 def large(program: Any) -> list[collectives.Collective]:
     found = collectives.collectives(program.as_text())
     assert all(each.is_sure for each in found)
-    return [each for each in found if each.is_large]
+    return [each for each in found if each.sent(rank=2)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def check_family(family: str, degree: int) -> None:
     formula = traffic.decode(
         padded, Layout(tensor=degree), batch=TOKENS.size, number_bytes=4
     )
-    sent = sum(each.sent for each in large(program))
+    sent = sum(each.sent(rank=2) for each in large(program))
     assert sent == sum(each.forward for each in formula)
 
 
@@ -86,7 +89,7 @@ def test_bytes_grow_with_the_layers(num_layers: int) -> None:
     reduces = [each for each in found if each.kind == "all-reduce"]
     assert len(reduces) == 1 + 2 * num_layers
     block = TOKENS.size * config.hidden_size * 4
-    assert {each.sent for each in reduces} == {2 * 1 / 2 * block}
+    assert {each.sent(rank=2) for each in reduces} == {2 * 1 / 2 * block}
     assert [each.kind for each in found if each not in reduces] == ["all-gather"]
 
 
@@ -107,7 +110,7 @@ def test_an_exchange_too_many_is_counted() -> None:
         batch=TOKENS.size,
         number_bytes=4,
     )
-    more = sum(each.sent for each in large(program))
+    more = sum(each.sent(rank=2) for each in large(program))
     assert more - sum(each.forward for each in formula) == TOKENS.size * 64 * 4
 
 
@@ -123,7 +126,7 @@ def test_trips_of_loops_are_counted() -> None:
     text = str(jax.jit(run).lower(jnp.ones((3, 7))).compile().as_text())
     found = {each.is_sure: each for each in collectives.collectives(text)}
     assert found[True].trips == 5
-    assert found[True].sent == 2 * 3 / 4 * 3 * 7 * 4 * 5
+    assert found[True].sent() == 2 * 3 / 4 * 3 * 7 * 4 * 5
     assert found[False].trips == 1
 
 
@@ -208,7 +211,6 @@ def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("fast_compile")
 @pytest.mark.parametrize("degree", [2, 4])
 def test_answers_are_those_of_one_device(degree: int) -> None:
     folder = GOLDEN / "llama"
@@ -217,7 +219,6 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("fast_compile")
 @pytest.mark.parametrize("method", ["draft-model", "ngram"])
 def test_speculation_keeps_the_answers(method: str) -> None:
     folder = GOLDEN / "llama"
@@ -255,11 +256,12 @@ def test_trained_heads_keep_the_answers(method: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("fast_compile")
 def test_pages_are_never_sent_nor_copied() -> None:
     mesh, sizes = make_mesh(tensor=2), []
+    names = "page_size", "max_slots", "max_length", "token_budget"
+    bounds: Any = {name: ALL_AT_ONCE[name] for name in names}
     for num_pages in (61, 610):
-        fields: Any = ALL_AT_ONCE | {"num_pages": num_pages}
+        fields: Any = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
         program = lowered(engine).compile()
         for each in collectives.collectives(program.as_text()):
@@ -283,7 +285,6 @@ def lowered(engine: jaxkv.Engine) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("fast_compile")
 def test_a_mesh_gives_the_same_bits_in_any_batch() -> None:
     fields: Any = ALL_AT_ONCE | {"numerics": "reproducible", "max_beams": 0}
     engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=make_mesh(tensor=2), **fields)

@@ -25,6 +25,8 @@ ONE_LAYER = dataclasses.replace(LLAMA, num_layers=1, windows=(), mixture_layers=
 HOP = 8_388_608
 LOSS = 3 * 2 * 7 / 8 * 4096 * 4
 """Three scalars of every token."""
+NORMS = 2 * 7 / 8 * (2 * 32 + 1) * 4096 * 2
+"""Gradients of norms that see a part of the sequence each."""
 
 
 def with_kv_heads(num: int) -> Any:
@@ -39,7 +41,7 @@ def with_kv_heads(num: int) -> Any:
         # gathered again.
         ("tensor", "tp=8", LLAMA, 3_758_096_384, 3_758_096_384),
         ("tensor", "tp=8,sp", LLAMA, 3_758_096_384, 3_758_096_384),
-        ("sequence", "tp=8,sp", LLAMA, 0, 32 * 2 * 7 / 8 * BLOCK),
+        ("sequence", "tp=8,sp", LLAMA, 0, 32 * 2 * 7 / 8 * BLOCK + NORMS),
         ("tensor", "tp=1", LLAMA, 0, 0),
         # Embeddings and the loss of a divided vocabulary are added up.
         ("vocabulary", "tp=8", LLAMA, 2 * 7 / 8 * BLOCK + LOSS, 2 * 7 / 8 * BLOCK),

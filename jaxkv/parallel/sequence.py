@@ -1,0 +1,181 @@
+"""A sequence divided over devices: attention that exchanges it for heads, or a ring.
+
+For functions inside `jax.shard_map` over the axes `ULYSSES` and `RING`. The ring
+divides first, in zigzag: of 2p equal chunks a device has chunk i and chunk 2p - 1 - i,
+so that under a causal mask all have as much to do. Ulysses divides what one ring device
+has, in order.
+
+Sources: Jacobs et al. 2023, arXiv:2309.14509, section 3 (Ulysses); Liu et al. 2023,
+arXiv:2310.01889, section 3 (ring); Brandon et al. 2023, arXiv:2311.09431 (balance).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Int32
+
+from pallas_kernels.flash_attention import tiled
+
+RING, ULYSSES = "ring", "ulysses"
+"""Axes of a mesh."""
+
+type Queries = Float[Array, "batch seq q_heads head_dim"]
+type Keys = Float[Array, "batch seq kv_heads head_dim"]
+type Attend = Callable[[Array, Array, Array], Array]
+
+
+def order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
+    """Positions in the order in which devices have them, the first one's first.
+
+    Raises:
+      ValueError: the ring does not divide them into two chunks a device.
+    """
+    if ring == 1:
+        return np.arange(length)
+    if length % (2 * ring):
+        raise ValueError(f"{length=} must be a multiple of {2 * ring}, {ring=} twice")
+    chunks = np.arange(length).reshape(2 * ring, -1)
+    pairs = [np.concatenate([chunks[i], chunks[-1 - i]]) for i in range(ring)]
+    return np.concatenate(pairs)
+
+
+def positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " part"]:
+    """Those of this device's tokens, of `length` in all."""
+    part = length // (ring * ulysses)
+    index = jnp.int32(0)
+    if ring > 1:
+        index = index + lax.axis_index(RING).astype(jnp.int32) * ulysses
+    if ulysses > 1:
+        index = index + lax.axis_index(ULYSSES).astype(jnp.int32)
+    every = jnp.asarray(order(length, ring=ring), jnp.int32)
+    return lax.dynamic_slice_in_dim(every, index * part, part)
+
+
+def by_heads(q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int) -> Queries:
+    """Ulysses: exchanges the sequence for heads, attends, and exchanges back.
+
+    KV heads fewer than devices are copied first, as many as there are devices.
+
+    Args:
+      q: queries of this device's tokens, all heads.
+      k: keys, likewise.
+      v: values, likewise.
+      attend: attention over whole sequences of a part of the heads.
+      degree: devices.
+
+    Raises:
+      ValueError: heads do not divide.
+    """
+    if degree == 1:
+        return attend(q, k, v)
+    num_q, num_kv = q.shape[2], k.shape[2]
+    if num_q % degree or (num_kv % degree and degree % num_kv):
+        raise ValueError(
+            f"{num_q} query and {num_kv} KV heads must be divided by ulysses={degree}"
+        )
+    if num_kv < degree:
+        k, v = (jnp.repeat(x, degree // num_kv, axis=2) for x in (k, v))
+    change = functools.partial(lax.all_to_all, axis_name=ULYSSES, tiled=True)
+    q, k, v = (change(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+    return change(attend(q, k, v), split_axis=1, concat_axis=2)
+
+
+def in_a_ring(q: Queries, k: Keys, v: Keys, *, degree: int) -> Queries:
+    """Ring attention: keys and values go round, in zigzag; causal, no window.
+
+    Its gradient sends them round once more, with their gradients, which go one hop
+    further: home.
+    """
+    if degree == 1:
+        return tiled.flash_attention(q, k, v)[0]
+    return _ring(q, k, v, degree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ring(q: Array, k: Array, v: Array, degree: int) -> Array:
+    return _ring_forward(q, k, v, degree)[0]
+
+
+def _ring_forward(q: Array, k: Array, v: Array, degree: int) -> Any:
+    def hop(number: Array, carry: Any) -> Any:
+        (k, v), found = carry
+        k, v = _pass_on((k, v), degree)
+        return (k, v), _merge(found, _from(number, q, k, v, degree))
+
+    found = tiled.flash_attention(q, k, v)
+    _, (out, lse) = lax.fori_loop(1, degree, hop, ((k, v), found))
+    return out, (q, k, v, out, lse)
+
+
+def _ring_backward(degree: int, kept: Any, grad: Array) -> tuple[Array, Array, Array]:
+    # Sent anew: XLA would keep what the forward pass received, where it finds that.
+    q, k, v, out, lse = lax.optimization_barrier(kept)
+
+    def of_block(number: Any, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        (part, its), back = jax.vjp(
+            lambda q, k, v: _from(number, q, k, v, degree), q, k, v
+        )
+        share = jnp.exp(its - lse)[..., None]
+        towards = jnp.sum(grad * (part - out) * share, axis=-1).astype(its.dtype)
+        return back(((grad * share).astype(part.dtype), towards))
+
+    def hop(number: Array, carry: Any) -> Any:
+        sent, grad_q = carry
+        k, v, grad_k, grad_v = _pass_on(sent, degree)
+        more = of_block(number, k, v)
+        sent = k, v, grad_k + more[1], grad_v + more[2]
+        return sent, grad_q + more[0]
+
+    grad_q, *grads = of_block(None, k, v)
+    carry = lax.fori_loop(1, degree, hop, ((k, v, *grads), grad_q))
+    (_, _, *grads), grad_q = carry
+    return grad_q, *_pass_on(grads, degree)
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _pass_on(arrays: Any, degree: int) -> Any:
+    """Sends arrays to the next device of the ring."""
+    pairs = [(i, (i + 1) % degree) for i in range(degree)]
+    return jax.tree.map(lambda x: lax.ppermute(x, RING, pairs), tuple(arrays))
+
+
+def _from(
+    number: Any, q: Array, k: Array, v: Array, degree: int
+) -> tuple[Array, Array]:
+    """Attends to what came `number` hops; None is this device's own.
+
+    A device before this one has an early chunk that all queries see, and a late one
+    that none does; of one behind it the late half of the queries see both.
+    """
+    if number is None:
+        return tiled.flash_attention(q, k, v)
+    half = q.shape[1] // 2
+
+    def before(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return tiled.flash_attention(q, k[:, :half], v[:, :half], causal=False)
+
+    def behind(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = tiled.flash_attention(q[:, half:], k, v, causal=False)
+        nobody = lse * 0 - jnp.asarray(jnp.inf, lse.dtype)
+        lse = jnp.concatenate([nobody, lse], axis=1)
+        return jnp.concatenate([out * 0, out], axis=1), lse
+
+    came_before = number <= lax.axis_index(RING)
+    return lax.cond(came_before, before, behind, q, k, v)
+
+
+def _merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> Any:
+    """Puts together attention over two sets of keys, by their log-sum-exps."""
+    lse = jnp.logaddexp(one[1], other[1])
+    mine, its = (
+        out * jnp.exp(each - lse)[..., None].astype(out.dtype)
+        for out, each in (one, other)
+    )
+    return mine + its, lse

@@ -1,0 +1,173 @@
+"""Training on a mesh: loss and gradient of one device, and bytes as in formulas."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models import ModelConfig, transformer
+from jaxkv.parallel import collectives, sequence
+from scaling.costs import parallelism, traffic
+from scaling.shapes import from_model
+from scaling.training import objectives, parallel
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_q_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    mlp_size=48,
+    max_positions=64,
+)
+OTHERS = {
+    "gpt2": {
+        "positions": "learned",
+        "norm": "layer",
+        "activation": "gelu_tanh",
+        "gated": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "num_kv_heads": 8,
+        "vocab_size": 61,
+    },
+    "untied": {"tie_embeddings": False, "num_kv_heads": 2, "qk_norm": True},
+}
+BATCH, SEQ = 4, 32
+WINDOWS = np.asarray(
+    jax.random.randint(jax.random.key(1), (BATCH, SEQ + 1), 0, 61), np.int32
+)
+LAYOUTS = (
+    *("tp=2", "tp=4", "tp=2,sp", "tp=4,sp", "dp=2", "dp=4"),
+    *("ulysses=2", "ulysses=8", "ring=2", "ring=4", "ring=8"),
+    *("tp=2,dp=2", "ring=2,ulysses=2", "tp=2,sp,ring=2,dp=2", "tp=2,dp=2,ulysses=2"),
+)
+QUICK = ("tp=2,sp", "ring=2,ulysses=2")
+THOROUGH = ("tp=2,sp,ring=2,dp=2", "ulysses=8", "ring=4")
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+
+def check(layout: str, **fields: Any) -> None:
+    """Loss, gradient and bytes of a layout."""
+    config = dataclasses.replace(MODEL, **fields)
+    divided = parallelism.parse(layout)
+    parallel.check(config, divided, sequence_length=SEQ)
+    params = transformer.init_params(config, jax.random.key(0))
+    windows = jnp.asarray(WINDOWS)
+    mesh = parallel.make_mesh(divided)
+    placed = parallel.place_params(config, params, mesh)
+    program = (
+        jax.jit(parallel.gradient(config, divided, mesh))
+        .lower(placed, windows)
+        .compile()
+    )
+    loss, grads = program(placed, windows)
+    (_, whole), wanted = jax.value_and_grad(
+        lambda params: objectives.mean_loss(params, windows, model=config),
+        has_aux=True,
+    )(params)
+    np.testing.assert_allclose(loss, whole, rtol=1e-5)
+    for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        found = np.asarray(found)[tuple(slice(size) for size in one.shape)]
+        np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
+    if not fields:
+        check_bytes(config, divided, program)
+
+
+def check_bytes(config: ModelConfig, layout: Any, program: Any) -> None:
+    """What the program sends is what the formulas were derived to say."""
+    found = collectives.collectives(str(program.as_text()))
+    assert all(each.is_sure for each in found)
+    formula = traffic.training(
+        *(from_model.describe(config), layout),
+        batch=BATCH // layout.data,
+        sequence=SEQ,
+        number_bytes=4,
+        gradient_bytes=4,
+    )
+    wanted = sum(each.forward + each.backward for each in formula)
+    assert sum(each.sent(rank=1) for each in found) == wanted
+    # The loss itself, and nothing else: a number from every device.
+    rest = [each for each in found if each.sent() and not each.sent(rank=1)]
+    assert all(kind == "f32" and not sides for x in rest for kind, sides in x.shapes)
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_a_mesh_gives_the_gradient_of_one_device(layout: str) -> None:
+    check(layout)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", THOROUGH)
+def test_all_kinds_give_the_gradient_of_one_device(layout: str) -> None:
+    check(layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", sorted({*LAYOUTS} - {*QUICK, *THOROUGH}))
+def test_every_layout_gives_the_gradient_of_one_device(layout: str) -> None:
+    check(layout)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt2", "tp=2,sp"),
+        ("untied", "ulysses=4"),
+        pytest.param("gpt2", "ulysses=4", marks=pytest.mark.slow),
+        pytest.param("untied", "tp=2,sp", marks=pytest.mark.slow),
+    ],
+)
+def test_other_families_too(name: str, layout: str) -> None:
+    check(layout, **OTHERS[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_bytes_grow_with_the_layers(num_layers: int) -> None:
+    config = dataclasses.replace(MODEL, num_layers=num_layers)
+    layout = parallelism.parse("tp=2")
+    mesh = parallel.make_mesh(layout)
+    params = transformer.init_params(config, jax.random.key(0))
+    placed = parallel.place_params(config, params, mesh)
+    run = jax.jit(parallel.gradient(config, layout, mesh))
+    check_bytes(config, layout, run.lower(placed, jnp.asarray(WINDOWS)).compile())
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "said"),
+    [
+        ("tp=8", {}, "num_kv_heads=4 must be a multiple of tensor=8"),
+        ("pp=2", {}, "must have pipeline"),
+        ("ring=2", {"window": 8}, "window=8 must be None"),
+        ("ring=3", {}, "ring=3 must divide the 32 tokens"),
+        ("ulysses=3", {}, "ulysses=3 must divide the 8 query heads"),
+        ("tp=3", {"num_kv_heads": 3, "num_q_heads": 9}, "tensor=3 must divide the 32"),
+    ],
+)
+def test_what_does_not_divide_is_refused(
+    layout: str, fields: dict[str, Any], said: str
+) -> None:
+    config = dataclasses.replace(MODEL, **({"mlp_size": 32} | fields))
+    with pytest.raises(ValueError, match=said):
+        parallel.check(config, parallelism.parse(layout), sequence_length=SEQ)
+
+
+def test_a_ring_is_fair() -> None:
+    """Under a causal mask every device of a zigzag has as many pairs to look at."""
+    order = sequence.order(48, ring=4).reshape(4, -1)
+    assert sorted(order.reshape(-1).tolist()) == list(range(48))
+    seen = (order + 1).sum(axis=1)
+    assert len({*seen.tolist()}) == 1
+
+
+def test_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="asks for 16 devices, 8 are there"):
+        parallel.make_mesh(parallelism.parse("dp=16"))
