@@ -20,6 +20,8 @@ __all__ = [
     "architectures",
     "drafting_heads",
     "objectives",
+    "parallel",
+    "pipeline",
     "recipes",
     "step",
     "steps_taken",

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxkv.models import ModelConfig, Params, layers, partition, rotary
 from jaxkv.models.partition import TENSOR
@@ -46,23 +47,49 @@ def logits(
         raise ValueError(f"{config.experts=} must be None")
     c, (batch, seq) = config, tokens.shape
     c.check_length(seq * layout.context, "seq")
-    position = sequence.positions(
-        seq * layout.context, ring=layout.ring, ulysses=layout.ulysses
-    )
-    turn = None
-    x = _embed(params["embed"]["weight"], tokens, c.vocab_size, layout)
-    if c.positions == "learned":
-        table = params["embed_positions"]["weight"]
-        more = jnp.tile(table[position + c.position_offset], (batch, 1))
-        x = x + _own_rows(more, layout)
-    else:
-        wide = np.promote_types(x.dtype, np.float32)
-        pace = rotary.frequencies(c, wide)
-        angles = position.astype(wide)[:, None] * pace[None]
-        turn = jnp.cos(angles), jnp.sin(angles)
+    x = embed(params, tokens, c, layout)
+    turn = turns(c, seq, x.dtype, layout)
     for index in range(c.num_layers):
         x = run_layer(params["layers"][index], x, turn, (batch, seq), c, layout)
     return unembed(params, x, (batch, seq), c, layout)
+
+
+def embed(
+    params: Params,
+    tokens: Int[Array, "batch seq"],
+    config: ModelConfig,
+    layout: Layout = ONE,
+) -> Float[Array, "rows hidden"]:
+    """What goes into the first layer, of this device's rows."""
+    table, every = params["embed"]["weight"], tokens.reshape(-1)
+    if layout.sequence:
+        x = lax.psum_scatter(partition.look_up_own(table, every), TENSOR, tiled=True)
+    else:
+        x = partition.look_up(table, every, config.vocab_size)
+    if config.positions != "learned":
+        return x
+    position = _positions(tokens.shape[1], layout) + config.position_offset
+    more = params["embed_positions"]["weight"][position]
+    return x + _own_rows(jnp.tile(more, (tokens.shape[0], 1)), layout)
+
+
+def turns(
+    config: ModelConfig, seq: int, dtype: DTypeLike, layout: Layout = ONE
+) -> tuple[Float[Array, "{seq} half"], Float[Array, "{seq} half"]] | None:
+    """Cosines and sines of this device's positions; None where those are learned."""
+    if config.positions == "learned":
+        return None
+    wide = np.promote_types(dtype, np.float32)
+    pace = rotary.frequencies(config, wide)
+    angles = _positions(seq, layout).astype(wide)[:, None] * pace[None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _positions(seq: int, layout: Layout) -> Int32[Array, " {seq}"]:
+    """Those of this device's tokens, `seq` of each sequence."""
+    return sequence.positions(
+        seq * layout.context, ring=layout.ring, ulysses=layout.ulysses
+    )
 
 
 def run_layer(
@@ -99,20 +126,6 @@ def unembed(
     wide = np.promote_types(x.dtype, np.float32)
     found = jnp.matmul(x, table.T, preferred_element_type=wide)
     return found.reshape(*shape, -1)
-
-
-def _embed(
-    table: Float[Array, "words hidden"],
-    tokens: Int[Array, "batch seq"],
-    num_words: int,
-    layout: Layout,
-) -> Float[Array, "rows hidden"]:
-    """The embeddings of this device's rows."""
-    tokens = tokens.reshape(-1)
-    if not layout.sequence:
-        return partition.look_up(table, tokens, num_words)
-    found = partition.look_up_own(table, tokens)
-    return lax.psum_scatter(found, TENSOR, tiled=True)
 
 
 def _own_rows(x: Float[Array, "rows hidden"], layout: Layout) -> Array:

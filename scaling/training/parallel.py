@@ -9,7 +9,7 @@ those of data parallelism.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxkv.parallel import sequence, tensor
 from scaling.costs import parallelism
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
-from scaling.training import dense_forward, objectives
+from scaling.training import dense_forward, objectives, pipeline
 
 DATA = "data"
 """The axis of the mesh that divides a batch."""
@@ -36,8 +36,10 @@ def check(config: ModelConfig, layout: Layout, *, sequence_length: int) -> None:
     Raises:
       ValueError: names what does not divide, or what is not implemented.
     """
-    if layout.pipeline > 1 or layout.expert > 1 or layout.zero > 1:
-        raise ValueError(f"{layout=} must have pipeline, expert and zero switched off")
+    if layout.expert > 1 or layout.zero:
+        raise ValueError(f"{layout=} must have expert 1 and zero 0")
+    if layout.pipeline > 1 and layout.context > 1:
+        raise ValueError(f"{layout=} must have pipeline or ring and ulysses, not both")
     if config.experts is not None:
         raise ValueError(f"{config.experts=} must be None under a layout")
     if config.num_kv_heads % layout.tensor:
@@ -59,6 +61,7 @@ def make_mesh(layout: Layout) -> Mesh:
     """
     axes = {
         DATA: layout.data,
+        pipeline.PIPELINE: layout.pipeline,
         sequence.RING: layout.ring,
         sequence.ULYSSES: layout.ulysses,
         TENSOR: layout.tensor,
@@ -79,31 +82,50 @@ def param_specs(config: ModelConfig, mesh: Mesh) -> Params:
     """How each parameter is divided."""
     is_axes = lambda x: type(x) is tuple  # noqa: E731
 
-    def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
-        return tensor.spec_of(axes) if TENSOR in mesh.shape else PartitionSpec()
+    staged = pipeline.PIPELINE in mesh.shape
 
-    return jax.tree.map(spec, transformer.param_axes(config), is_leaf=is_axes)
+    def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
+        found = tuple(tensor.spec_of(axes) if TENSOR in mesh.shape else ())
+        if "layers" in axes:
+            found = (pipeline.PIPELINE, *found[1:])
+        return PartitionSpec(*found)
+
+    axes = transformer.param_axes(config, stacked=staged)
+    return jax.tree.map(spec, axes, is_leaf=is_axes)
 
 
 def place_params(config: ModelConfig, params: Params, mesh: Mesh) -> Params:
-    """Divides parameters; a vocabulary that does not divide ends in zeros."""
+    """Divides parameters; a vocabulary that does not divide ends in zeros.
+
+    Layers are stacked where stages divide them.
+    """
     degree = mesh.shape.get(TENSOR, 1)
-
-    def place(path: Any, spec: PartitionSpec, array: Array) -> Array:
-        keys = tuple(key.key for key in path)
-        fitted = tensor.fit_array(keys, np.asarray(array), config, degree)
-        return jax.device_put(fitted, NamedSharding(mesh, spec))
-
-    specs = param_specs(config, mesh)
-    return jax.tree_util.tree_map_with_path(place, specs, params)
+    fitted = jax.tree_util.tree_map_with_path(
+        lambda path, x: tensor.fit_array(
+            tuple(key.key for key in path), np.asarray(x), config, degree
+        ),
+        params,
+    )
+    if pipeline.PIPELINE in mesh.shape:
+        fitted = transformer.stack_layers(config, fitted)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh)
+    )
+    return jax.device_put(fitted, shardings)
 
 
 def gradient(
-    config: ModelConfig, layout: Layout, mesh: Mesh
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    num_micro: int = 1,
+    schedule: Literal["gpipe", "1f1b"] = "1f1b",
 ) -> Callable[[Params, Int[Array, "batch window"]], tuple[Float[Array, ""], Params]]:
     """What gives the mean nats of windows and their gradient, every device its part.
 
-    Parameters are those of `place_params`; windows may lie anywhere.
+    Parameters are those of `place_params`; windows may lie anywhere. With stages a
+    device's windows are divided into `num_micro` micro-batches, see `pipeline`.
     """
     over = tuple(
         name for name in (DATA, sequence.RING, sequence.ULYSSES) if name in mesh.shape
@@ -111,6 +133,10 @@ def gradient(
     along = tuple(name for name in over if name != DATA)
     rows = PartitionSpec(DATA if DATA in over else None, along or None)
     specs = param_specs(config, mesh)
+    if layout.pipeline > 1:
+        how: Any = {"num_micro": num_micro, "kind": schedule, "over": over}
+        staged = pipeline.gradient(config, layout, mesh, specs, **how)
+        return lambda params, windows: staged(params, windows[:, :-1], windows[:, 1:])
 
     def of_part(params: Params, tokens: Array, targets: Array) -> Any:
         num = tokens.size * math.prod(mesh.shape[name] for name in over)

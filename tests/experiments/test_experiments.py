@@ -140,6 +140,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"families": ("mamba",)}, "mamba"),
         ({"batch": 1}, "batch=1"),
     ],
+    "parallelism": [
+        ({"model": "gpt-5"}, "gpt-5"),
+        ({"sequence": 256}, "sequence=256"),
+        ({"layouts": ()}, "must be 1 or more"),
+        ({"layouts": ("tp=5",)}, "tensor"),
+        ({"layouts": ("dp=3",)}, "must be a multiple of dp=3's dp"),
+    ],
     "demo": [
         ({"page_size": 0}, "page_size=0 must be at least 1"),
         ({"max_slots": 0}, "max_slots=0 must be at least 1"),

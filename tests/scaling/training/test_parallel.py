@@ -13,17 +13,8 @@ from jaxkv.parallel import collectives, sequence
 from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
 from scaling.training import objectives, parallel
+from tests.support.meshes import BATCH, MODEL, SEQ, WINDOWS
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    num_layers=2,
-    num_q_heads=8,
-    num_kv_heads=4,
-    head_dim=8,
-    mlp_size=48,
-    max_positions=64,
-)
 OTHERS = {
     "gpt2": {
         "positions": "learned",
@@ -38,10 +29,6 @@ OTHERS = {
     },
     "untied": {"tie_embeddings": False, "num_kv_heads": 2, "qk_norm": True},
 }
-BATCH, SEQ = 4, 32
-WINDOWS = np.asarray(
-    jax.random.randint(jax.random.key(1), (BATCH, SEQ + 1), 0, 61), np.int32
-)
 LAYOUTS = (
     *("tp=2", "tp=4", "tp=2,sp", "tp=4,sp", "dp=2", "dp=4"),
     *("ulysses=2", "ulysses=8", "ring=2", "ring=4", "ring=8"),
@@ -145,7 +132,7 @@ def test_bytes_grow_with_the_layers(num_layers: int) -> None:
     ("layout", "fields", "said"),
     [
         ("tp=8", {}, "num_kv_heads=4 must be a multiple of tensor=8"),
-        ("pp=2", {}, "must have pipeline"),
+        ("pp=2,ring=2", {}, "must have pipeline or ring"),
         ("ring=2", {"window": 8}, "window=8 must be None"),
         ("ring=3", {}, "ring=3 must divide the 32 tokens"),
         ("ulysses=3", {}, "ulysses=3 must divide the 8 query heads"),

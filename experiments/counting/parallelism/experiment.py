@@ -1,0 +1,253 @@
+"""What does each way to divide a model over devices send, keep and compute?
+
+The gradient of a training step, divided in every way over as many devices, compiled for
+devices that a CPU plays, from shapes alone: what its collectives send, what a device
+holds, what it computes. Beside it stand the formulas of `jaxkv cost`, which were
+derived before there was a program. Programs of one layer and of two say what the whole
+model sends, which is linear in the layers.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+)
+from experiments.framework.table import shown
+from experiments.plotting import style
+from jaxkv import validation
+from jaxkv.models import ModelConfig, transformer
+from jaxkv.parallel import collectives, count_cpu_as
+from jaxkv.progress import QUIET, Progress
+from scaling.costs import flops, memory, parallelism, traffic
+from scaling.costs.parallelism import Layout
+from scaling.shapes import from_model, published
+from scaling.training import parallel
+
+BOOK = beside(__file__)
+NUMBER_BYTES = 4
+"""Of activations, weights and gradients: float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A model, a batch, and ways to divide both."""
+
+    model: str = "llama-2-7b"
+    """One of `scaling.shapes.published`, dense."""
+    batch: int = 8
+    """Sequences, over all devices."""
+    sequence: int = 128
+    """Tokens of each; a tile of attention at most, as XLA counts the body of a loop
+    once."""
+    layouts: tuple[str, ...] = (
+        *("dp=8", "tp=8", "tp=8,sp", "ulysses=8", "ring=8"),
+        *("tp=4,dp=2", "tp=4,sp,dp=2", "tp=2,ulysses=2,dp=2", "ring=4,ulysses=2"),
+    )
+    """As `jaxkv cost` takes them."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to divide, and layouts that are none."""
+        validation.at_least(self, "batch")
+        validation.within(self, "sequence", low=2, high=128)
+        if not self.layouts:
+            raise ValueError(f"{self.layouts=} must be 1 or more")
+        for words in self.layouts:
+            layout = parallelism.parse(words)
+            parallel.check(self.shape(1), layout, sequence_length=self.sequence)
+            if self.batch % layout.data:
+                raise ValueError(f"{self.batch=} must be a multiple of {words}'s dp")
+
+    def shape(self, num_layers: int) -> ModelConfig:
+        """The model, of so many layers."""
+        told = published.describe(self.model)
+        attention: Any = told.attention
+        return ModelConfig(
+            vocab_size=told.vocab_size,
+            hidden_size=told.hidden_size,
+            num_layers=num_layers,
+            num_q_heads=attention.num_q_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            mlp_size=told.mlp_size,
+            max_positions=4096,
+            tie_embeddings=told.tie_embeddings,
+        )
+
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(model="smollm2-135m", batch=2, layouts=("tp=3", "ring=2,dp=2")),
+}
+
+
+class Ways(Table):
+    """Ways to divide the model, a row each; all but the devices are of one device."""
+
+    layout: Texts = column("as `jaxkv cost` takes it")
+    devices: Ints = column("of the mesh")
+    params: Floats = column("parameters that it has, by the formula")
+    params_given: Floats = column("that the programs are given", heading="given")
+    sent_bytes: Floats = column("that it sends in a step, by the formulas")
+    found_bytes: Floats = column("by the programs' collectives", heading="found")
+    flops: Floats = column("operations in a step, by the formula")
+    flops_found: Floats = column("that XLA counts", heading="counted")
+
+    @property
+    @shown(heading="counted / formula", form="{:.3f}")
+    def flops_ratio(self) -> np.ndarray:
+        """Operations that XLA counts, over those of the formula."""
+        return self.flops_found / self.flops
+
+
+class Parts(Table):
+    """What is sent, kind by kind, by the formulas."""
+
+    layout: Texts = column("as `jaxkv cost` takes it")
+    scheme: Texts = column("of `traffic.Traffic`")
+    forward_bytes: Floats = column("in the forward pass", heading="forward")
+    backward_bytes: Floats = column("in the backward pass", heading="backward")
+
+
+class Result(Record):
+    """What was counted."""
+
+    ways: Ways = column("a row for each layout")
+    parts: Parts = column("what is sent")
+    num_layers: int = column("of the whole model")
+    model: str = column("whose shape it is")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Compiles every layout for one layer and for two; ended early, those done."""
+    count_cpu_as(max(parallelism.parse(x).num_devices for x in config.layouts))
+    num_layers = published.describe(config.model).num_layers
+    rows, parts = [], []
+    for words in progress.track(config.layouts, "layouts", "compiling"):
+        layout = parallelism.parse(words)
+        one, two = (_counted(config, layout, num) for num in (1, 2))
+        whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
+        formulas, sent = _formulas(config, layout, num_layers)
+        told = [x for pair in zip(formulas, whole, strict=True) for x in pair]
+        rows.append((words, layout.num_devices, *told))
+        for scheme in dict.fromkeys(each.scheme for each in sent):
+            mine = [each for each in sent if each.scheme == scheme]
+            both = (
+                sum(getattr(x, way) for x in mine) for way in ("forward", "backward")
+            )
+            parts.append((words, scheme, *both))
+    return Result(Ways.of(rows), Parts.of(parts), num_layers, config.model)
+
+
+def _counted(
+    config: Config, layout: Layout, num_layers: int
+) -> tuple[float, float, float]:
+    """Parameters, bytes sent and operations of a device, by the compiled program."""
+    shape, mesh = config.shape(num_layers), parallel.make_mesh(layout)
+    specs = parallel.param_specs(shape, mesh)
+    params = jax.tree.map(
+        lambda spec, x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        *(specs, transformer.param_shapes(shape)),
+    )
+    windows = jax.ShapeDtypeStruct(
+        (config.batch, config.sequence + 1),
+        jnp.int32,
+        sharding=NamedSharding(mesh, PartitionSpec()),
+    )
+    gradient = parallel.gradient(shape, layout, mesh)
+    program: Any = jax.jit(gradient).lower(params, windows).compile()
+    given = program.memory_analysis().argument_size_in_bytes - 4 * windows.size
+    found = collectives.collectives(str(program.as_text()))
+    sent = sum(each.sent(rank=1) for each in found)
+    return given / NUMBER_BYTES, sent, float(program.cost_analysis()["flops"])
+
+
+def _formulas(
+    config: Config, layout: Layout, num_layers: int
+) -> tuple[tuple[float, float, float], tuple[traffic.Traffic, ...]]:
+    """The same by the formulas; and what is sent, kind by kind."""
+    shape = from_model.describe(config.shape(num_layers))
+    sent = traffic.training(
+        *(shape, layout),
+        batch=config.batch // layout.data,
+        sequence=config.sequence,
+        number_bytes=NUMBER_BYTES,
+        gradient_bytes=NUMBER_BYTES,
+    )
+    step = flops.training(shape, batch=config.batch, sequence=config.sequence)
+    held = float(sum(memory.most_held(shape, layout)))
+    total = sum(each.forward + each.backward for each in sent)
+    return (held, total, step.model / layout.num_devices), sent
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists all layouts, a row each."""
+    tables = {"ways": result.ways.rows(), "parts": result.parts.rows()}
+    return {"model": result.model, "num_layers": result.num_layers, **tables}
+
+
+def summary(result: Result) -> list[Part]:
+    """Tables: what a device has, sends and computes; and what it sends for what."""
+    what = f"{result.model}, {result.num_layers} layers"
+    return [
+        result.ways.sheet(
+            *(f"a device's part of a training step, {what}", "layout", "devices"),
+            *("params", "params_given", "sent_bytes", "found_bytes", "flops_ratio"),
+            note="Given and found: programs of one layer and of two, and the line "
+            "through both. A loop's body counts once in XLA's operations: in a ring it "
+            "sees one hop of many.",
+        ),
+        result.parts.sheet(
+            *("what a device sends, by the formulas", "layout", "scheme"),
+            *("forward_bytes", "backward_bytes"),
+        ),
+    ]
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds the formulas against the programs."""
+    for row in result.ways.rows():
+        words = {"layout": row["layout"]}
+        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
+        yield ours("params", row["params"], published=row["params_given"], **words)
+        if not parallelism.parse(row["layout"]).ring > 1:
+            found = row["flops_found"]
+            yield ours("flops", row["flops"], published=found, **words)
+
+
+def plot(ax: Any, result: Result) -> None:
+    """Draws what a device sends: the formulas' parts, and what the programs say."""
+    ways, parts = result.ways, result.parts
+    left = dict.fromkeys(ways.layout, 0.0)
+    schemes = list(dict.fromkeys(parts.scheme))
+    for color, scheme in enumerate(schemes):
+        label: str | None = str(scheme)
+        for row in parts.where(scheme=scheme).rows():
+            size = (row["forward_bytes"] + row["backward_bytes"]) / 1e9
+            at = row["layout"]
+            look = {"left": left[at], "color": style.colors()[color], "label": label}
+            ax.barh(at, size, 0.6, **look)
+            left[at], label = left[at] + size, None
+    found = ways.found_bytes / 1e9
+    ax.plot(found, ways.layout, "|", color="0.1", markersize=16, label="programs")
+    ax.invert_yaxis()
+    ax.set_xlabel("sent by a device in a step [GB]")
+    ax.legend(fontsize="small")

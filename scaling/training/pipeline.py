@@ -1,0 +1,255 @@
+"""Pipeline parallelism: stages of layers, micro-batches passed from one to the next.
+
+One loop of ticks, in each of which a stage may run one micro-batch forward and one
+backward, as a table says: GPipe runs all forward and then all backward, 1F1B begins
+backward as soon as the last stage can. Of a micro-batch a stage keeps what came in, and
+runs its layers again for the gradient; GPipe keeps all micro-batches so, 1F1B no more
+than twice the stages. Both leave a stage idle for the same share of the time,
+`(p - 1) / (m + p - 1)` with m micro-batches over p stages.
+
+All stages have embeddings, head and last norm; the first and the last use them, and
+their gradients are added up.
+
+Sources: Huang et al. 2019, arXiv:1811.06965 (GPipe); Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2 (1F1B, called PipeDream-Flush).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models import ModelConfig, Params
+from scaling.costs.parallelism import Layout
+from scaling.training import dense_forward, objectives
+
+PIPELINE = "pipeline"
+"""The axis of the mesh that divides the layers."""
+
+
+class Schedule(NamedTuple):
+    """Which micro-batch each stage runs in each tick, -1 for none.
+
+    Attributes:
+      forward: of shape [ticks, stages].
+      backward: of the same shape; a stage runs forward first.
+      kept: micro-batches that a stage keeps at most.
+    """
+
+    forward: Int[np.ndarray, "ticks stages"]
+    backward: Int[np.ndarray, "ticks stages"]
+    kept: int
+
+    @property
+    def idle_share(self) -> float:
+        """Of the stages' time, a tick lasting as long as its busiest stage is busy.
+
+        Forward and backward count alike, as it is the share of each that is idle.
+        """
+        busy = (self.forward >= 0).astype(int) + (self.backward >= 0)
+        phases = [(x >= 0).any(axis=1).sum() for x in (self.forward, self.backward)]
+        return 1 - busy.sum() / (sum(phases) * busy.shape[1])
+
+
+def schedule(
+    num_stages: int, num_micro: int, kind: Literal["gpipe", "1f1b"] = "1f1b"
+) -> Schedule:
+    """Makes the table for so many stages and micro-batches, each at least 1.
+
+    Raises:
+      ValueError: a number is below 1, or the kind is unknown.
+    """
+    if num_stages < 1 or num_micro < 1:
+        raise ValueError(f"{num_stages=} and {num_micro=} must be at least 1")
+    if kind not in ("gpipe", "1f1b"):
+        raise ValueError(f"{kind=} must be 'gpipe' or '1f1b'")
+    last, each = num_stages - 1, num_micro + num_stages - 1
+    ticks = 2 * each if kind == "gpipe" else num_micro + 2 * last
+    tick, stage = np.arange(ticks)[:, None], np.arange(num_stages)[None, :]
+    forward = tick - stage
+    if kind == "gpipe":
+        backward = num_micro - 1 - (tick - each - (last - stage))
+        backward = np.where(tick < each, -1, backward)
+    else:
+        backward = tick - (2 * last - stage)
+
+    def real(micro: np.ndarray) -> np.ndarray:
+        return np.where((micro >= 0) & (micro < num_micro), micro, -1)
+
+    forward, backward = real(forward), real(backward)
+    kept = num_micro if kind == "gpipe" else min(num_micro, 2 * last + 1)
+    return Schedule(forward, backward, kept)
+
+
+class _Carry(NamedTuple):
+    """What a stage has between two ticks."""
+
+    coming: Array
+    """Of the stage before: what goes into this one's layers."""
+    towards: Array
+    """Of the stage behind: the gradient of what came out of them."""
+    kept: Array
+    """What went in, of the micro-batches under way."""
+    grads: Any
+    loss: Array
+
+
+def gradient(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    specs: Params,
+    *,
+    num_micro: int,
+    kind: Literal["gpipe", "1f1b"] = "1f1b",
+    over: tuple[str, ...] = (),
+) -> Callable[[Params, Array, Array], tuple[Float[Array, ""], Params]]:
+    """What gives the mean nats and their gradient, layers divided into stages.
+
+    Args:
+      config: the model.
+      layout: degrees; `pipeline` above 1.
+      mesh: with an axis `PIPELINE`.
+      specs: of the parameters, layers stacked, their first axis over `PIPELINE`.
+      num_micro: micro-batches of a device's batch.
+      kind: the schedule.
+      over: axes of the mesh that divide the batch.
+
+    Returns:
+      A function of parameters, tokens and targets, `[batch, seq]` each.
+    """
+    table = schedule(layout.pipeline, num_micro, kind)
+    rows = PartitionSpec(over or None)
+    every = (*over, PIPELINE)
+
+    def of_part(params: Params, tokens: Array, targets: Array) -> Any:
+        params = lax.pcast(params, over, to="varying") if over else params
+        shared = {name: x for name, x in params.items() if name != "layers"}
+        shared = lax.pcast(shared, PIPELINE, to="varying")
+        params = shared | {"layers": params["layers"]}
+        tokens, targets = (
+            lax.pcast(x.reshape(num_micro, -1, x.shape[1]), PIPELINE, to="varying")
+            for x in (tokens, targets)
+        )
+        total = targets.size * int(
+            np.prod([mesh.shape[name] for name in over], dtype=int)
+        )
+        run = _Run(config, layout, table, params, tokens, targets, total)
+        found = lax.fori_loop(0, len(table.forward), run.tick, run.start())
+        grads, shared = (
+            found.grads,
+            lax.psum(
+                {name: x for name, x in found.grads.items() if name != "layers"}, every
+            ),
+        )
+        layers = lax.psum(grads["layers"], over) if over else grads["layers"]
+        return lax.psum(found.loss, every), shared | {"layers": layers}
+
+    return jax.shard_map(
+        of_part,
+        mesh=mesh,
+        in_specs=(specs, rows, rows),
+        out_specs=(PartitionSpec(), specs),
+    )
+
+
+class _Run(NamedTuple):
+    """One device's part of a step."""
+
+    config: ModelConfig
+    layout: Layout
+    table: Schedule
+    params: Params
+    tokens: Int[Array, "micro batch seq"]
+    targets: Int[Array, "micro batch seq"]
+    total: int
+
+    def start(self) -> _Carry:
+        """Nothing is under way."""
+        how = self.config, self.layout
+        blank = dense_forward.embed(self.params, self.tokens[0], *how) * 0
+        kept = jnp.repeat(blank[None], self.table.kept, axis=0)
+        grads = jax.tree.map(lambda x: x * 0, self.params)
+        return _Carry(blank, blank, kept, grads, _zero(self.targets))
+
+    def tick(self, number: Array, carry: _Carry) -> _Carry:
+        """Forward, if the table says so; backward, if it does; and on to the others."""
+        stage = lax.axis_index(PIPELINE)
+        forward, backward = (
+            jnp.asarray(each, jnp.int32)[number, stage] for each in self.table[:2]
+        )
+        place = jnp.maximum(forward, 0) % self.table.kept
+        kept = jnp.where(
+            forward >= 0,
+            lax.dynamic_update_index_in_dim(carry.kept, carry.coming, place, 0),
+            carry.kept,
+        )
+        going = lax.cond(
+            forward >= 0,
+            lambda x: self._stage(self.params, x, jnp.maximum(forward, 0))[0],
+            lambda x: x * 0,
+            carry.coming,
+        )
+        place = jnp.maximum(backward, 0) % self.table.kept
+        came = lax.dynamic_index_in_dim(kept, place, 0, keepdims=False)
+        back = lax.cond(
+            backward >= 0,
+            lambda *x: self._back(*x, jnp.maximum(backward, 0)),
+            lambda came, towards, grads, loss: (towards * 0, grads, loss),
+            *(came, carry.towards, carry.grads, carry.loss),
+        )
+        towards, grads, loss = back
+        num = self.layout.pipeline
+        on = [(i, i + 1) for i in range(num - 1)]
+        return _Carry(
+            coming=lax.ppermute(going, PIPELINE, on),
+            towards=lax.ppermute(towards, PIPELINE, [(b, a) for a, b in on]),
+            kept=kept,
+            grads=grads,
+            loss=loss,
+        )
+
+    def _back(
+        self, came: Array, towards: Array, grads: Params, loss: Array, micro: Array
+    ) -> tuple[Array, Params, Array]:
+        """Runs a micro-batch again, and backward."""
+        (_, nats), back = jax.vjp(
+            lambda params, x: self._stage(params, x, micro), self.params, came
+        )
+        more, towards = back((towards, jnp.ones_like(nats)))
+        return towards, jax.tree.map(jnp.add, grads, more), loss + nats
+
+    def _stage(self, params: Params, x: Array, micro: Array) -> tuple[Array, Array]:
+        """This stage's layers; of the last one also its part of the mean loss."""
+        config, layout = self.config, self.layout
+        take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
+        tokens, targets = take(self.tokens, micro), take(self.targets, micro)
+        stage = lax.axis_index(PIPELINE)
+        first = dense_forward.embed(params, tokens, config, layout)
+        x = jnp.where(stage == 0, first, x)
+        turn = dense_forward.turns(config, tokens.shape[1], x.dtype, layout)
+        (stacked,) = params["layers"].values()
+        for index in range(config.num_layers // layout.pipeline):
+            layer = jax.tree.map(lambda leaf, i=index: leaf[i], stacked)
+            x = dense_forward.run_layer(layer, x, turn, tokens.shape, config, layout)
+
+        def nats(x: Array) -> Array:
+            logits = dense_forward.unembed(params, x, tokens.shape, config, layout)
+            found = objectives.divided_nats(
+                logits, targets, num_words=config.vocab_size
+            )
+            return found.sum() / jnp.asarray(self.total, found.dtype)
+
+        is_last = stage == layout.pipeline - 1
+        return x, lax.cond(is_last, nats, lambda _: _zero(targets), x)
+
+
+def _zero(like: Int[Array, "..."]) -> Float[Array, ""]:
+    """A zero that differs over the axes over which `like` does."""
+    return like.reshape(-1)[0].astype(jnp.float32) * 0
