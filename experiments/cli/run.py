@@ -98,7 +98,10 @@ def _carry_out(
 ) -> "Run":
     """Runs it and writes what came of it."""
     from experiments.framework import run_folder
+    from jaxkv import parallel
 
+    if (num := getattr(config, "mesh_devices", 1)) > 1:
+        parallel.count_cpu_as(num)  # before anybody asks how many there are
     run_folder.begin(folder, experiment, config)
     started = time.monotonic()
     result = experiment.study_of(config).run(config, bars)

@@ -32,7 +32,7 @@ from experiments.framework.table import shown
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import ModelConfig, transformer
-from jaxkv.parallel import collectives, count_cpu_as
+from jaxkv.parallel import collectives
 from jaxkv.progress import QUIET, Progress
 from scaling.costs import flops, memory, parallelism, traffic
 from scaling.costs.parallelism import Layout
@@ -72,6 +72,11 @@ class Config:
             parallel.check(self.shape(1), layout, sequence_length=self.sequence)
             if self.batch % layout.data:
                 raise ValueError(f"{self.batch=} must be a multiple of {words}'s dp")
+
+    @property
+    def mesh_devices(self) -> int:
+        """As many as a layout asks for at most; a CPU is to count as so many."""
+        return max(parallelism.parse(words).num_devices for words in self.layouts)
 
     def shape(self, num_layers: int) -> ModelConfig:
         """The model, of so many layers."""
@@ -135,7 +140,6 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Compiles every layout for one layer and for two; ended early, those done."""
-    count_cpu_as(max(parallelism.parse(x).num_devices for x in config.layouts))
     num_layers = published.describe(config.model).num_layers
     rows, parts = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
