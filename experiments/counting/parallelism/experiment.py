@@ -215,8 +215,7 @@ def summary(result: Result) -> list[Part]:
             *(f"a device's part of a training step, {what}", "layout", "devices"),
             *("params", "params_given", "sent_bytes", "found_bytes", "flops_ratio"),
             note="Given and found: programs of one layer and of two, and the line "
-            "through both. A loop's body counts once in XLA's operations: in a ring it "
-            "sees one hop of many.",
+            "through both.",
         ),
         result.parts.sheet(
             *("what a device sends, by the formulas", "layout", "scheme"),
@@ -232,26 +231,24 @@ def claims(result: Result) -> Iterator[Ours]:
         words = {"layout": row["layout"]}
         yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
         yield ours("params", row["params"], published=row["params_given"], **words)
-        if not parallelism.parse(row["layout"]).ring > 1:
-            found = row["flops_found"]
-            yield ours("flops", row["flops"], published=found, **words)
+        yield ours("flops", row["flops"], published=row["flops_found"], **words)
 
 
 def plot(ax: Any, result: Result) -> None:
     """Draws what a device sends: the formulas' parts, and what the programs say."""
     ways, parts = result.ways, result.parts
-    left = dict.fromkeys(ways.layout, 0.0)
-    schemes = list(dict.fromkeys(parts.scheme))
-    for color, scheme in enumerate(schemes):
-        label: str | None = str(scheme)
-        for row in parts.where(scheme=scheme).rows():
-            size = (row["forward_bytes"] + row["backward_bytes"]) / 1e9
-            at = row["layout"]
-            look = {"left": left[at], "color": style.colors()[color], "label": label}
-            ax.barh(at, size, 0.6, **look)
-            left[at], label = left[at] + size, None
+    place = {name: number for number, name in enumerate(ways.layout)}
+    left = np.zeros(len(place))
+    for color, scheme in enumerate(dict.fromkeys(parts.scheme), 1):
+        here = parts.where(scheme=scheme)
+        rows = [place[name] for name in here.layout]
+        size = (here.forward_bytes + here.backward_bytes) / 1e9
+        look: Any = {"left": left[rows], "color": style.colors()[color]}
+        ax.barh(rows, size, 0.6, label=str(scheme), **look)
+        left[rows] += size
     found = ways.found_bytes / 1e9
-    ax.plot(found, ways.layout, "|", color="0.1", markersize=16, label="programs")
+    ax.plot(found, left * 0 + list(place.values()), "k|", ms=14, label="programs")
+    ax.set_yticks(list(place.values()), list(place))
     ax.invert_yaxis()
     ax.set_xlabel("sent by a device in a step [GB]")
-    ax.legend(fontsize="small")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=4, fontsize="small")
