@@ -25,6 +25,10 @@ _ROWS_FREE = 32.0
 """Rows that cost as much as the first one, where nobody has measured."""
 
 
+_MARGIN = 0.05
+"""By which share of a plain step's speed drafts must be expected to be faster."""
+
+
 class Costs(NamedTuple):
     """What steps cost: a table, linear between batches."""
 
@@ -41,9 +45,10 @@ class Learned(NamedTuple):
     inner: Any
     """Memory of the drafter that guesses."""
     costs: Costs
-    accepted: Float32[Array, ""]
-    """Drafts that were accepted."""
-    judged: Float32[Array, ""]
+    accepted: Float32[Array, " drafts"]
+    """Drafts that were accepted, by their place among a sequence's: of text that
+    repeats itself the first is in doubt, and those behind an accepted one are not."""
+    judged: Float32[Array, " drafts"]
     """Drafts of which that was asked: up to the first that was not."""
     found: Float32[Array, ""]
     """Sequences for which something was drafted."""
@@ -97,8 +102,8 @@ class Adaptive(Drafter):
         return Learned(
             inner=self.drafter.init(config),
             costs=Costs(batches, 1 + rows / _ROWS_FREE),
-            accepted=number(6.0),
-            judged=number(8.0),
+            accepted=jnp.full((config.max_drafts,), 6.0, jnp.float32),
+            judged=jnp.full((config.max_drafts,), 8.0, jnp.float32),
             found=number(8.0),
             asked=number(8.0),
             granted=jnp.zeros((config.max_slots,), bool),
@@ -147,18 +152,19 @@ class Adaptive(Drafter):
         v = verified
         inner = self.drafter.learn(memory.inner, state, verified)
         drafted = v.emits & (v.num_drafts > 0)
-        accepted = jnp.where(drafted, v.accepted, 0)
         judged = jnp.where(drafted, jnp.minimum(v.accepted + 1, v.num_drafts), 0)
+        accepted = jnp.where(drafted, v.accepted, 0)
+        place = jnp.arange(memory.accepted.shape[0], dtype=jnp.int32)[None, :]
         # A measurement is no observation.
         counts = memory.forced < 0
         new = {
-            "accepted": accepted,
-            "judged": judged,
+            "accepted": (accepted[:, None] > place).astype(jnp.int32),
+            "judged": (judged[:, None] > place).astype(jnp.int32),
             "found": drafted.astype(jnp.int32),
             "asked": (memory.granted & v.emits).astype(jnp.int32),
         }
         sums = {
-            name: jnp.where(counts, jnp.sum(x), 0).astype(jnp.float32)
+            name: jnp.where(counts, jnp.sum(x, axis=0), 0).astype(jnp.float32)
             for name, x in new.items()
         }
         half = jnp.float32(0.5)
@@ -178,16 +184,17 @@ def choose(
 ) -> Int32[Array, ""]:
     """Finds what gives the most tokens per second to `num` sequences.
 
-    Each draft is taken to be accepted with the same chance, Leviathan et al., eq. 1;
-    where nothing is found to be drafted, a step costs what one without drafts does.
+    A draft is accepted with the chance of its place, if all before it are (Leviathan et
+    al., eq. 1, has one chance for all); where nothing is found to be drafted, a step
+    costs what one without drafts does. Drafts must pay by a margin: what is known of
+    chances and costs is not exact.
 
     Returns:
       Which of no drafts and `EngineConfig.lengths`, the fewest first.
     """
-    chance = memory.accepted / memory.judged
     finds = memory.found / memory.asked
-    powers = jnp.cumprod(jnp.broadcast_to(chance, (config.max_drafts,)))
-    gain = jnp.pad(jnp.cumsum(powers), (1, 0))
+    reached = jnp.cumprod(memory.accepted / memory.judged)
+    gain = jnp.pad(jnp.cumsum(reached), (1, 0))
     gain = gain[jnp.asarray((0, *config.lengths), jnp.int32)]
     costs = memory.costs
     cost = jnp.stack(
@@ -198,7 +205,8 @@ def choose(
     )
     some = 1 - (1 - finds) ** num
     cost = some * cost + (1 - some) * cost[0]
-    return jnp.argmax((1 + finds * gain) / cost).astype(jnp.int32)
+    plain = jnp.asarray([1 + _MARGIN] + [1.0] * len(config.lengths), jnp.float32)
+    return jnp.argmax(plain * (1 + finds * gain) / cost).astype(jnp.int32)
 
 
 def with_costs(memory: Learned, costs: Costs) -> Learned:

@@ -211,7 +211,7 @@ def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_answers_are_those_of_one_device(degree: int) -> None:
     folder = GOLDEN / "llama"
     plain = answers(folder, None, **ALL_AT_ONCE)
@@ -219,7 +219,9 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["draft-model", "ngram"])
+@pytest.mark.parametrize(
+    "method", ["draft-model", pytest.param("ngram", marks=pytest.mark.slow)]
+)
 def test_speculation_keeps_the_answers(method: str) -> None:
     folder = GOLDEN / "llama"
     draft: Any = {"draft_folder": folder} if method == "draft-model" else {}

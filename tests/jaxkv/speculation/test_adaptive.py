@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.drafting import Speculation, Verified
 from jaxkv.engine.state import EngineConfig
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
@@ -22,14 +22,18 @@ from tests.support.engines import MODEL, Ask
 CONFIG = EngineConfig(max_slots=6, max_drafts=12, num_lengths=3, token_budget=100)
 
 
-def learned(chance: float, finds: float, steps: Any = None) -> adaptive.Learned:
+def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.Learned:
     memory = Adaptive(NGram()).init(CONFIG)
     costs = memory.costs
     if steps is not None:
         costs = Costs(costs.batches, jnp.asarray(steps, "float32"))
-    observed = {"accepted": chance * 40, "judged": 40, "found": finds * 40, "asked": 40}
+    places = jnp.ones(CONFIG.max_drafts, "float32")
     return memory._replace(
-        costs=costs, **{k: jnp.full((), x, "float32") for k, x in observed.items()}
+        costs=costs,
+        accepted=places * 40 * jnp.asarray(chance, "float32"),
+        judged=places * 40,
+        found=jnp.float32(finds * 40),
+        asked=jnp.float32(40),
     )
 
 
@@ -43,15 +47,17 @@ def test_lengths_are_halves() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_chosen_gives_the_most_tokens_a_second(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    chance, finds = rng.uniform(0, 0.99), rng.uniform(0.05, 1)
+    chance, finds = rng.uniform(0, 0.99, 12), rng.uniform(0.05, 1)
+    reached = np.cumprod(chance)
     num = int(rng.integers(1, 7))
     steps = np.sort(rng.uniform(1, 3, (4, 4)), axis=1)
     best, most = 0, 0.0
     for column, length in enumerate((0, 3, 6, 12)):
-        tokens = 1 + finds * sum(chance**k for k in range(1, length + 1))
+        tokens = 1 + finds * reached[:length].sum()
         costs = [np.interp(num, (1, 2, 4, 6), steps[:, c]) for c in (column, 0)]
         some = 1 - (1 - finds) ** num
         rate = tokens / (some * costs[0] + (1 - some) * costs[1])
+        rate *= 1 if column else 1.05
         if rate > most + 1e-6:
             best, most = column, rate
     chosen = adaptive.choose(learned(chance, finds, steps), jnp.float32(num), CONFIG)
@@ -76,6 +82,30 @@ def test_none_some_or_all(
     assert int(adaptive.choose(memory, jnp.float32(1), CONFIG)) == wanted
 
 
+def test_what_is_learnt_is_by_place() -> None:
+    """Of three sequences one drafts nothing; the first draft fails in one of two."""
+    drafter = Adaptive(NGram(), half_life=1e9)
+    config = dataclasses.replace(CONFIG, max_length=64)
+    memory = drafter.init(CONFIG)
+    memory = memory._replace(
+        granted=jnp.asarray([True, True, True, False] + [False] * 2)
+    )
+    blank = jnp.zeros(6, jnp.int32)
+    verified = Verified(
+        emits=jnp.asarray([True] * 4 + [False] * 2),
+        num_drafts=blank.at[:2].set(4),
+        accepted=blank.at[0].set(3),
+        path=jnp.zeros((6, 12), jnp.int32),
+        follows=jnp.zeros((6, 13), jnp.int32),
+    )
+    after = drafter.learn(memory, engines.start(config), verified)
+    accepted, judged = after.accepted - memory.accepted, after.judged - memory.judged
+    np.testing.assert_allclose(accepted[:5], [1, 1, 1, 0, 0], atol=1e-5)
+    np.testing.assert_allclose(judged[:5], [2, 1, 1, 1, 0], atol=1e-5)
+    assert float(after.found - memory.found) == pytest.approx(2, abs=1e-5)
+    assert float(after.asked - memory.asked) == pytest.approx(3, abs=1e-5)
+
+
 def drafts_of(acceptance: float, patience: int) -> np.ndarray:
     """Drafts of one sequence in every step that decodes."""
     config = dataclasses.replace(
@@ -87,7 +117,7 @@ def drafts_of(acceptance: float, patience: int) -> np.ndarray:
         max_logit_rows=0,
     )
     drafter = Adaptive(Jacobi(), half_life=8.0, patience=patience)
-    asks = [Ask(100, [5, 7], Sampling(max_tokens=60, temperature=1.0))]
+    asks = [Ask(100, [5, 7], Sampling(max_tokens=57, temperature=1.0))]
     speculation = Speculation(drafter, Synthetic(acceptance))
     info = engines.serve(asks, config, speculation=speculation).info
     emits = np.asarray(info.num_emitted).sum(axis=1) > 0
