@@ -68,6 +68,35 @@ class Config:
         )
 
 
+_SHIPPED = Config(
+    trunk=TrainConfig(
+        model=ModelConfig(
+            vocab_size=corpora.VOCAB_SIZE,
+            hidden_size=160,
+            num_layers=4,
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            mlp_size=432,
+            max_positions=1024,
+        ),
+        batch_size=8,
+        seq_len=256,
+        num_steps=9000,
+        warmup_steps=100,
+        cooldown_steps=0,
+        learning_rate=1e-2,
+        report_every=25,
+        checkpoint_every=250,
+    ),
+    cooldown_steps=1000,
+    cooldown_batch_size=8,
+    cooldown_seq_len=512,
+    folder="runs/stdlib-bytes",
+    export="experiments/models/stdlib-bytes",
+)
+_DEEP_MODEL = dataclasses.replace(_SHIPPED.trunk.model, num_layers=12, mlp_size=416)
+
 CONFIGS = {
     "smoke": Config(
         trunk=TrainConfig(
@@ -94,57 +123,11 @@ CONFIGS = {
         cooldown_batch_size=4,
         cooldown_seq_len=64,
     ),
-    "shipped": Config(
-        trunk=TrainConfig(
-            model=ModelConfig(
-                vocab_size=corpora.VOCAB_SIZE,
-                hidden_size=160,
-                num_layers=4,
-                num_q_heads=4,
-                num_kv_heads=2,
-                head_dim=64,
-                mlp_size=432,
-                max_positions=1024,
-            ),
-            batch_size=8,
-            seq_len=256,
-            num_steps=9000,
-            warmup_steps=100,
-            cooldown_steps=0,
-            learning_rate=1e-2,
-            report_every=25,
-            checkpoint_every=250,
-        ),
-        cooldown_steps=1000,
-        cooldown_batch_size=8,
-        cooldown_seq_len=512,
-        folder="runs/stdlib-bytes",
-        export="experiments/models/stdlib-bytes",
-    ),
-    "deep": Config(
-        trunk=TrainConfig(
-            model=ModelConfig(
-                vocab_size=corpora.VOCAB_SIZE,
-                hidden_size=160,
-                num_layers=12,
-                num_q_heads=4,
-                num_kv_heads=2,
-                head_dim=64,
-                mlp_size=416,
-                max_positions=1024,
-            ),
-            batch_size=8,
-            seq_len=256,
-            num_steps=2700,
-            warmup_steps=100,
-            cooldown_steps=0,
-            learning_rate=1e-2,
-            report_every=25,
-            checkpoint_every=250,
-        ),
+    "shipped": _SHIPPED,
+    "deep": dataclasses.replace(
+        _SHIPPED,
+        trunk=dataclasses.replace(_SHIPPED.trunk, model=_DEEP_MODEL, num_steps=2700),
         cooldown_steps=450,
-        cooldown_batch_size=8,
-        cooldown_seq_len=512,
         folder="runs/stdlib-bytes-deep",
         export="runs/stdlib-bytes-deep/model",
     ),
