@@ -102,17 +102,25 @@ def load(routing: Routing) -> Float[Array, " experts"]:
     return jnp.sum(chosen, axis=0, dtype=routing.probs.dtype) / num_rows
 
 
-def balance_loss(routing: Routing) -> Float[Array, ""]:
+def balance_loss(
+    routing: Routing, loads: Float[Array, " experts"] | None = None
+) -> Float[Array, ""]:
     """What is to be added to the loss of training, so that no expert is left out.
 
     E sum_i f_i P_i over the E experts: f the load, P the mean probability. It is
     `top_k` where both are even, and up to E times as much; only P has a gradient.
 
+    Args:
+      routing: of the rows.
+      loads: f of all rows, if others have some, too: the mean over all of what this
+        returns is then the loss of all. None means that these are all.
+
     Source: Fedus et al. 2021, Switch Transformers, arXiv:2101.03961, equations 4-6; for
     several experts a row f sums to `top_k`, as in transformers' Mixtral.
     """
+    loads = load(routing) if loads is None else loads
     mean = jnp.mean(routing.probs, axis=0)
-    return routing.probs.shape[1] * jnp.sum(load(routing) * mean)
+    return routing.probs.shape[1] * jnp.sum(loads * mean)
 
 
 class Imbalance(NamedTuple):

@@ -5,6 +5,7 @@ from jaxkv.parallel.mesh import count_cpu_as, make_mesh
 __all__ = [
     "collectives",
     "count_cpu_as",
+    "experts",
     "layout",
     "make_mesh",
     "mesh",

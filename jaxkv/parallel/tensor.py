@@ -88,6 +88,20 @@ def fit_array(
     return array
 
 
+def unfit_array(
+    path: Path, array: np.ndarray, config: ModelConfig, degree: int
+) -> np.ndarray:
+    """What `fit_array` was given; KV heads must not have been copied."""
+    if path[0] in ("embed", "head"):
+        return array[: config.vocab_size]
+    if path[-3:-1] == ("mixture", "up"):
+        num_experts, width, columns = array.shape
+        halves = 2 if config.gated else 1
+        parts = array.reshape(num_experts, width, degree, halves, -1)
+        return parts.swapaxes(2, 3).reshape(num_experts, width, columns)
+    return array
+
+
 def spec_of(axes: tuple[str | None, ...]) -> PartitionSpec:
     """How a parameter of these logical axes is divided."""
     return PartitionSpec(*(TENSOR if name in DIVIDED else None for name in axes))

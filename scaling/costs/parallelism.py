@@ -1,6 +1,8 @@
 """How a model is divided over devices: degrees of each kind of parallelism."""
 
 import dataclasses
+import math
+from typing import Any
 
 from jaxkv import validation
 from scaling.shapes import Description, LatentAttention
@@ -28,6 +30,12 @@ class Layout:
     """The sequence is divided; keys and values go round."""
     expert: int = 1
     """Experts are divided."""
+    capacity: float | None = None
+    """Rows that a device sends to an expert at most, over the even share; the choices
+    that are left over are dropped (GShard). None: nothing is dropped."""
+    gather: bool = False
+    """Whether the devices that divide experts gather all their tokens, rather than send
+    each to the experts that it chose."""
     data: int = 1
     """Batches are divided."""
     zero: int = 0
@@ -46,6 +54,13 @@ class Layout:
                 "sequence (sp) divides the sequence over the devices of tensor (tp), "
                 "and tensor=1: ulysses or ring divide it without"
             )
+        if self.capacity is not None:
+            validation.above(self, "capacity")
+        how = [x for x in ("capacity", "gather") if getattr(self, x)]
+        if how and self.expert == 1:
+            raise ValueError(f"{how[0]} says how tokens reach experts, and expert=1")
+        if len(how) > 1:
+            raise ValueError(f"{self.capacity=} and gather exclude each other")
         if self.copies % self.expert:
             raise ValueError(
                 f"expert={self.expert} must divide data x ring x ulysses={self.copies}"
@@ -86,8 +101,8 @@ def parse(text: str, *, zero: int = 0) -> Layout:
 
     Args:
       text: names, or tp, sp, pp, ep and dp for the first letters, with degrees;
-        `sequence` has none. Empty: one device. Experts that no data-parallel devices
-        are named for bring their own: `ep=8` alone is 8 devices.
+        `sequence` and `gather` have none. Empty: one device. Experts that no
+        data-parallel devices are named for bring their own: `ep=8` alone is 8 devices.
       zero: the ZeRO stage.
 
     Raises:
@@ -95,7 +110,7 @@ def parse(text: str, *, zero: int = 0) -> Layout:
         whole number of at least 1, or `sequence` without `tensor`.
     """
     names = {field.name for field in dataclasses.fields(Layout)} - {"zero"}
-    degrees: dict[str, int] = {}
+    degrees: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
         name = _SHORT.get(key, key)
@@ -106,18 +121,33 @@ def parse(text: str, *, zero: int = 0) -> Layout:
             )
         if name in degrees:
             raise ValueError(f"{name} is given twice in {text!r}")
-        if name == "sequence":
+        if name == "capacity":
+            degrees[name] = _capacity(word, value, text)
+            continue
+        if name in ("sequence", "gather"):
             if value:
-                raise ValueError(f"{word!r} in {text!r}: {key} has no degree but tp's")
+                of = "tp's" if name == "sequence" else "ep's"
+                raise ValueError(f"{word!r} in {text!r}: {key} has no degree but {of}")
             value = "1"
         if not value.isdecimal() or int(value) < 1:
             raise ValueError(f"{word!r} in {text!r} needs a degree of at least 1")
         degrees[name] = int(value)
-    with_sequence = bool(degrees.pop("sequence", 0))
+    flags = {name: name in degrees for name in ("sequence", "gather")}
     context = degrees.get("ring", 1) * degrees.get("ulysses", 1)
     if "data" not in degrees and degrees.get("expert", 1) % context == 0:
         degrees["data"] = max(1, degrees.get("expert", 1) // context)
-    return Layout(**degrees, sequence=with_sequence, zero=zero)
+    return Layout(**(degrees | flags), zero=zero)
+
+
+def _capacity(word: str, value: str, text: str) -> float:
+    """Reads the one word that is no whole number."""
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ValueError(f"{word!r} in {text!r} needs a number above 0, such as 1.25")
+    return found
 
 
 def check(model: Description, layout: Layout, *, sequence: int | None = None) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "TrainConfig",
     "architectures",
     "drafting_heads",
+    "meshes",
     "objectives",
     "parallel",
     "pipeline",

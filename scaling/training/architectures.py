@@ -6,36 +6,25 @@ architectures differs in a config and in nothing else.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxkv.models import transformer as models_transformer
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.transformer import Params, outputs
+from jaxkv.models.transformer import Params
 from scaling.costs import flops
 from scaling.costs import parameters as costs_parameters
+from scaling.costs.parallelism import Layout
 from scaling.costs.parameters import Parameters
 from scaling.shapes import from_model
-from scaling.training import dense_forward, recurrent, recurrent_costs
+from scaling.training import recurrent, recurrent_costs, transformer_rows
+from scaling.training.transformer_rows import ONE, Output
 
 type Architecture = ModelConfig | recurrent.RecurrentConfig
 """Hashable, a static argument; each has `vocab_size`, `hidden_size`, `num_layers` and
 `max_positions`."""
-
-
-class Output(NamedTuple):
-    """What a forward pass gives.
-
-    Attributes:
-      logits: of the token after each.
-      auxiliary: nats that training adds to the mean loss, weighted already; zero for
-        models that ask for nothing.
-    """
-
-    logits: Float[Array, "batch seq vocab"]
-    auxiliary: Float[Array, ""]
 
 
 def transformer(
@@ -85,17 +74,21 @@ def init_params(config: Architecture, key: Array) -> Params:
 
 
 def forward(
-    params: Params, tokens: Int[Array, "batch seq"], *, config: Architecture
+    params: Params,
+    tokens: Int[Array, "batch seq"],
+    *,
+    config: Architecture,
+    layout: Layout = ONE,
 ) -> Output:
-    """Runs a model over whole sequences, each from its beginning."""
+    """Runs a model over whole sequences, each from its beginning.
+
+    Under a `layout`, of which a rival knows data parallelism alone, this is what one
+    device of a mesh does, see `transformer_rows`.
+    """
     if isinstance(config, recurrent.RecurrentConfig):
         logits = recurrent.logits(params, tokens, config=config)
         return Output(logits, jnp.zeros((), logits.dtype))
-    if config.experts is None:
-        logits = dense_forward.logits(params, tokens, config=config)
-        return Output(logits, jnp.zeros((), logits.dtype))
-    found = outputs(params, tokens, config=config)
-    return Output(found.logits, found.auxiliary)
+    return transformer_rows.outputs(params, tokens, config=config, layout=layout)
 
 
 def parameters(config: Architecture) -> Parameters:

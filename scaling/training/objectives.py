@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxkv.models import partition, transformer
 from jaxkv.models.partition import TENSOR
 from scaling.corpora import corpora
+from scaling.costs.parallelism import Layout
 from scaling.training import architectures
 
 
@@ -84,8 +85,23 @@ def mean_loss(
 
     The two differ by the model's auxiliary loss, which no score counts.
     """
-    output = architectures.forward(params, windows[:, :-1], config=model)
-    loss = _nats(output.logits, windows[:, 1:]).mean()
+    return part_loss(params, windows[:, :-1], windows[:, 1:], model=model)
+
+
+def part_loss(
+    params: transformer.Params,
+    tokens: Int[Array, "batch seq"],
+    targets: Int[Array, "batch seq"],
+    *,
+    model: architectures.Architecture,
+    layout: Layout = architectures.ONE,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """As `mean_loss`, of one device's part of the windows under a `layout`.
+
+    The mean over devices is the loss of all.
+    """
+    output = architectures.forward(params, tokens, config=model, layout=layout)
+    loss = divided_nats(output.logits, targets, num_words=model.vocab_size).mean()
     return loss + output.auxiliary, loss
 
 

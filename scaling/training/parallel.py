@@ -1,167 +1,139 @@
-"""A training step's gradient, divided over a mesh as a `Layout` says.
+"""A training step's gradient: on one device, or divided over a mesh by a `Layout`.
 
-Data, tensor, Megatron's sequence, Ulysses and ring parallelism in one `jax.shard_map`:
-each device runs the forward pass on its part of the parameters and of the tokens.
-JAX knows of every value whether devices differ in it, and sums gradients over those
-axes along which a parameter is the same: backward the all-reduces of Megatron's f, and
-those of data parallelism.
+Every kind of parallelism is in one `jax.shard_map`: each device runs the forward pass
+on its part of the parameters and of the tokens. JAX knows of every value whether
+devices differ in it, and sums gradients over those axes along which a parameter is the
+same: backward the all-reduces of Megatron's f. Over devices with other tokens they are
+summed last, once a step; where moments are divided (ZeRO), each device gets the part of
+the sum that it needs.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import ModelConfig, Params, transformer
-from jaxkv.models.partition import TENSOR
-from jaxkv.parallel import sequence, tensor
-from scaling.costs import parallelism
-from scaling.costs.parallelism import Layout
-from scaling.shapes import from_model
-from scaling.training import dense_forward, objectives, pipeline
+from jaxkv.models import Params
+from jaxkv.parallel import sequence
+from scaling.training import meshes, objectives, pipeline
+from scaling.training.architectures import Architecture
+from scaling.training.recipes import StepConfig
 
-DATA = "data"
-"""The axis of the mesh that divides a batch."""
+type Gradient = Callable[
+    [Params, Int[Array, "batch window"]], tuple[Float[Array, ""], Params]
+]
+"""Gives the mean nats of windows, and the gradient of what training minimises."""
 
 
-def check(config: ModelConfig, layout: Layout, *, sequence_length: int) -> None:
-    """Refuses what cannot be trained so.
+def gradient(model: Architecture, how: StepConfig) -> Gradient:
+    """What gives the mean nats of windows and a gradient, every device its part.
 
-    Raises:
-      ValueError: names what does not divide, or what is not implemented.
+    Parameters are as `meshes.place` puts them for `how.layout`; windows may lie
+    anywhere. The gradient, in float32, lies like the parameters, or with `zero` like
+    the optimizer's moments.
     """
-    if layout.expert > 1 or layout.zero:
-        raise ValueError(f"{layout=} must have expert 1 and zero 0")
-    if layout.pipeline > 1 and layout.context > 1:
-        raise ValueError(f"{layout=} must have pipeline or ring and ulysses, not both")
-    if config.experts is not None:
-        raise ValueError(f"{config.experts=} must be None under a layout")
-    if config.num_kv_heads % layout.tensor:
-        # Copies of a head would be trained apart.
-        raise ValueError(
-            f"{config.num_kv_heads=} must be a multiple of tensor={layout.tensor}"
-        )
-    if layout.ring > 1 and config.window is not None:
-        raise ValueError(f"{config.window=} must be None in a ring")
-    parallelism.check(from_model.describe(config), layout, sequence=sequence_length)
-    sequence.order(sequence_length, ring=layout.ring)
-
-
-def make_mesh(layout: Layout) -> Mesh:
-    """The first devices, by axes of the degrees above 1; tensor varies fastest.
-
-    Raises:
-      ValueError: there are not so many devices.
-    """
-    axes = {
-        DATA: layout.data,
-        pipeline.PIPELINE: layout.pipeline,
-        sequence.RING: layout.ring,
-        sequence.ULYSSES: layout.ulysses,
-        TENSOR: layout.tensor,
-    }
-    axes = {name: size for name, size in axes.items() if size > 1} or {DATA: 1}
-    if layout.num_devices > (there := len(jax.devices())):
-        raise ValueError(
-            f"{layout} asks for {layout.num_devices} devices, {there} are there"
-        )
-    return jax.make_mesh(
-        *(tuple(axes.values()), tuple(axes)),
-        axis_types=(AxisType.Auto,) * len(axes),
-        devices=jax.devices()[: layout.num_devices],
-    )
-
-
-def param_specs(config: ModelConfig, mesh: Mesh) -> Params:
-    """How each parameter is divided."""
-    is_axes = lambda x: type(x) is tuple  # noqa: E731
-
-    staged = pipeline.PIPELINE in mesh.shape
-
-    def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
-        found = tuple(tensor.spec_of(axes) if TENSOR in mesh.shape else ())
-        if "layers" in axes:
-            found = (pipeline.PIPELINE, *found[1:])
-        return PartitionSpec(*found)
-
-    axes = transformer.param_axes(config, stacked=staged)
-    return jax.tree.map(spec, axes, is_leaf=is_axes)
-
-
-def place_params(config: ModelConfig, params: Params, mesh: Mesh) -> Params:
-    """Divides parameters; a vocabulary that does not divide ends in zeros.
-
-    Layers are stacked where stages divide them.
-    """
-    degree = mesh.shape.get(TENSOR, 1)
-    fitted = jax.tree_util.tree_map_with_path(
-        lambda path, x: tensor.fit_array(
-            tuple(key.key for key in path), np.asarray(x), config, degree
-        ),
-        params,
-    )
-    if pipeline.PIPELINE in mesh.shape:
-        fitted = transformer.stack_layers(config, fitted)
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh)
-    )
-    return jax.device_put(fitted, shardings)
-
-
-def gradient(
-    config: ModelConfig,
-    layout: Layout,
-    mesh: Mesh,
-    *,
-    num_micro: int = 1,
-    schedule: Literal["gpipe", "1f1b"] = "1f1b",
-) -> Callable[[Params, Int[Array, "batch window"]], tuple[Float[Array, ""], Params]]:
-    """What gives the mean nats of windows and their gradient, every device its part.
-
-    Parameters are those of `place_params`; windows may lie anywhere. With stages a
-    device's windows are divided into `num_micro` micro-batches, see `pipeline`.
-    """
-    over = tuple(
-        name for name in (DATA, sequence.RING, sequence.ULYSSES) if name in mesh.shape
-    )
-    along = tuple(name for name in over if name != DATA)
-    rows = PartitionSpec(DATA if DATA in over else None, along or None)
-    specs = param_specs(config, mesh)
+    layout, mean = how.layout, _mean
     if layout.pipeline > 1:
-        how: Any = {"num_micro": num_micro, "kind": schedule, "over": over}
-        staged = pipeline.gradient(config, layout, mesh, specs, **how)
-        return lambda params, windows: staged(params, windows[:, :-1], windows[:, 1:])
+        mean = pipeline.mean
+    if layout.num_devices == 1:
+        return lambda params, windows: mean(
+            *(model, how, params, windows[:, :-1], windows[:, 1:])
+        )
+    mesh, copies = meshes.make_mesh(layout), meshes.copies(layout)
+    along = tuple(x for x in copies if x in (sequence.RING, sequence.ULYSSES))
+    batch = tuple(x for x in copies if x not in along)
+    rows = PartitionSpec(batch or None, along or None)
+    undivided = dataclasses.replace(layout, zero=0)
 
-    def of_part(params: Params, tokens: Array, targets: Array) -> Any:
-        num = tokens.size * math.prod(mesh.shape[name] for name in over)
-
-        def loss(params: Params) -> Array:
-            # Each device its own copy: one sum for a parameter, however often it is
-            # used.
-            params = lax.pcast(params, over, to="varying") if over else params
-            logits = dense_forward.logits(params, tokens, config=config, layout=layout)
-            nats = objectives.divided_nats(logits, targets, num_words=config.vocab_size)
-            return nats.sum() / jnp.asarray(num, nats.dtype)
-
-        # Differentiated before it is summed: the sum's own gradient is sent by nobody.
-        found, grads = jax.value_and_grad(loss)(params)
-        return lax.psum(found, over) if over else found, grads
-
-    run = jax.shard_map(
-        of_part,
-        mesh=mesh,
-        in_specs=(specs, rows, rows),
-        out_specs=(PartitionSpec(), specs),
-    )
-
-    def gradient(params: Params, windows: Array) -> tuple[Array, Params]:
+    def divided(params: Params, windows: Array) -> tuple[Array, Params]:
         order = sequence.order(windows.shape[1] - 1, ring=layout.ring)
+        specs = meshes.specs(model, undivided, mesh, params)
+        made = meshes.specs(model, layout, mesh, params)
+
+        def of_device(params: Params, tokens: Array, targets: Array) -> Any:
+            # Each device its own copy: else gradients would be summed leaf by leaf,
+            # piece by piece, before anybody asks.
+            params = jax.tree.map(_copied, params, _others(params, specs, copies))
+            nats, grads = mean(model, how, params, tokens, targets)
+            grads = jax.tree.map(
+                _summed, grads, _others(grads, specs, copies), specs, made
+            )
+            num = math.prod(mesh.shape[name] for name in copies)
+            return (
+                lax.pmean(nats, copies) if copies else nats,
+                jax.tree.map(lambda x: x / np.float32(num), grads),
+            )
+
+        run = jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(specs, rows, rows),
+            out_specs=(PartitionSpec(), made),
+        )
         return run(params, windows[:, :-1][:, order], windows[:, 1:][:, order])
 
-    return gradient
+    return divided
+
+
+class _Axes(tuple[str, ...]):
+    """Names of axes, a leaf of a tree."""
+
+
+def _others(params: Params, specs: Params, copies: tuple[str, ...]) -> Params:
+    """Of each parameter the axes of `copies` along which it is the same."""
+    return jax.tree.map(
+        lambda _, spec: _Axes(name for name in copies if name not in spec),
+        *(params, specs),
+    )
+
+
+def _copied(x: Array, axes: _Axes) -> Array:
+    return lax.pcast(x, axes, to="varying") if axes else x
+
+
+def _summed(
+    x: Float[Array, "..."], axes: _Axes, given: PartitionSpec, made: PartitionSpec
+) -> Float[Array, "..."]:
+    """Sums a gradient over the devices that have the same parameter."""
+    if not axes:
+        return x
+    for place, names in enumerate(made):
+        if names != (given[place] if place < len(given) else None):
+            return lax.psum_scatter(x, axes, scatter_dimension=place, tiled=True)
+    return lax.psum(x, axes)
+
+
+def _mean(
+    model: Architecture, how: StepConfig, params: Params, tokens: Array, targets: Array
+) -> tuple[Float[Array, ""], Params]:
+    """One device's mean nats and gradient, piece after piece."""
+
+    def plain(params: Params, tokens: Array, targets: Array) -> Any:
+        return objectives.part_loss(
+            *(how.cast(params), tokens, targets), model=model, layout=how.layout
+        )
+
+    # What is cheap beside the products can be computed again.
+    policy = jax.checkpoint_policies.dots_saveable
+    loss = jax.checkpoint(plain, policy=policy) if how.remat else plain
+    of_piece = jax.value_and_grad(loss, has_aux=True)
+    if how.accumulation == 1:
+        (_, nats), grads = of_piece(params, tokens, targets)
+        return nats, grads
+
+    def add(total: Any, piece: tuple[Array, Array]) -> tuple[Any, None]:
+        (_, nats), grads = of_piece(params, *piece)
+        return jax.tree.map(jnp.add, total, (nats, grads)), None
+
+    zeros = meshes.zero_like(targets), jax.tree.map(jnp.zeros_like, params)
+    cut = functools.partial(jnp.reshape, shape=(how.accumulation, -1, tokens.shape[1]))
+    total, _ = lax.scan(add, zeros, (cut(tokens), cut(targets)))
+    return jax.tree.map(lambda x: x / np.float32(how.accumulation), total)

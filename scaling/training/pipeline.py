@@ -15,22 +15,19 @@ arXiv:2104.04473, section 2.2 (1F1B, called PipeDream-Flush).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models import ModelConfig, Params
-from scaling.costs.parallelism import Layout
-from scaling.training import dense_forward, objectives
-
-PIPELINE = "pipeline"
-"""The axis of the mesh that divides the layers."""
+from scaling.training import meshes, objectives, transformer_rows
+from scaling.training.architectures import Architecture
+from scaling.training.meshes import PIPELINE
+from scaling.training.recipes import StepConfig
 
 
 class Schedule(NamedTuple):
@@ -97,86 +94,55 @@ class _Carry(NamedTuple):
     kept: Array
     """What went in, of the micro-batches under way."""
     grads: Any
-    loss: Array
+    nats: Array
 
 
-def gradient(
-    config: ModelConfig,
-    layout: Layout,
-    mesh: Mesh,
-    specs: Params,
-    *,
-    num_micro: int,
-    kind: Literal["gpipe", "1f1b"] = "1f1b",
-    over: tuple[str, ...] = (),
-) -> Callable[[Params, Array, Array], tuple[Float[Array, ""], Params]]:
-    """What gives the mean nats and their gradient, layers divided into stages.
+def mean(
+    model: Architecture, how: StepConfig, params: Params, tokens: Array, targets: Array
+) -> tuple[Float[Array, ""], Params]:
+    """One device's mean nats and gradient, layers divided into stages.
 
     Args:
-      config: the model.
-      layout: degrees; `pipeline` above 1.
-      mesh: with an axis `PIPELINE`.
-      specs: of the parameters, layers stacked, their first axis over `PIPELINE`.
-      num_micro: micro-batches of a device's batch.
-      kind: the schedule.
-      over: axes of the mesh that divide the batch.
-
-    Returns:
-      A function of parameters, tokens and targets, `[batch, seq]` each.
+      model: a `ModelConfig` whose layers are all of one kind.
+      how: a `StepConfig`; `accumulation` micro-batches are under way by its `schedule`.
+      params: this stage's layers, stacked; the rest is the same on all stages.
+      tokens: `[batch, seq]`.
+      targets: of the same shape.
     """
-    table = schedule(layout.pipeline, num_micro, kind)
-    rows = PartitionSpec(over or None)
-    every = (*over, PIPELINE)
-
-    def of_part(params: Params, tokens: Array, targets: Array) -> Any:
-        params = lax.pcast(params, over, to="varying") if over else params
-        shared = {name: x for name, x in params.items() if name != "layers"}
-        shared = lax.pcast(shared, PIPELINE, to="varying")
-        params = shared | {"layers": params["layers"]}
-        tokens, targets = (
-            lax.pcast(x.reshape(num_micro, -1, x.shape[1]), PIPELINE, to="varying")
-            for x in (tokens, targets)
-        )
-        total = targets.size * int(
-            np.prod([mesh.shape[name] for name in over], dtype=int)
-        )
-        run = _Run(config, layout, table, params, tokens, targets, total)
-        found = lax.fori_loop(0, len(table.forward), run.tick, run.start())
-        grads, shared = (
-            found.grads,
-            lax.psum(
-                {name: x for name, x in found.grads.items() if name != "layers"}, every
-            ),
-        )
-        layers = lax.psum(grads["layers"], over) if over else grads["layers"]
-        return lax.psum(found.loss, every), shared | {"layers": layers}
-
-    return jax.shard_map(
-        of_part,
-        mesh=mesh,
-        in_specs=(specs, rows, rows),
-        out_specs=(PartitionSpec(), specs),
+    assert isinstance(model, ModelConfig)  # `meshes.check` refuses others
+    table = schedule(how.layout.pipeline, how.accumulation, how.schedule)
+    shared = {name: x for name, x in params.items() if name != "layers"}
+    shared = lax.pcast(shared, PIPELINE, to="varying")
+    params = shared | {"layers": params["layers"]}
+    tokens, targets = (
+        lax.pcast(x.reshape(how.accumulation, -1, x.shape[1]), PIPELINE, to="varying")
+        for x in (tokens, targets)
     )
+    run = _Run(model, how, table, params, tokens, targets)
+    found = lax.fori_loop(0, len(table.forward), run.tick, run.start())
+    grads = {name: x for name, x in found.grads.items() if name != "layers"}
+    grads = lax.psum(grads, PIPELINE) | {"layers": found.grads["layers"]}
+    return lax.psum(found.nats, PIPELINE), grads
 
 
 class _Run(NamedTuple):
     """One device's part of a step."""
 
     config: ModelConfig
-    layout: Layout
+    how: StepConfig
     table: Schedule
     params: Params
     tokens: Int[Array, "micro batch seq"]
     targets: Int[Array, "micro batch seq"]
-    total: int
 
     def start(self) -> _Carry:
         """Nothing is under way."""
-        how = self.config, self.layout
-        blank = dense_forward.embed(self.params, self.tokens[0], *how) * 0
+        params = self.how.cast(self.params)
+        how = self.config, self.how.layout
+        blank = transformer_rows.embed(params, self.tokens[0], *how) * 0
         kept = jnp.repeat(blank[None], self.table.kept, axis=0)
         grads = jax.tree.map(lambda x: x * 0, self.params)
-        return _Carry(blank, blank, kept, grads, _zero(self.targets))
+        return _Carry(blank, blank, kept, grads, meshes.zero_like(self.targets))
 
     def tick(self, number: Array, carry: _Carry) -> _Carry:
         """Forward, if the table says so; backward, if it does; and on to the others."""
@@ -192,7 +158,7 @@ class _Run(NamedTuple):
         )
         going = lax.cond(
             forward >= 0,
-            lambda x: self._stage(self.params, x, jnp.maximum(forward, 0))[0],
+            lambda x: self._stage(self.params, x, jnp.maximum(forward, 0))[0][0],
             lambda x: x * 0,
             carry.coming,
         )
@@ -201,55 +167,59 @@ class _Run(NamedTuple):
         back = lax.cond(
             backward >= 0,
             lambda *x: self._back(*x, jnp.maximum(backward, 0)),
-            lambda came, towards, grads, loss: (towards * 0, grads, loss),
-            *(came, carry.towards, carry.grads, carry.loss),
+            lambda came, towards, grads, nats: (towards * 0, grads, nats),
+            *(came, carry.towards, carry.grads, carry.nats),
         )
-        towards, grads, loss = back
-        num = self.layout.pipeline
+        towards, grads, nats = back
+        num = self.how.layout.pipeline
         on = [(i, i + 1) for i in range(num - 1)]
         return _Carry(
             coming=lax.ppermute(going, PIPELINE, on),
             towards=lax.ppermute(towards, PIPELINE, [(b, a) for a, b in on]),
             kept=kept,
             grads=grads,
-            loss=loss,
+            nats=nats,
         )
 
     def _back(
-        self, came: Array, towards: Array, grads: Params, loss: Array, micro: Array
+        self, came: Array, towards: Array, grads: Params, nats: Array, micro: Array
     ) -> tuple[Array, Params, Array]:
         """Runs a micro-batch again, and backward."""
-        (_, nats), back = jax.vjp(
-            lambda params, x: self._stage(params, x, micro), self.params, came
+        (_, loss), back, more_nats = jax.vjp(
+            lambda params, x: self._stage(params, x, micro),
+            *(self.params, came),
+            has_aux=True,
         )
-        more, towards = back((towards, jnp.ones_like(nats)))
-        return towards, jax.tree.map(jnp.add, grads, more), loss + nats
+        more, towards = back((towards, jnp.ones_like(loss)))
+        return towards, jax.tree.map(jnp.add, grads, more), nats + more_nats
 
-    def _stage(self, params: Params, x: Array, micro: Array) -> tuple[Array, Array]:
-        """This stage's layers; of the last one also its part of the mean loss."""
-        config, layout = self.config, self.layout
+    def _stage(
+        self, params: Params, x: Array, micro: Array
+    ) -> tuple[tuple[Array, Array], Array]:
+        """This stage's layers: what they make, their part of the loss, its nats."""
+        config, layout = self.config, self.how.layout
+        params = self.how.cast(params)
         take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
         tokens, targets = take(self.tokens, micro), take(self.targets, micro)
         stage = lax.axis_index(PIPELINE)
-        first = dense_forward.embed(params, tokens, config, layout)
+        first = transformer_rows.embed(params, tokens, config, layout)
         x = jnp.where(stage == 0, first, x)
-        turn = dense_forward.turns(config, tokens.shape[1], x.dtype, layout)
+        turn = transformer_rows.turns(config, tokens.shape[1], x.dtype, layout)
         (stacked,) = params["layers"].values()
+        auxiliary, run = [], transformer_rows.run_layer
         for index in range(config.num_layers // layout.pipeline):
             layer = jax.tree.map(lambda leaf, i=index: leaf[i], stacked)
-            x = dense_forward.run_layer(layer, x, turn, tokens.shape, config, layout)
+            x, balance = run(layer, x, turn, tokens.shape, config, layout)
+            auxiliary.append(balance)
 
-        def nats(x: Array) -> Array:
-            logits = dense_forward.unembed(params, x, tokens.shape, config, layout)
+        def of_last(x: Array) -> Array:
+            logits = transformer_rows.unembed(params, x, tokens.shape, config, layout)
             found = objectives.divided_nats(
                 logits, targets, num_words=config.vocab_size
             )
-            return found.sum() / jnp.asarray(self.total, found.dtype)
+            return found.mean() / np.float32(self.how.accumulation)
 
         is_last = stage == layout.pipeline - 1
-        return x, lax.cond(is_last, nats, lambda _: _zero(targets), x)
-
-
-def _zero(like: Int[Array, "..."]) -> Float[Array, ""]:
-    """A zero that differs over the axes over which `like` does."""
-    return like.reshape(-1)[0].astype(jnp.float32) * 0
+        nats = lax.cond(is_last, of_last, lambda _: meshes.zero_like(targets), x)
+        more = transformer_rows.weighted(auxiliary, config, nats.dtype)
+        return (x, nats + more / np.float32(self.how.accumulation)), nats

@@ -7,12 +7,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxkv import validation
+from jaxkv.models import Params
 from scaling.corpora import corpora
-from scaling.training import architectures
+from scaling.costs.parallelism import Layout
+from scaling.training import architectures, meshes
+from scaling.training.transformer_rows import ONE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,16 +52,24 @@ class StepConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass; parameters and moments are float32."""
     accumulation: int = 1
-    """Pieces of a batch, of a device each, that are computed one after the other."""
+    """Pieces of a batch, of a device each, that are computed one after the other; the
+    micro-batches of a pipeline. A mixture's loss of balance is that of a piece."""
     remat: bool = False
     """Whether the backward pass keeps the results of products alone, and computes the
     rest again."""
-    num_devices: int = 1
-    """Local devices that share a batch, each with a copy of the parameters."""
+    layout: Layout = ONE
+    """How model, batch and optimizer state are divided over devices."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """The order of a pipeline's micro-batches, see `pipeline`."""
 
     def __post_init__(self):
         """Refuses counts that cannot be."""
-        validation.at_least(self, "accumulation", "num_devices")
+        validation.at_least(self, "accumulation")
+        if self.remat and self.layout.pipeline > 1:
+            raise ValueError(
+                f"{self.remat=} must be False with pipeline stages, which compute "
+                "again anyway"
+            )
 
     def check(self, batch_size: int) -> None:
         """Refuses a batch that cannot be divided.
@@ -65,11 +77,17 @@ class StepConfig:
         Raises:
           ValueError: the pieces would not be equal.
         """
-        if batch_size % (self.accumulation * self.num_devices):
+        if batch_size % (self.accumulation * self.layout.data):
             raise ValueError(
                 f"{batch_size=} must be a multiple of {self.accumulation=} times "
-                f"{self.num_devices=}"
+                f"{self.layout.data=}"
             )
+
+    def cast(self, params: Params) -> Params:
+        """The parameters as the forward pass takes them."""
+        if self.dtype == "float32":
+            return params
+        return jax.tree.map(lambda p: p.astype(self.dtype), params)
 
 
 PLAIN = StepConfig()
@@ -114,6 +132,15 @@ class TrainConfig:
         part = ("warmup_steps", "cooldown_steps")
         validation.within(self, *part, low=0, high=self.num_steps)
         self.how.check(self.batch_size)
+        layout = self.how.layout
+        meshes.check(self.model, layout, sequence_length=self.seq_len)
+        if self.optimizer.kind == "adafactor" and layout.num_devices > layout.data:
+            raise ValueError(
+                f"{self.optimizer.kind=} looks at whole parameters: {layout=} must "
+                "divide data alone"
+            )
+        if self.optimizer.kind == "adafactor" and layout.zero:
+            raise ValueError(f"{self.optimizer.kind=} must have {layout.zero=} 0")
         validation.within(self, "final_share", low=0, high=1)
         validation.above(self, "learning_rate")
         if self.seq_len > self.model.max_positions:

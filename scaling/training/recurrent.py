@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import validation
 from jaxkv.models import Params
-from scaling.training import dense_forward
+from scaling.training import transformer_rows
 
 NUM_GATES = {"lstm": 4, "gru": 3}
 """Input, forget, cell, output; reset, update, candidate: PyTorch's order."""
@@ -118,14 +118,14 @@ def logits(
     x = params["embed"]["weight"][tokens.T]
     for layer in params["layers"]:
         inputs = (
-            dense_forward.norm(x, layer["norm"], config.norm_eps)
+            transformer_rows.norm(x, layer["norm"], config.norm_eps)
             if config.norm == "layer"
             else x
         )
         y = _layer(inputs, layer, kind=config.kind)
         x = x + y if config.residual else y
     if config.norm == "layer":
-        x = dense_forward.norm(x, params["final_norm"], config.norm_eps)
+        x = transformer_rows.norm(x, params["final_norm"], config.norm_eps)
     table = params["embed" if config.tie_embeddings else "head"]["weight"]
     wide = np.promote_types(x.dtype, np.float32)
     out = jnp.einsum("sbh,vh->sbv", x, table, preferred_element_type=wide)

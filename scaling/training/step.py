@@ -5,19 +5,20 @@ sweep varies, the learning rate, the schedule, the seed, the number of steps, ar
 arrays.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Int32, UInt
 
 from jaxkv.models import transformer
 from scaling.corpora import corpora
-from scaling.training import architectures, objectives, optimizers
+from scaling.costs.parallelism import Layout
+from scaling.training import architectures, meshes, optimizers, parallel
 from scaling.training.recipes import PLAIN, OptimizerConfig, Schedule, StepConfig
 
 
@@ -59,7 +60,7 @@ def steps(
     """Takes some steps of training.
 
     Args:
-      state: where the run stands.
+      state: where the run stands, as `place` divides it if `how` has a layout.
       stream: the tokens to learn, such as `Corpus.stream`.
       schedule: of the learning rate.
       seed: of the order of the text.
@@ -68,7 +69,7 @@ def steps(
       optimizer: as the state was made for.
       batch_size: windows per step.
       seq_len: predictions per window.
-      how: what to keep, in which type, on how many devices.
+      how: what to keep, in which type, on which devices.
 
     Returns:
       The new state; and the mean loss of the steps, in nats per token. However a run
@@ -76,7 +77,7 @@ def steps(
     """
     how.check(batch_size)
     update = optimizers.make(optimizer).update
-    gradient = _gradient(model, how)
+    gradient = parallel.gradient(model, how)
 
     def step(_, carry):
         (params, moments, step), total = carry
@@ -87,7 +88,8 @@ def steps(
         updates, moments = update(grads, moments, params)
         rate = schedule.at(step)
         params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
-        return TrainState(params, moments, step + 1), total + loss
+        state = TrainState(params, moments, step + 1)
+        return _kept_divided(state, model, how.layout), total + loss
 
     state, total = jax.lax.fori_loop(0, num_steps, step, (state, jnp.float32(0)))
     return state, total / num_steps.astype(jnp.float32)
@@ -114,51 +116,35 @@ def compiled(
     )
 
 
-type _Gradient = Callable[[Any, Array], tuple[Array, Any]]
+def place(
+    state: TrainState, model: architectures.Architecture, layout: Layout
+) -> TrainState:
+    """Divides a state over the devices of a layout, ready for `steps`."""
+    whole = dataclasses.replace(layout, zero=0)
+    return TrainState(
+        params=meshes.place(model, whole, state.params),
+        moments=meshes.place(model, layout, state.moments),
+        step=meshes.place(model, whole, state.step),
+    )
 
 
-def _gradient(model: architectures.Architecture, how: StepConfig) -> _Gradient:
-    """What gives the mean loss of windows, and its gradient in float32."""
-
-    def plain(params, windows):
-        if how.dtype != "float32":
-            params = jax.tree.map(lambda p: p.astype(how.dtype), params)
-        return objectives.mean_loss(params, windows, model=model)
-
-    # What is cheap beside the products can be computed again.
-    policy = jax.checkpoint_policies.dots_saveable
-    loss = jax.checkpoint(plain, policy=policy) if how.remat else plain
-    of_piece = jax.value_and_grad(loss, has_aux=True)
-
-    def of_shard(params, windows):
-        if how.accumulation == 1:
-            (_, nats), grads = of_piece(params, windows)
-            return nats, grads
-        pieces = windows.reshape(how.accumulation, -1, windows.shape[1])
-
-        def add(total, piece):
-            (_, nats), grads = of_piece(params, piece)
-            return jax.tree.map(jnp.add, total, (nats, grads)), None
-
-        zero = jnp.float32(0)
-        if how.num_devices > 1:  # each device's own sum, as its copy of `params` is
-            zero = jax.lax.pcast(zero, "data", to="varying")
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(add, (zero, zeros), pieces)
-        return jax.tree.map(lambda x: x / np.float32(how.accumulation), total)
-
-    if how.num_devices == 1:
-        return of_shard
-    devices = np.asarray(jax.local_devices()[: how.num_devices])
-    mesh = jax.sharding.Mesh(devices, "data")
-
-    def on_device(params, windows):
-        # Each device its own copy: else the gradient would be summed over devices,
-        # leaf by leaf, before anybody asks.
-        params = jax.lax.pcast(params, "data", to="varying")
-        return jax.lax.pmean(of_shard(params, windows), "data")
-
-    everyone, rows = PartitionSpec(), PartitionSpec("data")
-    return jax.shard_map(
-        on_device, mesh=mesh, in_specs=(everyone, rows), out_specs=everyone
+def _kept_divided(
+    state: TrainState, model: architectures.Architecture, layout: Layout
+) -> TrainState:
+    """Has the compiler leave every part of a state where `place` put it."""
+    if layout.num_devices == 1:
+        return state
+    mesh = meshes.make_mesh(layout)
+    specs = TrainState(
+        *(
+            meshes.specs(model, how, mesh, tree)
+            for how, tree in zip(
+                *((dataclasses.replace(layout, zero=0), layout, layout), state),
+                strict=True,
+            )
+        )
+    )
+    return jax.tree.map(
+        lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec)),
+        *(state, specs),
     )

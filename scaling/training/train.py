@@ -22,7 +22,7 @@ from jaxkv.files import make_sure_of_room, silencing_orbax, system_reason
 from jaxkv.models import transformer
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
-from scaling.training import run_folder
+from scaling.training import meshes, run_folder, step
 from scaling.training.recipes import Schedule, TrainConfig
 from scaling.training.step import TrainState, compiled, init, steps
 
@@ -180,13 +180,18 @@ class _Run:
             raise ValueError(
                 f"{config.model.vocab_size=} must be at least {corpus.vocab_size=}"
             )
-        self.state = state
+        self._state = step.place(state, config.model, config.how.layout)
         self.curve: list[dict[str, Any]] = []
         self.status: Literal["done", "stopped", "diverged"] = "done"
         self._config, self._first, self._progress = config, first_step, progress
         self._stream = corpus.stream
         self._per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
         self._update = self._open_bar()
+
+    @property
+    def state(self) -> TrainState:
+        """Where the run stands, whole."""
+        return meshes.gather(self._config.model, self._config.how.layout, self._state)
 
     def reports(self) -> Iterator[dict[str, Any]]:
         """Trains to the end, and gives a line of the curve after each stretch of it."""
@@ -201,17 +206,19 @@ class _Run:
         tokens, seed = jnp.asarray(self._stream), jnp.int32(config.seed)
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
         started = time.monotonic()
-        while (step := int(self.state.step)) < config.num_steps:
+        while (taken := int(self._state.step)) < config.num_steps:
             if self._progress.stopped:
                 self.status = "stopped"
                 return
-            end = _next_stop(step, config)
+            end = _next_stop(taken, config)
             # Not donated: an interrupt in here leaves the state before it whole.
-            new, loss = call(self.state, tokens, schedule, seed, jnp.int32(end - step))
+            new, loss = call(
+                self._state, tokens, schedule, seed, jnp.int32(end - taken)
+            )
             if not math.isfinite(loss := float(loss)):
                 self.status = "diverged"
                 return
-            self.state = new
+            self._state = new
             num_steps = end - self._first
             line = {
                 "step": end,

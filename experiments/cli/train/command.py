@@ -13,11 +13,13 @@ from experiments.cli.console import terminal
 from experiments.cli.run import Answer
 from experiments.framework import Sheet, config_json, units
 from experiments.harness import sweep_tables
+from jaxkv import parallel
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.text.tokenizer import ByteTokenizer
 from scaling import locking
 from scaling.corpora import corpora, streams
+from scaling.costs import parallelism
 from scaling.sweeps import SweepConfig, family
 from scaling.training import TrainConfig, architectures, objectives
 from scaling.training import train as training_train
@@ -38,6 +40,11 @@ class TrainOptions:
     max_seconds: Annotated[float, parsing.without("no end", parsing.MAX_SECONDS)] = (
         math.inf
     )
+    parallel: Annotated[str | None, parsing.without("as the config says")] = None
+    """How steps are divided over devices, as `jaxkv cost` has it: tp=2,pp=2,dp=2. A CPU
+    counts as many as are asked for."""
+    zero: Annotated[int | None, parsing.without("as the config says")] = None
+    """1: devices that have the same parameters divide the optimizer's moments."""
     print_config: bool = False
     """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
 
@@ -104,9 +111,10 @@ def train(name: str, options: TrainOptions) -> Answer:
     Raises:
       ValueError: there is no such config, or `training.train` refuses it.
     """
-    config = find(name, TrainConfig, TRAININGS)
+    config = _divided(find(name, TrainConfig, TRAININGS), options)
     if options.print_config:
         return _printed(config)
+    parallel.count_cpu_as(config.how.layout.num_devices)
     corpus = corpora.open(config.corpus)
     streams.check_lengths(corpus, config.seq_len)
     out = options.out or Path("runs") / f"train-{Path(name).stem}"
@@ -153,6 +161,17 @@ def train(name: str, options: TrainOptions) -> Answer:
     rows = [units.named(key, value) for key, value in document.items() if key != "out"]
     status = {"done": 0, "stopped": bars.status, "diverged": 1}[result.status]
     return Answer(document, [Sheet("run", ("", ""), rows)], lines, status)
+
+
+def _divided(config: TrainConfig, options: TrainOptions) -> TrainConfig:
+    """The config with the layout that the command line asks for."""
+    layout = config.how.layout
+    if options.parallel is not None:
+        layout = parallelism.parse(options.parallel, zero=layout.zero)
+    if options.zero is not None:
+        layout = dataclasses.replace(layout, zero=options.zero)
+    how = dataclasses.replace(config.how, layout=layout)
+    return dataclasses.replace(config, how=how)
 
 
 def _score(

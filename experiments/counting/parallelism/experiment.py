@@ -37,7 +37,7 @@ from jaxkv.progress import QUIET, Progress
 from scaling.costs import flops, memory, parallelism, traffic
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model, published
-from scaling.training import parallel
+from scaling.training import StepConfig, meshes, parallel
 
 BOOK = beside(__file__)
 NUMBER_BYTES = 4
@@ -69,7 +69,7 @@ class Config:
             raise ValueError(f"{self.layouts=} must be 1 or more")
         for words in self.layouts:
             layout = parallelism.parse(words)
-            parallel.check(self.shape(1), layout, sequence_length=self.sequence)
+            meshes.check(self.shape(1), layout, sequence_length=self.sequence)
             if self.batch % layout.data:
                 raise ValueError(f"{self.batch=} must be a multiple of {words}'s dp")
 
@@ -162,20 +162,20 @@ def _counted(
     config: Config, layout: Layout, num_layers: int
 ) -> tuple[float, float, float]:
     """Parameters, bytes sent and operations of a device, by the compiled program."""
-    shape, mesh = config.shape(num_layers), parallel.make_mesh(layout)
-    specs = parallel.param_specs(shape, mesh)
+    shape, mesh = config.shape(num_layers), meshes.make_mesh(layout)
+    whole = transformer.param_shapes(shape)
     params = jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         ),
-        *(specs, transformer.param_shapes(shape)),
+        *(meshes.specs(shape, layout, mesh, whole), whole),
     )
     windows = jax.ShapeDtypeStruct(
         (config.batch, config.sequence + 1),
         jnp.int32,
         sharding=NamedSharding(mesh, PartitionSpec()),
     )
-    gradient = parallel.gradient(shape, layout, mesh)
+    gradient = parallel.gradient(shape, StepConfig(layout=layout))
     program: Any = jax.jit(gradient).lower(params, windows).compile()
     given = program.memory_analysis().argument_size_in_bytes - 4 * windows.size
     found = collectives.collectives(str(program.as_text()))

@@ -14,7 +14,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.models import checkpoints, layers, transformer
 from jaxkv.models.config import Experts, ModelConfig
-from scaling.training import dense_forward
+from scaling.training import transformer_rows
 from tests.support import engines
 from tests.support.folders import GOLDEN
 from tests.support.paged_models import (
@@ -191,7 +191,7 @@ def test_past_learned_positions_is_refused(name: str) -> None:
     logits = functools.partial(transformer.logits, config=config)
     assert jax.eval_shape(logits, shapes, longest).shape == (1, 96, 128)
     too_long = jax.ShapeDtypeStruct((1, 97), jnp.int32)
-    for forward in (logits, functools.partial(dense_forward.logits, config=config)):
+    for forward in (logits, functools.partial(transformer_rows.outputs, config=config)):
         with pytest.raises(ValueError, match=f"seq{line}"):
             jax.eval_shape(forward, shapes, too_long)
     with pytest.raises(ValueError, match=f"max_length{line}"):
@@ -223,7 +223,7 @@ def test_past_rotary_positions_is_said_once() -> None:
     with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
         jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
     assert len(said) == 1
-    for forward in (transformer.logits, dense_forward.logits):
+    for forward in (transformer.logits, transformer_rows.outputs):
         with pytest.warns(UserWarning, match=f"^seq{line}") as said:
             jax.eval_shape(functools.partial(forward, config=config), shapes, tokens)
         assert len(said) == 1

@@ -12,7 +12,8 @@ from jaxkv.models import ModelConfig, transformer
 from jaxkv.parallel import collectives, sequence
 from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
-from scaling.training import objectives, parallel
+from scaling.training import meshes, objectives, parallel
+from scaling.training.recipes import StepConfig
 from tests.support.meshes import BATCH, MODEL, SEQ, WINDOWS
 
 OTHERS = {
@@ -44,16 +45,12 @@ def check(layout: str, **fields: Any) -> None:
     """Loss, gradient and bytes of a layout."""
     config = dataclasses.replace(MODEL, **fields)
     divided = parallelism.parse(layout)
-    parallel.check(config, divided, sequence_length=SEQ)
+    meshes.check(config, divided, sequence_length=SEQ)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(WINDOWS)
-    mesh = parallel.make_mesh(divided)
-    placed = parallel.place_params(config, params, mesh)
-    program = (
-        jax.jit(parallel.gradient(config, divided, mesh))
-        .lower(placed, windows)
-        .compile()
-    )
+    placed = meshes.place(config, divided, params)
+    run = jax.jit(parallel.gradient(config, StepConfig(layout=divided)))
+    program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
     (_, whole), wanted = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
@@ -121,10 +118,9 @@ def test_other_families_too(name: str, layout: str) -> None:
 def test_bytes_grow_with_the_layers(num_layers: int) -> None:
     config = dataclasses.replace(MODEL, num_layers=num_layers)
     layout = parallelism.parse("tp=2")
-    mesh = parallel.make_mesh(layout)
     params = transformer.init_params(config, jax.random.key(0))
-    placed = parallel.place_params(config, params, mesh)
-    run = jax.jit(parallel.gradient(config, layout, mesh))
+    placed = meshes.place(config, layout, params)
+    run = jax.jit(parallel.gradient(config, StepConfig(layout=layout)))
     check_bytes(config, layout, run.lower(placed, jnp.asarray(WINDOWS)).compile())
 
 
@@ -144,7 +140,7 @@ def test_what_does_not_divide_is_refused(
 ) -> None:
     config = dataclasses.replace(MODEL, **({"mlp_size": 32} | fields))
     with pytest.raises(ValueError, match=said):
-        parallel.check(config, parallelism.parse(layout), sequence_length=SEQ)
+        meshes.check(config, parallelism.parse(layout), sequence_length=SEQ)
 
 
 def test_a_ring_is_fair() -> None:
@@ -157,4 +153,4 @@ def test_a_ring_is_fair() -> None:
 
 def test_more_devices_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="asks for 16 devices, 8 are there"):
-        parallel.make_mesh(parallelism.parse("dp=16"))
+        meshes.make_mesh(parallelism.parse("dp=16"))

@@ -12,7 +12,8 @@ from jaxkv.models import transformer
 from jaxkv.parallel import collectives
 from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
-from scaling.training import objectives, parallel, pipeline
+from scaling.training import meshes, objectives, parallel, pipeline
+from scaling.training.recipes import StepConfig
 from tests.support.meshes import MODEL, SEQ, WINDOWS
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -54,13 +55,12 @@ def test_1f1b_keeps_no_more_micro_batches_than_stages_ask_for() -> None:
 def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
     config = dataclasses.replace(MODEL, num_layers=4, **fields)
     divided = parallelism.parse(layout)
-    parallel.check(config, divided, sequence_length=SEQ)
+    meshes.check(config, divided, sequence_length=SEQ)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(WINDOWS)
-    mesh = parallel.make_mesh(divided)
-    placed = parallel.place_params(config, params, mesh)
-    how: Any = {"num_micro": num_micro, "schedule": kind}
-    run = jax.jit(parallel.gradient(config, divided, mesh, **how))
+    placed = meshes.place(config, divided, params)
+    how = StepConfig(layout=divided, accumulation=num_micro, schedule=kind)
+    run = jax.jit(parallel.gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
     (_, whole), wanted = jax.value_and_grad(

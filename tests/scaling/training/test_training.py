@@ -21,8 +21,10 @@ import pytest
 
 from jaxkv.models import transformer
 from scaling.corpora import corpora
+from scaling.costs import parallelism
+from scaling.costs.parallelism import Layout
 from scaling.training import objectives, optimizers, step, train
-from scaling.training.recipes import OptimizerConfig, Schedule, TrainConfig
+from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
 from tests.support import mutation, texts
 from tests.support.folders import ROOT
 from tests.support.impatience import Stopping
@@ -191,6 +193,28 @@ def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) ->
     assert train.train(longer, tmp_path / "longer", start=at).status == "done"
 
 
+@pytest.mark.thorough
+def test_a_run_on_a_mesh_is_kept_whole(config: TrainConfig, tmp_path: Path) -> None:
+    """So it is taken up to the bit there, and under another layout as well."""
+    model = dataclasses.replace(MODEL, num_kv_heads=2)
+    config = dataclasses.replace(config, model=model)
+    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    divided = dataclasses.replace(config, how=StepConfig(layout=layout))
+    unbroken = train.train(divided, tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    first = train.train(divided, out, progress=Stopping(2, "show"))
+    assert (first.status, int(first.state.step)) == ("stopped", 4)
+    other = train.train(config, tmp_path / "other", start=first.checkpoint)
+    assert_same_run(train.train(divided, out), unbroken)
+    shapes = transformer.param_shapes(model)
+    for a, b, x in zip(
+        *(jax.tree.leaves(x) for x in (other.params, unbroken.params, shapes)),
+        strict=True,
+    ):
+        assert a.shape == b.shape == x.shape
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
 def test_a_run_in_memory_is_the_one_on_disk(
     config: TrainConfig, tmp_path: Path
 ) -> None:
@@ -296,6 +320,16 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
         (
             {"model": dataclasses.replace(MODEL, vocab_size=256)},
             "must be at least .*257",
+        ),
+        ({"how": StepConfig(layout=Layout(tensor=2))}, "num_kv_heads=1 must be a"),
+        ({"how": StepConfig(layout=Layout(data=3))}, "batch_size=4 must be a"),
+        ({"how": StepConfig(layout=Layout(data=2, zero=2))}, "zero=2 must be 0 or 1"),
+        (
+            {
+                "optimizer": OptimizerConfig(kind="adafactor"),
+                "how": StepConfig(layout=Layout(ulysses=2)),
+            },
+            "looks at whole parameters",
         ),
     ],
 )

@@ -4,9 +4,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -15,17 +12,19 @@ import numpy as np
 import pytest
 
 from scaling.corpora import corpora
-from scaling.training import architectures, objectives
+from scaling.costs import parallelism
+from scaling.training import architectures, meshes, objectives, parallel
 from scaling.training import step as training_step
 from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
 from scaling.training.recurrent import RecurrentConfig
 from scaling.training.step import TrainState, init
 from tests.support import mutation
-from tests.support.folders import ROOT
+from tests.support.meshes import MODEL
 from tests.support.mutation import Bug
 from tests.support.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
+DIVISIBLE = dataclasses.replace(MODEL, vocab_size=257, max_positions=16)
 TRANSFORMER = dataclasses.replace(SMALL, max_positions=16)
 LSTM = RecurrentConfig(vocab_size=257, hidden_size=16, num_layers=1, max_positions=16)
 MODELS: dict[str, architectures.Architecture] = {
@@ -148,32 +147,54 @@ def test_how_a_step_is_computed_changes_roundings_alone(
     assert (how.dtype == "float32") or bool(jnp.abs(moved).max() > 1e-7)
 
 
-ON_DEVICES = """
-import jax, math, numpy as np
-from tests.scaling.training import test_training_step as t
-assert len(jax.local_devices()) == 2
-wanted, loss = t.plain()
-for accumulation in (1, 2):
-    how = t.StepConfig(num_devices=2, accumulation=accumulation)
-    state, found = t.train(t.SGD, how, 0.3, 3)
-    assert abs(found - loss) < 1e-6 * loss, (found, loss)
-    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=1e-6)
-"""
-
-
-@pytest.mark.slow
-def test_two_devices_train_as_one() -> None:
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    subprocess.run([sys.executable, "-c", ON_DEVICES], env=env, check=True)
+@pytest.mark.parametrize(
+    ("layout", "zero", "accumulation"),
+    [
+        ("dp=2", 1, 2),
+        pytest.param("pp=2,tp=2,dp=2", 1, 2, marks=pytest.mark.thorough),
+        pytest.param("tp=2,sp,dp=4", 1, 1, marks=pytest.mark.slow),
+        pytest.param("ring=2,ulysses=2,dp=2", 0, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", ["adamw", pytest.param("muon", marks=pytest.mark.thorough)]
+)
+def test_a_mesh_trains_as_one_device(
+    layout: str, zero: int, accumulation: int, kind: Any
+) -> None:
+    """Three steps; what is divided is put together, and lies in parts before."""
+    optimizer, model = OptimizerConfig(kind=kind), DIVISIBLE
+    divided = parallelism.parse(layout, zero=zero)
+    found = []
+    for how in (StepConfig(), StepConfig(layout=divided, accumulation=accumulation)):
+        seed, schedule = jnp.int32(0), Schedule.constant(1e-3)
+        state = init(model, optimizer, seed)
+        state = training_step.place(state, model, how.layout)
+        call = training_step.compiled(model, optimizer, 8, 16, how)
+        new, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(3))
+        for before, after in zip(
+            jax.tree.leaves(state), jax.tree.leaves(new), strict=True
+        ):
+            assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+        found.append((loss, meshes.gather(model, how.layout, new), new))
+    (loss, wanted, _), (one, whole, parts) = found
+    assert float(one) == pytest.approx(float(loss), rel=1e-5)
+    assert jax.tree.structure(whole) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
+        # AdamW divides by what may be next to nothing.
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
+    if zero:
+        held, fair = 0.0, 0.0
+        for path, x in jax.tree.leaves_with_path(parts.moments):
+            held += x.addressable_shards[0].data.size
+            # All stages have the tables.
+            stages = 1 if "layers" in jax.tree_util.keystr(path) else divided.pipeline
+            fair += x.size * stages / divided.num_devices
+        assert fair <= held < 1.1 * fair
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
-    how = StepConfig(accumulation=2, num_devices=2)
+    how = StepConfig(accumulation=2, layout=parallelism.parse("dp=2"))
     with pytest.raises(ValueError, match="batch_size=6 must be a multiple of"):
         how.check(6)
     with pytest.raises(ValueError, match="accumulation=0 must be at least 1"):
@@ -244,5 +265,5 @@ def test_pieces_of_a_batch_that_are_weighed_wrongly_are_noticed(
     )
     check = test_how_a_step_is_computed_changes_roundings_alone
     arguments = StepConfig(accumulation=2), 1e-6
-    bug = Bug(training_step, "_gradient", removed, added, check, arguments)
+    bug = Bug(parallel, "_mean", removed, added, check, arguments)
     mutation.assert_noticed(monkeypatch, bug)

@@ -1,11 +1,16 @@
-"""A dense transformer over whole sequences with activations as rows: for training.
+"""A transformer over whole sequences with activations as rows: for training.
 
 The same function of the same parameters as `transformer.outputs`, whose activations are
 columns, as suits decoding. In training the gradient of a weight is a product of two
 activations, and processors make it faster of rows.
+
+Under a `Layout` each function does what one device of a mesh does, inside
+`jax.shard_map`, with its part of parameters and tokens.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,44 +19,66 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxkv.models import ModelConfig, Params, layers, partition, rotary
+from jaxkv.models import ModelConfig, Params, layers, moe, partition, rotary
 from jaxkv.models.partition import TENSOR
-from jaxkv.parallel import sequence
+from jaxkv.parallel import experts, sequence
 from pallas_kernels.flash_attention import tiled
+from pallas_kernels.grouped_matmul import grouped_matmul
 from scaling.costs.parallelism import Layout
+from scaling.training import meshes
 
 ONE = Layout()
 """A single device."""
 
 
-def logits(
+class Output(NamedTuple):
+    """What a forward pass gives."""
+
+    logits: Float[Array, "batch seq vocab"]
+    """Of the token after each, at least float32."""
+    auxiliary: Float[Array, ""]
+    """Nats that training adds to the mean loss, weighted already; zero for models that
+    ask for nothing."""
+
+
+def outputs(
     params: Params,
     tokens: Int[Array, "batch seq"],
     *,
     config: ModelConfig,
     layout: Layout = ONE,
-) -> Float[Array, "batch seq vocab"]:
-    """Runs a model without experts over sequences, each from its beginning.
+) -> Output:
+    """Runs a model over sequences, each from its beginning.
 
-    Parameters are as `transformer.init_params` returns them. Under a `layout` this is
-    what one device of a mesh does, inside `jax.shard_map`, with its part of parameters
-    and tokens, which `sequence.order` says; its words' logits are what it returns.
-
-    Returns:
-      Next-token logits, at least float32.
+    Parameters are as `transformer.init_params` returns them. Under a `layout` the
+    tokens are those of this device, which `sequence.order` says, and the logits those
+    of its words.
 
     Raises:
-      ValueError: the model has experts, or fewer learned positions than `seq`.
+      ValueError: the model has fewer learned positions than `seq`.
     """
-    if config.experts is not None:
-        raise ValueError(f"{config.experts=} must be None")
     c, (batch, seq) = config, tokens.shape
     c.check_length(seq * layout.context, "seq")
     x = embed(params, tokens, c, layout)
-    turn = turns(c, seq, x.dtype, layout)
+    turn, auxiliary = turns(c, seq, x.dtype, layout), []
     for index in range(c.num_layers):
-        x = run_layer(params["layers"][index], x, turn, (batch, seq), c, layout)
-    return unembed(params, x, (batch, seq), c, layout)
+        layer = params["layers"][index]
+        x, balance = run_layer(layer, x, turn, (batch, seq), c, layout)
+        auxiliary.append(balance)
+    found = unembed(params, x, (batch, seq), c, layout)
+    return Output(found, weighted(auxiliary, c, found.dtype))
+
+
+def weighted(
+    balance: Sequence[Array | None], config: ModelConfig, dtype: DTypeLike
+) -> Float[Array, ""]:
+    """What layers add to the mean loss: their mean over all mixtures, weighted."""
+    found = [each for each in balance if each is not None]
+    if config.experts is None or not found:
+        return jnp.zeros((), dtype)
+    num_mixtures = config.num_layers - config.experts.num_dense_layers
+    total = functools.reduce(jnp.add, found)
+    return (total * (config.experts.balance_weight / num_mixtures)).astype(dtype)
 
 
 def embed(
@@ -99,16 +126,104 @@ def run_layer(
     shape: tuple[int, int],
     config: ModelConfig,
     layout: Layout = ONE,
-) -> Float[Array, "rows hidden"]:
-    """Runs one layer on rows, `shape` of them; `turn` are its rotary positions."""
+) -> tuple[Float[Array, "rows hidden"], Float[Array, ""] | None]:
+    """Runs one layer on rows.
+
+    Args:
+      layer: its parameters.
+      x: the rows.
+      turn: cosines and sines of their positions.
+      shape: sequences, and the tokens of each.
+      config: the model.
+      layout: how it is divided.
+
+    Returns:
+      The rows, and a mixture's loss of balance.
+    """
     c = config
     normed = norm(x, layer["attention_norm"], c.norm_eps)
     y = _attend(_columns(normed, layer["qkv"], layout), layer, turn, shape, c, layout)
     whole = c.num_q_heads * c.head_dim
     x = x + _rows(y.astype(x.dtype), layer["out"], whole, layout)
-    hidden = _columns(norm(x, layer["mlp_norm"], c.norm_eps), layer["up"], layout)
-    parts = jnp.split(hidden, 1 + c.gated, axis=-1)
-    return x + _rows(layers.activate(c, parts), layer["down"], c.mlp_size, layout)
+    normed = norm(x, layer["mlp_norm"], c.norm_eps)
+    if "mixture" in layer:
+        y, balance = _mix(normed, layer["mixture"], c, layout)
+        return x + y, balance
+    parts = jnp.split(_columns(normed, layer["up"], layout), 1 + c.gated, axis=-1)
+    return x + _rows(layers.activate(c, parts), layer["down"], c.mlp_size, layout), None
+
+
+def _mix(
+    x: Float[Array, "rows hidden"], params: Params, config: ModelConfig, layout: Layout
+) -> tuple[Float[Array, "rows hidden"], Float[Array, ""]]:
+    """Has each row answered by the experts that it chooses, and by the shared ones."""
+    c, every = config, config.experts
+    assert every is not None  # only models with experts have such layers
+    if layout.sequence:
+        x = lax.all_gather(x, TENSOR, tiled=True)
+    # In 32 bits whatever the weights: two experts may be nearly as probable.
+    wide = np.promote_types(x.dtype, np.float32)
+    scores = jnp.matmul(
+        *(x.astype(wide), params["router"]["weight"].T.astype(wide)),
+        precision=lax.Precision.HIGHEST,
+    )
+    routing = moe.route(scores, top_k=every.top_k, renormalise=every.renormalise)
+    loads, copies = moe.load(routing), meshes.copies(layout)
+    balance = moe.balance_loss(
+        *(routing, lax.stop_gradient(lax.pmean(loads, copies) if copies else loads))
+    )
+    if layout.sequence:  # every device has said the same
+        balance = lax.pmean(balance, TENSOR)
+    gate = None
+    if every.shared_gate:
+        gate = jax.nn.sigmoid(_linear(x, params["shared_gate"]))
+    if layout.tensor > 1 and not layout.sequence:
+        x = lax.pcast(x, TENSOR, to="varying")  # once, for all who read it
+    y = _experts(x, routing, params, c, layout)
+    if every.shared_size:
+        hidden = _linear(x, params["shared_up"])
+        parts = jnp.split(hidden, 1 + c.gated, axis=-1)
+        shared = _product(layers.activate(c, parts), params["shared_down"])
+        y = y + (shared if gate is None else shared * gate)
+    if layout.sequence:
+        return lax.psum_scatter(y, TENSOR, tiled=True), balance
+    part = params["down"]["weight"].shape[1]
+    return partition.add_up(y, part=part, whole=every.size), balance
+
+
+def _experts(
+    x: Float[Array, "rows hidden"],
+    routing: moe.Routing,
+    params: Params,
+    config: ModelConfig,
+    layout: Layout,
+) -> Float[Array, "rows hidden"]:
+    """What the experts answer, each device's its own."""
+    c, every = config, config.experts
+    assert every is not None
+    up, down = params["up"]["weight"], params["down"]["weight"]
+
+    def one_after_another(rows: Array, sizes: Array) -> Array:
+        hidden = grouped_matmul(rows.astype(up.dtype), up, sizes)
+        active = layers.activate(c, jnp.split(hidden, 1 + c.gated, axis=-1))
+        return grouped_matmul(active, down, sizes)
+
+    def side_by_side(rows: Array) -> Array:
+        hidden = jnp.einsum("erh,ehw->erw", rows.astype(up.dtype), up)
+        active = layers.activate(c, jnp.split(hidden, 1 + c.gated, axis=-1))
+        return jnp.einsum("erw,ewh->erh", active, down)
+
+    if layout.expert == 1:
+        return moe.mix(x, routing, one_after_another)
+    if layout.capacity is None:
+        return experts.gather(x, routing, one_after_another, num_own=len(up))
+    capacity = experts.capacity(
+        *(len(x),),
+        top_k=every.top_k,
+        num_experts=every.num_experts,
+        factor=layout.capacity,
+    )
+    return experts.exchange(x, routing, side_by_side, capacity=capacity)
 
 
 def unembed(

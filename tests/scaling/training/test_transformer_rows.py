@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.models import Experts, transformer
 from jaxkv.models.config import ModelConfig, RopeScaling
-from scaling.training import dense_forward
+from scaling.training import transformer_rows
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 LLAMA = ModelConfig(
@@ -37,6 +37,16 @@ VARIANTS = {
         **{"activation": "relu", "gated": False},
         **dict.fromkeys(["qkv_bias", "out_bias", "mlp_bias"], True),
     ),
+    "mixtral": dataclasses.replace(
+        LLAMA, experts=Experts(num_experts=5, top_k=2, size=14)
+    ),
+    "qwen2_moe": dataclasses.replace(
+        LLAMA,
+        experts=Experts(
+            **{"num_experts": 4, "top_k": 3, "size": 6, "shared_size": 10},
+            **{"shared_gate": True, "renormalise": False, "num_dense_layers": 1},
+        ),
+    ),
 }
 
 
@@ -51,18 +61,13 @@ def test_rows_give_what_columns_give(name: str) -> None:
         transformer.init_params(config, jax.random.key(0)),
     )
     tokens = jnp.asarray(rng.integers(0, 31, (3, 11)), jnp.int32)
-    ours = dense_forward.logits(params, tokens, config=config)
-    theirs = transformer.logits(params, tokens, config=config)
-    assert ours.dtype == theirs.dtype
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    ours, balance = transformer_rows.outputs(params, tokens, config=config)
+    theirs = transformer.outputs(params, tokens, config=config)
+    assert ours.dtype == theirs.logits.dtype
+    np.testing.assert_allclose(ours, theirs.logits, rtol=1e-4, atol=1e-4)
+    assert float(balance) == pytest.approx(float(theirs.auxiliary), rel=1e-5)
+    assert (float(balance) > 0) == (config.experts is not None)
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    low = dense_forward.logits(halves, tokens, config=config)
+    low, _ = transformer_rows.outputs(halves, tokens, config=config)
     assert low.dtype == jnp.float32
     assert np.abs(low - ours).max() < 0.2 * np.abs(ours).max()
-
-
-def test_experts_are_refused() -> None:
-    experts = Experts(num_experts=2, top_k=1, size=8)
-    config = dataclasses.replace(LLAMA, experts=experts)
-    with pytest.raises(ValueError, match="must be None"):
-        dense_forward.logits({}, jnp.zeros((1, 1), jnp.int32), config=config)

@@ -1,0 +1,143 @@
+"""Expert parallelism: each device has some of the experts, and all have tokens.
+
+For functions inside `jax.shard_map` over the axis `EXPERT`. Either rows go to the
+devices whose experts they chose and their answers come back, two all-to-alls of buffers
+with a bounded number of places for every expert: choices that find none are dropped. Or
+every device gathers all rows, answers those that chose its experts, and the answers are
+added up and scattered: nothing is dropped, and more is sent.
+
+Sources: Lepikhin et al. 2020, arXiv:2006.16668, section 3 (all-to-all, capacity).
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jaxkv.models import moe
+
+EXPERT = "expert"
+"""The axis of the mesh over which experts are divided."""
+
+
+class Places(NamedTuple):
+    """Where in buffers of `capacity` places an expert the choices of rows are."""
+
+    row: Int32[Array, " experts_capacity"]
+    """Which row is in each place; one past the last row where there is none."""
+    place: Int32[Array, "rows top_k"]
+    """Which place each choice has; one past the last place where it is dropped."""
+
+
+def capacity(num_rows: int, *, top_k: int, num_experts: int, factor: float) -> int:
+    """Places of an expert for a device's rows: `factor` times the even share.
+
+    Rounded up; never more than rows, as a row chooses an expert once.
+    """
+    return min(num_rows, math.ceil(factor * num_rows * top_k / num_experts))
+
+
+def places(
+    expert: Int32[Array, "rows top_k"], *, num_experts: int, capacity: int
+) -> Places:
+    """Gives the choices places, first choices before second ones, then row by row.
+
+    Args:
+      expert: chosen by each row, best first, in [0, num_experts).
+      num_experts: how many there are.
+      capacity: places of each.
+    """
+    num_rows, top_k = expert.shape
+    chosen = expert.T.reshape(-1)
+    every = jnp.arange(num_experts, dtype=chosen.dtype)
+    sizes = jnp.sum(chosen[:, None] == every[None, :], axis=0, dtype=jnp.int32)
+    start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    number = jnp.arange(chosen.shape[0], dtype=jnp.int32)
+    rank = number - start[chosen[order]]
+    rank = jnp.zeros_like(rank).at[order].set(rank, unique_indices=True)
+    num_places = num_experts * capacity
+    place = jnp.where(rank < capacity, chosen * capacity + rank, num_places)
+    row = jnp.full((num_places,), num_rows, jnp.int32)
+    row = row.at[place].set(number % num_rows, mode="drop", unique_indices=True)
+    return Places(row, place.reshape(top_k, num_rows).T)
+
+
+def exchange(
+    x: Float[Array, "rows width"],
+    routing: moe.Routing,
+    answer: Callable[
+        [Float[Array, "own places width"]], Float[Array, "own places out"]
+    ],
+    *,
+    capacity: int,
+) -> Float[Array, "rows out"]:
+    """Sends rows to the experts that they chose, and adds the answers up by shares.
+
+    Sent by each of p devices: twice (p - 1) / p of `experts * capacity` rows, as many
+    backward.
+
+    Args:
+      x: this device's rows.
+      routing: where they go.
+      answer: what this device's experts answer, each to rows of its own; rows of zeros
+        stand in places that nobody has.
+      capacity: rows that this device sends to an expert at most; choices beyond it add
+        nothing.
+    """
+    num_experts = routing.probs.shape[1]
+    found = places(routing.expert, num_experts=num_experts, capacity=capacity)
+    sent = x.at[found.row].get(mode="fill", fill_value=0)
+    sent = sent.reshape(num_experts, capacity, -1)
+    come = lax.all_to_all(sent, EXPERT, split_axis=0, concat_axis=1, tiled=True)
+    back = lax.all_to_all(answer(come), EXPERT, split_axis=1, concat_axis=0, tiled=True)
+    back = back.reshape(num_experts * capacity, -1)
+    found = back.at[found.place].get(mode="fill", fill_value=0)
+    share = routing.share[:, :, None]
+    return jnp.sum(found.astype(share.dtype) * share, axis=1).astype(x.dtype)
+
+
+def gather(
+    x: Float[Array, "rows width"],
+    routing: moe.Routing,
+    answer: Callable[
+        [Float[Array, "pairs width"], Int32[Array, " own"]], Float[Array, "pairs out"]
+    ],
+    *,
+    num_own: int,
+) -> Float[Array, "rows out"]:
+    """Gathers all rows, and scatters the sums of what the devices' experts answer.
+
+    Sent by each of p devices: p - 1 times its rows, twice, and as much backward.
+
+    Args:
+      x: this device's rows.
+      routing: where they go.
+      answer: what this device's experts answer, as `moe.mix` takes it.
+      num_own: experts of a device.
+    """
+    rows, expert, share = jax.tree.map(
+        lambda each: lax.all_gather(each, EXPERT, tiled=True),
+        (x, routing.expert, routing.share),
+    )
+    own = expert - lax.axis_index(EXPERT).astype(jnp.int32) * num_own
+    is_own = (own >= 0) & (own < num_own)
+    mine = moe.Routing(
+        probs=jnp.zeros((len(rows), num_own), share.dtype),
+        # Nobody answers for experts that are elsewhere.
+        expert=jnp.where(is_own, own, num_own),
+        share=jnp.where(is_own, share, jnp.zeros_like(share)),
+    )
+    y = moe.mix(rows, mine, answer)
+    return lax.psum_scatter(y, EXPERT, tiled=True)
+
+
+def dropped(routing: moe.Routing, *, capacity: int) -> Float[Array, ""]:
+    """Share of the choices that find no place, of rows that are a device's own."""
+    load = moe.load(routing) * routing.probs.shape[0]
+    over = jnp.maximum(load - jnp.asarray(capacity, load.dtype), jnp.zeros_like(load))
+    return jnp.sum(over) / routing.expert.size

@@ -1,0 +1,225 @@
+"""How a training state lies on a mesh: parameters by a `Layout`, moments like them.
+
+A state is whole, as one device has it, wherever it is kept or handed out; it is divided
+to be trained, and put together again. So a run can be taken up under another layout.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models import ModelConfig, Params, transformer
+from jaxkv.models.partition import TENSOR
+from jaxkv.parallel import experts, sequence, tensor
+from scaling.costs import parallelism
+from scaling.costs.parallelism import Layout
+from scaling.shapes import from_model
+
+DATA, PIPELINE = "data", "pipeline"
+"""Axes of the mesh that divide a batch, and the layers."""
+
+
+def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
+    """Refuses what cannot be trained so.
+
+    Raises:
+      ValueError: names what does not divide, or what is not implemented.
+    """
+    if layout.zero > 1:
+        raise ValueError(f"{layout.zero=} must be 0 or 1")
+    if not isinstance(model, ModelConfig):
+        if layout != Layout(data=layout.data, zero=layout.zero):
+            raise ValueError(
+                f"{layout=} must divide data alone for a {type(model).__name__}"
+            )
+        return
+    if layout.pipeline > 1 and layout.context > 1:
+        raise ValueError(f"{layout=} must have pipeline or ring and ulysses, not both")
+    if layout.pipeline > 1 and (mixed := model.experts) and mixed.num_dense_layers:
+        raise ValueError(f"{mixed.num_dense_layers=} must be 0 with pipeline stages")
+    if model.num_kv_heads % layout.tensor:
+        # Copies of a head would be trained apart.
+        raise ValueError(
+            f"{model.num_kv_heads=} must be a multiple of tensor={layout.tensor}"
+        )
+    if layout.ring > 1 and model.window is not None:
+        raise ValueError(f"{model.window=} must be None in a ring")
+    if layout.expert > 1:
+        _check_experts(layout)
+    parallelism.check(from_model.describe(model), layout, sequence=sequence_length)
+    sequence.order(sequence_length, ring=layout.ring)
+
+
+def _check_experts(layout: Layout) -> None:
+    if layout.data % layout.expert:
+        raise ValueError(f"expert={layout.expert} must divide data={layout.data}")
+    if layout.tensor > 1:
+        raise ValueError(f"{layout=} must have expert or tensor, not both")
+    if layout.capacity is None and not layout.gather:
+        raise ValueError(
+            f"expert={layout.expert} needs gather, or a capacity such as 1.25: what "
+            "is sent to an expert must have a size that is known beforehand"
+        )
+
+
+def make_mesh(layout: Layout) -> Mesh:
+    """The first devices, by axes of the degrees above 1; tensor varies fastest.
+
+    Raises:
+      ValueError: there are not so many devices.
+    """
+    axes = {
+        DATA: layout.data // layout.expert,
+        experts.EXPERT: layout.expert,
+        PIPELINE: layout.pipeline,
+        sequence.RING: layout.ring,
+        sequence.ULYSSES: layout.ulysses,
+        TENSOR: layout.tensor,
+    }
+    axes = {name: size for name, size in axes.items() if size > 1} or {DATA: 1}
+    if layout.num_devices > (there := len(jax.devices())):
+        raise ValueError(
+            f"{layout} asks for {layout.num_devices} devices, {there} are there"
+        )
+    return jax.make_mesh(
+        *(tuple(axes.values()), tuple(axes)),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=jax.devices()[: layout.num_devices],
+    )
+
+
+def copies(layout: Layout) -> tuple[str, ...]:
+    """The axes whose devices have different tokens, those of a batch first."""
+    degrees = {
+        DATA: layout.data // layout.expert,
+        experts.EXPERT: layout.expert,
+        sequence.RING: layout.ring,
+        sequence.ULYSSES: layout.ulysses,
+    }
+    return tuple(name for name, degree in degrees.items() if degree > 1)
+
+
+def param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
+    """How each parameter is divided: of a tree like that of `model`'s on the mesh."""
+    if not isinstance(model, ModelConfig):
+        return jax.tree.map(lambda _: PartitionSpec(), params)
+    axes = transformer.param_axes(model, stacked=PIPELINE in mesh.shape)
+    by_axis = dict.fromkeys(tensor.DIVIDED, TENSOR) | {"layers": PIPELINE}
+
+    def spec(path: Any, _: Any) -> PartitionSpec:
+        names = axes
+        for key in path:
+            names = names[key.key]
+        found = [by_axis.get(name) for name in names]
+        if "experts" in names and path[-2].key != "router":
+            found[names.index("experts")] = experts.EXPERT
+        return PartitionSpec(*(x if x in mesh.shape else None for x in found))
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
+    """How a tree is divided that has parameters, or what is like them, somewhere.
+
+    With `layout.zero` every leaf is divided over those devices, too, that have the same
+    parameters, along its first axis that they divide.
+    """
+
+    def of_params(params: Params) -> Params:
+        found = param_specs(model, mesh, params)
+        return jax.tree.map(divide, found, params) if layout.zero else found
+
+    def divide(spec: PartitionSpec, x: Any) -> PartitionSpec:
+        used = {name for name in spec if name}
+        over = tuple(name for name in copies(layout) if name not in used)
+        num = int(np.prod([mesh.shape[name] for name in over], dtype=int))
+        names = [*spec, *(None,) * (x.ndim - len(spec))]
+        for axis, size in enumerate(x.shape):
+            if over and names[axis] is None and size % num == 0:
+                names[axis] = over
+                break
+        return PartitionSpec(*names)
+
+    def of_any(x: Any) -> Any:
+        return of_params(x) if _is_params(x) else PartitionSpec()
+
+    return jax.tree.map(of_any, tree, is_leaf=_is_params)
+
+
+def place(model: Any, layout: Layout, tree: Any) -> Any:
+    """Divides a tree that has parameters, or what is like them, as `specs` says.
+
+    A vocabulary that does not divide ends in zeros; layers are stacked where stages
+    divide them.
+    """
+    if layout.num_devices == 1:
+        return tree
+    mesh = make_mesh(layout)
+
+    def fit(params: Params) -> Params:
+        fitted = jax.tree_util.tree_map_with_path(
+            lambda path, x: tensor.fit_array(
+                *(tuple(key.key for key in path), np.asarray(x), model, layout.tensor)
+            ),
+            params,
+        )
+        if layout.pipeline > 1:
+            every = [fitted["layers"][index] for index in range(model.num_layers)]
+            fitted["layers"] = {0: jax.tree.map(lambda *x: np.stack(x), *every)}
+        return fitted
+
+    fitted = jax.tree.map(
+        lambda x: fit(x) if _is_params(x) and isinstance(model, ModelConfig) else x,
+        *(tree,),
+        is_leaf=_is_params,
+    )
+
+    def put(x: Any, spec: PartitionSpec) -> Array:
+        x = np.asarray(x)
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+    return jax.tree.map(put, fitted, specs(model, layout, mesh, fitted))
+
+
+def gather(model: Any, layout: Layout, tree: Any) -> Any:
+    """Puts a divided tree together: what `place` was given, on every process."""
+    if layout.num_devices == 1:
+        return tree
+    whole = NamedSharding(make_mesh(layout), PartitionSpec())
+    tree = jax.tree.map(np.asarray, jax.device_put(tree, whole))
+
+    def undo(params: Params) -> Params:
+        if layout.pipeline > 1:
+            (stacked,) = params["layers"].values()
+            layers = {
+                index: jax.tree.map(lambda x, i=index: x[i], stacked)
+                for index in range(model.num_layers)
+            }
+            params = {**params, "layers": layers}
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: tensor.unfit_array(
+                *(tuple(key.key for key in path), x, model, layout.tensor)
+            ),
+            params,
+        )
+
+    tree = jax.tree.map(
+        lambda x: undo(x) if _is_params(x) and isinstance(model, ModelConfig) else x,
+        *(tree,),
+        is_leaf=_is_params,
+    )
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def zero_like(x: Int[Array, "..."]) -> Float[Array, ""]:
+    """A zero that differs over the axes over which `x` does."""
+    return x.reshape(-1)[0].astype(jnp.float32) * 0
+
+
+def _is_params(x: Any) -> bool:
+    return isinstance(x, dict) and "layers" in x
