@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
+from jax import lax
+from jaxtyping import Array
 
 HOPPER = "9.0"
 """Compute capability of GPUs that the Mosaic kernels are for: H100 and H200."""
@@ -105,3 +107,17 @@ def why_not_hopper(target: Target) -> str | None:
     if target.capability != HOPPER:
         return f"the GPU has compute capability {target.capability}, not {HOPPER}"
     return None
+
+
+def varying_like(x: Array, *others: Array) -> Array:
+    """The same numbers, typed as if they differed wherever `others` do on a mesh.
+
+    Inside `jax.shard_map` what a loop carries must be of one type from the start.
+    """
+    axes = frozenset[str]().union(*(_axes(each) for each in others))
+    missing = tuple(sorted(axes - _axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _axes(x: Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)

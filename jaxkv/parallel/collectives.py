@@ -48,13 +48,13 @@ class Collective(NamedTuple):
     def sent(self, *, rank: int = 0) -> float:
         """Bytes that a device sends.
 
-        Above 0, floating tensors of that rank at least count alone: no counters and
-        flags, nor, with 2, what belongs to a vector.
+        Above 0, tensors of that rank at least count alone, and of vectors floating
+        ones: no counters and flags, nor, with 2, what belongs to a vector.
         """
         sizes = [
             _width(kind) * math.prod(sides)
             for kind, sides in self.shapes
-            if rank == 0 or (len(sides) >= rank and kind[0] in "fb")
+            if rank == 0 or (len(sides) >= rank and (len(sides) > 1 or kind[0] in "fb"))
         ]
         p, size = self.devices, sum(sizes) * self.trips
         if p == 1:

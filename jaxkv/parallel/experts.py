@@ -9,7 +9,6 @@ added up and scattered: nothing is dropped, and more is sent.
 Sources: Lepikhin et al. 2020, arXiv:2006.16668, section 3 (all-to-all, capacity).
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,14 +30,6 @@ class Places(NamedTuple):
     """Which row is in each place; one past the last row where there is none."""
     place: Int32[Array, "rows top_k"]
     """Which place each choice has; one past the last place where it is dropped."""
-
-
-def capacity(num_rows: int, *, top_k: int, num_experts: int, factor: float) -> int:
-    """Places of an expert for a device's rows: `factor` times the even share.
-
-    Rounded up; never more than rows, as a row chooses an expert once.
-    """
-    return min(num_rows, math.ceil(factor * num_rows * top_k / num_experts))
 
 
 def places(

@@ -83,6 +83,8 @@ def grouped_matmul(
         implementation=implementation,
     )
     block_rows = TILE if numerics == "reproducible" else None
+    # Where one differs between devices of a mesh so does its gradient.
+    x, w = (devices.varying_like(each, x, w, group_sizes) for each in (x, w))
     return _product(x, w, group_sizes, _Way(chosen, dtype, block_rows))
 
 

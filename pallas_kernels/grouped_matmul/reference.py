@@ -78,6 +78,7 @@ def multiply(
         return lax.dynamic_update_slice_in_dim(out, after, first, 0)
 
     out = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), dtype)
+    out = devices.varying_like(out, x, w, group_sizes)
     return lax.fori_loop(0, blocks.num_grouped, one_block, out)[:num_rows]
 
 
@@ -105,6 +106,7 @@ def multiply_rows(
     out = jnp.zeros((num_groups, x.shape[1], y.shape[1]), wide)
     if num_rows == 0 or num_groups == 0:
         return out.astype(dtype)
+    out = devices.varying_like(out, x, y, group_sizes)
     size = block_size(num_rows, num_groups)
     blocks = cut(group_sizes, num_rows=num_rows, block_rows=size)
 

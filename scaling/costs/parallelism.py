@@ -66,6 +66,17 @@ class Layout:
                 f"expert={self.expert} must divide data x ring x ulysses={self.copies}"
             )
 
+    def places(self, num_rows: int, *, top_k: int, num_experts: int) -> int:
+        """Rows that a device sends to an expert at most, of `num_rows` that it has.
+
+        `capacity` times the even share, rounded up; never more than there are, as a row
+        chooses an expert once.
+        """
+        if self.capacity is None:
+            return num_rows
+        even = num_rows * top_k / num_experts
+        return min(num_rows, math.ceil(self.capacity * even))
+
     @property
     def num_devices(self) -> int:
         """Devices in all."""

@@ -20,7 +20,7 @@ class Traffic(NamedTuple):
 
     Attributes:
       scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, ulysses, ring,
-        expert or data.
+        expert, balance or data.
       name: what is exchanged, and how.
       formula: bytes sent per device, in the letters of `shapes.description`
         with u bytes a number and the degree p.
@@ -91,6 +91,7 @@ def _tensor(
     gathered once more for the gradients of weights.
     """
     p, block = layout.tensor, tokens * model.hidden_size * u
+    mixtures = _mixtures(model, layout)
     if p == 1:
         return
     once = 2 * _ring_share(p) * 2 * block * layers
@@ -98,9 +99,17 @@ def _tensor(
     formula = "2 · 2 (p-1)/p · b s h u · L"
     yield Traffic("tensor", f"{name} of a layer", formula, once, once)
     if layout.sequence:
-        again = 2 * _ring_share(p) * block * layers
+        # What goes into experts is kept.
+        inputs = 2 * layers - mixtures
+        again = _ring_share(p) * block * inputs
         name = "inputs gathered again for weights' gradients"
         yield Traffic("sequence", name, "2 · (p-1)/p · b s h u · L", 0.0, again)
+    elif mixtures:
+        assert model.experts is not None
+        numbers = model.experts.top_k + model.experts.shared_gate
+        shares = 2 * _ring_share(p) * tokens * numbers * 4 * mixtures
+        name = "gradients of experts' shares, all-reduce"
+        yield Traffic("tensor", name, "2 (p-1)/p · 4 k b s · L", 0.0, shares)
 
 
 def _undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
@@ -213,26 +222,52 @@ def _ring(
 def _expert(
     model: Description, layout: Layout, tokens: int, u: int, dispatch: int
 ) -> Iterable[Traffic]:
-    """Each token to its k experts and back, as if none of them were at home.
+    """Each token to its k experts and back, or all tokens to all devices.
 
-    Drawn alike, one in p of the experts is: (p-1)/p of these bytes then leave.
+    Sent directly, as many bytes as experts that are drawn alike make on average. With a
+    capacity, buffers of one size whether full or not. Gathered, every token once, with
+    the numbers and shares of its experts, and the sums back.
 
-    Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3; bytes in 8 bits:
+    Sources: Lepikhin et al. 2020, arXiv:2006.16668, section 3; bytes in 8 bits:
     DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2.
     """
-    if layout.expert == 1 or model.experts is None:
+    p, x, layers = layout.expert, model.experts, _mixtures(model, layout)
+    if x is None:
         return
+    if (copies := layout.copies) > 1:
+        sent = 2 * _ring_share(copies) * 4 * x.num_experts * layers
+        name = "loads of experts, for the loss of balance, all-reduce"
+        yield Traffic("balance", name, "2 (p-1)/p · 4 E · L", sent, 0.0)
+    if p == 1:
+        return
+    if layout.gather:
+        block = (p - 1) * tokens * model.hidden_size * layers
+        shares = (p - 1) * tokens * x.top_k * 4 * layers
+        name = "all tokens gathered, sums scattered"
+        formula = "(p-1) b s (h (dispatch u + u) + 8 k) · L; back 2 h u + 4 k"
+        sent = float(block * (dispatch + u) + 2 * shares)
+        yield Traffic("expert", name, formula, sent, float(block * 2 * u + shares))
+        return
+    # Tensor-parallel devices hold the same tokens; each sends its part.
+    width = _ring_share(p) * model.hidden_size / layout.tensor * layers
+    if layout.capacity is None:
+        rows, many = tokens * x.top_k, "k b s"
+    else:
+        sizes = {"top_k": x.top_k, "num_experts": x.num_experts}
+        rows, many = x.num_experts * layout.places(tokens, **sizes), "E C"
+    formula = f"(p-1)/p · {many} h (dispatch u + combine u) / t · L"
+    name = "to the experts and back, all-to-alls"
+    sent, back = rows * width * (dispatch + u), rows * width * 2 * u
+    yield Traffic("expert", name, formula, sent, back)
+
+
+def _mixtures(model: Description, layout: Layout) -> int:
+    """Layers with experts, of the stage that has most of them."""
     each = model.num_layers // layout.pipeline
-    layers = max(
+    return max(
         sum(model.mixture_layers[x * each : (x + 1) * each])
         for x in range(layout.pipeline)
     )
-    # Tensor-parallel devices hold the same tokens; each sends its part.
-    number = tokens * model.experts.top_k * model.hidden_size / layout.tensor * layers
-    formula = "k h (dispatch u + combine u) / t per token and mixed layer"
-    name = "to the experts and back, all-to-alls"
-    sent, back = number * (dispatch + u), number * 2 * u
-    yield Traffic("expert", name, formula, sent, back)
 
 
 def _data(

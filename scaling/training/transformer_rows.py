@@ -217,12 +217,7 @@ def _experts(
         return moe.mix(x, routing, one_after_another)
     if layout.capacity is None:
         return experts.gather(x, routing, one_after_another, num_own=len(up))
-    capacity = experts.capacity(
-        *(len(x),),
-        top_k=every.top_k,
-        num_experts=every.num_experts,
-        factor=layout.capacity,
-    )
+    capacity = layout.places(len(x), top_k=every.top_k, num_experts=every.num_experts)
     return experts.exchange(x, routing, side_by_side, capacity=capacity)
 
 

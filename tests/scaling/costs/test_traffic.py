@@ -71,10 +71,18 @@ def test_experts_get_each_token_k_times() -> None:
         DEEPSEEK, num_layers=1, windows=(), mixture_layers=(True,)
     )
     sent, back = of("expert", "ep=64,dp=64", one)
-    assert sent == back == 4096 * 229_376
+    # 229,376 bytes a token, of which one in 64 is at home.
+    assert sent == back == 4096 * 229_376 * 63 / 64
     sent, back = of("expert", "ep=64,dp=64", one, dispatch_bytes=1)
-    assert sent == 4096 * 172_032
-    assert back == 4096 * 229_376
+    assert sent == 4096 * 172_032 * 63 / 64
+    assert back == 4096 * 229_376 * 63 / 64
+    # 256 experts with 160 places each, for 4096 x 8 choices and a quarter more.
+    sent, back = of("expert", "ep=64,dp=64,capacity=1.25", one)
+    assert sent == back == 256 * 160 * 2 * 7168 * 2 * 63 / 64
+    # All tokens 63 times; with 8 numbers and shares each, in 32 bits.
+    sent, back = of("expert", "ep=64,dp=64,gather", one)
+    assert sent == 63 * 4096 * (2 * 7168 * 2 + 8 * 8)
+    assert back == 63 * 4096 * (2 * 7168 * 2 + 8 * 4)
 
 
 def test_copies_exchange_gradients() -> None:

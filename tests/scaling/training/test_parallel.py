@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import ModelConfig, transformer
+from jaxkv.models import Experts, ModelConfig, transformer
 from jaxkv.parallel import collectives, sequence
 from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
@@ -29,6 +29,13 @@ OTHERS = {
         "vocab_size": 61,
     },
     "untied": {"tie_embeddings": False, "num_kv_heads": 2, "qk_norm": True},
+}
+MIXTURE = {"experts": Experts(num_experts=8, top_k=2, size=24)}
+SHARED: dict[str, Any] = {
+    "experts": Experts(
+        **{"num_experts": 8, "top_k": 3, "size": 24, "shared_size": 16},
+        **{"shared_gate": True, "renormalise": False, "num_dense_layers": 1},
+    )
 }
 LAYOUTS = (
     *("tp=2", "tp=4", "tp=2,sp", "tp=4,sp", "dp=2", "dp=4"),
@@ -52,15 +59,15 @@ def check(layout: str, **fields: Any) -> None:
     run = jax.jit(parallel.gradient(config, StepConfig(layout=divided)))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
+    grads = meshes.gather(config, divided, grads)
     (_, whole), wanted = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
         has_aux=True,
     )(params)
     np.testing.assert_allclose(loss, whole, rtol=1e-5)
     for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
-        found = np.asarray(found)[tuple(slice(size) for size in one.shape)]
         np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
-    if not fields:
+    if not fields or "experts" in fields:
         check_bytes(config, divided, program)
 
 
@@ -113,6 +120,25 @@ def test_other_families_too(name: str, layout: str) -> None:
     check(layout, **OTHERS[name])
 
 
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ("ep=4,gather", MIXTURE),
+        ("ep=2,dp=4,capacity=4", MIXTURE),
+        pytest.param("tp=2,sp", SHARED, marks=pytest.mark.thorough),
+        pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.thorough),
+        pytest.param("tp=4,dp=2", SHARED, marks=pytest.mark.slow),
+        pytest.param("tp=2", MIXTURE, marks=pytest.mark.slow),
+        pytest.param("ring=2,dp=2", MIXTURE, marks=pytest.mark.slow),
+        pytest.param("ep=4,capacity=4", SHARED, marks=pytest.mark.slow),
+        pytest.param("ep=2,ring=2,dp=2,capacity=4", SHARED, marks=pytest.mark.slow),
+    ],
+)
+def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
+    """Where each expert has places for all rows, nothing is dropped."""
+    check(layout, **fields)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_bytes_grow_with_the_layers(num_layers: int) -> None:
@@ -132,6 +158,12 @@ def test_bytes_grow_with_the_layers(num_layers: int) -> None:
         ("ring=2", {"window": 8}, "window=8 must be None"),
         ("ring=3", {}, "ring=3 must divide the 32 tokens"),
         ("ulysses=3", {}, "ulysses=3 must divide the 8 query heads"),
+        ("ep=2,gather", {}, "expert=2 needs a mixture"),
+        ("ep=2", MIXTURE, "expert=2 needs gather, or a capacity"),
+        ("ep=3,gather", MIXTURE, "expert=3 must divide the 8 experts"),
+        ("ep=2,tp=2,gather", MIXTURE, "must have expert or tensor, not both"),
+        ("ep=2,ulysses=2,gather", MIXTURE, "expert=2 must divide data=1"),
+        ("pp=2,dp=2", SHARED, "num_dense_layers=1 must be 0 with pipeline stages"),
         ("tp=3", {"num_kv_heads": 3, "num_q_heads": 9}, "tensor=3 must divide the 32"),
     ],
 )

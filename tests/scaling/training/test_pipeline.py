@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import transformer
+from jaxkv.models import Experts, transformer
 from jaxkv.parallel import collectives
 from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
@@ -109,6 +109,13 @@ def test_stages_give_the_gradient_of_one_device(
 def test_stages_of_another_family() -> None:
     fields: Any = {"tie_embeddings": False, "qk_norm": True}
     check("pp=2,tp=2", "1f1b", 2, **fields)
+
+
+@pytest.mark.thorough
+def test_stages_of_mixtures() -> None:
+    """One micro-batch, as the loss of balance is that of each."""
+    experts = Experts(num_experts=4, top_k=2, size=24, balance_weight=0.5)
+    check("pp=2,dp=2", "1f1b", 1, experts=experts)
 
 
 def test_a_schedule_of_nothing_is_refused() -> None:
