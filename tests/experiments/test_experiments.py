@@ -163,6 +163,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"links": (0.0,)}, "must be above 0"),
         ({"queue_loads": (1.0,)}, "must be in"),
     ],
+    "expert_parallel": [
+        ({"devices": (3,)}, "must be a multiple of 3 devices"),
+        ({"devices": (8, 2)}, "must be 1 or more, ascending"),
+        ({"num_experts": 12}, "expert=8 must divide the 12 experts"),
+        ({"capacities": ()}, "must be 1 or more, ascending"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+    ],
     "experts": [
         ({"widths": (16, 24)}, "must be 3 or more, ascending"),
         ({"widths": (12, 24, 32)}, "must be multiples of 8"),

@@ -1,0 +1,464 @@
+"""Experts whole on a device each, or a part of every expert on all?
+
+Tensor parallelism cuts every expert over all devices, which then all work on all
+tokens; expert parallelism keeps experts whole and sends tokens to them. What either
+sends in a training step stands by the formulas of `jaxkv cost` and by the compiled
+programs; how long a step takes is measured on devices that a CPU plays.
+
+Expert parallelism waits for the device whose experts are chosen most, and buffers of
+one size for all experts drop what does not fit. So two mixtures are trained, with and
+without the load-balancing loss, and what their routers choose on held-out text says how
+uneven experts and devices are, and what each capacity drops and costs.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+    units,
+)
+from experiments.plotting import style
+from jaxkv import validation
+from jaxkv.models import Experts, ModelConfig, Params, moe, transformer
+from jaxkv.parallel import collectives, experts
+from jaxkv.progress import QUIET, Progress
+from scaling.corpora import corpora, streams
+from scaling.costs import parallelism, traffic
+from scaling.shapes import from_model
+from scaling.training import (
+    OptimizerConfig,
+    StepConfig,
+    TrainConfig,
+    architectures,
+    meshes,
+    objectives,
+    parallel,
+)
+from scaling.training import train as training_train
+
+PANELS = (1, 2)
+BALANCING = {"with": 0.01, "without": 0.0}
+"""Weights of the load-balancing loss."""
+NUMBER_BYTES = 4
+"""Of activations, weights and gradients: float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A mixture, its training, and ways to divide it."""
+
+    width: int = 64
+    num_layers: int = 2
+    num_experts: int = 16
+    top_k: int = 2
+    size: int = 64
+    """FFN width of an expert."""
+    batch_size: int = 16
+    """Windows of a step, over all devices."""
+    seq_len: int = 128
+    num_steps: int = 600
+    learning_rate: float = 1e-2
+    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    devices: tuple[int, ...] = (2, 4, 8)
+    """Degrees of tensor and of expert parallelism."""
+    capacities: tuple[float, ...] = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+    """Places of an expert over the even share, ascending."""
+    sent_capacity: float = 1.25
+    """That of the layouts whose bytes and time are shown."""
+    num_windows: int = 256
+    """Held-out windows, on whose tokens routers are asked."""
+    rounds: int = 7
+    """Steps of every layout that are timed, in turns."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be divided."""
+        validation.at_least(self, "num_steps", "rounds")
+        validation.ascending(self, "devices", low=2)
+        validation.ascending(self, "capacities", low=0)
+        validation.above(self, "sent_capacity", finite=True)
+        most = max(self.devices)
+        for name in ("batch_size", "num_windows"):
+            if getattr(self, name) % most:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a multiple of {most} devices"
+                )
+        for words in self.layouts:
+            meshes.check(
+                *(self.model("with"), parallelism.parse(words)),
+                sequence_length=self.seq_len,
+            )
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """All ways to divide the mixture, as `jaxkv cost` takes them."""
+        ways = "tp={}", "ep={},gather", "ep={},capacity=" + f"{self.sent_capacity:g}"
+        return tuple(way.format(p) for way in ways for p in self.devices)
+
+    @property
+    def mesh_devices(self) -> int:
+        """A CPU is to count as so many."""
+        return max(self.devices)
+
+    def model(self, balancing: str) -> ModelConfig:
+        """The mixture, trained with or without the load-balancing loss."""
+        mixed = Experts(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            size=self.size,
+            balance_weight=BALANCING[balancing],
+        )
+        return architectures.transformer(
+            self.width,
+            num_heads=max(8, self.mesh_devices),
+            num_layers=self.num_layers,
+            mlp_size=self.size * self.top_k,
+            vocab_size=corpora.VOCAB_SIZE,
+            seq_len=self.seq_len,
+            experts=mixed,
+        )
+
+    def training(self, balancing: str) -> TrainConfig:
+        """How it is trained, on one device."""
+        return TrainConfig(
+            model=self.model(balancing),
+            corpus=self.corpus,
+            optimizer=OptimizerConfig(kind="adamw"),
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            num_steps=self.num_steps,
+            learning_rate=self.learning_rate,
+            warmup_steps=self.num_steps // 10,
+            cooldown_steps=self.num_steps // 5,
+        )
+
+
+CONFIGS = {
+    "smoke": Config(
+        **{"width": 16, "num_layers": 1, "num_experts": 4, "size": 8, "num_steps": 4},
+        **{"batch_size": 4, "seq_len": 32, "devices": (2,), "num_windows": 8},
+        **{"capacities": (0.5, 1.0, 2.0), "rounds": 1},
+    ),
+    "cpu": Config(),
+}
+
+
+class Ways(Table):
+    """Ways to divide the mixture, a row each."""
+
+    layout: Texts = column("as `jaxkv cost` takes it")
+    devices: Ints = column("of the mesh")
+    layers_bytes: Floats = column(
+        "that a device sends for activations, by the formulas", heading="activations"
+    )
+    sent_bytes: Floats = column("that it sends in a step", heading="sent")
+    found_bytes: Floats = column("by the program's collectives", heading="found")
+    error: Floats = column(
+        "of the gradient against one device's, over the largest number of a parameter",
+        form="{:.1e}",
+    )
+    step_s: Floats = column(
+        "median of a gradient's", heading="time", form=units.seconds
+    )
+
+
+class Drops(Table):
+    """What a capacity does to held-out text, over as many devices as there are."""
+
+    balancing: Texts = column("with the loss, or without", heading="balancing loss")
+    capacity: Floats = column("over the even share", form="{:g}")
+    dropped: Floats = column("of the choices, mean over the layers", form=units.share)
+    loss: Floats = column("nats per token then", form="{:.3f}")
+    sent_bytes: Floats = column("to the experts and back, forward", heading="sent")
+
+
+class Loads(Table):
+    """How unevenly experts are met, and devices that have a part of them each."""
+
+    balancing: Texts = column("with the loss, or without", heading="balancing loss")
+    layer: Ints = column("counted from 1")
+    devices: Ints = column("over which experts are divided")
+    busiest: Floats = column("device's load over the mean", form="{:.2f}")
+    busiest_expert: Floats = column("its load over the mean", form="{:.2f}")
+    variation: Floats = column("standard deviation of experts' loads", form="{:.2f}")
+    idle: Floats = column("experts that nobody meets", form=units.share)
+
+
+class Result(Record):
+    """What was counted, measured and trained."""
+
+    ways: Ways = column("a row for each layout")
+    drops: Drops = column("a row for each capacity")
+    loads: Loads = column("a row for each layer and number of devices")
+    params: int = column("of a mixture")
+    losses: np.ndarray = column(
+        "held-out nats per token with nothing dropped, with and without the balancing "
+        "loss"
+    )
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Trains two mixtures and divides them; ended early, it has what is done."""
+    corpus = corpora.open(config.corpus)
+    windows = objectives.stream_windows(
+        corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
+    )
+    drops, loads, losses = [], [], []
+    trained: Params | None = None
+    for balancing in progress.track(tuple(BALANCING), "mixtures", "training"):
+        trained = _train(config, balancing, corpus, progress)
+        found = _routed(config, balancing, trained, windows)
+        loads += found
+        loss, more = _dropped(config, balancing, trained, windows)
+        losses.append(loss)
+        drops += more
+    ways = _divide(config, trained, windows, progress) if trained is not None else []
+    model = config.model("with")
+    return Result(
+        ways=Ways.of(ways),
+        drops=Drops.of(drops),
+        loads=Loads.of(loads),
+        params=architectures.parameters(model).total,
+        losses=np.array(losses),
+    )
+
+
+def _train(
+    config: Config, balancing: str, corpus: streams.Corpus, progress: Progress
+) -> Params:
+    told = config.training(balancing)
+    return training_train.train_in_memory(told, corpus, progress=progress).params
+
+
+def _routed(
+    config: Config, balancing: str, params: Params, windows: np.ndarray
+) -> list[tuple[Any, ...]]:
+    """How uneven experts and devices are, layer by layer."""
+    model = config.model(balancing)
+    outputs = jax.jit(functools.partial(transformer.outputs, config=model))
+    loads = outputs(params, jnp.asarray(windows[:, :-1])).loads
+    one, rows = moe.imbalance(loads), []
+    for p in config.devices:
+        parts = loads.reshape(len(loads), p, -1).sum(axis=2)
+        each = moe.imbalance(parts).busiest
+        rows += [
+            (balancing, layer, p, *map(float, values))
+            for layer, values in enumerate(zip(each, *one, strict=True), 1)
+        ]
+    return rows
+
+
+def _dropped(
+    config: Config, balancing: str, params: Params, windows: np.ndarray
+) -> tuple[float, list[tuple[Any, ...]]]:
+    """The loss without drops; and of each capacity what it drops, and the loss."""
+    model, p = config.model(balancing), max(config.devices)
+    asked = jnp.asarray(windows)
+    whole = parallelism.parse(f"ep={p},gather")
+    rows, base = [], _loss(model, whole, params, asked)
+    routings = _routings(model, params, asked[:, :-1])
+    for capacity in config.capacities:
+        layout = parallelism.parse(f"ep={p},capacity={capacity:g}")
+        own = len(windows) // p * config.seq_len
+        sizes = {"top_k": config.top_k, "num_experts": config.num_experts}
+        limit = {"capacity": layout.places(own, **sizes)}
+        lost = [
+            experts.dropped(_rows(routing, slice(d * own, (d + 1) * own)), **limit)
+            for routing in routings
+            for d in range(p)
+        ]
+        sent = traffic.training(
+            *(from_model.describe(model), layout),
+            batch=config.batch_size // p,
+            sequence=config.seq_len,
+            number_bytes=NUMBER_BYTES,
+        )
+        to_experts = sum(x.forward for x in sent if x.scheme == "expert")
+        loss = _loss(model, layout, params, asked)
+        rows.append((balancing, capacity, float(np.mean(lost)), loss, to_experts))
+    return base, rows
+
+
+def _rows(routing: moe.Routing, rows: slice) -> moe.Routing:
+    """Where some of the rows go."""
+    return jax.tree.map(lambda x: x[rows], routing)
+
+
+def _routings(model: ModelConfig, params: Params, tokens: Array) -> list[moe.Routing]:
+    """What all rows choose in each layer, where nothing is dropped."""
+
+    def read(params: Params, tokens: Array) -> list[moe.Routing]:
+        return transformer.read(transformer.merge(model, params), tokens).routings
+
+    return jax.jit(read)(params, tokens)
+
+
+def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> float:
+    """Mean nats of windows under a layout."""
+    gradient = parallel.gradient(model, StepConfig(layout=layout))
+    nats = jax.jit(lambda params, windows: gradient(params, windows)[0])
+    return float(nats(meshes.place(model, layout, params), windows))
+
+
+def _divide(
+    config: Config, params: Params, windows: np.ndarray, progress: Progress
+) -> list[tuple[Any, ...]]:
+    """Compiles every layout; counts, compares and times it."""
+    model = config.model("with")
+    asked = jnp.asarray(windows[: config.batch_size])
+    one = jax.jit(parallel.gradient(model, StepConfig()))
+    wanted = one(params, asked)[1]
+    rows, steps = [], {}
+    for words in progress.track(config.layouts, "layouts", "compiling"):
+        layout = parallelism.parse(words)
+        mesh = meshes.make_mesh(layout)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        given = (
+            meshes.place(model, layout, params),
+            jax.device_put(asked, everywhere),
+        )
+        gradient = parallel.gradient(model, StepConfig(layout=layout))
+        program: Any = jax.jit(gradient).lower(*given).compile()
+        found = collectives.collectives(str(program.as_text()))
+        formula = traffic.training(
+            *(from_model.describe(model), layout),
+            batch=config.batch_size // layout.data,
+            sequence=config.seq_len,
+            number_bytes=NUMBER_BYTES,
+            gradient_bytes=NUMBER_BYTES,
+        )
+        both = [(x.forward + x.backward, x.scheme) for x in formula]
+        steps[words] = functools.partial(program, *given)
+        grads = meshes.gather(model, layout, steps[words]()[1])
+        rows.append(
+            (
+                words,
+                layout.num_devices,
+                sum(size for size, scheme in both if scheme != "data"),
+                sum(size for size, _ in both),
+                sum(each.sent(rank=1) for each in found),
+                _difference(grads, wanted),
+            )
+        )
+    times = _timed(steps, config.rounds)
+    return [(*row, times[row[0]]) for row in rows]
+
+
+def _difference(found: Params, wanted: Params) -> float:
+    """The largest, over the largest number of the parameter's gradient."""
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def _timed(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            jax.block_until_ready(step())
+            taken[name].append(time.perf_counter() - started)
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists all layouts, capacities and loads, a row each."""
+    return {
+        "params": result.params,
+        "losses": result.losses.tolist(),
+        "ways": result.ways.rows(),
+        "drops": result.drops.rows(),
+        "loads": result.loads.rows(),
+    }
+
+
+def summary(result: Result) -> list[Part]:
+    """Tables: what is sent and how long it takes; what is dropped; how uneven it is."""
+    both = zip(BALANCING, result.losses, strict=False)
+    losses = ", ".join(f"{loss:.3f} {name}" for name, loss in both)
+    return [
+        result.ways.sheet(
+            f"a device's part of a training step, {result.params:,} parameters",
+            note="Activations: all but gradients of weights, which copies exchange. "
+            "Time is that of devices that a CPU plays, between which sending costs "
+            "next to nothing. What a capacity drops is missing from the gradient.",
+        ),
+        result.drops.sheet(
+            "what a capacity drops of held-out text",
+            note=f"Nats per token with nothing dropped: {losses} the balancing loss.",
+        ),
+        result.loads.sheet("load of devices and experts, held-out text"),
+    ]
+
+
+@beside(__file__).judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds formulas against programs, gradients against one device's."""
+    for row in result.ways.rows():
+        words: dict[str, Any] = {"layout": row["layout"]}
+        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
+        if "capacity" not in row["layout"]:
+            yield ours("gradient", row["error"], **words)
+    for capacity in result.drops.distinct("capacity"):
+        both = result.drops.where(capacity=capacity)
+        mine = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
+        if len(mine) == len(BALANCING) and mine["without"]:
+            words: dict[str, Any] = {"capacity": f"{capacity:g}"}
+            yield ours("drops", mine["with"], published=mine["without"], **words)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws what is sent by number of devices, and what each capacity drops."""
+    from matplotlib import ticker
+
+    left, right = axes
+    ways = result.ways
+    kinds = [words.partition(",")[2] or "tensor parallel" for words in ways.layout]
+    for color, kind in enumerate(dict.fromkeys(kinds), 1):
+        here = np.array([each == kind for each in kinds])
+        label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
+        sent = ways.layers_bytes[here] / 1e6
+        style.curve(left, ways.devices[here], sent, color, label, "o-")
+    style.titled(
+        left,
+        "activations that a device sends in a step",
+        "devices",
+        "sent [MB]",
+        yscale="log",
+    )
+    left.xaxis.set_major_locator(ticker.FixedLocator(ways.distinct("devices")))
+    style.plain_log(left.yaxis)
+    left.legend(fontsize="small")
+    for color, name in enumerate(BALANCING, 1):
+        mine = result.drops.where(balancing=name)
+        label = f"{name} balancing loss"
+        style.curve(right, mine.capacity, mine.dropped, color, label, "o-")
+    style.titled(
+        right,
+        "choices that find no place, held-out text",
+        "capacity over the even share",
+        "dropped [share of choices]",
+    )
+    right.set_ylim(bottom=0)
+    right.legend()

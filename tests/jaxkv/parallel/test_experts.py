@@ -1,0 +1,138 @@
+"""Experts on several devices: what is sent comes back to its row, or is dropped."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxkv.models import moe
+from jaxkv.parallel import experts
+from tests.support import mutation
+from tests.support.mutation import Bug
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+ROWS, WIDTH, EXPERTS, TOP_K = 12, 5, 8, 2
+RNG = np.random.default_rng(0)
+WEIGHT = RNG.normal(size=(EXPERTS, WIDTH, 3)).astype(np.float32)
+
+
+def routing(num_rows: int, seed: int) -> moe.Routing:
+    """Of rows that prefer some experts."""
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(num_rows, EXPERTS)) + np.linspace(0, 2, EXPERTS)
+    scores = jnp.asarray(scores, jnp.float32)
+    return moe.route(scores, top_k=TOP_K, renormalise=True)
+
+
+def kept(found: moe.Routing, capacity: int) -> np.ndarray:
+    """Which choices find a place, one after another: the slow twin."""
+    expert = np.asarray(found.expert)
+    taken, is_kept = np.zeros(EXPERTS, int), np.zeros(expert.shape, bool)
+    for choice in range(expert.shape[1]):
+        for row in range(expert.shape[0]):
+            if taken[expert[row, choice]] < capacity:
+                taken[expert[row, choice]] += 1
+                is_kept[row, choice] = True
+    return is_kept
+
+
+def mixed(x: np.ndarray, found: moe.Routing, is_kept: np.ndarray) -> np.ndarray:
+    """What the experts answer, choice by choice."""
+    y = np.zeros((len(x), WEIGHT.shape[2]))
+    for row, choice in zip(*np.nonzero(is_kept), strict=True):
+        expert = int(found.expert[row, choice])
+        y[row] += float(found.share[row, choice]) * (x[row] @ WEIGHT[expert])
+    return y
+
+
+def divided(p: int, function: Any, x: Any, found: moe.Routing) -> np.ndarray:
+    """Runs a function of rows, routing and weights on p devices."""
+    mesh = jax.make_mesh(
+        *((p,), (experts.EXPERT,), (AxisType.Auto,)), devices=jax.devices()[:p]
+    )
+    parts = PartitionSpec(experts.EXPERT)
+    run = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=parts)
+    return np.asarray(jax.jit(run)(jnp.asarray(x), found, jnp.asarray(WEIGHT)))
+
+
+def check_places(capacity: int) -> None:
+    found = routing(ROWS, 3)
+    places = experts.places(found.expert, num_experts=EXPERTS, capacity=capacity)
+    is_kept = kept(found, capacity)
+    place = np.asarray(places.place)
+    assert ((place < EXPERTS * capacity) == is_kept).all()
+    rows, choices = np.nonzero(is_kept)
+    assert (np.asarray(places.row)[place[is_kept]] == rows).all()
+    assert (place[is_kept] // capacity == np.asarray(found.expert)[rows, choices]).all()
+    assert len({*place[is_kept].tolist()}) == len(rows)
+    empty = np.setdiff1d(np.arange(EXPERTS * capacity), place[is_kept])
+    assert (np.asarray(places.row)[empty] == ROWS).all()
+    dropped = experts.dropped(found, capacity=capacity)
+    assert float(dropped) == pytest.approx(1 - is_kept.mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5, ROWS])
+def test_choices_have_places_of_their_own(capacity: int) -> None:
+    check_places(capacity)
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(8, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("capacity", [1, 3, ROWS])
+def test_rows_come_back_from_the_experts_that_had_places(p: int, capacity: int) -> None:
+    x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
+    found = routing(p * ROWS, 5)
+
+    def of_device(x: Any, found: moe.Routing, weight: Any) -> Any:
+        answer = functools.partial(jnp.einsum, "erh,ehw->erw")
+        return experts.exchange(
+            *(x, found, lambda rows: answer(rows, weight)), capacity=capacity
+        )
+
+    y = divided(p, of_device, x, found)
+    for device in range(p):
+        part = slice(device * ROWS, (device + 1) * ROWS)
+        own = jax.tree.map(lambda a, part=part: a[part], found)
+        wanted = mixed(x[part], own, kept(own, capacity))
+        np.testing.assert_allclose(y[part], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(8, marks=pytest.mark.thorough)])
+def test_gathered_rows_lose_nothing(p: int) -> None:
+    x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
+    found = routing(p * ROWS, 6)
+
+    def of_device(x: Any, found: moe.Routing, weight: Any) -> Any:
+        def answer(rows: Any, sizes: Any) -> Any:
+            number = jnp.arange(len(rows), dtype=jnp.int32)
+            expert = jnp.searchsorted(jnp.cumsum(sizes), number, side="right")
+            is_own = expert < len(weight)
+            all_of_them = jnp.einsum("rh,ehw->erw", rows, weight)
+            own = all_of_them[jnp.minimum(expert, len(weight) - 1), number]
+            return jnp.where(is_own[:, None], own, 0.0)
+
+        return experts.gather(x, found, answer, num_own=len(weight))
+
+    y = divided(p, of_device, x, found)
+    wanted = mixed(x, found, np.ones((p * ROWS, TOP_K), bool))
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added"),
+    [
+        # Second choices take places before first ones; one too many is let in; the
+        # places are those of the rows in another order.
+        ("expert.T.reshape(-1)", "expert.reshape(-1)"),
+        ("rank < capacity", "rank <= capacity"),
+        ("number % num_rows", "number // top_k"),
+    ],
+)
+def test_a_seeded_bug_of_places_is_noticed(
+    removed: str, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug = Bug(experts, "places", removed, added, check_places, (2,))
+    mutation.assert_noticed(monkeypatch, bug)
