@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.cli import compilation_cache, run
+from experiments.cli import compilation_cache, joining, run
 from experiments.cli.console import interrupts, outputs
 from experiments.cli.run import Answer
 from experiments.framework import config_json, refused, registry
@@ -37,11 +37,11 @@ def main(args: list[str] | None = None) -> int:
     """
     if args is None:  # the process is ours
         try:
-            outputs.prepare()
+            outputs.prepare(is_shared=joining.is_asked(sys.argv))
         except ValueError as error:
             return _complain(error, 1)
         with interrupts.leaving_at_once():
-            return main(sys.argv[1:])
+            return joining.leave(main(sys.argv[1:]))
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
     _prepare_streams(as_json)
@@ -49,7 +49,7 @@ def main(args: list[str] | None = None) -> int:
         # Whatever else a library prints must not stand beside the document.
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             answer = _dispatch(args)
-        if answer is not None:
+        if answer is not None and joining.speaks():
             _print(answer, as_json)
         sys.stdout.flush()
         return 0 if answer is None else answer.status
@@ -59,6 +59,9 @@ def main(args: list[str] | None = None) -> int:
         status = getattr(error, "status", interrupts.STATUS)
         return _complain(str(error) or "interrupted", status)
     except Exception as error:
+        if joining.is_loss(error):
+            reason = str(error).partition("\n")[0]
+            return _complain(f"another process has ended: {reason}", 1)
         if refused.is_refusal(error):
             return _complain(error, 2)
         traceback.print_exc()
@@ -77,6 +80,7 @@ def _prepare_streams(as_json: bool) -> None:
 def _dispatch(args: list[str]) -> Answer | None:
     """Finds the command that the first word names, and calls it with the others."""
     compilation_cache.keep_programs()
+    args = joining.join(args)
     try:
         name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
         return _COMMANDS[name].call(args[1:])
@@ -233,9 +237,11 @@ _COMMANDS = {
     "claims": Command("what was published, ours, and the verdict", _claims),
 }
 
-_USAGE = """usage: jaxkv COMMAND [OPTIONS]
+_USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
 
-Every command takes --help, and --json for one JSON document on standard output."""
+Every command takes --help, and --json for one JSON document on standard output.
+
+{joining.HELP}"""
 
 _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
        jaxkv run EXPERIMENT --config FILE     runs any config.json again"""

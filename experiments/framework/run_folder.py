@@ -17,6 +17,7 @@ One process writes there at a time.
 import contextlib
 import os
 import shutil
+import tempfile
 import typing
 from collections.abc import Generator, Mapping
 from datetime import datetime
@@ -32,6 +33,7 @@ from experiments.framework.report import Part, Verdicts
 from experiments.framework.study import Experiment, Study
 from experiments.plotting import style
 from jaxkv import files
+from jaxkv.parallel import processes
 from scaling import locking
 
 FILES = (
@@ -82,6 +84,10 @@ def claimed(out: Path | None, name: str) -> Generator[Path]:
     Raises:
       ValueError: another process writes there, or it cannot be used.
     """
+    if not processes.is_first():  # the first one's is kept
+        with tempfile.TemporaryDirectory() as scratch:
+            yield Path(scratch)
+        return
     folder = new_folder(out, name)
     lock = locking.WriterLock(folder)
     try:

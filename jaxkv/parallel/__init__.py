@@ -9,6 +9,7 @@ __all__ = [
     "layout",
     "make_mesh",
     "mesh",
+    "processes",
     "sequence",
     "tensor",
 ]

@@ -8,10 +8,15 @@ from jax.sharding import AxisType, Mesh
 
 from jaxkv import validation
 from jaxkv.models.partition import TENSOR
+from jaxkv.parallel import processes
 
 
 def count_cpu_as(num: int) -> None:
-    """Has a CPU count as `num` devices at least, where JAX has not started yet."""
+    """Has a CPU count as `num` devices at least, where JAX has not started yet.
+
+    Where there are several processes, all their devices together.
+    """
+    num = -(-num // processes.num())
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return  # the user said how many
     if (jax.config.values["jax_num_cpu_devices"] or 1) < num:
@@ -35,6 +40,7 @@ def make_mesh(*, tensor: int = 1) -> Mesh:
             f"{tensor=} must be in [1, {there}], the devices that are there; a CPU "
             f"counts as many as jax.config.update('jax_num_cpu_devices', {tensor}) says"
         )
+    processes.check_all_used(tensor)
     return jax.make_mesh(
         (tensor,),
         (TENSOR,),

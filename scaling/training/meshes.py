@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.models import ModelConfig, Params, transformer
 from jaxkv.models.partition import TENSOR
-from jaxkv.parallel import experts, sequence, tensor
+from jaxkv.parallel import experts, processes, sequence, tensor
 from scaling.costs import parallelism
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
@@ -85,6 +85,7 @@ def make_mesh(layout: Layout) -> Mesh:
         raise ValueError(
             f"{layout} asks for {layout.num_devices} devices, {there} are there"
         )
+    processes.check_all_used(layout.num_devices)
     return jax.make_mesh(
         *(tuple(axes.values()), tuple(axes)),
         axis_types=(AxisType.Auto,) * len(axes),

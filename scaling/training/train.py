@@ -16,10 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxkv.files import make_sure_of_room, silencing_orbax, system_reason
 from jaxkv.models import transformer
+from jaxkv.parallel import processes
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
 from scaling.training import meshes, run_folder, step
@@ -36,6 +38,10 @@ __all__ = [
     "train",
     "train_in_memory",
 ]
+
+
+_ALONE = ocp.options.MultiprocessingOptions(active_processes={0})
+"""The first process reads and writes."""
 
 
 class Result(NamedTuple):
@@ -93,6 +99,8 @@ def train(
     corpus = corpora.open(config.corpus)
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
     state = init(config.model, config.optimizer, jnp.int32(config.seed))
+    if not processes.is_first():
+        return _follow(config, corpus, state, progress)
     if start is not None:
         state = restore(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
@@ -111,7 +119,8 @@ def _train(
     """Trains from a state, or from the last checkpoint if there is one."""
     if (last := folder.last_step()) is not None:
         state = restore(folder.checkpoint(last), state)
-    run = _Run(config, corpus, state, folder.first_step, progress)
+    state, first_step = processes.agree((state, folder.first_step))
+    run = _Run(config, corpus, state, int(first_step), progress)
     run.curve = folder.read_curve(int(state.step))
     try:
         for line in run.reports():
@@ -120,8 +129,23 @@ def _train(
             if line["step"] % config.checkpoint_every == 0:
                 _save(folder, run.state)
     except KeyboardInterrupt:
+        if processes.num() > 1:  # the others are where they cannot be told
+            raise
         run.status = "stopped"
-    return Result(run.state, run.curve, _save(folder, run.state), run.status)
+    state = run.state
+    return Result(state, run.curve, _save(folder, state), run.status)
+
+
+def _follow(
+    config: TrainConfig, corpus: streams.Corpus, state: TrainState, progress: Progress
+) -> Result:
+    """Trains with the first process, which alone has the folder."""
+    state, first_step = processes.agree((state, 0))
+    run = _Run(config, corpus, state, int(first_step), progress)
+    for line in run.reports():
+        if line["step"] % config.checkpoint_every == 0:
+            _ = run.state  # put together by all
+    return Result(run.state, run.curve, None, run.status)
 
 
 def train_in_memory(
@@ -207,7 +231,7 @@ class _Run:
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
         started = time.monotonic()
         while (taken := int(self._state.step)) < config.num_steps:
-            if self._progress.stopped:
+            if processes.agree(self._progress.stopped):
                 self.status = "stopped"
                 return
             end = _next_stop(taken, config)
@@ -251,9 +275,11 @@ def restore(checkpoint: Path, like: TrainState) -> TrainState:
     checkpoint = Path(checkpoint).absolute()
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint}: no such checkpoint")
+    if processes.num() > 1:  # of a process alone, not of the mesh
+        like = jax.tree.map(np.asarray, like)
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
-        with ocp.StandardCheckpointer() as reader:
+        with ocp.StandardCheckpointer(multiprocessing_options=_ALONE) as reader:
             return reader.restore(checkpoint, shapes)
     except (ValueError, KeyError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -272,7 +298,12 @@ def save(checkpoint: Path, state: TrainState) -> None:
     try:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         make_sure_of_room(checkpoint.parent, num_bytes)
-        with silencing_orbax(), ocp.StandardCheckpointer() as writer:
+        if processes.num() > 1:
+            state = jax.tree.map(np.asarray, state)
+        with (
+            silencing_orbax(),
+            ocp.StandardCheckpointer(multiprocessing_options=_ALONE) as writer,
+        ):
             writer.save(checkpoint, state)
     except (OSError, ValueError) as error:
         for half in checkpoint.parent.glob(f"{checkpoint.name}.orbax-*"):

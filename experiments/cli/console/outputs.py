@@ -27,8 +27,11 @@ class Unwritable(Exception):
         self.is_left = isinstance(error, BrokenPipeError)
 
 
-def prepare() -> None:
+def prepare(*, is_shared: bool = False) -> None:
     """Guards the streams of this process, and opens those that it began without.
+
+    If standard output is shared with libraries that print past Python, as Gloo does,
+    what they print goes to standard error.
 
     Raises:
       ValueError: standard output is closed.
@@ -42,7 +45,11 @@ def prepare() -> None:
     sys.stderr = _guarded(sys.stderr, 2, lambda error: None)
     if is_closed:
         raise ValueError("standard output is closed; send it to a file or /dev/null")
-    sys.stdout = _guarded(sys.stdout, 1, _refuse)
+    number = 1
+    if is_shared:
+        number = os.dup(1)
+        os.dup2(2, 1)
+    sys.stdout = _guarded(sys.stdout, number, _refuse)
     hook: Any = _warn  # its type would be that of one function
     warnings.showwarning = hook
 

@@ -16,6 +16,7 @@ from experiments.harness import sweep_tables
 from jaxkv import parallel
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
+from jaxkv.parallel import processes
 from jaxkv.text.tokenizer import ByteTokenizer
 from scaling import locking
 from scaling.corpora import corpora, streams
@@ -146,7 +147,7 @@ def train(name: str, options: TrainOptions) -> Answer:
             "duration_s": last["duration_s"],
         }
         lines = []
-        if result.status == "done":
+        if result.status == "done" and processes.is_first():
             steps = config.num_steps
             assert last["tokens"] == config.batch_size * config.seq_len * steps
             document |= _score(config, corpus, result.params)

@@ -1,0 +1,149 @@
+"""Several processes that are one program: JAX's own runtime, on one machine or many.
+
+All run the same program on the same inputs, each with its devices of the mesh. What
+only one may do, write files and decide when to stop, the first does, and tells the
+others.
+"""
+
+import contextlib
+import socket
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv import validation
+
+CLUSTER = "cluster"
+"""For a coordinator: who and how many there are says the cluster's environment, that of
+Slurm, Open MPI or a cloud's TPUs, say, or `JAX_COORDINATOR_ADDRESS` and its like."""
+LOST_AFTER_S = 20
+"""Seconds without a word after which a process counts as lost, and ends all."""
+PATIENCE_S = 60
+"""Seconds that a process waits for the others to begin, and to end."""
+
+
+class _Joined(NamedTuple):
+    """What this process is among the others."""
+
+    num: int = 1
+    index: int = 0
+
+
+_joined = _Joined()
+
+
+def join(
+    coordinator: str, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Joins the processes of a program, before JAX has looked for devices.
+
+    Args:
+      coordinator: host and port, such as 127.0.0.1:4000, where the first process
+        listens; or `CLUSTER`, then without the rest.
+      num_processes: how many there are, at least 1.
+      process_id: which one this is, in [0, num_processes).
+
+    Raises:
+      ValueError: a number is missing or out of range; or nobody answers there.
+    """
+    how: dict[str, Any] = {
+        "heartbeat_timeout_seconds": LOST_AFTER_S,
+        "initialization_timeout": PATIENCE_S,
+        "shutdown_timeout_seconds": PATIENCE_S,
+    }
+    if coordinator == CLUSTER:
+        if num_processes is not None or process_id is not None:
+            raise ValueError(f"{coordinator=} says itself how many processes there are")
+    else:
+        if num_processes is None or process_id is None:
+            raise ValueError(f"{coordinator=} needs num_processes and process_id")
+        validation.integer("num_processes", num_processes, low=1)
+        validation.integer(
+            *("process_id", process_id),
+            below=num_processes,
+            hint=f"in [0, {num_processes - 1}]",
+        )
+        host, port = _address(coordinator)
+        if process_id:
+            _wait_for(host, port)
+        how |= {
+            "coordinator_address": coordinator,
+            "num_processes": num_processes,
+            "process_id": process_id,
+        }
+    try:
+        jax.distributed.initialize(**how)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{coordinator=}: {reason}") from error
+    global _joined
+    if num_processes is None or process_id is None:
+        _joined = _Joined(jax.process_count(), jax.process_index())
+    else:  # JAX has not looked for devices yet, and may be told how many a CPU is
+        _joined = _Joined(num_processes, process_id)
+
+
+def _address(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(
+            f"{coordinator=} must be host:port, such as 127.0.0.1:4000, or {CLUSTER!r}"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _wait_for(host: str, port: int) -> None:
+    """Waits until somebody listens; JAX's own client would end the process.
+
+    Raises:
+      ValueError: nobody does.
+    """
+    end, reason = time.monotonic() + PATIENCE_S, ""
+    while time.monotonic() < end:
+        try:
+            with contextlib.closing(socket.create_connection((host, port), timeout=5)):
+                return
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(0.2)
+    raise ValueError(
+        f"coordinator='{host}:{port}': nobody answers after {PATIENCE_S} s: {reason}"
+    )
+
+
+def num() -> int:
+    """How many processes were joined; 1 without `join`."""
+    return _joined.num
+
+
+def is_first() -> bool:
+    """Whether this process writes files, and speaks."""
+    return _joined.index == 0
+
+
+def check_all_used(num_devices: int) -> None:
+    """Refuses a mesh of the first devices that leaves a process without one.
+
+    Raises:
+      ValueError: names the number.
+    """
+    used = {device.process_index for device in jax.devices()[:num_devices]}
+    if len(used) < num():
+        raise ValueError(
+            f"a mesh of {num_devices} devices leaves some of {num()} processes without "
+            f"one; each has {jax.local_device_count()}"
+        )
+
+
+def agree[T](tree: T) -> T:
+    """What the first process has, on every one; arrays and numbers, shaped alike.
+
+    Every process must call it.
+    """
+    if num() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.broadcast_one_to_all(jax.tree.map(np.asarray, tree))
