@@ -7,6 +7,7 @@ from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.prefix_cache import Prefixes
 from jaxkv.memory.prefix_eviction import Eviction, Uses
+from jaxkv.memory.prefix_transfer import Prefix
 from jaxkv.memory.swap_buffer import Staging
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "InvariantError",
     "Pages",
     "Pool",
+    "Prefix",
     "Prefixes",
     "Size",
     "Staging",
@@ -31,5 +33,6 @@ __all__ = [
     "pages_for",
     "prefix_cache",
     "prefix_eviction",
+    "prefix_transfer",
     "swap_buffer",
 ]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -26,7 +27,7 @@ from jaxkv.engine import EngineConfig, EngineState, step
 from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import Sequences, init
-from jaxkv.memory import Eviction, Pages, invariants
+from jaxkv.memory import Eviction, Pages, Prefix, invariants
 from jaxkv.models import interface as models_interface
 from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
@@ -313,6 +314,82 @@ class Engine:
             request_id = self._next_id()
         self._add([self._record(request_id, tokens, ask, arrival_s)])
         return request_id
+
+    def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
+        """Copies the cached pages that tokens begin with, for another engine's pool.
+
+        Args:
+          tokens: of a prompt, at most `max_length`.
+          salt: as in `Sampling`.
+
+        Returns:
+          The K and V arrays, those of as many pages, NumPy's; and how many there are.
+
+        Raises:
+          ValueError: there is no prefix cache, or there are too many tokens.
+        """
+        prefix = self._prefix(tokens, salt)
+        with self._lock:
+            self._refuse_if_lost()
+            found, num = self._programs.take_out(self._state, prefix)
+        num = int(num)
+        return jax.tree.map(lambda x: np.asarray(x)[:, :num], found), num
+
+    def bring_prefix(self, tokens: Sequence[int], pages: Any, *, salt: int = 0) -> int:
+        """Puts pages into the prefix cache, as another engine's `take_prefix` gave.
+
+        Both engines serve the same parameters, which nobody checks here.
+
+        Args:
+          tokens: those whose K and V the pages hold, and perhaps more.
+          pages: the K and V arrays.
+          salt: as in `Sampling`.
+
+        Returns:
+          How many pages of the prefix are cached now.
+
+        Raises:
+          ValueError: there is no prefix cache, or the arrays do not fit this engine's.
+        """
+        prefix, mine = self._prefix(tokens, salt), self._state.pages
+        num = {leaf.shape[1] for leaf in jax.tree.leaves(pages)}
+        fits = len(num) == 1 and jax.tree.structure(pages) == jax.tree.structure(mine)
+        most = int(prefix.num_pages)
+        if not fits or not 0 <= (count := num.pop()) <= most:
+            raise ValueError(f"pages must be those of at most {most} pages")
+        width = self.config.max_pages_per_slot - count
+
+        def fill(own: Any, sent: Any) -> np.ndarray:
+            wanted = (own.shape[0], count, *own.shape[2:])
+            if sent.shape != wanted or sent.dtype != own.dtype:
+                raise ValueError(
+                    f"pages of {sent.dtype} {sent.shape} must be {own.dtype} {wanted}"
+                )
+            return np.pad(sent, [(0, 0), (0, width), *[(0, 0)] * (own.ndim - 2)])
+
+        whole = jax.tree.map(fill, mine, pages)
+        prefix = prefix._replace(num_pages=jnp.int32(count))
+        with self._lock, interrupts.signals():
+            self._refuse_if_lost()
+            with self._all_or_lost():
+                self._state, cached = self._programs.bring_in(
+                    self._state, prefix, whole, self._eviction
+                )
+        return int(cached)
+
+    def _prefix(self, tokens: Sequence[int], salt: int) -> Prefix:
+        """The full pages of tokens, for the programs."""
+        config = self.config
+        if not config.prefix_cache:
+            raise ValueError(f"{config.prefix_cache=} must be True")
+        own = validation.tokens("tokens", tokens)
+        if len(own) > config.max_length:
+            raise ValueError(f"{len(own)=} must be at most {config.max_length=}")
+        # The last token is always fed.
+        num_pages = max(len(own) - 1, 0) // config.page_size
+        padded = np.zeros(config.max_length, np.int32)
+        padded[: len(own)] = own
+        return Prefix(jnp.asarray(padded), jnp.int32(num_pages), jnp.uint32(salt))
 
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 
 from jaxkv.engine import EngineState, requests, step
 from jaxkv.engine.state import Sequences
-from jaxkv.memory import Eviction, Staging
+from jaxkv.memory import Eviction, Pages, Prefix, Staging, prefix_transfer
 from jaxkv.parallel import layout
 from jaxkv.serving import host_swap
 from pallas_kernels import devices
@@ -26,12 +26,16 @@ class Programs(NamedTuple):
       submit: `requests.submit`.
       drain: cancels, then drains.
       move: `host_swap.move`.
+      take_out: `prefix_transfer.take_out`; consumes nothing.
+      bring_in: `prefix_transfer.bring_in`.
     """
 
     run_steps: Any
     submit: Any
     drain: Any
     move: Any
+    take_out: Any
+    bring_in: Any
 
 
 class Divided(NamedTuple):
@@ -64,6 +68,21 @@ def _cancel_and_drain(
     return requests.drain(state)
 
 
+def _take_out(state: EngineState, prefix: Prefix) -> tuple[Pages, Int32[Array, ""]]:
+    assert state.prefixes is not None
+    return prefix_transfer.take_out(state.pages, state.prefixes, prefix)
+
+
+def _bring_in(
+    state: EngineState, prefix: Prefix, sent: Pages, rule: Eviction | None
+) -> tuple[EngineState, Int32[Array, ""]]:
+    assert state.prefixes is not None
+    pages, pool, cache, num = prefix_transfer.bring_in(
+        *(state.pages, state.pool, state.prefixes, prefix, sent, rule)
+    )
+    return state._replace(pages=pages, pool=pool, prefixes=cache), num
+
+
 _RUN: Any = {
     "static_argnames": ("config", "forward", "logits_fn", "speculation"),
     "donate_argnames": "state",
@@ -75,6 +94,8 @@ LOCAL = Programs(
     jax.jit(requests.submit, static_argnames="config", donate_argnames="state"),
     jax.jit(_cancel_and_drain, donate_argnames="state"),
     jax.jit(host_swap.move, donate_argnames="staging"),
+    jax.jit(_take_out),
+    jax.jit(_bring_in, donate_argnames="state"),
 )
 """Those of one device."""
 
@@ -116,9 +137,15 @@ def on_mesh(how: Divided) -> Programs:
     if isinstance(staging_of, Staging):
         moves_of = moves_of._replace(pages=staging_of.pages)
     move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)
+    pages_of = state_of.pages
+    take_out = mapped(_take_out, state_of, whole, made=(pages_of, whole))
+    given = state_of, whole, pages_of, whole
+    bring_in = mapped(_bring_in, *given, made=(state_of, whole))
     return Programs(
         jax.jit(run_steps, **_RUN),
         jax.jit(submit, static_argnames="config", donate_argnames="state"),
         jax.jit(drain, donate_argnums=0),
         jax.jit(move, donate_argnums=0),
+        jax.jit(take_out),
+        jax.jit(bring_in, donate_argnums=0),
     )

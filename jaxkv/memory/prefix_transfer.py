@@ -1,0 +1,127 @@
+"""Cached pages that leave for another pool, and that come from one.
+
+What is sent is a prefix: full pages from the first token on, with their tokens and
+salt. It is found in, and enters, the prefix cache like any other; who receives it keeps
+what is there already, and writes the rest into pages that are free or idle.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32, Shaped, UInt32
+
+from jaxkv import arrays
+from jaxkv.memory import page_pool, prefix_cache, prefix_eviction
+from jaxkv.memory.kv_pages import Pages
+from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.prefix_cache import Prefixes
+from jaxkv.memory.prefix_eviction import Eviction
+
+
+class Prefix(NamedTuple):
+    """The beginning of a sequence, in full pages."""
+
+    tokens: Int32[Array, " max_length"]
+    """The sequence; beyond `num_pages` stands anything."""
+    num_pages: Int32[Array, ""]
+    """Full pages that are meant, one token at least of `max_length` left over."""
+    salt: UInt32[Array, ""]
+    """Under which they are cached."""
+
+
+def take_out(
+    pages: Pages, cache: Prefixes, prefix: Prefix
+) -> tuple[Pages, Int32[Array, ""]]:
+    """Copies the cached pages of a prefix, which stay where they are.
+
+    Returns:
+      As many pages as `max_length` has, in token order; and how many of them, the first
+      ones, were cached.
+    """
+    ids = _match(cache, prefix)
+    found = jnp.maximum(ids, 0)
+    return jax.tree.map(lambda x: x[:, found], pages), _count(ids)
+
+
+def bring_in(
+    pages: Pages,
+    pool: Pool,
+    cache: Prefixes,
+    prefix: Prefix,
+    sent: Pages,
+    rule: Eviction | None = None,
+) -> tuple[Pages, Pool, Prefixes, Int32[Array, ""]]:
+    """Caches the pages of a prefix, as `take_out` made them; nobody uses them yet.
+
+    Where free and idle pages are fewer than are missing, the first ones enter. Idle
+    pages are evicted for them, in the order of their ranks.
+
+    Returns:
+      The new pages, pool and cache; and how many pages of the prefix are cached now.
+    """
+    ids = _match(cache, prefix)
+    num_there, column = _count(ids), jnp.arange(len(ids), dtype=jnp.int32)
+    # Held like a sequence's, so that making room takes none of them.
+    cache = prefix_eviction.use(cache, ids)
+    pool = page_pool.share(pool, ids)
+    free = pool.num_free + cache.idle.num
+    num_new = jnp.minimum(prefix.num_pages - num_there, free)
+    missing = jnp.maximum(num_new - pool.num_free, 0)
+    cache, pool, _ = prefix_eviction.evict(cache, pool, missing)
+    pool, new, _ = page_pool.allocate(pool, num_new[None], max_pages=len(ids))
+    end = num_there + num_new
+    is_new = (column >= num_there) & (column < end)
+    place = jnp.where(is_new, column - num_there, -1)
+    ids = jnp.where(is_new, arrays.take(new[0], place, fill=NO_PAGE), ids)
+
+    def write(mine: Shaped[Array, "..."], sent: Shaped[Array, "..."]) -> Array:
+        return mine.at[:, jnp.where(is_new, ids, mine.shape[1])].set(sent, mode="drop")
+
+    pages = jax.tree.map(write, pages, sent)
+    cache, pool = _enter(cache, pool, prefix, ids, num_there, end)
+    is_cached = arrays.take(cache.pinned, ids, fill=False)
+    pool, left = page_pool.release_counted(pool, ids[None])
+    cache = prefix_eviction.rest(cache, ids[None], left, rule)
+    return pages, pool, cache, jnp.sum(is_cached, dtype=jnp.int32)
+
+
+def _match(cache: Prefixes, prefix: Prefix) -> Int32[Array, " pages_per_slot"]:
+    """The cached pages of a prefix."""
+    num_tokens = prefix.num_pages * cache.tokens.shape[1] + 1
+    return prefix_cache.match(
+        cache,
+        prefix.tokens[None],
+        num_tokens[None],
+        prefix.salt[None],
+        jnp.ones(1, bool),
+    )[0]
+
+
+def _count(ids: Int32[Array, " n"]) -> Int32[Array, ""]:
+    return jnp.sum(ids != NO_PAGE, dtype=jnp.int32)
+
+
+def _enter(
+    cache: Prefixes,
+    pool: Pool,
+    prefix: Prefix,
+    ids: Int32[Array, " n"],
+    first: Int32[Array, ""],
+    end: Int32[Array, ""],
+) -> tuple[Prefixes, Pool]:
+    """Enters the pages in [first, end), one after another."""
+    size = cache.tokens.shape[1]
+
+    def one(index: Array, carry: tuple[Prefixes, Pool]) -> tuple[Prefixes, Pool]:
+        own, before = (
+            arrays.take(ids, place[None], fill=NO_PAGE) for place in (index, index - 1)
+        )
+        tokens = lax.dynamic_slice_in_dim(prefix.tokens, index * size, size)
+        cache, pool, _ = prefix_cache.enter(
+            *(*carry, own, before, tokens[None], prefix.salt[None])
+        )
+        return cache, pool
+
+    return lax.fori_loop(first, end, one, (cache, pool))
