@@ -31,6 +31,7 @@ FLOORS = {
         "simulation speculation",
         "parallel",
         "serving",
+        "disaggregation",
     ),
     "scaling": (
         "locking shapes laws corpora",

@@ -165,9 +165,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "expert_parallel": [
         ({"devices": (3,)}, "must be a multiple of 3 devices"),
-        ({"devices": (8, 2)}, "must be 1 or more, ascending"),
+        ({"devices": (8, 2)}, "devices=(8, 2) must be ascending"),
         ({"num_experts": 12}, "expert=8 must divide the 12 experts"),
-        ({"capacities": ()}, "must be 1 or more, ascending"),
+        ({"capacities": ()}, "capacities=() must be ascending"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),
     ],
     "experts": [
