@@ -6,7 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,27 +22,33 @@ class Launched(NamedTuple):
 
 
 @contextlib.contextmanager
-def workers(folder: Path, num: int, **fields: Any) -> Iterator[Launched]:
+def workers(
+    folder: Path | str,
+    engines: Sequence[Mapping[str, Any]],
+    *,
+    cores: Sequence[Sequence[int]] | None = None,
+) -> Iterator[Launched]:
     """Starts workers that serve a model's folder, and ends them.
 
     Args:
       folder: of the model.
-      num: how many, at least 1.
-      **fields: of `Engine.load`, as plain JSON values.
+      engines: of each worker, what `Engine.load` is told, as plain JSON values.
+      cores: of this machine, that each is bound to; None leaves it to the system.
 
     Raises:
       ValueError: one did not start; the message is what it said last.
     """
     secret = secrets.token_bytes(32)
     env = os.environ | {worker.SECRET: secret.hex()}
-    command = [sys.executable, "-m", worker.__name__, str(folder), json.dumps(fields)]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", worker.__name__, str(folder)]
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     started: list[subprocess.Popen[str]] = []
     try:
-        for _ in range(num):
-            started.append(
-                subprocess.Popen(command, env=env, stderr=subprocess.PIPE, **pipes)
-            )
+        for place, fields in enumerate(engines):
+            words = [*command, json.dumps(dict(fields))]
+            if cores is not None:
+                words.append(json.dumps([*cores[place]]))
+            started.append(subprocess.Popen(words, env=env, text=True, **pipes))
         yield Launched(started, [_address(process) for process in started], secret)
     finally:
         for process in started:

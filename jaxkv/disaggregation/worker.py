@@ -1,6 +1,6 @@
 """A worker: an engine of its own process, reached over a socket.
 
-    python -m jaxkv.disaggregation.worker FOLDER '{"max_length": 512, ...}'
+    python -m jaxkv.disaggregation.worker FOLDER '{"max_length": 512, ...}' [CORES]
 
 prints its address in a line of JSON and serves until its standard input ends. The
 secret is in the environment, `JAXKV_SECRET`.
@@ -34,6 +34,8 @@ SECRET = "JAXKV_SECRET"
 """The environment variable that holds the secret, in hexadecimal digits."""
 FIRST_OWN_NAME = 2**30
 """Names of requests from here on are a worker's own."""
+SWITCH_S = 1e-4
+"""Seconds that the engine's thread may keep others waiting."""
 _IDLE_S = 0.5
 
 
@@ -244,6 +246,8 @@ def describe(folder: Path) -> str:
 
 
 async def _main(folder: Path, fields: dict[str, Any]) -> None:
+    # A step may last as long as Python's own turns of threads do, and tokens wait.
+    sys.setswitchinterval(SWITCH_S)
     fields |= {"prefix_cache": True}
     engine = Engine.load(folder, **fields)
     secret = bytes.fromhex(os.environ[SECRET])
@@ -264,4 +268,6 @@ async def _main(folder: Path, fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[3:]:  # before JAX starts its threads
+        os.sched_setaffinity(0, json.loads(sys.argv[3]))
     asyncio.run(_main(Path(sys.argv[1]), json.loads(sys.argv[2])))

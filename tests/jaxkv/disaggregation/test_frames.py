@@ -1,4 +1,4 @@
-"""Frames between workers: whole or not at all, and only for those who know the secret."""
+"""Frames between workers: whole or not at all, and only for who knows the secret."""
 
 import asyncio
 import json

@@ -205,7 +205,7 @@ def test_killed_processes_cost_nothing_but_time() -> None:
         await found.close()
         return served
 
-    with launch.workers(TOKENIZED, 4, **BOUNDS) as started:
+    with launch.workers(TOKENIZED, [BOUNDS] * 4) as started:
         served = asyncio.run(both(started))
     assert [each.tokens for each in served] == wanted()
     assert any(each.num_attempts > 1 for each in served)
@@ -214,9 +214,10 @@ def test_killed_processes_cost_nothing_but_time() -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why() -> None:
+    fields: dict[str, Any] = BOUNDS | {"max_length": 1}
     with (
         pytest.raises(ValueError, match=r"did not start: .*max_length"),
-        launch.workers(TOKENIZED, 1, **BOUNDS | {"max_length": 1}),
+        launch.workers(TOKENIZED, [fields]),
     ):
         pass
 

@@ -1,0 +1,416 @@
+"""The same requests, served by workers for both phases and by workers for either.
+
+Each worker is a process of its own with a core of its own. Both times there are two:
+either both read and decode, and requests go to the one with less to do; or one reads,
+and its pages cross over a socket to the other, which decodes. Prompts are held-out
+text, they come at random at a rate, and the answers are drawn.
+
+What a step costs is calibrated on one such worker beforehand, prompts of three lengths
+and batches of four sizes, each alone; with that the simulator predicts both ways.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+    units,
+)
+from experiments.harness import bundled, cost_models, prompts
+from experiments.plotting import style
+from jaxkv import validation
+from jaxkv.disaggregation import Router, Served, launch
+from jaxkv.models import checkpoints
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+from jaxkv.simulation import disaggregated
+from jaxkv.simulation.disaggregated import Answers, Job, Machine, Requests, Split
+from jaxkv.simulation.state import Capacity
+from jaxkv.workloads import arrivals, lengths
+from scaling.costs import serving
+from scaling.shapes import from_model
+
+BOOK = beside(__file__)
+PANELS = (1, 2)
+SWITCH = ("shares_served", True)
+WAYS = ("both phases", "either phase")
+NUM_WORKERS = 2
+BATCHES = (1, 2, 4, 8)
+"""Sequences that decode at once where costs are calibrated."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The requests, and the workers."""
+
+    model: str = "stdlib-bytes"
+    """A folder, or a bundled model."""
+    prompt_tokens: int = 448
+    output_tokens: int = 48
+    shares_served: tuple[float, ...] = (0.3, 0.5, 0.7)
+    """Rates of requests, over what two workers for both phases can do at most."""
+    seconds: float = 20.0
+    """For which requests come, at each rate."""
+    max_slots: int = 8
+    """Sequences that a worker runs at once."""
+    page_size: int = 16
+    token_budget: int = 128
+    """Rows that a step feeds at most, where prompts are read."""
+    decode_budget: int = 32
+    """The same of a worker that decodes alone, which reads less than a page."""
+    temperature: float = 1.0
+    repeats: int = 5
+    """Of each calibration."""
+    seed: int = 0
+    """Of arrivals, prompts and draws."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to serve."""
+        validation.at_least(self, "output_tokens", "max_slots", low=2)
+        validation.at_least(self, "repeats", "page_size")
+        least = max(self.page_size, self.max_slots)
+        validation.at_least(self, "token_budget", "decode_budget", low=least)
+        validation.at_least(self, "prompt_tokens", low=4 * self.page_size)
+        validation.ascending(self, "shares_served", low=0)
+        validation.above(self, "seconds", finite=True)
+
+    @property
+    def ask(self) -> Sampling:
+        """How answers are drawn."""
+        return Sampling(
+            temperature=self.temperature,
+            max_tokens=self.output_tokens,
+            ignore_eos=True,
+        )
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Of `Engine.load`; room for as many prompts more as run at once."""
+        length = self.prompt_tokens + self.output_tokens + 1
+        pages = -(-length // self.page_size)
+        return {
+            "max_length": length,
+            "max_slots": self.max_slots,
+            "page_size": self.page_size,
+            "num_pages": 2 * self.max_slots * pages,
+            "steps_per_call": 1,
+            "seed": self.seed,
+        }
+
+
+CONFIGS = {"real": Config()}
+
+
+class Loads(Table):
+    """Requests at a rate, served one way."""
+
+    way: Texts = column("what a worker does")
+    rate: Floats = column("requests a second", form="{:.1f}")
+    requests: Ints = column("that came")
+    first_s: Floats = column("median time to the first token", form=units.seconds)
+    first_p90_s: Floats = column("90 % are faster", form=units.seconds)
+    between_s: Floats = column("median time between tokens", form=units.seconds)
+    between_p90_s: Floats = column("90 % are faster", form=units.seconds)
+    said_first_s: Floats = column(
+        "median time to the first token, simulated", form=units.seconds
+    )
+    said_between_s: Floats = column(
+        "median time between tokens, simulated", form=units.seconds
+    )
+    sent_s: Floats = column(
+        "median time for pages to be copied out, sent and written", form=units.seconds
+    )
+
+
+class Costs(Table):
+    """What was calibrated: one worker, nothing else running."""
+
+    what: Texts = column("that was timed")
+    size: Ints = column("tokens of the prompt, or sequences at once")
+    seconds: Floats = column(
+        "median: to the first token, or between tokens", form=units.seconds
+    )
+
+
+class Result(Record):
+    """What was served."""
+
+    loads: Loads = column("a row for each rate and way")
+    costs: Costs = column("calibrated")
+    different: int = column("answers that are not the same both ways")
+    answers: int = column("that were compared")
+    page_bytes: float = column("bytes of a token that a worker sent")
+    formula_bytes: float = column("bytes of K and V of a token")
+
+
+class _Asked(NamedTuple):
+    """Requests at a rate."""
+
+    rate: float
+    requests: Requests
+    prompts: list[list[int]]
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Calibrates, then serves every load both ways; ended early, those done."""
+    folder = bundled.folder_of(config.model)
+    loaded = checkpoints.load_model(folder)
+    with _workers(config, folder, config.token_budget) as started:
+        progress.show("calibrating")
+        costs = asyncio.run(_calibrated(config, loaded, started))
+    machine, most = _machine(config, loaded.config, costs)
+    asked = [_asked(config, loaded, share * most) for share in config.shares_served]
+    rows, answers = [], {}
+    jobs = [(way, load) for way in WAYS for load in asked]
+    for way, load in progress.track(jobs, "loads", "serving"):
+        other = config.token_budget if way == WAYS[0] else config.decode_budget
+        with _workers(config, folder, config.token_budget, other) as started:
+            served = asyncio.run(_serve(config, way, load, started))
+        answers[way, load.rate] = served
+        rows.append((way, load.rate, len(served), *_measured(served)))
+    said = {(way, x.rate): _simulated(config, way, x, machine) for way, x in jobs}
+    sent_s = {
+        key: float(np.median([x.sent_s for x in served if x.sent_bytes] or [0.0]))
+        for key, served in answers.items()
+    }
+    pairs = [
+        (a.tokens, b.tokens)
+        for load in asked
+        if (WAYS[1], load.rate) in answers
+        for a, b in zip(*(answers[way, load.rate] for way in WAYS), strict=True)
+    ]
+    whole = config.prompt_tokens // config.page_size * config.page_size
+    sizes = [x.sent_bytes for each in answers.values() for x in each if x.sent_bytes]
+    return Result(
+        loads=Loads.of([(*row, *said[row[:2]], sent_s[row[:2]]) for row in rows]),
+        costs=Costs.of(costs),
+        different=sum(a != b for a, b in pairs),
+        answers=len(pairs),
+        page_bytes=float(np.median(sizes)) / whole if sizes else np.nan,
+        formula_bytes=machine.kv_bytes,
+    )
+
+
+@contextlib.contextmanager
+def _workers(config: Config, folder: Any, *budgets: int) -> Iterator[launch.Launched]:
+    """Starts a worker for each budget, on a core of its own."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = [[cores[i % len(cores)]] for i in range(len(budgets))] if cores else None
+    engines = [config.engine | {"token_budget": budget} for budget in budgets]
+    with launch.workers(folder, engines, cores=own) as started:
+        yield started
+
+
+async def _calibrated(
+    config: Config, loaded: Any, started: launch.Launched
+) -> list[tuple[str, int, float]]:
+    """Times prompts alone, and batches that decode."""
+    rng, names, rows = np.random.default_rng(config.seed + 1), itertools.count(), []
+    most = config.prompt_tokens
+    sizes = [most // 4, most // 2, most]
+    sizes = [x for x in sizes for _ in range(config.repeats + 1)]
+    batches = [x for x in BATCHES if x <= config.max_slots]
+    sizes += [most // 2] * (config.repeats * sum(batches))
+    # Drawn before: nothing else may keep this process busy.
+    ready = iter(_prompts(loaded, sizes, rng))
+    router = await Router.connect([], started.addresses, started.secret)
+
+    async def ask(output: int) -> Served:
+        ask = dataclasses.replace(config.ask, max_tokens=output)
+        return await router.answer(next(ready), ask, request_id=next(names))
+
+    for size in (most // 4, most // 2, most):
+        found = [await ask(1) for _ in range(config.repeats + 1)][1:]
+        took_s = float(np.median([x.first_token_s - x.arrival_s for x in found]))
+        rows.append(("a prompt", size, took_s))
+    for batch in batches:
+        paces = []
+        for _ in range(config.repeats):
+            both = (ask(config.output_tokens) for _ in range(batch))
+            paces += [_pace(x) for x in await asyncio.gather(*both)]
+        rows.append(("decoding", batch, float(np.median(paces))))
+    await router.close()
+    return rows
+
+
+def _prompts(
+    loaded: Any, sizes: list[int], rng: np.random.Generator
+) -> list[list[int]]:
+    """Cuts prompts from held-out text."""
+    drawn = [Sampling()] * len(sizes)
+    return [x.tokens for x in prompts.held_out(loaded.tokenizer, sizes, drawn, rng)]
+
+
+def _pace(served: Served) -> float:
+    """Seconds between tokens."""
+    return (served.finish_s - served.first_token_s) / (len(served.tokens) - 1)
+
+
+def _machine(
+    config: Config, model: Any, costs: Sequence[tuple[str, int, float]]
+) -> tuple[Machine, float]:
+    """A worker for the simulator; and requests a second that two can do."""
+
+    def line(what: str) -> np.ndarray:
+        """Seconds at none, and for each one more; neither below zero."""
+        size, seconds = np.array([x[1:] for x in costs if x[0] == what]).T
+        each, start = np.polyfit(size, seconds, 1)
+        return np.maximum([start, each], 0)
+
+    reads, decodes = line("a prompt"), line("decoding")
+    cost = cost_models.linear((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
+    # The simulated machines read prompts whole.
+    whole = config.prompt_tokens + config.max_slots
+    bounds = config.engine | {"token_budget": whole}
+    names = ("num_pages", "page_size", "max_length", "token_budget")
+    capacity = Capacity.of(**{name: bounds[name] for name in names})
+    size = serving.kv_bytes_per_token(from_model.describe(model), kv_bytes=4)
+    slots = config.max_slots
+    prompt_s = reads @ [1, config.prompt_tokens]
+    answer_s = config.output_tokens * (decodes @ [1, slots]) / slots
+    return Machine(cost, capacity, 1, float(size)), NUM_WORKERS / (prompt_s + answer_s)
+
+
+def _asked(config: Config, loaded: Any, rate: float) -> _Asked:
+    """Draws requests, the same ones for both ways."""
+    rng = np.random.default_rng(config.seed)
+    num = max(2, round(rate * config.seconds))
+    arrival_s = arrivals.poisson(rng, rate=rate, num=num)
+    tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
+    sizes = lengths.Lengths(
+        np.array([len(x) for x in tokens]), np.full(num, config.output_tokens)
+    )
+    return _Asked(rate, Requests(arrival_s, sizes), tokens)
+
+
+async def _serve(
+    config: Config, way: str, load: _Asked, started: launch.Launched
+) -> list[Served]:
+    """Sends the requests when they come."""
+    num_read = 0 if way == WAYS[0] else 1
+    router = await Router.connect(
+        started.addresses[:num_read], started.addresses[num_read:], started.secret
+    )
+    begun_s = router.now()
+
+    async def one(name: int, tokens: list[int], arrival_s: float) -> Served:
+        await asyncio.sleep(max(0.0, begun_s + arrival_s - router.now()))
+        return await router.answer(tokens, config.ask, request_id=name)
+
+    came = zip(load.prompts, load.requests.arrival_s.tolist(), strict=True)
+    tasks = [one(name, *each) for name, each in enumerate(came)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await router.close()
+
+
+def _measured(served: list[Served]) -> tuple[float, ...]:
+    """Medians and 90 % marks of times to the first token, and between tokens."""
+    first = [x.first_token_s - x.arrival_s for x in served]
+    between = [_pace(x) for x in served]
+    return tuple(
+        float(np.percentile(x, mark)) for x in (first, between) for mark in (50, 90)
+    )
+
+
+def _simulated(
+    config: Config, way: str, load: _Asked, machine: Machine
+) -> tuple[float, float]:
+    """Median time to the first token, and between tokens, by the simulator."""
+    until_s = 10 * config.seconds
+    slots: Any = {"max_slots": config.max_slots}
+    found: list[Answers]
+    if way == WAYS[0]:
+        turns = [
+            disaggregated.take(load.requests, slice(i, None, NUM_WORKERS))
+            for i in range(NUM_WORKERS)
+        ]
+        jobs = [Job(machine, "both", x) for x in turns]
+        found = disaggregated.serve(jobs, until_s, **slots)
+    else:
+        # A socket of this machine: what pages cost there is the workers' own time.
+        placement = Split(machine, machine, 1, 1, 1e9)
+        found = disaggregated.split([(placement, load.requests)], until_s, **slots)
+    first = np.concatenate([x.first_s - x.arrival_s for x in found])
+    pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in found]
+    return float(np.nanmedian(first)), float(np.nanmedian(np.concatenate(pace)))
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists every load, and what was calibrated."""
+    names = ("different", "answers", "page_bytes", "formula_bytes")
+    return {
+        **{name: getattr(result, name) for name in names},
+        "loads": result.loads.rows(),
+        "costs": result.costs.rows(),
+    }
+
+
+def summary(result: Result) -> list[Part]:
+    """Tables: loads, measured and simulated; what was calibrated."""
+    return [
+        result.loads.sheet(
+            "two workers, a core each",
+            note=f"{result.different} of {result.answers} answers differ between the "
+            "ways. Simulated: with costs calibrated on one worker alone.",
+        ),
+        result.costs.sheet("calibrated: a worker alone"),
+        Sheet(
+            "pages that were sent",
+            ("", "bytes of a token"),
+            [
+                ("by the workers, frames counted", f"{result.page_bytes:,.0f}"),
+                ("keys and values, by the formula", f"{result.formula_bytes:,.0f}"),
+            ],
+        ),
+    ]
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds the ways against each other, and the simulator against both."""
+    yield ours("served_same", result.different, num=f"{result.answers:,}")
+    yield ours("served_bytes", result.page_bytes, published=result.formula_bytes)
+    for row in result.loads.rows():
+        words: dict[str, Any] = {"way": row["way"], "rate": f"{row['rate']:.1f}"}
+        for name in ("first", "between"):
+            said = row[f"said_{name}_s"]
+            yield ours(f"served_{name}", row[f"{name}_s"], published=said, **words)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws times to the first token, and between tokens, by rate."""
+    left, right = axes
+    for color, way in enumerate(WAYS, 1):
+        mine = result.loads.where(way=way)
+        for ax, name in ((left, "first"), (right, "between")):
+            found = 1000 * getattr(mine, f"{name}_s")
+            most = 1000 * getattr(mine, f"{name}_p90_s")
+            said = 1000 * getattr(mine, f"said_{name}_s")
+            style.curve(ax, mine.rate, found, color, f"{way}, median", "o-")
+            style.curve(ax, mine.rate, most, color, f"{way}, 90 %", "^--")
+            style.curve(ax, mine.rate, said, color, f"{way}, simulated", "x:")
+    x = "requests a second"
+    style.titled(left, "to the first token", x, "time [ms]", yscale="log")
+    style.titled(right, "between tokens", x, "time [ms]")
+    style.plain_log(left.yaxis)
+    right.set_ylim(bottom=0)
+    left.legend(fontsize="x-small")
