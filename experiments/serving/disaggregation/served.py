@@ -14,7 +14,9 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +35,7 @@ from experiments.framework import (
     ours,
     units,
 )
-from experiments.harness import bundled, cost_models, prompts
+from experiments.harness import bundled, cost_models, model_shapes, prompts
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.disaggregation import Router, Served, launch
@@ -43,6 +45,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.simulation import disaggregated
 from jaxkv.simulation.disaggregated import Answers, Job, Machine, Requests, Split
 from jaxkv.simulation.state import Capacity
+from jaxkv.text.tokenizer import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths
 from scaling.costs import serving
 from scaling.shapes import from_model
@@ -61,7 +64,7 @@ class Config:
     """The requests, and the workers."""
 
     model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
+    """A folder, a bundled model, or one of `model_shapes.RANDOM`."""
     prompt_tokens: int = 448
     output_tokens: int = 48
     shares_served: tuple[float, ...] = (0.3, 0.5, 0.7)
@@ -115,7 +118,12 @@ class Config:
         }
 
 
-CONFIGS = {"real": Config()}
+CONFIGS = {
+    "real": Config(),
+    "large": Config(
+        model="random-135m", shares_served=(0.3, 0.6), seconds=60.0, repeats=2
+    ),
+}
 
 
 class Loads(Table):
@@ -170,7 +178,11 @@ class _Asked(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Calibrates, then serves every load both ways; ended early, those done."""
-    folder = bundled.folder_of(config.model)
+    with _folder(config.model) as folder:
+        return _serve_all(config, folder, progress)
+
+
+def _serve_all(config: Config, folder: Path, progress: Progress) -> Result:
     loaded = checkpoints.load_model(folder)
     with _workers(config, folder, config.token_budget) as started:
         progress.show("calibrating")
@@ -206,6 +218,20 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         page_bytes=float(np.median(sizes)) / whole if sizes else np.nan,
         formula_bytes=machine.kv_bytes,
     )
+
+
+@contextlib.contextmanager
+def _folder(model: str) -> Iterator[Path]:
+    """The folder of a model; of random weights one for the time being."""
+    if model not in model_shapes.RANDOM:
+        yield bundled.folder_of(model)
+        return
+    made = model_shapes.load(model, "float32")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / model
+        words = ByteTokenizer(made.config.vocab_size)
+        checkpoints.save_model(folder, made.config, made.params, tokenizer=words)
+        yield folder
 
 
 @contextlib.contextmanager

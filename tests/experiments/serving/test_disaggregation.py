@@ -1,11 +1,13 @@
 """Phases on GPUs of their own: what passes between them, what is chosen, queues."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from experiments.serving.disaggregation import runs, settings
+from experiments.serving.disaggregation import runs, served, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s, measure
 from experiments.serving.disaggregation.settings import Config, Instance
 from jaxkv.simulation import Received, costs, disaggregated
@@ -142,3 +144,23 @@ def test_claims_are_what_the_result_holds() -> None:
         ]
         apart = abs(queues.simulated_s[i] - waiting_s) / queues.waiting_s[i]
         assert said[off.format(machine)] == pytest.approx(100 * apart.max())
+
+
+@pytest.mark.thorough
+def test_workers_serve_what_the_simulator_foretells() -> None:
+    config = served.Config(
+        **{"model": "random-tiny", "prompt_tokens": 64, "output_tokens": 4},
+        **{"shares_served": (0.2,), "seconds": 0.5, "repeats": 1, "max_slots": 2},
+        token_budget=32,
+    )
+    result = served.run(config)
+    assert len(result.loads) == 2
+    assert result.answers == result.loads.requests[0] >= 2
+    assert result.different == 0
+    assert result.page_bytes == pytest.approx(result.formula_bytes, rel=0.5)
+    assert (result.loads.said_first_s > 0).all()
+    assert (result.loads.first_s > 0).all()
+    first, *_ = served.claims(result)
+    assert first.verdict == "holds"
+    off = dataclasses.replace(result, different=1)
+    assert "fails" in {claim.verdict for claim in served.claims(off)}
