@@ -6,7 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ def workers(
     engines: Sequence[Mapping[str, Any]],
     *,
     cores: Sequence[Sequence[int]] | None = None,
-) -> Iterator[Launched]:
+) -> Generator[Launched]:
     """Starts workers that serve a model's folder, and ends them.
 
     Args:

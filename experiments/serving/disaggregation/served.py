@@ -15,10 +15,11 @@ import dataclasses
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from experiments.framework import (
@@ -39,7 +40,7 @@ from experiments.harness import bundled, cost_models, model_shapes, prompts
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.disaggregation import Router, Served, launch
-from jaxkv.models import checkpoints
+from jaxkv.models import checkpoints, transformer
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.simulation import disaggregated
@@ -47,6 +48,7 @@ from jaxkv.simulation.disaggregated import Answers, Job, Machine, Requests, Spli
 from jaxkv.simulation.state import Capacity
 from jaxkv.text.tokenizer import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths
+from scaling.corpora import corpora
 from scaling.costs import serving
 from scaling.shapes import from_model
 
@@ -221,21 +223,23 @@ def _serve_all(config: Config, folder: Path, progress: Progress) -> Result:
 
 
 @contextlib.contextmanager
-def _folder(model: str) -> Iterator[Path]:
-    """The folder of a model; of random weights one for the time being."""
+def _folder(model: str) -> Generator[Path]:
+    """The folder of a model; of random weights, which read bytes, one for now."""
     if model not in model_shapes.RANDOM:
         yield bundled.folder_of(model)
         return
-    made = model_shapes.load(model, "float32")
+    words = ByteTokenizer(corpora.VOCAB_SIZE)
+    shape = model_shapes.RANDOM[model]
+    shape = dataclasses.replace(shape, vocab_size=words.vocab_size)
+    params = transformer.init_params(shape, jax.random.key(0))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / model
-        words = ByteTokenizer(made.config.vocab_size)
-        checkpoints.save_model(folder, made.config, made.params, tokenizer=words)
+        checkpoints.save_model(folder, shape, params, tokenizer=words)
         yield folder
 
 
 @contextlib.contextmanager
-def _workers(config: Config, folder: Any, *budgets: int) -> Iterator[launch.Launched]:
+def _workers(config: Config, folder: Any, *budgets: int) -> Generator[launch.Launched]:
     """Starts a worker for each budget, on a core of its own."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     own = [[cores[i % len(cores)]] for i in range(len(budgets))] if cores else None

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def wanted() -> list[list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def serving(*roles: int) -> AsyncIterator[tuple[Router, list[Any]]]:
+async def serving(*roles: int) -> AsyncGenerator[tuple[Router, list[Any]]]:
     """A router and its workers in this process: so many that read, that answer."""
     async with contextlib.AsyncExitStack() as stack:
         addresses, stops = [], []
