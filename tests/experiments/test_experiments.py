@@ -140,6 +140,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"families": ("mamba",)}, "mamba"),
         ({"batch": 1}, "batch=1"),
     ],
+    "long_context": [
+        ({"layouts": ()}, "must be 1 or more"),
+        ({"layouts": ("dp=2",)}, "dp=2 divides batches"),
+        ({"layouts": ("ring=3",)}, "ring=3 must divide"),
+        ({"sequences": (2048, 1024)}, "must be ascending"),
+    ],
     "parallelism": [
         ({"model": "gpt-5"}, "gpt-5"),
         ({"sequence": 256}, "sequence=256"),

@@ -11,10 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.framework import (
     Floats,
@@ -29,19 +26,17 @@ from experiments.framework import (
     ours,
 )
 from experiments.framework.table import shown
+from experiments.harness import divided_steps
 from experiments.plotting import style
 from jaxkv import validation
-from jaxkv.models import ModelConfig, transformer
-from jaxkv.parallel import collectives
+from jaxkv.models import ModelConfig
 from jaxkv.progress import QUIET, Progress
 from scaling.costs import flops, memory, parallelism, traffic
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model, published
-from scaling.training import StepConfig, meshes, parallel
+from scaling.training import meshes
 
 BOOK = beside(__file__)
-NUMBER_BYTES = 4
-"""Of activations, weights and gradients: float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +139,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     rows, parts = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parallelism.parse(words)
-        one, two = (_counted(config, layout, num) for num in (1, 2))
+        sizes = {"batch": config.batch, "sequence": config.sequence}
+        one, two = (
+            divided_steps.counted(config.shape(num), layout, **sizes)[:3]
+            for num in (1, 2)
+        )
         whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
         formulas, sent = _formulas(config, layout, num_layers)
         told = [x for pair in zip(formulas, whole, strict=True) for x in pair]
@@ -158,31 +157,6 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(Ways.of(rows), Parts.of(parts), num_layers, config.model)
 
 
-def _counted(
-    config: Config, layout: Layout, num_layers: int
-) -> tuple[float, float, float]:
-    """Parameters, bytes sent and operations of a device, by the compiled program."""
-    shape, mesh = config.shape(num_layers), meshes.make_mesh(layout)
-    whole = transformer.param_shapes(shape)
-    params = jax.tree.map(
-        lambda spec, x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-        ),
-        *(meshes.specs(shape, layout, mesh, whole), whole),
-    )
-    windows = jax.ShapeDtypeStruct(
-        (config.batch, config.sequence + 1),
-        jnp.int32,
-        sharding=NamedSharding(mesh, PartitionSpec()),
-    )
-    gradient = parallel.gradient(shape, StepConfig(layout=layout))
-    program: Any = jax.jit(gradient).lower(params, windows).compile()
-    given = program.memory_analysis().argument_size_in_bytes - 4 * windows.size
-    found = collectives.collectives(str(program.as_text()))
-    sent = sum(each.sent(rank=1) for each in found)
-    return given / NUMBER_BYTES, sent, float(program.cost_analysis()["flops"])
-
-
 def _formulas(
     config: Config, layout: Layout, num_layers: int
 ) -> tuple[tuple[float, float, float], tuple[traffic.Traffic, ...]]:
@@ -192,8 +166,8 @@ def _formulas(
         *(shape, layout),
         batch=config.batch // layout.data,
         sequence=config.sequence,
-        number_bytes=NUMBER_BYTES,
-        gradient_bytes=NUMBER_BYTES,
+        number_bytes=divided_steps.NUMBER_BYTES,
+        gradient_bytes=divided_steps.NUMBER_BYTES,
     )
     step = flops.training(shape, batch=config.batch, sequence=config.sequence)
     held = float(sum(memory.most_held(shape, layout)))

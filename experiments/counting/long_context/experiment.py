@@ -1,0 +1,173 @@
+"""How do memory and communication grow with a sequence that several devices divide?
+
+The gradient of a training step of one long sequence, by Ulysses, by a ring, by both and
+by one device, compiled from shapes alone for devices that a CPU plays: what a device
+keeps at once, and what it sends for attention. Of two layers of the model: the rest
+does not depend on the sequence.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+)
+from experiments.harness import divided_steps
+from experiments.plotting import style
+from jaxkv import validation
+from jaxkv.models import ModelConfig
+from jaxkv.progress import QUIET, Progress
+from scaling.costs import parallelism, traffic
+from scaling.shapes import from_model
+from scaling.training import meshes
+
+BOOK = beside(__file__)
+PANELS = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A model's layers, sequences, and ways to divide them."""
+
+    hidden_size: int = 1024
+    num_q_heads: int = 16
+    num_kv_heads: int = 8
+    mlp_size: int = 2816
+    vocab_size: int = 257
+    """Bytes: that the logits' memory does not hide the rest."""
+    num_layers: int = 2
+    sequences: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    """Tokens, ascending."""
+    layouts: tuple[str, ...] = ("", "ulysses=8", "ring=8", "ring=4,ulysses=2")
+    """As `jaxkv cost` takes them; of one sequence, so without dp."""
+
+    def __post_init__(self) -> None:
+        """Refuses what does not divide."""
+        validation.ascending(self, "sequences", low=2)
+        if not self.layouts:
+            raise ValueError(f"{self.layouts=} must be 1 or more")
+        for words in self.layouts:
+            layout = parallelism.parse(words)
+            if layout.data > 1:
+                raise ValueError(f"{words} divides batches, and there is one sequence")
+            for sequence in self.sequences:
+                meshes.check(self.shape, layout, sequence_length=sequence)
+
+    @property
+    def mesh_devices(self) -> int:
+        """As many as a layout asks for at most; a CPU is to count as so many."""
+        return max(parallelism.parse(words).num_devices for words in self.layouts)
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The model."""
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.hidden_size // self.num_q_heads,
+            mlp_size=self.mlp_size,
+            max_positions=max(self.sequences),
+        )
+
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(
+        **{"hidden_size": 32, "num_q_heads": 4, "num_kv_heads": 2, "mlp_size": 48},
+        **{"num_layers": 1, "sequences": (64, 128), "layouts": ("", "ulysses=2")},
+    ),
+}
+
+
+class Ways(Table):
+    """Sequences and ways to divide them, a row each; all of one device."""
+
+    layout: Texts = column("as `jaxkv cost` takes it, or one device")
+    sequence: Ints = column("tokens", form="{:,}")
+    kept_bytes: Floats = column(
+        "that it keeps at once beside parameters and gradients", heading="kept"
+    )
+    attention_bytes: Floats = column(
+        "that it sends for attention, by the formulas", heading="for attention"
+    )
+    sent_bytes: Floats = column("that it sends in all, by the formulas", heading="sent")
+    found_bytes: Floats = column("by the programs' collectives", heading="found")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Ways:
+    """Compiles every layout for every sequence; ended early, those done."""
+    jobs = [(words, size) for words in config.layouts for size in config.sequences]
+    rows = []
+    for words, size in progress.track(jobs, "programs", "compiling"):
+        layout = parallelism.parse(words)
+        found = divided_steps.counted(config.shape, layout, batch=1, sequence=size)
+        sent = traffic.training(
+            *(from_model.describe(config.shape), layout),
+            sequence=size,
+            number_bytes=divided_steps.NUMBER_BYTES,
+            gradient_bytes=divided_steps.NUMBER_BYTES,
+        )
+        both = [(x.scheme, x.forward + x.backward) for x in sent]
+        own = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
+        total = sum(x for _, x in both)
+        name = words or "one device"
+        rows.append((name, size, found.kept_bytes, own, total, found.sent_bytes))
+    return Ways.of(rows)
+
+
+def metrics(result: Ways) -> dict[str, Any]:
+    """Lists all of them, a row each."""
+    return {"ways": result.rows()}
+
+
+def summary(result: Ways) -> list[Part]:
+    """A table: what a device keeps and sends."""
+    return [
+        result.sheet(
+            "a device's part of a training step of one sequence",
+            note="Kept: by XLA's plan of the program's memory. What is sent beside "
+            "attention are gradients of weights, whatever the sequence.",
+        )
+    ]
+
+
+@BOOK.judges
+def claims(result: Ways) -> Iterator[Ours]:
+    """Holds the formulas against the programs."""
+    for row in result.rows():
+        words = {name: row[name] for name in ("layout", "sequence")}
+        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
+
+
+def plot(axes: Any, result: Ways) -> None:
+    """Draws what a device keeps, and what it sends for attention, by tokens."""
+    left, right = axes
+    for color, name in enumerate(dict.fromkeys(result.layout), 1):
+        mine = result.where(layout=name)
+        style.curve(left, mine.sequence, mine.kept_bytes / 1e9, color, name, "o-")
+        if mine.attention_bytes.any():
+            sent = mine.attention_bytes / 1e9
+            style.curve(right, mine.sequence, sent, color, name, "o-")
+    log: Any = {"xscale": "log", "yscale": "log"}
+    title = "kept beside parameters and gradients"
+    style.titled(left, title, "tokens of a sequence", "of a device [GB]", **log)
+    title = "sent for attention, forward and backward"
+    style.titled(right, title, "tokens of a sequence", "by a device [GB]", **log)
+    for ax in axes:
+        ax.set_xticks(list(result.distinct("sequence")))
+        ax.set_xticks([], minor=True)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+        style.plain_log(ax.yaxis)
+        ax.legend()
