@@ -217,6 +217,7 @@ def _forward(
             return state._replace(out=state.out + part)
 
         state = online_softmax.start((*lead, sizes.rows), head_dim, q.dtype)
+        state = jax.tree.map(lambda x: devices.varying_like(x, *padded), state)
         state = lax.fori_loop(*_columns(index, sizes), column, state)
         return online_softmax.finish(state, None, q.dtype)
 
@@ -268,14 +269,13 @@ def _backward(
             part += lax.dynamic_slice_in_dim(d_q, at, sizes.rows, axis=3)
             return lax.dynamic_update_slice_in_dim(d_q, part, at, axis=3), d_k, d_v
 
-        zero = jnp.zeros(keys.shape, wide)
+        zero = devices.varying_like(jnp.zeros(keys.shape, wide), q, k, v, d_out)
         d_q, d_k, d_v = lax.fori_loop(*_rows(other, sizes), row, (d_q, zero, zero))
         return d_q, (d_k, d_v)
 
     num = k.shape[2] // sizes.tile
-    d_q, (d_k, d_v) = lax.scan(
-        column, jnp.zeros(q.shape, wide), jnp.arange(num, dtype=jnp.int32)
-    )
+    zeros = devices.varying_like(jnp.zeros(q.shape, wide), q, k, v, d_out)
+    d_q, (d_k, d_v) = lax.scan(column, zeros, jnp.arange(num, dtype=jnp.int32))
     d_k, d_v = (_joined(x, 2)[:, :, : sizes.num_keys] for x in (d_k, d_v))
     d_q = d_q[:, :, :, : sizes.num_queries]
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)

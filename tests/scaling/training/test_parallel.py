@@ -48,13 +48,13 @@ THOROUGH = ("tp=2,sp,ring=2,dp=2", "ulysses=8")
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
-def check(layout: str, **fields: Any) -> None:
+def check(layout: str, windows: np.ndarray = WINDOWS, **fields: Any) -> None:
     """Loss, gradient and bytes of a layout."""
     config = dataclasses.replace(MODEL, **fields)
     divided = parallelism.parse(layout)
-    meshes.check(config, divided, sequence_length=SEQ)
+    meshes.check(config, divided, sequence_length=windows.shape[1] - 1)
     params = transformer.init_params(config, jax.random.key(0))
-    windows = jnp.asarray(WINDOWS)
+    windows = jnp.asarray(windows)
     placed = meshes.place(config, divided, params)
     run = jax.jit(parallel.gradient(config, StepConfig(layout=divided)))
     program = run.lower(placed, windows).compile()
@@ -118,6 +118,24 @@ def test_every_layout_gives_the_gradient_of_one_device(layout: str) -> None:
 )
 def test_other_families_too(name: str, layout: str) -> None:
     check(layout, **OTHERS[name])
+
+
+LONG = np.random.default_rng(0).integers(0, 61, (2, 513), np.int32)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("ulysses=2", "ring=2"),
+        pytest.param("dp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2,sp", marks=pytest.mark.slow),
+        pytest.param("ring=2,ulysses=2,dp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_of_several_tiles_too(layout: str) -> None:
+    """Attention goes in loops then, whose carries must be typed for the mesh."""
+    check(layout, LONG, num_layers=1, max_positions=512)
 
 
 @pytest.mark.parametrize(
