@@ -441,6 +441,8 @@ def plot(axes: Any, result: Result) -> None:
     x = "requests a second"
     style.titled(left, "to the first token", x, "time [ms]", yscale="log")
     style.titled(right, "between tokens", x, "time [ms]")
-    style.plain_log(left.yaxis)
     right.set_ylim(bottom=0)
-    left.legend(fontsize="x-small")
+    low, high = left.get_ylim()
+    left.set_ylim(low, high * (high / low) ** 0.5)  # room for the legend
+    style.wide_log(left.yaxis)
+    left.legend(fontsize="x-small", loc="upper left", ncols=2)
