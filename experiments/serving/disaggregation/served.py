@@ -421,9 +421,8 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("served_bytes", result.page_bytes, published=result.formula_bytes)
     for row in result.loads.rows():
         words: dict[str, Any] = {"way": row["way"], "rate": f"{row['rate']:.1f}"}
-        for name in ("first", "between"):
-            said = row[f"said_{name}_s"]
-            yield ours(f"served_{name}", row[f"{name}_s"], published=said, **words)
+        for id, name in (("served_first", "first_s"), ("served_between", "between_s")):
+            yield ours(id, row[name], published=row[f"said_{name}"], **words)
 
 
 def plot(axes: Any, result: Result) -> None:
