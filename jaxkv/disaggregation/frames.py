@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+VERSION = 1
+"""Of what frames say; it rises when workers of before would misunderstand."""
 MAX_HEADER = 1 << 24
 """Bytes of a header at most."""
 MAX_ARRAYS = 1 << 36

@@ -176,7 +176,14 @@ class Router:
                     mine.append(peer := Peer(address, connection))
                     await peer.begin()
             told = [peer.described for peer in (*router.prefill, *router.decode)]
-            for name in ("model", "page_size", "kv_dtype", "max_length", "seed"):
+            for name in (
+                "version",
+                "model",
+                "page_size",
+                "kv_dtype",
+                "max_length",
+                "seed",
+            ):
                 if len(values := {str(each.get(name)) for each in told}) > 1:
                     raise ValueError(f"workers must have one {name}: {sorted(values)}")
         except BaseException:

@@ -120,11 +120,16 @@ class Worker:
                 task.cancel()
             await connection.close()
 
+    @property
+    def _fits(self) -> dict[str, Any]:
+        """What pages must be of."""
+        return {"model": self._model, "version": frames.VERSION}
+
     def _described(self) -> dict[str, Any]:
         config = self._engine.config
         return {
+            **self._fits,
             "kind": "hello",
-            "model": self._model,
             "page_size": config.page_size,
             "max_length": config.max_length,
             "kv_dtype": config.kv_dtype,
@@ -173,7 +178,7 @@ class Worker:
         try:
             await other.receive()
             num_bytes = await other.send(
-                {"kind": "pages", "id": 0, "tokens": tokens, "salt": salt},
+                self._fits | {"kind": "pages", "id": 0, "tokens": tokens, "salt": salt},
                 jax.tree.leaves(pages),
             )
             reply = (await other.receive()).words
@@ -189,6 +194,11 @@ class Worker:
     async def _bring(self, connection: Connection, message: Message) -> None:
         """Takes pages into the prefix cache; the engine goes on meanwhile."""
         words = message.words
+        for name, mine in self._fits.items():
+            if words.get(name) != mine:
+                raise ValueError(
+                    f"pages of {name}={words.get(name)!r} must be {mine!r}"
+                )
         pages = jax.tree.unflatten(self._structure, message.arrays)
         num = await asyncio.to_thread(
             self._engine.bring_prefix, words["tokens"], pages, salt=words["salt"]

@@ -11,7 +11,15 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.disaggregation import Lost, Router, Served, launch, router, worker
+from jaxkv.disaggregation import (
+    Lost,
+    Router,
+    Served,
+    frames,
+    launch,
+    router,
+    worker,
+)
 from jaxkv.disaggregation.frames import Connection
 from jaxkv.disaggregation.worker import Worker
 from tests.support import engines
@@ -141,6 +149,26 @@ def test_an_engine_that_fails_ends_its_worker() -> None:
             served = await ask_all(found)
             assert [each.tokens for each in served] == wanted()
             assert [peer.is_lost for peer in found.decode] == [True, False]
+
+    asyncio.run(both())
+
+
+def test_pages_of_another_model_or_version_are_refused() -> None:
+    async def both() -> None:
+        one = Worker(make_engine(), SECRET, model="ours")
+        async with await one.serve() as server:
+            host, port = server.sockets[0].getsockname()[:2]
+            connection = await frames.connect(host, port, SECRET)
+            hello = (await connection.receive()).words
+            assert (hello["model"], hello["version"]) == ("ours", frames.VERSION)
+            sent = {"kind": "pages", "id": 0, "tokens": [1], "salt": 0}
+            for name, wrong in (("model", "theirs"), ("version", 0)):
+                await connection.send(sent | hello | {name: wrong, "kind": "pages"})
+                reply = (await connection.receive()).words
+                assert reply["kind"] == "refused"
+                assert reply["why"].startswith(f"pages of {name}={wrong!r} must be ")
+            await connection.close()
+        one.close()
 
     asyncio.run(both())
 

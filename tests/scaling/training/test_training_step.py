@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.parallel import collectives
 from scaling.corpora import corpora
-from scaling.costs import parallelism
+from scaling.costs import parallelism, traffic
+from scaling.shapes import from_model
 from scaling.training import architectures, meshes, objectives, parallel
 from scaling.training import step as training_step
 from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
@@ -191,6 +193,28 @@ def test_a_mesh_trains_as_one_device(
             stages = 1 if "layers" in jax.tree_util.keystr(path) else divided.pipeline
             fair += x.size * stages / divided.num_devices
         assert fair <= held < 1.1 * fair
+
+
+@pytest.mark.thorough
+def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
+    """With AdamW, number by number; Muon needs whole matrices, so it sends more."""
+    model = dataclasses.replace(MODEL, max_positions=16)
+    layout = parallelism.parse("dp=4", zero=1)
+    optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
+    state = training_step.place(init(model, optimizer, seed), model, layout)
+    call = training_step.compiled(model, optimizer, 4, 16, StepConfig(layout=layout))
+    given = state, jnp.asarray(TEXT), Schedule.constant(1e-3), seed, jnp.int32(1)
+    found = collectives.collectives(str(call.lower(*given).compile().as_text()))
+    formula = traffic.training(
+        *(from_model.describe(model), layout),
+        batch=1,
+        sequence=16,
+        number_bytes=4,
+        gradient_bytes=4,
+    )
+    wanted = sum(each.forward + each.backward for each in formula)
+    # (The loop over steps has a trip count that is data: its body counts once.)
+    assert sum(each._replace(trips=1).sent(rank=1) for each in found) == wanted
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
