@@ -13,21 +13,20 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import validation
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, step
-from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
+from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import Sequences, init
-from jaxkv.memory import Eviction, Pages, Prefix, invariants
+from jaxkv.memory import Eviction, Pages, invariants
 from jaxkv.models import interface as models_interface
 from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
@@ -37,7 +36,9 @@ from jaxkv.serving import (
     host_swap,
     interrupts,
     outputs,
+    prefixes,
     programs,
+    refusals,
     tuning,
 )
 from jaxkv.serving.outputs import Completion, Event
@@ -119,18 +120,14 @@ class Engine:
             fit the configuration, the end tokens do not fit `max_stop_tokens`, or
             `host_pages` is below 0.
         """
-        _check_parts(config, pages, forward, policy, eviction, logits_fn, speculation)
+        refusals.check_parts(
+            config, pages, forward, policy, eviction, logits_fn, speculation
+        )
         if host_pages is None:
             host_pages = config.num_pages
         host_pages = validation.integer("host_pages", host_pages)
         keep_trace = validation.boolean("keep_trace", keep_trace)
-        if eos_ids is None:
-            eos_ids = () if tokenizer is None else tokenizer.eos_ids
-        eos_ids = validation.tokens("eos_ids", eos_ids).tolist()
-        if len(eos_ids) > config.max_stop_tokens:
-            raise ValueError(
-                f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}"
-            )
+        ends = refusals.end_tokens(eos_ids, tokenizer, config)
         self.params, self.config, self.tokenizer = params, config, tokenizer
         self.policy = fcfs.fcfs() if policy is None else policy
         self.trace: list[step.StepInfo] = []
@@ -144,7 +141,7 @@ class Engine:
             "speculation": speculation,
         }
         self._eviction = eviction
-        self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
+        self._eos_ids, self._vocab_size = ends, vocab_size
         memory = None if speculation is None else speculation.drafter.init(config)
         state = init(config, pages, memory)
         self._programs, self._state = _programs(params, state, mesh)
@@ -309,7 +306,7 @@ class Engine:
         if arrival_s is not None:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if request_id is not None:
-            request_id = outputs.request_name("request_id", request_id)
+            request_id = refusals.request_name("request_id", request_id)
         else:
             request_id = self._next_id()
         self._add([self._record(request_id, tokens, ask, arrival_s)])
@@ -328,7 +325,7 @@ class Engine:
         Raises:
           ValueError: there is no prefix cache, or there are too many tokens.
         """
-        prefix = self._prefix(tokens, salt)
+        prefix = prefixes.of_tokens(tokens, salt, self.config)
         with self._lock:
             self._refuse_if_lost()
             found, num = self._programs.take_out(self._state, prefix)
@@ -351,24 +348,10 @@ class Engine:
         Raises:
           ValueError: there is no prefix cache, or the arrays do not fit this engine's.
         """
-        prefix, mine = self._prefix(tokens, salt), self._state.pages
-        num = {leaf.shape[1] for leaf in jax.tree.leaves(pages)}
-        fits = len(num) == 1 and jax.tree.structure(pages) == jax.tree.structure(mine)
-        most = int(prefix.num_pages)
-        if not fits or not 0 <= (count := num.pop()) <= most:
-            raise ValueError(f"pages must be those of at most {most} pages")
-        width = self.config.max_pages_per_slot - count
-
-        def fill(own: Any, sent: Any) -> np.ndarray:
-            wanted = (own.shape[0], count, *own.shape[2:])
-            if sent.shape != wanted or sent.dtype != own.dtype:
-                raise ValueError(
-                    f"pages of {sent.dtype} {sent.shape} must be {own.dtype} {wanted}"
-                )
-            return np.pad(sent, [(0, 0), (0, width), *[(0, 0)] * (own.ndim - 2)])
-
-        whole = jax.tree.map(fill, mine, pages)
-        prefix = prefix._replace(num_pages=jnp.int32(count))
+        prefix, whole = prefixes.padded(
+            prefixes.of_tokens(tokens, salt, self.config),
+            *(pages, self._state.pages, self.config),
+        )
         with self._lock, interrupts.signals():
             self._refuse_if_lost()
             with self._all_or_lost():
@@ -377,27 +360,13 @@ class Engine:
                 )
         return int(cached)
 
-    def _prefix(self, tokens: Sequence[int], salt: int) -> Prefix:
-        """The full pages of tokens, for the programs."""
-        config = self.config
-        if not config.prefix_cache:
-            raise ValueError(f"{config.prefix_cache=} must be True")
-        own = validation.tokens("tokens", tokens)
-        if len(own) > config.max_length:
-            raise ValueError(f"{len(own)=} must be at most {config.max_length=}")
-        # The last token is always fed.
-        num_pages = max(len(own) - 1, 0) // config.page_size
-        padded = np.zeros(config.max_length, np.int32)
-        padded[: len(own)] = own
-        return Prefix(jnp.asarray(padded), jnp.int32(num_pages), jnp.uint32(salt))
-
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored.
 
         Raises:
           ValueError: it is no name, which is a whole number in [0, 2**31).
         """
-        name = outputs.request_name("request_id", request_id)
+        name = refusals.request_name("request_id", request_id)
         with self._lock, interrupts.signals():
             self._ledger.cancel(name, self.now())
 
@@ -421,7 +390,7 @@ class Engine:
         Raises:
           ValueError: a request cannot be served; none is then submitted.
         """
-        asks, encoded = _one_each(prompts, sampling), []
+        asks, encoded = refusals.one_each(prompts, sampling), []
         for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
             try:
                 encoded.append(self._checked(prompt, ask))
@@ -633,7 +602,7 @@ class Engine:
                 raise ValueError("there is no tokenizer; give token ids, not text")
             tokens = self.tokenizer.encode(prompt)
         ignores = isinstance(ask, Sampling) and ask.ignore_eos
-        return outputs.check(
+        return refusals.check(
             *(tokens, ask),
             config=self.config,
             num_eos=0 if ignores else len(self._eos_ids),
@@ -641,40 +610,6 @@ class Engine:
             has_text=self.tokenizer is not None,
             has_logits_fn=self._static["logits_fn"] is not None,
         )
-
-
-def _check_parts(
-    config: object,
-    pages: object,
-    forward: object,
-    policy: object,
-    eviction: object,
-    logits_fn: object,
-    speculation: object,
-) -> None:
-    """Refuses parts of an engine that are something else."""
-    for name, value, kinds in (
-        ("config", config, (EngineConfig,)),
-        ("pages", pages, (Pages,)),
-        ("forward", forward, (models_interface.Forward,)),
-        ("policy", policy, (scheduling_interface.Policy, type(None))),
-        ("eviction", eviction, (Eviction, type(None))),
-        ("logits_fn", logits_fn, (Callable, type(None))),
-        ("speculation", speculation, (Speculation, type(None))),
-    ):
-        # A class has the methods of its objects, and is none of them.
-        if not isinstance(value, kinds) or isinstance(value, type):
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            wanted = wanted.replace("NoneType", "None")
-            raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
-    assert isinstance(config, EngineConfig)
-    if (speculation is None) != (config.max_drafts == 0):
-        raise ValueError(
-            f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
-        )
-    grows = isinstance(speculation, Speculation) and speculation.drafter.width > 1
-    if grows and config.numerics == "reproducible":
-        raise ValueError(REPRODUCIBLE_TREES)
 
 
 def _programs(
@@ -691,29 +626,3 @@ def _programs(
     divided = layout.state_specs(state)
     state = layout.place(state, divided, mesh)
     return programs.on_mesh(programs.divided(mesh, specs, divided)), state
-
-
-def _one_each(prompts: object, sampling: object) -> list[Any]:
-    """A sampling for each prompt, after it was checked that there are several of both.
-
-    Raises:
-      ValueError: one prompt, or something else, stands where a list is meant.
-    """
-    if isinstance(prompts, str | bytes):
-        raise ValueError(
-            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
-            "single one, [prompt]"
-        )
-    is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
-    if not is_table and not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
-    if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * len(prompts)
-    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
-        raise ValueError(
-            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
-            "one for each prompt"
-        )
-    if len(sampling) != len(prompts):
-        raise ValueError(f"{len(sampling)=} samplings must be {len(prompts)=}")
-    return list(sampling)
