@@ -3,7 +3,7 @@
 `Engine` owns a state and three compiled programs. In every turn it hands over waiting
 requests, dispatches the next steps, and only then reads what the last ones emitted: the
 device never waits for Python. It never looks into the state either; what it must know,
-its ledger counts.
+its tracker counts.
 """
 
 import collections
@@ -42,7 +42,7 @@ from jaxkv.serving import (
     tuning,
 )
 from jaxkv.serving.outputs import Completion, Event
-from jaxkv.serving.request_tracker import Ledger
+from jaxkv.serving.request_tracker import RequestTracker
 from jaxkv.serving.requests import Part, Record
 
 _IDLE_S = 0.01
@@ -148,7 +148,7 @@ class Engine:
         self._host = host_swap.HostSpace(host_pages, self._programs.move)
         self._started = time.perf_counter()
         self._ids = itertools.count()
-        self._ledger = Ledger(config)
+        self._tracker = RequestTracker(config)
         self._unread: collections.deque[_Call] = collections.deque()
         self._num_steps = 0  # read so far
         # Never held while the device is waited for, nor by a stream that was left.
@@ -248,7 +248,7 @@ class Engine:
             have no room for the calls.
         """
         config, clock = self.config, from_seconds(0.0)
-        if self._ledger.records or self._unread:
+        if self._tracker.records or self._unread:
             raise ValueError("an engine must be idle to be tuned")
         plan = tuning.plan(self._state, config, context)
 
@@ -368,7 +368,7 @@ class Engine:
         """
         name = refusals.request_name("request_id", request_id)
         with self._lock, interrupts.signals():
-            self._ledger.cancel(name, self.now())
+            self._tracker.cancel(name, self.now())
 
     def generate(
         self,
@@ -404,7 +404,7 @@ class Engine:
             self._add(records)
             while not all(record.completion for record in records):
                 self._turn()
-            while self._unread and not self._ledger.has_work(self.now()):
+            while self._unread and not self._tracker.has_work(self.now()):
                 self._turn()  # nobody needs what is under way: leave nothing
         except BaseException:
             self._withdraw(records)
@@ -416,17 +416,17 @@ class Engine:
 
         A stream may be left at any event; the next one goes on with the event after.
         """
-        ledger = self._ledger
-        while ledger.events or ledger.records or self._unread:
+        tracker = self._tracker
+        while tracker.events or tracker.records or self._unread:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 # One step of the interpreter takes an event and hands it out: no signal
                 # comes between the two.
                 while True:
-                    yield from map(collections.deque.popleft, [ledger.events])
+                    yield from map(collections.deque.popleft, [tracker.events])
             self._turn()
 
     def _next_id(self) -> int:
-        return next(name for name in self._ids if name not in self._ledger.records)
+        return next(name for name in self._ids if name not in self._tracker.records)
 
     def _record(
         self,
@@ -456,29 +456,29 @@ class Engine:
         with self._lock, interrupts.signals():
             self._refuse_if_lost()
             for record in records:
-                self._ledger.add(record)
+                self._tracker.add(record)
 
     def _withdraw(self, records: Sequence[Record]) -> None:
         """Cancels those of the requests that were taken and are not complete."""
         with self._lock, interrupts.signals():
             for record in records:
-                if self._ledger.records.get(record.request_id) is record:
-                    self._ledger.cancel(record.request_id, self.now())
+                if self._tracker.records.get(record.request_id) is record:
+                    self._tracker.cancel(record.request_id, self.now())
 
     def _turn(self) -> None:
         """Starts the next steps if there is work, and reads those before."""
-        ledger, call = self._ledger, None
+        tracker, call = self._tracker, None
         with self._lock:
             self._refuse_if_lost()
-            if ledger.withdrawn:
+            if tracker.withdrawn:
                 with interrupts.signals():
-                    ledger.tell_withdrawn()
-            if ledger.has_work(self.now()) and len(self._unread) < 2:
+                    tracker.tell_withdrawn()
+            if tracker.has_work(self.now()) and len(self._unread) < 2:
                 self._dispatch()
             # One call is always under way while the one before is read.
-            if len(self._unread) > ledger.has_work(self.now()):
+            if len(self._unread) > tracker.has_work(self.now()):
                 call = self._unread[0]
-            wait_s = 0.0 if self._unread else ledger.next_arrival_s() - self.now()
+            wait_s = 0.0 if self._unread else tracker.next_arrival_s() - self.now()
         if call is not None:
             self._read(call)
         elif 0 < wait_s < math.inf:
@@ -494,24 +494,24 @@ class Engine:
             self._host.compile(self._state)
             with interrupts.signals(), self._all_or_lost():
                 self._state, self._asked = self._host.exchange(self._state), False
-        ledger, config = self._ledger, self.config
+        tracker, config = self._tracker, self.config
         with interrupts.signals():
-            batch = ledger.next_batch(self.now())
+            batch = tracker.next_batch(self.now())
             requests = self._requests(batch) if batch else None
             with self._all_or_lost():
                 if requests is not None:
                     self._state, _ = self._programs.submit(
                         self._state, requests, config=config
                     )
-                    ledger.hand_over(batch)
+                    tracker.hand_over(batch)
                 clock = from_seconds(self.now())
                 self._state, info = self._programs.run_steps(
                     self.params, self._state, clock, **self._rules(), **self._static
                 )
                 self._unread.append(call := _Call(info=info))
                 if self._keep_trace:
-                    call.num_pending = ledger.num_pending(self.now())
-                if (named := ledger.next_cancels()) is not None:
+                    call.num_pending = tracker.num_pending(self.now())
+                if (named := tracker.next_cancels()) is not None:
                     names, samples = named[:, 0], named[:, 1]
                     args = (self._state, names, samples, self._eviction)
                     self._state, call.drained = self._programs.drain(*args)
@@ -573,9 +573,9 @@ class Engine:
             if self._keep_trace:
                 waiting = info.num_waiting + call.num_pending
                 self.trace.append(info._replace(num_waiting=waiting))
-            self._ledger.read(info, self.now())
+            self._tracker.read(info, self.now())
             if call.drained is not None:
-                self._ledger.collect(call.drained, self.now())
+                self._tracker.collect(call.drained, self.now())
             self._unread.popleft()
 
     @contextlib.contextmanager

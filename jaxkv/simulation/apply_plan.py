@@ -292,8 +292,8 @@ def grant(
     )
 
 
-def give_back(line: Line, granted: Granted) -> Line:
-    """Gives back what was reserved for drafts that were turned down."""
+def release_drafts(line: Line, granted: Granted) -> Line:
+    """Releases what was reserved for drafts that were turned down."""
     if granted.num_drafts is None:
         return line
     places = jnp.maximum(granted.kept, line.length)

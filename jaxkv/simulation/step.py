@@ -5,9 +5,9 @@ counted, and a cost model says how long each step takes. What happens is the sam
 for step, as long as sequences end at their limits. All of it is one pure function of
 arrays, so `vmap` sweeps rates, seeds, sizes of the pool and parameters of policies.
 
-Sequences of one request share pages as in `forking` and `tables`: those that the prompt
-has filled, and a partial one until they write. Who was preempted by recomputation has
-only the prompt in common with the others.
+Sequences of one request share pages as the engine's do (`engine/groups`): those that
+the prompt has filled, and a partial one until they write. Who was preempted by
+recomputation has only the prompt in common with the others.
 """
 
 from typing import NamedTuple
@@ -158,7 +158,7 @@ def _step(
         speculates=acceptance is not None,
     )
     behind = _Behind(state.num_taken, state.num_done + w.clients)
-    line = apply_plan.give_back(fed.line, granted)._replace(known=fed.known)
+    line = apply_plan.release_drafts(fed.line, granted)._replace(known=fed.known)
     return state._replace(
         clock=clock,
         line=line,

@@ -147,7 +147,7 @@ def test_claims_are_what_the_result_holds() -> None:
 
 
 @pytest.mark.thorough
-def test_workers_serve_what_the_simulator_foretells() -> None:
+def test_workers_serve_what_the_simulator_predicts() -> None:
     config = served.Config(
         **{"model": "random-tiny", "prompt_tokens": 64, "output_tokens": 4},
         **{"shares_served": (0.2,), "seconds": 0.5, "repeats": 1, "max_slots": 2},

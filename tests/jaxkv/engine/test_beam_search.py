@@ -1,4 +1,4 @@
-"""Beam search in the engine: transformers' answers, in any company."""
+"""Beam search in the engine: transformers' answers, in any batch."""
 
 import dataclasses
 

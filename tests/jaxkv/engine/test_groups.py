@@ -63,7 +63,7 @@ def test_pages_of_the_prompt_are_shared() -> None:
 
 @pytest.mark.thorough
 def test_whoever_was_preempted_reads_what_all_have_in_common_once() -> None:
-    # A pool in which the second group has to give way to the first while both write.
+    # A pool in which the second group is preempted for the first while both write.
     prompt = list(range(10))
     asks = [
         Ask(name, prompt, Sampling(n=3, max_tokens=14, seed=name)) for name in range(2)

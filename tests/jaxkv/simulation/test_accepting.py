@@ -516,7 +516,7 @@ def test_a_law_out_of_range_is_refused(arguments: Any, line: str) -> None:
 BUGS = {
     "pages of drafts are kept": Bug(
         apply_plan,
-        "give_back",
+        "release_drafts",
         "if granted.num_drafts is None",
         "if True",
         test_pages_of_drafts_are_given_back,
@@ -524,7 +524,7 @@ BUGS = {
     ),
     "accepted tokens lose their pages": Bug(
         apply_plan,
-        "give_back",
+        "release_drafts",
         "jnp.maximum(granted.kept, line.length)",
         "granted.kept",
         test_pages_of_drafts_are_given_back,
