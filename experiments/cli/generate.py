@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from experiments.cli import parsing
 from experiments.cli.console import interrupts, writing
-from experiments.cli.run import Answer
+from experiments.cli.run import Output
 from experiments.harness import bundled
 
 STEPS_PER_CALL = 4
@@ -88,7 +88,7 @@ class Options:
     vocabulary over four devices. A CPU counts as many as are asked for."""
 
 
-def generate(model: str, options: Options) -> Answer:
+def generate(model: str, options: Options) -> Output:
     """Answers the prompts, all at once, and streams the texts in their order.
 
     Ctrl-C ends the answers with what they have.
@@ -153,7 +153,7 @@ def generate(model: str, options: Options) -> Answer:
     write.finish()
     completions = [each for answers in found for each in answers[:num_kept]]
     print(_summary(completions, time.perf_counter() - start_s), file=sys.stderr)
-    return Answer({"completions": completions}, [], [], status)
+    return Output({"completions": completions}, [], [], status)
 
 
 _TOLD = ("text", "tokens", "reason", "sample", "score")

@@ -1,6 +1,6 @@
 """The only command line: `jaxkv`.
 
-Every command is a function from its arguments to an `Answer`; `main` prints that as
+Every command is a function from its arguments to an `Output`; `main` prints that as
 one JSON document (`--json`) or as tables, and turns errors into exit statuses. Only
 the standard library is imported up here, so that `--help` answers at once: an
 experiment, and with it jax, is imported when its name has been read.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from experiments.cli import compilation_cache, joining, run
 from experiments.cli.console import interrupts, outputs
-from experiments.cli.run import Answer
+from experiments.cli.run import Output
 from experiments.framework import config_json, refused, registry
 
 
@@ -77,7 +77,7 @@ def _prepare_streams(as_json: bool) -> None:
         sys.stdout.reconfigure(encoding="utf-8")
 
 
-def _dispatch(args: list[str]) -> Answer | None:
+def _dispatch(args: list[str]) -> Output | None:
     """Finds the command that the first word names, and calls it with the others."""
     compilation_cache.keep_programs()
     args = joining.join(args)
@@ -88,25 +88,25 @@ def _dispatch(args: list[str]) -> Answer | None:
         return None
 
 
-def _demo(args: list[str]) -> Answer:
+def _demo(args: list[str]) -> Output:
     return _lift_metrics(_experiment("demo", args, "jaxkv demo"))
 
 
-def _bench(args: list[str]) -> Answer:
+def _bench(args: list[str]) -> Output:
     known = [x for x in registry.entries() if x.name.startswith("bench_")]
     questions = {x.name.removeprefix("bench_"): x.question for x in known}
     name = _word(args, "benchmark", questions, "usage: jaxkv bench BENCHMARK [OPTIONS]")
     return _lift_metrics(_experiment(f"bench_{name}", args[1:], f"jaxkv bench {name}"))
 
 
-def _run(args: list[str]) -> Answer:
+def _run(args: list[str]) -> Output:
     args = [args[0].replace("-", "_"), *args[1:]] if _is_word(args) else args
     questions = {x.name: x.question for x in registry.entries()}
     name = _word(args, "experiment", questions, _RUN_USAGE)
     return _experiment(name, args[1:], f"jaxkv run {name}")
 
 
-def _generate(args: list[str]) -> Answer:
+def _generate(args: list[str]) -> Output:
     from experiments.cli import generate
     from experiments.harness import bundled
 
@@ -121,7 +121,7 @@ def _generate(args: list[str]) -> Answer:
     return generate.generate(model, options)
 
 
-def _cost(args: list[str]) -> Answer:
+def _cost(args: list[str]) -> Output:
     from experiments.cli.cost import command
 
     known = command.names()
@@ -135,7 +135,7 @@ def _cost(args: list[str]) -> Answer:
     return command.cost(model, options)
 
 
-def _fit(args: list[str]) -> Answer:
+def _fit(args: list[str]) -> Output:
     from experiments.cli.fit import command as fit_command
 
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
@@ -163,13 +163,13 @@ def _fit(args: list[str]) -> Answer:
     return answer
 
 
-def _train(args: list[str]) -> Answer:
+def _train(args: list[str]) -> Output:
     from experiments.cli.train import command
 
     return _configured(command.train, command.TrainOptions, command.TRAININGS, args)
 
 
-def _sweep(args: list[str]) -> Answer:
+def _sweep(args: list[str]) -> Output:
     from experiments.cli.train import command
 
     return _configured(command.sweep, command.SweepOptions, command.SWEEPS, args)
@@ -177,7 +177,7 @@ def _sweep(args: list[str]) -> Answer:
 
 def _configured(
     call: Any, options: Any, shipped: Iterable[str], args: list[str]
-) -> Answer:
+) -> Output:
     """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
     known = f"JSON file, or one of: {', '.join(shipped)}"
     asks, description = f"which config? A {known}", f"CONFIG is a {known}."
@@ -185,7 +185,7 @@ def _configured(
     return call(*_subject(args, options, prog, asks, description))
 
 
-def _plan(args: list[str]) -> Answer:
+def _plan(args: list[str]) -> Output:
     from experiments.cli import parsing
     from experiments.cli.plan import command
 
@@ -193,7 +193,7 @@ def _plan(args: list[str]) -> Answer:
     return command.plan(parsing.parse(command.Options, args, "jaxkv plan", description))
 
 
-def _list(args: list[str]) -> Answer:
+def _list(args: list[str]) -> Output:
     from experiments.cli import parsing
     from experiments.framework import Sheet
 
@@ -205,10 +205,10 @@ def _list(args: list[str]) -> Answer:
     line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
     names = ("name", "question", "configs")
     told = [{name: getattr(x, name) for name in names} for x in known]
-    return Answer({"experiments": told}, [sheet], [line])
+    return Output({"experiments": told}, [sheet], [line])
 
 
-def _claims(args: list[str]) -> Answer:
+def _claims(args: list[str]) -> Output:
     from experiments.cli import parsing, results_page
 
     description = "Claims of run folders: what was published, ours, and the verdict."
@@ -220,7 +220,7 @@ class Command(NamedTuple):
     """A command: what its line of help says, and what carries it out."""
 
     help: str
-    call: Callable[[list[str]], Answer]
+    call: Callable[[list[str]], Output]
 
 
 _COMMANDS = {
@@ -247,7 +247,7 @@ _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
        jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
 
 
-def _experiment(name: str, args: list[str], prog: str) -> Answer:
+def _experiment(name: str, args: list[str], prog: str) -> Output:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
     experiment = registry.load(name)
     configs, is_named = experiment.configs, _is_word(args)
@@ -311,7 +311,7 @@ def _subject[T](
     return args[0], parsed
 
 
-def _lift_metrics(answer: Answer) -> Answer:
+def _lift_metrics(answer: Output) -> Output:
     """Puts metrics beside the document's other keys, as a command of its own has."""
     document = {k: v for k, v in answer.document.items() if k != "metrics"}
     return answer._replace(document=document | answer.document["metrics"])
@@ -366,7 +366,7 @@ def _plain(base: Any, args: list[str]) -> _Asked | None:
 _PLAIN = ("--out", "--config", "--max-seconds")
 
 
-def _print(answer: Answer, as_json: bool) -> None:
+def _print(answer: Output, as_json: bool) -> None:
     if as_json:
         print(config_json.dumps(answer.document))
         return

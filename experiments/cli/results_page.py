@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from experiments.cli import parsing
-from experiments.cli.run import Answer
+from experiments.cli.run import Output
 from experiments.framework import Claim, config_json, registry, report
 
 RECORDS = Path(__file__).parents[1] / "records"
@@ -132,7 +132,7 @@ def page(records: list[Record]) -> str:
     return "\n\n".join(said) + "\n"
 
 
-def claims(folder: Path | None, write: Path | None) -> Answer:
+def claims(folder: Path | None, write: Path | None) -> Output:
     """Carries out the command.
 
     Args:
@@ -157,4 +157,4 @@ def claims(folder: Path | None, write: Path | None) -> Answer:
         for x in records
         if x.claims
     ]
-    return Answer({"records": document}, sheets, lines)
+    return Output({"records": document}, sheets, lines)

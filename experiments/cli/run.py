@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from experiments.framework import Experiment, Run
 
 
-class Answer(NamedTuple):
-    """What a command has to say.
+class Output(NamedTuple):
+    """The output of a command.
 
     Attributes:
       document: the JSON document.
@@ -35,7 +35,7 @@ def run(
     config: Any,
     out: Path | None,
     max_seconds: float = math.inf,
-) -> Answer:
+) -> Output:
     """Runs an experiment into a run folder.
 
     Ctrl-C asks the run to end early, as does the clock; what it had by then is kept
@@ -90,7 +90,7 @@ def run(
     if status == interrupts.AGAIN:
         lines = ["time is up; this is what it had, and the same command goes on"]
     lines.append(f"report: {folder / 'report.md'}")
-    return Answer(document, kept.parts, lines, status)
+    return Output(document, kept.parts, lines, status)
 
 
 def _carry_out(

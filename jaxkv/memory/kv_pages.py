@@ -48,7 +48,7 @@ class Pages(NamedTuple):
     """Keys, positions already encoded in them. In 8 bits this is a `Quantized` of that
     shape, numbers and a scale for each token and head: leaves like all others."""
     v: Float[Array, "layers pages kv_heads page_size head_dim"]
-    """Values, likewise."""
+    """Values of the same tokens, without positions."""
     beside: "Pages | None" = None
     """K and V of a model that runs beside this one, such as a drafter's: the same pages
     of it, so that they are copied, swapped and shared together."""

@@ -1,8 +1,8 @@
 """Slots of one request: forked from each other, continuing each other, sharing pages.
 
 Pages are shared by counting uses; whoever writes to a shared one gets a copy first, see
-`tables.reserve`. Slots of one group share pages only in the same column, since whatever
-a slot takes over from another one, it takes in its place.
+`page_table.reserve`. Slots of one group share pages only in the same column, since
+whatever a slot takes over from another one, it takes in its place.
 """
 
 import jax.numpy as jnp

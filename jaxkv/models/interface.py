@@ -73,7 +73,7 @@ def attend(
       pages: K and V arrays, carried.
       layer: which layer of them, in [0, layers).
       q: queries, positions already encoded in them.
-      k: keys, likewise.
+      k: keys, positions already encoded in them.
       v: values.
       rows: the packed rows.
       scale: factor on the scores; None means head_dim ** -0.5.

@@ -63,8 +63,8 @@ def by_heads(q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int) -> Qu
 
     Args:
       q: queries of this device's tokens, all heads.
-      k: keys, likewise.
-      v: values, likewise.
+      k: keys of these tokens, all heads.
+      v: values of these tokens, all heads.
       attend: attention over whole sequences of a part of the heads.
       degree: devices.
 

@@ -1,10 +1,10 @@
 """Beam search as a permutation: each step names a parent and a token for every beam.
 
-Nothing is moved but table rows: `siblings.reorder` lets each slot continue its parent's
-pages, and the history of tokens stays where it was written, back-pointers beside it.
-Functions take one group, the beams of one request; map over groups with `vmap`. What a
-request chooses, its width included, is data. Scores and stopping rules are those of
-Hugging Face's beam search.
+Nothing is moved but table rows: `page_sharing.reorder` lets each slot continue its
+parent's pages, and the history of tokens stays where it was written, back-pointers
+beside it. Functions take one group, the beams of one request; map over groups with
+`vmap`. What a request chooses, its width included, is data. Scores and stopping rules
+are those of Hugging Face's beam search.
 """
 
 from typing import NamedTuple

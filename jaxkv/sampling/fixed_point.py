@@ -32,7 +32,7 @@ def digits_of(values: Float[Array, "*shape"], bits: int) -> Mass:
 
 
 def carried(mass: Mass, bits: int) -> Mass:
-    """Carries what is too large for the lower digits, so that masses compare."""
+    """Carries what is too large for the lower digits, so that sums compare."""
     first, second, third = mass
     second = second + (third >> bits)
     mask = (1 << bits) - 1

@@ -27,7 +27,7 @@ def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarr
 
     Args:
       seed: the caller's seed in [0, 2**64), or None.
-      engine_seed: likewise, used where `seed` is None.
+      engine_seed: the engine's in [0, 2**64), used where `seed` is None.
       request_id: the caller's name for the request, in [0, 2**32), never its rank in
         the order of arrival.
 

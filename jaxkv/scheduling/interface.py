@@ -155,7 +155,7 @@ def wishes(
     Args:
       wanted: drafts of each sequence; 0 of one that others wait for.
       num_tokens: as in `Counts`.
-      length: likewise.
+      length: as in `Counts`.
       known: tokens known of each sequence.
       limit: tokens at which it ends.
     """

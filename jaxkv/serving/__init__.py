@@ -13,4 +13,5 @@ __all__ = [
     "make_requests",
     "outputs",
     "programs",
+    "refusals",
 ]

@@ -3,7 +3,7 @@
 `Engine` owns a state and three compiled programs. In every turn it hands over waiting
 requests, dispatches the next steps, and only then reads what the last ones emitted: the
 device never waits for Python. It never looks into the state either; what it must know,
-its ledger counts.
+its tracker counts.
 """
 
 import collections
@@ -13,21 +13,20 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import validation
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, step
-from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
+from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import Sequences, init
-from jaxkv.memory import Eviction, Pages, Prefix, invariants
+from jaxkv.memory import Eviction, Pages, invariants
 from jaxkv.models import interface as models_interface
 from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
@@ -37,11 +36,13 @@ from jaxkv.serving import (
     host_swap,
     interrupts,
     outputs,
+    prefixes,
     programs,
+    refusals,
     tuning,
 )
 from jaxkv.serving.outputs import Completion, Event
-from jaxkv.serving.request_tracker import Ledger
+from jaxkv.serving.request_tracker import RequestTracker
 from jaxkv.serving.requests import Part, Record
 
 _IDLE_S = 0.01
@@ -119,18 +120,14 @@ class Engine:
             fit the configuration, the end tokens do not fit `max_stop_tokens`, or
             `host_pages` is below 0.
         """
-        _check_parts(config, pages, forward, policy, eviction, logits_fn, speculation)
+        refusals.check_parts(
+            config, pages, forward, policy, eviction, logits_fn, speculation
+        )
         if host_pages is None:
             host_pages = config.num_pages
         host_pages = validation.integer("host_pages", host_pages)
         keep_trace = validation.boolean("keep_trace", keep_trace)
-        if eos_ids is None:
-            eos_ids = () if tokenizer is None else tokenizer.eos_ids
-        eos_ids = validation.tokens("eos_ids", eos_ids).tolist()
-        if len(eos_ids) > config.max_stop_tokens:
-            raise ValueError(
-                f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}"
-            )
+        ends = refusals.end_tokens(eos_ids, tokenizer, config)
         self.params, self.config, self.tokenizer = params, config, tokenizer
         self.policy = fcfs.fcfs() if policy is None else policy
         self.trace: list[step.StepInfo] = []
@@ -144,14 +141,14 @@ class Engine:
             "speculation": speculation,
         }
         self._eviction = eviction
-        self._eos_ids, self._vocab_size = tuple(eos_ids), vocab_size
+        self._eos_ids, self._vocab_size = ends, vocab_size
         memory = None if speculation is None else speculation.drafter.init(config)
         state = init(config, pages, memory)
         self._programs, self._state = _programs(params, state, mesh)
         self._host = host_swap.HostSpace(host_pages, self._programs.move)
         self._started = time.perf_counter()
         self._ids = itertools.count()
-        self._ledger = Ledger(config)
+        self._tracker = RequestTracker(config)
         self._unread: collections.deque[_Call] = collections.deque()
         self._num_steps = 0  # read so far
         # Never held while the device is waited for, nor by a stream that was left.
@@ -251,7 +248,7 @@ class Engine:
             have no room for the calls.
         """
         config, clock = self.config, from_seconds(0.0)
-        if self._ledger.records or self._unread:
+        if self._tracker.records or self._unread:
             raise ValueError("an engine must be idle to be tuned")
         plan = tuning.plan(self._state, config, context)
 
@@ -309,7 +306,7 @@ class Engine:
         if arrival_s is not None:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if request_id is not None:
-            request_id = outputs.request_name("request_id", request_id)
+            request_id = refusals.request_name("request_id", request_id)
         else:
             request_id = self._next_id()
         self._add([self._record(request_id, tokens, ask, arrival_s)])
@@ -328,7 +325,7 @@ class Engine:
         Raises:
           ValueError: there is no prefix cache, or there are too many tokens.
         """
-        prefix = self._prefix(tokens, salt)
+        prefix = prefixes.of_tokens(tokens, salt, self.config)
         with self._lock:
             self._refuse_if_lost()
             found, num = self._programs.take_out(self._state, prefix)
@@ -351,24 +348,10 @@ class Engine:
         Raises:
           ValueError: there is no prefix cache, or the arrays do not fit this engine's.
         """
-        prefix, mine = self._prefix(tokens, salt), self._state.pages
-        num = {leaf.shape[1] for leaf in jax.tree.leaves(pages)}
-        fits = len(num) == 1 and jax.tree.structure(pages) == jax.tree.structure(mine)
-        most = int(prefix.num_pages)
-        if not fits or not 0 <= (count := num.pop()) <= most:
-            raise ValueError(f"pages must be those of at most {most} pages")
-        width = self.config.max_pages_per_slot - count
-
-        def fill(own: Any, sent: Any) -> np.ndarray:
-            wanted = (own.shape[0], count, *own.shape[2:])
-            if sent.shape != wanted or sent.dtype != own.dtype:
-                raise ValueError(
-                    f"pages of {sent.dtype} {sent.shape} must be {own.dtype} {wanted}"
-                )
-            return np.pad(sent, [(0, 0), (0, width), *[(0, 0)] * (own.ndim - 2)])
-
-        whole = jax.tree.map(fill, mine, pages)
-        prefix = prefix._replace(num_pages=jnp.int32(count))
+        prefix, whole = prefixes.padded(
+            prefixes.of_tokens(tokens, salt, self.config),
+            *(pages, self._state.pages, self.config),
+        )
         with self._lock, interrupts.signals():
             self._refuse_if_lost()
             with self._all_or_lost():
@@ -377,29 +360,15 @@ class Engine:
                 )
         return int(cached)
 
-    def _prefix(self, tokens: Sequence[int], salt: int) -> Prefix:
-        """The full pages of tokens, for the programs."""
-        config = self.config
-        if not config.prefix_cache:
-            raise ValueError(f"{config.prefix_cache=} must be True")
-        own = validation.tokens("tokens", tokens)
-        if len(own) > config.max_length:
-            raise ValueError(f"{len(own)=} must be at most {config.max_length=}")
-        # The last token is always fed.
-        num_pages = max(len(own) - 1, 0) // config.page_size
-        padded = np.zeros(config.max_length, np.int32)
-        padded[: len(own)] = own
-        return Prefix(jnp.asarray(padded), jnp.int32(num_pages), jnp.uint32(salt))
-
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored.
 
         Raises:
           ValueError: it is no name, which is a whole number in [0, 2**31).
         """
-        name = outputs.request_name("request_id", request_id)
+        name = refusals.request_name("request_id", request_id)
         with self._lock, interrupts.signals():
-            self._ledger.cancel(name, self.now())
+            self._tracker.cancel(name, self.now())
 
     def generate(
         self,
@@ -421,7 +390,7 @@ class Engine:
         Raises:
           ValueError: a request cannot be served; none is then submitted.
         """
-        asks, encoded = _one_each(prompts, sampling), []
+        asks, encoded = refusals.one_each(prompts, sampling), []
         for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
             try:
                 encoded.append(self._checked(prompt, ask))
@@ -435,7 +404,7 @@ class Engine:
             self._add(records)
             while not all(record.completion for record in records):
                 self._turn()
-            while self._unread and not self._ledger.has_work(self.now()):
+            while self._unread and not self._tracker.has_work(self.now()):
                 self._turn()  # nobody needs what is under way: leave nothing
         except BaseException:
             self._withdraw(records)
@@ -447,17 +416,17 @@ class Engine:
 
         A stream may be left at any event; the next one goes on with the event after.
         """
-        ledger = self._ledger
-        while ledger.events or ledger.records or self._unread:
+        tracker = self._tracker
+        while tracker.events or tracker.records or self._unread:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 # One step of the interpreter takes an event and hands it out: no signal
                 # comes between the two.
                 while True:
-                    yield from map(collections.deque.popleft, [ledger.events])
+                    yield from map(collections.deque.popleft, [tracker.events])
             self._turn()
 
     def _next_id(self) -> int:
-        return next(name for name in self._ids if name not in self._ledger.records)
+        return next(name for name in self._ids if name not in self._tracker.records)
 
     def _record(
         self,
@@ -487,29 +456,29 @@ class Engine:
         with self._lock, interrupts.signals():
             self._refuse_if_lost()
             for record in records:
-                self._ledger.add(record)
+                self._tracker.add(record)
 
     def _withdraw(self, records: Sequence[Record]) -> None:
         """Cancels those of the requests that were taken and are not complete."""
         with self._lock, interrupts.signals():
             for record in records:
-                if self._ledger.records.get(record.request_id) is record:
-                    self._ledger.cancel(record.request_id, self.now())
+                if self._tracker.records.get(record.request_id) is record:
+                    self._tracker.cancel(record.request_id, self.now())
 
     def _turn(self) -> None:
         """Starts the next steps if there is work, and reads those before."""
-        ledger, call = self._ledger, None
+        tracker, call = self._tracker, None
         with self._lock:
             self._refuse_if_lost()
-            if ledger.withdrawn:
+            if tracker.withdrawn:
                 with interrupts.signals():
-                    ledger.tell_withdrawn()
-            if ledger.has_work(self.now()) and len(self._unread) < 2:
+                    tracker.tell_withdrawn()
+            if tracker.has_work(self.now()) and len(self._unread) < 2:
                 self._dispatch()
             # One call is always under way while the one before is read.
-            if len(self._unread) > ledger.has_work(self.now()):
+            if len(self._unread) > tracker.has_work(self.now()):
                 call = self._unread[0]
-            wait_s = 0.0 if self._unread else ledger.next_arrival_s() - self.now()
+            wait_s = 0.0 if self._unread else tracker.next_arrival_s() - self.now()
         if call is not None:
             self._read(call)
         elif 0 < wait_s < math.inf:
@@ -525,24 +494,24 @@ class Engine:
             self._host.compile(self._state)
             with interrupts.signals(), self._all_or_lost():
                 self._state, self._asked = self._host.exchange(self._state), False
-        ledger, config = self._ledger, self.config
+        tracker, config = self._tracker, self.config
         with interrupts.signals():
-            batch = ledger.next_batch(self.now())
+            batch = tracker.next_batch(self.now())
             requests = self._requests(batch) if batch else None
             with self._all_or_lost():
                 if requests is not None:
                     self._state, _ = self._programs.submit(
                         self._state, requests, config=config
                     )
-                    ledger.hand_over(batch)
+                    tracker.hand_over(batch)
                 clock = from_seconds(self.now())
                 self._state, info = self._programs.run_steps(
                     self.params, self._state, clock, **self._rules(), **self._static
                 )
                 self._unread.append(call := _Call(info=info))
                 if self._keep_trace:
-                    call.num_pending = ledger.num_pending(self.now())
-                if (named := ledger.next_cancels()) is not None:
+                    call.num_pending = tracker.num_pending(self.now())
+                if (named := tracker.next_cancels()) is not None:
                     names, samples = named[:, 0], named[:, 1]
                     args = (self._state, names, samples, self._eviction)
                     self._state, call.drained = self._programs.drain(*args)
@@ -604,9 +573,9 @@ class Engine:
             if self._keep_trace:
                 waiting = info.num_waiting + call.num_pending
                 self.trace.append(info._replace(num_waiting=waiting))
-            self._ledger.read(info, self.now())
+            self._tracker.read(info, self.now())
             if call.drained is not None:
-                self._ledger.collect(call.drained, self.now())
+                self._tracker.collect(call.drained, self.now())
             self._unread.popleft()
 
     @contextlib.contextmanager
@@ -633,7 +602,7 @@ class Engine:
                 raise ValueError("there is no tokenizer; give token ids, not text")
             tokens = self.tokenizer.encode(prompt)
         ignores = isinstance(ask, Sampling) and ask.ignore_eos
-        return outputs.check(
+        return refusals.check(
             *(tokens, ask),
             config=self.config,
             num_eos=0 if ignores else len(self._eos_ids),
@@ -641,40 +610,6 @@ class Engine:
             has_text=self.tokenizer is not None,
             has_logits_fn=self._static["logits_fn"] is not None,
         )
-
-
-def _check_parts(
-    config: object,
-    pages: object,
-    forward: object,
-    policy: object,
-    eviction: object,
-    logits_fn: object,
-    speculation: object,
-) -> None:
-    """Refuses parts of an engine that are something else."""
-    for name, value, kinds in (
-        ("config", config, (EngineConfig,)),
-        ("pages", pages, (Pages,)),
-        ("forward", forward, (models_interface.Forward,)),
-        ("policy", policy, (scheduling_interface.Policy, type(None))),
-        ("eviction", eviction, (Eviction, type(None))),
-        ("logits_fn", logits_fn, (Callable, type(None))),
-        ("speculation", speculation, (Speculation, type(None))),
-    ):
-        # A class has the methods of its objects, and is none of them.
-        if not isinstance(value, kinds) or isinstance(value, type):
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            wanted = wanted.replace("NoneType", "None")
-            raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
-    assert isinstance(config, EngineConfig)
-    if (speculation is None) != (config.max_drafts == 0):
-        raise ValueError(
-            f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
-        )
-    grows = isinstance(speculation, Speculation) and speculation.drafter.width > 1
-    if grows and config.numerics == "reproducible":
-        raise ValueError(REPRODUCIBLE_TREES)
 
 
 def _programs(
@@ -691,29 +626,3 @@ def _programs(
     divided = layout.state_specs(state)
     state = layout.place(state, divided, mesh)
     return programs.on_mesh(programs.divided(mesh, specs, divided)), state
-
-
-def _one_each(prompts: object, sampling: object) -> list[Any]:
-    """A sampling for each prompt, after it was checked that there are several of both.
-
-    Raises:
-      ValueError: one prompt, or something else, stands where a list is meant.
-    """
-    if isinstance(prompts, str | bytes):
-        raise ValueError(
-            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
-            "single one, [prompt]"
-        )
-    is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
-    if not is_table and not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
-    if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * len(prompts)
-    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
-        raise ValueError(
-            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
-            "one for each prompt"
-        )
-    if len(sampling) != len(prompts):
-        raise ValueError(f"{len(sampling)=} samplings must be {len(prompts)=}")
-    return list(sampling)

@@ -9,6 +9,7 @@ from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests, state
 from jaxkv.engine.step import StepInfo
 from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
+from jaxkv.serving import refusals
 
 
 class Answer(NamedTuple):
@@ -98,99 +99,6 @@ class Event(NamedTuple):
     """Why that sequence ended, told once, when it has."""
 
 
-def check(
-    tokens: object,
-    ask: object,
-    *,
-    config: EngineConfig,
-    num_eos: int,
-    vocab_size: int | None,
-    has_text: bool,
-    has_logits_fn: bool = False,
-) -> list[int]:
-    """Refuses a request that an engine could never serve.
-
-    Args:
-      tokens: the prompt, should it be a sequence of token ids.
-      ask: how to draw, should it be a `Sampling`.
-      config: the engine's bounds.
-      num_eos: end tokens of the model.
-      vocab_size: token ids must lie below it; None does not check.
-      has_text: whether there is a tokenizer.
-      has_logits_fn: whether the engine changes logits by a function of the user's.
-
-    Returns:
-      The prompt as a list.
-
-    Raises:
-      ValueError: in one line, what does not fit and what would.
-    """
-    if not isinstance(ask, Sampling):
-        raise ValueError(f"sampling={validation.shown(ask)} must be a Sampling or None")
-    ids = validation.tokens("prompt", tokens)
-    tokens = ids.tolist()
-    if not tokens:
-        raise ValueError("the prompt is empty; give at least one token")
-    if len(tokens) >= config.max_length:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens, and {config.max_length=} "
-            f"leaves room for at most {config.max_length - 1}"
-        )
-    limit = min(len(tokens) + ask.max_tokens, config.max_length)
-    if ask.num_sequences > config.max_slots:
-        raise ValueError(
-            f"{ask.num_sequences} answers of one request must be at most "
-            f"{config.max_slots=}"
-        )
-    if (ask.beam_width or 0) > config.max_beams:
-        raise ValueError(f"{ask.beam_width=} must be at most {config.max_beams=}")
-    if ask.beam_width is not None and has_logits_fn:
-        raise ValueError(
-            f"{ask.beam_width=} must be None in an engine with a logits_fn, which "
-            "beams would not pass through"
-        )
-    # Else a score would overflow.
-    largest = limit ** abs(ask.length_penalty)
-    if ask.beam_width is not None and largest > float(np.finfo(np.float32).max):
-        raise ValueError(
-            f"{ask.length_penalty=} takes the scores of up to {limit} tokens out of "
-            "float32"
-        )
-    if ask.num_sequences > config.max_sequences:
-        raise ValueError(
-            f"{ask.num_sequences} answers of one request must be at most "
-            f"{config.max_sequences=}"
-        )
-    shared = len(tokens) // config.page_size
-    pages = -(-(limit - 1) // config.page_size)
-    pages = shared + ask.num_sequences * (pages - shared)
-    if pages > config.num_pages:
-        raise ValueError(
-            f"the request may need {pages} pages, more than {config.num_pages=}"
-        )
-    top = validation.INT32 if vocab_size is None else vocab_size
-    outside = [
-        *ids[(ids < 0) | (ids >= top)],
-        *(x for x in ask.stop_tokens if x >= top),
-    ]
-    if outside:
-        raise ValueError(f"token id {outside[0]} must be in [0, {top})")
-    if len(ask.stop_tokens) + num_eos > config.max_stop_tokens:
-        raise ValueError(
-            f"{len(ask.stop_tokens)} stop tokens and {num_eos} end tokens of the model "
-            f"must be at most {config.max_stop_tokens=}"
-        )
-    if ask.stop and not has_text:
-        raise ValueError("stop strings need a tokenizer; use stop_tokens")
-    if (ask.logprobs or 0) > config.max_logprobs:
-        raise ValueError(f"{ask.logprobs=} must be at most {config.max_logprobs=}")
-    if ask.prompt_logprobs and config.num_logit_rows == config.max_slots:
-        raise ValueError(
-            f"prompt_logprobs need max_logit_rows above {config.max_slots=}"
-        )
-    return tokens
-
-
 def make_requests(
     prompts: Sequence[Sequence[int]],
     asks: Sequence[Sampling],
@@ -221,13 +129,7 @@ def make_requests(
         of everything for each prompt.
     """
     known, asks = _checked_pairs(prompts, asks)
-    request_ids = range(len(prompts)) if request_ids is None else request_ids
-    arrivals_s = [0.0] * len(prompts) if arrivals_s is None else arrivals_s
-    for name, values in (("request_ids", request_ids), ("arrivals_s", arrivals_s)):
-        if len(values) != len(prompts):
-            raise ValueError(f"len({name})={len(values)} must be {len(prompts)=}")
-    request_ids = [request_name("request_ids", x) for x in request_ids]
-    arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
+    request_ids, arrivals_s = _names_and_times(len(prompts), request_ids, arrivals_s)
     # Which request each row belongs to, and which of its sequences it is.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
@@ -240,12 +142,7 @@ def make_requests(
     for row, i in enumerate(owner):
         first = known[i][: config.max_length]
         tokens[row, : len(first)] = first
-        ends = asks[i].stop_tokens + (() if asks[i].ignore_eos else eos_ids)
-        if len(ends) > config.max_stop_tokens:
-            raise ValueError(
-                f"{len(ends)} tokens that end a request must be at most "
-                f"{config.max_stop_tokens=}"
-            )
+        ends = _ends(asks[i], eos_ids, config)
         stops[row, : len(ends)] = ends
     lengths = [len(ids) for ids in known]
     limits = [
@@ -287,6 +184,32 @@ def make_requests(
     )
 
 
+def _names_and_times(
+    num: int, request_ids: Sequence[int] | None, arrivals_s: Sequence[float] | None
+) -> tuple[list[int], list[float]]:
+    """One name and one time for each of so many requests."""
+    request_ids = range(num) if request_ids is None else request_ids
+    arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
+    for name, values in (("request_ids", request_ids), ("arrivals_s", arrivals_s)):
+        if len(values) != num:
+            raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
+    names = [refusals.request_name("request_ids", x) for x in request_ids]
+    return names, [validation.seconds("arrivals_s", x) for x in arrivals_s]
+
+
+def _ends(
+    ask: Sampling, eos_ids: tuple[int, ...], config: EngineConfig
+) -> tuple[int, ...]:
+    """The tokens that end a request."""
+    ends = ask.stop_tokens + (() if ask.ignore_eos else eos_ids)
+    if len(ends) > config.max_stop_tokens:
+        raise ValueError(
+            f"{len(ends)} tokens that end a request must be at most "
+            f"{config.max_stop_tokens=}"
+        )
+    return ends
+
+
 def _checked_pairs(
     prompts: Sequence[object], asks: Sequence[object]
 ) -> tuple[list[np.ndarray], list[Sampling]]:
@@ -304,15 +227,6 @@ def _checked_pairs(
         if outside.size:
             raise ValueError(f"prompts[{i}]: token id {outside[0]} is out of int32")
     return known, found
-
-
-def request_name(name: str, value: object) -> int:
-    """Checks a caller's name for a request.
-
-    Raises:
-      ValueError: it is no whole number in [0, 2**31).
-    """
-    return validation.integer(name, value, hint="a whole number in [0, 2**31)")
 
 
 _STOPPING: dict[bool | str, int] = {

@@ -18,11 +18,11 @@ from jaxkv.serving.outputs import Event
 from jaxkv.serving.requests import Record
 
 
-class Ledger:
+class RequestTracker:
     """The requests of one engine, from `submit` to the last event."""
 
     def __init__(self, config: EngineConfig):
-        """Makes a ledger without requests."""
+        """Makes a tracker without requests."""
         self.config = config
         self.records: dict[int, Record] = {}
         """Requests that are not complete, by id."""

@@ -34,7 +34,7 @@ class Programs(NamedTuple):
     """`withdraw(state, request_ids)`."""
 
 
-class Plan(NamedTuple):
+class Measurement(NamedTuple):
     """What is measured."""
 
     context: int
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     """Turns of every length."""
 
 
-def plan(state: EngineState, config: EngineConfig, context: int | None) -> Plan:
+def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measurement:
     """Checks that there are costs to be measured, and that there is room.
 
     `context` None means half of `config.max_length`.
@@ -73,7 +73,7 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Plan:
         raise ValueError(
             f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
         )
-    return Plan(context, min(_ROUNDS, room(context) // each))
+    return Measurement(context, min(_ROUNDS, room(context) // each))
 
 
 def _steps_of_reading(context: int, config: EngineConfig) -> int:
@@ -84,7 +84,7 @@ def _steps_of_reading(context: int, config: EngineConfig) -> int:
 
 
 def tune(
-    state: EngineState, programs: Programs, config: EngineConfig, plan: Plan
+    state: EngineState, programs: Programs, config: EngineConfig, plan: Measurement
 ) -> EngineState:
     """Measures steps of every batch and length, and has `Adaptive` decide by them.
 
@@ -108,7 +108,11 @@ def tune(
 
 
 def _measure(
-    state: EngineState, programs: Programs, config: EngineConfig, plan: Plan, num: int
+    state: EngineState,
+    programs: Programs,
+    config: EngineConfig,
+    plan: Measurement,
+    num: int,
 ) -> tuple[EngineState, Float[np.ndarray, " lengths"]]:
     """Seconds of a step in which `num` sequences decode, with each length of drafts."""
     most = config.max_length - plan.context

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import validation
 from jaxkv.sampling import random_keys
@@ -122,3 +122,22 @@ def num_accepted(
     accepts = (drawn < acceptance.chances[None, :]) & (place < num_drafts[:, None])
     run = jnp.cumprod(accepts.astype(jnp.int32), axis=1)
     return jnp.sum(run, axis=1, dtype=jnp.int32)
+
+
+def accept(
+    line: Line,
+    emits: Bool[Array, " line"],
+    num_drafts: Int32[Array, " line"],
+    limit: Int32[Array, " line"],
+    acceptance: Acceptance,
+    max_samples: int,
+) -> tuple[Line, Int32[Array, " line"]]:
+    """Counts accepted drafts as written, and says how many tokens each place draws.
+
+    Those that have logits draw; `limit` are the tokens of prompt and answer.
+    """
+    accepted = num_accepted(acceptance, line, num_drafts, max_samples)
+    # Of an answer that ends only what it has, and its last token is never fed.
+    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - line.known), 0)
+    length = line.length + jnp.maximum(drawn - 1, 0)
+    return line._replace(length=length), drawn

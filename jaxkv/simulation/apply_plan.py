@@ -12,8 +12,11 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays
 from jaxkv.clock import is_past
 from jaxkv.engine import NOBODY
+from jaxkv.memory import demand
 from jaxkv.scheduling import interface
 from jaxkv.simulation import batch
+from jaxkv.simulation.batch import Line
+from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Events, Progress, Queued, Simulation
 from jaxkv.workloads import Workload
 
@@ -113,26 +116,12 @@ def apply_plan(
     owned, _ = batch.num_owned(line, group, line.places, capacity.page_size)
     used = jnp.sum(jnp.where(stays, owned, 0), dtype=jnp.int32)
     admit, pages_in = _admit(plan, queued, stays, capacity.num_pages - used)
-    # One look at who stays, then at who comes, closes the ranks.
-    leads = queued.is_reader & (queued.pages_out == 0)[:, None]
-    asked = Wish(
-        num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
-        places=jnp.where(leads, plan.head_places[:, None], 0),
-        drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
-    )
-    comes = admit[:, None] & (queued.line.sequence >= 0)
-    both_sides = jnp.concatenate([stays, comes.ravel()])
-    source = arrays.places(both_sides, stays.shape[0])
-    there = source >= 0
-    wish = Wish(plan.num_rows, plan.places, plan.drafts)
-    both = (line, wish), (queued.line, asked)
-    line, wish = _taken(*both, source)
-    line = line._replace(sequence=jnp.where(there, line.sequence, NOBODY))
-    head, losers = admit.shape[0], jnp.where(plan.preempt, whose // max_samples, NOBODY)
+    line, wish = _close_ranks(line, plan, queued, stays, admit)
+    losers = jnp.where(plan.preempt, whose // max_samples, NOBODY)
     if group is not None:
         losers = jnp.where(group.is_first, losers, NOBODY)
     rest = jnp.where(admit, NOBODY, queued.request)
-    waiting = jnp.concatenate([losers, rest, state.queue[head:]])
+    waiting = jnp.concatenate([losers, rest, state.queue[admit.shape[0] :]])
     state = state._replace(
         line=line,
         queue=arrays.packed(waiting, state.queue.shape[0]),
@@ -140,6 +129,28 @@ def apply_plan(
     )
     num_admitted = jnp.sum(admit, dtype=jnp.int32)
     return state, wish, Done(num_admitted, pages_out + pages_in)
+
+
+def _close_ranks(
+    line: Line,
+    plan: interface.Plan,
+    queued: Queued,
+    stays: Bool[Array, " line"],
+    admit: Bool[Array, " head"],
+) -> tuple[Line, Wish]:
+    """The line of who stays, then who comes, and what the plan asks for each."""
+    leads = queued.is_reader & (queued.pages_out == 0)[:, None]
+    asked = Wish(
+        num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
+        places=jnp.where(leads, plan.head_places[:, None], 0),
+        drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
+    )
+    comes = admit[:, None] & (queued.line.sequence >= 0)
+    source = arrays.places(jnp.concatenate([stays, comes.ravel()]), stays.shape[0])
+    wish = Wish(plan.num_rows, plan.places, plan.drafts)
+    line, wish = _taken((line, wish), (queued.line, asked), source)
+    sequence = jnp.where(source >= 0, line.sequence, NOBODY)
+    return line._replace(sequence=sequence), wish
 
 
 def _swap_out(
@@ -202,31 +213,89 @@ def _note(
     if s is not None:
         given = jnp.where(s.forked, s.common, given)
     again = jnp.where(leaves, jnp.maximum(again - given, 0), 0)
+    index = jnp.where(state.began | leaves, whose, NOBODY)
+    events = jnp.stack(_events(state, gone, again), axis=1)
+    progress = Progress(
+        known=line.known,
+        fed=jnp.maximum(line.fed, line.length),
+        returned=jnp.ones_like(again),
+        swapped_length=jnp.where(out, line.length, 0),
+        swapped_pages=swapped_pages,
+        common=jnp.where(out, given if s is None else s.common, 0),
+    )
+    return state._replace(
+        events=arrays.put(state.events, index, events, "add"),
+        left=jnp.where(gone, whose, NOBODY),
+        left_with=jnp.stack(progress, axis=1),
+    )
+
+
+def _events(
+    state: Simulation, gone: Bool[Array, " line"], again: Int32[Array, " line"]
+) -> Events:
+    """What is noted at each place; `again` are the tokens that will be fed again."""
 
     def if_(mask: Array, value: Array) -> Array:
         return jnp.where(mask, value, 0)
 
-    ones = jnp.ones_like(again)
-    events = Events(
+    return Events(
         first_s=if_(state.began, state.clock[0] + 1),
         first_us=if_(state.began, state.clock[1]),
         finish_s=if_(state.ended, state.clock[0] + 1),
         finish_us=if_(state.ended, state.clock[1]),
-        num_preempted=if_(gone, ones),
+        num_preempted=gone.astype(jnp.int32),
         num_recomputed=again,
     )
-    index = jnp.where(state.began | leaves, whose, NOBODY)
-    noted = arrays.put(state.events, index, jnp.stack(events, axis=1), "add")
-    progress = Progress(
-        known=line.known,
-        fed=jnp.maximum(line.fed, line.length),
-        returned=ones,
-        swapped_length=if_(out, line.length),
-        swapped_pages=swapped_pages,
-        common=if_(out, given if s is None else s.common),
+
+
+class Granted(NamedTuple):
+    """What a step gets of what its plan asks for: everything or nothing."""
+
+    num_rows: Int32[Array, " line"]
+    """Rows of each place, drafts apart."""
+    num_drafts: Int32[Array, " line"] | None
+    kept: Int32[Array, " line"]
+    """Token places that each holds, those for drafts apart."""
+    num_copied: Int32[Array, ""]
+    used_pages: Int32[Array, ""]
+    enough: Bool[Array, ""]
+
+
+def grant(
+    line: Line,
+    group: batch.Groups | None,
+    wish: Wish,
+    capacity: Capacity,
+    reservation: Reservation | None,
+) -> tuple[Line, Granted]:
+    """Grants pages to all or to nobody, as `page_table.reserve` does."""
+    size = capacity.page_size
+    copies = batch.num_copies(line, group, wish.num_rows, size)
+    places = kept = line.places  # with a reservation, all that is ever needed
+    if reservation is None:
+        wanted = jnp.where(batch.is_running(line), wish.places, 0)
+        places = kept = jnp.maximum(line.places, wanted)
+        if wish.drafts is not None:
+            places = jnp.maximum(line.places, wanted + wish.drafts)
+    growth = demand.growth(line.places, places, page_size=size)
+    owned, _ = batch.num_owned(line, group, line.places, size)
+    held = jnp.sum(owned, dtype=jnp.int32)
+    used = held + jnp.sum(growth + copies, dtype=jnp.int32)
+    enough = used <= capacity.num_pages
+    return line._replace(places=jnp.where(enough, places, line.places)), Granted(
+        num_rows=jnp.where(enough, wish.num_rows, 0),
+        num_drafts=None if wish.drafts is None else jnp.where(enough, wish.drafts, 0),
+        kept=kept,
+        num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
+        used_pages=jnp.where(enough, used, held),
+        enough=enough,
     )
-    return state._replace(
-        events=noted,
-        left=jnp.where(gone, whose, NOBODY),
-        left_with=jnp.stack(progress, axis=1),
-    )
+
+
+def release_drafts(line: Line, granted: Granted) -> Line:
+    """Releases what was reserved for drafts that were turned down."""
+    if granted.num_drafts is None:
+        return line
+    places = jnp.maximum(granted.kept, line.length)
+    places = jnp.where(granted.num_drafts > 0, places, line.places)
+    return line._replace(places=places)

@@ -230,3 +230,24 @@ def _is_joint(line: Line, page_size: Array) -> Bool[Array, " line"]:
     s = line.siblings
     assert s is not None
     return _shares(s) & (line.length == s.common) & (s.common % page_size > 0)
+
+
+def feed(
+    line: Line, group: Groups | None, num_rows: Array
+) -> tuple[Line, Bool[Array, " line"]]:
+    """Writes the rows, and forks those for whom another one has read."""
+    length = line.length + num_rows
+    s = line.siblings
+    if s is None or group is None:
+        return line._replace(length=length), jnp.zeros_like(line.returned)
+    complete = group.any(s.reads & (length == s.common))
+    forked = s.waits & complete
+    return line._replace(
+        length=jnp.where(forked, s.common, length),
+        places=jnp.where(forked, s.common, line.places),
+        siblings=s._replace(
+            reads=s.reads & ~complete,
+            waits=s.waits & ~complete,
+            forked=s.forked | forked,
+        ),
+    ), forked

@@ -14,7 +14,7 @@ from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.served import Means, Served, Totals, Trace
-from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.simulation.work import Cost
 from jaxkv.workloads import Workload
 
@@ -43,7 +43,7 @@ class Bounds(NamedTuple):
 @functools.partial(jax.jit, static_argnames="bounds")
 def _init(members: Members, bounds: Bounds) -> Simulation:
     def one(member: Members) -> Simulation:
-        return step.init(
+        return init(
             *(member.workload, member.capacity, member.policy),
             max_slots=bounds.max_slots,
             max_samples=bounds.max_samples,

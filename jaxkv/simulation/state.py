@@ -9,8 +9,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv.scheduling import NO_LIMIT
+from jaxkv import arrays, validation
+from jaxkv.engine import NOBODY
+from jaxkv.memory import demand
+from jaxkv.scheduling import NO_LIMIT, interface
+from jaxkv.simulation import batch, contiguous
 from jaxkv.simulation.batch import Line
+from jaxkv.simulation.contiguous import Reservation
+from jaxkv.workloads import Workload
 
 type Bound = int | Int32[Array, "*mapped"]
 
@@ -147,3 +153,88 @@ class Queued(NamedTuple):
     def size(self) -> Int32[Array, " head"]:
         """Sequences of each request that have not ended."""
         return jnp.sum(self.line.sequence >= 0, axis=1, dtype=jnp.int32)
+
+
+def init(
+    workload: Workload,
+    capacity: Capacity,
+    policy: interface.Policy,
+    *,
+    max_slots: int,
+    max_samples: int = 1,
+    head: int | None = None,
+    reservation: Reservation | None = None,
+) -> Simulation:
+    """Makes an idle machine, its clock at zero.
+
+    Args:
+      workload: the requests, in order of arrival.
+      capacity: bounds. A request that they do not let in even alone is rejected, as
+        `submit` does: nothing is ever recorded of it.
+      policy: who will run.
+      max_slots: sequences that can run at once, static.
+      max_samples: sequences that a request may have, static.
+      head: the largest for which `step` will be called.
+      reservation: contiguous places for each request, in place of pages.
+
+    Returns:
+      The state; donate it to the programs that step it.
+
+    Raises:
+      ValueError: a size is below 1; or several sequences of a request, which share
+        nothing in contiguous places: let them be requests.
+    """
+    w, c = arrays.on_device((workload, capacity))
+    max_slots = validation.integer("max_slots", max_slots, low=1)
+    max_samples = validation.integer("max_samples", max_samples, low=1)
+    if head is not None:
+        head = validation.integer("head", head, low=1)
+    if reservation is not None and max_samples > 1:
+        raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
+    fits = _fits_alone(w, c, max_slots, reservation)
+    num = w.prompt.shape[0] * max_samples
+
+    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    def zero() -> Array:
+        return jnp.zeros((), jnp.int32)
+
+    def nobody() -> Array:
+        return jnp.zeros((max_slots,), bool)
+
+    return Simulation(
+        clock=jnp.zeros((2,), jnp.int32),
+        line=batch.empty(
+            max_slots,
+            has_groups=max_samples > 1,
+            holds=policy.holds_finished,
+            has_blocks=reservation is not None,
+        ),
+        began=nobody(),
+        ended=nobody(),
+        left=jnp.full((max_slots,), NOBODY, jnp.int32),
+        left_with=jnp.zeros((max_slots, len(Progress._fields)), jnp.int32),
+        queue=jnp.full((max_slots + (head or max_slots),), NOBODY, jnp.int32),
+        num_taken=zero(),
+        num_swapped=zero(),
+        num_done=zero(),
+        progress=jnp.zeros((num, len(Progress._fields)), jnp.int32),
+        events=jnp.zeros((num, len(Events._fields)), jnp.int32),
+        order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
+        num_served=jnp.sum(fits, dtype=jnp.int32),
+    )
+
+
+def _fits_alone(
+    w: Workload, c: Capacity, max_slots: int, reservation: Reservation | None
+) -> Bool[Array, " requests"]:
+    """Which requests an idle machine could serve."""
+    size = c.page_size
+    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=size)
+    fits = shared + w.samples * own <= c.num_pages
+    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
+    fits &= w.samples > 0
+    if reservation is not None:
+        r = reservation
+        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
+        fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
+    return fits

@@ -5,9 +5,9 @@ counted, and a cost model says how long each step takes. What happens is the sam
 for step, as long as sequences end at their limits. All of it is one pure function of
 arrays, so `vmap` sweeps rates, seeds, sizes of the pool and parameters of policies.
 
-Sequences of one request share pages as in `forking` and `tables`: those that the prompt
-has filled, and a partial one until they write. Who was preempted by recomputation has
-only the prompt in common with the others.
+Sequences of one request share pages as the engine's do (`engine/groups`): those that
+the prompt has filled, and a partial one until they write. Who was preempted by
+recomputation has only the prompt in common with the others.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays, validation
+from jaxkv import arrays
 from jaxkv.clock import advance, later
 from jaxkv.engine import NOBODY
-from jaxkv.memory import demand
 from jaxkv.scheduling import interface
 from jaxkv.simulation import accepting, apply_plan, batch, contiguous
 from jaxkv.simulation import work as step_work
@@ -27,7 +26,7 @@ from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.batch import Line
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counts import look, observe, reserve
-from jaxkv.simulation.state import Capacity, Events, Progress, Simulation
+from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.simulation.work import Cost, Work
 from jaxkv.workloads import Workload
 
@@ -63,91 +62,6 @@ class StepInfo(NamedTuple):
     num_drawn: Int32[Array, " line"] | None = None
     """How many each drew, drafts that were accepted among them; None if nobody guesses
     any, and each drew one."""
-
-
-def init(
-    workload: Workload,
-    capacity: Capacity,
-    policy: interface.Policy,
-    *,
-    max_slots: int,
-    max_samples: int = 1,
-    head: int | None = None,
-    reservation: Reservation | None = None,
-) -> Simulation:
-    """Makes an idle machine, its clock at zero.
-
-    Args:
-      workload: the requests, in order of arrival.
-      capacity: bounds. A request that they do not let in even alone is rejected, as
-        `submit` does: nothing is ever recorded of it.
-      policy: who will run.
-      max_slots: sequences that can run at once, static.
-      max_samples: sequences that a request may have, static.
-      head: the largest for which `step` will be called.
-      reservation: contiguous places for each request, in place of pages.
-
-    Returns:
-      The state; donate it to the programs that step it.
-
-    Raises:
-      ValueError: a size is below 1; or several sequences of a request, which share
-        nothing in contiguous places: let them be requests.
-    """
-    w, c = arrays.on_device((workload, capacity))
-    max_slots = validation.integer("max_slots", max_slots, low=1)
-    max_samples = validation.integer("max_samples", max_samples, low=1)
-    if head is not None:
-        head = validation.integer("head", head, low=1)
-    if reservation is not None and max_samples > 1:
-        raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
-    fits = _fits_alone(w, c, max_slots, reservation)
-    num = w.prompt.shape[0] * max_samples
-
-    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
-    def zero() -> Array:
-        return jnp.zeros((), jnp.int32)
-
-    def nobody() -> Array:
-        return jnp.zeros((max_slots,), bool)
-
-    return Simulation(
-        clock=jnp.zeros((2,), jnp.int32),
-        line=batch.empty(
-            max_slots,
-            has_groups=max_samples > 1,
-            holds=policy.holds_finished,
-            has_blocks=reservation is not None,
-        ),
-        began=nobody(),
-        ended=nobody(),
-        left=jnp.full((max_slots,), NOBODY, jnp.int32),
-        left_with=jnp.zeros((max_slots, len(Progress._fields)), jnp.int32),
-        queue=jnp.full((max_slots + (head or max_slots),), NOBODY, jnp.int32),
-        num_taken=zero(),
-        num_swapped=zero(),
-        num_done=zero(),
-        progress=jnp.zeros((num, len(Progress._fields)), jnp.int32),
-        events=jnp.zeros((num, len(Events._fields)), jnp.int32),
-        order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
-        num_served=jnp.sum(fits, dtype=jnp.int32),
-    )
-
-
-def _fits_alone(
-    w: Workload, c: Capacity, max_slots: int, reservation: Reservation | None
-) -> Bool[Array, " requests"]:
-    """Which requests an idle machine could serve."""
-    size = c.page_size
-    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=size)
-    fits = shared + w.samples * own <= c.num_pages
-    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
-    fits &= w.samples > 0
-    if reservation is not None:
-        r = reservation
-        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
-        fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
-    return fits
 
 
 def step(
@@ -230,51 +144,104 @@ def _step(
     )
     line, runs = state.line, batch.is_running(state.line)
     group = batch.groups(line, max_samples)
-    line, granted = _grant(line, group, wish, capacity, reservation)
+    line, granted = apply_plan.grant(line, group, wish, capacity, reservation)
     request = jnp.maximum(line.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
+    fed = _feed(
+        *(line, group, granted, runs, prompt, prompt + output, acceptance, max_samples)
+    )
+    work = fed.work._replace(num_copied=granted.num_copied, num_swapped=done.num_moved)
+    clock, micros = _advance(state, w, work, runs, cost)
+    split = _split(fed.line, group, prompt, output, capacity, reservation)
+    info = _info(
+        *(state, plan, done, granted, fed, work, micros, split),
+        speculates=acceptance is not None,
+    )
+    behind = _Behind(state.num_taken, state.num_done + w.clients)
+    line = apply_plan.release_drafts(fed.line, granted)._replace(known=fed.known)
+    return state._replace(
+        clock=clock,
+        line=line,
+        began=fed.emits & (fed.known == prompt + fed.num_drawn),
+        ended=fed.ended,
+    ), (info, behind)
+
+
+class _Fed(NamedTuple):
+    """What came of the rows that a step fed."""
+
+    line: Line
+    """With these rows written, and the drafts that were accepted."""
+    work: Work
+    """Of these rows and what they drew; no pages."""
+    runs: Bool[Array, " line"]
+    """Who had a slot."""
+    emits: Bool[Array, " line"]
+    """Who drew."""
+    num_drawn: Int32[Array, " line"]
+    """Tokens that each drew."""
+    known: Int32[Array, " line"]
+    """Tokens that each has with these."""
+    ended: Bool[Array, " line"]
+    """Who drew its last."""
+
+
+def _feed(
+    line: Line,
+    group: batch.Groups | None,
+    granted: apply_plan.Granted,
+    runs: Bool[Array, " line"],
+    prompt: Int32[Array, " line"],
+    limit: Int32[Array, " line"],
+    acceptance: Acceptance | None,
+    max_samples: int,
+) -> _Fed:
+    """Writes what was granted, and draws for those whose known tokens are all fed."""
     work = step_work.of_rows(line, granted.num_rows, granted.num_drafts, prompt)
-    line, forked = _feed(line, group, granted.num_rows)
+    line, forked = batch.feed(line, group, granted.num_rows)
     emits = ((granted.num_rows > 0) | forked) & runs & (line.length == line.known)
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
-        line, drawn = _accept(
-            line, emits, granted, prompt + output, acceptance, max_samples
+        assert granted.num_drafts is not None
+        line, drawn = accepting.accept(
+            line, emits, granted.num_drafts, limit, acceptance, max_samples
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
         work = work._replace(num_accepted=accepted)
-    work = work._replace(
-        num_drawn=jnp.sum(drawn, dtype=jnp.int32),
-        num_copied=granted.num_copied,
-        num_swapped=done.num_moved,
-    )
-    clock, micros = _advance(state, w, work, runs, cost)
-    split, saved = _split(line, group, prompt, output, capacity, reservation)
+    work = work._replace(num_drawn=jnp.sum(drawn, dtype=jnp.int32))
     known = line.known + drawn
-    ended = emits & (known == prompt + output)
-    info = StepInfo(
+    return _Fed(line, work, runs, emits, drawn, known, emits & (known == limit))
+
+
+def _info(
+    state: Simulation,
+    plan: interface.Plan,
+    done: apply_plan.Done,
+    granted: apply_plan.Granted,
+    fed: _Fed,
+    work: Work,
+    micros: Int32[Array, ""],
+    split: tuple[batch.Split, Int32[Array, ""]],
+    *,
+    speculates: bool,
+) -> StepInfo:
+    """What happened; `state` has the clock before it, and those who ran."""
+    return StepInfo(
         start=state.clock,
         micros=micros,
         work=work,
-        num_running=jnp.sum(runs, dtype=jnp.int32),
+        num_running=jnp.sum(fed.runs, dtype=jnp.int32),
         num_waiting=jnp.sum(state.queue >= 0, dtype=jnp.int32),
         num_admitted=done.num_admitted,
         num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
-        num_finished=jnp.sum(ended, dtype=jnp.int32),
+        num_finished=jnp.sum(fed.ended, dtype=jnp.int32),
         used_pages=granted.used_pages,
-        split=split,
-        saved_pages=saved,
-        drew=jnp.where(emits, line.sequence, NOBODY),
+        split=split[0],
+        saved_pages=split[1],
+        drew=jnp.where(fed.emits, fed.line.sequence, NOBODY),
         enough=granted.enough,
-        num_drawn=None if acceptance is None else drawn,
+        num_drawn=fed.num_drawn if speculates else None,
     )
-    behind = _Behind(state.num_taken, state.num_done + w.clients)
-    return state._replace(
-        clock=clock,
-        line=_give_back(line, granted)._replace(known=known),
-        began=emits & (known == prompt + drawn),
-        ended=ended,
-    ), (info, behind)
 
 
 def _plan_step(
@@ -317,76 +284,6 @@ def _split(
     if (r := reservation) is not None:
         asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
     return batch.split(line, group, prompt + output, capacity.page_size, asked)
-
-
-class _Granted(NamedTuple):
-    """What a step gets of what its plan asks for: everything or nothing."""
-
-    num_rows: Int32[Array, " line"]
-    """Rows of each place, drafts apart."""
-    num_drafts: Int32[Array, " line"] | None
-    kept: Int32[Array, " line"]
-    """Token places that each holds, those for drafts apart."""
-    num_copied: Int32[Array, ""]
-    used_pages: Int32[Array, ""]
-    enough: Bool[Array, ""]
-
-
-def _grant(
-    line: Line,
-    group: batch.Groups | None,
-    wish: apply_plan.Wish,
-    capacity: Capacity,
-    reservation: Reservation | None,
-) -> tuple[Line, _Granted]:
-    """Grants pages to all or to nobody, as `page_table.reserve` does."""
-    size = capacity.page_size
-    copies = batch.num_copies(line, group, wish.num_rows, size)
-    places = kept = line.places  # with a reservation, all that is ever needed
-    if reservation is None:
-        wanted = jnp.where(batch.is_running(line), wish.places, 0)
-        places = kept = jnp.maximum(line.places, wanted)
-        if wish.drafts is not None:
-            places = jnp.maximum(line.places, wanted + wish.drafts)
-    growth = demand.growth(line.places, places, page_size=size)
-    owned, _ = batch.num_owned(line, group, line.places, size)
-    held = jnp.sum(owned, dtype=jnp.int32)
-    used = held + jnp.sum(growth + copies, dtype=jnp.int32)
-    enough = used <= capacity.num_pages
-    return line._replace(places=jnp.where(enough, places, line.places)), _Granted(
-        num_rows=jnp.where(enough, wish.num_rows, 0),
-        num_drafts=None if wish.drafts is None else jnp.where(enough, wish.drafts, 0),
-        kept=kept,
-        num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
-        used_pages=jnp.where(enough, used, held),
-        enough=enough,
-    )
-
-
-def _accept(
-    line: Line,
-    emits: Bool[Array, " line"],
-    granted: _Granted,
-    limit: Int32[Array, " line"],
-    acceptance: Acceptance,
-    max_samples: int,
-) -> tuple[Line, Int32[Array, " line"]]:
-    """Counts accepted drafts as written, and says how many tokens each place draws."""
-    assert granted.num_drafts is not None
-    accepted = accepting.num_accepted(acceptance, line, granted.num_drafts, max_samples)
-    # Of an answer that ends only what it has, and its last token is never fed.
-    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - line.known), 0)
-    length = line.length + jnp.maximum(drawn - 1, 0)
-    return line._replace(length=length), drawn
-
-
-def _give_back(line: Line, granted: _Granted) -> Line:
-    """Gives back what was reserved for drafts that were turned down."""
-    if granted.num_drafts is None:
-        return line
-    places = jnp.maximum(granted.kept, line.length)
-    places = jnp.where(granted.num_drafts > 0, places, line.places)
-    return line._replace(places=places)
 
 
 def _advance(
@@ -508,24 +405,3 @@ def run(
 _STEPS_TOGETHER = 128
 """Steps between two looks at whether all is done: mapped, each look copies the states
 of those that are."""
-
-
-def _feed(
-    line: Line, group: batch.Groups | None, num_rows: Array
-) -> tuple[Line, Bool[Array, " line"]]:
-    """Writes the rows, and forks those for whom another one has read."""
-    length = line.length + num_rows
-    s = line.siblings
-    if s is None or group is None:
-        return line._replace(length=length), jnp.zeros_like(line.returned)
-    complete = group.any(s.reads & (length == s.common))
-    forked = s.waits & complete
-    return line._replace(
-        length=jnp.where(forked, s.common, length),
-        places=jnp.where(forked, s.common, line.places),
-        siblings=s._replace(
-            reads=s.reads & ~complete,
-            waits=s.waits & ~complete,
-            forked=s.forked | forked,
-        ),
-    ), forked

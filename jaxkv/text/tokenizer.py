@@ -2,7 +2,7 @@
 
 Two tokenizers with the same methods: `Tokenizer` around a `tokenizer.json`, and
 `ByteTokenizer` for models whose tokens are bytes. Nothing here opens a file: the folder
-is read and written in `checkpoints.py`.
+is read and written in `models/checkpoints.py`.
 """
 
 import codecs

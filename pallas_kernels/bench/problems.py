@@ -35,7 +35,7 @@ class Problem:
     k_pages: jax.Array
     """`[pages, kv_heads, page_size, head_dim]`."""
     v_pages: jax.Array
-    """Likewise."""
+    """`[pages, kv_heads, page_size, head_dim]`."""
     page_ids: jax.Array
     """`[turns, batch, pages_per_slot]`; the tables have no page in common."""
     positions: jax.Array

@@ -28,7 +28,7 @@ class Timing(NamedTuple):
       spread: from the tenth to the ninetieth of a hundred, by the median; None where
         only the mean is known.
       num_kernels: that one call launches; None where nobody counts.
-      longest_s: median of the longest of them; None likewise.
+      longest_s: median of the longest of them; None where nobody counts.
       clock: "cupti", the time of its kernels; "wall", of a call waited for; "queue",
         of one among calls that are waited for together.
     """

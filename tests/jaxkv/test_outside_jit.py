@@ -17,7 +17,7 @@ from jaxkv.sampling import Sampling, beam_search
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import outputs
 from jaxkv.simulation import contiguous, step
-from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.workloads import arrivals
 from tests.support import engines
 from tests.support.engines import MODEL
@@ -58,7 +58,7 @@ def requests() -> Requests:
 
 def simulated(**fields: Any) -> Simulation:
     policy = fields.pop("policy", fcfs.fcfs())
-    return step.init(LOAD, BOUNDS, policy, max_slots=3, **fields)
+    return init(LOAD, BOUNDS, policy, max_slots=3, **fields)
 
 
 def cost(work: step.Work) -> jax.Array:
@@ -103,7 +103,7 @@ def calls() -> dict[str, Any]:
             *(params, empty, three), forward=FORWARD, active=three > 0
         ),
         "logits": lambda: transformer.logits(params, three[None], config=MODEL),
-        "simulation.init": lambda: step.init(
+        "simulation.init": lambda: init(
             *(load, on_host(BOUNDS), fcfs.fcfs()), max_slots=3
         ),
         "simulation.step": lambda: step.step(machine, load, **bounds),

@@ -71,7 +71,7 @@ def _nothing_is_left(engine: jaxkv.Engine, known: list[list[int]]) -> Any:
 def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
     """The engine is idle and empty, and serves what it served before."""
     assert list(engine.stream()) == []
-    assert engine._ledger.is_empty()
+    assert engine._tracker.is_empty()
     assert [each.tokens for each in engine.generate(PROMPTS, GREEDY)] == known
     engines.assert_empty(engine._state)
 
@@ -585,7 +585,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
         fields["request_id"] = rng.choice([*VALUES, 10**6, np.int32(10**6 + 1)])
     if rng.random() < 0.2:
         fields["arrival_s"] = rng.choice([*VALUES, engine.now() + 0.01])
-    num = len(engine._ledger.records)
+    num = len(engine._tracker.records)
     try:
         if len(prompts) > 1:
             asks = [drawn_sampling(rng) for _ in prompts]
@@ -595,7 +595,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
         name = engine.submit(prompts[0], drawn_sampling(rng), **fields)
     except ValueError as error:
         check_line(str(error))
-        assert len(engine._ledger.records) == num
+        assert len(engine._tracker.records) == num
         return set()
     if fields.get("arrival_s") is not None and fields["arrival_s"] > engine.now() + 1:
         engine.cancel(name)

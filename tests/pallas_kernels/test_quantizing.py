@@ -287,7 +287,7 @@ def test_a_layer_attends_to_what_it_wrote_without_a_copy_of_the_pages(
 def test_an_engine_with_8_bits_answers_alike_in_any_batch(kind: Any) -> None:
     asks = engines.random_asks(np.random.default_rng(7), 6)
     one = dataclasses.replace(CONFIG, kv_dtype=kind, debug=True)
-    # Other pages, other slots, hardly any room, so that sequences give way.
+    # Other pages, other slots, hardly any room, so that sequences are preempted.
     two = dataclasses.replace(one, num_pages=18, page_size=8, max_slots=3)
     runs = [
         engines.serve(asks, config, state=empty(config)).tokens for config in (one, two)

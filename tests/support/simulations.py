@@ -145,7 +145,7 @@ def beside_engine(
         debug=True,
     )
     real = fed_engine(w, config, seed)
-    mine = step.init(
+    mine = state.init(
         *(w, capacity(config), case.policy),
         max_slots=config.max_slots,
         max_samples=case.max_samples,

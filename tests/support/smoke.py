@@ -18,7 +18,7 @@ from experiments.plotting import style
 from tests.support import engines, texts
 
 QUICK = {
-    *("bench_fit", "cost_check", "latency_vs_rate", "lecture_numbers", "memory_waste"),
+    *("bench_fit", "cost_check", "lecture_numbers", "memory_waste"),
 }
 """Whose smoke run takes a few seconds."""
 SLOW = {

@@ -12,7 +12,7 @@ from experiments.cli import parsing
 from experiments.cli.cost import answers as cost_answers
 from experiments.cli.cost import device_tables, drawing, tables
 from experiments.cli.cost.case import Case
-from experiments.cli.run import Answer
+from experiments.cli.run import Output
 from experiments.framework import Sheet, config_json
 from experiments.harness import bundled
 from jaxkv import validation
@@ -66,7 +66,7 @@ class Options:
         validation.within(self, *sizes, low=1, high=MAX_TOKENS)
 
 
-def cost(name: str, options: Options) -> Answer:
+def cost(name: str, options: Options) -> Output:
     """Answers `jaxkv cost`.
 
     Args:
@@ -98,7 +98,7 @@ def cost(name: str, options: Options) -> Answer:
         )
         lines.append(f"kept in {document['out']}")
     said = [Sheet(question, ("",), [(answer,)]) for question, answer in answers]
-    return Answer(document, [*sheets, *said], lines)
+    return Output(document, [*sheets, *said], lines)
 
 
 def look_up(name: str, options: Options) -> Case:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from experiments.cli import parsing
-from experiments.cli.run import Answer
+from experiments.cli.run import Output
 from experiments.framework import config_json
 
 LEAST, MOST = 1e-6, 1e40
@@ -100,7 +100,7 @@ class Options:
 _BELOW_ONE = math.nextafter(1, 0)
 
 
-def plan(options: Options) -> Answer:
+def plan(options: Options) -> Output:
     """Answers `jaxkv plan`.
 
     Raises:
@@ -128,4 +128,4 @@ def plan(options: Options) -> Answer:
         folder = run_folder.keep(options.out, "plan", contents)
         told["out"] = folder
         lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
-    return Answer(told, report.sheets(options, case, told), lines)
+    return Output(told, report.sheets(options, case, told), lines)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from experiments.cli import parsing
 from experiments.cli.console import terminal
-from experiments.cli.run import Answer
+from experiments.cli.run import Output
 from experiments.framework import Sheet, config_json, units
 from experiments.harness import sweep_tables
 from jaxkv import parallel
@@ -93,12 +93,12 @@ def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
     return config_json.config_loads(config_type, config_json.read_text(path), name)
 
 
-def _printed(config: Any) -> Answer:
+def _printed(config: Any) -> Output:
     text = config_json.config_dumps(config)
-    return Answer(json.loads(text), [], [text])
+    return Output(json.loads(text), [], [text])
 
 
-def train(name: str, options: TrainOptions) -> Answer:
+def train(name: str, options: TrainOptions) -> Output:
     """Trains a model, or goes on where its folder stands.
 
     Args:
@@ -161,7 +161,7 @@ def train(name: str, options: TrainOptions) -> Answer:
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
     rows = [units.named(key, value) for key, value in document.items() if key != "out"]
     status = {"done": 0, "stopped": bars.status, "diverged": 1}[result.status]
-    return Answer(document, [Sheet("run", ("", ""), rows)], lines, status)
+    return Output(document, [Sheet("run", ("", ""), rows)], lines, status)
 
 
 def _divided(config: TrainConfig, options: TrainOptions) -> TrainConfig:
@@ -211,7 +211,7 @@ def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path
     return folder
 
 
-def sweep(name: str, options: SweepOptions) -> Answer:
+def sweep(name: str, options: SweepOptions) -> Output:
     """Carries out a sweep, or what its folder lacks.
 
     Args:
@@ -252,7 +252,7 @@ def sweep(name: str, options: SweepOptions) -> Answer:
     if outcome.is_stopped:
         lines.insert(0, f"{bars.reason}; the same command goes on")
     status = bars.status if outcome.is_stopped else 0
-    return Answer(document, _sheets(document, outcome.records), lines, status)
+    return Output(document, _sheets(document, outcome.records), lines, status)
 
 
 def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[Sheet]:

@@ -7,7 +7,6 @@ greedy answers to files that neither has seen.
 """
 
 import dataclasses
-import textwrap
 from typing import Any, Literal
 
 import jax
@@ -318,15 +317,5 @@ def model_card(
         {row["loss"]:.4f} nats. It took {row["duration_s"]:,.0f} seconds on the clock of
         {env["num_cpus"]} cores ({env["cpu"]}) that other work shared, with Python
         {versions["python"]}, jax {versions["jax"]}, optax {versions["optax"]}.""",
-        "## Licence",
-        """The text is under the licence of the Python Software Foundation; the weights
-        are given on the same terms.""",
     ]
-    return "\n\n".join(map(_filled, parts)) + "\n"
-
-
-def _filled(part: str) -> str:
-    """Fills a paragraph; headings, tables and commands stay as they are."""
-    if part.startswith(("-", "#", "|", "    ")):
-        return part
-    return textwrap.fill(" ".join(part.split()), 88, break_on_hyphens=False)
+    return bundled_model.card_text(parts)

@@ -8,6 +8,7 @@ trains one of three times as many layers, for which the shipped one is a cheap d
 
 import dataclasses
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,11 +285,15 @@ def model_card(config: Config, split: corpora.Split, result: Result) -> str:
         {trunk.seed}. It took {result.duration_s:,.0f} seconds on the clock of
         {env["num_cpus"]} cores ({env["cpu"]}) that other work shared, with Python
         {versions["python"]}, jax {versions["jax"]}, optax {versions["optax"]}.""",
-        "## Licence",
-        """The text is under the licence of the Python Software Foundation; the weights
-        are given on the same terms.""",
     ]
-    return "\n\n".join(map(_filled, parts)) + "\n"
+    return card_text(parts)
+
+
+def card_text(parts: Sequence[str]) -> str:
+    """The Markdown of weights trained on the standard library, licence included."""
+    licence = """The text is under the licence of the Python Software Foundation; the
+        weights are given on the same terms."""
+    return "\n\n".join(map(_filled, [*parts, "## Licence", licence])) + "\n"
 
 
 def _filled(part: str) -> str:

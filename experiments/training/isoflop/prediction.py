@@ -18,7 +18,7 @@ from scaling.sweeps import family, learning_rates
 from scaling.sweeps.grid import count
 
 LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
-"""Whose predictions are averaged, each by how well it foretells the larger of the
+"""Whose predictions are averaged, each by how well it predicts the larger of the
 fitted runs; the best of them is the law of the report."""
 CUTS = (1, 2)
 """How many of the largest budgets are kept from the fits that choose the law."""

@@ -1,7 +1,7 @@
 """Hugging Face's `config.json` to our `ModelConfig` and back.
 
-What the arithmetic of `models.py` does not cover is refused by name: a model that loads
-is a model that computes the same.
+What the arithmetic of `models/transformer.py` does not cover is refused by name: a
+model that loads is a model that computes the same.
 """
 
 from collections.abc import Mapping

@@ -48,7 +48,7 @@ def test_work_with_and_without_a_cache(result: bounds.Result) -> None:
     assert fed == 2 * 6_607_077_376 * growth.length[0]
 
 
-def test_claims_notice_a_slower_card(result: bounds.Result) -> None:
+def test_claims_notice_a_slower_gpu(result: bounds.Result) -> None:
     slow = bounds.run(Config(device="t4"))
     failed = [x for x in experiment.claims(slow) if x.verdict == "fails"]
     # A 13B model does not fit, nor is it read 256 times in 7.6 s.

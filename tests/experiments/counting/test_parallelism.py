@@ -11,20 +11,25 @@ from experiments.counting.parallelism.experiment import CONFIGS, Config, claims,
 @pytest.mark.parametrize(
     "config",
     [
-        CONFIGS["smoke"],
+        pytest.param(CONFIGS["smoke"], marks=pytest.mark.thorough),
         pytest.param(Config(layouts=("tp=4,sp,dp=2",)), marks=pytest.mark.slow),
     ],
 )
 def test_programs_send_what_the_formulas_say(config: Config) -> None:
     result = run(config)
-    assert len(result.ways) == len(config.layouts)
-    assert [claim for claim in claims(result) if claim.verdict != "holds"] == []
-    np.testing.assert_array_equal(result.ways.sent_bytes, result.ways.found_bytes)
+    ways = result.ways
+    assert len(ways) == len(config.layouts)
+    np.testing.assert_array_equal(ways.sent_bytes, ways.found_bytes)
+    np.testing.assert_array_equal(ways.params, ways.params_given)
+    # Norms, activations, the softmax and the loss are counted by XLA alone.
+    np.testing.assert_allclose(ways.flops, ways.flops_found, rtol=0.02)
     off = dataclasses.replace(
-        result.ways,
-        sent_bytes=result.ways.sent_bytes + 4,
-        params=result.ways.params - 1,
+        ways, sent_bytes=ways.sent_bytes + 4, params=ways.params - 1
     )
     found = claims(dataclasses.replace(result, ways=off))
-    failed = [claim for claim in found if claim.verdict == "fails"]
-    assert len(failed) == 2 * len(config.layouts)
+    noticed = [
+        (before.verdict, after.verdict)
+        for before, after in zip(claims(result), found, strict=True)
+        if before.ours != after.ours
+    ]
+    assert noticed == [("holds", "fails")] * (2 * len(config.layouts))

@@ -70,8 +70,8 @@ def test_what_is_said_of_counts() -> None:
     found = measured(1, 3)
     said = smoke.ours(experiment.claims(found))
     assert sorted(said.values()) == [0.75, 1, 2, 3]
-    verdicts = [claim.verdict for claim in experiment.claims(found)]
-    assert verdicts.count("fails") == 3
+    judged = experiment.claims(found)
+    assert [x.verdict for x in judged if x.ours >= 1] == ["fails"] * 3
     assert found.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)
     assert len(experiment.summary(found)) == 2
     assert smoke.draw(STUDY, found)

@@ -88,7 +88,9 @@ def test_stopped_early_it_says_what_follows_from_formulas() -> None:
     nothing = measured()
     assert experiment.summary(nothing) == []
     judged = experiment.claims(nothing)
-    assert [claim.verdict for claim in judged] == ["holds"] * 12
+    assert len(judged) == 12
+    for claim in judged:  # to the digits that are printed
+        assert claim.ours == pytest.approx(claim.published, abs=0.005)
     assert smoke.draw(STUDY, nothing)
 
 

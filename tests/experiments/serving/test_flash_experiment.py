@@ -22,7 +22,7 @@ def test_smoke_measures_every_length_and_says_what_holds() -> None:
         *(8, 8, 16)
     ]
     # Timings of a busy machine decide nothing here; exactness does.
-    assert kept.claims[2].verdict == "holds"
+    assert (result.flash.error <= 2 * result.plain.error).all()
 
 
 def test_slopes_are_exponents() -> None:

@@ -113,6 +113,7 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
     assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
     (study,) = of_module(figures)
     claims = study.claims(rows)

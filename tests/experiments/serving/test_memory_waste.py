@@ -49,9 +49,9 @@ def test_memory_grows_with_requests(result: experiment.Result) -> None:
 
 def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
     said = smoke.ours(experiment.claims(result))
-    card = "OPT-13B on an A100 of 40 GB: share "
-    assert said.pop(card + "of the weights") == 100 * 2 * 12_853_473_280 / 40e9
-    assert said.pop(card + "left for keys and values") == 100 * 12 * 2**30 / 40e9
+    gpu = "OPT-13B on an A100 of 40 GB: share "
+    assert said.pop(gpu + "of the weights") == 100 * 2 * 12_853_473_280 / 40e9
+    assert said.pop(gpu + "left for keys and values") == 100 * 12 * 2**30 / 40e9
     served = "OPT-13B, ShareGPT, 2 requests/s: "
     batches = {}
     for name, uses, batch in zip(

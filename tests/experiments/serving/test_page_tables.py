@@ -117,8 +117,11 @@ def test_pages_hold_what_the_tables_say(result: experiment.Result) -> None:
 
 @pytest.mark.thorough
 def test_claims_hold_but_for_the_order_of_reuse(result: experiment.Result) -> None:
-    verdicts = [claim.verdict for claim in experiment.claims(result)]
-    assert verdicts == ["holds"] * 7 + ["differs"]
+    *figures, unused = experiment.claims(result)
+    assert len(figures) == 7
+    for claim in figures:  # every entry that the figure shows
+        assert claim.ours == claim.published > 0
+    assert unused.ours < unused.published == 4
 
 
 @pytest.mark.thorough

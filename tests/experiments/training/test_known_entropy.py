@@ -22,6 +22,7 @@ def result() -> experiment.Result:
     return smoke.run("known_entropy").result
 
 
+@pytest.mark.thorough
 def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
     runs, floor = result.runs, result.optima[-1]
     assert runs.width.tolist() == [8] * 4 + [16] * 4
@@ -35,12 +36,12 @@ def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
     np.testing.assert_allclose(
         runs.loss - runs.excess, (runs.loss - runs.excess)[0], rtol=1e-6
     )
-    claims = experiment.claims(result)
-    assert [claim.verdict for claim in claims if "below" in claim.claim] == [
-        "holds"
-    ] * 2
+    far, paired, *_ = experiment.claims(result)
+    assert far.ours > -3
+    assert paired.ours == pytest.approx(min(runs.excess / runs.excess_se))
 
 
+@pytest.mark.thorough
 def test_a_leak_is_noticed(result: experiment.Result) -> None:
     """Losses moved below the floor, as a model's that sees what it predicts."""
     runs = result.runs
@@ -49,6 +50,7 @@ def test_a_leak_is_noticed(result: experiment.Result) -> None:
     assert [claim.verdict for claim in found[:2]] == ["fails"] * 2
 
 
+@pytest.mark.thorough
 def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
     floor = result.optima[-1]
 
@@ -66,6 +68,7 @@ def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
     assert verdict(False, -0.05) == "holds"
 
 
+@pytest.mark.thorough
 def test_counting_pays_half_a_nat_for_each_parameter(result: experiment.Result) -> None:
     counts = result.counts
     assert counts.num_free == 15

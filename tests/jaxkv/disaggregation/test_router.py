@@ -30,7 +30,8 @@ SECRET = b"a secret"
 BOUNDS: dict[str, Any] = {
     name: x for name, x in vars(engines.SERVED).items() if name != "debug"
 }
-CACHED: dict[str, Any] = BOUNDS | {"prefix_cache": True}
+# In debug mode, as the engines of other tests, whose programs these are.
+CACHED: dict[str, Any] = vars(engines.SERVED) | {"prefix_cache": True}
 RNG = np.random.default_rng(0)
 COMMON = RNG.integers(5, 60, 16).tolist()
 PROMPTS = [
@@ -196,6 +197,7 @@ def test_prompts_go_where_least_is_to_be_done() -> None:
     assert router._chain(prompt, 4, 1) != chain
 
 
+@pytest.mark.thorough
 def test_workers_that_do_not_fit_together_are_refused() -> None:
     async def both(**fields: Any) -> None:
         other = jaxkv.Engine.load(TOKENIZED, **CACHED | fields)
@@ -204,14 +206,24 @@ def test_workers_that_do_not_fit_together_are_refused() -> None:
             ports = [each.sockets[0].getsockname()[:2] for each in (a, b)]
             with pytest.raises(ValueError, match="workers must have one max_length"):
                 await Router.connect(ports[:1], ports[1:], SECRET)
+        one.close()
+        two.close()
+
+    asyncio.run(both(max_length=32))
+
+
+def test_who_may_not_or_cannot_take_part_is_refused() -> None:
+    async def both() -> None:
+        one = Worker(make_engine(), SECRET)
+        async with await one.serve() as server:
+            ports = [server.sockets[0].getsockname()[:2]]
             with pytest.raises(ValueError, match="1 or more workers"):
                 await Router.connect(ports, [], SECRET)
             with pytest.raises(ConnectionError, match="does not know the secret"):
                 await Router.connect([], ports, b"another")
         one.close()
-        two.close()
 
-    asyncio.run(both(max_length=32))
+    asyncio.run(both())
     with pytest.raises(ValueError, match=r"config\.prefix_cache=False must be True"):
         Worker(jaxkv.Engine.load(TOKENIZED, **BOUNDS), SECRET)
 

@@ -1,4 +1,4 @@
-"""Results do not depend on company: order, slots, chunks, sharing, preemption."""
+"""Results do not depend on the batch: order, slots, chunks, sharing, preemption."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Beam search in the engine: transformers' answers, in any company."""
+"""Beam search in the engine: transformers' answers, in any batch."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxkv.models import checkpoints, paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import static_batching
 from jaxkv.scheduling.fcfs import fcfs
-from jaxkv.serving import outputs
+from jaxkv.serving import refusals
 from tests.support import engines
 from tests.support.engines import Ask
 from tests.support.searches import GOLDEN, MOODY, ROOMY, TIGHT, asks, check, serve
@@ -92,7 +92,7 @@ def test_a_search_ends_where_logits_are_not_finite() -> None:
 def test_wider_than_the_engine_is_refused() -> None:
     ask = Ask(0, [1, 2], Sampling(beam_width=7, max_tokens=2))
     with pytest.raises(ValueError, match=r"ask.beam_width=7 must be at most"):
-        outputs.check(
+        refusals.check(
             ask.prompt,
             ask.sampling,
             config=ROOMY,

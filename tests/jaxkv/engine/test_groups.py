@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, static_batching
-from jaxkv.serving import outputs
+from jaxkv.serving import refusals
 from tests.support import engines
 from tests.support.asks import groups
 from tests.support.engines import MODEL, ROOMY, TIGHT, Ask, Run, run_on
@@ -63,7 +63,7 @@ def test_pages_of_the_prompt_are_shared() -> None:
 
 @pytest.mark.thorough
 def test_whoever_was_preempted_reads_what_all_have_in_common_once() -> None:
-    # A pool in which the second group has to give way to the first while both write.
+    # A pool in which the second group is preempted for the first while both write.
     prompt = list(range(10))
     asks = [
         Ask(name, prompt, Sampling(n=3, max_tokens=14, seed=name)) for name in range(2)
@@ -112,7 +112,7 @@ def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
 
 def test_more_answers_than_slots_or_pages_are_refused() -> None:
     check = functools.partial(
-        outputs.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
+        refusals.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
     )
     with pytest.raises(ValueError, match=r"9 answers .* at most config.max_slots=8"):
         check([1], Sampling(n=9), config=TIGHT)

@@ -30,7 +30,7 @@ from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
-# Too few pages for all, so that somebody always waits and some give way.
+# Too few pages for all, so that somebody always waits and some are preempted.
 CONFIG = dataclasses.replace(
     engines.TIGHT,
     max_slots=4,

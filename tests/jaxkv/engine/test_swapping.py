@@ -40,7 +40,7 @@ def served(
     victim: Any = "latest",
     hold_new: bool = False,
 ) -> Run:
-    """Admits whoever there is room for, unless told else, so that many give way."""
+    """Admits whoever there is room for, unless told else: many are preempted."""
     policy = fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
     space = None if host is None else host_swap.HostSpace(host, programs.LOCAL.move)
     return engines.serve(ASKS, config, policy, host=space)

@@ -308,7 +308,7 @@ def test_draws_follow_the_law_as_it_is_computed() -> None:
 
 @pytest.mark.thorough
 def test_a_law_does_not_depend_on_its_batch() -> None:
-    logits, params, *_ = company()
+    logits, params, *_ = one_batch()
     together = jitted("probabilities")(logits, params)
     for rows in (*([row] for row in range(8)), [1, 7], [3, 1, 0, 6, 2]):
         own = jitted("probabilities")(*rows_of((logits, params), rows))
@@ -375,7 +375,7 @@ def test_neighbouring_positions_samples_and_requests_are_independent() -> None:
         assert chi_square(pairs, np.full(vocab**2, 1 / vocab**2)) > 1e-3
 
 
-COMPANY = [
+ONE_BATCH = [
     Sampling(),
     Sampling.greedy(),
     Sampling(top_k=5),
@@ -387,15 +387,15 @@ COMPANY = [
 ]
 
 
-def company() -> tuple[jax.Array, Params, jax.Array, jax.Array]:
+def one_batch() -> tuple[jax.Array, Params, jax.Array, jax.Array]:
     rng = np.random.default_rng(3)
-    logits = rng.normal(size=(len(COMPANY), 389)) * rng.choice([1, 5], (8, 1))
-    positions = rng.integers(0, 1000, len(COMPANY)).astype(np.int32)
+    logits = rng.normal(size=(len(ONE_BATCH), 389)) * rng.choice([1, 5], (8, 1))
+    positions = rng.integers(0, 1000, len(ONE_BATCH)).astype(np.int32)
     return (
         jnp.asarray(logits.astype(np.float32)),
-        params_of(COMPANY),
+        params_of(ONE_BATCH),
         jnp.asarray(positions),
-        jnp.ones(len(COMPANY), bool),
+        jnp.ones(len(ONE_BATCH), bool),
     )
 
 
@@ -410,7 +410,7 @@ def sample(
 
 
 def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
-    logits, params, positions, _ = company()
+    logits, params, positions, _ = one_batch()
     raw = np.array(logits)
     raw[1, 13], raw[2, 388], raw[5, 7] = INF, -INF, np.nan
     raw[6], raw[7] = np.finfo(np.float32).max, np.finfo(np.float32).max / 2
@@ -425,16 +425,16 @@ def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
 
 @pytest.mark.thorough
 def test_a_row_does_not_depend_on_its_batch() -> None:
-    together = sample(*company())
+    together = sample(*one_batch())
     for row in range(8):
-        own = sample(*rows_of(company(), [row]))
+        own = sample(*rows_of(one_batch(), [row]))
         for field, other in zip(own, together, strict=True):
             np.testing.assert_array_equal(field[0], other[row])
     rng = np.random.default_rng(4)
     for _ in range(20):
         # Any rows beside it, in any order, some of them broken.
         rows = rng.integers(0, 8, 8)
-        logits, params, positions, scored = rows_of(company(), rows)
+        logits, params, positions, scored = rows_of(one_batch(), rows)
         broken = rng.random(8) < 0.2
         logits = jnp.where(broken[:, None] & (logits > 1), jnp.nan, logits)
         drawn = sample(logits, params, positions, scored)
@@ -446,7 +446,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
-    logits, params, positions, _ = company()
+    logits, params, positions, _ = one_batch()
     logits = jnp.round(logits).at[:, 200].set(jnp.max(jnp.round(logits), axis=1))
     mixed = sample(logits, params, positions)
     greedy = sample(logits, greedy_params(8), positions)
@@ -461,25 +461,25 @@ def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
 
 
 def test_only_rows_that_ask_are_scored() -> None:
-    everything = sample(*company())
+    everything = sample(*one_batch())
     for scored in (np.arange(8) % 3 == 0, np.zeros(8, bool)):
-        drawn = sample(*company()[:3], jnp.asarray(scored))
+        drawn = sample(*one_batch()[:3], jnp.asarray(scored))
         np.testing.assert_array_equal(drawn.token, everything.token)
         expected = np.where(scored, everything.logprob, 0)
         np.testing.assert_array_equal(drawn.logprob, expected)
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    logits, params, positions, _ = company()
+    logits, params, positions, _ = one_batch()
     raw = jnp.flip(logits, axis=1)
     drawn = sample(logits, params, positions, raw=raw)
     exact = jax.nn.log_softmax(raw)[np.arange(8), drawn.token]
     np.testing.assert_allclose(drawn.logprob, exact, atol=1e-5)
-    np.testing.assert_array_equal(drawn.token, sample(*company()).token)
+    np.testing.assert_array_equal(drawn.token, sample(*one_batch()).token)
 
 
 def test_rows_without_an_answer_are_flagged() -> None:
-    logits, params, positions, _ = company()
+    logits, params, positions, _ = one_batch()
     rows = np.array(logits)
     rows[0, 13] = np.nan
     rows[1, 388] = -np.nan
@@ -499,18 +499,18 @@ def test_rows_without_an_answer_are_flagged() -> None:
 
 @pytest.mark.thorough
 def test_a_member_of_a_vmap_equals_a_single_call() -> None:
-    *arrays, scored = company()
+    *arrays, scored = one_batch()
     states = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, axis=0)]), arrays)
     draw = functools.partial(sampler.sample, scored=scored, max_candidates=8)
     drawn = jax.jit(jax.vmap(draw))(*states)
-    for both, one in zip(drawn, sample(*company()), strict=True):
+    for both, one in zip(drawn, sample(*one_batch()), strict=True):
         np.testing.assert_array_equal(both[0], one)
         np.testing.assert_array_equal(both[1], jnp.flip(one, axis=0))
 
 
 @pytest.mark.slow
 def test_float64_draws_the_same_tokens() -> None:
-    logits, params, positions, scored = company()
+    logits, params, positions, scored = one_batch()
     single = sample(logits, params, positions, scored)
     with jax.enable_x64(True):
         wide = logits.astype(jnp.float64)
@@ -559,7 +559,7 @@ def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
 def test_a_large_vocabulary_does_not_depend_on_the_batch_either() -> None:
     rng = np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(8, 49152)).astype(np.float32) * 4)
-    arrays = (logits, params_of(COMPANY), jnp.arange(8, dtype=jnp.int32))
+    arrays = (logits, params_of(ONE_BATCH), jnp.arange(8, dtype=jnp.int32))
     draw = jitted("sample")
     together = draw(*arrays)
     for rows in (1, 2, 3, 5, 7, 32):

@@ -129,8 +129,8 @@ def check(engine: jaxkv.Engine, told: dict[int, list[int]], expected: dict) -> N
     told.clear()
     engines.assert_empty(engine._state)
     assert not np.asarray(engine._state.sequences.status).any()
-    assert engine._ledger.is_empty()
-    assert engine._ledger._requests == 0
+    assert engine._tracker.is_empty()
+    assert engine._tracker._requests == 0
     assert not engine._unread
     assert engine._host.num_used == 0
     engine.trace.clear()

@@ -70,9 +70,9 @@ def assert_idle(engine: jaxkv.Engine) -> None:
         engines.assert_sound(info)
     engines.assert_empty(engine._state)
     assert not np.asarray(engine._state.sequences.status).any()
-    assert engine._ledger.is_empty()
-    assert not engine._ledger.has_work(1e9)
-    assert engine._ledger._requests == 0
+    assert engine._tracker.is_empty()
+    assert not engine._tracker.has_work(1e9)
+    assert engine._tracker._requests == 0
 
 
 def drawn(prompt: list[int] | str, ask: Sampling, name: int = 0) -> list[list[int]]:
@@ -214,7 +214,7 @@ def test_generate_does_not_wait_for_what_others_asked(engine: jaxkv.Engine) -> N
     long = Sampling.greedy(max_tokens=60, ignore_eos=True)
     names = [engine.submit("x", long) for _ in range(2)]
     engine.generate(["x"], Sampling.greedy(max_tokens=1))
-    assert sorted(engine._ledger.records) == names
+    assert sorted(engine._tracker.records) == names
     told = listen(engine)
     assert sorted(told.done) == names
     for name, each in told.done.items():
@@ -766,7 +766,7 @@ def test_a_function_that_cannot_be_traced_costs_nothing() -> None:
     [done] = engine.generate(PROMPTS[:1], GREEDY)
     assert done.text == answer_text(PROMPTS[0])
     assert [each.text for each in completions(engine).values()] == [answer_text("x")]
-    assert name not in engine._ledger.records
+    assert name not in engine._tracker.records
     assert_idle(engine)
 
 
@@ -877,6 +877,7 @@ def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
         assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.thorough
 def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -> None:
     # Each wants nearly all pages; a third finds its way to the host and back.
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]

@@ -20,6 +20,7 @@ from jaxkv.simulation import (
     Members,
     Received,
     accepting,
+    apply_plan,
     contiguous,
     costs,
     driver,
@@ -27,7 +28,7 @@ from jaxkv.simulation import (
     step,
 )
 from jaxkv.simulation.batch import Line
-from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.simulation.step import StepInfo
 from jaxkv.workloads import arrivals, metrics
 from scaling.costs import devices, steps
@@ -157,7 +158,7 @@ def simulate(
     max_samples: int = 1,
     num_steps: int = 200,
 ) -> Ran:
-    state = step.init(w, bounds, RULE, max_slots=6, max_samples=max_samples)
+    state = init(w, bounds, RULE, max_slots=6, max_samples=max_samples)
 
     def body(state: Simulation, _: None) -> Any:
         state, info = step.step(
@@ -514,16 +515,16 @@ def test_a_law_out_of_range_is_refused(arguments: Any, line: str) -> None:
 
 BUGS = {
     "pages of drafts are kept": Bug(
-        step,
-        "_give_back",
+        apply_plan,
+        "release_drafts",
         "if granted.num_drafts is None",
         "if True",
         test_pages_of_drafts_are_given_back,
         (0.0,),
     ),
     "accepted tokens lose their pages": Bug(
-        step,
-        "_give_back",
+        apply_plan,
+        "release_drafts",
         "jnp.maximum(granted.kept, line.length)",
         "granted.kept",
         test_pages_of_drafts_are_given_back,

@@ -11,8 +11,7 @@ from jaxkv import clock
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
-from jaxkv.simulation.state import Capacity, Events, Simulation
-from jaxkv.simulation.step import init
+from jaxkv.simulation.state import Capacity, Events, Simulation, init
 from jaxkv.workloads.arrivals import Workload
 from tests.support.buddies import Buddies
 from tests.support.engines import FAST_COMPILE

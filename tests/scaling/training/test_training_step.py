@@ -152,7 +152,7 @@ def test_how_a_step_is_computed_changes_roundings_alone(
 @pytest.mark.parametrize(
     ("layout", "zero", "accumulation"),
     [
-        ("dp=2", 1, 2),
+        pytest.param("dp=2", 1, 2, marks=pytest.mark.thorough),
         pytest.param("pp=2,tp=2,dp=2", 1, 2, marks=pytest.mark.thorough),
         pytest.param("tp=2,sp,dp=4", 1, 1, marks=pytest.mark.slow),
         pytest.param("ring=2,ulysses=2,dp=2", 0, 2, marks=pytest.mark.slow),

@@ -1,0 +1,220 @@
+"""What an engine refuses, each in one line that says what would do."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv import validation
+from jaxkv.engine import EngineConfig
+from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
+from jaxkv.memory import Eviction, Pages
+from jaxkv.models import interface as models_interface
+from jaxkv.sampling import Sampling
+from jaxkv.scheduling import interface as scheduling_interface
+
+
+def check_parts(
+    config: object,
+    pages: object,
+    forward: object,
+    policy: object,
+    eviction: object,
+    logits_fn: object,
+    speculation: object,
+) -> None:
+    """Refuses parts of an engine that are something else."""
+    for name, value, kinds in (
+        ("config", config, (EngineConfig,)),
+        ("pages", pages, (Pages,)),
+        ("forward", forward, (models_interface.Forward,)),
+        ("policy", policy, (scheduling_interface.Policy, type(None))),
+        ("eviction", eviction, (Eviction, type(None))),
+        ("logits_fn", logits_fn, (Callable, type(None))),
+        ("speculation", speculation, (Speculation, type(None))),
+    ):
+        # A class has the methods of its objects, and is none of them.
+        if not isinstance(value, kinds) or isinstance(value, type):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            wanted = wanted.replace("NoneType", "None")
+            raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
+    assert isinstance(config, EngineConfig)
+    if (speculation is None) != (config.max_drafts == 0):
+        raise ValueError(
+            f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
+        )
+    grows = isinstance(speculation, Speculation) and speculation.drafter.width > 1
+    if grows and config.numerics == "reproducible":
+        raise ValueError(REPRODUCIBLE_TREES)
+
+
+def end_tokens(
+    eos_ids: object, tokenizer: Any, config: EngineConfig
+) -> tuple[int, ...]:
+    """The tokens that end an answer: those given, or else the tokenizer's.
+
+    Raises:
+      ValueError: they are no tokens, or more than `max_stop_tokens`.
+    """
+    if eos_ids is None:
+        eos_ids = () if tokenizer is None else tokenizer.eos_ids
+    eos_ids = validation.tokens("eos_ids", eos_ids).tolist()
+    if len(eos_ids) > config.max_stop_tokens:
+        raise ValueError(f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}")
+    return tuple(eos_ids)
+
+
+def check(
+    tokens: object,
+    ask: object,
+    *,
+    config: EngineConfig,
+    num_eos: int,
+    vocab_size: int | None,
+    has_text: bool,
+    has_logits_fn: bool = False,
+) -> list[int]:
+    """Refuses a request that an engine could never serve.
+
+    Args:
+      tokens: the prompt, should it be a sequence of token ids.
+      ask: how to draw, should it be a `Sampling`.
+      config: the engine's bounds.
+      num_eos: end tokens of the model.
+      vocab_size: token ids must lie below it; None does not check.
+      has_text: whether there is a tokenizer.
+      has_logits_fn: whether the engine changes logits by a function of the user's.
+
+    Returns:
+      The prompt as a list.
+
+    Raises:
+      ValueError: in one line, what does not fit and what would.
+    """
+    if not isinstance(ask, Sampling):
+        raise ValueError(f"sampling={validation.shown(ask)} must be a Sampling or None")
+    ids = _prompt(tokens, config)
+    limit = min(ids.size + ask.max_tokens, config.max_length)
+    _check_answers(ask, ids.size, limit, config, has_logits_fn)
+    _check_words(ask, ids, config, num_eos, vocab_size, has_text)
+    return ids.tolist()
+
+
+def _prompt(tokens: object, config: EngineConfig) -> np.ndarray:
+    """The token ids of a prompt that leaves room for an answer."""
+    ids = validation.tokens("prompt", tokens)
+    if not ids.size:
+        raise ValueError("the prompt is empty; give at least one token")
+    if ids.size >= config.max_length:
+        raise ValueError(
+            f"the prompt has {ids.size} tokens, and {config.max_length=} "
+            f"leaves room for at most {config.max_length - 1}"
+        )
+    return ids
+
+
+def _check_answers(
+    ask: Sampling, num: int, limit: int, config: EngineConfig, has_logits_fn: bool
+) -> None:
+    """Refuses more answers to `num` tokens, or others, than there is room for.
+
+    `limit` are the tokens of prompt and answer, at most.
+    """
+    if ask.num_sequences > config.max_slots:
+        raise ValueError(
+            f"{ask.num_sequences} answers of one request must be at most "
+            f"{config.max_slots=}"
+        )
+    if (ask.beam_width or 0) > config.max_beams:
+        raise ValueError(f"{ask.beam_width=} must be at most {config.max_beams=}")
+    if ask.beam_width is not None and has_logits_fn:
+        raise ValueError(
+            f"{ask.beam_width=} must be None in an engine with a logits_fn, which "
+            "beams would not pass through"
+        )
+    # Else a score would overflow.
+    largest = limit ** abs(ask.length_penalty)
+    if ask.beam_width is not None and largest > float(np.finfo(np.float32).max):
+        raise ValueError(
+            f"{ask.length_penalty=} takes the scores of up to {limit} tokens out of "
+            "float32"
+        )
+    if ask.num_sequences > config.max_sequences:
+        raise ValueError(
+            f"{ask.num_sequences} answers of one request must be at most "
+            f"{config.max_sequences=}"
+        )
+    shared = num // config.page_size
+    pages = -(-(limit - 1) // config.page_size)
+    pages = shared + ask.num_sequences * (pages - shared)
+    if pages > config.num_pages:
+        raise ValueError(
+            f"the request may need {pages} pages, more than {config.num_pages=}"
+        )
+
+
+def _check_words(
+    ask: Sampling,
+    ids: np.ndarray,
+    config: EngineConfig,
+    num_eos: int,
+    vocab_size: int | None,
+    has_text: bool,
+) -> None:
+    """Refuses tokens that there are not, and more to watch for than there is room."""
+    top = validation.INT32 if vocab_size is None else vocab_size
+    outside = [
+        *ids[(ids < 0) | (ids >= top)],
+        *(x for x in ask.stop_tokens if x >= top),
+    ]
+    if outside:
+        raise ValueError(f"token id {outside[0]} must be in [0, {top})")
+    if len(ask.stop_tokens) + num_eos > config.max_stop_tokens:
+        raise ValueError(
+            f"{len(ask.stop_tokens)} stop tokens and {num_eos} end tokens of the model "
+            f"must be at most {config.max_stop_tokens=}"
+        )
+    if ask.stop and not has_text:
+        raise ValueError("stop strings need a tokenizer; use stop_tokens")
+    if (ask.logprobs or 0) > config.max_logprobs:
+        raise ValueError(f"{ask.logprobs=} must be at most {config.max_logprobs=}")
+    if ask.prompt_logprobs and config.num_logit_rows == config.max_slots:
+        raise ValueError(
+            f"prompt_logprobs need max_logit_rows above {config.max_slots=}"
+        )
+
+
+def request_name(name: str, value: object) -> int:
+    """Checks a caller's name for a request.
+
+    Raises:
+      ValueError: it is no whole number in [0, 2**31).
+    """
+    return validation.integer(name, value, hint="a whole number in [0, 2**31)")
+
+
+def one_each(prompts: object, sampling: object) -> list[Any]:
+    """A sampling for each prompt, after it was checked that there are several of both.
+
+    Raises:
+      ValueError: one prompt, or something else, stands where a list is meant.
+    """
+    if isinstance(prompts, str | bytes):
+        raise ValueError(
+            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
+            "single one, [prompt]"
+        )
+    is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
+    if not is_table and not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * len(prompts)
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
+        raise ValueError(
+            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
+            "one for each prompt"
+        )
+    if len(sampling) != len(prompts):
+        raise ValueError(f"{len(sampling)=} samplings must be {len(prompts)=}")
+    return list(sampling)
