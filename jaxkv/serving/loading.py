@@ -67,6 +67,9 @@ def serve(
       ValueError: a method, a folder or the memory will not do.
     """
     params = loaded.params
+    if mesh is not None:
+        sizes = {"page_size": config.page_size, "window": loaded.config.window}
+        layout.check_pages(mesh, **sizes)
     if scan_layers:
         params = tensor.stack_layers(loaded.config, params, mesh)
     draft = None

@@ -122,7 +122,7 @@ def attend_per_tile(
     """
     assert view.slots is not None
     rows, kv_heads, group, head_dim = q.shape
-    starts, num_tiles = _tiles(view.positions, view.slots)
+    starts, num_tiles = _tiles(view.slots)
     # Padding lets the last tile read TILE rows; padded rows have slot -1, seen by none.
     pad = lambda x, fill: jnp.pad(  # noqa: E731
         x,
@@ -205,14 +205,15 @@ def attend_per_tile(
 
 
 def _tiles(
-    positions: Int[Array, " rows"], slots: Int[Array, " rows"]
+    slots: Int[Array, " rows"],
 ) -> tuple[Int[Array, " rows"], Int[Array, ""]]:
     """First rows of the tiles, in order, and how many tiles there are."""
     rows = slots.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
     previous = jnp.concatenate([jnp.full((1,), -1, slots.dtype), slots[:-1]])
     begin = lax.cummax(jnp.where(slots != previous, row, 0))
-    starts = (positions >= 0) & ((row - begin) % TILE == 0)
+    # Not by positions: a tile's first rows may see nothing, and those behind something.
+    starts = (slots >= 0) & ((row - begin) % TILE == 0)
     place = jnp.where(starts, jnp.cumsum(starts, dtype=jnp.int32) - 1, rows)
     order = jnp.zeros((rows,), jnp.int32).at[place].set(row, mode="drop")
     return order, jnp.sum(starts, dtype=jnp.int32)
