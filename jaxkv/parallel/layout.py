@@ -15,7 +15,7 @@ from jaxkv.engine import EngineState
 from jaxkv.memory import Pages, Staging, page_parts
 from jaxkv.memory.page_parts import CONTEXT
 from jaxkv.models import Params
-from jaxkv.models.partition import TENSOR
+from jaxkv.models.partition import EXPERT, TENSOR
 
 WHOLE = PartitionSpec()
 """Of what every device has."""
@@ -28,6 +28,11 @@ _FEATURES = PartitionSpec(None, None, None, CONTEXT)
 def degree_of(mesh: Mesh) -> int:
     """Devices over which matrices are divided."""
     return mesh.shape.get(TENSOR, 1)
+
+
+def experts_of(mesh: Mesh) -> int:
+    """Devices, or groups of those that divide matrices, over which experts are."""
+    return mesh.shape.get(EXPERT, 1)
 
 
 def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> None:

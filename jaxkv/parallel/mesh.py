@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxkv import validation
 from jaxkv.memory.page_parts import CONTEXT
-from jaxkv.models.partition import TENSOR
+from jaxkv.models.partition import EXPERT, TENSOR
 from jaxkv.parallel import processes
 
 
@@ -26,19 +26,20 @@ def count_cpu_as(num: int) -> None:
             jax.config.update("jax_num_cpu_devices", num)
 
 
-def make_mesh(*, tensor: int = 1, context: int = 1) -> Mesh:
-    """A mesh of the first `tensor * context` devices, for an engine.
+def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
+    """A mesh of the first `tensor * context * expert` devices, for an engine.
 
     Args:
       tensor: devices that divide heads, the MLP's columns and the vocabulary among
         them, at least 1.
       context: devices, or groups of `tensor`, that divide every page among them, so
         that each has a part of every sequence, at least 1.
+      expert: those that divide experts among them, at least 1.
 
     Raises:
       ValueError: there are not so many devices.
     """
-    degrees = {CONTEXT: context, TENSOR: tensor}
+    degrees = {CONTEXT: context, EXPERT: expert, TENSOR: tensor}
     for name, degree in degrees.items():
         validation.integer(name, degree, low=1)
     axes = {name: x for name, x in degrees.items() if x > 1 or name == TENSOR}

@@ -41,7 +41,9 @@ def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Lo
         return checkpoints.load_model(folder, dtype=dtype)
     place = functools.partial(tensor.placer, mesh=mesh)
     loaded = checkpoints.load_model(folder, dtype=dtype, place=place)
-    config = tensor.fit(loaded.config, layout.degree_of(mesh))
+    config = tensor.fit(
+        *(loaded.config, layout.degree_of(mesh)), num_expert=layout.experts_of(mesh)
+    )
     return loaded._replace(config=config)
 
 
