@@ -296,7 +296,11 @@ def _mesh(parallel: str) -> Any:
     from scaling.costs import parallelism
 
     layout = parallelism.parse(parallel)
-    served = {"tensor": layout.tensor, "pages": layout.pages, "expert": layout.expert}
+    served: dict[str, Any] = {
+        "tensor": layout.tensor,
+        "pages": layout.pages,
+        "expert": layout.expert,
+    }
     extra = {"data": layout.expert, "gather": layout.gather} if layout.gather else {}
     if layout != parallelism.Layout(**served | extra):
         raise ValueError(

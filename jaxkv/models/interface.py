@@ -88,7 +88,7 @@ def attend(
       The attention output of every row, 0 on padding rows; and the pages.
     """
     pages = kv_pages.write(pages, layer, k, v, rows)
-    features = dict(scale=scale, window=window, numerics=numerics, plan=plan)
+    features: Any = dict(scale=scale, window=window, numerics=numerics, plan=plan)
     return attend_written(pages, layer, q, rows, **features), pages
 
 

@@ -147,7 +147,9 @@ def attend_per_tile(
             window=view.window,
         )
         last = jnp.max(_last_seen(here))
+        # Rows that see nothing would have places before the first one seen.
         first = jnp.min(jnp.where(mine, _first_seen(here), positions.max()))
+        first = jnp.maximum(first, 0)
         queries = cut(q).astype(dtype).transpose(1, 2, 0, 3)
         queries = queries.reshape(kv_heads, group * TILE, head_dim)
 

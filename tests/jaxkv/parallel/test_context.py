@@ -52,7 +52,9 @@ CHUNKS = (0, 9), (9, 13)
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 
 
-def fed(family: str, mesh: Mesh) -> tuple[list[Any], list[Any], Any]:
+def fed(
+    family: str, mesh: Mesh, page_size: int = PAGE_SIZE
+) -> tuple[list[Any], list[Any], Any]:
     """The logits of the prompts, chunk by chunk, by pages in parts.
 
     Returns:
@@ -66,7 +68,7 @@ def fed(family: str, mesh: Mesh) -> tuple[list[Any], list[Any], Any]:
         num_layers=config.num_layers,
         num_pages=11,
         num_kv_heads=config.num_kv_heads,
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         head_dim=config.head_dim,
         dtype="float32",
     )
@@ -105,9 +107,11 @@ def chunk(first: int, end: int) -> kv_pages.Rows:
     )
 
 
-def check_family(family: str, mesh: Mesh, how: Layout) -> None:
+def check_family(
+    family: str, mesh: Mesh, how: Layout, page_size: int = PAGE_SIZE
+) -> None:
     """Logits of one device, bytes of the formula, and pages in parts."""
-    found, programs, pages = fed(family, mesh)
+    found, programs, pages = fed(family, mesh, page_size)
     loaded = checkpoints.load_model(GOLDEN / family)
     for slot, length in enumerate(LENGTHS):
         tokens = jnp.arange(length, dtype=jnp.int32)[None] + 3 + 20 * slot
@@ -136,9 +140,11 @@ def check_family(family: str, mesh: Mesh, how: Layout) -> None:
         assert leaf.nbytes == part.nbytes * how.pages * how.tensor
 
 
-@pytest.mark.parametrize("degree", [2, 8])
-def test_logits_are_those_of_one_device(degree: int) -> None:
-    check_family("llama", make_mesh(context=degree), Layout(pages=degree))
+@pytest.mark.parametrize(("degree", "page_size"), [(2, 8), (8, 8), (4, 32)])
+def test_logits_are_those_of_one_device(degree: int, page_size: int) -> None:
+    """Also where the last devices have nothing of any sequence yet."""
+    how = Layout(pages=degree)
+    check_family("llama", make_mesh(context=degree), how, page_size)
 
 
 @pytest.mark.thorough
@@ -168,9 +174,7 @@ def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:
         pytest.param("mixtral", 2, {"tensor": 2}, marks=pytest.mark.thorough),
     ],
 )
-def test_experts_on_several_devices(
-    family: str, ep: int, others: dict[str, int]
-) -> None:
+def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
     how = Layout(expert=ep, data=ep, gather=True, **others)
     mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=ep)
     check_family(family, mesh, how)
@@ -204,13 +208,19 @@ def test_speculation_keeps_the_answers(method: str) -> None:
 )
 def test_trees_of_trained_heads_keep_the_answers(method: str) -> None:
     """Trees' rows, their features, and the moves of what was accepted."""
-    bounds = {"max_slots": 2, "max_length": 96, "num_pages": 20, "token_budget": 80}
-    heads = {
+    bounds: Any = {
+        "max_slots": 2,
+        "max_length": 96,
+        "num_pages": 20,
+        "token_budget": 80,
+    }
+    heads: Any = {
         "speculate": method,
         "heads_folder": ROOT / "experiments/models" / f"stdlib-bytes-{method}",
     }
     found = []
-    for mesh, how in ((None, {}), (make_mesh(context=4), heads)):
+    for mesh in (None, make_mesh(context=4)):
+        how: Any = {} if mesh is None else heads
         engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **bounds, **how)
         asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
         each = engine.generate(["import os\n", "class A:\n"], asks)
