@@ -296,13 +296,10 @@ def _mesh(parallel: str) -> Any:
     from scaling.costs import parallelism
 
     layout = parallelism.parse(parallel)
-    served: dict[str, Any] = {
-        "tensor": layout.tensor,
-        "pages": layout.pages,
-        "expert": layout.expert,
-    }
-    extra = {"data": layout.expert, "gather": layout.gather} if layout.gather else {}
-    if layout != parallelism.Layout(**served | extra):
+    served: dict[str, Any] = {"tensor": layout.tensor, "pages": layout.pages}
+    if layout.gather:
+        served |= {"expert": layout.expert, "data": layout.expert, "gather": True}
+    if layout != parallelism.Layout(**served):
         raise ValueError(
             f"--parallel {parallel}: an engine is divided by tp, cp and ep=N,gather"
         )
