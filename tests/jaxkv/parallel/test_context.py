@@ -189,7 +189,7 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
 @pytest.mark.thorough
 def test_answers_of_divided_experts_are_those_of_one_device() -> None:
     mesh = make_mesh(expert=2, context=2)
-    assert answers(mesh, "mixtral") == answers(None, "mixtral")
+    assert answers(mesh, "qwen3_moe") == answers(None, "qwen3_moe")
 
 
 @pytest.mark.thorough
