@@ -223,6 +223,8 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     from jaxkv.speculation import head_folders, methods
 
     folder, mesh = bundled.folder_of(model), _mesh(options.parallel)
+    # As long a part of every page as a whole one on one device.
+    page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
     loaded = loading.read(folder, dtype=options.dtype, mesh=mesh)
     tokenizer, shape = loaded.tokenizer, loaded.config
     if tokenizer is None:
@@ -244,8 +246,8 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
             f"--draft-model {options.draft_model}: needs --speculate draft-model"
         )
     bounds = state.EngineConfig(
-        num_pages=max_slots * -(-max_length // PAGE_SIZE),
-        page_size=PAGE_SIZE,
+        num_pages=max_slots * -(-max_length // page_size),
+        page_size=page_size,
         max_slots=max_slots,
         max_length=max_length,
         max_stop_tokens=max(4, len(loaded.eos_ids)),
@@ -294,12 +296,17 @@ def _mesh(parallel: str) -> Any:
     from scaling.costs import parallelism
 
     layout = parallelism.parse(parallel)
-    if layout != parallelism.Layout(tensor=layout.tensor):
-        raise ValueError(f"--parallel {parallel}: an engine is divided by tp alone")
-    if layout.tensor == 1:
+    served: dict[str, Any] = {"tensor": layout.tensor, "pages": layout.pages}
+    if layout.gather:
+        served |= {"expert": layout.expert, "data": layout.expert, "gather": True}
+    if layout != parallelism.Layout(**served):
+        raise ValueError(
+            f"--parallel {parallel}: an engine is divided by tp, cp and ep=N,gather"
+        )
+    if layout.num_devices == 1:
         return None
-    count_cpu_as(layout.tensor)
-    return make_mesh(tensor=layout.tensor)
+    count_cpu_as(layout.num_devices)
+    return make_mesh(tensor=layout.tensor, context=layout.pages, expert=layout.expert)
 
 
 def _at_least_one(drafts: int) -> int:

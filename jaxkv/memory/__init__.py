@@ -27,6 +27,7 @@ __all__ = [
     "idle_pages",
     "invariants",
     "kv_pages",
+    "page_parts",
     "page_pool",
     "page_sharing",
     "page_table",

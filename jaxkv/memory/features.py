@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_pages, page_parts
 from jaxkv.memory.kv_pages import Pages, Rows
 
 
@@ -51,6 +51,7 @@ def read(
     page, offset = kv_pages.locate(there, page_size=pages.page_size)
     where = _kept(pages).at[0, page, :, offset]
     halves = where.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    halves = page_parts.from_owner(halves)
     return halves.reshape(halves.shape[0], -1)
 
 

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxkv import arrays, validation
+from jaxkv.memory import page_parts
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels import quantizing
 from pallas_kernels.layered import Layer, flat_ids
@@ -76,7 +77,12 @@ class Pages(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Token places in a page."""
+        """Token places in a page, on all devices that have a part of it."""
+        return self.part * page_parts.degree()
+
+    @property
+    def part(self) -> int:
+        """Token places of a page that are here, see `page_parts`."""
         return self.k.shape[3]
 
 
@@ -181,8 +187,9 @@ def locate(
     """Finds the page and the offset inside it where each row's K and V belong.
 
     Returns:
-      Page ids, `NO_PAGE` on padding rows and where the table maps nothing; and offsets
-      in [0, page_size), without meaning where the page is `NO_PAGE`.
+      Page ids, `NO_PAGE` on padding rows, where the table maps nothing, and where
+      another device has that part of the page; and offsets in the part that is here,
+      without meaning where the page is `NO_PAGE`.
 
     Raises:
       ValueError: `rows.slot` is None and there are not as many rows as slots.
@@ -214,7 +221,12 @@ def _where(
 ) -> tuple[Int32[Array, "*shape"], Int32[Array, "*shape"]]:
     # Place -1 falls into column -1 of the table, which `take` treats as unmapped.
     page = arrays.take(page_ids, (slot, place // page_size), fill=NO_PAGE)
-    return page, place % page_size
+    if (num := page_parts.degree()) == 1:
+        return page, place % page_size
+    part = page_size // num
+    offset = place % page_size - page_parts.begin(part)
+    is_here = (offset >= 0) & (offset < part)
+    return jnp.where(is_here, page, NO_PAGE), jnp.where(is_here, offset, 0)
 
 
 def write(
@@ -376,6 +388,10 @@ def move(
             # A gather and a scatter of tokens; only as many as there are entries.
             page = jnp.where(written < 0, leaf.shape[1], written)
             found = leaf[:, jnp.maximum(read, 0), :, at]
+            if page_parts.degree() > 1:
+                has = jnp.expand_dims(read >= 0, tuple(range(1, found.ndim)))
+                found = jnp.where(has, found, jnp.zeros_like(found))
+                found = page_parts.from_owner(found)
             return leaf.at[:, page, :, to].set(found, mode="drop")
 
         return jax.tree.map(one_leaf, pages)

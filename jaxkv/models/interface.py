@@ -5,13 +5,15 @@ returns logits. Any function with this signature can be served: `Forward` is a p
 and `attend` does the paged part of a layer.
 """
 
+import functools
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_pages, page_parts
 from pallas_kernels import quantizing
 from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import api, dispatch
@@ -86,7 +88,7 @@ def attend(
       The attention output of every row, 0 on padding rows; and the pages.
     """
     pages = kv_pages.write(pages, layer, k, v, rows)
-    features = dict(scale=scale, window=window, numerics=numerics, plan=plan)
+    features: Any = dict(scale=scale, window=window, numerics=numerics, plan=plan)
     return attend_written(pages, layer, q, rows, **features), pages
 
 
@@ -95,11 +97,14 @@ def attend_written(
     layer: Layer,
     q: Float[Array, "rows q_heads head_dim"],
     rows: kv_pages.Rows,
+    *,
+    window: int | None = None,
     **features: Any,
 ) -> Float[Array, "rows q_heads head_dim"]:
     """Attends over the pages of a layer that has the rows' K and V, as `attend` does.
 
-    Arguments are those of `attend`.
+    Arguments are those of `attend`. Of pages in parts each device attends over its own,
+    and the states are merged.
 
     Returns:
       The attention output of every row, 0 on padding rows.
@@ -107,6 +112,7 @@ def attend_written(
     (k_pages, k_scales), (v_pages, v_scales) = map(
         quantizing.parts, kv_pages.flat(pages)[:2]
     )
+    rows = _seen_here(pages, rows)
     state = api.paged_attention(
         *(q, k_pages, v_pages, rows.page_ids, rows.position, rows.slot),
         context=rows.context,
@@ -115,9 +121,38 @@ def attend_written(
         v_scales=v_scales,
         layer=layer,
         num_layers=pages.num_layers,
+        window=page_parts.window(window, part=pages.part),
         **features,
     )
+    if page_parts.degree() > 1:
+        state = api.merge_devices(state, page_parts.CONTEXT)
     return state.out
+
+
+def _seen_here(pages: kv_pages.Pages, rows: kv_pages.Rows) -> kv_pages.Rows:
+    """The rows with what they see of this device's parts of the pages."""
+    if page_parts.degree() == 1:
+        return rows
+    last = functools.partial(page_parts.last, part=pages.part)
+    position = last(rows.position)
+    if rows.context is None or rows.ancestors is None:
+        return rows._replace(position=position)
+    # A tree's places that are here are columns side by side again, if fewer.
+    start = jnp.where(rows.context >= 0, last(rows.context - 1) + 1, -1)
+    column = jnp.arange(rows.ancestors.shape[1], dtype=jnp.int32)
+    column = page_parts.whole(start[:, None] + column[None, :], part=pages.part)
+    slot = jnp.maximum(kv_pages.slots_of(rows), 0)
+    column = (column - rows.context[:, None])[slot]
+    inside = (column >= 0) & (column < rows.ancestors.shape[1])
+    kin = jnp.take_along_axis(rows.ancestors, jnp.where(inside, column, 0), axis=1)
+    in_tree = rows.context[slot] >= 0
+    # Of a row in a tree the position says no more than that it is no padding.
+    is_row = in_tree & (rows.position >= 0)
+    return rows._replace(
+        position=jnp.where(is_row, jnp.maximum(position, 0), position),
+        context=start,
+        ancestors=kin & inside & in_tree[:, None],
+    )
 
 
 def make_plan(
@@ -134,6 +169,7 @@ def make_plan(
     `dtype` is that of the queries; window and numerics are those of `attend`.
     """
     head_dim, num_rows = pages.k.shape[-1], rows.position.shape[0]
+    rows = _seen_here(pages, rows)
     return api.make_plan(
         jax.ShapeDtypeStruct((num_rows, num_q_heads, head_dim), dtype),
         jax.ShapeDtypeStruct(pages.k.shape[1:], pages.k.dtype),
@@ -142,6 +178,6 @@ def make_plan(
         rows.slot,
         context=rows.context,
         ancestors=rows.ancestors,
-        window=window,
+        window=page_parts.window(window, part=pages.part),
         numerics=numerics,
     )

@@ -160,7 +160,13 @@ class Mixture(nnx.Module):
                 activate(c, jnp.split(hidden, 1 + c.gated, 1)), sizes, numerics
             )
 
-        y = moe.mix(x.T, routing, answer, live=live).T
+        own = self.down.weight.shape[0]
+        if own < experts.num_experts:
+            mine = partition.own_experts(routing, part=own)
+            y = moe.mix(x.T, mine, answer, live=live).T
+            y = jax.lax.psum(y, partition.EXPERT)
+        else:
+            y = moe.mix(x.T, routing, answer, live=live).T
         if experts.shared_size:
             shared = self.shared_down.term(activate(c, self.shared_up(x)))
             if experts.shared_gate:

@@ -4,7 +4,9 @@ On a mesh a step runs on every device at once, inside `jax.shard_map`, each with
 of the weights (see `jaxkv.parallel`). A matrix with fewer columns than the model's
 makes a term of a sum, and those of all devices are added up. A table with fewer rows
 than there are words has the words of this device, in order of the devices; rows of
-zeros may follow the last word. With whole weights nothing here does anything.
+zeros may follow the last word. Of fewer experts than a router has, those of this
+device answer all rows, and the answers are added up. With whole weights nothing here
+does anything.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -13,8 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.models import moe
+
 TENSOR = "tensor"
 """The axis of the mesh over which matrices are divided."""
+EXPERT = "expert"
+"""The axis over which experts are divided."""
 
 
 def add_up(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, "..."]:
@@ -54,3 +60,19 @@ def gather(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]
     if x.shape[0] >= num_words:
         return x
     return lax.all_gather(x, TENSOR, tiled=True)[:num_words]
+
+
+def own_experts(routing: moe.Routing, *, part: int) -> moe.Routing:
+    """The routing to the `part` of the experts that this device has.
+
+    Choices of others go to nobody, with a share of zero; the probabilities are none.
+    """
+    own = routing.expert - lax.axis_index(EXPERT).astype(jnp.int32) * part
+    is_own = (own >= 0) & (own < part)
+    share = jnp.where(is_own, routing.share, jnp.zeros_like(routing.share))
+    return moe.Routing(
+        probs=jnp.zeros((len(own), part), share.dtype),
+        # Nobody answers for experts that are elsewhere.
+        expert=jnp.where(is_own, own, part),
+        share=share,
+    )

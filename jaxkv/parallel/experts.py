@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxkv.models import moe
-
-EXPERT = "expert"
-"""The axis of the mesh over which experts are divided."""
+from jaxkv.models import moe, partition
+from jaxkv.models.partition import EXPERT
 
 
 class Places(NamedTuple):
@@ -115,14 +113,8 @@ def gather(
         lambda each: lax.all_gather(each, EXPERT, tiled=True),
         (x, routing.expert, routing.share),
     )
-    own = expert - lax.axis_index(EXPERT).astype(jnp.int32) * num_own
-    is_own = (own >= 0) & (own < num_own)
-    mine = moe.Routing(
-        probs=jnp.zeros((len(rows), num_own), share.dtype),
-        # Nobody answers for experts that are elsewhere.
-        expert=jnp.where(is_own, own, num_own),
-        share=jnp.where(is_own, share, jnp.zeros_like(share)),
-    )
+    every = moe.Routing(routing.probs, expert, share)
+    mine = partition.own_experts(every, part=num_own)
     y = moe.mix(rows, mine, answer)
     return lax.psum_scatter(y, EXPERT, tiled=True)
 

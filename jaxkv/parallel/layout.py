@@ -1,4 +1,4 @@
-"""How an engine's state lies on a mesh: the heads of its pages divided, the rest whole.
+"""How an engine's state lies on a mesh: its pages divided, the rest whole.
 
 Specs are `PartitionSpec`s; a tree of them may be a prefix of that of the arrays.
 """
@@ -12,19 +12,42 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxkv.engine import EngineState
-from jaxkv.memory import Pages, Staging
+from jaxkv.memory import Pages, Staging, page_parts
+from jaxkv.memory.page_parts import CONTEXT
 from jaxkv.models import Params
-from jaxkv.models.partition import TENSOR
+from jaxkv.models.partition import EXPERT, TENSOR
 
 WHOLE = PartitionSpec()
 """Of what every device has."""
-_HEADS = PartitionSpec(None, None, TENSOR)
-"""Of a leaf of K or V, `[layers, pages, kv_heads, ...]`, and of its scales."""
+_HEADS = PartitionSpec(None, None, TENSOR, CONTEXT)
+"""Of a leaf of K or V, `[layers, pages, kv_heads, page_size, ...]`, and its scales."""
+_FEATURES = PartitionSpec(None, None, None, CONTEXT)
+"""Of features, `[1, pages, 2, page_size, half]`."""
 
 
 def degree_of(mesh: Mesh) -> int:
     """Devices over which matrices are divided."""
     return mesh.shape.get(TENSOR, 1)
+
+
+def experts_of(mesh: Mesh) -> int:
+    """Devices, or groups of those that divide matrices, over which experts are."""
+    return mesh.shape.get(EXPERT, 1)
+
+
+def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> None:
+    """Refuses pages that a mesh does not divide.
+
+    Raises:
+      ValueError: their size, or the model's window, does not divide.
+    """
+    num = mesh.shape.get(CONTEXT, 1)
+    if page_size % num:
+        raise ValueError(
+            f"{page_size=} must be a multiple of the {num} devices that divide pages"
+        )
+    if num > 1:
+        page_parts.check_window(window, page_size=page_size)
 
 
 def mapped(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
@@ -40,6 +63,7 @@ def mapped(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
         # XLA's partitioner (jax 0.11.2) dies of an empty array that is handed through.
         return jax.tree.map(anew, function(*jax.tree.map(anew, args)))
 
+    given, made = (_on(mesh, specs) for specs in (given, made))
     return jax.shard_map(
         run, mesh=mesh, in_specs=given, out_specs=made, check_vma=False
     )
@@ -47,7 +71,7 @@ def mapped(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
 
 def shardings(tree: Any, specs: Any, mesh: Mesh) -> Any:
     """Where arrays belong; `specs` may be a prefix of their tree."""
-    full = jax.tree.broadcast(specs, tree, is_leaf=_is_spec)
+    full = jax.tree.broadcast(_on(mesh, specs), tree, is_leaf=_is_spec)
     return jax.tree.map(lambda x: NamedSharding(mesh, x), full, is_leaf=_is_spec)
 
 
@@ -76,9 +100,9 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
 
 
 def pages_specs(pages: Pages) -> Pages:
-    """How pages are divided: K and V by heads; every device has all features."""
+    """How pages are divided: K and V by heads, and all by places in a page."""
     beside = None if pages.beside is None else pages_specs(pages.beside)
-    return Pages(k=_HEADS, v=_HEADS, beside=beside, features=WHOLE)  # ty: ignore[invalid-argument-type]
+    return Pages(k=_HEADS, v=_HEADS, beside=beside, features=_FEATURES)  # ty: ignore[invalid-argument-type]
 
 
 def state_specs(state: EngineState) -> Any:
@@ -89,6 +113,16 @@ def state_specs(state: EngineState) -> Any:
         own: Any = Staging(*(WHOLE for _ in staging))  # ty: ignore[invalid-argument-type]
         specs = specs._replace(staging=own._replace(pages=pages_specs(staging.pages)))
     return specs
+
+
+def _on(mesh: Mesh, specs: Any) -> Any:
+    """The specs without the axes that a mesh does not have."""
+
+    def one(spec: PartitionSpec) -> PartitionSpec:
+        absent = {x for x in spec if isinstance(x, str)} - set(mesh.shape)
+        return PartitionSpec(*(None if name in absent else name for name in spec))
+
+    return jax.tree.map(one, specs, is_leaf=_is_spec)
 
 
 def _is_spec(x: Any) -> bool:

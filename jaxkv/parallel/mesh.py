@@ -1,13 +1,15 @@
 """Meshes: devices in an order, by the kind of parallelism that each axis is for."""
 
 import contextlib
+import math
 import os
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxkv import validation
-from jaxkv.models.partition import TENSOR
+from jaxkv.memory.page_parts import CONTEXT
+from jaxkv.models.partition import EXPERT, TENSOR
 from jaxkv.parallel import processes
 
 
@@ -24,26 +26,33 @@ def count_cpu_as(num: int) -> None:
             jax.config.update("jax_num_cpu_devices", num)
 
 
-def make_mesh(*, tensor: int = 1) -> Mesh:
-    """A mesh of the first devices.
+def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
+    """A mesh of the first `tensor * context * expert` devices, for an engine.
 
     Args:
       tensor: devices that divide heads, the MLP's columns and the vocabulary among
         them, at least 1.
+      context: devices, or groups of `tensor`, that divide every page among them, so
+        that each has a part of every sequence, at least 1.
+      expert: those that divide experts among them, at least 1.
 
     Raises:
       ValueError: there are not so many devices.
     """
-    validation.integer("tensor", tensor, low=1)
-    if tensor > (there := len(jax.devices())):
+    degrees = {CONTEXT: context, EXPERT: expert, TENSOR: tensor}
+    for name, degree in degrees.items():
+        validation.integer(name, degree, low=1)
+    axes = {name: x for name, x in degrees.items() if x > 1 or name == TENSOR}
+    num, asked = math.prod(axes.values()), [f"{k}={v}" for k, v in axes.items()]
+    if num > (there := len(jax.devices())):
         raise ValueError(
-            f"{tensor=} must be in [1, {there}], the devices that are there; a CPU "
-            f"counts as many as jax.config.update('jax_num_cpu_devices', {tensor}) says"
+            f"{' times '.join(asked)} must be in [1, {there}], the devices that are "
+            "there; a CPU counts as many as "
+            f"jax.config.update('jax_num_cpu_devices', {num}) says"
         )
-    processes.check_all_used(tensor)
+    processes.check_all_used(num)
     return jax.make_mesh(
-        (tensor,),
-        (TENSOR,),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:tensor],
+        *(tuple(axes.values()), tuple(axes)),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=jax.devices()[:num],
     )

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxkv.models import ModelConfig, Params, transformer
-from jaxkv.models.partition import TENSOR
+from jaxkv.models.partition import EXPERT, TENSOR
 from jaxkv.parallel import layout
 from jaxkv.speculation import head_folders
 from jaxkv.speculation.eagle import EagleConfig
@@ -31,8 +31,13 @@ DIVIDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
 """Logical axes of parameters that are divided."""
 
 
-def fit(config: ModelConfig, degree: int) -> ModelConfig:
+def fit(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig:
     """The same model with as many KV heads as devices at least.
+
+    Args:
+      config: the model.
+      degree: devices that divide its matrices.
+      num_expert: those, or groups of those, that divide its experts.
 
     Raises:
       ValueError: its heads, or its MLP, cannot be divided so.
@@ -49,6 +54,13 @@ def fit(config: ModelConfig, degree: int) -> ModelConfig:
                 f"{name}={size} must be a multiple of the tensor-parallel degree "
                 f"{degree}"
             )
+    if num_expert > 1 and c.experts is None:
+        raise ValueError(f"expert={num_expert} divides experts, and the model has none")
+    if c.experts is not None and c.experts.num_experts % num_expert:
+        raise ValueError(
+            f"experts.num_experts={c.experts.num_experts} must be a multiple of "
+            f"expert={num_expert}"
+        )
     if (num := c.num_kv_heads) % degree and degree % num:
         raise ValueError(
             f"num_kv_heads={num} must be a multiple or a divisor of the "
@@ -102,9 +114,12 @@ def unfit_array(
     return array
 
 
-def spec_of(axes: tuple[str | None, ...]) -> PartitionSpec:
-    """How a parameter of these logical axes is divided."""
-    return PartitionSpec(*(TENSOR if name in DIVIDED else None for name in axes))
+def spec_of(axes: tuple[str | None, ...], path: Path, mesh: Mesh) -> PartitionSpec:
+    """How a parameter of these logical axes is divided; every device has the router."""
+    over = dict.fromkeys(DIVIDED, TENSOR)
+    if layout.experts_of(mesh) > 1 and "router" not in path:
+        over["experts"] = EXPERT
+    return PartitionSpec(*(over.get(str(name)) for name in axes))
 
 
 def placer(
@@ -124,7 +139,7 @@ def placer(
       ValueError: as `fit` does.
     """
     degree = layout.degree_of(mesh)
-    fit(config, degree)
+    fit(config, degree, num_expert=layout.experts_of(mesh))
     axes = transformer.param_axes(config) if axes is None else axes
 
     def place(path: Path, array: np.ndarray | Array) -> Array:
@@ -132,7 +147,7 @@ def placer(
         for key in path:
             names = names[key]
         fitted = fit_array(path, np.asarray(array), config, degree)
-        sharding = NamedSharding(mesh, spec_of(names))
+        sharding = NamedSharding(mesh, spec_of(names, path, mesh))
         return jax.make_array_from_callback(fitted.shape, sharding, fitted.__getitem__)
 
     return place
@@ -159,7 +174,11 @@ def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Para
         return stacked
     axes = transformer.param_axes(config, stacked=True)
     is_axes = lambda x: type(x) is tuple  # noqa: E731
-    specs = jax.tree.map(spec_of, axes, is_leaf=is_axes)
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, x: spec_of(x, tuple(key.key for key in path), mesh),
+        *(axes,),
+        is_leaf=is_axes,
+    )
     return layout.place(stacked, specs, mesh)
 
 

@@ -618,10 +618,11 @@ def _programs(
     """The programs, and the state where they take it.
 
     Raises:
-      ValueError: parameters are not on the mesh.
+      ValueError: parameters are not on the mesh, or it does not divide pages.
     """
     if mesh is None:
         return programs.LOCAL, state
+    layout.check_pages(mesh, page_size=state.pages.page_size)
     specs = layout.specs_on(params, mesh)
     divided = layout.state_specs(state)
     state = layout.place(state, divided, mesh)

@@ -41,7 +41,9 @@ def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Lo
         return checkpoints.load_model(folder, dtype=dtype)
     place = functools.partial(tensor.placer, mesh=mesh)
     loaded = checkpoints.load_model(folder, dtype=dtype, place=place)
-    config = tensor.fit(loaded.config, layout.degree_of(mesh))
+    config = tensor.fit(
+        *(loaded.config, layout.degree_of(mesh)), num_expert=layout.experts_of(mesh)
+    )
     return loaded._replace(config=config)
 
 
@@ -67,6 +69,9 @@ def serve(
       ValueError: a method, a folder or the memory will not do.
     """
     params = loaded.params
+    if mesh is not None:
+        sizes = {"page_size": config.page_size, "window": loaded.config.window}
+        layout.check_pages(mesh, **sizes)
     if scan_layers:
         params = tensor.stack_layers(loaded.config, params, mesh)
     draft = None

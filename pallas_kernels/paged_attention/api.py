@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import devices, layered
@@ -277,3 +278,24 @@ def merge_states(first: AttentionState, second: AttentionState) -> AttentionStat
 
     out = share(first, weights[0]) + share(second, weights[1])
     return AttentionState(out.astype(first.out.dtype), top + jnp.log(total))
+
+
+def merge_devices(state: AttentionState, axis: str) -> AttentionState:
+    """Attention over the keys of all devices of a mesh's axis, on each of them.
+
+    For functions inside `jax.shard_map`. Each of p devices has a state of the same rows
+    over keys of its own, none of them there twice, and sends 2 (p - 1) / p of
+    `rows * q_heads * (head_dim + 2)` numbers of the type of the log-sum-exp: in two
+    all-reduces, of the greatest one and of the weighted sums.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
+    """
+    top = lax.pmax(state.lse, axis)
+    top = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
+    weight = jnp.exp(state.lse - top)[..., None]
+    empty = jnp.isneginf(state.lse)[..., None]
+    own = jnp.where(empty, jnp.zeros((), top.dtype), state.out.astype(top.dtype))
+    sums = lax.psum(jnp.concatenate([own * weight, weight], axis=-1), axis)
+    total = sums[..., -1]
+    out = sums[..., :-1] / jnp.where(total > 0, total, jnp.ones_like(total))[..., None]
+    return AttentionState(out.astype(state.out.dtype), top + jnp.log(total))

@@ -122,7 +122,7 @@ def attend_per_tile(
     """
     assert view.slots is not None
     rows, kv_heads, group, head_dim = q.shape
-    starts, num_tiles = _tiles(view.positions, view.slots)
+    starts, num_tiles = _tiles(view.slots)
     # Padding lets the last tile read TILE rows; padded rows have slot -1, seen by none.
     pad = lambda x, fill: jnp.pad(  # noqa: E731
         x,
@@ -147,7 +147,9 @@ def attend_per_tile(
             window=view.window,
         )
         last = jnp.max(_last_seen(here))
+        # Rows that see nothing would have places before the first one seen.
         first = jnp.min(jnp.where(mine, _first_seen(here), positions.max()))
+        first = jnp.maximum(first, 0)
         queries = cut(q).astype(dtype).transpose(1, 2, 0, 3)
         queries = queries.reshape(kv_heads, group * TILE, head_dim)
 
@@ -205,14 +207,15 @@ def attend_per_tile(
 
 
 def _tiles(
-    positions: Int[Array, " rows"], slots: Int[Array, " rows"]
+    slots: Int[Array, " rows"],
 ) -> tuple[Int[Array, " rows"], Int[Array, ""]]:
     """First rows of the tiles, in order, and how many tiles there are."""
     rows = slots.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
     previous = jnp.concatenate([jnp.full((1,), -1, slots.dtype), slots[:-1]])
     begin = lax.cummax(jnp.where(slots != previous, row, 0))
-    starts = (positions >= 0) & ((row - begin) % TILE == 0)
+    # Not by positions: a tile's first rows may see nothing, and those behind something.
+    starts = (slots >= 0) & ((row - begin) % TILE == 0)
     place = jnp.where(starts, jnp.cumsum(starts, dtype=jnp.int32) - 1, rows)
     order = jnp.zeros((rows,), jnp.int32).at[place].set(row, mode="drop")
     return order, jnp.sum(starts, dtype=jnp.int32)

@@ -12,8 +12,8 @@ from scaling.shapes import Description, LatentAttention
 class Layout:
     """Degrees of parallelism; 1 means that nothing is divided that way.
 
-    Devices are `tensor x pipeline x ring x ulysses x data`. Experts are spread over
-    some of the devices that otherwise hold copies: `expert` divides
+    Devices are `tensor x pipeline x ring x ulysses x data x pages`. Experts are spread
+    over some of the devices that otherwise hold copies: `expert` divides
     `data x ring x ulysses`.
     """
 
@@ -28,6 +28,9 @@ class Layout:
     """The sequence is divided; attention exchanges it for heads."""
     ring: int = 1
     """The sequence is divided; keys and values go round."""
+    pages: int = 1
+    """Serving alone: every page is divided, each device attends over its part, and the
+    states are merged (decode context parallelism)."""
     expert: int = 1
     """Experts are divided."""
     capacity: float | None = None
@@ -45,7 +48,7 @@ class Layout:
     def __post_init__(self):
         """Refuses degrees that cannot be."""
         validation.at_least(
-            self, "tensor", "pipeline", "ulysses", "ring", "expert", "data"
+            self, "tensor", "pipeline", "ulysses", "ring", "expert", "data", "pages"
         )
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"{self.zero=} must be 0, 1, 2 or 3")
@@ -80,7 +83,7 @@ class Layout:
     @property
     def num_devices(self) -> int:
         """Devices in all."""
-        return self.tensor * self.pipeline * self.copies
+        return self.tensor * self.pipeline * self.copies * self.pages
 
     @property
     def copies(self) -> int:
@@ -90,7 +93,8 @@ class Layout:
     @property
     def sharing(self) -> int:
         """Devices over which one copy of the model is spread when it serves."""
-        return self.tensor * self.pipeline * max(self.context, self.expert)
+        spread = max(self.context, self.expert)
+        return self.tensor * self.pipeline * spread * self.pages
 
     @property
     def context(self) -> int:
@@ -102,6 +106,7 @@ _SHORT = {
     "tp": "tensor",
     "sp": "sequence",
     "pp": "pipeline",
+    "cp": "pages",
     "ep": "expert",
     "dp": "data",
 }
@@ -111,9 +116,10 @@ def parse(text: str, *, zero: int = 0) -> Layout:
     """Reads a layout such as `tp=8,sp,pp=2,dp=4`.
 
     Args:
-      text: names, or tp, sp, pp, ep and dp for the first letters, with degrees;
-        `sequence` and `gather` have none. Empty: one device. Experts that no
-        data-parallel devices are named for bring their own: `ep=8` alone is 8 devices.
+      text: names, or tp, sp, pp, ep and dp for the first letters, and cp for pages,
+        with degrees; `sequence` and `gather` have none. Empty: one device. Experts that
+        no data-parallel devices are named for bring their own: `ep=8` alone is 8
+        devices.
       zero: the ZeRO stage.
 
     Raises:

@@ -20,7 +20,7 @@ class Traffic(NamedTuple):
 
     Attributes:
       scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, ulysses, ring,
-        expert, balance or data.
+        pages, expert, balance or data.
       name: what is exchanged, and how.
       formula: bytes sent per device, in the letters of `shapes.description`
         with u bytes a number and the degree p.
@@ -307,14 +307,16 @@ def _ring_share(p: int) -> float:
 def decode(
     model: Description, layout: Layout, *, batch: int, number_bytes: int = 2
 ) -> tuple[Traffic, ...]:
-    """Lists what a device sends in a step of decoding: tensor and pipeline parallel.
+    """Lists what a device sends in a step of decoding, or of reading prompts.
 
-    The logits are gathered on every device, each of which draws. `backward` is 0.
+    The logits are gathered on every device, each of which draws. With `gather` all
+    devices that divide experts have all rows; otherwise `batch` is of each. `backward`
+    is 0.
 
     Args:
       model: its shape.
       layout: how it is divided; of ring, Ulysses and data nothing is sent.
-      batch: sequences, at least 1.
+      batch: rows, one of each sequence when decoding, at least 1.
       number_bytes: of a number on the wire.
 
     Raises:
@@ -327,8 +329,12 @@ def decode(
         *_tensor(model, layout, batch, layers, number_bytes),
         *_vocabulary(model, layout, batch, number_bytes),
         *_pipeline(model, layout, batch, number_bytes),
-        *_expert(model, layout, batch, number_bytes, number_bytes),
+        *_pages(model, layout, batch, layers),
     ]
+    if layout.gather:
+        found += _answers(model, layout, batch, number_bytes)
+    else:
+        found += _expert(model, layout, batch, number_bytes, number_bytes)
     kept = [
         traffic._replace(backward=0.0)
         for traffic in found
@@ -339,3 +345,35 @@ def decode(
         name = "logits, all-gather"
         kept.append(Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0))
     return tuple(kept)
+
+
+def _pages(
+    model: Description, layout: Layout, rows: int, layers: int
+) -> Iterable[Traffic]:
+    """States of attention over parts of the pages, merged by log-sum-exp in float32.
+
+    Of every row and query head an all-reduce of the greatest log-sum-exp, and one of
+    the weighted values with the sum of the weights.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, section 3.1, for the merge.
+    """
+    if (p := layout.pages) == 1:
+        return
+    a = model.attention
+    if not isinstance(a, HeadAttention):
+        raise ValueError(f"pages={p} needs keys and values by heads: {model.name}")
+    numbers = rows * a.num_q_heads / layout.tensor * (a.value_dim + 2)
+    sent = 2 * _ring_share(p) * numbers * 4 * layers
+    formula = "2 (p-1)/p · 4 b n (d + 2) / t · L"
+    yield Traffic("pages", "states of attention, all-reduces", formula, sent, 0.0)
+
+
+def _answers(
+    model: Description, layout: Layout, rows: int, u: int
+) -> Iterable[Traffic]:
+    """What experts answer to rows that every device has, added up."""
+    p = layout.expert
+    sent = 2 * _ring_share(p) * rows * model.hidden_size * u
+    sent *= _mixtures(model, layout)
+    name = "experts' answers, all-reduce"
+    yield Traffic("expert", name, "2 (p-1)/p · b h u · L", sent, 0.0)

@@ -29,6 +29,11 @@ def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
     Raises:
       ValueError: names what does not divide, or what is not implemented.
     """
+    if layout.pages > 1:
+        raise ValueError(
+            f"{layout.pages=} (cp) divides the pages of an engine: ring or ulysses "
+            "divide a sequence in training"
+        )
     if layout.zero > 1:
         raise ValueError(f"{layout.zero=} must be 0 or 1")
     if not isinstance(model, ModelConfig):

@@ -86,6 +86,11 @@ def cost(name: str, options: Options) -> Output:
         lines.append(
             f"--zero {options.zero} divides nothing: there is one copy (dp=2 makes two)"
         )
+    if case.layout.pages > 1:
+        lines.append(
+            f"cp={case.layout.pages} divides the pages of an engine: what is said of "
+            "training is without"
+        )
     document["notes"] = [*lines]
     if options.plot or options.out is not None:
         from experiments.framework import run_folder

@@ -43,7 +43,15 @@ def _traffic(case: Case) -> list[Sheet]:
     ]
     heads = ("exchange", "per device", "forward", "backward")
     note = "Bytes that a device sends in one step of one micro-batch."
-    return [Sheet("communication", heads, rows, note)] if rows else []
+    found = [Sheet("communication", heads, rows, note)] if rows else []
+    if case.layout.pages > 1:
+        rows = [
+            (f"{x.scheme}: {x.name}", x.formula, units.size(x.forward))
+            for x in case.of(traffic.decode, number_bytes=case.number_bytes)
+        ]
+        note = "Bytes that a device sends in one step of b rows."
+        found.append(Sheet("communication, decode", heads[:3], rows, note))
+    return found
 
 
 def per_device(case: Case) -> dict[str, float]:
@@ -57,7 +65,7 @@ def per_device(case: Case) -> dict[str, float]:
     sent = sum(x.forward + x.backward for x in case.of(traffic.training))
     kv = case.of(serving.kv_bytes_per_token)
     if isinstance(case.model.attention, HeadAttention):
-        kv /= min(layout.tensor, case.model.attention.num_kv_heads)
+        kv /= min(layout.tensor, case.model.attention.num_kv_heads) * layout.pages
     return {
         "num_params": sum(case.of(memory.most_held)),
         "flops": each,

@@ -1,0 +1,364 @@
+"""Pages of every sequence on several devices: the answers of one, and what is sent."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jaxkv
+from jaxkv.memory import kv_pages, page_parts
+from jaxkv.models import checkpoints, interface, paged, transformer
+from jaxkv.parallel import collectives, layout, make_mesh, tensor
+from jaxkv.sampling import Sampling
+from pallas_kernels.paged_attention import api
+from scaling.costs import traffic
+from scaling.costs.parallelism import Layout
+from scaling.shapes import from_model
+from tests.support.folders import GOLDEN, ROOT
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+ALL_AT_ONCE: dict[str, Any] = {
+    "num_pages": 20,
+    "page_size": 8,
+    "max_slots": 4,
+    "max_length": 64,
+    "token_budget": 24,
+    "max_swap_pages": 8,
+    "max_beams": 2,
+    "max_logprobs": 2,
+    "prefix_cache": True,
+    "debug": True,
+}
+"""The smallest parts are of one token, on eight devices."""
+PROMPTS = [list(range(3, 20)), list(range(3, 17)), [5, 9, 5, 9, 5], [7] * 11]
+ASKS = [
+    Sampling(max_tokens=14, temperature=0.7, seed=1, n=2),
+    Sampling.greedy(max_tokens=16, logprobs=2),
+    Sampling(max_tokens=9, beam_width=2),
+    Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=5),
+]
+
+
+LENGTHS = 13, 6
+"""Tokens of two prompts, that are read in two chunks each."""
+PAGE_SIZE = 8
+CHUNKS = (0, 9), (9, 13)
+BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
+
+
+def fed(
+    family: str, mesh: Mesh, page_size: int = PAGE_SIZE
+) -> tuple[list[Any], list[Any], Any]:
+    """The logits of the prompts, chunk by chunk, by pages in parts.
+
+    Returns:
+      Logits of each chunk's rows, the compiled programs, and the pages at the end.
+    """
+    loaded = checkpoints.load_model(GOLDEN / family)
+    degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
+    params = tensor.place_params(loaded.config, loaded.params, mesh)
+    config = tensor.fit(loaded.config, degree, num_expert=num_expert)
+    pages = kv_pages.make_pages(
+        num_layers=config.num_layers,
+        num_pages=11,
+        num_kv_heads=config.num_kv_heads,
+        page_size=page_size,
+        head_dim=config.head_dim,
+        dtype="float32",
+    )
+    specs = layout.pages_specs(pages)
+    pages = layout.place(pages, specs, mesh)
+
+    def run(params: Any, pages: Any, rows: Any) -> Any:
+        found = paged.PagedForward(config)(params, pages, rows)
+        return found.logits, found.pages
+
+    mapped = layout.mapped(
+        *(run, mesh, (layout.specs_on(params, mesh), specs, layout.WHOLE)),
+        (layout.WHOLE, specs),
+    )
+    logits, programs = [], []
+    for first, end in CHUNKS:
+        rows = chunk(first, end)
+        step = jax.jit(mapped, donate_argnums=1).lower(params, pages, rows).compile()
+        found, pages = step(params, pages, rows)
+        logits.append(np.asarray(found))
+        programs.append(step)
+    return logits, programs, pages
+
+
+def chunk(first: int, end: int) -> kv_pages.Rows:
+    """Rows from `first` to `end` of both prompts, as far as they go."""
+    each = [np.arange(first, max(first, min(end, n)), dtype=np.int32) for n in LENGTHS]
+    slot = np.repeat(np.arange(2, dtype=np.int32), [len(x) for x in each])
+    position = np.concatenate(each)
+    return kv_pages.Rows(
+        token=jnp.asarray(position + 3 + 20 * slot),
+        position=jnp.asarray(position),
+        slot=jnp.asarray(slot),
+        page_ids=jnp.asarray([[7, 2], [5, -1]], jnp.int32),
+        logit_rows=jnp.arange(len(slot), dtype=jnp.int32),
+    )
+
+
+def check_family(
+    family: str, mesh: Mesh, how: Layout, page_size: int = PAGE_SIZE
+) -> None:
+    """Logits of one device, bytes of the formula, and pages in parts."""
+    found, programs, pages = fed(family, mesh, page_size)
+    loaded = checkpoints.load_model(GOLDEN / family)
+    for slot, length in enumerate(LENGTHS):
+        tokens = jnp.arange(length, dtype=jnp.int32)[None] + 3 + 20 * slot
+        whole = transformer.logits(loaded.params, tokens, config=loaded.config)[0]
+        mine = np.concatenate(
+            [
+                x[np.asarray(chunk(*c).slot) == slot]
+                for x, c in zip(found, CHUNKS, strict=True)
+            ]
+        )
+        np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-4)
+    for program, rows in zip(programs, (15, 4), strict=True):
+        sent = collectives.collectives(program.as_text())
+        assert {each.kind for each in sent} <= {"all-reduce", "all-gather"}
+        words = loaded.config.vocab_size
+        padded = dataclasses.replace(
+            from_model.describe(loaded.config), vocab_size=words + -words % how.tensor
+        )
+        formula = traffic.decode(padded, how, batch=rows, number_bytes=4)
+        assert all(each.is_sure for each in sent)
+        total = sum(each.sent(rank=2) for each in sent)
+        assert total == pytest.approx(sum(x.forward for x in formula), rel=1e-12)
+        assert total > 0
+    for leaf in jax.tree.leaves(pages):
+        part = leaf.addressable_shards[0].data
+        assert leaf.nbytes == part.nbytes * how.pages * how.tensor
+
+
+@pytest.mark.parametrize(("degree", "page_size"), [(2, 8), (8, 8), (4, 32)])
+def test_logits_are_those_of_one_device(degree: int, page_size: int) -> None:
+    """Also where the last devices have nothing of any sequence yet."""
+    how = Layout(pages=degree)
+    check_family("llama", make_mesh(context=degree), how, page_size)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "tp", "cp"),
+    [("gpt2", 1, 4), ("qwen2_moe", 2, 2), ("llama", 2, 4), ("opt", 2, 4)],
+)
+def test_logits_are_those_of_one_device_with_tensor(
+    family: str, tp: int, cp: int
+) -> None:
+    mesh = make_mesh(tensor=tp, context=cp)
+    check_family(family, mesh, Layout(tensor=tp, pages=cp))
+
+
+def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:
+    engine = jaxkv.Engine.load(GOLDEN / family, mesh=mesh, **(ALL_AT_ONCE | fields))
+    found = engine.generate(PROMPTS, ASKS)
+    return [[each.tokens for each in one.answers] for one in found]
+
+
+@pytest.mark.parametrize(
+    ("family", "ep", "others"),
+    [
+        ("mixtral", 2, {}),
+        pytest.param("qwen3_moe", 4, {}, marks=pytest.mark.thorough),
+        pytest.param("qwen2_moe", 2, {"pages": 2}, marks=pytest.mark.thorough),
+        pytest.param("mixtral", 2, {"tensor": 2}, marks=pytest.mark.thorough),
+    ],
+)
+def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
+    how = Layout(expert=ep, data=ep, gather=True, **others)
+    mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=ep)
+    check_family(family, mesh, how)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_answers_are_those_of_one_device(degree: int) -> None:
+    assert answers(make_mesh(context=degree)) == answers(None)
+
+
+@pytest.mark.thorough
+def test_answers_of_divided_experts_are_those_of_one_device() -> None:
+    mesh = make_mesh(expert=2, context=2)
+    assert answers(mesh, "qwen3_moe") == answers(None, "qwen3_moe")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "method", ["draft-model", pytest.param("ngram", marks=pytest.mark.slow)]
+)
+def test_speculation_keeps_the_answers(method: str) -> None:
+    draft: Any = {"draft_folder": GOLDEN / "llama"} if method == "draft-model" else {}
+    fields: Any = {"max_drafts": 3, "token_budget": 32, "speculate": method, **draft}
+    assert answers(make_mesh(context=2, tensor=2), **fields) == answers(None)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "method", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)]
+)
+def test_trees_of_trained_heads_keep_the_answers(method: str) -> None:
+    """Trees' rows, their features, and the moves of what was accepted."""
+    bounds: Any = {
+        "max_slots": 2,
+        "max_length": 96,
+        "num_pages": 20,
+        "token_budget": 80,
+    }
+    heads: Any = {
+        "speculate": method,
+        "heads_folder": ROOT / "experiments/models" / f"stdlib-bytes-{method}",
+    }
+    found = []
+    for mesh in (None, make_mesh(context=4)):
+        how: Any = {} if mesh is None else heads
+        engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **bounds, **how)
+        asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
+        each = engine.generate(["import os\n", "class A:\n"], asks)
+        found.append([one.answers[0].tokens for one in each])
+    assert found[0] == found[1]
+
+
+@pytest.mark.thorough
+def test_pages_are_never_sent_nor_copied() -> None:
+    sizes, mesh = [], make_mesh(context=2)
+    names = "page_size", "max_slots", "max_length", "token_budget"
+    bounds: Any = {name: ALL_AT_ONCE[name] for name in names}
+    for num_pages in (61, 610):
+        fields = bounds | {"num_pages": num_pages}
+        engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
+        program = engine._programs.run_steps.lower(
+            *(engine.params, engine._state, np.zeros(2, np.int32)),
+            **engine._rules(),
+            **engine._static,
+        ).compile()
+        for each in collectives.collectives(program.as_text()):
+            assert each.kind == "all-reduce"
+            assert all(num_pages not in sides for _, sides in each.shapes)
+        leaves = jax.tree.leaves(engine._state.pages)
+        pool = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+        assert pool * 2 == sum(leaf.nbytes for leaf in leaves)
+        sizes.append((program.memory_analysis().temp_size_in_bytes, pool))
+    (small, small_pool), (big, big_pool) = sizes
+    assert big - small < 0.05 * (big_pool - small_pool)
+
+
+@pytest.mark.parametrize(("num", "window"), [(2, None), (4, None), (2, 16), (4, 8)])
+@pytest.mark.parametrize("with_tree", [True, False])
+def test_attention_of_parts_is_that_of_the_whole(
+    num: int, window: int | None, with_tree: bool
+) -> None:
+    """Chunks and trees, at random places, by windows too."""
+    draw = np.random.default_rng(num)
+    pages = kv_pages.make_pages(
+        num_layers=1,
+        num_pages=14,
+        num_kv_heads=2,
+        page_size=PAGE_SIZE,
+        head_dim=4,
+        dtype="float32",
+    )
+    filled = [draw.normal(size=pages.k.shape).astype(np.float32) for _ in "kv"]
+    pages = pages._replace(k=jnp.asarray(filled[0]), v=jnp.asarray(filled[1]))
+    start = draw.integers(0, 40, 3)
+    slot = np.repeat(np.arange(3, dtype=np.int32), 5)
+    position = np.concatenate([x + np.arange(5) for x in start]).astype(np.int32)
+    position[-1] = slot[-1] = -1
+    ancestors = draw.random((15, 5)) < 0.5
+    ancestors |= np.tile(np.eye(5, dtype=bool), (3, 1))
+    ancestors[slot != 1] = False
+    tree: Any = {}
+    if with_tree:
+        context = jnp.asarray([-1, start[1], -1], jnp.int32)
+        tree = {"context": context, "ancestors": jnp.asarray(ancestors)}
+    rows = kv_pages.Rows(
+        token=jnp.zeros(15, jnp.int32),
+        position=jnp.asarray(position),
+        slot=jnp.asarray(slot),
+        page_ids=jnp.asarray(draw.permutation(14)[:12].reshape(3, 4), jnp.int32),
+        logit_rows=jnp.arange(15, dtype=jnp.int32),
+        **tree,
+    )
+    rows = rows._replace(page_ids=jnp.tile(rows.page_ids, (1, 2))[:, :6])
+    q = jnp.asarray(draw.normal(size=(15, 4, 4)), jnp.float32)
+
+    def attend(pages: Any, q: Any, rows: Any) -> Any:
+        return interface.attend_written(pages, 0, q, rows, window=window)
+
+    specs = layout.pages_specs(pages)
+    mesh = make_mesh(context=num)
+    given = specs, layout.WHOLE, layout.WHOLE
+    run = layout.mapped(attend, mesh, given, layout.WHOLE)
+    found = jax.jit(run)(layout.place(pages, specs, mesh), q, rows)
+    np.testing.assert_allclose(found, attend(pages, q, rows), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_places_are_counted_one_by_one(num: int) -> None:
+    """Against a list of which device has which place."""
+    part, length = 3, 31
+
+    def count(place: Any) -> Any:
+        own = jnp.arange(12, dtype=jnp.int32)
+        found = page_parts.last(place, part=part), page_parts.whole(own, part=part)
+        return jax.tree.map(lambda x: x[None], found)
+
+    mesh, spec = make_mesh(context=num), jax.sharding.PartitionSpec("context")
+    places = jnp.arange(-1, length, dtype=jnp.int32)
+    run = layout.mapped(count, mesh, (layout.WHOLE,), spec)
+    last, whole = map(np.asarray, jax.jit(run)(places))
+    for device in range(num):
+        own = [x for x in range(500) if x % (part * num) // part == device]
+        assert whole[device].tolist() == own[:12]
+        seen = [sum(x <= place for x in own) - 1 for place in range(-1, length)]
+        assert last[device].tolist() == seen
+
+
+def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
+    keys = jax.random.split(jax.random.key(0))
+    out = jax.random.normal(keys[0], (4, 5, 3, 8))
+    lse = jax.random.normal(keys[1], (4, 5, 3)) * 9
+    lse = lse.at[0].set(-jnp.inf).at[:, 2].set(-jnp.inf)  # a device, a row of nothing
+    out = jnp.where(jnp.isneginf(lse)[..., None], jnp.nan, out)
+    spec = jax.sharding.PartitionSpec("context")
+
+    def merge(out: Any, lse: Any) -> Any:
+        return api.merge_devices(api.AttentionState(out[0], lse[0]), "context")
+
+    run = layout.mapped(merge, make_mesh(context=4), (spec, spec), layout.WHOLE)
+    found = jax.jit(run)(out, lse)
+    states = [api.AttentionState(*x) for x in zip(out, lse, strict=True)]
+    wanted = functools.reduce(api.merge_states, states)
+    np.testing.assert_allclose(found.out, wanted.out, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found.lse, wanted.lse, rtol=1e-6)
+    assert np.all(np.asarray(found.out)[2] == 0)
+    assert np.all(np.isneginf(np.asarray(found.lse)[2]))
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    mesh = make_mesh(context=4)
+    with pytest.raises(ValueError, match=r"page_size=6 must be a multiple of the 4"):
+        jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, page_size=6, num_pages=20)
+    with pytest.raises(
+        ValueError, match=r"window=12 must be a multiple of page_size=8"
+    ):
+        layout.check_pages(mesh, page_size=8, window=12)
+    with pytest.raises(ValueError, match=r"context=4 times tensor=4 must be in \[1, 8"):
+        make_mesh(tensor=4, context=4)
+    with pytest.raises(
+        ValueError, match=r"expert=2 divides experts, and the model has"
+    ):
+        jaxkv.Engine.load(GOLDEN / "llama", mesh=make_mesh(expert=2))
+    with pytest.raises(
+        ValueError, match=r"num_experts=\d must be a multiple of expert=5"
+    ):
+        jaxkv.Engine.load(GOLDEN / "mixtral", mesh=make_mesh(expert=5))
