@@ -43,7 +43,9 @@ KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
 READS = 4
-"""Tokens that answer a prompt, to be compared."""
+"""Tokens that answer prompts, to be compared; one where the prompts are long."""
+FEW = 1024
+"""Tokens of a batch's prompts that are not long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         ) -> Timing:
             rng = np.random.default_rng(0)
             prompts = rng.integers(0, model.config.vocab_size, case).tolist()
-            reads = READS if math.prod(case) <= config.prefill_tokens else 0
+            num = math.prod(case)
+            reads = READS if num <= FEW else int(num <= config.prefill_tokens)
             return engine.measure(prompts, config.output_tokens, turn_s, reads)
 
         def begin(case: tuple[int, int]) -> list[Ours | Peer]:

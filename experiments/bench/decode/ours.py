@@ -287,9 +287,13 @@ class Ours:
         start_s = first_s = time.perf_counter()
         for prompt in prompts:
             served.submit(prompt, once)
+        tokens: dict[int, list[int]] = {}
         for event in served.stream():
             if event.tokens:
                 first_s = time.perf_counter()
+                tokens[event.request_id] = [*event.tokens]
+        if reads == 1:
+            return first_s - start_s, [tokens[x] for x in sorted(tokens)]
         ask = dataclasses.replace(once, max_tokens=reads)
         found = served.generate(prompts, ask)
         return first_s - start_s, [[*each.tokens] for each in found]
