@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.kernels import runs
-from experiments.bench.kernels.calls import MAX_ERROR
+from experiments.bench.kernels import MAX_ERROR, runs
 from pallas_kernels import devices, quantizing
 from pallas_kernels.bench import GroupedSpec, Problem, Spec, problems, sets
 from pallas_kernels.paged_attention import api
