@@ -23,10 +23,9 @@ RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
 """Names of rates, held against those of the best peer."""
 COLORS = {"jaxkv": "#0072b2", "transformers": "#e69f00", "llama.cpp": "0.6"}
 PARTS = {
-    "products_s": ("products", "#0072b2"),
+    "products_s": ("products and around", "#0072b2"),
     "attention_s": ("attention", "#e69f00"),
     "sampling_s": ("schedule, sampling", "#009e73"),
-    "rest_s": ("rest", "0.6"),
 }
 
 
