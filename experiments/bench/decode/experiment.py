@@ -183,7 +183,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             rng = np.random.default_rng(0)
             prompts = rng.integers(0, model.config.vocab_size, case).tolist()
             num = math.prod(case)
-            reads = READS if num <= FEW else int(num <= config.prefill_tokens)
+            reads = READS if num <= FEW else 1
+            reads *= num <= config.prefill_tokens
             return engine.measure(prompts, config.output_tokens, turn_s, reads)
 
         def begin(case: tuple[int, int]) -> list[Ours | Peer]:
