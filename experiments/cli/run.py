@@ -1,6 +1,7 @@
 """Carries out one run: folder, progress, result, and what the command line says."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -104,6 +105,8 @@ def _carry_out(
         parallel.count_cpu_as(num)  # before anybody asks how many there are
     run_folder.begin(folder, experiment, config)
     started = time.monotonic()
+    if getattr(config, "folder", "") == run_folder.OUT:
+        config = dataclasses.replace(config, folder=str(folder))
     result = experiment.study_of(config).run(config, bars)
     duration_s = time.monotonic() - started
     bars.show("drawing")

@@ -44,6 +44,8 @@ FILES = (
 """What a run folder may hold."""
 EARLIER = ".earlier"
 """Where in the folder an earlier run waits until the new one is whole."""
+OUT = "{out}"
+"""In a config's `folder`, the run folder itself, of which nothing else is replaced."""
 DEFAULT = Path("runs")
 """Where run folders go that nobody gave a place."""
 

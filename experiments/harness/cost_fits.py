@@ -31,25 +31,26 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     batch, prompt, output, prefill_rate, step_s = (
         np.array([row[name] for row in rows], float) for name in _COLUMNS
     )
-    tokens = batch * prompt
+    read = np.isfinite(prefill_rate)  # long prompts of large batches are not read
+    tokens = (batch * prompt)[read]
     steps = np.ceil(tokens / ran.config.token_budget)
     prefill, off_prefill = _nonnegative(
-        np.stack([steps, tokens], 1), tokens / prefill_rate
+        np.stack([steps, tokens], 1), tokens / prefill_rate[read]
     )
     # A step, its mean tokens attended to, and its batch.
     context = batch * (prompt + output / 2)
     decode, off_decode = _nonnegative(
         np.stack([np.ones_like(batch), context, batch], 1), step_s
     )
-    batches = ", ".join(str(row["batch"]) for row in rows)
-    asked = rows[0]
+    batches = ", ".join(f"{x:.0f}" for x in np.unique(batch))
+    prompts = ", ".join(f"{x:.0f}" for x in np.unique(prompt))
     return cost_models.CostModel(
         name=f"measured:{folder}",
         cost=cost_models.linear((*prefill, 0.0), tuple(decode), scale=1.0),
         source=f"{implementation}, {ran.config.model}, on {ran.env['cpu']}, "
         f"{', '.join(ran.env['devices'])}",
-        validity=f"batches of {batches}, prompts of {asked['prompt_tokens']} and "
-        f"answers of {asked['output_tokens']} tokens; {len(rows)} rows",
+        validity=f"batches of {batches}, prompts of {prompts} and "
+        f"answers of {rows[0]['output_tokens']} tokens; {len(rows)} rows",
         error=max(off_prefill, off_decode),
     )
 

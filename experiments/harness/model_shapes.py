@@ -22,6 +22,18 @@ RANDOM = {
         max_positions=8192,
         rope_theta=100_000.0,
     ),
+    "random-8b": config.ModelConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        num_layers=32,
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_size=14336,
+        max_positions=8192,
+        rope_theta=500_000.0,
+        tie_embeddings=False,
+    ),
     "random-tiny": config.ModelConfig(
         vocab_size=257,
         hidden_size=32,

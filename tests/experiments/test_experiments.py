@@ -110,6 +110,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"head_dim": 96}, "head_dim=96"),
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
     ],
+    "bench_device": [
+        ({"only": ("sleep",)}, "only='sleep' must be"),
+        ({"max_s": 0.0}, "max_s=0.0 must be above 0"),
+    ],
     "bench_simulate": [({"num_python": 9}, "self.num_python=9 must be in [1, ")],
     "bench_train": [
         ({"width": (6,)}, "width=(6,) must be multiples of"),
@@ -118,6 +122,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "bench_decode": [
         ({"batch": ()}, "self.batch"),
         ({"batch": (0,)}, "self.batch"),
+        ({"contexts": ()}, "self.contexts=()"),
+        ({"contexts": (128, 0)}, "self.contexts=(128, 0)"),
+        ({"turn_s": 0.0}, "turn_s=0.0"),
         ({"rounds": 0}, "rounds=0"),
         ({"output_tokens": 16}, "self.output_tokens=16 must be more than"),
         ({"speculate": "ngram", "output_tokens": 80}, "must be more than 80"),

@@ -22,7 +22,14 @@ QUICK = {
 }
 """Whose smoke run takes a few seconds."""
 SLOW = {
-    *("bench_simulate", "chatbot", "disaggregation", "experts", "isoflop"),
+    *(
+        "bench_device",
+        "bench_simulate",
+        "chatbot",
+        "disaggregation",
+        "experts",
+        "isoflop",
+    ),
     *("learning_rate", "preemption"),
 }
 """Whose smoke run takes a minute or more."""
@@ -95,6 +102,7 @@ def _drafting(config: Any) -> dict[str, Any]:
 
 
 CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "bench_device": lambda _: {"folder": str(folder() / "device")},
     "bundled_heads": _drafting,
     "bundled_model": _trained,
     "demo": _served(64),

@@ -1,49 +1,51 @@
 """How many tokens a second does the engine serve, and how many do others?
 
-Every engine gets the same weights, prompts and number of threads, and answers greedily
-to the full length. They take turns, round after round, and a row holds medians over the
-rounds: a disturbance hits everyone or is voted out. Prefill is what it takes until
-every request has its first token, decode the rate at which tokens come after that;
-compiling stands apart. Ours come in calls of several steps, so our prefill is timed in
-a serving of its own, for one token each.
+Every engine gets the same weights, prompts and number of threads, and decodes greedily.
+They take turns, round after round; a rate is the median over the rounds, and a ratio
+the median of the rounds' ratios: a disturbance hits everyone or is voted out.
+
+Decoding is counted where every sequence decodes, behind a context that nobody had to
+read: our pages and the cache of transformers are full of random numbers, and llama.cpp
+reads one sequence and copies it to all. Prefill is what it takes until every request
+has its first token, in a serving of its own, where the prompts are not too many. The
+floor is the time in which the device reads weights, K and V once, at the rate at which
+it was seen to read in the same run.
 """
 
 import contextlib
 import dataclasses
 import functools
+import math
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import peer_process
+from experiments.bench.decode import parts, tables
 from experiments.bench.decode.ours import Ours, Timing
+from experiments.bench.decode.tables import plot as plot
+from experiments.bench.decode.tables import summary as summary
 from experiments.bench.turns import in_turns, middle, split
-from experiments.framework import (
-    Floats,
-    Ints,
-    Part,
-    Sheet,
-    Table,
-    Texts,
-    column,
-    units,
-)
 from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
+from pallas_kernels import devices
+from pallas_kernels.bench import Ceilings, timing
 
 KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
-NAMES = ("implementation", "batch")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
-RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
-"""Names of rates, held against those of the best peer."""
-COLORS = {"jaxkv": "#0072b2", "transformers": "#e69f00", "llama.cpp": "0.6"}
+READS = 4
+"""Tokens that answer prompts, to be compared; one where the prompts are long."""
+FEW = 1024
+"""Tokens of a batch's prompts that are not long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +54,21 @@ class Config:
 
     model: str = "random-135m"
     """A folder, a bundled model, or a shape with random weights: random-135m (that of
-    SmolLM2-135M) or random-tiny."""
+    SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
     batch: tuple[int, ...] = (1, 8, 32)
     """Sequences served at once; each number gives rows of its own."""
-    prompt_tokens: int = 128
-    """Tokens of every prompt."""
+    contexts: tuple[int, ...] = (128, 768, 2048)
+    """Tokens behind every sequence when it begins to decode; each gives rows."""
+    prompt_tokens: int = 0
+    """One context in place of those; 0 takes them."""
+    prefill_tokens: int = 4096
+    """Tokens of a batch's prompts, up to which reading them is timed, too."""
     output_tokens: int = 128
-    """Tokens of every answer, more than those of one call."""
+    """Tokens that every sequence decodes in a turn, more than those of one call."""
+    turn_s: float = 2.0
+    """Seconds of decoding after which a turn ends early, with a call at least."""
+    parts: bool = True
+    """Whether it is measured where the time of our step goes, without speculation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of our weights and pages; peers compute in float32."""
     page_size: int = 16
@@ -79,9 +89,11 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
-        validation.at_least(
-            *(self, "prompt_tokens", "page_size", "steps_per_call", "rounds", "drafts")
-        )
+        validation.at_least(*(self, "page_size", "steps_per_call", "rounds", "drafts"))
+        validation.at_least(self, "prompt_tokens", "prefill_tokens", low=0)
+        validation.above(self, "turn_s")
+        if not self.contexts or min(self.contexts) < 1:
+            raise ValueError(f"{self.contexts=} must be numbers of at least 1")
         if self.output_tokens <= self.steps_per_call:
             raise ValueError(
                 f"{self.output_tokens=} must be more than {self.steps_per_call=}: "
@@ -100,10 +112,25 @@ class Config:
                 f"{self.token_budget=} must be at least max({self.batch=})"
             )
 
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """Batch and context of every measurement."""
+        contexts = (self.prompt_tokens,) if self.prompt_tokens else self.contexts
+        return [(batch, context) for batch in self.batch for context in contexts]
 
-PANELS = (1, 2)
+
+PANELS = (2, 2)
 CONFIGS = {
     "real": Config(),
+    "gpu": Config(
+        model="random-8b",
+        dtype="bfloat16",
+        batch=(1, 32, 128),
+        contexts=(1024,),
+        prefill_tokens=32 * 1024,
+        token_budget=4096,
+        turn_s=5.0,
+    ),
     "smoke": Config(
         model="random-tiny",
         batch=(1, 2),
@@ -118,43 +145,25 @@ CONFIGS = {
 class Peer(peer_process.PeerProcess):
     """A running engine, as a context; leaving it ends the process."""
 
-    dtype, host_share, first_s = "float32", None, 0.0
+    dtype, host_share, compile_s = "float32", None, 0.0
 
-    def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
-        """Serves prompts of one length as one batch, greedily.
+    def measure(
+        self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
+    ) -> Timing:
+        """As `Ours.measure`.
 
         Raises:
           ValueError: the peer broke down; the line says what it said last.
         """
-        return Timing(**self.ask({"prompts": prompts, "output_tokens": output_tokens}))
-
-
-class Rates(Table):
-    """What is told of a result, of which every column is a key of the rows."""
-
-    implementation: Texts = column("who", heading="engine")
-    batch: Ints = column("at once", heading="sequences", form="{:,}")
-    decode_tokens_per_s: Floats = column("median", heading="decode tokens/s")
-    prefill_tokens_per_s: Floats = column("median", heading="prefill tokens/s")
-    step_s: Floats = column("a token of every sequence")
-    host_share: np.ndarray = column("of the time; None where it is not known")
-    compile_s: Floats = column("of the first serving", heading="compiling")
-    peak_bytes: Ints = column("of the process or its device", heading="peak memory")
-    ratio: np.ndarray = column("to the best peer's decode", form="{:.2f}")
-    prefill_ratio: np.ndarray = column("to the best peer's prefill", form="{:.2f}")
-    version: Texts = column("of its libraries")
-    spread: Floats = column("of rates", heading="decode spread", form=units.share)
-    same_answers: Floats = column("share that is ours", form=units.share)
-
-
-OWN = ("batch", "decode_tokens_per_s", "prefill_tokens_per_s", "step_s")
-OWN += ("host_share", "compile_s", "peak_bytes")
+        asked = {"prompts": prompts, "output_tokens": num_tokens}
+        return Timing(**self.ask(asked | {"turn_s": turn_s, "reads": reads}))
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Serves every batch size with every engine; ended early, it has whole sizes."""
+    """Measures every case with every engine; ended early, it has whole cases."""
     model = _load(config)
     rows: list[dict[str, Any]] = []
+    fixed: dict[int, parts.Parts] = {}
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
         with tempfile.TemporaryDirectory() as temporary:
@@ -166,103 +175,115 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             others, absent = peer_process.start(
                 stack, Peer, config.peer_python, peers, needed=True
             )
+        ceilings = _ceilings(config)
 
-        def measure(batch: int, engine: Ours | Peer) -> Timing:
-            size = (batch, config.prompt_tokens)
+        def measure(
+            case: tuple[int, int], engine: Ours | Peer, turn_s: float = config.turn_s
+        ) -> Timing:
             rng = np.random.default_rng(0)
-            prompts = rng.integers(0, model.config.vocab_size, size).tolist()
-            return engine.measure(prompts, config.output_tokens)
+            prompts = rng.integers(0, model.config.vocab_size, case).tolist()
+            num = math.prod(case)
+            reads = READS if num <= FEW else 1
+            reads *= num <= config.prefill_tokens
+            return engine.measure(prompts, config.output_tokens, turn_s, reads)
 
-        def begin(batch: int) -> list[Ours | Peer]:
-            bounds = _bounds(config, batch)
+        def begin(case: tuple[int, int]) -> list[Ours | Peer]:
+            bounds = _bounds(config, *case)
             ours = Ours(model, bounds, config.dtype, config.speculate)
-            ours.first_s, *_ = (measure(batch, x).prefill_s for x in (ours, *others))
+            for one in (ours, *others):
+                measure(case, one, 0.1)
+            batch, context = case
+            if config.parts and config.speculate is None and batch not in fixed:
+                progress.show(f"where the time goes, batch {batch}")
+                prompts = [[0] * context] * batch
+                num = config.output_tokens
+                fixed[batch] = parts.measure(ours, model, prompts, num, config.turn_s)
             return [ours, *others]
 
-        for batch, everyone, timings in in_turns(
-            config.batch,
+        for case, everyone, timings in in_turns(
+            config.cases,
             config.rounds,
             begin,
             measure,
             progress=progress,
             doing="serving",
-            what="batch",
+            what="batch and context",
         ):
-            ours, *theirs = _rows(config, batch, everyone, timings)
+            ours, *theirs = _rows(config, case, everyone, timings)
             ours["absent"] = peer_process.in_a_line(absent)
+            for row in (ours, *theirs):
+                row |= _floor(model, config, case, row, ceilings)
+            ours |= _parts(fixed.get(case[0]), ours["step_s"])
             rows += [ours, *theirs]
     return rows
 
 
-def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws tokens per second at every batch size: decode, then prefill."""
-    found = Rates.of(result)
-    names, sizes = found.distinct("implementation"), found.distinct("batch")
-    width = 0.8 / max(1, len(names))
-    for ax, kind in zip(axes, RATIOS, strict=True):
-        for i, name in enumerate(names):
-            mine = found.where(implementation=name)
-            places = [sizes.index(x) + (i + 0.5) * width - 0.4 for x in mine.batch]
-            rates = getattr(mine, f"{kind}_tokens_per_s")
-            look = {"label": name, "color": COLORS.get(name)}
-            bars = ax.bar(places, rates, 0.92 * width, **look)
-            labels = [*map(units.rate, rates)]
-            ax.bar_label(bars, labels, fontsize=5.5, padding=1, color="0.3")
-        ax.set(title=f"{kind}, tokens per second", xlabel="sequences at once")
-        ax.set_yticks([])  # the numbers stand on the bars
-        ax.set_xlim(-0.6, max(1, len(sizes)) - 0.4)
-        ax.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
-        ax.tick_params(axis="x", length=0)
-        ax.spines["left"].set_visible(False)
-    if len(names) > 1:
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-        look = {"handlelength": 0.8, "handleheight": 0.8, "columnspacing": 1.0}
-        axes[-1].legend(ncols=len(names), fontsize=6, **place, **look)
-
-
-metrics = functools.partial(split, names=NAMES, details=DETAILS)
-
-
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Tells the rates of everyone, side by side, and what our engine took."""
-    if not result:
-        return []
-    found = Rates.of(result)
-    note = "host share: the time in which the device waits between two calls."
-    parts: list[Part] = [
-        found.where(implementation=Ours.name).sheet(Ours.name, *OWN, note=note)
-    ]
-    names = found.distinct("implementation")
-    if not names[1:]:
-        return parts
-    heads = ["sequences", *names, "jaxkv / best peer"]
-    for kind, ratio in RATIOS.items():
-        lines = []
-        for batch in found.distinct("batch"):
-            mine = found.where(batch=batch)
-            rates = map(units.rate, getattr(mine, f"{kind}_tokens_per_s"))
-            lines.append([f"{batch:,}", *rates, f"{getattr(mine, ratio)[0]:.2f}"])
-        parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
-    absent = result[0]["absent"]
-    told = ("implementation", "batch", "version", "spread", "same_answers")
-    note = f"Not timed: {absent}." if absent else ""
-    return [*parts, found.sheet("everyone", *told, note=note)]
+metrics = functools.partial(split, names=tables.NAMES, details=DETAILS)
 
 
 def _load(config: Config) -> checkpoints.Loaded:
     model = model_shapes.load(config.model, config.dtype)
-    length = config.prompt_tokens + config.output_tokens
+    length = max(_length(config, context) for _, context in config.cases)
     if length > model.config.max_positions:
         raise ValueError(
-            f"{config.prompt_tokens=} and {config.output_tokens=} are more than "
+            f"{max(x for _, x in config.cases)} tokens of context and "
+            f"{config.output_tokens=} with those of a call are more than "
             f"{model.config.max_positions=}"
         )
     return model
 
 
-def _bounds(config: Config, batch: int) -> state.EngineConfig:
+def _length(config: Config, context: int) -> int:
+    """Tokens of a sequence: context, a token, those of a call, and the turn's."""
+    drafts = 0 if config.speculate is None else config.drafts
+    first = 1 + config.steps_per_call * (1 + drafts)
+    return context + first + config.output_tokens
+
+
+def _ceilings(config: Config) -> Ceilings:
+    """What the device reads and multiplies, on arrays that no cache holds."""
+    sizes = (2**29, 8192) if devices.current().platform == "gpu" else (2**25, 1024)
+    num, width = (2**16, 64) if config.model == "random-tiny" else sizes
+    return timing.measure_ceilings(
+        num_elements=num, width=width, dtype=config.dtype, num_calls=10
+    )
+
+
+def _floor(
+    model: checkpoints.Loaded,
+    config: Config,
+    case: tuple[int, int],
+    row: dict[str, Any],
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    """The time in which a step's weights, K and V are read, and its share of a step."""
+    shape, (batch, context) = model.config, case
+    leaves = jax.tree.leaves(model.params)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
+    if not shape.tie_embeddings:  # of a table that is looked up few rows are read
+        num_bytes -= shape.vocab_size * shape.hidden_size * leaves[0].dtype.itemsize
+    mean = context + config.output_tokens // 2
+    places = batch * mean * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    num_bytes += 2 * places * np.dtype(jnp.dtype(config.dtype)).itemsize
+    rate = max(ceilings.read_bytes_per_s, ceilings.copy_bytes_per_s)
+    floor_s = num_bytes / rate
+    return {
+        "floor_s": floor_s,
+        "fraction": floor_s / row["step_s"],
+        "read_bytes_per_s": rate,
+    }
+
+
+def _parts(fixed: parts.Parts | None, step_s: float) -> dict[str, Any]:
+    """Seconds of a step by part; attention takes what the others do not."""
+    if fixed is None:
+        return {}
+    return fixed._asdict() | {"attention_s": step_s - sum(fixed)}
+
+
+def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
     """Just enough slots and pages for a batch."""
-    length = config.prompt_tokens + config.output_tokens
+    length = _length(config, context)
     return state.EngineConfig(
         num_pages=batch * -(-length // config.page_size),
         page_size=config.page_size,
@@ -271,7 +292,7 @@ def _bounds(config: Config, batch: int) -> state.EngineConfig:
         max_sequences=batch,
         queue_capacity=batch,
         # Padding rows are computed, too.
-        token_budget=min(config.token_budget, batch * config.prompt_tokens),
+        token_budget=min(config.token_budget, batch * context),
         submit_width=batch,
         steps_per_call=config.steps_per_call,
         max_drafts=0 if config.speculate is None else config.drafts,
@@ -280,41 +301,56 @@ def _bounds(config: Config, batch: int) -> state.EngineConfig:
 
 def _rows(
     config: Config,
-    batch: int,
+    case: tuple[int, int],
     everyone: list[Any],
     timings: dict[str, list[Timing]],
 ) -> list[dict[str, Any]]:
     """One row for each engine, medians over the turns; ours is the first."""
+    batch, context = case
     answers = timings[Ours.name][-1].tokens
+    rates = {x: [t.num_decoded / t.decode_s for t in timings[x]] for x in timings}
+    reads = {
+        x: [batch * context / t.prefill_s for t in timings[x] if t.prefill_s]
+        for x in timings
+    }
     rows: list[dict[str, Any]] = []
     for engine in everyone:
-        taken = timings[engine.name]
+        name, taken = engine.name, timings[engine.name]
+        rate, spread = middle(rates[name])
+        prefill = statistics.median(reads[name]) if reads[name] else None
         same = zip(answers, taken[-1].tokens, strict=True)
-        prefill_s = statistics.median(x.prefill_s for x in taken)
-        rate, spread = middle([x.num_decoded / x.decode_s for x in taken])
         row = {
-            "implementation": engine.name,
+            "implementation": name,
             "batch": batch,
-            "prompt_tokens": config.prompt_tokens,
+            "prompt_tokens": context,
             "output_tokens": config.output_tokens,
-            "prefill_tokens_per_s": batch * config.prompt_tokens / prefill_s,
+            "prefill_tokens_per_s": prefill,
+            "first_token_s": batch * context / prefill if prefill else None,
             "decode_tokens_per_s": rate,
             "step_s": batch / rate,
+            "occupancy": min(x.occupancy for x in taken),
             "host_share": engine.host_share,
-            "compile_s": max(0.0, engine.first_s - prefill_s),
+            "compile_s": engine.compile_s,
             "peak_bytes": max(x.peak_bytes for x in taken),
-            "ratio": None,
-            "prefill_ratio": None,
             "spread": spread,
             "same_answers": float(np.mean([x == y for x, y in same])),
             "dtype": engine.dtype,
             "version": engine.version,
             "absent": "",
         }
+        row |= _ratio("ratio", rates, name) | _ratio("prefill_ratio", reads, name)
         rows.append(row)
-    for kind, ratio in RATIOS.items():
-        rates = [row[f"{kind}_tokens_per_s"] for row in rows]
-        best = max(rates[1:], default=None)
-        for row, rate in zip(rows, rates, strict=True):
-            row[ratio] = rate / best if best else None
     return rows
+
+
+def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]:
+    """The median of the rounds' ratios to the best peer of the round, and the ends."""
+    peers = [found for other, found in rates.items() if other != Ours.name and found]
+    if not peers or not rates[name]:
+        return {key: None, f"{key}_range": None}
+    best = [max(each) for each in zip(*peers, strict=True)]
+    found = [x / y for x, y in zip(rates[name], best, strict=True)]
+    return {
+        key: statistics.median(found),
+        f"{key}_range": [min(found), max(found)],
+    }

@@ -2,38 +2,45 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import peer_main
-from jaxkv.engine import state
-from jaxkv.models import checkpoints
+from jaxkv.engine import state, step
+from jaxkv.memory import Pages
+from jaxkv.models import ForwardResult, checkpoints
 from jaxkv.sampling import Sampling
 from jaxkv.serving import engine
 from jaxkv.speculation import methods
 
 
 class Timing(NamedTuple):
-    """One batch served once.
+    """One turn: prompts that are read, and a batch that decodes.
 
     Attributes:
-      prefill_s: seconds until every request had its first token.
-      decode_s: seconds that later tokens took.
-      num_decoded: how many those were.
-      tokens: the answers.
-      peak_bytes: peak memory of the process that served it, weights included.
+      prefill_s: seconds until every prompt had its first token; None where none is
+        read.
+      tokens: the first of the answers to them.
+      decode_s: seconds of the calls, or steps, in which every sequence decoded.
+      num_decoded: tokens that came of these.
+      occupancy: share of the batch that decoded, over all calls that followed the first
+        tokens, counted or not.
+      peak_bytes: peak memory of the process, weights included.
     """
 
-    prefill_s: float
+    prefill_s: float | None
+    tokens: list[list[int]]
     decode_s: float
     num_decoded: int
-    tokens: list[list[int]]
+    occupancy: float
     peak_bytes: int
 
 
@@ -77,6 +84,31 @@ class WatchedEngine(engine.Engine):
             finally:
                 self._note = None
 
+    @contextlib.contextmanager
+    def served_by(self, forward: Any) -> Generator[None]:
+        """Serves with another forward pass, which is compiled where it is new."""
+        before = self._static
+        self._static = before | {"forward": forward}
+        try:
+            yield
+        finally:
+            self._static = before
+
+    def skip_reading(self, forward: Any, num_tokens: int) -> None:
+        """Passes over the prompts of all that wait, in one step.
+
+        Args:
+          forward: what feeds their tokens in place of the model, for nothing.
+          num_tokens: how many those are.
+        """
+        self._compile()  # the engine's own programs first
+        budget = max(num_tokens, self.config.token_budget)
+        wide = dataclasses.replace(self.config, token_budget=budget, steps_per_call=1)
+        with self.served_by(forward):
+            self._static |= {"config": wide}
+            self._dispatch()
+        self._read(self._unread[0])
+
     def _dispatch(self) -> None:
         num_unread = len(self._unread)
         super()._dispatch()
@@ -118,14 +150,74 @@ def host_share(calls: list[CallTimes]) -> float | None:
     return gaps / spans if spans else None
 
 
+class Decoded(NamedTuple):
+    """A batch that decoded for a while; fields are those of `Timing`."""
+
+    decode_s: float
+    num_decoded: int
+    occupancy: float
+
+
+def count_full(calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]) -> Decoded:
+    """Counts the calls in each of whose steps every slot decoded.
+
+    A call lasts from the end of the one before to its own end, so what the host made
+    the device wait is in it; the first is not counted, for nobody saw it begin.
+
+    Args:
+      calls: in order.
+      infos: what their steps did, NumPy arrays `[steps, slots]`.
+
+    Raises:
+      ValueError: there is none to count.
+    """
+    seconds, num, shares = 0.0, 0, []
+    for place, (call, info) in enumerate(zip(calls, infos, strict=True)):
+        decodes = info.num_emitted > 0
+        if call.fed:
+            shares.append(decodes.mean())
+        if place and decodes.all():
+            seconds += call.ready_s - calls[place - 1].ready_s
+            num += int(info.num_emitted.sum())
+    if not num:
+        raise ValueError("in no call did every sequence decode")
+    return Decoded(seconds, num, float(np.mean(shares)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """A forward pass that computes and writes nothing: pages stay as they were."""
+
+    vocab_size: int
+
+    def __call__(self, params: Any, pages: Pages, rows: Any) -> ForwardResult:
+        """Every token is as likely."""
+        num = rows.logit_rows.shape[0]
+        return ForwardResult(jnp.zeros((num, self.vocab_size), jnp.float32), pages)
+
+
+def random_pages(pages: Pages, num_drawn: int = 64) -> Pages:
+    """Pages full of random numbers, of which a few are drawn and stand again."""
+
+    def fill(x: jax.Array) -> jax.Array:
+        few = jax.random.normal(jax.random.key(0), (num_drawn, *x.shape[2:]))
+        index = jnp.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2]) % num_drawn
+        return few.astype(x.dtype)[index]
+
+    return jax.tree.map(jax.jit(fill), pages)
+
+
 class Ours:
-    """Our engine, serving batches of one size. The first `measure` compiles.
+    """Our engine, whose batch decodes behind a context of random numbers.
 
     Args:
       model: what to serve.
       bounds: of the engine, with a slot for each sequence of the batch.
       dtype: of the pages.
       speculate: a method of `speculation.methods`, or None.
+
+    Attributes:
+      compile_s: seconds that its programs took.
     """
 
     name = "jaxkv"
@@ -141,10 +233,12 @@ class Ours:
         self.dtype = dtype
         target = methods.Model(model.config, model.params)
         served = methods.serve(target, bounds, dtype=dtype, method=speculate)
+        self._bounds, self._vocab_size = bounds, model.config.vocab_size
+        self.forward = served.forward
         self._engine = WatchedEngine(
             served.params,
             served.forward,
-            served.pages,
+            random_pages(served.pages),
             bounds,
             speculation=served.speculation,
             eos_ids=(),
@@ -152,44 +246,92 @@ class Ours:
             keep_trace=True,
         )
         self._host_shares: list[float | None] = []
-        self.first_s = 0.0
+        start_s = time.perf_counter()
+        self._engine._compile()
+        self.compile_s = time.perf_counter() - start_s
 
     @property
     def host_share(self) -> float | None:
-        """The median over the servings behind the first; None where none tells."""
+        """The median over the turns behind the first; None where none tells."""
         known = [x for x in self._host_shares[1:] if x is not None]
         return statistics.median(known) if known else None
 
-    def measure(self, prompts: list[list[int]], output_tokens: int) -> Timing:
-        """Serves prompts of one length as one batch, greedily."""
+    def measure(
+        self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
+    ) -> Timing:
+        """Reads prompts of one length, then decodes a batch behind as many tokens.
+
+        Args:
+          prompts: one for each sequence.
+          num_tokens: that each decodes at most, beside those of the first call.
+          turn_s: seconds after which the last call begins.
+          reads: tokens of each answer to the prompts that are read; 0 reads none.
+        """
         peer_main.reset_peak()
-        first = self._serve(prompts, 1)
-        with self._engine.watch() as calls:
-            whole = self._serve(prompts, output_tokens)
-        self._host_shares.append(host_share(calls))
+        prefill_s, tokens = None, [[] for _ in prompts]
+        if reads:
+            prefill_s, tokens = self._read(prompts, reads)
+        self._host_shares.append(None)
+        decoded = self.decode(prompts, num_tokens, turn_s, note=True)
         # The first device's if it keeps count, else this process's.
         stats = jax.local_devices()[0].memory_stats() or {}
         peak = stats.get("peak_bytes_in_use") or peer_main.peak_bytes()
-        return whole._replace(prefill_s=first.prefill_s, peak_bytes=peak)
+        return Timing(prefill_s, tokens, *decoded, peak)
 
-    def _serve(self, prompts: list[list[int]], num_tokens: int) -> Timing:
-        """Serves once; nobody looks at the memory."""
-        engine = self._engine
+    def _read(
+        self, prompts: list[list[int]], reads: int
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds until one token of each is there, in a serving of its own; tokens."""
+        served = self._engine
+        once = Sampling.greedy(max_tokens=1, ignore_eos=True)
+        start_s = first_s = time.perf_counter()
+        for prompt in prompts:
+            served.submit(prompt, once)
+        tokens: dict[int, list[int]] = {}
+        for event in served.stream():
+            if event.tokens:
+                first_s = time.perf_counter()
+                tokens[event.request_id] = [*event.tokens]
+        if reads == 1:
+            return first_s - start_s, [tokens[x] for x in sorted(tokens)]
+        ask = dataclasses.replace(once, max_tokens=reads)
+        found = served.generate(prompts, ask)
+        return first_s - start_s, [[*each.tokens] for each in found]
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        num_tokens: int,
+        turn_s: float,
+        *,
+        forward: Any = None,
+        note: bool = False,
+    ) -> Decoded:
+        """Decodes behind prompts that nobody read; arguments as of `measure`.
+
+        Args:
+          prompts: for their lengths.
+          num_tokens: of each answer.
+          turn_s: seconds of decoding.
+          forward: the forward pass in place of the model's.
+          note: whether the host's share is noted.
+        """
+        served, bounds = self._engine, self._bounds
+        first = 1 + bounds.steps_per_call * bounds.emit_width
+        most = bounds.max_length - len(prompts[0])
+        num_tokens = min(most, first + num_tokens)
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
-        tokens: list[list[int]] = [[] for _ in prompts]
-        num_held: dict[int, int] = {}  # tokens held after each call, all requests
-        engine.trace.clear()
-        start_s = first_s = last_s = engine.now()
-        for i, prompt in enumerate(prompts):
-            engine.submit(prompt, ask, request_id=i)
-        first_call = 0
-        for event in engine.stream():
-            if not event.tokens:
-                continue  # tidying up
-            call, last_s = len(engine.trace), engine.now()
-            if not tokens[event.request_id]:
-                first_call, first_s = call, last_s
-            tokens[event.request_id] += event.tokens
-            num_held[call] = sum(map(len, tokens))
-        num_decoded = max(num_held.values()) - num_held[first_call]
-        return Timing(first_s - start_s, last_s - first_s, num_decoded, tokens, 0)
+        ids = [served.submit(prompt, ask) for prompt in prompts]
+        served.skip_reading(Unread(self._vocab_size), len(prompts) * len(prompts[0]))
+        served.trace.clear()
+        with served.watch() as calls, served.served_by(forward or self.forward):
+            end_s = time.perf_counter() + turn_s
+            for _ in served.stream():
+                late = time.perf_counter() > end_s
+                if ids and late and len(served.trace) > 1:
+                    for request_id in ids:
+                        served.cancel(request_id)
+                    ids = []
+        if note:
+            self._host_shares[-1] = host_share(calls)
+        return count_full(calls, served.trace)

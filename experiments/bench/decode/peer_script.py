@@ -1,9 +1,12 @@
 """Other engines on a model folder, for `peer_main` in their own interpreter.
 
-A question is `{"prompts": [[id, ...], ...], "output_tokens": n}`; prompts have one
-length, and answers run to their end. It is answered with `{"prefill_s", "decode_s",
-"num_decoded", "tokens"}`: seconds until every prompt has its first token, seconds for
-the others, their number, and the greedy tokens.
+A question is `{"prompts": [[id, ...], ...], "reads": r, "output_tokens": n, "turn_s"}`;
+prompts have one length. Where r is above 0 they are read and answered with r greedy
+tokens. Then a batch of as many sequences of that length decodes for n steps, or until
+the turn is over, behind K and V that nobody computed for it. The answer is
+`{"prefill_s", "tokens", "decode_s", "num_decoded", "occupancy"}`: seconds until every
+prompt has its first token (None if none is read), the tokens, and the seconds and
+tokens of steps in which every sequence decoded: here all but a first step.
 """
 
 import ctypes
@@ -13,19 +16,37 @@ import tempfile
 import time
 from pathlib import Path
 
+MIN_STEPS = 4  # that are timed, however slow
 
-def answered(prefill_s, decode_s, tokens):
+
+def answered(peer, asked):
     """The answer to a question."""
+    prompts, reads = asked["prompts"], asked["reads"]
+    prefill_s, tokens = None, [[] for _ in prompts]
+    if reads:
+        prefill_s, tokens = peer.read(prompts, reads)
+    step = peer.decoding(prompts)
+    step()  # the first one copies, plans, warms up
+    start, num = time.perf_counter(), 0
+    while num < asked["output_tokens"]:
+        step()
+        num += 1
+        if num >= MIN_STEPS and time.perf_counter() - start > asked["turn_s"]:
+            break
     return {
         "prefill_s": prefill_s,
-        "decode_s": decode_s,
-        "num_decoded": len(tokens) * (len(tokens[0]) - 1),
         "tokens": tokens,
+        "decode_s": time.perf_counter() - start,
+        "num_decoded": num * len(prompts),
+        "occupancy": 1.0,
     }
 
 
 class Transformers:
-    """Hugging Face transformers: `generate` with its default cache, greedy."""
+    """Hugging Face transformers: its default cache, greedy.
+
+    Decoding has no `generate` around it, and a cache of random numbers behind it.
+    """
 
     def __init__(self, folder, num_threads):
         import torch
@@ -41,28 +62,55 @@ class Transformers:
         self._model.generation_config.eos_token_id = None
 
     def answer(self, asked):
-        """Serves, and notes when the first tokens are there."""
+        """Answers a question."""
+        return answered(self, asked)
+
+    def read(self, prompts, num_tokens):
+        """Answers prompts by `generate`; seconds until the first tokens, and tokens."""
         torch, stamps = self._torch, []
 
         def stamp(ids, scores, **_):
             stamps.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool)
 
-        ids = torch.tensor(asked["prompts"])
+        ids = torch.tensor(prompts)
         start = time.perf_counter()
         with torch.inference_mode():
             out = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=asked["output_tokens"],
-                min_new_tokens=asked["output_tokens"],
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=0,
                 stopping_criteria=[stamp],
             )
-        tokens = out[:, ids.shape[1] :].tolist()
-        return answered(stamps[0] - start, time.perf_counter() - stamps[0], tokens)
+        return stamps[0] - start, out[:, ids.shape[1] :].tolist()
+
+    def decoding(self, prompts):
+        """A step of a batch, each with so many tokens of random K and V behind it."""
+        import transformers
+
+        torch, config = self._torch, self._model.config
+        heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        cache = transformers.DynamicCache()
+        drawn = torch.randn(len(prompts), heads, len(prompts[0]), head_dim)
+        for layer in range(config.num_hidden_layers):
+            cache.update(drawn.clone(), drawn.clone(), layer)
+        tokens = torch.tensor([[prompt[-1]] for prompt in prompts])
+
+        def step():
+            nonlocal tokens
+            with torch.inference_mode():
+                out = self._model(
+                    input_ids=tokens, past_key_values=cache, use_cache=True
+                )
+                tokens = out.logits[:, -1].argmax(-1, keepdim=True)
+
+        return step
 
 
 class LlamaCpp:
@@ -89,35 +137,82 @@ class LlamaCpp:
             raise ValueError("llama.cpp cannot load the model")
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._context = self._batch = self._size = None
 
     def answer(self, asked):
-        """Feeds the prompts in batches of `MAX_BATCH` rows, then a row a sequence."""
-        prompts, output_tokens = asked["prompts"], asked["output_tokens"]
-        lib, num = self._lib, len(prompts)
+        """Answers a question; the context is kept as long as sizes are the same."""
+        prompts = asked["prompts"]
+        room = asked["output_tokens"] + asked["reads"] + 2
+        size = len(prompts), len(prompts[0]) + room
+        if self._size != size:
+            self._make_context(*size)
+            self._size, self._kept = size, 0
+        return answered(self, asked)
+
+    def _make_context(self, num, length):
+        lib = self._lib
+        if self._context:
+            lib.llama_batch_free(self._batch)
+            lib.llama_free(self._context)
         params = lib.llama_context_default_params()
-        params.n_ctx = num * -(-(len(prompts[0]) + output_tokens) // 256) * 256
+        params.n_ctx = num * -(-length // 256) * 256
         params.n_batch = params.n_ubatch = self.MAX_BATCH
         params.n_seq_max = num
         params.n_threads = params.n_threads_batch = self._num_threads
         params.type_k = params.type_v = lib.GGML_TYPE_F32
-        context = lib.llama_init_from_model(self._model, params)
-        batch = lib.llama_batch_init(self.MAX_BATCH, 0, 1)
-        if not context:
+        self._context = lib.llama_init_from_model(self._model, params)
+        self._batch = lib.llama_batch_init(self.MAX_BATCH, 0, 1)
+        if not self._context:
             raise ValueError("llama.cpp cannot make a context")
-        try:
-            start = time.perf_counter()
-            tokens = [[token] for token in self._prefill(context, batch, prompts)]
-            prefilled = time.perf_counter()
-            for step in range(output_tokens - 1):
-                place = len(prompts[0]) + step
-                rows = [(i, tokens[i][-1], place, True) for i in range(num)]
-                for i, token in enumerate(self._feed(context, batch, rows)):
-                    tokens[i].append(token)
-            end = time.perf_counter()
-        finally:
-            lib.llama_batch_free(batch)
-            lib.llama_free(context)
-        return answered(prefilled - start, end - prefilled, tokens)
+
+    def read(self, prompts, num_tokens):
+        """Feeds prompts in batches of `MAX_BATCH` rows, then a row a sequence.
+
+        Returns:
+          Seconds until the first tokens are there, and the tokens.
+        """
+        lib, context, batch = self._lib, self._context, self._batch
+        memory = lib.llama_get_memory(context)
+        lib.llama_memory_clear(memory, True)
+        self._kept = 0
+        start = time.perf_counter()
+        tokens = [[token] for token in self._prefill(context, batch, prompts)]
+        prefill_s = time.perf_counter() - start
+        for step in range(num_tokens - 1):
+            self._decode(tokens, len(prompts[0]) + step)
+        self._kept = len(prompts[0])
+        return prefill_s, tokens
+
+    def decoding(self, prompts):
+        """A step of a batch behind prompts: one is read, and copied to all.
+
+        Its state takes no numbers that were not computed. Every sequence has K and V of
+        its own: they lie in streams apart, and a copy moves them.
+        """
+        lib, context, length = self._lib, self._context, len(prompts[0])
+        memory = lib.llama_get_memory(context)
+        if not self._kept:
+            lib.llama_memory_clear(memory, True)
+            self._prefill(context, self._batch, prompts[:1])
+            for i in range(1, len(prompts)):
+                lib.llama_memory_seq_cp(memory, 0, i, -1, -1)
+            self._kept = length
+        for i in range(len(prompts)):
+            lib.llama_memory_seq_rm(memory, i, length, -1)
+        tokens, place = [[prompt[-1]] for prompt in prompts], length
+
+        def step():
+            nonlocal place
+            self._decode(tokens, place)
+            place += 1
+
+        return step
+
+    def _decode(self, tokens, place):
+        """Feeds the last token of every sequence, at a place, and adds the next."""
+        rows = [(i, each[-1], place, True) for i, each in enumerate(tokens)]
+        for i, token in enumerate(self._feed(self._context, self._batch, rows)):
+            tokens[i].append(token)
 
     def _prefill(self, context, batch, prompts):
         rows = [

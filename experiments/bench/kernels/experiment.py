@@ -53,6 +53,8 @@ class Config:
     """Fewer shapes and calls, and less than half of the seconds."""
     only: str = ""
     """Takes only the shapes whose name has this in it."""
+    these: tuple[str, ...] = ()
+    """Takes only the shapes of these names; none means all."""
     num_calls: int = 30
     """Calls that are timed of each; fewer where they are slow."""
     max_s: float = 480.0
@@ -138,6 +140,11 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     if name == "auto":
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
     chosen = [spec for spec in sets.SETS[name] if config.only in spec.name]
+    if config.these:
+        known = {spec.name: spec for spec in chosen}
+        if unknown := [x for x in config.these if x not in known]:
+            raise ValueError(f"{config.these=}: {unknown} are not in the set {name!r}")
+        return [known[x] for x in config.these]
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
     return sorted(chosen, key=lambda spec: spec not in sets.SETS["quick"])

@@ -78,6 +78,11 @@ class Terminal:
         return self.has_stopped
 
     @property
+    def left_s(self) -> float:
+        """Seconds until the time is up."""
+        return self._end_s - time.monotonic()
+
+    @property
     def status(self) -> int:
         """The exit status of work that was stopped, if it was: by whom."""
         if self._signal:

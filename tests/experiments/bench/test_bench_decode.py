@@ -1,17 +1,25 @@
 """The decode benchmark: its rows, its peers, and what it calls the host's share."""
 
+import dataclasses
 import importlib.util
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments.bench import peer_process
 from experiments.bench.decode import experiment, ours
 from experiments.bench.decode.ours import CallTimes
 from experiments.framework import registry
+from experiments.harness import model_shapes
+from jaxkv.memory import invariants
 from jaxkv.progress import Quiet
+from jaxkv.sampling import Sampling
 from tests.support import smoke
 from tests.support.commands import Command, document
 
@@ -34,11 +42,11 @@ for line in sys.stdin:
     asked = json.loads(line)
     if "broken" in folder:
         sys.exit("out of luck\\n")
-    num = asked["output_tokens"]
+    num, reads = asked["output_tokens"], asked["reads"]
     batch = len(asked["prompts"])
     print(json.dumps({
-        "prefill_s": 0.5, "decode_s": 2.0, "num_decoded": batch * (num - 1),
-        "tokens": [[0] * num] * batch, "peak_bytes": 7,
+        "prefill_s": 0.5, "decode_s": 2.0, "num_decoded": batch * num,
+        "tokens": [[0] * reads] * batch, "occupancy": 1.0, "peak_bytes": 7,
     }), flush=True)
 """
 
@@ -73,11 +81,16 @@ def test_it_times_itself_and_the_peers_that_are_there(
     assert ours["step_s"] == pytest.approx(2 / ours["decode_tokens_per_s"])
     assert ours["peak_bytes"] > 1e7
     assert theirs_too["version"] == "config.json model.safetensors"
-    assert theirs["decode_tokens_per_s"] == 2 * 15 / 2.0
+    assert theirs["decode_tokens_per_s"] == 2 * 16 / 2.0
     assert theirs["prefill_tokens_per_s"] == 2 * 8 / 0.5
     assert theirs["ratio"] == theirs["prefill_ratio"] == 1
-    assert ours["ratio"] == pytest.approx(ours["decode_tokens_per_s"] / 15)
-    assert ours_too["same_answers"] == 1
+    assert ours["ratio"] == pytest.approx(ours["decode_tokens_per_s"] / 16)
+    assert ours["ratio_range"] == [ours["ratio"]] * 2  # of one round
+    assert ours["occupancy"] == theirs["occupancy"] == 1
+    assert ours["first_token_s"] == pytest.approx(16 / ours["prefill_tokens_per_s"])
+    spent = [ours[x] for x in ("products_s", "attention_s", "sampling_s")]
+    assert sum(spent) == pytest.approx(ours["step_s"])
+    assert ours["fraction"] == pytest.approx(ours["floor_s"] / ours["step_s"])
     assert ours_too["batch"] == theirs_too["batch"] == 2
     assert Path("run/figure.png").stat().st_size > 10_000
 
@@ -88,10 +101,10 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
         """Stops when the second batch size begins."""
 
         def track(self, items: Any, label: str, unit: str) -> Any:
-            for batch, turn in items:
-                if batch == 2:
+            for case, turn in items:
+                if case[0] == 2:
                     return
-                yield batch, turn
+                yield case, turn
 
     (study,) = registry.load("bench_decode").studies
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
@@ -107,7 +120,7 @@ def test_a_broken_peer_is_one_line(fake: Path, tmp_path: Path) -> None:
         peer(fake, "Transformers", tmp_path / "broken") as theirs,
         pytest.raises(ValueError, match="transformers: ended early: out of luck"),
     ):
-        theirs.measure([[1]], 2)
+        theirs.measure([[1]], 2, 1.0, 1)
 
 
 def test_an_interpreter_without_peers_is_refused(fake: Path, tmp_path: Path) -> None:
@@ -143,7 +156,61 @@ def test_the_hosts_share_worked_by_hand() -> None:
     assert ours.host_share(calls[:1]) is None
 
 
+def info(num_emitted: list[list[int]]) -> Any:
+    """Of a call, all that counting looks at: `[steps, slots]`."""
+    return types.SimpleNamespace(num_emitted=np.array(num_emitted))
+
+
+def test_only_calls_in_which_every_sequence_decodes_are_counted() -> None:
+    calls = [
+        CallTimes(dispatched_s=0.0, ready_s=at, drained_s=at, fed=at < 11)
+        for at in (1.0, 3.0, 6.0, 10.0, 11.0)
+    ]
+    infos = [
+        info([[1, 1], [1, 1]]),  # nobody saw it begin
+        info([[1, 1], [2, 1]]),  # counted, 2 s: a draft was accepted
+        info([[1, 1], [1, 0]]),  # one had finished
+        info([[1, 1], [1, 1]]),  # counted, 4 s
+        info([[0, 0], [0, 0]]),  # nothing was left to do, and not of the occupancy
+    ]
+    found = ours.count_full(calls, infos)
+    assert found == ours.Decoded(6.0, 9, 0.9375)  # of 16 slots in 8 steps 15
+    with pytest.raises(ValueError, match="in no call did every sequence decode"):
+        ours.count_full(calls[2:3], infos[2:3])
+
+
+@pytest.mark.thorough
+def test_a_context_that_nobody_read_is_one_that_was_fed() -> None:
+    """The engine stands as after reading: lengths are so, pages are untouched."""
+    config = dataclasses.replace(experiment.CONFIGS["smoke"], prompt_tokens=8)
+    model = model_shapes.load(config.model, config.dtype)
+    bounds = experiment._bounds(config, 2, 8)
+    one = ours.Ours(model, bounds, "float32")
+    engine = one._engine
+    before = jax.tree.map(np.array, engine._state.pages)
+    for name in range(2):
+        engine.submit([5] * 8, Sampling.greedy(max_tokens=4), request_id=name)
+    engine.skip_reading(ours.Unread(model.config.vocab_size), 16)
+    state = engine._state
+    np.testing.assert_array_equal(state.table.length, [8, 8])
+    np.testing.assert_array_equal(state.pages.k, before.k)
+    assert float(jnp.std(state.pages.k)) == pytest.approx(1, abs=0.1)
+    live = state.slots.sequence >= 0
+    size = bounds.page_size
+    found = invariants.violations(state.pool, state.table, live, page_size=size)
+    assert not any(map(int, jax.tree.leaves(found)))
+    num_told = sum(len(event.tokens) for event in engine.stream())
+    assert num_told == 2 * 4
+
+
+def test_the_ratio_is_that_of_rounds_and_has_a_range() -> None:
+    rates = {"jaxkv": [1.0, 4.0, 3.0], "a": [2.0, 1.0, 3.0], "b": [1.0, 2.0, 1.0]}
+    found = experiment._ratio("ratio", rates, "jaxkv")
+    assert found == {"ratio": 1.0, "ratio_range": [0.5, 2.0]}
+    assert experiment._ratio("ratio", rates | {"jaxkv": []}, "jaxkv")["ratio"] is None
+
+
 def test_the_model_must_hold_the_tokens() -> None:
-    config = experiment.Config(model="random-tiny", prompt_tokens=1000)
-    with pytest.raises(ValueError, match="max_positions=1024"):
+    config = experiment.Config(model="random-tiny", contexts=(128, 1000))
+    with pytest.raises(ValueError, match="1000 tokens of context"):
         experiment.run(config)

@@ -1,0 +1,74 @@
+"""Where the time of our step goes, by programs that lack a part of it.
+
+A step whose forward pass computes nothing still schedules, packs and samples; one
+without attention does all products, and the little around them, which no program has
+alone as the model has it. What a part takes is a difference of two programs,
+so overlap counts for neither: shares are those of time saved without the part.
+"""
+
+import dataclasses
+import types
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+
+from experiments.bench.decode.ours import Decoded, Ours, Unread
+from jaxkv.models import ForwardResult, checkpoints, paged
+from pallas_kernels.paged_attention import api
+
+
+class Parts(NamedTuple):
+    """Seconds of a step that do not depend on the context.
+
+    Attributes:
+      products_s: the weights times the rows, with norms, activations, positions, and K
+        and V into pages around them.
+      sampling_s: schedule, packing, sampling, and what else a step is without a model.
+    """
+
+    products_s: float
+    sampling_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutAttention(paged.PagedForward):
+    """The model, whose queries pass for what attention gives."""
+
+    def __call__(self, params: Any, pages: Any, rows: Any) -> ForwardResult:
+        """As the model, but for attention; K and V are written."""
+
+        def skip(q: jax.Array, *_: Any, **__: Any) -> Any:
+            return types.SimpleNamespace(out=q)
+
+        with mock.patch.object(api, "paged_attention", skip):  # while it is traced
+            return super().__call__(params, pages, rows)
+
+
+def measure(
+    ours: Ours,
+    model: checkpoints.Loaded,
+    prompts: list[list[int]],
+    num_tokens: int,
+    turn_s: float,
+) -> Parts:
+    """Times the parts, the better of two turns each.
+
+    Args:
+      ours: a plain engine, compiled.
+      model: that it serves.
+      prompts: one for each sequence, as for `Ours.decode`.
+      num_tokens: that each decodes.
+      turn_s: seconds of a turn.
+    """
+
+    def step_s(forward: Any) -> float:
+        def turn() -> Decoded:
+            return ours.decode(prompts, num_tokens, turn_s, forward=forward)
+
+        return min(len(prompts) * x.decode_s / x.num_decoded for x in (turn(), turn()))
+
+    own = vars(ours.forward)
+    sampling_s = step_s(Unread(model.config.vocab_size))
+    without_s = step_s(WithoutAttention(**own))
+    return Parts(without_s - sampling_s, sampling_s)
