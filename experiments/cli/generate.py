@@ -288,15 +288,17 @@ def _mesh(parallel: str) -> Any:
     """The devices that `--parallel` asks for; None for one.
 
     Raises:
-      ValueError: it is no layout of an engine, or there are fewer devices.
+      ValueError: it is no layout of an engine, there are fewer devices, or
+        processes without one.
     """
-    from jaxkv.parallel import count_cpu_as, make_mesh
+    from jaxkv.parallel import count_cpu_as, make_mesh, processes
     from scaling.costs import parallelism
 
     layout = parallelism.parse(parallel)
     if layout != parallelism.Layout(tensor=layout.tensor):
         raise ValueError(f"--parallel {parallel}: an engine is divided by tp alone")
     if layout.tensor == 1:
+        processes.check_all_used(1)
         return None
     count_cpu_as(layout.tensor)
     return make_mesh(tensor=layout.tensor)
