@@ -290,9 +290,10 @@ def _mesh(parallel: str) -> Any:
     """The devices that `--parallel` asks for; None for one.
 
     Raises:
-      ValueError: it is no layout of an engine, or there are fewer devices.
+      ValueError: it is no layout of an engine, there are fewer devices, or
+        processes without one.
     """
-    from jaxkv.parallel import count_cpu_as, make_mesh
+    from jaxkv.parallel import count_cpu_as, make_mesh, processes
     from scaling.costs import parallelism
 
     layout = parallelism.parse(parallel)
@@ -304,6 +305,7 @@ def _mesh(parallel: str) -> Any:
             f"--parallel {parallel}: an engine is divided by tp, cp and ep=N,gather"
         )
     if layout.num_devices == 1:
+        processes.check_all_used(1)
         return None
     count_cpu_as(layout.num_devices)
     return make_mesh(tensor=layout.tensor, context=layout.pages, expert=layout.expert)

@@ -1,6 +1,9 @@
 """`--coordinator`, `--num-processes`, `--process-id`: one command in many processes."""
 
+import contextlib
+import ctypes
 import os
+import signal
 import sys
 
 NAMES = ("--coordinator", "--num-processes", "--process-id")
@@ -10,9 +13,63 @@ processes whose devices make one mesh, each started with its I, from 0; with
 --coordinator cluster the cluster's environment says the rest."""
 
 
+MANY = ("generate", "train")
+"""Commands that divide their work; others would each do the same."""
+_DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
+
+
 def is_asked(args: list[str]) -> bool:
     """Whether the words after `jaxkv` name other processes."""
     return any(word.startswith(NAMES) for word in args)
+
+
+def watch() -> int | None:
+    """Has a child do the work of this process, and says what ended it.
+
+    JAX ends a process that is told of another's death from outside of Python, where
+    nothing can be caught. Called before there are threads.
+
+    Returns:
+      None in the child; in its parent the status to leave with.
+    """
+    if not hasattr(os, "fork"):
+        return None
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)  # it hears of Ctrl-C once, from its parent
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+        return None
+
+    def forward(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == -signal.SIGABRT:
+        print("jaxkv: another process has ended, and with it this one", file=sys.stderr)
+        return 1
+    return status if status >= 0 else 128 - status
+
+
+def check(command: str) -> None:
+    """Refuses processes for a command that would do the same in each.
+
+    Raises:
+      ValueError: names those that divide their work.
+    """
+    joined = sys.modules.get("jaxkv.parallel.processes")
+    if joined is not None and joined.num() > 1 and command not in MANY:
+        raise ValueError(
+            f"{NAMES[0]} is for {' and '.join(MANY)} alone: each of {joined.num()} "
+            f"processes would do all of {command}"
+        )
 
 
 def join(args: list[str]) -> list[str]:
@@ -55,9 +112,8 @@ def is_loss(error: Exception) -> bool:
 
 
 def leave(status: int) -> int:
-    """Ends a joined process that failed: the others are not there to be waited for."""
-    joined = sys.modules.get("jaxkv.parallel.processes")
-    if status in (1, 2) and joined is not None and joined.num() > 1:
+    """Ends a process that failed to join, or joined: others are not waited for."""
+    if status in (1, 2) and is_asked(sys.argv[1:]):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

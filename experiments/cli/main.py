@@ -40,6 +40,8 @@ def main(args: list[str] | None = None) -> int:
             outputs.prepare(is_shared=joining.is_asked(sys.argv))
         except ValueError as error:
             return _complain(error, 1)
+        if joining.is_asked(sys.argv) and (status := joining.watch()) is not None:
+            return status
         with interrupts.leaving_at_once():
             return joining.leave(main(sys.argv[1:]))
     as_json = "--json" in args
@@ -83,6 +85,7 @@ def _dispatch(args: list[str]) -> Output | None:
     args = joining.join(args)
     try:
         name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
+        joining.check(name)
         return _COMMANDS[name].call(args[1:])
     except SystemExit:  # help was asked for, and has been printed
         return None

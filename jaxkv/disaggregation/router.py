@@ -8,11 +8,12 @@ that are left: draws are keyed by request and position, so its tokens are the sa
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -90,9 +91,16 @@ class Peer:
             for queue in self._replies.values():
                 queue.put_nowait(None)
 
-    async def ask(
-        self, words: dict[str, Any], load: int
-    ) -> AsyncIterator[dict[str, Any]]:
+    @contextlib.contextmanager
+    def busy(self, load: int) -> Generator[None]:
+        """Counts so many tokens as to be done, from the choice of it on."""
+        self.load += load
+        try:
+            yield
+        finally:
+            self.load -= load
+
+    async def ask(self, words: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Sends a message, and yields what is answered to it, to the end.
 
         Raises:
@@ -101,7 +109,6 @@ class Peer:
         """
         number = next(self._ids)
         self._replies[number] = queue = asyncio.Queue()
-        self.load += load
         try:
             if self.is_lost:
                 raise Lost("the worker is gone")
@@ -121,7 +128,6 @@ class Peer:
             raise Lost("the worker is gone")
         finally:
             del self._replies[number]
-            self.load -= load
 
     def known(self, chain: Sequence[bytes]) -> int:
         """How many pages of a prompt it has had, from the first on."""
@@ -224,19 +230,19 @@ class Router:
             chain = _chain(prompt, left[0].described["page_size"], sampling.salt)
             decode = _cheapest(left, chain, len(prompt))
             done: dict[str, Any] = {}
+            words = {
+                "kind": "decode",
+                "tokens": prompt,
+                "sampling": dataclasses.asdict(sampling),
+                "request_id": request_id,
+            }
             try:
-                sent = await self._read(prompt, chain, sampling, decode)
-                words = {
-                    "kind": "decode",
-                    "tokens": prompt,
-                    "sampling": dataclasses.asdict(sampling),
-                    "request_id": request_id,
-                }
-                load = len(prompt) + sampling.max_tokens
-                async for reply in decode.ask(words, load):
-                    if first_s is None:
-                        first_s = self.now()
-                    done = reply
+                with decode.busy(len(prompt) + sampling.max_tokens):
+                    sent = await self._read(prompt, chain, sampling, decode)
+                    async for reply in decode.ask(words):
+                        if first_s is None:
+                            first_s = self.now()
+                        done = reply
                 decode.learn(chain)
                 answer, reason = done["answers"][0]
                 return Served(
@@ -270,9 +276,10 @@ class Router:
             "to": decode.address,
         }
         reply: dict[str, Any] = {}
-        async for reply in reader.ask(words, len(prompt)):
-            reader.learn(chain)
-            decode.learn(chain[: reply["num_cached"]])
+        with reader.busy(len(prompt)):
+            async for reply in reader.ask(words):
+                reader.learn(chain)
+                decode.learn(chain[: reply["num_cached"]])
         return reply
 
 

@@ -7,6 +7,7 @@ others.
 
 import contextlib
 import socket
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ LOST_AFTER_S = 20
 """Seconds without a word after which a process counts as lost, and ends all."""
 PATIENCE_S = 60
 """Seconds that a process waits for the others to begin, and to end."""
+
+_NEVER_S = 10**6
+"""Seconds that JAX waits for the others: longer than we do."""
 
 
 class _Joined(NamedTuple):
@@ -46,11 +50,11 @@ def join(
       process_id: which one this is, in [0, num_processes).
 
     Raises:
-      ValueError: a number is missing or out of range; or nobody answers there.
+      ValueError: a number is missing or out of range; nobody answers there; or not
+        all come.
     """
     how: dict[str, Any] = {
         "heartbeat_timeout_seconds": LOST_AFTER_S,
-        "initialization_timeout": PATIENCE_S,
         "shutdown_timeout_seconds": PATIENCE_S,
     }
     if coordinator == CLUSTER:
@@ -73,16 +77,41 @@ def join(
             "num_processes": num_processes,
             "process_id": process_id,
         }
-    try:
-        jax.distributed.initialize(**how)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{coordinator=}: {reason}") from error
+    _initialize(coordinator, how)
     global _joined
     if num_processes is None or process_id is None:
         _joined = _Joined(jax.process_count(), jax.process_index())
     else:  # JAX has not looked for devices yet, and may be told how many a CPU is
         _joined = _Joined(num_processes, process_id)
+
+
+def _initialize(coordinator: str, how: dict[str, Any]) -> None:
+    """Joins, or gives up: JAX's own time-out would end the process with a trace.
+
+    Raises:
+      ValueError: the others do not come, or JAX refuses. A thread of this process goes
+        on waiting for those who do not come: it should end.
+    """
+    failed: list[Exception] = []
+
+    def begin() -> None:
+        try:
+            jax.distributed.initialize(**how, initialization_timeout=_NEVER_S)
+        except (RuntimeError, ValueError) as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    if thread.is_alive():
+        num = how.get("num_processes", "the cluster's")
+        raise ValueError(
+            f"{coordinator=}: not all of {num} processes have come after {PATIENCE_S} "
+            "s; is each started, with this address and a number of its own?"
+        )
+    if failed:
+        reason = str(failed[0]).strip().partition("\n")[0]
+        raise ValueError(f"{coordinator=}: {reason}") from failed[0]
 
 
 def _address(coordinator: str) -> tuple[str, int]:
@@ -109,7 +138,8 @@ def _wait_for(host: str, port: int) -> None:
             reason = error.strerror or str(error)
             time.sleep(0.2)
     raise ValueError(
-        f"coordinator='{host}:{port}': nobody answers after {PATIENCE_S} s: {reason}"
+        f"coordinator='{host}:{port}': nobody answers after {PATIENCE_S} s: {reason}; "
+        "is process 0 started, with this address?"
     )
 
 

@@ -96,6 +96,7 @@ def train(
       ValueError: the folder holds another run, another process is writing there, the
         text is missing or too short, or there is nothing to start from.
     """
+    processes.check_all_used(config.how.layout.num_devices)
     corpus = corpora.open(config.corpus)
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
     state = init(config.model, config.optimizer, jnp.int32(config.seed))

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxkv.parallel import processes
+from scaling.sweeps import family
+from scaling.training import train
 from tests.support.folders import ROOT
 
 
@@ -135,6 +137,86 @@ def test_a_coordinator_that_is_not_there_is_named(
         processes.join(address, 2, 1)
     assert processes.num() == 1
     assert processes.is_first()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("index", [0, 1])
+def test_who_is_alone_says_so_in_a_line(index: int) -> None:
+    """The first waits for those who do not come; the second for the first."""
+    program = (
+        "import sys; from jaxkv.parallel import processes; processes.PATIENCE_S = 2; "
+        "from experiments.cli import main; sys.exit(main.main())"
+    )
+    address = f"127.0.0.1:{free_port()}"
+    words = ("list", "--coordinator", address, "--num-processes", "2")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, "--process-id", str(index)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    said = (f"'{address}': not all of 2 processes", f"'{address}': nobody answers")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("jaxkv: coordinator=" + said[index])
+    assert line.endswith("?")
+
+
+def test_a_process_without_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_joined", processes._Joined(2, 0))
+    with pytest.raises(ValueError, match="1 devices leaves some of 2 processes"):
+        processes.check_all_used(1)
+    with pytest.raises(ValueError, match="1 devices leaves some of 2 processes"):
+        train.train(family.TRAININGS["smoke"], Path("nowhere"))
+
+
+def test_commands_that_divide_nothing_are_for_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from experiments.cli.main import main
+
+    monkeypatch.setattr(processes, "_joined", processes._Joined(2, 0))
+    assert main(["list"]) == 2
+    said = capsys.readouterr().err
+    assert "--coordinator is for generate and train alone: each of 2" in said
+    assert main(["generate", "stdlib-bytes", "--prompt", "a"]) == 2
+    assert "1 devices leaves some of 2 processes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_whoever_ends_while_nothing_is_exchanged_ends_all(lost: int) -> None:
+    """Nothing fails in Python then: JAX aborts, and the parent says why."""
+    program = (
+        "import sys, time; from experiments.cli import main; "
+        "main._COMMANDS['train'] = main._COMMANDS['train']._replace("
+        "call=lambda _: (print('here', file=sys.stderr, flush=True), time.sleep(99)));"
+        "sys.exit(main.main())"
+    )
+    words = ("train", "--coordinator", f"127.0.0.1:{free_port()}")
+    words = (*words, "--num-processes", "2", "--process-id")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *words, str(index)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for each in started:
+        assert each.stderr is not None
+        assert any("here" in line for line in each.stderr)
+    started[lost].kill()
+    began = time.monotonic()
+    _, said = started[1 - lost].communicate(timeout=60)
+    assert time.monotonic() - began < 40
+    assert started[1 - lost].returncode == 1
+    last = said.splitlines()[-1]
+    assert last == "jaxkv: another process has ended, and with it this one"
+    started[lost].communicate(timeout=10)
 
 
 @pytest.mark.parametrize(

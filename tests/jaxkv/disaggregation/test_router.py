@@ -112,6 +112,8 @@ def test_requests_of_a_lost_worker_begin_again(role: str) -> None:
             peers = getattr(found, role)
             while not max(peer.load for peer in peers):
                 await asyncio.sleep(0)
+            # Who answers is counted as busy while the prompt is read elsewhere.
+            assert all(peer.load for peer in (*found.prefill, *found.decode))
             busy = max(peers, key=lambda peer: peer.load)
             await busy._connection.close()
             served = await tasks
@@ -226,30 +228,6 @@ def test_who_may_not_or_cannot_take_part_is_refused() -> None:
     asyncio.run(both())
     with pytest.raises(ValueError, match=r"config\.prefix_cache=False must be True"):
         Worker(jaxkv.Engine.load(TOKENIZED, **BOUNDS), SECRET)
-
-
-@pytest.mark.slow
-def test_killed_processes_cost_nothing_but_time() -> None:
-    """Real workers; one that reads and one that answers are killed on the way."""
-
-    async def both(started: launch.Launched) -> list[Served]:
-        found = await Router.connect(
-            started.addresses[:2], started.addresses[2:], started.secret
-        )
-        tasks = asyncio.create_task(ask_all(found))
-        while not all(peer.load for peer in found.decode):
-            await asyncio.sleep(0)
-        started.processes[0].kill()
-        started.processes[2].kill()
-        served = await tasks
-        await found.close()
-        return served
-
-    with launch.workers(TOKENIZED, [BOUNDS] * 4) as started:
-        served = asyncio.run(both(started))
-    assert [each.tokens for each in served] == wanted()
-    assert any(each.num_attempts > 1 for each in served)
-    assert all(process.poll() is not None for process in started.processes)
 
 
 @pytest.mark.slow
