@@ -191,9 +191,14 @@ class Unread:
     vocab_size: int
 
     def __call__(self, params: Any, pages: Pages, rows: Any) -> ForwardResult:
-        """Every token is as likely."""
-        num = rows.logit_rows.shape[0]
-        return ForwardResult(jnp.zeros((num, self.vocab_size), jnp.float32), pages)
+        """The likelier, the higher the token's id.
+
+        By data: the compiler would spend minutes on sampling from what it knows.
+        """
+        level = 1 + jnp.maximum(rows.position[jnp.maximum(rows.logit_rows, 0)], 0)
+        token = jnp.arange(self.vocab_size, dtype=jnp.float32)
+        logits = token[None, :] / level[:, None].astype(jnp.float32)
+        return ForwardResult(logits, pages)
 
 
 def random_pages(pages: Pages, num_drawn: int = 64) -> Pages:
