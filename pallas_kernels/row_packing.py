@@ -55,6 +55,8 @@ def runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Runs:
       The runs.
     """
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    # Made before, so that a pair takes one comparison: what takes more XLA may write
+    # to memory in a kernel of its own.
     slots = lax.optimization_barrier(jnp.where(live, slots, -1).astype(jnp.int32))
     same = slots[None, :] == slots[:, None]
     nth = same & (index[None, :] < index[:, None])
@@ -152,10 +154,10 @@ def pack_rows(
     # one or two for any running sum or scatter.
     index = jnp.arange(num_rows, dtype=jnp.int32)
     slots = jnp.where(live, slots, -1).astype(jnp.int32)
-    is_before = index[None, :] < index[:, None]
     if nth is None:
         same = live[None, :] & (slots[None, :] == slots[:, None])
-        nth = jnp.sum(is_before & same, axis=1, dtype=jnp.int32)
+        same &= index[None, :] < index[:, None]
+        nth = jnp.sum(same, axis=1, dtype=jnp.int32)
     token = jnp.where(live, lax.rem(nth, jnp.int32(tokens)), 0)
     opens = live & (token == 0)
     # The sum is the result as it stands, or another kernel would make it so.
