@@ -8,9 +8,11 @@ Row `token * group + head_in_group` of a block; the rest of its rows is padding.
 Source: the packing of token x group in FlashInfer, Ye et al. 2025, arXiv:2501.01005.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from pallas_kernels.devices import ROW_ALIGNMENT, WGMMA_ROWS
@@ -27,6 +29,69 @@ class Packing(NamedTuple):
     """Block of each row; `blocks`, one past the end, for rows that are left out."""
     token: Int32[Array, " rows"]
     """Place of the row in its block; 0 for rows that are left out."""
+
+
+class Runs(NamedTuple):
+    """Of each row, what all live rows of its slot are; of no meaning where not live."""
+
+    count: Int32[Array, " rows"]
+    """How many they are."""
+    nth: Int32[Array, " rows"]
+    """How many of them come before this row."""
+    begin: Int32[Array, " rows"]
+    """The first of them."""
+    end: Int32[Array, " rows"]
+    """One past the last of them."""
+
+
+def runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Runs:
+    """Compares all rows with all, in one kernel.
+
+    Args:
+      slots: slot of each row.
+      live: whether the row counts at all.
+
+    Returns:
+      The runs.
+    """
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    # Made before, so that a pair takes one comparison: what takes more XLA may write
+    # to memory in a kernel of its own.
+    slots = lax.optimization_barrier(jnp.where(live, slots, -1).astype(jnp.int32))
+    same = slots[None, :] == slots[:, None]
+    nth = same & (index[None, :] < index[:, None])
+    begin = jnp.where(same, index[None, :], slots.shape[0])
+    end = jnp.where(same, index[None, :] + 1, 0)
+    found = reduce_together(
+        *((lax.add, 0, same), (lax.add, 0, nth)),
+        *((lax.min, slots.shape[0], begin), (lax.max, 0, end)),
+    )
+    return Runs(*found)
+
+
+def reduce_together(
+    *parts: tuple[Callable, int, Shaped[Array, "*lead columns"]],
+) -> list[Int32[Array, "*lead"]]:
+    """Reduces along the last axis, in one kernel on a GPU.
+
+    Reductions that share what they reduce XLA may divide: a kernel for that, and one
+    for each of them.
+
+    Args:
+      *parts: of each reduction how two numbers become one, what changes none, and the
+        numbers, all of one shape; taken as int32.
+
+    Returns:
+      Their results.
+    """
+    joins, starts, values = zip(*parts, strict=True)
+    values = jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in values))
+
+    def join(x, y):
+        return [f(a, b) for f, a, b in zip(joins, x, y, strict=True)]
+
+    axis = values[0].ndim - 1
+    return lax.reduce(list(values), [jnp.int32(x) for x in starts], join, [axis])
 
 
 def num_block_rows(*, tokens: int, group: int) -> int:
@@ -64,6 +129,7 @@ def pack_rows(
     num_slots: int,
     tokens: int,
     max_rows: int | None = None,
+    nth: Int32[Array, " rows"] | None = None,
 ) -> Packing:
     """Packs the rows of each slot, in their order, into blocks of `tokens`.
 
@@ -74,6 +140,8 @@ def pack_rows(
       num_slots: slots, static.
       tokens: rows of one slot in a block, static.
       max_rows: live rows that no slot has more of, static; None means any number.
+      nth: of each live row, how many live rows of its slot come before it; None where
+        that is not known yet.
 
     Returns:
       The packing, of at most `max_blocks` blocks; those in use come first.
@@ -86,14 +154,17 @@ def pack_rows(
     # one or two for any running sum or scatter.
     index = jnp.arange(num_rows, dtype=jnp.int32)
     slots = jnp.where(live, slots, -1).astype(jnp.int32)
-    is_before = index[None, :] < index[:, None]
-    same = live[None, :] & (slots[None, :] == slots[:, None])
-    nth = jnp.sum(is_before & same, axis=1, dtype=jnp.int32)
-    token = jnp.where(live, nth % tokens, 0)
+    if nth is None:
+        same = live[None, :] & (slots[None, :] == slots[:, None])
+        same &= index[None, :] < index[:, None]
+        nth = jnp.sum(same, axis=1, dtype=jnp.int32)
+    token = jnp.where(live, lax.rem(nth, jnp.int32(tokens)), 0)
     opens = live & (token == 0)
-    passed = jnp.sum(is_before & opens[None, :], axis=1, dtype=jnp.int32)
-    block = jnp.where(opens, passed, passed - 1)
-    block = jnp.where(live, block, num_blocks)
+    # The sum is the result as it stands, or another kernel would make it so.
+    is_first = (index == 0).astype(jnp.int32)[None, :]
+    passed = (opens[None, :] & (index[None, :] <= index[:, None])).astype(jnp.int32)
+    passed = jnp.where(live[:, None], passed - is_first, is_first * num_blocks)
+    block = jnp.sum(passed, axis=1, dtype=jnp.int32)
     at = block * tokens + token
     place = jnp.arange(num_blocks * tokens, dtype=jnp.int32)
     row = jnp.where(at[None, :] == place[:, None], index[None, :], num_rows)

@@ -288,7 +288,9 @@ def _pack(
     num_packed = config.token_budget
     if config.numerics == "reproducible":
         num_packed = -(-num_packed // TILE) * TILE
-    end = jnp.cumsum(num_rows, dtype=jnp.int32)
+    # Compared all with all: of a running sum XLA's kernel has lost this scope.
+    upto = jnp.tri(config.max_slots, dtype=jnp.bool_)
+    end = jnp.sum(jnp.where(upto, num_rows, 0), axis=1, dtype=jnp.int32)
     row = jnp.arange(num_packed, dtype=jnp.int32)
     used = row < end[-1]
     before = jnp.sum(end[None, :] <= row[:, None], axis=1, dtype=jnp.int32)

@@ -10,18 +10,24 @@ from jaxtyping import Array, Float, Int
 from jaxkv.models.config import ModelConfig
 
 
-def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[Array, " half"]:
-    """Radians per position of every pair of features (Su et al. 2021, eq. 15)."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
+def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " half"]:
+    """Radians per position of every pair of features (Su et al. 2021, eq. 15).
+
+    Constants of a program, not raised to powers in every step; in `dtype`, float32 or
+    float64.
+    """
+    kind = np.dtype(dtype).type
+    # Powers in float64 of what XLA makes of a division in `dtype`: its bits.
+    exponents = np.arange(0, config.head_dim, 2, dtype=kind) * kind(1 / config.head_dim)
+    plain = (1.0 / config.rope_theta ** exponents.astype(np.float64)).astype(kind)
     if (s := config.rope_scaling) is None:
         return plain
     if s.kind == "linear":
-        return plain / s.factor
-    turns = s.original_max_positions * plain / (2 * jnp.pi)
-    span = s.high_frequency_factor - s.low_frequency_factor
-    keep = jnp.clip((turns - s.low_frequency_factor) / span, 0.0, 1.0)
-    return plain * (keep + (1.0 - keep) / s.factor)
+        return plain / kind(s.factor)
+    turns = kind(s.original_max_positions) * plain / kind(2 * np.pi)
+    span = kind(s.high_frequency_factor - s.low_frequency_factor)
+    keep = np.clip((turns - kind(s.low_frequency_factor)) / span, kind(0), kind(1))
+    return plain * (keep + (kind(1) - keep) / kind(s.factor))
 
 
 class Angles(NamedTuple):

@@ -75,6 +75,7 @@ def make_plan(
     ancestors: Bool[Array, "rows columns"] | None = None,
     window: int | None = None,
     max_rows_per_slot: int | None = None,
+    nth: Int32[Array, " rows"] | None = None,
 ) -> Plan:
     """Packs the rows and cuts the work.
 
@@ -95,6 +96,7 @@ def make_plan(
       window: a row sees places above its position - window; None means all.
       max_rows_per_slot: live rows that no slot has more of, so that fewer blocks are
         enough. None means any number.
+      nth: place of each row among those of its slot, see `row_packing.pack_rows`.
 
     Returns:
       The plan.
@@ -115,6 +117,7 @@ def make_plan(
             num_slots=num_slots,
             tokens=tokens,
             max_rows=max_rows_per_slot,
+            nth=nth,
         )
     start = jnp.zeros_like(positions)
     if window is not None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from pallas_kernels import devices
+from pallas_kernels import devices, row_packing
 from pallas_kernels.paged_attention import decode_plan, prefill_plan, stream_k
 from pallas_kernels.paged_attention.stream_k import Tiling
 
@@ -100,6 +100,7 @@ def make_plan(
             **options,
         )
         return StepPlan(tiling, plan, None)
+    runs = row_packing.runs(slots, (positions >= 0) & (slots >= 0))
     chunks = positions
     if context is not None:
         in_tree = context[jnp.maximum(slots, 0)] >= 0
@@ -107,11 +108,12 @@ def make_plan(
     elif num_slots == 1:
         few = 0
     many = prefill_plan.make_plan(
-        *(chunks, slots), few=few, tiling=tiling.prefill, **options
+        *(chunks, slots), few=few, tiling=tiling.prefill, runs=runs, **options
     )
     if few == 0:
         return StepPlan(tiling, None, many)
-    left = prefill_plan.left_out(chunks, slots, num_slots=num_slots, few=few)
+    # A slot is left whole: what is known of its rows stays so.
+    left = jnp.where(runs.count > few, -1, positions)
     if context is not None:
         left = jnp.where(in_tree, positions, left)
     plan = decode_plan.make_plan(
@@ -122,6 +124,7 @@ def make_plan(
         context=context,
         ancestors=ancestors,
         max_rows_per_slot=few if context is None else None,
+        nth=runs.nth,
         **options,
     )
     return StepPlan(tiling, plan, many)

@@ -13,9 +13,10 @@ The plan knows no layer, and its shapes are static.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
-from pallas_kernels import devices
+from pallas_kernels import devices, row_packing
 from pallas_kernels.devices import ROW_ALIGNMENT, WGMMA_ROWS
 from pallas_kernels.paged_attention.stream_k import Tiling
 
@@ -28,6 +29,9 @@ SLOT, ROW, BEGIN, END, WHOLE, LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = (
     *(4, 6, 7, 8, 9, 10, 11),
 )
 """Lines of `Plan.tiles`; `WHOLE` has one for each half."""
+
+ALL_KV = NUM_KV + 1
+"""Line of `_lines_of_rows`."""
 
 
 class Plan(NamedTuple):
@@ -91,126 +95,112 @@ def make_plan(
     few: int,
     tiling: Tiling,
     window: int | None = None,
+    runs: row_packing.Runs | None = None,
 ) -> Plan:
     """Cuts the chunks of slots with many rows into tiles; as `decode_plan.make_plan`.
 
-    Slots of `few` rows or fewer are left out.
+    Slots of `few` rows or fewer are left out. `runs` are those of these rows, and may
+    count slots of which `positions` has none; None where they are not known yet.
 
     Returns:
       The plan, of `max_tiles` tiles.
     """
-    num_rows, keys = positions.shape[0], tiling.tile
+    num_rows = positions.shape[0]
     num_tiles = max_tiles(num_rows=num_rows, num_slots=num_slots, few=few)
+    live, positions = (positions >= 0) & (slots >= 0), positions.astype(jnp.int32)
+    if runs is None:
+        runs = row_packing.runs(slots, live)
+    many = live & (runs.count > few)
+    lines = _lines_of_rows(
+        *(positions, slots, many, runs), keys=tiling.tile, window=window
+    )
+    # Those with most keys first, then those of the first rows.
     index = jnp.arange(num_rows, dtype=jnp.int32)
-    owner = owners(positions, slots, num_slots=num_slots)
-    own = _are_of(owner, num_slots)
-    # Of each slot: its rows, first and end, and where its tiles lie among all.
-    is_many = jnp.sum(own, axis=1, dtype=jnp.int32) > few
-    begin = jnp.min(jnp.where(own, index[None, :], num_rows), axis=1)
-    end = jnp.max(jnp.where(own, index[None, :] + 1, 0), axis=1)
-    end = jnp.where(is_many, end, 0)
-    start = begin - begin % ROW_ALIGNMENT
-    count = jnp.maximum(end - start + TILE_ROWS - 1, 0) // TILE_ROWS
-    number = jnp.arange(num_slots, dtype=jnp.int32)
-    is_later = number[None, :] > number[:, None]
-    ends = jnp.sum(jnp.where(is_later, 0, count[None, :]), axis=1, dtype=jnp.int32)
-    is_last = number == num_slots - 1
-    # Of each tile.
+    is_after = (index[None, :] >= lines[BEGIN][:, None]).astype(jnp.int32)
+    goes_before = lines[NUM_KV][None, :] >= lines[ALL_KV][:, None] + is_after
+    rank = jnp.sum(goes_before, axis=1, dtype=jnp.int32)
+    # Of each tile what the first of its rows says.
     number = jnp.arange(num_tiles, dtype=jnp.int32)
-    # Past the end nobody looks: the last slot is not asked for its end.
-    passed = (ends[None, :] <= number[:, None]) & ~is_last[None, :]
-    slot = jnp.sum(passed, axis=1, dtype=jnp.int32)
-    row = start[slot] + (number - ends[slot] + count[slot]) * TILE_ROWS
-    begin, end = jnp.maximum(row, begin[slot]), jnp.minimum(row + TILE_ROWS, end[slot])
-    row = jnp.clip(row, 0, num_padded(num_rows) - TILE_ROWS)
-    own = (owner[None, :] == slot[:, None]) & (index[None, :] >= begin[:, None])
-    own &= index[None, :] < end[:, None]
-    is_second = index[None, :] - row[:, None] >= WGMMA_ROWS
-    owned = [jnp.sum(own & x, axis=1, dtype=jnp.int32) for x in (~is_second, is_second)]
-    big, positions = jnp.iinfo(jnp.int32).max, positions.astype(jnp.int32)
-    lowest = jnp.min(jnp.where(own, positions[None, :], big), axis=1)
-    highest = jnp.max(jnp.where(own, positions[None, :], -1), axis=1)
-    spans = _spans(lowest, highest, keys=keys, window=window)
-    whole = [(x == WGMMA_ROWS).astype(jnp.int32) for x in owned]
-    tiles, rank = _longest_first(jnp.stack([slot, row, begin, end, *whole, *spans]))
-    # Of each row.
-    many = has_many(owner, num_slots=num_slots, few=few)
-    held = jnp.where(many, owner, 0)
-    tile_of = ends[held] - count[held] + (index - start[held]) // TILE_ROWS
-    tile_of = jnp.where(many, tile_of, num_tiles)
+    place = jnp.where(lines[NUM_KV] > 0, rank, num_tiles)
+    says = place[None, None, :] == number[None, :, None]
+    found = jnp.where(says, lines[:ALL_KV, None, :], 0)
     padding = num_padded(num_rows) - num_rows
     position = jnp.where(many, positions, -1)
     return Plan(
         position=jnp.pad(position, (0, padding), constant_values=jnp.int32(-1)),
-        tiles=tiles,
-        tile_of=rank.at[tile_of].get(mode="fill", fill_value=num_tiles),
+        tiles=jnp.sum(found, axis=2, dtype=jnp.int32),
+        tile_of=jnp.where(many, rank, num_tiles),
     )
 
 
-def _spans(
-    lowest: Int32[Array, " tiles"],
-    highest: Int32[Array, " tiles"],
+def _lines_of_rows(
+    positions: Int32[Array, " rows"],
+    slots: Int[Array, " rows"],
+    many: Bool[Array, " rows"],
+    runs: row_packing.Runs,
     *,
     keys: int,
     window: int | None,
-) -> list[Int32[Array, " tiles"]]:
+) -> Int32[Array, "lines rows"]:
+    """Lines of `Plan.tiles` of each row's tile: all rows are compared with all.
+
+    Only the first row of each tile has its `NUM_KV`, all others have 0; line `ALL_KV`
+    has it for all rows.
+    """
+    num_rows = positions.shape[0]
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    start = runs.begin - lax.rem(runs.begin, jnp.int32(ROW_ALIGNMENT))
+    cut = index - lax.rem(index - start, jnp.int32(TILE_ROWS))
+    row = jnp.clip(cut, 0, num_padded(num_rows) - TILE_ROWS)
+    begin, end = jnp.maximum(cut, runs.begin), jnp.minimum(cut + TILE_ROWS, runs.end)
+    # No two tiles begin their own rows at the same one.
+    tile, half = jnp.where(many, begin, -1), row + WGMMA_ROWS
+    tile, half = lax.optimization_barrier((tile, half))
+    own, is_second = tile[None, :] == tile[:, None], index[None, :] >= half[:, None]
+    # Rows of both halves in one sum: neither has more than 64.
+    unit, big = jnp.where(is_second, TILE_ROWS, 1), jnp.iinfo(jnp.int32).max
+    first, owned, lowest, highest = row_packing.reduce_together(
+        (lax.min, num_rows, jnp.where(own, index[None, :], num_rows)),
+        (lax.add, 0, jnp.where(own, unit, 0)),
+        (lax.min, big, jnp.where(own, positions[None, :], big)),
+        (lax.max, -1, jnp.where(own, positions[None, :], -1)),
+    )
+    size = jnp.int32(TILE_ROWS)
+    owned = lax.rem(owned, size), lax.div(owned, size)
+    whole = [(x == WGMMA_ROWS).astype(jnp.int32) for x in owned]
+    *spans, num_kv = _spans(lowest, highest, keys=keys, window=window)
+    opens = many & (first == index)
+    lines = [slots.astype(jnp.int32), row, begin, end, *whole, *spans]
+    return _stacked([*lines, jnp.where(opens, num_kv, 0), num_kv])
+
+
+def _stacked(lines: list[Int32[Array, " rows"]]) -> Int32[Array, "lines rows"]:
+    """Chooses by the line: `stack` would be a kernel besides that of its operands."""
+    number = jnp.arange(len(lines), dtype=jnp.int32)[:, None]
+    found = lines[0][None, :]
+    for i, line in enumerate(lines[1:], 1):
+        found = jnp.where(number == i, line[None, :], found)
+    return lax.optimization_barrier(found)
+
+
+def _spans(
+    lowest: Int32[Array, " rows"],
+    highest: Int32[Array, " rows"],
+    *,
+    keys: int,
+    window: int | None,
+) -> list[Int32[Array, " rows"]]:
     """Lines of `Plan.tiles` from `LOW` on: what is seen from these positions."""
     low, inner_low, high = jnp.zeros_like(highest), jnp.zeros_like(highest), highest + 1
     if window is not None:
         low = jnp.maximum(jnp.minimum(lowest, highest) - window + 1, 0)
         inner_low = jnp.maximum(high - window, 0)
-    first = low // keys
-    num_kv = jnp.where(high > 0, (high + keys - 1) // keys - first, 0)
-    inner = (inner_low + keys - 1) // keys
-    num_inner = jnp.maximum((jnp.minimum(lowest, highest) + 1) // keys - inner, 0)
+    # Of numbers of at least 0, which spares the kernel the roundings of others.
+    size = jnp.full_like(high, keys)
+    first = lax.div(low, size)
+    num_kv = jnp.where(high > 0, lax.div(high + (keys - 1), size) - first, 0)
+    inner = lax.div(inner_low + (keys - 1), size)
+    num_inner = lax.div(jnp.minimum(lowest, highest) + 1, size) - inner
+    num_inner = jnp.maximum(num_inner, 0)
     inner = jnp.where(num_inner > 0, inner, first)
     return [low, high, first, inner, num_inner, num_kv]
-
-
-def _longest_first(
-    tiles: Int32[Array, "lines tiles"],
-) -> tuple[Int32[Array, "lines tiles"], Int32[Array, " tiles"]]:
-    """Sorts tiles by their keys, by comparing all; also says where each one went."""
-    num_kv, number = tiles[NUM_KV], jnp.arange(tiles.shape[1], dtype=jnp.int32)
-    goes_before = num_kv[None, :] > num_kv[:, None]
-    is_earlier = number[None, :] < number[:, None]
-    goes_before |= (num_kv[None, :] == num_kv[:, None]) & is_earlier
-    rank = jnp.sum(goes_before, axis=1, dtype=jnp.int32)
-    comes_here = rank[None, None, :] == number[None, :, None]
-    found = jnp.where(comes_here, tiles[:, None, :], 0)
-    return jnp.sum(found, axis=2, dtype=jnp.int32), rank
-
-
-def left_out(
-    positions: Int[Array, " rows"],
-    slots: Int[Array, " rows"],
-    *,
-    num_slots: int,
-    few: int,
-) -> Int32[Array, " rows"]:
-    """Positions of the rows that `make_plan` leaves out; -1 for all others."""
-    owner = owners(positions, slots, num_slots=num_slots)
-    many = has_many(owner, num_slots=num_slots, few=few)
-    return jnp.where(many, -1, positions).astype(jnp.int32)
-
-
-def owners(
-    positions: Int[Array, " rows"], slots: Int[Array, " rows"], *, num_slots: int
-) -> Int32[Array, " rows"]:
-    """Slot of each row; `num_slots`, past the end, for a padding row."""
-    live = (positions >= 0) & (slots >= 0)
-    return jnp.where(live, slots, num_slots).astype(jnp.int32)
-
-
-def has_many(
-    owner: Int32[Array, " rows"], *, num_slots: int, few: int
-) -> Bool[Array, " rows"]:
-    """Whether each row is one of more than `few` of its slot; no padding row is."""
-    count = jnp.sum(_are_of(owner, num_slots), axis=1, dtype=jnp.int32)
-    return count.at[owner].get(mode="fill", fill_value=0) > few
-
-
-def _are_of(owner: Int32[Array, " rows"], num_slots: int) -> Bool[Array, "slots rows"]:
-    """Whether each row is one of each slot: reduced in one kernel, unlike scatters."""
-    slot = jnp.arange(num_slots, dtype=jnp.int32)
-    return owner[None, :] == slot[:, None]
