@@ -98,8 +98,8 @@ def owned_pages(
 
     They count in the lowest slot that maps them, the `holder` of each, see `holders`.
     Pinned pages, those of a use outside the table, count for nobody, since dropping
-    the group would not free them. Groups share pinned pages only, so the sum over a group is what
-    dropping all of it would free.
+    the group would not free them. Groups share pinned pages only, so the sum over a
+    group is what dropping all of it would free.
     """
     slot = jnp.arange(holder.shape[0], dtype=jnp.int32)[:, None]
     owned = (table.page_ids != NO_PAGE) & (holder == slot)
