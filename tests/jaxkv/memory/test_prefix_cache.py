@@ -253,6 +253,16 @@ def test_a_page_in_use_keeps_all_before_it() -> None:
     assert pinned(case) == [0]
 
 
+def test_many_places_are_taken_up_as_few_are() -> None:
+    """Few are compared with each other, more bid for their pages and are packed."""
+    case, ids = make_tree(), ints(0, 1, NO_PAGE, 0, 1, 3)
+    many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
+    assert len(ids) < min(arrays.FEW, idle_pages.PLAYS) < len(many)
+    few, more = (run._use(case.cache, each) for each in (ids, many))
+    assert_same(few, more)
+    assert few.idle.num == case.cache.idle.num - 3
+
+
 def test_recency_outlives_a_wrap_of_the_tick() -> None:
     case = make_tree()
     tick = jnp.full((), 2**31 - 3, jnp.int32)
