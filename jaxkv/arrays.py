@@ -112,6 +112,16 @@ def inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
     return jnp.sum(jnp.where(at, index[:, None], 0), axis=0, dtype=jnp.int32)
 
 
+def last_places(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
+    """Marks the last place of each id in a list of few; none of NONE's.
+
+    Compares each with all: where there are more, bid for places by `put`.
+    """
+    place = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    again = (ids[:, None] == ids[None, :]) & (place[:, None] < place[None, :])
+    return (ids >= 0) & ~jnp.any(again, axis=1)
+
+
 def namers(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
     """Says for each of `num` entries, static, which of few ids names it, or NONE.
 

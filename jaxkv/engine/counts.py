@@ -171,12 +171,13 @@ def _if_shared[T](
     `goal` are the tokens that each slot will have written.
     """
     table, pool, size = state.table, state.pool, config.page_size
-    pins, group = prefix_caching.pins(state), groups.group_of_slots(state)
+    group = groups.group_of_slots(state)
     rows = goal - table.length
 
     def search() -> T:
         holder = page_sharing.holders(table, group)
-        owned = page_sharing.owned_pages(table, holder, pins=pins)
+        pinned = prefix_caching.pinned(state, table.page_ids)
+        owned = page_sharing.owned_pages(table, holder, pinned=pinned)
         copies = page_table.needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
@@ -190,8 +191,8 @@ def _if_shared[T](
     def alone() -> T:
         place = jnp.arange(group.shape[0], dtype=jnp.int32)
         others = moved = copies = jnp.zeros_like(group)
-        if pins is not None:
-            pinned = arrays.take(pins, table.page_ids, fill=False)
+        pinned = prefix_caching.pinned(state, table.page_ids)
+        if pinned is not None:
             others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
         if state.staging is not None:
             moved = demand.pages_for(table.length, page_size=size)

@@ -96,8 +96,16 @@ def num_used(state: EngineState) -> Int32[Array, ""]:
 
 
 def pins(state: EngineState) -> Bool[Array, " pages"] | None:
-    """Whether the cache holds each page."""
+    """Whether the cache holds each page. Looks at every page: for debug mode."""
     return None if state.prefixes is None else state.prefixes.pinned
+
+
+def pinned(
+    state: EngineState, page_ids: Int32[Array, "..."]
+) -> Bool[Array, "..."] | None:
+    """Whether the cache holds these pages; None without one."""
+    cache = state.prefixes
+    return None if cache is None else prefix_cache.is_cached(cache, page_ids)
 
 
 def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> EngineState:
@@ -197,16 +205,17 @@ def _enter(
         parent = arrays.take(page_ids, (slot, place - 1), fill=NO_PAGE)
         at = (sequence[:, None], place[:, None] * size + offset)
         tokens = arrays.take(s.tokens, at, fill=0)
-        cache, pool, kept = prefix_cache.enter(cache, pool, own, parent, tokens, salt)
+        given = (own, parent, tokens, salt)
+        cache, entered, kept = prefix_cache.enter_unpinned(cache, *given)
         other = (kept != NO_PAGE) & (kept != own)
-        pool = page_pool.share(pool, jnp.where(other, kept, NO_PAGE))
-        pool = page_pool.release(pool, jnp.where(other, own, NO_PAGE))
+        kept, own = (jnp.where(other, ids, NO_PAGE) for ids in (kept, own))
+        gained = jnp.concatenate([entered, kept])
+        pool, _ = page_pool.release_counted(pool, own, shared=gained)
+        cache = prefix_eviction.use(cache, kept)
         at = (slot, jnp.where(other, place, -1))
         return cache, pool, arrays.put(page_ids, at, kept)
 
     carry = (state.prefixes, state.pool, state.table.page_ids)
     cache, pool, page_ids = lax.fori_loop(0, jnp.max(num_filled), column, carry)
-    other = page_ids != state.table.page_ids
-    cache = prefix_eviction.use(cache, jnp.where(other, page_ids, NO_PAGE))
     table = state.table._replace(page_ids=page_ids)
     return state._replace(prefixes=cache, pool=pool, table=table)

@@ -108,7 +108,10 @@ def remove(
     """
     ids = page_ids.reshape(-1)
     ids = jnp.where(is_idle(idle, ids), ids, NO_PAGE)
-    first, won = _distinct(arrays.put(idle.rounds[0], ids, NO_PAGE, "set"), ids)
+    first = idle.rounds[0]
+    if ids.shape[0] > arrays.FEW:
+        first = arrays.put(first, ids, NO_PAGE, "set")
+    first, won = _distinct(first, ids)
     won = jnp.where(won, ids, NO_PAGE)
     idle = idle._replace(
         rounds=(arrays.put(first, won, NO_PAGE, "set"), *idle.rounds[1:]),
@@ -189,7 +192,12 @@ def _raised(
 
 
 def _distinct(places: Array, ids: Array) -> tuple[Array, Array]:
-    """Marks one place of each page in a list; `places` of them, all -1, is scratch."""
+    """Marks one place of each page in a list; `places` of them, all -1, is scratch.
+
+    Of few none is needed.
+    """
+    if ids.shape[0] <= arrays.FEW:
+        return places, arrays.last_places(ids)
     bid = jnp.arange(ids.shape[0], dtype=jnp.int32)
     places = arrays.put(places, ids, bid, "max")
     return places, (ids != NO_PAGE) & (arrays.take(places, ids, fill=-1) == bid)
@@ -197,12 +205,8 @@ def _distinct(places: Array, ids: Array) -> tuple[Array, Array]:
 
 def _play_again(idle: IdlePages, depth: Array, ids: Array) -> IdlePages:
     """Plays the games again in which these pages would stand, where they win."""
-    ids = arrays.packed(ids)
-    num = jnp.sum(ids != NO_PAGE, dtype=jnp.int32)
-    every = jnp.arange(PLAYS, dtype=jnp.int32)
 
-    def play(i: Array, rounds: tuple[Array, ...]) -> tuple[Array, ...]:
-        place = arrays.take(ids, i * PLAYS + every, fill=NO_PAGE)
+    def play(place: Array, rounds: tuple[Array, ...]) -> tuple[Array, ...]:
         played = [rounds[0]]
         for winners in rounds[1:]:
             place = place // FAN_OUT  # of NO_PAGE: itself
@@ -210,8 +214,17 @@ def _play_again(idle: IdlePages, depth: Array, ids: Array) -> IdlePages:
             played.append(arrays.put(winners, place, new, "set"))
         return tuple(played)
 
+    if ids.shape[0] <= PLAYS:
+        return idle._replace(rounds=play(ids, idle.rounds))
+    ids = arrays.packed(ids)
+    num = jnp.sum(ids != NO_PAGE, dtype=jnp.int32)
+    every = jnp.arange(PLAYS, dtype=jnp.int32)
+
+    def some(i: Array, rounds: tuple[Array, ...]) -> tuple[Array, ...]:
+        return play(arrays.take(ids, i * PLAYS + every, fill=NO_PAGE), rounds)
+
     trips = -(-num // PLAYS)
-    return idle._replace(rounds=lax.fori_loop(0, trips, play, idle.rounds))
+    return idle._replace(rounds=lax.fori_loop(0, trips, some, idle.rounds))
 
 
 def _winners(idle: IdlePages, depth: Array, entrants: Array, place: Array) -> Array:

@@ -128,11 +128,22 @@ def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
 
 
 def release_counted(
-    pool: Pool, ids: Int32[Array, "*places"]
+    pool: Pool,
+    ids: Int32[Array, "*places"],
+    *,
+    shared: Int32[Array, "..."] | None = None,
 ) -> tuple[Pool, Int32[Array, "*places"]]:
-    """As `release`; also tells the uses that each page in `ids` has left."""
+    """As `release`; also tells the uses that each page in `ids` has left.
+
+    Pages in `shared` gain a use each before, as by `share`.
+    """
     shape, ids = ids.shape, ids.reshape(-1)
-    ref = put(pool.ref, ids, -1, "add")
+    changed, uses = ids, jnp.full(ids.shape, -1, jnp.int32)
+    if shared is not None:
+        shared = shared.reshape(-1)
+        changed = jnp.concatenate([shared, changed])
+        uses = jnp.concatenate([jnp.ones(shared.shape, jnp.int32), uses])
+    ref = put(pool.ref, changed, uses, "add")
     left = take(ref, ids, fill=1)
     zeroed = jnp.where(left == 0, ids, NO_PAGE)
     # An id may stand several times but is pushed once. The counts that reached zero

@@ -92,19 +92,19 @@ def owned_pages(
     table: Table,
     holder: Int32[Array, "slots pages_per_slot"],
     *,
-    pins: Int32[Array, " pages"] | Bool[Array, " pages"] | None = None,
+    pinned: Bool[Array, "slots pages_per_slot"] | None = None,
 ) -> Int32[Array, " slots"]:
     """Counts the pages that each slot accounts for: a group's shared ones once.
 
     They count in the lowest slot that maps them, the `holder` of each, see `holders`.
-    Pages with pins, uses outside the table, count for nobody, since dropping the group
-    would not free them. Groups share pinned pages only, so the sum over a group is what
-    dropping all of it would free.
+    Pinned pages, those of a use outside the table, count for nobody, since dropping
+    the group would not free them. Groups share pinned pages only, so the sum over a
+    group is what dropping all of it would free.
     """
     slot = jnp.arange(holder.shape[0], dtype=jnp.int32)[:, None]
     owned = (table.page_ids != NO_PAGE) & (holder == slot)
-    if pins is not None:
-        owned &= ~arrays.take(pins, table.page_ids, fill=0).astype(bool)
+    if pinned is not None:
+        owned &= ~pinned
     return jnp.sum(owned, axis=1, dtype=jnp.int32)
 
 

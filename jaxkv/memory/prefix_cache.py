@@ -32,25 +32,22 @@ cached, and each new one enters for an evicted one, less than one in ten million
 its bucket full."""
 
 
+_ENTERED, _HASH, _PARENT, _SALT = 0, slice(1, 3), 3, 4
+"""Where in a row of `Prefixes.content` each stands; the tokens come last."""
+
+
 class Prefixes(NamedTuple):
     """The cached pages, and where to look for them."""
 
     buckets: Int32[Array, "buckets ways"]
     """The cached pages, by the low bits of their hash; `NO_PAGE` where empty."""
-    pinned: Bool[Array, " pages"]
-    """Pages that are cached. At others, the fields that follow mean nothing."""
-    hash: UInt32[Array, "pages 2"]
-    """Hash of all tokens up to the end of the page, and of the salt."""
-    parent: Int32[Array, " pages"]
-    """Cached page of the tokens before; `NO_PAGE` on the first page of a sequence."""
-    tokens: Int32[Array, "pages page_size"]
-    """Tokens whose K and V the page holds."""
-    salt: UInt32[Array, " pages"]
-    """Tenant, or whatever else keeps sequences apart that have the same tokens."""
     depth: Int32[Array, " pages"]
-    """Pages before it."""
-    entered: Int32[Array, " pages"]
-    """Tick at which it entered."""
+    """Pages before it; `NO_PAGE` where the page is not cached. There, the fields that
+    follow mean nothing."""
+    content: Int32[Array, "pages page_size_and_5"]
+    """What a page has from its entry to its eviction, side by side since it is written
+    together: the tick of entry, two words of hash, parent, salt, tokens; the properties
+    say more. Words of uint32 stand as the int32 of the same bits."""
     last_used: Int32[Array, " pages"]
     """Tick at which a sequence last let go of it, if one has."""
     num_uses: Int32[Array, " pages"]
@@ -61,6 +58,42 @@ class Prefixes(NamedTuple):
     """How many are cached."""
     tick: Int32[Array, ""]
     """Times that pages entered, or were let go. May wrap: it counts modulo 2**32."""
+
+    # For tests and debug mode: they look at every page.
+    @property
+    def pinned(self) -> Bool[Array, " pages"]:
+        """Pages that are cached."""
+        return self.depth >= 0
+
+    @property
+    def entered(self) -> Int32[Array, " pages"]:
+        """Tick at which it entered."""
+        return self.content[..., _ENTERED]
+
+    @property
+    def hash(self) -> UInt32[Array, "pages 2"]:
+        """Hash of all tokens up to the end of the page, and of the salt."""
+        return self.content[..., _HASH].astype("uint32")
+
+    @property
+    def parent(self) -> Int32[Array, " pages"]:
+        """Cached page of the tokens before; `NO_PAGE` on a sequence's first page."""
+        return self.content[..., _PARENT]
+
+    @property
+    def salt(self) -> UInt32[Array, " pages"]:
+        """Tenant, or whatever else keeps sequences apart that have the same tokens."""
+        return self.content[..., _SALT].astype("uint32")
+
+    @property
+    def tokens(self) -> Int32[Array, "pages page_size"]:
+        """Tokens whose K and V the page holds."""
+        return self.content[..., _SALT + 1 :]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.content.shape[-1] - _SALT - 1
 
 
 def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
@@ -76,13 +109,8 @@ def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
     num_buckets = 2 << (num_pages - 1).bit_length()
     return Prefixes(
         buckets=jnp.full((num_buckets, WAYS), NO_PAGE, jnp.int32),
-        pinned=jnp.zeros(num_pages, bool),
-        hash=jnp.zeros((num_pages, 2), jnp.uint32),
-        parent=jnp.full(num_pages, NO_PAGE, jnp.int32),
-        tokens=jnp.zeros((num_pages, page_size), jnp.int32),
-        salt=jnp.zeros(num_pages, jnp.uint32),
-        depth=jnp.zeros(num_pages, jnp.int32),
-        entered=jnp.zeros(num_pages, jnp.int32),
+        depth=jnp.full(num_pages, NO_PAGE, jnp.int32),
+        content=jnp.zeros((num_pages, _SALT + 1 + page_size), jnp.int32),
         last_used=jnp.zeros(num_pages, jnp.int32),
         num_uses=jnp.zeros(num_pages, jnp.int32),
         idle=idle_pages.make_idle_pages(num_pages),
@@ -103,7 +131,8 @@ def lookup(
     sequence. A page is found under the salt that it was entered with only; `NO_PAGE`
     where there is none.
     """
-    return _find(cache, _hash(cache, parent, tokens, salt), parent, tokens, salt)
+    hashed = _hash(cache, parent, tokens, salt)
+    return _find(cache, hashed, _named(parent, tokens, salt))
 
 
 def match(
@@ -124,7 +153,7 @@ def match(
       The page ids, in token order and `NO_PAGE` beyond, as wide as a row of a table of
       `max_length` places. No use is added: `page_pool.share` them in the same step.
     """
-    page_size = cache.tokens.shape[1]
+    page_size = cache.page_size
     rows, max_length = tokens.shape
     ids = jnp.full((rows, -(-max_length // page_size)), NO_PAGE, jnp.int32)
     if max_length <= page_size:  # one token is left, and no full page
@@ -177,14 +206,36 @@ def enter(
       caller should put in the place of its own, see `eviction.use`; or `NO_PAGE`, where
       none is cached.
     """
-    hashed = _hash(cache, parent, tokens, salt)
+    cache, entered, cached = enter_unpinned(cache, page_ids, parent, tokens, salt)
+    return cache, page_pool.share(pool, entered), cached
+
+
+def enter_unpinned(
+    cache: Prefixes,
+    page_ids: Int32[Array, " n"],
+    parent: Int32[Array, " n"],
+    tokens: Int32[Array, "n page_size"],
+    salt: UInt32[Array, " n"],
+) -> tuple[Prefixes, Int32[Array, " n"], Int32[Array, " n"]]:
+    """As `enter`, for a caller that changes the pool's counts all at once.
+
+    Returns:
+      The new cache; the pages that have entered, `NO_PAGE` at other rows, each of which
+      the caller shares; and what `enter` tells of each row.
+    """
+    hashed, named = _hash(cache, parent, tokens, salt), _named(parent, tokens, salt)
     asked = (page_ids != NO_PAGE) & _reachable(cache, parent, salt)
-    missing = asked & (_find(cache, hashed, parent, tokens, salt) == NO_PAGE)
+    found = _find(cache, hashed, named)
+    missing = asked & (found == NO_PAGE)
 
     row = jnp.arange(page_ids.size, dtype=jnp.int32)
     earlier = row[None, :] < row[:, None]
     alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
-    new = missing & ~jnp.any(earlier & alike & missing[None, :], axis=1)
+    # Of the missing rows of one hash, the first.
+    first = jnp.min(
+        jnp.where(alike & missing[None, :], row[None, :], page_ids.size), axis=1
+    )
+    new = missing & (first == row)
     # The k-th new row of a bucket takes its k-th empty way.
     bucket = bucket_of(cache, hashed)
     rivals = earlier & new[None, :] & (bucket[:, None] == bucket[None, :])
@@ -196,25 +247,23 @@ def enter(
     entered = jnp.where(way >= 0, page_ids, NO_PAGE)
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
     tick, idle = cache.tick + 1, cache.idle
+    ticks = jnp.broadcast_to(tick, (page_ids.size, 1))
+    content = jnp.concatenate([ticks, hashed.astype(jnp.int32), named], axis=1)
     cache = cache._replace(
         buckets=arrays.put(cache.buckets, (bucket, way), entered, "set"),
-        pinned=arrays.put(cache.pinned, entered, True, "set"),
-        hash=arrays.put(cache.hash, entered, hashed, "set"),
-        parent=arrays.put(cache.parent, entered, parent, "set"),
-        tokens=arrays.put(cache.tokens, entered, tokens, "set"),
-        salt=arrays.put(cache.salt, entered, salt, "set"),
         depth=arrays.put(cache.depth, entered, depth, "set"),
-        entered=arrays.put(
-            cache.entered, entered, jnp.broadcast_to(tick, entered.shape), "set"
-        ),
+        content=arrays.put(cache.content, entered, content, "set"),
         num_uses=arrays.put(cache.num_uses, entered, 1, "set"),
         idle=idle._replace(ranked=arrays.put(idle.ranked, entered, False, "set")),
         num_pinned=cache.num_pinned + jnp.sum(entered != NO_PAGE, dtype=jnp.int32),
         tick=tick,
     )
-    found = _find(cache, hashed, parent, tokens, salt)
-    cached = jnp.where(asked, found, NO_PAGE)
-    return cache, page_pool.share(pool, entered), cached
+    # What was missing stands now where the first row of its hash entered, if that row
+    # holds the same: what a lookup in the new cache would find.
+    same = jnp.all(arrays.take(named, first, fill=0) == named, axis=1)
+    mine = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
+    cached = jnp.where(asked, jnp.where(missing, mine, found), NO_PAGE)
+    return cache, entered, cached
 
 
 def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
@@ -236,7 +285,7 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
     page = jnp.arange(pinned.size, dtype=jnp.int32)
     content = (parent, cache.tokens, salt)
     hashed = _hash(cache, *content)
-    found = _find(cache, hashed, *content)
+    found = _find(cache, hashed, _named(*content))
     wrong = (
         ~_reachable(cache, parent, salt)
         | (cache.depth != arrays.take(cache.depth, parent, fill=NO_PAGE) + 1)
@@ -260,6 +309,21 @@ def bucket_of(cache: Prefixes, hashed: UInt32[Array, "n 2"]) -> Int32[Array, " n
     return (hashed[:, 0] % len(cache.buckets)).astype(jnp.int32)
 
 
+def is_cached(cache: Prefixes, ids: Int32[Array, "..."]) -> Bool[Array, "..."]:
+    """Says which pages are cached; `NO_PAGE` is not."""
+    return arrays.take(cache.depth, ids, fill=NO_PAGE) >= 0
+
+
+def entry_tick(cache: Prefixes, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """Tick at which each page entered, 0 for `NO_PAGE`."""
+    return arrays.take(cache.content, (ids, _ENTERED), fill=0)
+
+
+def hash_of(cache: Prefixes, ids: Int32[Array, " n"]) -> UInt32[Array, "n 2"]:
+    """Hash of each cached page, 0 for `NO_PAGE`."""
+    return arrays.take(cache.content, ids, fill=0)[:, _HASH].astype(jnp.uint32)
+
+
 def way_of(chosen: Bool[Array, "n ways"]) -> Int32[Array, " n"]:
     """Says which way of its bucket each row has chosen, -1 for none."""
     way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
@@ -268,24 +332,27 @@ def way_of(chosen: Bool[Array, "n ways"]) -> Int32[Array, " n"]:
 
 def _hash(cache: Prefixes, parent: Array, tokens: Array, salt: Array) -> Array:
     """Hashes pages of tokens after their parents."""
-    before = arrays.take(cache.hash, parent, fill=0)
+    before = hash_of(cache, parent)
     first = (parent == NO_PAGE)[:, None]
     return hashing.extend(jnp.where(first, hashing.start(salt), before), tokens)
 
 
 def _reachable(cache: Prefixes, parent: Array, salt: Array) -> Array:
     """Says whether a page may enter: after none, or after one cached under its salt."""
-    known = arrays.take(cache.pinned, parent, fill=False)
-    known &= arrays.take(cache.salt, parent, fill=0) == salt
+    theirs = arrays.take(cache.content, (parent, _SALT), fill=0)
+    known = is_cached(cache, parent) & (theirs.astype(jnp.uint32) == salt)
     return known | (parent == NO_PAGE)
 
 
-def _find(
-    cache: Prefixes, hashed: Array, parent: Array, tokens: Array, salt: Array
-) -> Array:
+def _named(parent: Array, tokens: Array, salt: Array) -> Int32[Array, "n _"]:
+    """What no two cached pages have in common, as it stands in `Prefixes.content`."""
+    heads = jnp.stack([parent, salt.astype(jnp.int32)], axis=1)
+    return jnp.concatenate([heads, tokens], axis=1)
+
+
+def _find(cache: Prefixes, hashed: Array, named: Array) -> Array:
     """Finds the page with this content in the bucket that the hash names."""
     ids = arrays.take(cache.buckets, bucket_of(cache, hashed), fill=NO_PAGE)
-    same = jnp.all(arrays.take(cache.tokens, ids, fill=0) == tokens[:, None, :], axis=2)
-    same &= arrays.take(cache.parent, ids, fill=NO_PAGE) == parent[:, None]
-    same &= arrays.take(cache.salt, ids, fill=0) == salt[:, None]
+    theirs = arrays.take(cache.content, ids, fill=0)[:, :, _PARENT:]
+    same = jnp.all(theirs == named[:, None, :], axis=2)
     return jnp.max(jnp.where(same, ids, NO_PAGE), axis=1)

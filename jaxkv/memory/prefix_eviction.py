@@ -95,15 +95,14 @@ def rest(
       ValueError: the rule ranks by something else than int32.
     """
     rule = LRU() if rule is None else rule
-    pinned = arrays.take(cache.pinned, rows, fill=False)
-    rows = jnp.where(pinned, rows, NO_PAGE)
+    rows = jnp.where(prefix_cache.is_cached(cache, rows), rows, NO_PAGE)
     tick = cache.tick + 1
 
     def note(_: Array, carry: tuple[Array, IdlePages]) -> tuple[Array, IdlePages]:
         last_used, idle = carry
         now = jnp.broadcast_to(tick, rows.shape)
         uses = Uses(
-            entered=arrays.take(cache.entered, rows, fill=0),
+            entered=prefix_cache.entry_tick(cache, rows),
             last_used=now,
             num_uses=arrays.take(cache.num_uses, rows, fill=0),
             depth=arrays.take(cache.depth, rows, fill=0),
@@ -153,28 +152,29 @@ def evict(
     def some(
         num: Array, i: Array, carry: tuple[Array, Array, IdlePages, Pool]
     ) -> tuple[Array, Array, IdlePages, Pool]:
-        buckets, pinned, idle, pool = carry
-        ids = idle_pages.next_to_go(idle, cache.depth)
+        buckets, depth, idle, pool = carry
+        ids = idle_pages.next_to_go(idle, depth)
         every = jnp.arange(CHUNK, dtype=jnp.int32)
         ids = jnp.where(i * CHUNK + every < num, ids, NO_PAGE)
-        bucket = prefix_cache.bucket_of(cache, arrays.take(cache.hash, ids, fill=0))
+        bucket = prefix_cache.bucket_of(cache, prefix_cache.hash_of(cache, ids))
         entries = arrays.take(buckets, bucket, fill=NO_PAGE)
         found = (entries == ids[:, None]) & (ids[:, None] != NO_PAGE)
         way = prefix_cache.way_of(found)
+        depth = arrays.put(depth, ids, NO_PAGE, "set")
         return (
             arrays.put(buckets, (bucket, way), NO_PAGE, "set"),
-            arrays.put(pinned, ids, False, "set"),
-            idle_pages.remove(idle, cache.depth, ids),
+            depth,
+            idle_pages.remove(idle, depth, ids),
             page_pool.release(pool, ids),
         )
 
     def all_of_them(carry: Any, num: Array) -> Any:
         return lax.fori_loop(0, -(-num // CHUNK), functools.partial(some, num), carry)
 
-    carry = (cache.buckets, cache.pinned, cache.idle, pool)
-    buckets, pinned, idle, pool = arrays.when(num > 0, all_of_them, carry, num)
+    carry = (cache.buckets, cache.depth, cache.idle, pool)
+    buckets, depth, idle, pool = arrays.when(num > 0, all_of_them, carry, num)
     cache = cache._replace(
-        buckets=buckets, pinned=pinned, idle=idle, num_pinned=cache.num_pinned - num
+        buckets=buckets, depth=depth, idle=idle, num_pinned=cache.num_pinned - num
     )
     return cache, pool, num
 

@@ -81,7 +81,7 @@ def bring_in(
 
     pages = jax.tree.map(write, pages, sent)
     cache, pool = _enter(cache, pool, prefix, ids, num_there, end)
-    is_cached = arrays.take(cache.pinned, ids, fill=False)
+    is_cached = prefix_cache.is_cached(cache, ids)
     pool, left = page_pool.release_counted(pool, ids[None])
     cache = prefix_eviction.rest(cache, ids[None], left, rule)
     return pages, pool, cache, jnp.sum(is_cached, dtype=jnp.int32)
@@ -89,7 +89,7 @@ def bring_in(
 
 def _match(cache: Prefixes, prefix: Prefix) -> Int32[Array, " pages_per_slot"]:
     """The cached pages of a prefix."""
-    num_tokens = prefix.num_pages * cache.tokens.shape[1] + 1
+    num_tokens = prefix.num_pages * cache.page_size + 1
     return prefix_cache.match(
         cache,
         prefix.tokens[None],
@@ -112,7 +112,7 @@ def _enter(
     end: Int32[Array, ""],
 ) -> tuple[Prefixes, Pool]:
     """Enters the pages in [first, end), one after another."""
-    size = cache.tokens.shape[1]
+    size = cache.page_size
 
     def one(index: Array, carry: tuple[Prefixes, Pool]) -> tuple[Prefixes, Pool]:
         own, before = (

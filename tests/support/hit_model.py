@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.engine.step import StepInfo
-from jaxkv.memory.prefix_cache import Prefixes
 from tests.support.engines import Ask
 from tests.support.oracle import Oracle
 
@@ -280,10 +279,14 @@ class HitModel:
         """Fails unless all tables, counts and cached pages are those of the engine."""
         self.pages.check(state.pool, state.table)
         assert state.prefixes is not None
-        cache: Prefixes = jax.tree.map(np.asarray, state.prefixes)
-        assert set(np.flatnonzero(cache.pinned).tolist()) == set(self.key_of)
+        cache = state.prefixes
+        pinned, salts, held, parents = (
+            np.asarray(x)
+            for x in (cache.pinned, cache.salt, cache.tokens, cache.parent)
+        )
+        assert set(np.flatnonzero(pinned).tolist()) == set(self.key_of)
         for page, (salt, tokens) in self.key_of.items():
-            assert cache.salt[page] == salt
-            assert cache.tokens[page].tolist() == list(tokens[-self.size :])
+            assert salts[page] == salt
+            assert held[page].tolist() == list(tokens[-self.size :])
             parent = self.parent[page]
-            assert cache.parent[page] == (-1 if parent is None else parent)
+            assert parents[page] == (-1 if parent is None else parent)

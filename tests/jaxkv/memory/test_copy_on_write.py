@@ -144,10 +144,9 @@ def test_a_group_accounts_for_a_shared_page_once() -> None:
     assert page_sharing.owned_pages(table, holder).tolist() == [2, 2, 1, 1, 0, 0]
     alone = page_sharing.holders(table, jnp.arange(SLOTS, dtype=jnp.int32))
     assert page_sharing.owned_pages(table, alone).tolist() == [2, 3, 2, 1, 0, 0]
-    pins = jnp.zeros_like(pool.ref).at[ints(0, 3)].set(1)
-    for pinned in (pins, pins > 0):
-        owned = page_sharing.owned_pages(table, holder, pins=pinned)
-        assert owned.tolist() == [1, 1, 1, 1, 0, 0]
+    pinned = (table.page_ids == 0) | (table.page_ids == 3)
+    owned = page_sharing.owned_pages(table, holder, pinned=pinned)
+    assert owned.tolist() == [1, 1, 1, 1, 0, 0]
     freed, _ = page_table.drop(pool, table, first == 2)
     assert freed.num_free - pool.num_free == 5
 
@@ -237,7 +236,8 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
         pool, table, live, page_size=pages.page_size, pins=pins
     )
     holder = page_sharing.holders(table, ints(*GROUPS))
-    owned = page_sharing.owned_pages(table, holder, pins=pins)
+    pinned = arrays.take(pins, table.page_ids, fill=0) > 0
+    owned = page_sharing.owned_pages(table, holder, pinned=pinned)
     values = [kv_pages.gather(pages, layer, table.page_ids) for layer in range(2)]
     faults = swap_buffer.unsound(
         *(staging, ints(*GROUPS), staging.length > 0), page_size=pages.page_size

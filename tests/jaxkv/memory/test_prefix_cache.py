@@ -253,6 +253,16 @@ def test_a_page_in_use_keeps_all_before_it() -> None:
     assert pinned(case) == [0]
 
 
+def test_many_places_are_taken_up_as_few_are() -> None:
+    """Few are compared with each other, more bid for their pages and are packed."""
+    case, ids = make_tree(), ints(0, 1, NO_PAGE, 0, 1, 3)
+    many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
+    assert len(ids) < min(arrays.FEW, idle_pages.PLAYS) < len(many)
+    few, more = (run._use(case.cache, each) for each in (ids, many))
+    assert_same(few, more)
+    assert few.idle.num == case.cache.idle.num - 3
+
+
 def test_recency_outlives_a_wrap_of_the_tick() -> None:
     case = make_tree()
     tick = jnp.full((), 2**31 - 3, jnp.int32)
@@ -695,10 +705,20 @@ def test_a_random_walk_of_few_hashes_equals_the_model(
 # ---------------------------------------------------------------- faults, purity
 
 
+CONTENT = {"hash": slice(1, 3), "parent": 3, "salt": 4, "tokens": slice(5, None)}
+
+
 def change(case: Case, **fields: tuple[Any, int | bool]) -> Case:
     """Overwrites single entries of the cache: field=(index, value)."""
-    new = {key: getattr(case.cache, key).at[i].set(v) for key, (i, v) in fields.items()}
-    return case._replace(cache=case.cache._replace(**new))
+    cache = case.cache
+    for key, (i, v) in fields.items():
+        new = getattr(cache, key).at[i].set(v)
+        if key in CONTENT:
+            at = (slice(None), CONTENT[key])
+            key, new = "content", cache.content.at[at].set(new.astype(jnp.int32))
+        changed: dict[str, Any] = {key: new}
+        cache = cache._replace(**changed)
+    return case._replace(cache=cache)
 
 
 def entry(case: Case, page: int) -> tuple[int, int]:
@@ -736,9 +756,9 @@ FAULTS = {
     "wrong parent": lambda c: change(c, parent=(3, 0)),
     "parent of another tenant": lambda c: change(c, parent=(2, 5)),
     "parent evicted first": lambda c: change(
-        c, pinned=(1, False), buckets=(entry(c, 1), NO_PAGE)
+        c, depth=(1, NO_PAGE), buckets=(entry(c, 1), NO_PAGE)
     ),
-    "entry of an evicted page": lambda c: change(c, pinned=(3, False)),
+    "entry of an evicted page": lambda c: change(c, depth=(3, NO_PAGE)),
     "entry lost": lambda c: change(c, buckets=(entry(c, 3), NO_PAGE)),
     "entry of a page never cached": lambda c: change(c, buckets=((0, 7), 9)),
     "entry twice": lambda c: change(c, buckets=((0, 7), 3)),
@@ -749,7 +769,6 @@ FAULTS = {
     "wrong depth": lambda c: change(c, depth=(5, 2)),
     "twice cached": lambda c: change(
         c,
-        pinned=(8, True),
         buckets=((entry(c, 5)[0], 7), 8),
         hash=(8, c.cache.hash[5]),
         parent=(8, 4),
