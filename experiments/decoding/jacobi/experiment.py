@@ -58,11 +58,11 @@ class Config:
     """Of the block that is drawn, the first of the first text."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
-    num_drafts: tuple[int, ...] = (4, 8)
+    num_drafts: tuple[int, ...] = (4, 8, 16, 32)
     """Tokens that the engine's drafter guesses in a step."""
     rounds: int = 3
     """Turns of the engine's."""
-    steps_per_call: int = 8
+    steps_per_call: int = 4
     """Steps between two looks of the host."""
     seed: int = 0
     """Of prompts and draws."""
