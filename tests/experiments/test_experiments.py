@@ -277,7 +277,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],
     "jacobi": [
-        ({"output_tokens": 144}, "self.output_tokens=144 must be more than 144"),
+        ({"output_tokens": 264}, "self.output_tokens=264 must be more than 264"),
         ({"lengths": (8, 4)}, "lengths=(8, 4) must be ascending"),
         ({"picture_tokens": 0}, "picture_tokens=0 must be at least 1"),
         ({"temperatures": (3.0,)}, "must be in [0, 2]"),

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.decoding.jacobi import blocks, drawing
-from experiments.decoding.speculation import experiment, serving
+from experiments.decoding.speculation import on_text, serving
 from experiments.framework import (
     Floats,
     Ints,
@@ -58,11 +58,11 @@ class Config:
     """Of the block that is drawn, the first of the first text."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
-    num_drafts: tuple[int, ...] = (4, 8)
+    num_drafts: tuple[int, ...] = (4, 8, 16, 32)
     """Tokens that the engine's drafter guesses in a step."""
     rounds: int = 3
     """Turns of the engine's."""
-    steps_per_call: int = 8
+    steps_per_call: int = 4
     """Steps between two looks of the host."""
     seed: int = 0
     """Of prompts and draws."""
@@ -144,7 +144,7 @@ class Result(Record):
 
     blocks: Blocks = column("blocks, by length")
     picture: Picture = column("one block", is_told=False)
-    runs: experiment.Runs = column("the engine's drafter")
+    runs: on_text.Runs = column("the engine's drafter")
     output_tokens: int = column("of each answer", is_told=False)
     device: str = column("kind of it")
 
@@ -167,7 +167,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 model, serving.PLAIN, bounds
             ).serve(texts, asks)
         found.append(_found(model, texts, asks, answers[temperature], length))
-    runs = experiment.Runs.of(_decode(config, model, progress))
+    runs = on_text.Runs.of(_decode(config, model, progress))
     kind = jax.devices()[0].device_kind
     picture = _picture(config, model)
     return Result(Blocks.of(found), picture, runs, config.output_tokens, kind)

@@ -1,3 +1,3 @@
 """Speculative decoding."""
 
-__all__ = ["experiment", "serving"]
+__all__ = ["experiment", "on_text", "serving"]

@@ -90,3 +90,22 @@ def _coins(ax: Any, coins: Any) -> None:
     style.titled(ax, title, "acceptance of each", "tokens a step")
     if len(coins):
         ax.legend(title="drafts", title_fontsize=7)
+
+
+def draw_priced(axes: Any, priced: Any) -> None:
+    """Draws tokens a step, and speeds, by chance; theory as broken lines."""
+    for ax, found, theirs, title in (
+        (axes[0], "tokens_per_step", "expected", "tokens a step"),
+        (axes[1], "speed", "predicted", "times as fast as plain decoding"),
+    ):
+        for nth, num in enumerate(priced.distinct("num_drafts")):
+            here, color = priced.where(num_drafts=num), (5, 3, 6, 1)[nth % 4]
+            line = getattr(here, theirs)
+            look: dict[str, Any] = {"linewidth": 0.8, "color": style.colors()[color]}
+            ax.plot(here.acceptance, line, "--", zorder=0, **look)
+            style.curve(ax, here.acceptance, getattr(here, found), color, f"{num}", "o")
+        ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
+        style.titled(ax, title, "acceptance of each draft", "times", ylim=(0, None))
+        if len(priced):
+            ax.plot([], [], "--", color="0.5", linewidth=0.8, label="theory")
+            ax.legend(title="drafts", title_fontsize=7)

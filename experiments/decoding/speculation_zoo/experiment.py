@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.decoding.speculation import experiment, serving
+from experiments.decoding.speculation import on_text, serving
 from experiments.decoding.speculation_zoo import drawing
 from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
 from experiments.harness import bundled, model_shapes
@@ -166,8 +166,8 @@ CONFIGS = {
 class Result(Record):
     """What was measured."""
 
-    ways: experiment.Runs = column("ways to decode, one sequence alone")
-    adaptive: experiment.Runs = column("lengths that adapt, by batch")
+    ways: on_text.Runs = column("ways to decode, one sequence alone")
+    adaptive: on_text.Runs = column("lengths that adapt, by batch")
     output_tokens: int = column("of each answer", is_told=False)
     device: str = column("kind of it")
 
@@ -196,10 +196,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     alone = [(1, temperature) for temperature in config.temperatures]
     decode = functools.partial(_decode, config, model, draft, heads)
     ways = decode(alone, config.ways, config.rounds, progress)
-    ways = experiment.Runs.of(ways)
+    ways = on_text.Runs.of(ways)
     batches = [(b, t) for b in config.batches for t in config.temperatures]
     adapting = decode(batches, config.adaptive, config.adaptive_rounds, progress)
-    adaptive = experiment.Runs.of(adapting)
+    adaptive = on_text.Runs.of(adapting)
     kind = jax.devices()[0].device_kind
     return Result(ways, adaptive, config.output_tokens, kind)
 
@@ -304,7 +304,7 @@ def claims(result: Result) -> Iterator[Ours]:
     yield from _of_methods(greedy, result.device)
 
 
-def _of_methods(greedy: experiment.Runs, device: str) -> Iterator[Ours]:
+def _of_methods(greedy: on_text.Runs, device: str) -> Iterator[Ours]:
     """What is published of methods, and of trees against chains."""
     for method, way in PUBLISHED.items():
         here = greedy.where(way=way)

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.decoding.jacobi import blocks, experiment
 from experiments.decoding.jacobi.experiment import CONFIGS, Blocks, Picture, Result
-from experiments.decoding.speculation.experiment import Runs
+from experiments.decoding.speculation.on_text import Runs
 from experiments.framework.study import of_module
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling

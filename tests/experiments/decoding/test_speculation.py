@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from experiments.bench.decode.ours import CallTimes
-from experiments.decoding.speculation import experiment, serving, theory
-from experiments.decoding.speculation.experiment import CONFIGS, Config, Result
+from experiments.decoding.speculation import on_text, serving, theory
+from experiments.decoding.speculation.on_text import CONFIGS, Config, Result
 from experiments.framework.study import of_module
 from jaxkv.engine import StepInfo
 from tests.support import smoke
 
-(STUDY,) = of_module(experiment)
+(STUDY,) = of_module(on_text)
 SMOKE = CONFIGS["smoke"]
 
 
@@ -61,7 +61,7 @@ def measured(*rows: tuple[Any, ...]) -> Result:
         for way, num, batch, emitted, other in rows
     ]
     coins = [(0.5, 2, 2000, 3500)]
-    tables = experiment.Runs.of(runs), experiment.Coins.of(coins if rows else [])
+    tables = on_text.Runs.of(runs), on_text.Coins.of(coins if rows else [])
     return Result(*tables, output_tokens=200, num_drafts=2, device="cpu")
 
 
@@ -74,20 +74,20 @@ def test_what_follows_from_counts_and_times() -> None:
     assert runs.expected.tolist() == [1.75, 1.75]
     np.testing.assert_allclose(runs.cost, 2.5)
     np.testing.assert_allclose(runs.speed, [1.0, 0.8])
-    claims = smoke.ours(experiment.claims(found))
+    claims = smoke.ours(on_text.claims(found))
     assert claims["speculation changes no token of 450, greedy or drawn"] == 3
     best = "the best way decodes code at least 1.7 times as fast"
     assert claims[f"{best}, one sequence alone, greedily"] == pytest.approx(1.0)
-    [verdict] = [x.verdict for x in experiment.claims(found) if "furthest" in x.claim]
+    [verdict] = [x.verdict for x in on_text.claims(found) if "furthest" in x.claim]
     assert verdict == "holds"
-    assert len(experiment.summary(found)) == 4
+    assert len(on_text.summary(found)) == 4
     assert smoke.draw(STUDY, found)
 
 
 def test_stopped_early_it_says_what_follows_from_formulas() -> None:
     nothing = measured()
-    assert experiment.summary(nothing) == []
-    judged = experiment.claims(nothing)
+    assert on_text.summary(nothing) == []
+    judged = on_text.claims(nothing)
     assert len(judged) == 12
     for claim in judged:  # to the digits that are printed
         assert claim.ours == pytest.approx(claim.published, abs=0.005)
@@ -146,4 +146,4 @@ def test_coins_fall_for_every_number_of_drafts(result: Result) -> None:
 
 def test_the_model_must_have_room() -> None:
     with pytest.raises(ValueError, match="max_length=896 must be at most"):
-        experiment.run(Config(model=smoke.model(64)))
+        on_text.run(Config(model=smoke.model(64)))

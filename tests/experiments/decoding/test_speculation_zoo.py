@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.decoding.speculation.experiment import Runs
+from experiments.decoding.speculation.on_text import Runs
 from experiments.decoding.speculation_zoo import experiment
 from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
 from experiments.framework.study import of_module

@@ -12,7 +12,7 @@ import pytest
 
 from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import kv_pages
-from jaxkv.speculation import Coupled, NGram
+from jaxkv.speculation import Coupled, Lookahead, NGram
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.page_ops import copy_mosaic_gpu
@@ -134,21 +134,30 @@ def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_an_engine_that_speculates_keeps_its_pages_in_place_on_an_h200() -> None:
+@pytest.mark.parametrize(
+    ("drafter", "max_drafts"),
+    [(NGram(), 3), (Lookahead(columns=2, ngram=3, candidates=2, entries=8), 8)],
+    ids=["chain", "tree"],
+)
+def test_an_engine_that_speculates_keeps_its_pages_in_place_on_an_h200(
+    drafter: Any, max_drafts: int
+) -> None:
     model = dataclasses.replace(engine_programs.MODEL, head_dim=64)
-    config = dataclasses.replace(engine_programs.CONFIG, max_drafts=3)
+    config = dataclasses.replace(engine_programs.CONFIG, max_drafts=max_drafts)
     run, arguments, pages = engine_programs.steps(
         engine_programs.LARGE,
         model=model,
         config=config,
         dtype="bfloat16",
-        speculation=Speculation(NGram(), Coupled()),
+        speculation=Speculation(drafter, Coupled()),
     )
     report = deviceless.compile(run, *arguments, donate_argnums=1)
     assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
     assert not engine_programs.large_copies(report.text, pages)
     names = {kernel.name.rpartition("_")[0] for kernel in report.kernels}
     assert names == {"copy_part", "decode_attention", "merge_one"}
+    for kernel in report.kernels:
+        assert kernel.spill_stores == kernel.spill_loads == 0
 
 
 @needs_compiler

@@ -1,0 +1,264 @@
+"""A real shape with drafts of given acceptance: is the gain what theory says it is?
+
+Nobody's drafts are looked at: each is accepted by a coin, and drafting costs nothing.
+So tokens a step must be those of the formula, and speed that over what a verifying
+step costs in plain ones, which is measured. Weights are random; their values do not
+matter for speed. Everyone takes turns with plain decoding, one sequence alone.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from experiments.bench import turns
+from experiments.decoding.speculation import drawing, serving, theory
+from experiments.decoding.speculation.serving import PLAIN, Server
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Table,
+    beside,
+    column,
+    ours,
+)
+from experiments.framework.table import shown
+from experiments.harness import model_shapes
+from jaxkv import validation
+from jaxkv.models.checkpoints import Loaded
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import Jacobi, Speculation, Synthetic
+
+BOOK = beside(__file__)
+FEW_STEPS = 30
+"""Of the case with the fewest; below, nothing is said."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The shape, the chances, and how many tokens."""
+
+    shape: str = "random-135m"
+    """One of `model_shapes.RANDOM`, a bundled model or a folder."""
+    chances: tuple[float, ...] = (0.5, 0.7, 0.9)
+    """Of each draft to be accepted."""
+    drafts: tuple[int, ...] = (1, 3, 7)
+    """In a step."""
+    prompt_tokens: int = 32
+    """Random ones."""
+    output_tokens: int = 160
+    """Of each answer."""
+    rounds: int = 3
+    """Turns of everyone, each with an answer and coins of its own."""
+    steps_per_call: int = 4
+    """Steps between two looks of the host."""
+    seed: int = 0
+    """Of prompts and coins."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to measure."""
+        validation.at_least(self, "prompt_tokens", "rounds", "steps_per_call")
+        validation.at_least(self, "seed", low=0)
+        validation.ascending(self, "drafts", low=1)
+        validation.within(self, "chances", low=0, high=1)
+        # A call that reads the prompt, and one behind it that does not end the answer.
+        if self.output_tokens <= (least := self.warm_tokens):
+            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+
+    @property
+    def warm_tokens(self) -> int:
+        """Of the answer by which programs are compiled and warmed."""
+        return 2 * self.steps_per_call * (1 + self.drafts[-1])
+
+    def request(
+        self, turn: int, vocab_size: int, max_tokens: int
+    ) -> tuple[list[list[int]], list[Sampling]]:
+        """A prompt, and how it is to be continued."""
+        rng = np.random.default_rng((self.seed, turn))
+        prompt = rng.integers(0, vocab_size, self.prompt_tokens).tolist()
+        ask = Sampling(
+            temperature=1.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            seed=self.seed + turn,
+        )
+        return [prompt], [ask]
+
+
+CONFIGS = {"synthetic": Config()}
+
+PANELS = (1, 2)
+
+
+class Priced(Table):
+    """Chances and drafts, a row each, and plain decoding beside."""
+
+    acceptance: Floats = column("chance of each draft")
+    num_drafts: Ints = column("in a step", heading="drafts")
+    steps: Ints = column("that fed as many")
+    emitted: Ints = column("tokens that they gave", is_told=False)
+    step_s: Float[np.ndarray, "rows rounds"] = column(
+        "that a step takes", heading="a step", of=np.median
+    )
+    plain_s: Float[np.ndarray, "rows rounds"] = column(
+        "that a plain one takes", heading="a plain step", of=np.median
+    )
+
+    @property
+    @shown(heading="tokens a step", form="{:.2f}")
+    def tokens_per_step(self) -> np.ndarray:
+        """As measured."""
+        return self.emitted / np.maximum(self.steps, 1)
+
+    @property
+    @shown(heading="by formula", form="{:.2f}")
+    def expected(self) -> np.ndarray:
+        """As they should be: (1 - a^(g + 1)) / (1 - a)."""
+        return theory.tokens_of(self.acceptance, self.num_drafts)
+
+    @property
+    @shown(heading="standard errors off", form="{:+.1f}")
+    def errors_off(self) -> np.ndarray:
+        """How far, in standard errors of so many steps; 0 where there is no chance."""
+        spread = theory.spread_of(self.acceptance, self.num_drafts)
+        error = spread / np.sqrt(np.maximum(self.steps, 1))
+        off = self.tokens_per_step - self.expected
+        return off / np.where(error > 0, error, np.inf)
+
+    @property
+    @shown(heading="step / plain step", form="{:.2f}")
+    def cost(self) -> np.ndarray:
+        """What a verifying step costs, in plain ones; the median of rounds."""
+        pairs = zip(self.step_s, self.plain_s, strict=True)
+        return np.array([np.median(ours / plain) for ours, plain in pairs])
+
+    @property
+    @shown(heading="times as fast", form="{:.2f}")
+    def speed(self) -> np.ndarray:
+        """Tokens a second over those of plain decoding."""
+        return self.tokens_per_step / self.cost
+
+    @property
+    @shown(heading="by theory", form="{:.2f}")
+    def predicted(self) -> np.ndarray:
+        """Tokens by formula over the measured cost."""
+        return self.expected / self.cost
+
+
+class Result(Record):
+    """What was measured."""
+
+    priced: Priced = column("chances and drafts")
+    shape: str = column("of the model")
+    device: str = column("kind of it")
+
+
+class _Case(Server):
+    """An engine whose drafts are accepted by a coin; without a chance, a plain one."""
+
+    def __init__(self, config: Config, model: Loaded, chance: float, num: int):
+        longest = config.prompt_tokens + config.output_tokens
+        judged = Speculation(Jacobi(), Synthetic(chance)) if num else None
+        bounds = serving.bounds(1, num, longest, config.steps_per_call)
+        super().__init__(model, "Jacobi" if num else PLAIN, bounds, judged)
+        self.chance, self.name = chance, f"chance {chance:g}, {num} drafts"
+        self._ask, self._turn = config, 0
+        self._vocab_size = model.config.vocab_size
+
+    def warm(self) -> None:
+        """Compiles, and answers a little."""
+        self.serve(*self._ask.request(0, self._vocab_size, self._ask.warm_tokens))
+
+    def measure(self) -> tuple[int, int, float]:
+        """Takes a turn: steps that fed all drafts, their tokens, seconds of a step."""
+        size, self._turn = self._ask.output_tokens, self._turn + 1
+        asked = self._ask.request(self._turn, self._vocab_size, size)
+        _, counts = self.serve(*asked)
+        step_s = counts.call_s / max(counts.call_steps, 1)
+        if not self.num_drafts:
+            return counts.steps, counts.emitted, step_s
+        info = self.info()
+        emitted = np.asarray(info.num_emitted)
+        here = (np.asarray(info.num_drafts) == self.num_drafts) & (emitted > 0)
+        return int(here.sum()), int(emitted[here].sum()), step_s
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Decodes with every chance in turns; ended early, what is done.
+
+    Raises:
+      ValueError: there is no such model, or it has no room for so many tokens.
+    """
+    model = model_shapes.load(config.shape, "float32")
+    priced = Priced.of(_decode(config, model, progress))
+    return Result(priced, config.shape, jax.devices()[0].device_kind)
+
+
+def _decode(
+    config: Config, model: Loaded, progress: Progress
+) -> Iterator[tuple[Any, ...]]:
+    """Rows of `Priced`: all chances of a number of drafts take turns."""
+
+    def begin(num: int) -> list[_Case]:
+        found = [_Case(config, model, 0.0, 0)]
+        found += [_Case(config, model, chance, num) for chance in config.chances]
+        for case in found:
+            case.warm()
+        return found
+
+    def measure(num: int, case: _Case) -> tuple[int, int, float]:
+        return case.measure()
+
+    words: dict[str, Any] = {"doing": "decoding", "what": "drafts"}
+    for num, everyone, found in turns.in_turns(
+        config.drafts, config.rounds, begin, measure, progress=progress, **words
+    ):
+        plain_s = np.array([step_s for *_, step_s in found[everyone[0].name]])
+        for case in everyone[1:]:
+            steps, emitted, step_s = zip(*found[case.name], strict=True)
+            counts = sum(steps), sum(emitted)
+            yield (case.chance, num, *counts, np.array(step_s), plain_s)
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists all cases, a row each."""
+    head = {"shape": result.shape, "device": result.device}
+    return {**head, "priced": result.priced.rows()}
+
+
+NOTE = (
+    "Times as fast: tokens a step over step / plain step, the median of rounds in "
+    "turns. By theory: tokens by formula over the same measured cost. Drafting itself "
+    "costs nothing here, so that this is the most that drafts so good can give."
+)
+
+
+def summary(result: Result) -> list[Part]:
+    """A table of all cases."""
+    if not len(result.priced):
+        return []
+    title = f"{result.shape}, one sequence on {result.device}"
+    return [result.priced.sheet(title, note=NOTE)]
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds tokens a step against the formula."""
+    priced = result.priced
+    if len(priced):
+        steps = int(priced.steps.min())
+        words: dict[str, Any] = {"differs": steps < FEW_STEPS, "steps": steps}
+        words |= {"num": len(priced), "shape": result.shape}
+        yield ours("chance", np.abs(priced.errors_off).max(), **words)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws tokens a step and speeds by chance, over the lines of theory."""
+    drawing.draw_priced(axes, result.priced)

@@ -1,0 +1,122 @@
+"""Jacobi's guesses beside algorithm 1 of Santilli et al. 2023, evaluated in Python."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.engine.drafting import Verified
+from jaxkv.speculation import Jacobi
+from tests.support import engines, mutation
+from tests.support.engines import TIGHT
+from tests.support.mutation import Bug
+
+NUM_DRAFTS = 9
+SEQUENCES = 3
+NOBODY = -1
+
+
+def says(known: list[int]) -> int:
+    """A model: its token depends on its place, on the last token, and on older ones."""
+    old = sum(known[:-2]) % 5 == 0
+    return (5 * len(known) + 3 * (known[-1] % 4 == 0) + 7 * old) % 23
+
+
+def iterate(prompt: list[int]) -> list[list[int]]:
+    """Guesses of as many tokens as there are drafts: every iteration's, to the end."""
+    found = [[0] * NUM_DRAFTS]
+    while len(found) < 2 or found[-1] != found[-2]:
+        last = found[-1]
+        found.append([says(prompt + last[:i]) for i in range(NUM_DRAFTS)])
+    return found
+
+
+class Sequence:
+    """One that decodes: what stands, and what the model says of a step's drafts."""
+
+    def __init__(self, prompt: list[int]):
+        self.prompt, self.known = prompt, prompt
+        self.guesses = [0] * NUM_DRAFTS
+
+    def step(self, drafts: list[int]) -> tuple[int, list[int]]:
+        follows = [says(self.known + drafts[:i]) for i in range(NUM_DRAFTS + 1)]
+        wrong = [a != b for a, b in zip(drafts, follows, strict=False)]
+        accepted = [*wrong, True].index(True)
+        self.known = self.known + follows[: accepted + 1]
+        # Where no equation was evaluated the last token said is guessed again.
+        said = follows[accepted + 1 :] + [follows[-1]] * NUM_DRAFTS
+        self.guesses = said[:NUM_DRAFTS]
+        return accepted, follows
+
+
+def verified(rows: list[tuple[int, list[int]] | None]) -> Verified:
+    """What became of the drafts of all slots; None drew nothing."""
+    some = [row or (0, [1] * (NUM_DRAFTS + 1)) for row in rows]
+    return Verified(
+        num_drafts=jnp.full(len(rows), NUM_DRAFTS, jnp.int32),
+        accepted=jnp.asarray([accepted for accepted, _ in some], jnp.int32),
+        path=jnp.zeros((len(rows), NUM_DRAFTS), jnp.int32),
+        follows=jnp.asarray([follows for _, follows in some], jnp.int32),
+        emits=jnp.asarray([row is not None for row in rows]),
+    )
+
+
+def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
+    """In whatever slot a sequence is, and where a slot, full or empty, draws nothing.
+
+    Each step fixes a token at least, so that a block takes no more than it has.
+    """
+    rng, drafter = np.random.default_rng(0), Jacobi()
+    config = dataclasses.replace(TIGHT, max_drafts=NUM_DRAFTS, token_budget=90)
+    idle = engines.start(config)
+    everyone = [Sequence(rng.integers(0, 23, 4).tolist()) for _ in range(SEQUENCES)]
+    wanted = [iterate(each.prompt) for each in everyone]
+    memory, taken = drafter.init(config), [0] * SEQUENCES
+    for _ in range(3 * NUM_DRAFTS):
+        slots = rng.permutation([*range(SEQUENCES), NOBODY])
+        held = idle.slots._replace(sequence=jnp.asarray(slots, jnp.int32))
+        state = idle._replace(slots=held)
+        granted = jnp.full(len(slots), NUM_DRAFTS, jnp.int32)
+        memory, _, drafts = drafter.propose(None, memory, state, granted, config)
+        rows: list[Any] = [None] * len(slots)
+        for slot, who in enumerate(slots):
+            if who != NOBODY and rng.random() < 0.7:
+                rows[slot] = everyone[who].step(drafts.tokens[slot].tolist())
+                taken[who] += 1
+        memory = drafter.learn(memory, state, verified(rows))
+        for who, each in enumerate(everyone):
+            new = each.known[len(each.prompt) :]
+            assert len(new) >= min(taken[who], NUM_DRAFTS)
+            assert memory.tokens[who].tolist() == each.guesses
+            block = (new + each.guesses)[:NUM_DRAFTS]
+            assert block == wanted[who][min(taken[who], len(wanted[who]) - 1)]
+    assert all(len(found) - 2 <= NUM_DRAFTS for found in wanted)
+    # Several tokens at once, or the order of iterations would not matter.
+    assert min(len(found) - 2 for found in wanted) < NUM_DRAFTS
+    assert min(taken) > NUM_DRAFTS
+
+
+BUGS = {
+    "guesses that were judged are judged again": ("+ 1 + index", "+ index"),
+    "a guess is left out": ("+ 1 + index", "+ 2 + index"),
+    "the last equation is not looked at": (
+        "v.num_drafts[:, None]",
+        "v.num_drafts[:, None] - 1",
+    ),
+    "who drew nothing learns": ("v.emits,", "v.emits | True,"),
+    "the slot's memory, not the sequence's": (
+        "v.emits, state.slots.sequence",
+        "v.emits, jnp.arange(v.emits.size)",
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_in_the_iteration_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    check = test_its_guesses_are_the_iterations_of_the_algorithm
+    mutation.assert_noticed(monkeypatch, Bug(Jacobi, "learn", *BUGS[name], check))
