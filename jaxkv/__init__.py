@@ -65,7 +65,7 @@ _HOMES = {
     "fcfs": "scheduling.fcfs",
     "init": "engine.state",
     "load_state": "engine.snapshots",
-    "make_requests": "serving.outputs",
+    "make_requests": "serving.request_batch",
     "run_steps": "engine.step",
     "save_state": "engine.snapshots",
     "schedule": "scheduling.interface",

@@ -21,7 +21,7 @@ from jaxkv.memory import Eviction, Pages
 from jaxkv.models import ForwardResult
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.serving import outputs
+from jaxkv.serving import request_batch
 
 type Step = Callable[..., tuple[EngineState, Any]]
 """A step as `engine.step.step`, in place of whose info it may say anything."""
@@ -104,7 +104,7 @@ class Stepper:
         for second in itertools.count():
             batch = range(first, first + self._num_that_fit(asks[first:]))
             if batch:
-                requests = outputs.make_requests(
+                requests = request_batch.make_requests(
                     [prompts[i] for i in batch],
                     [asks[i] for i in batch],
                     config=self.config,

@@ -1,12 +1,14 @@
 """The facade: texts in, answers out, over the engine's pure state."""
 
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.outputs import Completion, Event, make_requests
+from jaxkv.serving.outputs import Completion, Event
+from jaxkv.serving.request_batch import make_requests
 
 __all__ = [
     "Completion",
     "Engine",
     "Event",
+    "core",
     "engine",
     "host_swap",
     "loading",
@@ -14,4 +16,5 @@ __all__ = [
     "outputs",
     "programs",
     "refusals",
+    "request_batch",
 ]

@@ -1,66 +1,29 @@
-"""The host's side of the engine: text in, text out, one call late.
-
-`Engine` owns a state and three compiled programs. In every turn it hands over waiting
-requests, dispatches the next steps, and only then reads what the last ones emitted: the
-device never waits for Python. It never looks into the state either; what it must know,
-its tracker counts.
-"""
+"""The facade: texts in, answers out, over the engine's core."""
 
 import collections
 import contextlib
-import dataclasses
 import itertools
-import math
-import threading
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import validation
-from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, EngineState, step
+from jaxkv.engine import EngineConfig, step
 from jaxkv.engine.drafting import Speculation
-from jaxkv.engine.requests import Requests
-from jaxkv.engine.state import Sequences, init
-from jaxkv.memory import Eviction, Pages, invariants
+from jaxkv.memory import Eviction, Pages
 from jaxkv.models import interface as models_interface
-from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.scheduling import interface as scheduling_interface
-from jaxkv.serving import (
-    host_swap,
-    interrupts,
-    outputs,
-    prefixes,
-    programs,
-    refusals,
-    tuning,
-)
+from jaxkv.serving import prefixes, refusals
+from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
-from jaxkv.serving.request_tracker import RequestTracker
 from jaxkv.serving.requests import Part, Record
-
-_IDLE_S = 0.01
-"""Longest sleep at a time: another thread may bring a request."""
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class _Call:
-    """A dispatched call whose results have not been read."""
-
-    info: step.StepInfo
-    drained: Sequences | None = None
-    num_pending: int = 0
-    """Requests that waited on the host meanwhile, if a trace is kept."""
 
 
 class Engine:
-    """Serves a model. See the module's first lines for how.
+    """Serves a model. `EngineCore` says how.
 
     Ctrl-C, or whatever else the handler of a signal raises, leaves it as it was between
     two calls to the device: what was submitted goes on with the next `stream` or
@@ -125,36 +88,24 @@ class Engine:
         )
         if host_pages is None:
             host_pages = config.num_pages
-        host_pages = validation.integer("host_pages", host_pages)
-        keep_trace = validation.boolean("keep_trace", keep_trace)
-        ends = refusals.end_tokens(eos_ids, tokenizer, config)
-        self.params, self.config, self.tokenizer = params, config, tokenizer
-        self.policy = fcfs.fcfs() if policy is None else policy
-        self.trace: list[step.StepInfo] = []
-        """Step infos of the calls read so far, as NumPy arrays."""
-        self._keep_trace = keep_trace
-        self._asked = False  # by the device, to move swapped pages
-        self._static = {
-            "config": config,
-            "forward": forward,
-            "logits_fn": logits_fn,
-            "speculation": speculation,
-        }
-        self._eviction = eviction
-        self._eos_ids, self._vocab_size = ends, vocab_size
-        memory = None if speculation is None else speculation.drafter.init(config)
-        state = init(config, pages, memory)
-        self._programs, self._state = _programs(params, state, mesh)
-        self._host = host_swap.HostSpace(host_pages, self._programs.move)
-        self._started = time.perf_counter()
+        self.tokenizer = tokenizer
+        self._eos_ids = refusals.end_tokens(eos_ids, tokenizer, config)
+        self._vocab_size, self._changes_logits = vocab_size, logits_fn is not None
         self._ids = itertools.count()
-        self._tracker = RequestTracker(config)
-        self._unread: collections.deque[_Call] = collections.deque()
-        self._num_steps = 0  # read so far
-        # Never held while the device is waited for, nor by a stream that was left.
-        self._lock = threading.RLock()
-        self._compiled: set[Any] = set()  # kinds of policies
-        self._lost: BaseException | None = None
+        self.core = EngineCore(
+            params,
+            forward,
+            pages,
+            config,
+            policy=fcfs.fcfs() if policy is None else policy,
+            eviction=eviction,
+            logits_fn=logits_fn,
+            speculation=speculation,
+            eos_ids=self._eos_ids,
+            host_pages=validation.integer("host_pages", host_pages),
+            keep_trace=validation.boolean("keep_trace", keep_trace),
+            mesh=mesh,
+        )
 
     @classmethod
     def load(
@@ -247,31 +198,35 @@ class Engine:
           ValueError: requests wait or run, the drafter is not `Adaptive`, or answers
             have no room for the calls.
         """
-        config, clock = self.config, from_seconds(0.0)
-        if self._tracker.records or self._unread:
-            raise ValueError("an engine must be idle to be tuned")
-        plan = tuning.plan(self._state, config, context)
+        self.core.tune(context)
 
-        def run(state: EngineState) -> EngineState:
-            rules = self._rules() | self._static
-            return self._programs.run_steps(self.params, state, clock, **rules)[0]
+    @property
+    def params(self) -> Any:
+        """The model's parameters, as `forward` takes them."""
+        return self.core.params
 
-        programs = tuning.Programs(
-            run,
-            lambda state, requests: self._programs.submit(
-                state, requests, config=config
-            )[0],
-            lambda state, ids: self._programs.drain(
-                *(state, ids, np.full_like(ids, -1), self._eviction)
-            )[0],
-        )
-        self._compile()
-        with self._lock, self._all_or_lost():
-            self._state = tuning.tune(self._state, programs, config, plan)
+    @property
+    def config(self) -> EngineConfig:
+        """The bounds."""
+        return self.core.config
+
+    @property
+    def policy(self) -> scheduling_interface.Policy:
+        """Who runs; another may be set at any time."""
+        return self.core.policy
+
+    @policy.setter
+    def policy(self, policy: scheduling_interface.Policy) -> None:
+        self.core.policy = policy
+
+    @property
+    def trace(self) -> list[step.StepInfo]:
+        """Step infos of the calls read so far, as NumPy arrays, where they are kept."""
+        return self.core.trace
 
     def now(self) -> float:
         """Seconds since the engine was made."""
-        return time.perf_counter() - self._started
+        return self.core.now()
 
     def submit(
         self,
@@ -309,7 +264,7 @@ class Engine:
             request_id = refusals.request_name("request_id", request_id)
         else:
             request_id = self._next_id()
-        self._add([self._record(request_id, tokens, ask, arrival_s)])
+        self.core.add([self._record(request_id, tokens, ask, arrival_s)])
         return request_id
 
     def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
@@ -325,12 +280,7 @@ class Engine:
         Raises:
           ValueError: there is no prefix cache, or there are too many tokens.
         """
-        prefix = prefixes.of_tokens(tokens, salt, self.config)
-        with self._lock:
-            self._refuse_if_lost()
-            found, num = self._programs.take_out(self._state, prefix)
-        num = int(num)
-        return jax.tree.map(lambda x: np.asarray(x)[:, :num], found), num
+        return self.core.take_prefix(prefixes.of_tokens(tokens, salt, self.config))
 
     def bring_prefix(self, tokens: Sequence[int], pages: Any, *, salt: int = 0) -> int:
         """Puts pages into the prefix cache, as another engine's `take_prefix` gave.
@@ -348,17 +298,8 @@ class Engine:
         Raises:
           ValueError: there is no prefix cache, or the arrays do not fit this engine's.
         """
-        prefix, whole = prefixes.padded(
-            prefixes.of_tokens(tokens, salt, self.config),
-            *(pages, self._state.pages, self.config),
-        )
-        with self._lock, interrupts.signals():
-            self._refuse_if_lost()
-            with self._all_or_lost():
-                self._state, cached = self._programs.bring_in(
-                    self._state, prefix, whole, self._eviction
-                )
-        return int(cached)
+        prefix = prefixes.of_tokens(tokens, salt, self.config)
+        return self.core.bring_prefix(prefix, pages)
 
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored.
@@ -366,9 +307,7 @@ class Engine:
         Raises:
           ValueError: it is no name, which is a whole number in [0, 2**31).
         """
-        name = refusals.request_name("request_id", request_id)
-        with self._lock, interrupts.signals():
-            self._tracker.cancel(name, self.now())
+        self.core.cancel(refusals.request_name("request_id", request_id))
 
     def generate(
         self,
@@ -401,13 +340,12 @@ class Engine:
             for pair in zip(encoded, asks, strict=True)
         ]
         try:
-            self._add(records)
+            self.core.add(records)
             while not all(record.completion for record in records):
-                self._turn()
-            while self._unread and not self._tracker.has_work(self.now()):
-                self._turn()  # nobody needs what is under way: leave nothing
+                self.core.turn()
+            self.core.settle()
         except BaseException:
-            self._withdraw(records)
+            self.core.withdraw(records)
             raise
         return [record.completion for record in records if record.completion]
 
@@ -416,17 +354,17 @@ class Engine:
 
         A stream may be left at any event; the next one goes on with the event after.
         """
-        tracker = self._tracker
-        while tracker.events or tracker.records or self._unread:
+        events = self.core.tracker.events
+        while self.core.owes():
             with contextlib.suppress(IndexError):  # another thread was quicker
                 # One step of the interpreter takes an event and hands it out: no signal
                 # comes between the two.
                 while True:
-                    yield from map(collections.deque.popleft, [tracker.events])
-            self._turn()
+                    yield from map(collections.deque.popleft, [events])
+            self.core.turn()
 
     def _next_id(self) -> int:
-        return next(name for name in self._ids if name not in self._tracker.records)
+        return next(name for name in self._ids if name not in self.core.tracker.records)
 
     def _record(
         self,
@@ -451,149 +389,6 @@ class Engine:
             is_quiet=is_quiet,
         )
 
-    def _add(self, records: Sequence[Record]) -> None:
-        """Takes requests."""
-        with self._lock, interrupts.signals():
-            self._refuse_if_lost()
-            for record in records:
-                self._tracker.add(record)
-
-    def _withdraw(self, records: Sequence[Record]) -> None:
-        """Cancels those of the requests that were taken and are not complete."""
-        with self._lock, interrupts.signals():
-            for record in records:
-                if self._tracker.records.get(record.request_id) is record:
-                    self._tracker.cancel(record.request_id, self.now())
-
-    def _turn(self) -> None:
-        """Starts the next steps if there is work, and reads those before."""
-        tracker, call = self._tracker, None
-        with self._lock:
-            self._refuse_if_lost()
-            if tracker.withdrawn:
-                with interrupts.signals():
-                    tracker.tell_withdrawn()
-            if tracker.has_work(self.now()) and len(self._unread) < 2:
-                self._dispatch()
-            # One call is always under way while the one before is read.
-            if len(self._unread) > tracker.has_work(self.now()):
-                call = self._unread[0]
-            wait_s = 0.0 if self._unread else tracker.next_arrival_s() - self.now()
-        if call is not None:
-            self._read(call)
-        elif 0 < wait_s < math.inf:
-            time.sleep(min(wait_s, _IDLE_S))
-
-    def _dispatch(self) -> None:
-        """Hands over what there is room for, then starts the next steps."""
-        self._compile()
-        if self._asked:
-            # Rare, so it is done with nothing under way, where all is known.
-            while self._unread:
-                self._read(self._unread[0])
-            self._host.compile(self._state)
-            with interrupts.signals(), self._all_or_lost():
-                self._state, self._asked = self._host.exchange(self._state), False
-        tracker, config = self._tracker, self.config
-        with interrupts.signals():
-            batch = tracker.next_batch(self.now())
-            requests = self._requests(batch) if batch else None
-            with self._all_or_lost():
-                if requests is not None:
-                    self._state, _ = self._programs.submit(
-                        self._state, requests, config=config
-                    )
-                    tracker.hand_over(batch)
-                clock = from_seconds(self.now())
-                self._state, info = self._programs.run_steps(
-                    self.params, self._state, clock, **self._rules(), **self._static
-                )
-                self._unread.append(call := _Call(info=info))
-                if self._keep_trace:
-                    call.num_pending = tracker.num_pending(self.now())
-                if (named := tracker.next_cancels()) is not None:
-                    names, samples = named[:, 0], named[:, 1]
-                    args = (self._state, names, samples, self._eviction)
-                    self._state, call.drained = self._programs.drain(*args)
-
-    def _rules(self) -> dict[str, Any]:
-        """What the steps decide by."""
-        return {"policy": self.policy, "eviction": self._eviction}
-
-    def _compile(self) -> None:
-        """Makes the programs, all before one of them consumes the state.
-
-        So whatever ends this, Ctrl-C or a model that cannot be traced, costs nothing.
-        """
-        kind = jax.tree.structure(self.policy)
-        if kind in self._compiled:
-            return
-        state, config, clock = self._state, self.config, from_seconds(0.0)
-        blank = self._record(0, [0], Sampling.greedy())
-        names = np.full(config.max_sequences, -1, np.int32)
-        programs = (
-            self._programs.submit.lower(state, self._requests([blank]), config=config),
-            self._programs.run_steps.lower(
-                self.params, state, clock, **self._rules(), **self._static
-            ),
-            self._programs.drain.lower(state, names, names, self._eviction),
-        )
-        for program in programs:
-            program.compile()
-        self._compiled.add(kind)
-
-    def _requests(self, batch: list[Record]) -> Requests:
-        """Lines up what is to be handed over."""
-        return outputs.make_requests(
-            [record.prompt for record in batch],
-            [record.sampling for record in batch],
-            config=self.config,
-            request_ids=[record.request_id for record in batch],
-            arrivals_s=[record.arrival_s for record in batch],
-            eos_ids=self._eos_ids,
-            width=max(self.config.submit_width, self.config.max_slots),
-        )
-
-    def _read(self, call: _Call) -> None:
-        """Notes what a call emitted, then which requests are complete."""
-        try:  # here the host waits; Ctrl-C ends it with nothing noted
-            info = jax.tree.map(np.asarray, call.info)
-            if call.drained is not None:
-                call.drained.status.block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
-            self._lost = error
-            raise
-        with self._lock, interrupts.signals(), self._all_or_lost():
-            if not self._unread or self._unread[0] is not call:
-                return  # another thread was quicker
-            if info.violations is not None:
-                invariants.refuse(info.violations, first_step=self._num_steps)
-            self._num_steps += len(info.enough)
-            self._asked |= bool(info.asks_host[-1])
-            if self._keep_trace:
-                waiting = info.num_waiting + call.num_pending
-                self.trace.append(info._replace(num_waiting=waiting))
-            self._tracker.read(info, self.now())
-            if call.drained is not None:
-                self._tracker.collect(call.drained, self.now())
-            self._unread.popleft()
-
-    @contextlib.contextmanager
-    def _all_or_lost(self) -> Generator[None]:
-        """Notes that the engine cannot go on if what it holds fails half-way."""
-        try:
-            yield
-        except BaseException as error:
-            self._lost = error
-            raise
-
-    def _refuse_if_lost(self) -> None:
-        if self._lost is not None:
-            kind, said = type(self._lost).__name__, str(self._lost).partition("\n")[0]
-            raise RuntimeError(
-                f"this engine is lost, make a new one; {kind}: {said}"
-            ) from self._lost
-
     def _checked(self, prompt: object, ask: object) -> list[int]:
         """The tokens of a prompt, after all of the request was checked."""
         tokens = prompt
@@ -608,22 +403,5 @@ class Engine:
             num_eos=0 if ignores else len(self._eos_ids),
             vocab_size=self._vocab_size,
             has_text=self.tokenizer is not None,
-            has_logits_fn=self._static["logits_fn"] is not None,
+            has_logits_fn=self._changes_logits,
         )
-
-
-def _programs(
-    params: Any, state: EngineState, mesh: Mesh | None
-) -> tuple[programs.Programs, EngineState]:
-    """The programs, and the state where they take it.
-
-    Raises:
-      ValueError: parameters are not on the mesh, or it does not divide pages.
-    """
-    if mesh is None:
-        return programs.LOCAL, state
-    layout.check_pages(mesh, page_size=state.pages.page_size)
-    specs = layout.specs_on(params, mesh)
-    divided = layout.state_specs(state)
-    state = layout.place(state, divided, mesh)
-    return programs.on_mesh(programs.divided(mesh, specs, divided)), state

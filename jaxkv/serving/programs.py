@@ -52,12 +52,6 @@ class Divided(NamedTuple):
     trees: tuple[Any, Any]
 
 
-def divided(mesh: Mesh, params: Any, state: Any) -> Divided:
-    """Notes how parameters and state are divided, by trees of specs."""
-    flat = [jax.tree.flatten(tree) for tree in (params, state)]
-    return Divided(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))
-
-
 def _cancel_and_drain(
     state: EngineState,
     request_ids: Int32[Array, " n"],
@@ -149,3 +143,26 @@ def on_mesh(how: Divided) -> Programs:
         jax.jit(take_out),
         jax.jit(bring_in, donate_argnums=0),
     )
+
+
+def place(
+    params: Any, state: EngineState, mesh: Mesh | None
+) -> tuple[Programs, EngineState]:
+    """The programs, and the state where they take it.
+
+    Raises:
+      ValueError: parameters are not on the mesh, or it does not divide pages.
+    """
+    if mesh is None:
+        return LOCAL, state
+    layout.check_pages(mesh, page_size=state.pages.page_size)
+    specs = layout.specs_on(params, mesh)
+    leaves = layout.state_specs(state)
+    state = layout.place(state, leaves, mesh)
+    return on_mesh(_divided(mesh, specs, leaves)), state
+
+
+def _divided(mesh: Mesh, params: Any, state: Any) -> Divided:
+    """Notes how parameters and state are divided, by trees of specs."""
+    flat = [jax.tree.flatten(tree) for tree in (params, state)]
+    return Divided(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from jaxkv import validation
 from jaxkv.engine import EngineConfig, EngineState
 from jaxkv.sampling import Sampling
-from jaxkv.serving import outputs
+from jaxkv.serving import request_batch
 from jaxkv.speculation.adaptive import Costs, Learned, with_costs
 
 _ROUNDS = 3
@@ -121,7 +121,7 @@ def _measure(
     names[:num] = np.arange(num)
     width = max(config.submit_width, config.max_slots)
     prompts, asks = [[0] * plan.context] * num, [ask] * num
-    requests = outputs.make_requests(prompts, asks, config=config, width=width)
+    requests = request_batch.make_requests(prompts, asks, config=config, width=width)
     state = programs.submit(_forced(state, 0), requests)
     calls = _steps_of_reading(plan.context, config) // config.steps_per_call
     for _ in range(calls):

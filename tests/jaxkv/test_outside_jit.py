@@ -15,7 +15,7 @@ from jaxkv.engine.state import EngineConfig
 from jaxkv.models import paged, transformer
 from jaxkv.sampling import Sampling, beam_search
 from jaxkv.scheduling import fcfs, static_batching
-from jaxkv.serving import outputs
+from jaxkv.serving import request_batch
 from jaxkv.simulation import contiguous, step
 from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.workloads import arrivals
@@ -53,7 +53,7 @@ def cache() -> decoding.Cache:
 
 def requests() -> Requests:
     asks = [Sampling(seed=1), Sampling(n=2)]
-    return outputs.make_requests([[1, 2, 3], [4]], asks, config=CONFIG, width=4)
+    return request_batch.make_requests([[1, 2, 3], [4]], asks, config=CONFIG, width=4)
 
 
 def simulated(**fields: Any) -> Simulation:

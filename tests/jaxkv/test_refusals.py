@@ -24,7 +24,7 @@ from jaxkv.memory import kv_pages, page_pool, page_table, prefix_cache
 from jaxkv.models import paged
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
 from jaxkv.sampling import Sampling, beam_search
-from jaxkv.serving import device_memory, outputs
+from jaxkv.serving import device_memory, request_batch
 from jaxkv.simulation import contiguous
 from jaxkv.workloads import arrivals, lengths
 from tests.support import engines
@@ -71,9 +71,9 @@ def _nothing_is_left(engine: jaxkv.Engine, known: list[list[int]]) -> Any:
 def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
     """The engine is idle and empty, and serves what it served before."""
     assert list(engine.stream()) == []
-    assert engine._tracker.is_empty()
+    assert engine.core.tracker.is_empty()
     assert [each.tokens for each in engine.generate(PROMPTS, GREEDY)] == known
-    engines.assert_empty(engine._state)
+    engines.assert_empty(engine.core.state)
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -293,7 +293,7 @@ def asked(**fields: Any) -> Any:
     given: dict[str, Any] = {"prompts": [[1], [2]], "asks": [GREEDY] * 2}
     given |= fields
     prompts, asks = given.pop("prompts"), given.pop("asks")
-    return outputs.make_requests(prompts, asks, config=BOUNDS, **given)
+    return request_batch.make_requests(prompts, asks, config=BOUNDS, **given)
 
 
 def bounds(**fields: Any) -> Any:
@@ -585,7 +585,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
         fields["request_id"] = rng.choice([*VALUES, 10**6, np.int32(10**6 + 1)])
     if rng.random() < 0.2:
         fields["arrival_s"] = rng.choice([*VALUES, engine.now() + 0.01])
-    num = len(engine._tracker.records)
+    num = len(engine.core.tracker.records)
     try:
         if len(prompts) > 1:
             asks = [drawn_sampling(rng) for _ in prompts]
@@ -595,7 +595,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
         name = engine.submit(prompts[0], drawn_sampling(rng), **fields)
     except ValueError as error:
         check_line(str(error))
-        assert len(engine._tracker.records) == num
+        assert len(engine.core.tracker.records) == num
         return set()
     if fields.get("arrival_s") is not None and fields["arrival_s"] > engine.now() + 1:
         engine.cancel(name)

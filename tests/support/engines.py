@@ -35,7 +35,7 @@ from jaxkv.models import Forward, checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import Sampling, sampler
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.serving import host_swap, outputs
+from jaxkv.serving import host_swap, request_batch
 from jaxkv.text.tokenizer import ByteTokenizer
 from tests.support.shapes import SMALL
 
@@ -214,7 +214,7 @@ def start(
 
 def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
     """Requests as the engine takes them, `submit_width` rows of NumPy arrays."""
-    return outputs.make_requests(
+    return request_batch.make_requests(
         [ask.prompt for ask in asks],
         [ask.sampling for ask in asks],
         config=config,

@@ -16,7 +16,7 @@ from jaxkv.memory import kv_pages
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.serving import outputs
+from jaxkv.serving import request_batch
 from jaxkv.simulation import Acceptance, state, step
 from jaxkv.workloads import arrivals
 from tests.support.engines import FAST_COMPILE
@@ -223,7 +223,7 @@ def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineS
         Sampling(n=int(n), max_tokens=int(most), temperature=1.0)
         for n, most in zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
     ]
-    requests = outputs.make_requests(
+    requests = request_batch.make_requests(
         prompts, asks, config=config, width=config.submit_width
     )
     arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)

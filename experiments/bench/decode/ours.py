@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from jaxkv.engine import state, step
 from jaxkv.memory import Pages
 from jaxkv.models import ForwardResult, checkpoints
 from jaxkv.sampling import Sampling
-from jaxkv.serving import engine
+from jaxkv.serving import Engine
+from jaxkv.serving.core import EngineCore
 from jaxkv.speculation import methods
 
 
@@ -62,58 +63,55 @@ class CallTimes(NamedTuple):
     fed: bool
 
 
-class WatchedEngine(engine.Engine):
-    """An `Engine` that can note when each call is dispatched, and when it is ready."""
+@contextlib.contextmanager
+def watch(core: EngineCore) -> Generator[list[CallTimes]]:
+    """Notes the times of the calls made inside; the list is whole at the end.
 
-    _note: Callable[[Any], Any] | None = None
-
-    @contextlib.contextmanager
-    def watch(self) -> Generator[list[CallTimes]]:
-        """Notes the times of the calls made inside; the list is whole at the end.
-
-        A second thread waits for the results and does nothing else, so the engine's own
-        order of work stays as it is.
-        """
-        times: list[CallTimes] = []
-        with concurrent.futures.ThreadPoolExecutor(1) as waiting:
-            self._note = lambda call: waiting.submit(
-                _wait, call, time.perf_counter(), times
-            )
-            try:
-                yield times
-            finally:
-                self._note = None
-
-    @contextlib.contextmanager
-    def served_by(self, forward: Any) -> Generator[None]:
-        """Serves with another forward pass, which is compiled where it is new."""
-        before = self._static
-        self._static = before | {"forward": forward}
+    A second thread waits for the results and does nothing else, so the engine's own
+    order of work stays as it is.
+    """
+    times: list[CallTimes] = []
+    with concurrent.futures.ThreadPoolExecutor(1) as waiting:
+        core.on_dispatch = lambda call: waiting.submit(
+            _wait, call, time.perf_counter(), times
+        )
         try:
-            yield
+            yield times
         finally:
-            self._static = before
+            core.on_dispatch = None
 
-    def skip_reading(self, forward: Any, num_tokens: int) -> None:
-        """Passes over the prompts of all that wait, in one step.
 
-        Args:
-          forward: what feeds their tokens in place of the model, for nothing.
-          num_tokens: how many those are.
-        """
-        self._compile()  # the engine's own programs first
-        budget = max(num_tokens, self.config.token_budget)
-        wide = dataclasses.replace(self.config, token_budget=budget, steps_per_call=1)
-        with self.served_by(forward):
-            self._static |= {"config": wide}
-            self._dispatch()
-        self._read(self._unread[0])
+@contextlib.contextmanager
+def served_by(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
+    """Serves with another forward pass, which is compiled where it is new.
 
-    def _dispatch(self) -> None:
-        num_unread = len(self._unread)
-        super()._dispatch()
-        if self._note is not None and len(self._unread) > num_unread:
-            self._note(self._unread[-1])
+    Args:
+      core: of the engine.
+      forward: the pass.
+      **fields: of the configuration that are others, too.
+    """
+    before = core.static
+    config = dataclasses.replace(before["config"], **fields)
+    core.static = before | {"forward": forward, "config": config}
+    try:
+        yield
+    finally:
+        core.static = before
+
+
+def skip_reading(core: EngineCore, forward: Any, num_tokens: int) -> None:
+    """Passes over the prompts of all that wait, in one step.
+
+    Args:
+      core: of the engine.
+      forward: what feeds their tokens in place of the model, for nothing.
+      num_tokens: how many those are.
+    """
+    core.compile()  # the engine's own programs first
+    budget = max(num_tokens, core.config.token_budget)
+    with served_by(core, forward, token_budget=budget, steps_per_call=1):
+        core.dispatch()
+    core.read(core.unread[0])
 
 
 def _wait(call: Any, dispatched_s: float, times: list[CallTimes]) -> None:
@@ -240,7 +238,7 @@ class Ours:
         served = methods.serve(target, bounds, dtype=dtype, method=speculate)
         self._bounds, self._vocab_size = bounds, model.config.vocab_size
         self.forward = served.forward
-        self._engine = WatchedEngine(
+        self._engine = Engine(
             served.params,
             served.forward,
             random_pages(served.pages),
@@ -252,7 +250,7 @@ class Ours:
         )
         self._host_shares: list[float | None] = []
         start_s = time.perf_counter()
-        self._engine._compile()
+        self._engine.core.compile()
         self.compile_s = time.perf_counter() - start_s
 
     @property
@@ -327,9 +325,11 @@ class Ours:
         num_tokens = min(most, first + num_tokens)
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
-        served.skip_reading(Unread(self._vocab_size), len(prompts) * len(prompts[0]))
+        num_read = len(prompts) * len(prompts[0])
+        skip_reading(served.core, Unread(self._vocab_size), num_read)
         served.trace.clear()
-        with served.watch() as calls, served.served_by(forward or self.forward):
+        how = served_by(served.core, forward or self.forward)
+        with watch(served.core) as calls, how:
             end_s = time.perf_counter() + turn_s
             for _ in served.stream():
                 late = time.perf_counter() > end_s

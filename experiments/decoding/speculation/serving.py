@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from experiments.bench import turns
-from experiments.bench.decode.ours import CallTimes, WatchedEngine
+from experiments.bench.decode.ours import CallTimes, watch
 from experiments.harness import prompts
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
+from jaxkv.serving import Engine
 from jaxkv.speculation import (
     Jacobi,
     Speculation,
@@ -178,8 +179,11 @@ class Server:
             draft=small,
             adaptive=its.adaptive,
         )
-        self._engine = WatchedEngine(
-            *(served.params, served.forward, served.pages, config),
+        self._engine = Engine(
+            served.params,
+            served.forward,
+            served.pages,
+            config,
             eos_ids=(),
             speculation=speculation or served.speculation,
             keep_trace=True,
@@ -199,7 +203,7 @@ class Server:
         for start in range(0, len(prompts), batch):
             end = start + batch
             self._engine.trace.clear()
-            with self._engine.watch() as times:
+            with watch(self._engine.core) as times:
                 done = self._engine.generate(prompts[start:end], asks[start:end])
             answers += [completion.tokens for completion in done]
             counts = counts.plus(count(self.info(), times, batch))

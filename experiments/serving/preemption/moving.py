@@ -27,7 +27,7 @@ from jaxkv.models import checkpoints, paged
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
-from jaxkv.serving import host_swap, outputs, programs
+from jaxkv.serving import host_swap, programs, request_batch
 
 POOL_TOKENS = 4096
 """Token places in the pool, over which a request's pages are scattered."""
@@ -121,7 +121,7 @@ def _time_reading(
     ask, clock = Sampling.greedy(max_tokens=1), from_seconds(0.0)
     found = []
     for _ in range(repeats + 1):
-        asked = outputs.make_requests(
+        asked = request_batch.make_requests(
             [request.tokens],
             [ask],
             config=config,

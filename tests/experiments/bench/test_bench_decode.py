@@ -187,11 +187,11 @@ def test_a_context_that_nobody_read_is_one_that_was_fed() -> None:
     bounds = experiment._bounds(config, 2, 8)
     one = ours.Ours(model, bounds, "float32")
     engine = one._engine
-    before = jax.tree.map(np.array, engine._state.pages)
+    before = jax.tree.map(np.array, engine.core.state.pages)
     for name in range(2):
         engine.submit([5] * 8, Sampling.greedy(max_tokens=4), request_id=name)
-    engine.skip_reading(ours.Unread(model.config.vocab_size), 16)
-    state = engine._state
+    ours.skip_reading(engine.core, ours.Unread(model.config.vocab_size), 16)
+    state = engine.core.state
     np.testing.assert_array_equal(state.table.length, [8, 8])
     np.testing.assert_array_equal(state.pages.k, before.k)
     assert float(jnp.std(state.pages.k)) == pytest.approx(1, abs=0.1)

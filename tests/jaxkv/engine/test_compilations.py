@@ -140,7 +140,8 @@ def test_loading_the_same_folder_twice_compiles_once() -> None:
     # `Forward` and `EngineConfig` are compared by value, never by identity.
     folder = TOKENIZED
     one, two = (
-        jaxkv.Engine.load(folder, num_pages=8, max_length=32)._static for _ in range(2)
+        jaxkv.Engine.load(folder, num_pages=8, max_length=32).core.static
+        for _ in range(2)
     )
     assert one == two
     assert hash(tuple(one.values())) == hash(tuple(two.values()))

@@ -236,15 +236,11 @@ def test_pages_are_never_sent_nor_copied() -> None:
     for num_pages in (61, 610):
         fields = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
-        program = engine._programs.run_steps.lower(
-            *(engine.params, engine._state, np.zeros(2, np.int32)),
-            **engine._rules(),
-            **engine._static,
-        ).compile()
+        program = engine.core.lower().compile()
         for each in collectives.collectives(program.as_text()):
             assert each.kind == "all-reduce"
             assert all(num_pages not in sides for _, sides in each.shapes)
-        leaves = jax.tree.leaves(engine._state.pages)
+        leaves = jax.tree.leaves(engine.core.state.pages)
         pool = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         assert pool * 2 == sum(leaf.nbytes for leaf in leaves)
         sizes.append((program.memory_analysis().temp_size_in_bytes, pool))

@@ -203,7 +203,7 @@ def answers(folder: Any, mesh: Any, **fields: Any) -> list[Any]:
 
 def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
     """What every device has of the state is the same on all."""
-    for leaf in jax.tree.leaves(engine._state):
+    for leaf in jax.tree.leaves(engine.core.state):
         if leaf.sharding.is_fully_replicated:
             first, *others = (np.asarray(x.data) for x in leaf.addressable_shards)
             for other in others:
@@ -265,25 +265,18 @@ def test_pages_are_never_sent_nor_copied() -> None:
     for num_pages in (61, 610):
         fields: Any = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
-        program = lowered(engine).compile()
+        program = engine.core.lower().compile()
         for each in collectives.collectives(program.as_text()):
             assert all(num_pages not in sides for _, sides in each.shapes)
             assert each.kind in ("all-reduce", "all-gather")
         memory = program.memory_analysis()
         pool = sum(
             leaf.addressable_shards[0].data.nbytes
-            for leaf in jax.tree.leaves(engine._state.pages)
+            for leaf in jax.tree.leaves(engine.core.state.pages)
         )
         sizes.append((memory.temp_size_in_bytes, pool))
     (small, small_pool), (big, big_pool) = sizes
     assert big - small < 0.05 * (big_pool - small_pool)
-
-
-def lowered(engine: jaxkv.Engine) -> Any:
-    clock = np.zeros(2, np.int32)
-    return engine._programs.run_steps.lower(
-        engine.params, engine._state, clock, **engine._rules(), **engine._static
-    )
 
 
 @pytest.mark.thorough

@@ -55,10 +55,10 @@ def _python_handles_it() -> Iterator[None]:
 
 
 PHASES = {
-    "submit": ("submit", "_record", "_add", "add", "generate", "_next_id", "_checked"),
-    "compile": ("_compile",),
-    "call": ("_turn", "_dispatch", "next_batch", "hand_over", "make_requests"),
-    "read": ("_read", "read", "extend", "_tell", "emitted", "stream", "_all_or_lost"),
+    "submit": ("submit", "_record", "add", "generate", "_next_id", "_checked"),
+    "compile": ("compile",),
+    "call": ("turn", "dispatch", "next_batch", "hand_over", "make_requests"),
+    "read": ("read", "extend", "_tell", "emitted", "stream", "_all_or_lost"),
     "drain": ("next_cancels", "collect", "_close", "close", "complete"),
     "copy": ("exchange", "no_moves"),
     "defer": ("__enter__", "__exit__", "_note", "_restore", "_deliver"),
@@ -66,6 +66,8 @@ PHASES = {
 """Functions in whose lines each phase takes place."""
 FILES = (
     "engine",
+    "core",
+    "request_batch",
     "request_tracker",
     "requests",
     "outputs",
@@ -103,7 +105,7 @@ class Interrupter:
 
 def work(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
     """Asks in both ways; `told` takes what events tell of each request submitted."""
-    engine._compiled.clear()  # so that programs are asked for again
+    engine.core._compiled.clear()  # so that programs are asked for again
     told[engine.submit(ASKED[0], LONG, request_id=1000)] = []
     engine.generate(KNOWN, ASK)
     told[engine.submit(ASKED[1], LONG, request_id=1001)] = []
@@ -127,18 +129,18 @@ def check(engine: jaxkv.Engine, told: dict[int, list[int]], expected: dict) -> N
     for name, tokens in told.items():
         assert tokens == expected[tuple(ASKED[name - 1000])]
     told.clear()
-    engines.assert_empty(engine._state)
-    assert not np.asarray(engine._state.sequences.status).any()
-    assert engine._tracker.is_empty()
-    assert engine._tracker._requests == 0
-    assert not engine._unread
-    assert engine._host.num_used == 0
+    engines.assert_empty(engine.core.state)
+    assert not np.asarray(engine.core.state.sequences.status).any()
+    assert engine.core.tracker.is_empty()
+    assert engine.core.tracker._requests == 0
+    assert not engine.core.unread
+    assert engine.core._host.num_used == 0
     engine.trace.clear()
 
 
 def swaps(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
     """Has pages travel to the host and back."""
-    engine._host._is_compiled = False
+    engine.core._host._is_compiled = False
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
     engine.generate(prompts, Sampling(max_tokens=55, ignore_eos=True))
 

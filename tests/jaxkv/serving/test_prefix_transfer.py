@@ -88,7 +88,7 @@ def test_a_full_pool_takes_what_it_has_room_for() -> None:
     assert there.bring_prefix(PROMPT, sent) == num
     found = answer(there, PROMPT)
     assert found.num_cached == num * PAGE
-    engines.assert_empty(there._state)
+    engines.assert_empty(there.core.state)
     # While a sequence of 15 pages runs, of 24 there are 9 for two prompts' 12.
     there = make_engine()
     there.submit(others[0], Sampling.greedy(max_tokens=30, ignore_eos=True))

@@ -68,11 +68,11 @@ def assert_idle(engine: jaxkv.Engine) -> None:
     assert list(engine.stream()) == []
     for info in engine.trace:
         engines.assert_sound(info)
-    engines.assert_empty(engine._state)
-    assert not np.asarray(engine._state.sequences.status).any()
-    assert engine._tracker.is_empty()
-    assert not engine._tracker.has_work(1e9)
-    assert engine._tracker._requests == 0
+    engines.assert_empty(engine.core.state)
+    assert not np.asarray(engine.core.state.sequences.status).any()
+    assert engine.core.tracker.is_empty()
+    assert not engine.core.tracker.has_work(1e9)
+    assert engine.core.tracker._requests == 0
 
 
 def drawn(prompt: list[int] | str, ask: Sampling, name: int = 0) -> list[list[int]]:
@@ -214,7 +214,7 @@ def test_generate_does_not_wait_for_what_others_asked(engine: jaxkv.Engine) -> N
     long = Sampling.greedy(max_tokens=60, ignore_eos=True)
     names = [engine.submit("x", long) for _ in range(2)]
     engine.generate(["x"], Sampling.greedy(max_tokens=1))
-    assert sorted(engine._tracker.records) == names
+    assert sorted(engine.core.tracker.records) == names
     told = listen(engine)
     assert sorted(told.done) == names
     for name, each in told.done.items():
@@ -702,8 +702,8 @@ def test_a_broken_invariant_is_raised_with_its_step() -> None:
     engine = make_engine()
     engine.generate(["x"], Sampling.greedy(max_tokens=5))
     num_steps = sum(len(info.enough) for info in engine.trace)
-    pool = engine._state.pool
-    engine._state = engine._state._replace(
+    pool = engine.core.state.pool
+    engine.core.state = engine.core.state._replace(
         pool=pool._replace(ref=pool.ref.at[3].add(1))
     )
     name = engine.submit("x")
@@ -739,9 +739,9 @@ def test_a_device_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None
         jax.tree.map(lambda x: x.delete(), state.pool)
         raise jax.errors.JaxRuntimeError("INTERNAL: no device\nmore of it")
 
-    monkeypatch.setattr(engine._host, "compile", lambda state: None)
-    monkeypatch.setattr(engine._host, "exchange", fail)
-    engine._asked = True
+    monkeypatch.setattr(engine.core._host, "compile", lambda state: None)
+    monkeypatch.setattr(engine.core._host, "exchange", fail)
+    engine.core._asked = True
     with pytest.raises(jax.errors.JaxRuntimeError, match="no device"):
         next(engine.stream())
     is_lost(engine, "JaxRuntimeError: INTERNAL: no device")
@@ -766,7 +766,7 @@ def test_a_function_that_cannot_be_traced_costs_nothing() -> None:
     [done] = engine.generate(PROMPTS[:1], GREEDY)
     assert done.text == answer_text(PROMPTS[0])
     assert [each.text for each in completions(engine).values()] == [answer_text("x")]
-    assert name not in engine._tracker.records
+    assert name not in engine.core.tracker.records
     assert_idle(engine)
 
 
@@ -893,7 +893,7 @@ def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -
     assert sum(each.num_preempted for each in plain) > 1
     assert not any(each.num_recomputed for each in done.values())
     assert any(info.asks_host[-1] for info in full.trace)
-    assert full._host.num_used == 0
+    assert full.core._host.num_used == 0
     with pytest.raises(ValueError, match="host_pages=-1 must be at least 0"):
         make_engine(host_pages=-1)
 

@@ -162,9 +162,9 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     engine = engine_of(Adaptive(NGram(1, 2)), steps_per_call=2)
     before = engine.generate(prompts, ask)
     num_programs = run._cache_size()
-    guessed = np.array(engine._state.memory.costs.steps)
+    guessed = np.array(engine.core.state.memory.costs.steps)
     engine.tune()
-    state = jax.tree.map(np.asarray, engine._state)
+    state = jax.tree.map(np.asarray, engine.core.state)
     assert not state.pool.ref.any()
     assert (state.slots.sequence < 0).all()
     assert state.memory.forced == -1

@@ -1,0 +1,325 @@
+"""The engine's core: what runs on the device, dispatched ahead and read a call late.
+
+`EngineCore` owns the state and its compiled programs. In every turn it hands over
+waiting requests, dispatches the next steps, and only then reads what the last ones
+emitted: the device never waits for Python. It never looks into the state either; what
+it must know, its tracker counts.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxkv.clock import from_seconds
+from jaxkv.engine import EngineConfig, EngineState, step
+from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.requests import Requests
+from jaxkv.engine.state import Sequences, init
+from jaxkv.memory import Eviction, Pages, Prefix, invariants
+from jaxkv.models import interface as models_interface
+from jaxkv.scheduling import interface as scheduling_interface
+from jaxkv.serving import (
+    host_swap,
+    interrupts,
+    prefixes,
+    programs,
+    request_batch,
+    tuning,
+)
+from jaxkv.serving.request_tracker import RequestTracker
+from jaxkv.serving.requests import Record
+
+_IDLE_S = 0.01
+"""Longest sleep at a time: another thread may bring a request."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Call:
+    """A dispatched call whose results have not been read."""
+
+    info: step.StepInfo
+    drained: Sequences | None = None
+    num_pending: int = 0
+    """Requests that waited on the host meanwhile, if a trace is kept."""
+
+
+class EngineCore:
+    """Runs requests on the device, for any number of threads.
+
+    Whoever waits for something takes turns for all, one call at a time. Where something
+    fails inside such a call, on the device say, or an invariant in debug mode, the core
+    is lost: every later use says so in a `RuntimeError`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        forward: models_interface.Forward,
+        pages: Pages,
+        config: EngineConfig,
+        *,
+        policy: scheduling_interface.Policy,
+        eviction: Eviction | None,
+        logits_fn: step.LogitsFn | None,
+        speculation: Speculation | None,
+        eos_ids: tuple[int, ...],
+        host_pages: int,
+        keep_trace: bool,
+        mesh: Mesh | None,
+    ):
+        """Makes an idle core; compiles nothing yet. Arguments are those of `Engine`.
+
+        Raises:
+          ValueError: the pages do not fit the configuration, or the mesh.
+        """
+        self.params, self.config, self.policy = params, config, policy
+        self.trace: list[step.StepInfo] = []
+        self._eviction, self._eos_ids = eviction, eos_ids
+        self.static: dict[str, Any] = {
+            "config": config,
+            "forward": forward,
+            "logits_fn": logits_fn,
+            "speculation": speculation,
+        }
+        """What the steps are compiled for."""
+        memory = None if speculation is None else speculation.drafter.init(config)
+        state = init(config, pages, memory)
+        self._programs, self.state = programs.place(params, state, mesh)
+        self._host = host_swap.HostSpace(host_pages, self._programs.move)
+        self.tracker = RequestTracker(config)
+        self.unread: collections.deque[Call] = collections.deque()
+        """Calls under way, or done and not read; at most two."""
+        self.on_dispatch: Callable[[Call], Any] | None = None
+        """Is told of every call, to note times say."""
+        self._asked = False  # by the device, to move swapped pages
+        self._num_steps = 0  # read so far
+        self._keep_trace, self._started = keep_trace, time.perf_counter()
+        # Never held while the device is waited for, nor by a stream that was left.
+        self._lock = threading.RLock()
+        self._compiled: set[Any] = set()  # kinds of policies
+        self._lost: BaseException | None = None
+
+    def now(self) -> float:
+        """Seconds since the core was made."""
+        return time.perf_counter() - self._started
+
+    def has_work(self) -> bool:
+        """Whether there is a reason to run the device."""
+        return self.tracker.has_work(self.now())
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Takes requests.
+
+        Raises:
+          ValueError: one has the name of a request that is still running.
+        """
+        with self._lock, interrupts.signals():
+            self._refuse_if_lost()
+            for record in records:
+                self.tracker.add(record)
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request with what it has; names of nobody are ignored."""
+        with self._lock, interrupts.signals():
+            self.tracker.cancel(request_id, self.now())
+
+    def withdraw(self, records: Sequence[Record]) -> None:
+        """Cancels those of the requests that were taken and are not complete."""
+        with self._lock, interrupts.signals():
+            for record in records:
+                if self.tracker.records.get(record.request_id) is record:
+                    self.tracker.cancel(record.request_id, self.now())
+
+    def turn(self) -> None:
+        """Starts the next steps if there is work, and reads those before."""
+        tracker, call = self.tracker, None
+        with self._lock:
+            self._refuse_if_lost()
+            if tracker.withdrawn:
+                with interrupts.signals():
+                    tracker.tell_withdrawn()
+            if self.has_work() and len(self.unread) < 2:
+                self.dispatch()
+            # One call is always under way while the one before is read.
+            if len(self.unread) > self.has_work():
+                call = self.unread[0]
+            wait_s = 0.0 if self.unread else tracker.next_arrival_s() - self.now()
+        if call is not None:
+            self.read(call)
+        elif 0 < wait_s < math.inf:
+            time.sleep(min(wait_s, _IDLE_S))
+
+    def owes(self) -> bool:
+        """Whether a request is not complete, an event not told, or a call not read."""
+        return bool(self.tracker.events or self.tracker.records or self.unread)
+
+    def settle(self) -> None:
+        """Reads what is under way that nobody needs."""
+        while self.unread and not self.has_work():
+            self.turn()
+
+    def take_prefix(self, prefix: Prefix) -> tuple[Any, int]:
+        """Copies cached pages, see `Engine.take_prefix`."""
+        with self._lock:
+            self._refuse_if_lost()
+            found, num = self._programs.take_out(self.state, prefix)
+        num = int(num)
+        return jax.tree.map(lambda x: np.asarray(x)[:, :num], found), num
+
+    def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
+        """Puts pages into the prefix cache, see `Engine.bring_prefix`."""
+        prefix, whole = prefixes.padded(prefix, pages, self.state.pages, self.config)
+        with self._lock, interrupts.signals():
+            self._refuse_if_lost()
+            with self._all_or_lost():
+                self.state, cached = self._programs.bring_in(
+                    self.state, prefix, whole, self._eviction
+                )
+        return int(cached)
+
+    def tune(self, context: int | None) -> None:
+        """Measures what drafts cost, see `Engine.tune`."""
+        if self.tracker.records or self.unread:
+            raise ValueError("an engine must be idle to be tuned")
+        plan = tuning.plan(self.state, self.config, context)
+
+        def submit(state: EngineState, requests: Requests) -> EngineState:
+            return self._programs.submit(state, requests, config=self.config)[0]
+
+        def withdraw(state: EngineState, ids: Any) -> EngineState:
+            all_samples = np.full_like(ids, -1)
+            return self._programs.drain(state, ids, all_samples, self._eviction)[0]
+
+        run = tuning.Programs(lambda state: self._run(state)[0], submit, withdraw)
+        self.compile()
+        with self._lock, self._all_or_lost():
+            self.state = tuning.tune(self.state, run, self.config, plan)
+
+    def _run(self, state: EngineState, now: float = 0.0) -> Any:
+        """Runs the steps of a call."""
+        return self._programs.run_steps(
+            self.params, state, from_seconds(now), **self._rules()
+        )
+
+    def lower(self) -> Any:
+        """The program of the steps, traced."""
+        clock = from_seconds(0.0)
+        return self._programs.run_steps.lower(
+            self.params, self.state, clock, **self._rules()
+        )
+
+    def _rules(self) -> dict[str, Any]:
+        """What the steps run by, besides parameters, state and clock."""
+        changing = {"policy": self.policy, "eviction": self._eviction}
+        return self.static | changing
+
+    def compile(self) -> None:
+        """Makes the programs, all before one of them consumes the state.
+
+        So whatever ends this, Ctrl-C or a model that cannot be traced, costs nothing.
+        """
+        kind = jax.tree.structure(self.policy)
+        if kind in self._compiled:
+            return
+        blank = self._requests([])
+        names = np.full(self.config.max_sequences, -1, np.int32)
+        lowered = (
+            self._programs.submit.lower(self.state, blank, config=self.config),
+            self.lower(),
+            self._programs.drain.lower(self.state, names, names, self._eviction),
+        )
+        for program in lowered:
+            program.compile()
+        self._compiled.add(kind)
+
+    def dispatch(self) -> None:
+        """Hands over what there is room for, then starts the next steps."""
+        self.compile()
+        if self._asked:
+            # Rare, so it is done with nothing under way, where all is known.
+            while self.unread:
+                self.read(self.unread[0])
+            self._host.compile(self.state)
+            with interrupts.signals(), self._all_or_lost():
+                self.state, self._asked = self._host.exchange(self.state), False
+        tracker, config = self.tracker, self.config
+        with interrupts.signals():
+            batch = tracker.next_batch(self.now())
+            requests = self._requests(batch) if batch else None
+            with self._all_or_lost():
+                if requests is not None:
+                    self.state, _ = self._programs.submit(
+                        self.state, requests, config=config
+                    )
+                    tracker.hand_over(batch)
+                self.state, info = self._run(self.state, self.now())
+                self.unread.append(call := Call(info=info))
+                if self._keep_trace:
+                    call.num_pending = tracker.num_pending(self.now())
+                if (named := tracker.next_cancels()) is not None:
+                    names, samples = named[:, 0], named[:, 1]
+                    args = (self.state, names, samples, self._eviction)
+                    self.state, call.drained = self._programs.drain(*args)
+        if self.on_dispatch is not None:
+            self.on_dispatch(call)
+
+    def _requests(self, batch: list[Record]) -> Requests:
+        """Lines up what is to be handed over."""
+        return request_batch.make_requests(
+            [record.prompt for record in batch],
+            [record.sampling for record in batch],
+            config=self.config,
+            request_ids=[record.request_id for record in batch],
+            arrivals_s=[record.arrival_s for record in batch],
+            eos_ids=self._eos_ids,
+            width=max(self.config.submit_width, self.config.max_slots),
+        )
+
+    def read(self, call: Call) -> None:
+        """Notes what a call emitted, then which requests are complete."""
+        try:  # here the host waits; Ctrl-C ends it with nothing noted
+            info = jax.tree.map(np.asarray, call.info)
+            if call.drained is not None:
+                call.drained.status.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            self._lost = error
+            raise
+        with self._lock, interrupts.signals(), self._all_or_lost():
+            if not self.unread or self.unread[0] is not call:
+                return  # another thread was quicker
+            if info.violations is not None:
+                invariants.refuse(info.violations, first_step=self._num_steps)
+            self._num_steps += len(info.enough)
+            self._asked |= bool(info.asks_host[-1])
+            if self._keep_trace:
+                waiting = info.num_waiting + call.num_pending
+                self.trace.append(info._replace(num_waiting=waiting))
+            self.tracker.read(info, self.now())
+            if call.drained is not None:
+                self.tracker.collect(call.drained, self.now())
+            self.unread.popleft()
+
+    @contextlib.contextmanager
+    def _all_or_lost(self) -> Generator[None]:
+        """Notes that the engine cannot go on if what it holds fails half-way."""
+        try:
+            yield
+        except BaseException as error:
+            self._lost = error
+            raise
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost is not None:
+            kind, said = type(self._lost).__name__, str(self._lost).partition("\n")[0]
+            raise RuntimeError(
+                f"this engine is lost, make a new one; {kind}: {said}"
+            ) from self._lost

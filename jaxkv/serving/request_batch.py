@@ -1,0 +1,162 @@
+"""Requests lined up for the device, as NumPy arrays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv import clock, validation
+from jaxkv.engine import EngineConfig, requests
+from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
+from jaxkv.serving import outputs, refusals
+
+
+def make_requests(
+    prompts: Sequence[Sequence[int]],
+    asks: Sequence[Sampling],
+    *,
+    config: EngineConfig,
+    request_ids: Sequence[int] | None = None,
+    arrivals_s: Sequence[float] | None = None,
+    eos_ids: tuple[int, ...] = (),
+    width: int | None = None,
+) -> requests.Requests:
+    """Lines up requests for `requests.submit`, as NumPy arrays.
+
+    Args:
+      prompts: token ids, in order of arrival.
+      asks: how to draw each one's answers.
+      config: the engine's bounds.
+      request_ids: the callers' names; None counts from 0.
+      arrivals_s: when each may be admitted; None means at once.
+      eos_ids: end tokens of the model.
+      width: rows of the result, one for each sequence, those beyond them unused; None
+        means as many as there are sequences.
+
+    Returns:
+      The requests. `submit` refuses those that do not fit the engine.
+
+    Raises:
+      ValueError: something is of another type or out of its range, or there is not one
+        of everything for each prompt.
+    """
+    known, asks = _checked_pairs(prompts, asks)
+    names, arrivals_s = _names_and_times(len(prompts), request_ids, arrivals_s)
+    # Which request each row belongs to, and which of its sequences it is.
+    owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
+    samples = [sample for ask in asks for sample in range(ask.num_sequences)]
+    unused = _unused_rows(width, len(owner))
+
+    def column(values: Any, dtype: Any = np.int32, blank: int = 0) -> Any:
+        """What each request has, for its rows; `blank` in those behind them."""
+        values = np.array(values, dtype)
+        rest = np.full((unused, *values.shape[1:]), blank, dtype)
+        return np.concatenate([values[np.array(owner, int)], rest])
+
+    keys = [
+        random_keys.request_key(ask.seed, config.seed, name)
+        for ask, name in zip(asks, names, strict=True)
+    ]
+    ends = [_ends(ask, eos_ids, config) for ask in asks]
+    prompt_scored = column([ask.prompt_logprobs for ask in asks], bool)
+    prompt_scored[: len(owner)] &= np.array(samples, int) == 0  # who reads the prompt
+    return requests.Requests(
+        tokens=column(_filled_up(known, config.max_length, 0)),
+        prompt_length=column([len(ids) for ids in known]),
+        limit=column(_limits(known, asks, config)),
+        request_id=column(names),
+        stop_tokens=column(_filled_up(ends, config.max_stop_tokens, -1), blank=-1),
+        params=params_of(
+            [*[asks[i] for i in owner], *[Sampling.greedy()] * unused],
+            [*[keys[i] for i in owner], *[np.zeros(2, np.uint32)] * unused],
+            [*samples, *[0] * unused],
+        ),
+        salt=column([ask.salt for ask in asks], np.uint32),
+        reuses=column([ask.prefix_cache for ask in asks], bool),
+        scored=column([outputs.scores(ask) for ask in asks], bool),
+        prompt_scored=prompt_scored,
+        beam_width=column([ask.beam_width or 0 for ask in asks]),
+        length_penalty=column([ask.length_penalty for ask in asks], np.float32),
+        early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
+        arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
+    )
+
+
+def _unused_rows(width: int | None, num: int) -> int:
+    """Rows behind those of `num` sequences."""
+    width = num if width is None else validation.integer("width", width)
+    if width < num:
+        raise ValueError(f"{width=} must be at least {num}, one row for each sequence")
+    return width - num
+
+
+def _filled_up(
+    rows: Sequence[Sequence[int] | np.ndarray], width: int, blank: int
+) -> np.ndarray:
+    """Rows of one length: longer ones are cut, shorter ones filled up."""
+    found = np.full((len(rows), width), blank, np.int32)
+    for row, ids in zip(found, rows, strict=True):
+        row[: len(ids)] = ids[:width]
+    return found
+
+
+def _limits(
+    prompts: Sequence[np.ndarray], asks: Sequence[Sampling], config: EngineConfig
+) -> list[int]:
+    """Tokens that each request may have, those of its prompt included."""
+    return [
+        min(len(ids) + ask.max_tokens, config.max_length)
+        for ids, ask in zip(prompts, asks, strict=True)
+    ]
+
+
+def _names_and_times(
+    num: int, request_ids: Sequence[int] | None, arrivals_s: Sequence[float] | None
+) -> tuple[list[int], list[float]]:
+    """One name and one time for each of so many requests."""
+    request_ids = range(num) if request_ids is None else request_ids
+    arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
+    for name, values in (("request_ids", request_ids), ("arrivals_s", arrivals_s)):
+        if len(values) != num:
+            raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
+    names = [refusals.request_name("request_ids", x) for x in request_ids]
+    return names, [validation.seconds("arrivals_s", x) for x in arrivals_s]
+
+
+def _ends(
+    ask: Sampling, eos_ids: tuple[int, ...], config: EngineConfig
+) -> tuple[int, ...]:
+    """The tokens that end a request."""
+    ends = ask.stop_tokens + (() if ask.ignore_eos else eos_ids)
+    if len(ends) > config.max_stop_tokens:
+        raise ValueError(
+            f"{len(ends)} tokens that end a request must be at most "
+            f"{config.max_stop_tokens=}"
+        )
+    return ends
+
+
+def _checked_pairs(
+    prompts: Sequence[object], asks: Sequence[object]
+) -> tuple[list[np.ndarray], list[Sampling]]:
+    """Checks that there are token ids and a `Sampling` for each request."""
+    if len(asks) != len(prompts):
+        raise ValueError(f"{len(asks)=} must be {len(prompts)=}")
+    found = []
+    for i, ask in enumerate(asks):
+        if not isinstance(ask, Sampling):
+            raise ValueError(f"asks[{i}]={validation.shown(ask)} must be a Sampling")
+        found.append(ask)
+    known = [validation.tokens(f"prompts[{i}]", x) for i, x in enumerate(prompts)]
+    for i, ids in enumerate(known):
+        outside = ids[(ids < 0) | (ids >= validation.INT32)]
+        if outside.size:
+            raise ValueError(f"prompts[{i}]: token id {outside[0]} is out of int32")
+    return known, found
+
+
+_STOPPING: dict[bool | str, int] = {
+    False: beam_search.ESTIMATE,
+    True: beam_search.FULL,
+    "never": beam_search.NEVER,
+}
