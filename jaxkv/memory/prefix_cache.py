@@ -228,22 +228,8 @@ def enter_unpinned(
     found = _find(cache, hashed, named)
     missing = asked & (found == NO_PAGE)
 
-    row = jnp.arange(page_ids.size, dtype=jnp.int32)
-    earlier = row[None, :] < row[:, None]
-    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
-    # Of the missing rows of one hash, the first.
-    first = jnp.min(
-        jnp.where(alike & missing[None, :], row[None, :], page_ids.size), axis=1
-    )
-    new = missing & (first == row)
-    # The k-th new row of a bucket takes its k-th empty way.
-    bucket = bucket_of(cache, hashed)
-    rivals = earlier & new[None, :] & (bucket[:, None] == bucket[None, :])
-    rank = jnp.sum(rivals, axis=1, dtype=jnp.int32)
-    empty = arrays.take(cache.buckets, bucket, fill=0) == NO_PAGE
-    place = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
-    way = way_of(empty & (place == rank[:, None]) & new[:, None])
-
+    first, new = _first_of_each_hash(hashed, missing)
+    bucket, way = _empty_ways(cache, hashed, new)
     entered = jnp.where(way >= 0, page_ids, NO_PAGE)
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
     tick, idle = cache.tick + 1, cache.idle
@@ -264,6 +250,34 @@ def enter_unpinned(
     mine = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
     cached = jnp.where(asked, jnp.where(missing, mine, found), NO_PAGE)
     return cache, entered, cached
+
+
+def _first_of_each_hash(
+    hashed: UInt32[Array, "n words"], missing: Bool[Array, " n"]
+) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+    """Of the missing rows with a row's hash the first, and whether that is this row."""
+    (num,) = missing.shape
+    row = jnp.arange(num, dtype=jnp.int32)
+    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
+    first = jnp.min(jnp.where(alike & missing[None, :], row[None, :], num), axis=1)
+    return first, missing & (first == row)
+
+
+def _empty_ways(
+    cache: Prefixes, hashed: UInt32[Array, "n words"], new: Bool[Array, " n"]
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
+    """Each row's bucket, and the empty way of it for a new row; -1 where there is none.
+
+    The k-th new row of a bucket takes its k-th empty way.
+    """
+    row = jnp.arange(new.size, dtype=jnp.int32)
+    bucket = bucket_of(cache, hashed)
+    earlier = row[None, :] < row[:, None]
+    rivals = earlier & new[None, :] & (bucket[:, None] == bucket[None, :])
+    rank = jnp.sum(rivals, axis=1, dtype=jnp.int32)
+    empty = arrays.take(cache.buckets, bucket, fill=0) == NO_PAGE
+    place = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
+    return bucket, way_of(empty & (place == rank[:, None]) & new[:, None])
 
 
 def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:

@@ -127,9 +127,7 @@ def on_mesh(how: Divided) -> Programs:
     drain = mapped(
         *(_cancel_and_drain, state_of, whole, whole, whole), made=(state_of, whole)
     )
-    moves_of: Any = host_swap.Moves(*(whole for _ in host_swap.Moves._fields))  # ty: ignore[invalid-argument-type]
-    if isinstance(staging_of, Staging):
-        moves_of = moves_of._replace(pages=staging_of.pages)
+    moves_of = _moves_of(staging_of)
     move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)
     pages_of = state_of.pages
     take_out = mapped(_take_out, state_of, whole, made=(pages_of, whole))
@@ -143,6 +141,15 @@ def on_mesh(how: Divided) -> Programs:
         jax.jit(take_out),
         jax.jit(bring_in, donate_argnums=0),
     )
+
+
+def _moves_of(staging_of: Any) -> Any:
+    """How moves between host and staging buffer are divided: as its pages are."""
+    kind: Any = host_swap.Moves  # of specs, not of arrays
+    moves = kind(*[layout.WHOLE] * len(kind._fields))
+    if isinstance(staging_of, Staging):
+        moves = moves._replace(pages=staging_of.pages)
+    return moves
 
 
 def place(

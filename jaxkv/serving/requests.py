@@ -139,12 +139,7 @@ class Record:
                 self.prompt_logprobs = [None, *map(float, scores)]
             if ask.logprobs:
                 answer = slice(num, num + len(part.tokens))
-                ids = np.asarray(drained.top_ids)[row, answer, : ask.logprobs]
-                values = np.asarray(drained.top_logprobs)[row, answer, : ask.logprobs]
-                top_logprobs = [
-                    dict(zip(names.tolist(), scores.tolist(), strict=True))
-                    for names, scores in zip(ids, values, strict=True)
-                ]
+                top_logprobs = _most_likely(drained, row, answer, ask.logprobs)
         part.answer = Answer(
             tokens=part.tokens,
             text=None if part.stream is None else part.text,
@@ -182,3 +177,15 @@ class Record:
             num_preempted=self.num_preempted,
             num_swapped=self.num_swapped,
         )
+
+
+def _most_likely(
+    drained: state.Sequences, row: int, places: slice, num: int
+) -> list[dict[int, float]]:
+    """The `num` most likely tokens at places of a sequence, by token id."""
+    ids = np.asarray(drained.top_ids)[row, places, :num]
+    values = np.asarray(drained.top_logprobs)[row, places, :num]
+    return [
+        dict(zip(names.tolist(), scores.tolist(), strict=True))
+        for names, scores in zip(ids, values, strict=True)
+    ]
