@@ -22,7 +22,7 @@ from jaxkv import validation
 from jaxkv.sampling import random_keys
 from jaxkv.scheduling import interface
 from jaxkv.simulation import batch
-from jaxkv.simulation.batch import Line
+from jaxkv.simulation.batch import Slots
 from jaxkv.workloads import Workload
 
 
@@ -87,32 +87,32 @@ class Acceptance(NamedTuple):
 
 
 def wishes(
-    line: Line, workload: Workload, acceptance: Acceptance, max_samples: int
-) -> Int32[Array, " line"]:
+    slots: Slots, workload: Workload, acceptance: Acceptance, max_samples: int
+) -> Int32[Array, " slots"]:
     """How many drafts each place would feed behind its last known token."""
-    wanted = jnp.broadcast_to(acceptance.num_drafts, line.known.shape)
-    if line.siblings is not None:
-        wanted = jnp.where(line.siblings.reads, 0, wanted)
-    request = jnp.maximum(line.sequence, 0) // max_samples
+    wanted = jnp.broadcast_to(acceptance.num_drafts, slots.known.shape)
+    if slots.sharing is not None:
+        wanted = jnp.where(slots.sharing.reads, 0, wanted)
+    request = jnp.maximum(slots.sequence, 0) // max_samples
     return interface.wishes(
         wanted,
-        num_tokens=batch.goal(line),
-        length=line.length,
-        known=line.known,
+        num_tokens=batch.goal(slots),
+        length=slots.length,
+        known=slots.known,
         limit=workload.prompt[request] + workload.output[request],
     )
 
 
 def num_accepted(
     acceptance: Acceptance,
-    line: Line,
-    num_drafts: Int32[Array, " line"],
+    slots: Slots,
+    num_drafts: Int32[Array, " slots"],
     max_samples: int,
-) -> Int32[Array, " line"]:
+) -> Int32[Array, " slots"]:
     """Draws how many drafts of each place are accepted: all before one that is not."""
-    sequence = jnp.maximum(line.sequence, 0)
+    sequence = jnp.maximum(slots.sequence, 0)
     place = jnp.arange(acceptance.chances.shape[0], dtype=jnp.int32)[None, :]
-    position = line.known[:, None] + place
+    position = slots.known[:, None] + place
     key = random_keys.request_keys(acceptance.key, sequence // max_samples)
     key = jnp.broadcast_to(key[:, None], (*position.shape, 2))
     sample = jnp.broadcast_to((sequence % max_samples)[:, None], position.shape)
@@ -125,19 +125,19 @@ def num_accepted(
 
 
 def accept(
-    line: Line,
-    emits: Bool[Array, " line"],
-    num_drafts: Int32[Array, " line"],
-    limit: Int32[Array, " line"],
+    slots: Slots,
+    emits: Bool[Array, " slots"],
+    num_drafts: Int32[Array, " slots"],
+    limit: Int32[Array, " slots"],
     acceptance: Acceptance,
     max_samples: int,
-) -> tuple[Line, Int32[Array, " line"]]:
+) -> tuple[Slots, Int32[Array, " slots"]]:
     """Counts accepted drafts as written, and says how many tokens each place draws.
 
     Those that have logits draw; `limit` are the tokens of prompt and answer.
     """
-    accepted = num_accepted(acceptance, line, num_drafts, max_samples)
+    accepted = num_accepted(acceptance, slots, num_drafts, max_samples)
     # Of an answer that ends only what it has, and its last token is never fed.
-    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - line.known), 0)
-    length = line.length + jnp.maximum(drawn - 1, 0)
-    return line._replace(length=length), drawn
+    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - slots.known), 0)
+    length = slots.length + jnp.maximum(drawn - 1, 0)
+    return slots._replace(length=length), drawn

@@ -15,7 +15,7 @@ from jaxkv.engine import NOBODY
 from jaxkv.memory import demand
 from jaxkv.scheduling import interface
 from jaxkv.simulation import batch
-from jaxkv.simulation.batch import Line
+from jaxkv.simulation.batch import Slots
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Events, Progress, Queued, Simulation
 from jaxkv.workloads import Workload
@@ -23,29 +23,29 @@ from jaxkv.workloads import Workload
 
 def retire(
     state: Simulation, max_samples: int
-) -> tuple[Simulation, Int32[Array, " line"]]:
+) -> tuple[Simulation, Int32[Array, " slots"]]:
     """Empties the slots of those who ended, at once or when the whole batch is done.
 
     Returns:
       The new state, and the sequence at each place before.
     """
     kept = arrays.put(state.progress, state.left, state.left_with)
-    line, whose = state.line, state.line.sequence
-    alive = batch.is_running(line) & ~state.ended
-    group, over = batch.groups(line, max_samples), state.ended
+    slots, whose = state.slots, state.slots.sequence
+    alive = batch.is_running(slots) & ~state.ended
+    group, over = batch.groups(slots, max_samples), state.ended
     if group is not None:
         over = group.is_first & group.any(state.ended) & ~group.any(alive)
-    gone, held = state.ended, line.held
+    gone, held = state.ended, slots.held
     if held is not None:
         finished, is_done = held | state.ended, ~jnp.any(alive)
         gone, held = finished & is_done, finished & ~is_done
-    line = line._replace(
+    slots = slots._replace(
         sequence=jnp.where(gone, NOBODY, whose),
-        places=jnp.where(gone, 0, line.places),
+        places=jnp.where(gone, 0, slots.places),
         held=held,
     )
     num_done = state.num_done + jnp.sum(over, dtype=jnp.int32)
-    return state._replace(line=line, num_done=num_done, progress=kept), whose
+    return state._replace(slots=slots, num_done=num_done, progress=kept), whose
 
 
 def arrive(state: Simulation, workload: Workload, head: int) -> Simulation:
@@ -79,11 +79,11 @@ def num_arrived(
 
 
 class Wish(NamedTuple):
-    """What the plan asks for each place in line."""
+    """What the plan asks for each slot."""
 
-    num_rows: Int32[Array, " line"]
-    places: Int32[Array, " line"]
-    drafts: Int32[Array, " line"] | None
+    num_rows: Int32[Array, " slots"]
+    places: Int32[Array, " slots"]
+    drafts: Int32[Array, " slots"] | None
     """Drafts fed behind these rows, beyond these places; None without speculation."""
 
 
@@ -102,28 +102,28 @@ def apply_plan(
     queued: Queued,
     capacity: Capacity,
     max_samples: int,
-    whose: Int32[Array, " line"],
+    whose: Int32[Array, " slots"],
 ) -> tuple[Simulation, Wish, Done]:
     """Preempts some and admits others, as the engine's `apply_plan` does.
 
-    The machine is as `retire` leaves it, which says `whose` each place was before;
+    The state is as `retire` leaves it, which says `whose` each slot was before;
     `queued` is what the policy saw of the queue.
     """
-    line, group = state.line, batch.groups(state.line, max_samples)
+    slots, group = state.slots, batch.groups(state.slots, max_samples)
     out, pages, pages_out = _swap_out(state, plan, group, capacity)
     state = _note(state, plan.preempt, out, pages, whose)
-    stays = (line.sequence >= 0) & ~plan.preempt
-    owned, _ = batch.num_owned(line, group, line.places, capacity.page_size)
+    stays = (slots.sequence >= 0) & ~plan.preempt
+    owned, _ = batch.num_owned(slots, group, slots.places, capacity.page_size)
     used = jnp.sum(jnp.where(stays, owned, 0), dtype=jnp.int32)
     admit, pages_in = _admit(plan, queued, stays, capacity.num_pages - used)
-    line, wish = _close_ranks(line, plan, queued, stays, admit)
+    slots, wish = _close_ranks(slots, plan, queued, stays, admit)
     losers = jnp.where(plan.preempt, whose // max_samples, NOBODY)
     if group is not None:
         losers = jnp.where(group.is_first, losers, NOBODY)
     rest = jnp.where(admit, NOBODY, queued.request)
     waiting = jnp.concatenate([losers, rest, state.queue[admit.shape[0] :]])
     state = state._replace(
-        line=line,
+        slots=slots,
         queue=arrays.packed(waiting, state.queue.shape[0]),
         num_swapped=state.num_swapped + pages_out - pages_in,
     )
@@ -132,25 +132,25 @@ def apply_plan(
 
 
 def _close_ranks(
-    line: Line,
+    slots: Slots,
     plan: interface.Plan,
     queued: Queued,
-    stays: Bool[Array, " line"],
+    stays: Bool[Array, " slots"],
     admit: Bool[Array, " head"],
-) -> tuple[Line, Wish]:
-    """The line of who stays, then who comes, and what the plan asks for each."""
+) -> tuple[Slots, Wish]:
+    """Slots of those who stay, then of those who come, and what each is to get."""
     leads = queued.is_reader & (queued.pages_out == 0)[:, None]
     asked = Wish(
         num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
         places=jnp.where(leads, plan.head_places[:, None], 0),
         drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
     )
-    comes = admit[:, None] & (queued.line.sequence >= 0)
+    comes = admit[:, None] & (queued.slots.sequence >= 0)
     source = arrays.places(jnp.concatenate([stays, comes.ravel()]), stays.shape[0])
     wish = Wish(plan.num_rows, plan.places, plan.drafts)
-    line, wish = _taken((line, wish), (queued.line, asked), source)
-    sequence = jnp.where(source >= 0, line.sequence, NOBODY)
-    return line._replace(sequence=sequence), wish
+    slots, wish = _taken((slots, wish), (queued.slots, asked), source)
+    sequence = jnp.where(source >= 0, slots.sequence, NOBODY)
+    return slots._replace(sequence=sequence), wish
 
 
 def _swap_out(
@@ -158,21 +158,21 @@ def _swap_out(
     plan: interface.Plan,
     group: batch.Groups | None,
     capacity: Capacity,
-) -> tuple[Bool[Array, " line"], Int32[Array, " line"], Int32[Array, ""]]:
+) -> tuple[Bool[Array, " slots"], Int32[Array, " slots"], Int32[Array, ""]]:
     """Who is swapped out, with how many pages of each: all that shall be, or nobody."""
-    line, leaves = state.line, plan.swap & plan.preempt
-    written, _ = batch.num_owned(line, group, line.length, capacity.page_size)
+    slots, leaves = state.slots, plan.swap & plan.preempt
+    written, _ = batch.num_owned(slots, group, slots.length, capacity.page_size)
     written = jnp.where(leaves, written, 0)
     num_pages = jnp.sum(written, dtype=jnp.int32)
     room = state.num_swapped + num_pages <= capacity.max_swap_pages
-    out = leaves & room & (line.length > 0)
+    out = leaves & room & (slots.length > 0)
     return out, jnp.where(out, written, 0), jnp.where(room, num_pages, 0)
 
 
 def _admit(
     plan: interface.Plan,
     queued: Queued,
-    stays: Bool[Array, " line"],
+    stays: Bool[Array, " slots"],
     free_pages: Int32[Array, ""],
 ) -> tuple[Bool[Array, " head"], Int32[Array, ""]]:
     """Who comes in, and the pages that come back with those who were swapped out."""
@@ -186,7 +186,7 @@ def _admit(
     return admit & (num_slots <= num_free), jnp.where(fits, pages_in, 0)
 
 
-def _taken[T](old: T, new: T, source: Int32[Array, " line"]) -> T:
+def _taken[T](old: T, new: T, source: Int32[Array, " slots"]) -> T:
     """Takes entries of old and new ones side by side; zeros where the place is none."""
     fields, kind = jax.tree.flatten(old)
     both = zip(fields, jax.tree.leaves(new), strict=True)
@@ -199,16 +199,16 @@ def _taken[T](old: T, new: T, source: Int32[Array, " line"]) -> T:
 
 def _note(
     state: Simulation,
-    gone: Bool[Array, " line"],
-    out: Bool[Array, " line"],
-    swapped_pages: Int32[Array, " line"],
-    whose: Int32[Array, " line"],
+    gone: Bool[Array, " slots"],
+    out: Bool[Array, " slots"],
+    swapped_pages: Int32[Array, " slots"],
+    whose: Int32[Array, " slots"],
 ) -> Simulation:
     """Notes who began or ended in the last step, and who is preempted in this one."""
-    line, s = state.line, state.line.siblings
+    slots, s = state.slots, state.slots.sharing
     leaves = gone | state.ended
     # What was lost is computed again up to where it left, but for what it was given.
-    again = jnp.minimum(line.length, line.fed)
+    again = jnp.minimum(slots.length, slots.fed)
     given = jnp.zeros_like(again)
     if s is not None:
         given = jnp.where(s.forked, s.common, given)
@@ -216,10 +216,10 @@ def _note(
     index = jnp.where(state.began | leaves, whose, NOBODY)
     events = jnp.stack(_events(state, gone, again), axis=1)
     progress = Progress(
-        known=line.known,
-        fed=jnp.maximum(line.fed, line.length),
+        known=slots.known,
+        fed=jnp.maximum(slots.fed, slots.length),
         returned=jnp.ones_like(again),
-        swapped_length=jnp.where(out, line.length, 0),
+        swapped_length=jnp.where(out, slots.length, 0),
         swapped_pages=swapped_pages,
         common=jnp.where(out, given if s is None else s.common, 0),
     )
@@ -231,7 +231,7 @@ def _note(
 
 
 def _events(
-    state: Simulation, gone: Bool[Array, " line"], again: Int32[Array, " line"]
+    state: Simulation, gone: Bool[Array, " slots"], again: Int32[Array, " slots"]
 ) -> Events:
     """What is noted at each place; `again` are the tokens that will be fed again."""
 
@@ -251,10 +251,10 @@ def _events(
 class Granted(NamedTuple):
     """What a step gets of what its plan asks for: everything or nothing."""
 
-    num_rows: Int32[Array, " line"]
+    num_rows: Int32[Array, " slots"]
     """Rows of each place, drafts apart."""
-    num_drafts: Int32[Array, " line"] | None
-    kept: Int32[Array, " line"]
+    num_drafts: Int32[Array, " slots"] | None
+    kept: Int32[Array, " slots"]
     """Token places that each holds, those for drafts apart."""
     num_copied: Int32[Array, ""]
     used_pages: Int32[Array, ""]
@@ -262,27 +262,27 @@ class Granted(NamedTuple):
 
 
 def grant(
-    line: Line,
+    slots: Slots,
     group: batch.Groups | None,
     wish: Wish,
     capacity: Capacity,
     reservation: Reservation | None,
-) -> tuple[Line, Granted]:
+) -> tuple[Slots, Granted]:
     """Grants pages to all or to nobody, as `page_table.reserve` does."""
     size = capacity.page_size
-    copies = batch.num_copies(line, group, wish.num_rows, size)
-    places = kept = line.places  # with a reservation, all that is ever needed
+    copies = batch.num_copies(slots, group, wish.num_rows, size)
+    places = kept = slots.places  # with a reservation, all that is ever needed
     if reservation is None:
-        wanted = jnp.where(batch.is_running(line), wish.places, 0)
-        places = kept = jnp.maximum(line.places, wanted)
+        wanted = jnp.where(batch.is_running(slots), wish.places, 0)
+        places = kept = jnp.maximum(slots.places, wanted)
         if wish.drafts is not None:
-            places = jnp.maximum(line.places, wanted + wish.drafts)
-    growth = demand.growth(line.places, places, page_size=size)
-    owned, _ = batch.num_owned(line, group, line.places, size)
+            places = jnp.maximum(slots.places, wanted + wish.drafts)
+    growth = demand.growth(slots.places, places, page_size=size)
+    owned, _ = batch.num_owned(slots, group, slots.places, size)
     held = jnp.sum(owned, dtype=jnp.int32)
     used = held + jnp.sum(growth + copies, dtype=jnp.int32)
     enough = used <= capacity.num_pages
-    return line._replace(places=jnp.where(enough, places, line.places)), Granted(
+    return slots._replace(places=jnp.where(enough, places, slots.places)), Granted(
         num_rows=jnp.where(enough, wish.num_rows, 0),
         num_drafts=None if wish.drafts is None else jnp.where(enough, wish.drafts, 0),
         kept=kept,
@@ -292,10 +292,10 @@ def grant(
     )
 
 
-def release_drafts(line: Line, granted: Granted) -> Line:
+def release_drafts(slots: Slots, granted: Granted) -> Slots:
     """Releases what was reserved for drafts that were turned down."""
     if granted.num_drafts is None:
-        return line
-    places = jnp.maximum(granted.kept, line.length)
-    places = jnp.where(granted.num_drafts > 0, places, line.places)
-    return line._replace(places=places)
+        return slots
+    places = jnp.maximum(granted.kept, slots.length)
+    places = jnp.where(granted.num_drafts > 0, places, slots.places)
+    return slots._replace(places=places)

@@ -1,10 +1,10 @@
-"""The running batch of a simulation: who stands in line, and the pages that they hold.
+"""The running batch of a simulation: who has a slot, and the pages that they hold.
 
 Pages are counted, never named. A sequence that was forked shares the pages of its
 `common` first tokens with the others of its request; the last of these may be partial,
 and is shared until one writes behind `common`.
 
-Where every request has one sequence, `Line.siblings` is None, and nothing of this is in
+Where every request has one sequence, `Slots.sharing` is None, and nothing of this is in
 the program.
 """
 
@@ -19,39 +19,39 @@ from jaxkv.engine import NOBODY
 from jaxkv.memory import pages_for
 
 
-class Siblings(NamedTuple):
+class Sharing(NamedTuple):
     """What sequences of one request have to do with each other."""
 
-    common: Int32[Array, " line"]
+    common: Int32[Array, " slots"]
     """Tokens whose pages a sequence shares with others; of one that `reads`, those that
     it feeds for all. 0 for one that is alone."""
-    reads: Bool[Array, " line"]
+    reads: Bool[Array, " slots"]
     """Feeds the common tokens for those that wait."""
-    waits: Bool[Array, " line"]
+    waits: Bool[Array, " slots"]
     """Waits to be forked."""
-    forked: Bool[Array, " line"]
+    forked: Bool[Array, " slots"]
     """Got its common tokens from another one, and did not feed them."""
 
 
-class Line(NamedTuple):
+class Slots(NamedTuple):
     """The slots in order of admission; empty ones may stand between."""
 
-    sequence: Int32[Array, " line"]
+    sequence: Int32[Array, " slots"]
     """Request * max_samples + sample, or NOBODY."""
-    length: Int32[Array, " line"]
+    length: Int32[Array, " slots"]
     """Tokens whose K and V are written."""
-    places: Int32[Array, " line"]
+    places: Int32[Array, " slots"]
     """Token places held: `length`, and those reserved ahead."""
-    known: Int32[Array, " line"]
+    known: Int32[Array, " slots"]
     """Tokens known: prompt and answer so far."""
-    fed: Int32[Array, " line"]
+    fed: Int32[Array, " slots"]
     """Tokens that were fed before it last got its slot, and whose K and V were lost."""
-    returned: Bool[Array, " line"]
+    returned: Bool[Array, " slots"]
     """Preempted before."""
-    held: Bool[Array, " line"] | None
+    held: Bool[Array, " slots"] | None
     """Has finished, but keeps its slot and pages; None if the policy holds nobody."""
-    siblings: Siblings | None
-    block: Int32[Array, " line"] | None
+    sharing: Sharing | None
+    block: Int32[Array, " slots"] | None
     """First leaf of its contiguous places; None where there are pages."""
 
 
@@ -72,8 +72,8 @@ class Split(NamedTuple):
 
 def empty(
     num_slots: int, *, has_groups: bool, holds: bool, has_blocks: bool = False
-) -> Line:
-    """Makes a line of empty slots.
+) -> Slots:
+    """Makes empty slots.
 
     Requests may have several sequences, the policy may hold finished ones, and places
     may be contiguous.
@@ -86,7 +86,7 @@ def empty(
     def flags() -> Array:
         return jnp.zeros((num_slots,), bool)
 
-    return Line(
+    return Slots(
         sequence=jnp.full((num_slots,), NOBODY, jnp.int32),
         length=zeros(),
         places=zeros(),
@@ -94,52 +94,52 @@ def empty(
         fed=zeros(),
         returned=flags(),
         held=flags() if holds else None,
-        siblings=Siblings(zeros(), flags(), flags(), flags()) if has_groups else None,
+        sharing=Sharing(zeros(), flags(), flags(), flags()) if has_groups else None,
         block=zeros() if has_blocks else None,
     )
 
 
-def is_running(line: Line) -> Bool[Array, " line"]:
+def is_running(slots: Slots) -> Bool[Array, " slots"]:
     """Says which slots run a sequence."""
-    runs = line.sequence >= 0
-    return runs if line.held is None else runs & ~line.held
+    runs = slots.sequence >= 0
+    return runs if slots.held is None else runs & ~slots.held
 
 
-def goal(line: Line) -> Int32[Array, " line"]:
+def goal(slots: Slots) -> Int32[Array, " slots"]:
     """Tokens that each sequence has to have fed; 0 if it waits for a fork."""
-    s, goal = line.siblings, line.known
+    s, goal = slots.sharing, slots.known
     if s is not None:
         goal = jnp.where(s.waits, 0, jnp.where(s.reads, s.common, goal))
-    return jnp.where(is_running(line), goal, 0)
+    return jnp.where(is_running(slots), goal, 0)
 
 
 class Groups(NamedTuple):
-    """Sequences of one request, side by side in line."""
+    """Sequences of one request, in slots side by side."""
 
-    first: Int32[Array, " line"]
+    first: Int32[Array, " slots"]
     """Place of the first of each; an empty slot stands alone."""
-    is_first: Bool[Array, " line"]
+    is_first: Bool[Array, " slots"]
 
-    def any(self, mask: Bool[Array, " line"]) -> Bool[Array, " line"]:
+    def any(self, mask: Bool[Array, " slots"]) -> Bool[Array, " slots"]:
         """Marks all of a group of which any is marked."""
         return arrays.over_groups(mask, self.first, "max")
 
-    def total(self, values: Int32[Array, " line"]) -> Int32[Array, " line"]:
+    def total(self, values: Int32[Array, " slots"]) -> Int32[Array, " slots"]:
         """Sums over each group, at all of its places."""
         return arrays.over_groups(values, self.first, "add")
 
-    def before(self, mask: Bool[Array, " line"]) -> Int32[Array, " line"]:
+    def before(self, mask: Bool[Array, " slots"]) -> Int32[Array, " slots"]:
         """Counts those of the group that are marked and stand further ahead."""
         before = jnp.cumsum(mask, dtype=jnp.int32) - mask.astype(jnp.int32)
         return before - before[self.first]
 
 
-def groups(line: Line, max_samples: int) -> Groups | None:
+def groups(slots: Slots, max_samples: int) -> Groups | None:
     """Finds the groups; None if every sequence is alone."""
-    if line.siblings is None:
+    if slots.sharing is None:
         return None
-    every = jnp.arange(line.sequence.shape[0], dtype=jnp.int32)
-    there, request = line.sequence >= 0, line.sequence // max_samples
+    every = jnp.arange(slots.sequence.shape[0], dtype=jnp.int32)
+    there, request = slots.sequence >= 0, slots.sequence // max_samples
     # Where one has ended between two others, there is a gap until ranks are closed.
     last = lax.cummax(jnp.where(there, every, NOBODY))
     last = jnp.concatenate([jnp.full_like(last, NOBODY, shape=(1,)), last[:-1]])
@@ -150,47 +150,47 @@ def groups(line: Line, max_samples: int) -> Groups | None:
 
 
 def num_owned(
-    line: Line, group: Groups | None, places: Array, page_size: Array
-) -> tuple[Int32[Array, " line"], Int32[Array, " line"]]:
+    slots: Slots, group: Groups | None, places: Array, page_size: Array
+) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
     """Counts the pages of `places` that each sequence accounts for.
 
     Pages that a group shares count once: the full ones with the first of its sequences
-    in line, a partial one with the first of those that have not parted with it.
+    of the slots, a partial one with the first of those that have not parted with it.
 
     Returns:
       The counts, and the pages of each sequence that others account for.
     """
     pages = pages_for(places, page_size=page_size)
-    s = line.siblings
+    s = slots.sharing
     if s is None or group is None:
         return pages, jnp.zeros_like(pages)
     full = jnp.where(_shares(s) & ~group.is_first, s.common // page_size, 0)
-    joint = _is_joint(line, page_size)
+    joint = _is_joint(slots, page_size)
     theirs = full + (joint & (group.before(joint) > 0)).astype(jnp.int32)
     return pages - theirs, theirs
 
 
 def num_copies(
-    line: Line, group: Groups | None, wants: Array, page_size: Array
-) -> Int32[Array, " line"]:
+    slots: Slots, group: Groups | None, wants: Array, page_size: Array
+) -> Int32[Array, " slots"]:
     """Says who has to copy the last page before it writes `wants` tokens: 0 or 1.
 
     All do that leave it another owner, as `page_table.needs_copy` has it.
     """
     if group is None:
         return jnp.zeros_like(wants)
-    joint = _is_joint(line, page_size)
+    joint = _is_joint(slots, page_size)
     writes = joint & (wants > 0)
     owners = group.total(joint.astype(jnp.int32))
     return (writes & (group.before(writes) < owners - 1)).astype(jnp.int32)
 
 
 def split(
-    line: Line,
+    slots: Slots,
     group: Groups | None,
-    limit: Int32[Array, " line"],
+    limit: Int32[Array, " slots"],
     page_size: Array,
-    asked: Int32[Array, " line"] | None = None,
+    asked: Int32[Array, " slots"] | None = None,
 ) -> tuple[Split, Int32[Array, ""]]:
     """Says what the places of all pages in use are good for.
 
@@ -201,9 +201,9 @@ def split(
     Returns:
       The places, and the pages that sharing saves.
     """
-    owned, theirs = num_owned(line, group, line.places, page_size)
-    runs, before = is_running(line), theirs * page_size
-    there = jnp.where(line.sequence >= 0, owned * page_size, 0)
+    owned, theirs = num_owned(slots, group, slots.places, page_size)
+    runs, before = is_running(slots), theirs * page_size
+    there = jnp.where(slots.sequence >= 0, owned * page_size, 0)
     if asked is not None:
         there = jnp.minimum(there, asked)
 
@@ -211,41 +211,41 @@ def split(
         """How many of so many first tokens lie on the pages accounted for."""
         return jnp.where(runs, jnp.clip(tokens - before, 0, there), 0)
 
-    tokens = within(line.length)
-    useful = within(jnp.maximum(limit - 1, line.length))
+    tokens = within(slots.length)
+    useful = within(jnp.maximum(limit - 1, slots.length))
     return Split(
         tokens=jnp.sum(tokens, dtype=jnp.int32),
         reserved=jnp.sum(useful - tokens, dtype=jnp.int32),
         internal=jnp.sum(there - useful, dtype=jnp.int32),
-    ), jnp.sum(jnp.where(line.sequence >= 0, theirs, 0), dtype=jnp.int32)
+    ), jnp.sum(jnp.where(slots.sequence >= 0, theirs, 0), dtype=jnp.int32)
 
 
-def _shares(siblings: Siblings) -> Bool[Array, " line"]:
+def _shares(sharing: Sharing) -> Bool[Array, " slots"]:
     """Which sequences share pages, or did."""
-    return (siblings.common > 0) & ~siblings.reads & ~siblings.waits
+    return (sharing.common > 0) & ~sharing.reads & ~sharing.waits
 
 
-def _is_joint(line: Line, page_size: Array) -> Bool[Array, " line"]:
+def _is_joint(slots: Slots, page_size: Array) -> Bool[Array, " slots"]:
     """Which share a last page that is partial, since they have not written since."""
-    s = line.siblings
+    s = slots.sharing
     assert s is not None
-    return _shares(s) & (line.length == s.common) & (s.common % page_size > 0)
+    return _shares(s) & (slots.length == s.common) & (s.common % page_size > 0)
 
 
 def feed(
-    line: Line, group: Groups | None, num_rows: Array
-) -> tuple[Line, Bool[Array, " line"]]:
+    slots: Slots, group: Groups | None, num_rows: Array
+) -> tuple[Slots, Bool[Array, " slots"]]:
     """Writes the rows, and forks those for whom another one has read."""
-    length = line.length + num_rows
-    s = line.siblings
+    length = slots.length + num_rows
+    s = slots.sharing
     if s is None or group is None:
-        return line._replace(length=length), jnp.zeros_like(line.returned)
+        return slots._replace(length=length), jnp.zeros_like(slots.returned)
     complete = group.any(s.reads & (length == s.common))
     forked = s.waits & complete
-    return line._replace(
+    return slots._replace(
         length=jnp.where(forked, s.common, length),
-        places=jnp.where(forked, s.common, line.places),
-        siblings=s._replace(
+        places=jnp.where(forked, s.common, slots.places),
+        sharing=s._replace(
             reads=s.reads & ~complete,
             waits=s.waits & ~complete,
             forked=s.forked | forked,

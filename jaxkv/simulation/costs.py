@@ -103,7 +103,7 @@ def with_drafter(
 
 
 class Received(NamedTuple):
-    """Prices steps of a machine to which prompts come with their keys and values.
+    """Prices steps of an engine to which prompts come with their keys and values.
 
     Nothing is read: a sequence that comes decodes at once, as all others do. Who is
     preempted here would be computed again for nothing, so nobody must be.
@@ -111,7 +111,7 @@ class Received(NamedTuple):
 
     cost: Cost
     receives: Bool[Array, ""]
-    """Whether it is such a machine; another one pays for what it reads."""
+    """Whether it is such an engine; another one pays for what it reads."""
 
     def __call__(self, work: Work) -> Float[Array, ""]:
         """Prices a step."""

@@ -12,7 +12,7 @@ from jaxkv.engine import NOBODY
 from jaxkv.memory import demand
 from jaxkv.scheduling import interface
 from jaxkv.simulation import batch, contiguous
-from jaxkv.simulation.batch import Line, Siblings
+from jaxkv.simulation.batch import Sharing, Slots
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Events, Progress, Queued, Simulation
 from jaxkv.workloads import Workload
@@ -27,13 +27,13 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
     was = Progress(*jnp.moveaxis(state.progress[sequence], -1, 0))
     prompt = workload.prompt[row][:, None]
     alive = jnp.broadcast_to((request >= 0)[:, None], sequence.shape)
-    is_reader, siblings = alive, None
+    is_reader, sharing = alive, None
     if max_samples > 1:
         finish = state.events[sequence, Events._fields.index("finish_s")]
         alive &= (finish == 0) & (sample[None, :] < workload.samples[row][:, None])
-        is_reader, siblings = _share_prompt(alive, was, prompt)
-    holds = state.line.held is not None
-    line = Line(
+        is_reader, sharing = _share_prompt(alive, was, prompt)
+    holds = state.slots.held is not None
+    slots = Slots(
         sequence=jnp.where(alive, sequence, NOBODY),
         length=was.swapped_length,
         places=was.swapped_length,
@@ -42,13 +42,13 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
         fed=jnp.where(was.swapped_length > 0, 0, was.fed),
         returned=was.returned > 0,
         held=jnp.zeros_like(alive) if holds else None,
-        siblings=siblings,
+        sharing=sharing,
         block=None,
     )
     pages_out = jnp.where(alive, was.swapped_pages, 0)
     return Queued(
         request=request,
-        line=line,
+        slots=slots,
         is_reader=is_reader,
         pages_out=jnp.sum(pages_out, axis=1, dtype=jnp.int32),
         swapped_length=was.swapped_length,
@@ -60,7 +60,7 @@ def _share_prompt(
     alive: Bool[Array, "head samples"],
     was: Progress,
     prompt: Int32[Array, "head 1"],
-) -> tuple[Bool[Array, "head samples"], Siblings]:
+) -> tuple[Bool[Array, "head samples"], Sharing]:
     """Who of each request's sequences feeds first, and what they have in common."""
     before = jnp.cumsum(alive, axis=1, dtype=jnp.int32)
     is_reader = alive & (before == 1)
@@ -68,7 +68,7 @@ def _share_prompt(
     waits = alive & ~is_reader & (was.swapped_length == 0)
     reads = is_reader & jnp.any(waits, axis=1, keepdims=True)
     several = before[:, -1:] > 1
-    return is_reader, Siblings(
+    return is_reader, Sharing(
         common=jnp.where(
             waits | reads | (several & (was.swapped_length == 0)),
             jnp.broadcast_to(prompt, alive.shape),
@@ -91,10 +91,10 @@ def reserve(
 
     They keep them if the policy lets them in, and never ask for more.
     """
-    line, size = state.line, capacity.page_size
-    assert line.block is not None
-    blocks = jnp.where(line.sequence >= 0, line.block, NOBODY)
-    leaves = demand.pages_for(line.places, page_size=size)
+    slots, size = state.slots, capacity.page_size
+    assert slots.block is not None
+    blocks = jnp.where(slots.sequence >= 0, slots.block, NOBODY)
+    leaves = demand.pages_for(slots.places, page_size=size)
     free = contiguous.free_leaves(reservation.idle, blocks, leaves)
     row = jnp.maximum(queued.request, 0)
     asked = contiguous.asked(
@@ -105,7 +105,7 @@ def reserve(
     start = contiguous.place_in_order(free, order, queued.is_seen)
     places = jnp.left_shift(size, order)
     return queued._replace(
-        line=queued.line._replace(block=start[:, None], places=places[:, None]),
+        slots=queued.slots._replace(block=start[:, None], places=places[:, None]),
         is_seen=start >= 0,
     )
 
@@ -114,7 +114,7 @@ def observe(
     state: Simulation, queued: Queued, capacity: Capacity, max_samples: int
 ) -> interface.Counts:
     """What the policy may know, as `counts.counts` has it."""
-    of_line = _of_line(state.line, capacity, max_samples)
+    of_line = _of_line(state.slots, capacity, max_samples)
     owned = jnp.sum(of_line["owned_pages"], dtype=jnp.int32)
     return interface.Counts(
         **of_line,
@@ -128,35 +128,35 @@ def observe(
     )
 
 
-def _of_line(line: Line, capacity: Capacity, max_samples: int) -> dict[str, Any]:
+def _of_line(slots: Slots, capacity: Capacity, max_samples: int) -> dict[str, Any]:
     """Counts of the slots."""
     size = capacity.page_size
-    group, goal = batch.groups(line, max_samples), batch.goal(line)
-    owned, theirs = batch.num_owned(line, group, line.places, size)
-    moves, _ = batch.num_owned(line, group, line.length, size)
-    none = jnp.zeros_like(line.returned)
+    group, goal = batch.groups(slots, max_samples), batch.goal(slots)
+    owned, theirs = batch.num_owned(slots, group, slots.places, size)
+    moves, _ = batch.num_owned(slots, group, slots.length, size)
+    none = jnp.zeros_like(slots.returned)
     return dict(
-        running=batch.is_running(line),
-        held=none if line.held is None else line.held,
+        running=batch.is_running(slots),
+        held=none if slots.held is None else slots.held,
         group=None if group is None else group.first,
         num_tokens=goal,
-        length=line.length,
-        num_pages=demand.pages_for(line.places, page_size=size),
+        length=slots.length,
+        num_pages=demand.pages_for(slots.places, page_size=size),
         owned_pages=owned,
-        owned_tokens=demand.own_tokens(line.length, theirs, page_size=size),
+        owned_tokens=demand.own_tokens(slots.length, theirs, page_size=size),
         swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
-        copies=batch.num_copies(line, group, goal - line.length, size),
-        preempted=line.returned & batch.is_running(line),
+        copies=batch.num_copies(slots, group, goal - slots.length, size),
+        preempted=slots.returned & batch.is_running(slots),
         scored_prompt=none,
     )
 
 
 def _of_head(queued: Queued, capacity: Capacity) -> dict[str, Array]:
     """Counts of the requests at the head of the queue."""
-    size, q, alive = capacity.page_size, queued.line, queued.line.sequence >= 0
+    size, q, alive = capacity.page_size, queued.slots, queued.slots.sequence >= 0
     common = jnp.zeros_like(queued.request)
-    if q.siblings is not None:
-        common = jnp.max(jnp.where(alive, q.siblings.common, 0), axis=1)
+    if q.sharing is not None:
+        common = jnp.max(jnp.where(alive, q.sharing.common, 0), axis=1)
         common = jnp.where(queued.size > 1, common, 0)
     known = jnp.max(jnp.where(alive, q.known, 0), axis=1)
     needs = q.known if q.block is None else q.places

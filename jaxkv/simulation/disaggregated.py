@@ -1,4 +1,4 @@
-"""Machines that read prompts, machines that decode, and what passes between them.
+"""Replicas that read prompts, replicas that decode, and what passes between them.
 
 Two simulations, one behind the other: a request enters the second when the first has
 read its prompt and its keys and values have come over. There it brings its first token
@@ -29,7 +29,7 @@ COUNTED = 0.9
 """Of the simulated time: who comes later need not be answered by its end."""
 
 
-class Machine(NamedTuple):
+class Replica(NamedTuple):
     """GPUs that hold one copy of a model.
 
     Attributes:
@@ -88,8 +88,8 @@ class Split(NamedTuple):
       link: bytes a second that each GPU sends.
     """
 
-    prefill: Machine
-    decode: Machine
+    prefill: Replica
+    decode: Replica
     num_prefill: int
     num_decode: int
     link: float
@@ -115,15 +115,15 @@ type Role = Literal["both", "prefill", "decode"]
 
 
 class Job(NamedTuple):
-    """What one machine does.
+    """What one replica does.
 
     Attributes:
-      machine: its GPUs.
+      replica: its GPUs.
       role: the phases that it serves; whole prompts go first, as in vLLM.
       requests: in order; who comes to one that decodes has its first token.
     """
 
-    machine: Machine
+    replica: Replica
     role: Role
     requests: Requests
 
@@ -140,7 +140,7 @@ def serve(
     Args:
       jobs: those that decode have requests of two output tokens at least.
       seconds: simulated.
-      max_slots: sequences that run at once on a machine at most.
+      max_slots: sequences that run at once on a replica at most.
       progress: hears of it.
     """
     served = driver.simulate(
@@ -176,9 +176,9 @@ def split(
     max_slots: int,
     progress: Progress = QUIET,
 ) -> list[Answers]:
-    """Serves loads by machines for either phase; arguments as those of `serve`.
+    """Serves loads by replicas for either phase; arguments as those of `serve`.
 
-    Machines of a phase take turns: the first the requests in order of arrival, the
+    Replicas of a phase take turns: the first the requests in order of arrival, the
     second in order of readiness.
     """
     reads = [
@@ -236,7 +236,7 @@ def transfers(
     """How long keys and values are on their way.
 
     GPUs of the two sides pair up, as many as the smaller side has, and each pair
-    carries its part. What one machine sends goes one after the other.
+    carries its part. What one replica sends goes one after the other.
     """
     p = placement
     lanes = min(p.prefill.num_gpus, p.decode.num_gpus)
@@ -261,12 +261,12 @@ def _member(job: Job) -> Members:
         columns = x.arrival_s, x.tokens.prompt, np.ones_like(x.tokens.output)
     if not x.arrival_s.size:  # a workload has a request; this one never comes
         columns = np.array([2e9]), np.array([1]), np.array([1])
-    capacity = job.machine.capacity
+    capacity = job.replica.capacity
     if receives:
         capacity = capacity._replace(token_budget=jnp.int32(interface.NO_LIMIT))
     return Members(
         workload=arrivals.make(*columns),
         capacity=capacity,
         policy=chunked_prefill.reading(whole=True, first=not receives),
-        cost=Received(job.machine.cost, jnp.asarray(receives)),
+        cost=Received(job.replica.cost, jnp.asarray(receives)),
     )

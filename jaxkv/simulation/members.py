@@ -102,12 +102,12 @@ class Part:
         return self._sums["steps"]
 
     def start(self) -> None:
-        """Makes the idle machines, and takes the first steps, which compiles."""
+        """Makes the idle engines, and takes the first steps, which compiles."""
         self.reset()
         self.advance()
 
     def reset(self) -> None:
-        """Makes the idle machines."""
+        """Makes the idle engines."""
         with jax.default_device(self._cpu):
             self._state: Any = _init(self._members, self._bounds)
         self._weighted: dict[str, np.ndarray] = {}

@@ -33,7 +33,7 @@ class Outcome:
     recomputed: Int[np.ndarray, "*members requests"]
     """Tokens computed again."""
     rejected: Bool[np.ndarray, "*members requests"]
-    """Requests that can never be served: they do not fit the machine even alone."""
+    """Requests that can never be served: they do not fit the engine even alone."""
 
 
 def read(
@@ -46,7 +46,7 @@ def read(
     """Reads off a state what became of its requests.
 
     Args:
-      state: of one machine, or of several with leading axes.
+      state: of one engine, or of several with leading axes.
       workload: its requests; of several, with the last of these axes at least.
       until_s: what happened later is left out.
       warns: whether a warning says that requests were rejected or left waiting.
@@ -130,7 +130,7 @@ def _warn(found: Outcome, w: Any, is_over: bool) -> None:
     is_asked = w.samples > 0
     waits = is_asked & ~found.rejected & ~np.isfinite(found.finish_s)
     for who, why in (
-        (found.rejected, "can never be served: they do not fit the machine even alone"),
+        (found.rejected, "can never be served: they do not fit the engine even alone"),
         (waits & is_over, "were not served to their end"),
     ):
         if who.any():

@@ -14,7 +14,7 @@ from jaxkv.workloads import metrics
 
 
 class Means(NamedTuple):
-    """Means over the time in which a machine was busy, one number for each member."""
+    """Means over the time in which an engine was busy, one number for each member."""
 
     batch: Float[np.ndarray, " members"]
     """Running sequences."""
@@ -67,7 +67,7 @@ class Trace(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served(Outcome):
-    """What became of the requests of every member, and of its machine."""
+    """What became of the requests of every member, and of its engine."""
 
     end_s: Float[np.ndarray, " members"]
     """The clock in the end, `until_s` at most."""
@@ -76,7 +76,7 @@ class Served(Outcome):
     trace: Trace | None
 
     def numbers(self, member: int) -> dict[str, float]:
-        """What the machine of one member did, by name.
+        """What the engine of one member did, by name.
 
         Shares are of token places, of tokens fed, and of pages that nobody would share.
         """

@@ -1,6 +1,6 @@
-"""The state of a simulated machine: its bounds, its line, its queue, what is noted.
+"""The state of a simulation: its bounds, its slots, its queue, what is noted.
 
-A sequence in line is known by its place there; of one that left, `progress` keeps what
+A running sequence is known by its slot; of one that left, `progress` keeps what
 it needs to come back, and `events` what will be asked of it in the end.
 """
 
@@ -14,7 +14,7 @@ from jaxkv.engine import NOBODY
 from jaxkv.memory import demand
 from jaxkv.scheduling import NO_LIMIT, interface
 from jaxkv.simulation import batch, contiguous
-from jaxkv.simulation.batch import Line
+from jaxkv.simulation.batch import Slots
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.workloads import Workload
 
@@ -22,7 +22,7 @@ type Bound = int | Int32[Array, "*mapped"]
 
 
 class Capacity(NamedTuple):
-    """The bounds of a machine, as those of `EngineConfig`, but free to be mapped."""
+    """The bounds of a simulation, as those of `EngineConfig`, but free to be mapped."""
 
     num_pages: Int32[Array, ""]
     page_size: Int32[Array, ""]
@@ -104,14 +104,14 @@ class Simulation(NamedTuple):
     """All that a step changes."""
 
     clock: Int32[Array, " 2"]
-    line: Line
-    began: Bool[Array, " line"]
+    slots: Slots
+    began: Bool[Array, " slots"]
     """Who drew its first token in the last step."""
-    ended: Bool[Array, " line"]
+    ended: Bool[Array, " slots"]
     """Who drew its last. Both are noted in the next step, whose clock says when."""
-    left: Int32[Array, " line"]
+    left: Int32[Array, " slots"]
     """Sequences that were preempted in the last step, or NOBODY."""
-    left_with: Int32[Array, "line fields"]
+    left_with: Int32[Array, "slots fields"]
     """Their progress. It is written in the next step, before anything is read: after
     that, XLA would copy all of it in every step."""
     queue: Int32[Array, " waiting"]
@@ -133,13 +133,13 @@ class Simulation(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """Sequences of the requests at the head of the queue, as they would stand in line.
+    """Sequences of the requests at the head of the queue, as they would have slots.
 
     All but `request` and `pages_out` of shape [head, samples].
     """
 
     request: Int32[Array, " head"]
-    line: Line
+    slots: Slots
     """NOBODY where a sequence has ended, or is none."""
     is_reader: Bool[Array, "head samples"]
     """Who feeds first for the request."""
@@ -152,7 +152,7 @@ class Queued(NamedTuple):
     @property
     def size(self) -> Int32[Array, " head"]:
         """Sequences of each request that have not ended."""
-        return jnp.sum(self.line.sequence >= 0, axis=1, dtype=jnp.int32)
+        return jnp.sum(self.slots.sequence >= 0, axis=1, dtype=jnp.int32)
 
 
 def init(
@@ -165,7 +165,7 @@ def init(
     head: int | None = None,
     reservation: Reservation | None = None,
 ) -> Simulation:
-    """Makes an idle machine, its clock at zero.
+    """Makes an idle engine, its clock at zero.
 
     Args:
       workload: the requests, in order of arrival.
@@ -203,7 +203,7 @@ def init(
 
     return Simulation(
         clock=jnp.zeros((2,), jnp.int32),
-        line=batch.empty(
+        slots=batch.empty(
             max_slots,
             has_groups=max_samples > 1,
             holds=policy.holds_finished,
@@ -227,7 +227,7 @@ def init(
 def _fits_alone(
     w: Workload, c: Capacity, max_slots: int, reservation: Reservation | None
 ) -> Bool[Array, " requests"]:
-    """Which requests an idle machine could serve."""
+    """Which requests an idle engine could serve."""
     size = c.page_size
     shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=size)
     fits = shared + w.samples * own <= c.num_pages

@@ -23,7 +23,7 @@ from jaxkv.scheduling import interface
 from jaxkv.simulation import accepting, apply_plan, batch, contiguous
 from jaxkv.simulation import work as step_work
 from jaxkv.simulation.accepting import Acceptance
-from jaxkv.simulation.batch import Line
+from jaxkv.simulation.batch import Slots
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counts import look, observe, reserve
 from jaxkv.simulation.state import Capacity, Simulation, init
@@ -55,11 +55,11 @@ class StepInfo(NamedTuple):
     """What their token places are good for."""
     saved_pages: Int32[Array, ""]
     """Pages that were in use more, did nobody share."""
-    drew: Int32[Array, " line"]
+    drew: Int32[Array, " slots"]
     """The sequences that drew tokens at its end, NOBODY elsewhere."""
     enough: Bool[Array, ""]
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
-    num_drawn: Int32[Array, " line"] | None = None
+    num_drawn: Int32[Array, " slots"] | None = None
     """How many each drew, drafts that were accepted among them; None if nobody guesses
     any, and each drew one."""
 
@@ -79,7 +79,7 @@ def step(
     """Runs one step, or lets the clock jump to the next arrival.
 
     Args:
-      state: the machine.
+      state: of the simulation.
       workload: the requests.
       capacity: bounds.
       policy: who runs; the same that the engine takes.
@@ -142,26 +142,26 @@ def _step(
     state, plan, wish, done = _plan_step(
         *(state, w, capacity, policy, max_samples, head, reservation, acceptance)
     )
-    line, runs = state.line, batch.is_running(state.line)
-    group = batch.groups(line, max_samples)
-    line, granted = apply_plan.grant(line, group, wish, capacity, reservation)
-    request = jnp.maximum(line.sequence, 0) // max_samples
+    slots, runs = state.slots, batch.is_running(state.slots)
+    group = batch.groups(slots, max_samples)
+    slots, granted = apply_plan.grant(slots, group, wish, capacity, reservation)
+    request = jnp.maximum(slots.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
     fed = _feed(
-        *(line, group, granted, runs, prompt, prompt + output, acceptance, max_samples)
+        *(slots, group, granted, runs, prompt, prompt + output, acceptance, max_samples)
     )
     work = fed.work._replace(num_copied=granted.num_copied, num_swapped=done.num_moved)
     clock, micros = _advance(state, w, work, runs, cost)
-    split = _split(fed.line, group, prompt, output, capacity, reservation)
+    split = _split(fed.slots, group, prompt, output, capacity, reservation)
     info = _info(
         *(state, plan, done, granted, fed, work, micros, split),
         speculates=acceptance is not None,
     )
     behind = _Behind(state.num_taken, state.num_done + w.clients)
-    line = apply_plan.release_drafts(fed.line, granted)._replace(known=fed.known)
+    slots = apply_plan.release_drafts(fed.slots, granted)._replace(known=fed.known)
     return state._replace(
         clock=clock,
-        line=line,
+        slots=slots,
         began=fed.emits & (fed.known == prompt + fed.num_drawn),
         ended=fed.ended,
     ), (info, behind)
@@ -170,47 +170,47 @@ def _step(
 class _Fed(NamedTuple):
     """What came of the rows that a step fed."""
 
-    line: Line
+    slots: Slots
     """With these rows written, and the drafts that were accepted."""
     work: Work
     """Of these rows and what they drew; no pages."""
-    runs: Bool[Array, " line"]
+    runs: Bool[Array, " slots"]
     """Who had a slot."""
-    emits: Bool[Array, " line"]
+    emits: Bool[Array, " slots"]
     """Who drew."""
-    num_drawn: Int32[Array, " line"]
+    num_drawn: Int32[Array, " slots"]
     """Tokens that each drew."""
-    known: Int32[Array, " line"]
+    known: Int32[Array, " slots"]
     """Tokens that each has with these."""
-    ended: Bool[Array, " line"]
+    ended: Bool[Array, " slots"]
     """Who drew its last."""
 
 
 def _feed(
-    line: Line,
+    slots: Slots,
     group: batch.Groups | None,
     granted: apply_plan.Granted,
-    runs: Bool[Array, " line"],
-    prompt: Int32[Array, " line"],
-    limit: Int32[Array, " line"],
+    runs: Bool[Array, " slots"],
+    prompt: Int32[Array, " slots"],
+    limit: Int32[Array, " slots"],
     acceptance: Acceptance | None,
     max_samples: int,
 ) -> _Fed:
     """Writes what was granted, and draws for those whose known tokens are all fed."""
-    work = step_work.of_rows(line, granted.num_rows, granted.num_drafts, prompt)
-    line, forked = batch.feed(line, group, granted.num_rows)
-    emits = ((granted.num_rows > 0) | forked) & runs & (line.length == line.known)
+    work = step_work.of_rows(slots, granted.num_rows, granted.num_drafts, prompt)
+    slots, forked = batch.feed(slots, group, granted.num_rows)
+    emits = ((granted.num_rows > 0) | forked) & runs & (slots.length == slots.known)
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
-        line, drawn = accepting.accept(
-            line, emits, granted.num_drafts, limit, acceptance, max_samples
+        slots, drawn = accepting.accept(
+            slots, emits, granted.num_drafts, limit, acceptance, max_samples
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
         work = work._replace(num_accepted=accepted)
     work = work._replace(num_drawn=jnp.sum(drawn, dtype=jnp.int32))
-    known = line.known + drawn
-    return _Fed(line, work, runs, emits, drawn, known, emits & (known == limit))
+    known = slots.known + drawn
+    return _Fed(slots, work, runs, emits, drawn, known, emits & (known == limit))
 
 
 def _info(
@@ -238,7 +238,7 @@ def _info(
         used_pages=granted.used_pages,
         split=split[0],
         saved_pages=split[1],
-        drew=jnp.where(fed.emits, fed.line.sequence, NOBODY),
+        drew=jnp.where(fed.emits, fed.slots.sequence, NOBODY),
         enough=granted.enough,
         num_drawn=fed.num_drawn if speculates else None,
     )
@@ -262,7 +262,7 @@ def _plan_step(
         queued = reserve(state, queued, w, capacity, reservation)
     counts = observe(state, queued, capacity, max_samples)
     if acceptance is not None:
-        drafts = accepting.wishes(state.line, w, acceptance, max_samples)
+        drafts = accepting.wishes(state.slots, w, acceptance, max_samples)
         counts = counts._replace(drafts=drafts)
     plan = interface.schedule(counts, policy)
     state, wish, done = apply_plan.apply_plan(
@@ -272,10 +272,10 @@ def _plan_step(
 
 
 def _split(
-    line: Line,
+    slots: Slots,
     group: batch.Groups | None,
-    prompt: Int32[Array, " line"],
-    output: Int32[Array, " line"],
+    prompt: Int32[Array, " slots"],
+    output: Int32[Array, " slots"],
     capacity: Capacity,
     reservation: Reservation | None,
 ) -> tuple[batch.Split, Int32[Array, ""]]:
@@ -283,14 +283,14 @@ def _split(
     asked = None
     if (r := reservation) is not None:
         asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
-    return batch.split(line, group, prompt + output, capacity.page_size, asked)
+    return batch.split(slots, group, prompt + output, capacity.page_size, asked)
 
 
 def _advance(
     state: Simulation,
     w: Workload,
     work: Work,
-    runs: Bool[Array, " line"],
+    runs: Bool[Array, " slots"],
     cost: Cost,
 ) -> tuple[Int32[Array, " 2"], Int32[Array, ""]]:
     """The clock after a step, and how long it took; the next arrival ends a wait."""

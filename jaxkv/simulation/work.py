@@ -1,15 +1,15 @@
-"""What a step asks of the machine, and what prices it."""
+"""What a step asks of the device, and what prices it."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
-from jaxkv.simulation.batch import Line
+from jaxkv.simulation.batch import Slots
 
 
 class Work(NamedTuple):
-    """What a step asks of the machine."""
+    """What a step asks of the device."""
 
     num_decodes: Int32[Array, ""]
     """Sequences that feed the one token that they drew last, and maybe drafts."""
@@ -72,18 +72,20 @@ class Cost(Protocol):
 
 
 def of_rows(
-    line: Line,
-    num_rows: Int32[Array, " line"],
-    num_drafts: Int32[Array, " line"] | None,
-    prompt: Int32[Array, " line"],
+    slots: Slots,
+    num_rows: Int32[Array, " slots"],
+    num_drafts: Int32[Array, " slots"] | None,
+    prompt: Int32[Array, " slots"],
 ) -> Work:
     """Adds up what the rows ask for; what comes out, and pages, are left at zero.
 
     `num_rows` are fed behind what is written, and `num_drafts` behind these.
     """
-    decodes = (num_rows == 1) & (line.length == line.known - 1) & (line.known > prompt)
+    decodes = (
+        (num_rows == 1) & (slots.length == slots.known - 1) & (slots.known > prompt)
+    )
     reads = (num_rows > 0) & ~decodes
-    before, after = line.length, line.length + num_rows
+    before, after = slots.length, slots.length + num_rows
 
     def total(mask: Array, values: Array) -> Array:
         return jnp.sum(jnp.where(mask, values, 0), dtype=values.dtype)

@@ -25,18 +25,18 @@ QUICK_S = 0.03
 """Of a transfer, in the paper."""
 
 type Placement = tuple[str, int, int, int, int, float]
-"""Role, degrees of either phase, machines of either, and the link: as in `Loads`."""
+"""Role, degrees of either phase, replicas of either, and the link: as in `Loads`."""
 
 
 class Loads(Table):
     """What became of some loads, a row for each."""
 
     name: Texts = column("of the application")
-    role: Texts = column("both, prefill, decode: one machine; split: some for either")
-    prefill_ways: Ints = column("GPUs of a machine that reads, or does both; 0: none")
+    role: Texts = column("both, prefill, decode: one replica; split: some for either")
+    prefill_ways: Ints = column("GPUs of a replica that reads, or does both; 0: none")
     decode_ways: Ints = column("GPUs of one that decodes alone")
-    num_prefill: Ints = column("machines that read, or do both")
-    num_decode: Ints = column("machines that decode alone")
+    num_prefill: Ints = column("replicas that read, or do both")
+    num_decode: Ints = column("replicas that decode alone")
     link: Floats = column("bytes a second from GPU to GPU; 0 where nothing is sent")
     rate: Floats = column("requests a second")
     rate_per_card: Floats = column("the same, for each GPU")
@@ -84,10 +84,10 @@ def alone(
     config: Config,
     progress: Progress,
 ) -> Loads:
-    """Serves loads by single machines.
+    """Serves loads by single replicas.
 
     Args:
-      asked: an application's name, what the machine does, its GPUs, requests a second.
+      asked: an application's name, what the replica does, its GPUs, requests a second.
       config: how long, and the seed.
       progress: hears of it.
     """
@@ -96,7 +96,7 @@ def alone(
         requests = disaggregated.ask(KNOWN[name].law, rate, seconds, config.seed)
         if role == "decode":  # who draws one token alone never comes here
             requests = disaggregated.take(requests, requests.tokens.output > 1)
-        jobs.append(Job(instance.machine, role, requests))
+        jobs.append(Job(instance.replica, role, requests))
     served = disaggregated.serve(
         jobs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
     )
@@ -111,7 +111,7 @@ def alone(
 def split(
     asked: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
 ) -> Loads:
-    """Serves loads by machines for either phase; arguments as those of `alone`."""
+    """Serves loads by replicas for either phase; arguments as those of `alone`."""
     served = disaggregated.split(
         [
             (p, disaggregated.ask(KNOWN[name].law, rate, config.seconds, config.seed))
@@ -141,7 +141,7 @@ def _loads(
 
 
 def bounds(application: Application, instance: Instance) -> dict[Role, float]:
-    """Rates that a machine hardly sustains, by role: where to look for what it does."""
+    """Rates that a replica hardly sustains, by role: where to look for what it does."""
     prompt, output = application.law.prompt.mean, application.law.output.mean
     prefill, decode = (
         np.asarray(x) for x in (instance.cost.prefill, instance.cost.decode_large)
@@ -199,7 +199,7 @@ def goodputs(alone: Loads, split: Loads) -> list[dict[str, Any]]:
 
 
 def phases(found: Loads) -> list[dict[str, Any]]:
-    """What each GPU sustains of one phase alone, a row for each kind of machine."""
+    """What each GPU sustains of one phase alone, a row for each kind of replica."""
     fields = {"prefill": "attained_first", "decode": "attained_gap"}
     return [
         {"name": name, "role": role, "ways": num, "rate_per_s": goodput(alone, field)}
@@ -214,12 +214,12 @@ def phases(found: Loads) -> list[dict[str, Any]]:
 def best(name: str, found: list[dict[str, Any]]) -> tuple[Split, float]:
     """The placement that should sustain most a GPU, and what it should in all.
 
-    Each phase takes the machine that alone sustains most a GPU, then as many of either
+    Each phase takes the replica that alone sustains most a GPU, then as many of either
     that neither waits for the other more than it must.
 
     Args:
       name: of the application.
-      found: what single machines sustain, rows of `phases`.
+      found: what single replicas sustain, rows of `phases`.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, algorithm 1.
     """
@@ -227,7 +227,7 @@ def best(name: str, found: list[dict[str, Any]]) -> tuple[Split, float]:
     for role in ("prefill", "decode"):
         here = [x for x in found if (x["name"], x["role"]) == (name, role)]
         most = max(here, key=lambda row: row["rate_per_s"])
-        chosen.append(Instance(KNOWN[name].model, most["ways"]).machine)
+        chosen.append(Instance(KNOWN[name].model, most["ways"]).replica)
         rates.append(most["rate_per_s"] * most["ways"])
     nums = range(1, settings.MAX_INSTANCES + 1)
     placements = [Split(*chosen, n, m, settings.LINK) for n in nums for m in nums]

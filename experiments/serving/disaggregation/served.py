@@ -44,7 +44,7 @@ from jaxkv.models import checkpoints, transformer
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.simulation import disaggregated
-from jaxkv.simulation.disaggregated import Answers, Job, Machine, Requests, Split
+from jaxkv.simulation.disaggregated import Answers, Job, Replica, Requests, Split
 from jaxkv.simulation.state import Capacity
 from jaxkv.text.tokenizer import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths
@@ -189,7 +189,7 @@ def _serve_all(config: Config, folder: Path, progress: Progress) -> Result:
     with _workers(config, folder, config.token_budget) as started:
         progress.show("calibrating")
         costs = asyncio.run(_calibrated(config, loaded, started))
-    machine, most = _machine(config, loaded.config, costs)
+    replica, most = _replica(config, loaded.config, costs)
     asked = [_asked(config, loaded, share * most) for share in config.shares_served]
     rows, answers = [], {}
     jobs = [(way, load) for way in WAYS for load in asked]
@@ -199,7 +199,7 @@ def _serve_all(config: Config, folder: Path, progress: Progress) -> Result:
             served = asyncio.run(_serve(config, way, load, started))
         answers[way, load.rate] = served
         rows.append((way, load.rate, len(served), *_measured(served)))
-    said = {(way, x.rate): _simulated(config, way, x, machine) for way, x in jobs}
+    said = {(way, x.rate): _simulated(config, way, x, replica) for way, x in jobs}
     sent_s = {
         key: float(np.median([x.sent_s for x in served if x.sent_bytes] or [0.0]))
         for key, served in answers.items()
@@ -218,7 +218,7 @@ def _serve_all(config: Config, folder: Path, progress: Progress) -> Result:
         different=sum(a != b for a, b in pairs),
         answers=len(pairs),
         page_bytes=float(np.median(sizes)) / whole if sizes else np.nan,
-        formula_bytes=machine.kv_bytes,
+        formula_bytes=replica.kv_bytes,
     )
 
 
@@ -293,9 +293,9 @@ def _pace(served: Served) -> float:
     return (served.finish_s - served.first_token_s) / (len(served.tokens) - 1)
 
 
-def _machine(
+def _replica(
     config: Config, model: Any, costs: Sequence[tuple[str, int, float]]
-) -> tuple[Machine, float]:
+) -> tuple[Replica, float]:
     """A worker for the simulator; and requests a second that two can do."""
 
     def line(what: str) -> np.ndarray:
@@ -306,7 +306,7 @@ def _machine(
 
     reads, decodes = line("a prompt"), line("decoding")
     cost = cost_models.linear((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
-    # The simulated machines read prompts whole.
+    # The simulated replicas read prompts whole.
     whole = config.prompt_tokens + config.max_slots
     bounds = config.engine | {"token_budget": whole}
     names = ("num_pages", "page_size", "max_length", "token_budget")
@@ -315,7 +315,7 @@ def _machine(
     slots = config.max_slots
     prompt_s = reads @ [1, config.prompt_tokens]
     answer_s = config.output_tokens * (decodes @ [1, slots]) / slots
-    return Machine(cost, capacity, 1, float(size)), NUM_WORKERS / (prompt_s + answer_s)
+    return Replica(cost, capacity, 1, float(size)), NUM_WORKERS / (prompt_s + answer_s)
 
 
 def _asked(config: Config, loaded: Any, rate: float) -> _Asked:
@@ -362,7 +362,7 @@ def _measured(served: list[Served]) -> tuple[float, ...]:
 
 
 def _simulated(
-    config: Config, way: str, load: _Asked, machine: Machine
+    config: Config, way: str, load: _Asked, replica: Replica
 ) -> tuple[float, float]:
     """Median time to the first token, and between tokens, by the simulator."""
     until_s = 10 * config.seconds
@@ -373,11 +373,11 @@ def _simulated(
             disaggregated.take(load.requests, slice(i, None, NUM_WORKERS))
             for i in range(NUM_WORKERS)
         ]
-        jobs = [Job(machine, "both", x) for x in turns]
+        jobs = [Job(replica, "both", x) for x in turns]
         found = disaggregated.serve(jobs, until_s, **slots)
     else:
         # A socket of this machine: what pages cost there is the workers' own time.
-        placement = Split(machine, machine, 1, 1, 1e9)
+        placement = Split(replica, replica, 1, 1, 1e9)
         found = disaggregated.split([(placement, load.requests)], until_s, **slots)
     first = np.concatenate([x.first_s - x.arrival_s for x in found])
     pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in found]

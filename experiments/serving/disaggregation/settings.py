@@ -10,7 +10,7 @@ from experiments.harness import cost_models
 from experiments.harness.cost_models import PAGE_SIZE
 from jaxkv import validation
 from jaxkv.simulation import Capacity
-from jaxkv.simulation.disaggregated import Machine
+from jaxkv.simulation.disaggregated import Replica
 from jaxkv.workloads import Objectives, lengths
 from scaling.costs import devices, serving
 from scaling.shapes import published
@@ -51,7 +51,7 @@ class Instance(NamedTuple):
         return cost_models.num_pages(description, DEVICE, self.ways)
 
     @property
-    def machine(self) -> Machine:
+    def replica(self) -> Replica:
         """What is simulated; a sequence that comes to decode is a token longer."""
         capacity = Capacity.of(
             num_pages=self.num_pages,
@@ -59,7 +59,7 @@ class Instance(NamedTuple):
             max_length=MAX_LENGTH + 1,
             token_budget=TOKEN_BUDGET,
         )
-        return Machine(self.cost, capacity, self.ways, kv_bytes(self.model))
+        return Replica(self.cost, capacity, self.ways, kv_bytes(self.model))
 
 
 def kv_bytes(model: str) -> int:
@@ -155,7 +155,7 @@ class Config:
     seconds: float = 300.0
     """Simulated, of each."""
     queue_loads: tuple[float, ...] = (0.2, 0.4, 0.6, 0.75)
-    """What a machine's time is taken up by, where it is a queue; below 1."""
+    """What a replica's time is taken up by, where it is a queue; below 1."""
     queue_requests: int = 16000
     """Of each seed."""
     queue_seeds: int = 384

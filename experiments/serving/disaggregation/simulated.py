@@ -76,7 +76,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     placements = [(name, *runs.best(name, found)) for name in config.applications]
     # The example's is as the paper has it, whatever would be best here.
     reads, decodes = (x["rate_per_s"] for x in found if x["name"] == EXAMPLE)
-    one, sustained = Instance(KNOWN[EXAMPLE].model, 1).machine, min(2 * reads, decodes)
+    one, sustained = Instance(KNOWN[EXAMPLE].model, 1).replica, min(2 * reads, decodes)
     placements += [
         (EXAMPLE, Split(one, one, 2, 1, link), sustained)
         for link in (LINK, *config.links)

@@ -46,11 +46,11 @@ def test_one_after_the_other_is_served() -> None:
     assert done.tolist() == [2, 4, 7]
 
 
-def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
+def test_keys_and_values_queue_at_the_replica_that_sends() -> None:
     load = requests([0.0] * 4, [100, 100, 200, 100], [2] * 4)
     each = 100 * settings.kv_bytes("opt-13b") / 1e9
     assert each == pytest.approx(0.08192)
-    one = ONE.machine
+    one = ONE.replica
     sent = Split(one, one, 2, 1, link=1e9)
     ready_s = np.array([1.0, 1.0, 1.0, np.nan])
     found = disaggregated.transfers(sent, load, ready_s)
@@ -66,7 +66,7 @@ def test_keys_and_values_queue_at_the_machine_that_sends() -> None:
 @pytest.mark.thorough
 def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
     load = requests([0.5, 0.6], [512, 300], [4, 1])
-    placed = Split(ONE.machine, ONE.machine, 1, 1, settings.LINK)
+    placed = Split(ONE.replica, ONE.replica, 1, 1, settings.LINK)
     (answers,) = disaggregated.split([(placed, load)], 10.0, max_slots=256)
     prefill, decode = (np.asarray(x) for x in (ONE.cost.prefill, ONE.cost.decode))
     first = 0.5 + prefill @ (1, 512, 512**2)

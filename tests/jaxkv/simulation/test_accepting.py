@@ -27,7 +27,7 @@ from jaxkv.simulation import (
     outcomes,
     step,
 )
-from jaxkv.simulation.batch import Line
+from jaxkv.simulation.batch import Slots
 from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.simulation.step import StepInfo
 from jaxkv.workloads import arrivals, metrics
@@ -145,7 +145,7 @@ RULE = fcfs.fcfs(chunk_size=7, stackable=True)
 class Ran(NamedTuple):
     state: Simulation
     infos: StepInfo
-    line: Line
+    slots: Slots
     """After every step."""
     ended: jax.Array
     """Who ended in it."""
@@ -169,7 +169,7 @@ def simulate(
             max_samples=max_samples,
             acceptance=acceptance,
         )
-        return state, (info, state.line, state.ended)
+        return state, (info, state.slots, state.ended)
 
     state, seen = jax.lax.scan(body, state, None, length=num_steps)
     return Ran(state, *seen)
@@ -303,13 +303,13 @@ def test_pages_of_drafts_are_given_back(chance: float) -> None:
         w = workload(5, 12, max_samples=samples, longest=25)
         bounds = TIGHT._replace(num_pages=jnp.int32(num_pages))
         ran = served(w, bounds, law(chance), max_samples=samples)
-        line, work = ran.line, ran.infos.work
-        stays = (line.sequence >= 0) & ~ran.ended
+        slots, work = ran.slots, ran.infos.work
+        stays = (slots.sequence >= 0) & ~ran.ended
         decodes = stays & (ran.infos.drew >= 0)
-        assert (line.places >= line.length).all()
-        pages, plain = (-(-x // 4) for x in (line.places, line.length))
+        assert (slots.places >= slots.length).all()
+        pages, plain = (-(-x // 4) for x in (slots.places, slots.length))
         np.testing.assert_array_equal(pages[decodes], plain[decodes])
-        assert (line.places <= line.known)[stays].all()
+        assert (slots.places <= slots.known)[stays].all()
         assert (ran.infos.used_pages <= bounds.num_pages).all()
         assert ran.infos.num_preempted.sum() > 0
         # What is in use is of some use.
@@ -525,7 +525,7 @@ BUGS = {
     "accepted tokens lose their pages": Bug(
         apply_plan,
         "release_drafts",
-        "jnp.maximum(granted.kept, line.length)",
+        "jnp.maximum(granted.kept, slots.length)",
         "granted.kept",
         test_pages_of_drafts_are_given_back,
         (1.0,),
@@ -547,8 +547,8 @@ BUGS = {
     "verdicts are the slot's": Bug(
         accepting,
         "num_accepted",
-        "position = line.known[:, None] + place",
-        "position = jnp.arange(line.known.size, dtype=jnp.int32)[:, None] + place",
+        "position = slots.known[:, None] + place",
+        "position = jnp.arange(slots.known.size, dtype=jnp.int32)[:, None] + place",
         test_verdicts_depend_on_nobody_else,
     ),
 }

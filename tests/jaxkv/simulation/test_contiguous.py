@@ -99,7 +99,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
                 head=4,
                 reservation=reservation,
             )
-            return state, (state.line.sequence, state.line.block, info)
+            return state, (state.slots.sequence, state.slots.block, info)
 
         return jax.lax.scan(step, state, None, length=700)
 

@@ -171,7 +171,7 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
 
     state, expected = run(members.workload), served()
     line = (
-        r"3 of 95 requests can never be served: they do not fit the machine even alone;"
+        r"3 of 95 requests can never be served: they do not fit the engine even alone;"
         r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"
     )
     with pytest.warns(UserWarning, match=line):

@@ -196,9 +196,9 @@ def test_places_are_split_into_what_they_are_good_for() -> None:
 
 
 def test_a_group_is_one_where_a_sequence_between_has_ended() -> None:
-    line = batch.empty(6, has_groups=True, holds=False)
+    slots = batch.empty(6, has_groups=True, holds=False)
     sequence = jnp.asarray([-1, 9, -1, 11, 12, -1], jnp.int32)
-    found = batch.groups(line._replace(sequence=sequence), 3)
+    found = batch.groups(slots._replace(sequence=sequence), 3)
     assert found is not None
     assert found.first.tolist() == [0, 1, 2, 1, 4, 5]
     assert found.is_first.tolist() == [True, True, True, False, True, True]
@@ -227,15 +227,15 @@ BUGS = {
     "the last token has a place": Bug(
         batch,
         "split",
-        "jnp.maximum(limit - 1, line.length)",
+        "jnp.maximum(limit - 1, slots.length)",
         "limit",
         test_places_are_split_into_what_they_are_good_for,
     ),
     "places ahead count as tokens": Bug(
         batch,
         "split",
-        "tokens = within(line.length)",
-        "tokens = within(line.places)",
+        "tokens = within(slots.length)",
+        "tokens = within(slots.places)",
         test_places_are_split_into_what_they_are_good_for,
     ),
     "clients ask as soon as they like": Bug(
