@@ -82,7 +82,7 @@ def apply_plan(
       The new state, in which all pages that the step writes are there, and what
       happened.
     """
-    place = arrays.inverse(state.slots.line)
+    place = arrays.inverse(state.slots.order)
     turns = jnp.any(plan.preempt | plan.admit)
     with jax.named_scope("turn_over"):
         state, batch = arrays.when(
@@ -157,14 +157,14 @@ def _preempt(
     place: Int32[Array, " slots"],
     config: EngineConfig,
     eviction: Eviction | None,
-) -> tuple[EngineState, Int32[Array, " line"], Bool[Array, " slots"]]:
+) -> tuple[EngineState, Int32[Array, " order"], Bool[Array, " slots"]]:
     """Takes slots and pages from those who are preempted.
 
     Returns:
-      The new state; the requests that wait again, in order of the line; and the slots
+      The new state; the requests that wait again, in order of admission; and the slots
       whose pages were swapped out.
     """
-    preempted, group = plan.preempt[place], groups.groups_in_line(state)
+    preempted, group = plan.preempt[place], groups.groups_in_order(state)
     state = beam_search.note_paths(state, preempted, config)
     state = groups.note_common(state, plan.preempt, group)
     state, leaves = swapping.move_out(state, (plan.swap & plan.preempt)[place], config)
@@ -174,7 +174,7 @@ def _preempt(
     moved = jnp.where(leaves, slots.sequence, NOBODY)
     # A group that is preempted waits as one.
     leads = plan.preempt & (group == jnp.arange(group.shape[0], dtype=jnp.int32))
-    first = jnp.where(leads, slots.sequence[slots.line], NOBODY)
+    first = jnp.where(leads, slots.sequence[slots.order], NOBODY)
     return (
         state._replace(
             sequences=s._replace(
@@ -196,7 +196,7 @@ def _preempt(
 def _admit(
     state: EngineState,
     plan: interface.Plan,
-    requeued: Int32[Array, " line"],
+    requeued: Int32[Array, " order"],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " head"], Int32[Array, ""], Assignment]:
     """Gives slots to the sequences of admitted requests, and closes up the queue.
@@ -223,7 +223,7 @@ def _admit(
             sequence=arrays.put(slots.sequence, a.slot, a.row),
             source=arrays.put(slots.source, a.slot, source),
             num_common=arrays.put(slots.num_common, a.first, common),
-            line=a.line,
+            order=a.order,
         ),
         queue=requests.requeue(queue, requeued, a.size > 0),
     )

@@ -42,8 +42,8 @@ class _Head(NamedTuple):
 class _Shares(NamedTuple):
     """What slots have to do with others."""
 
-    first: Int32[Array, " line"]
-    """The first place in line of the same request, by place."""
+    first: Int32[Array, " order"]
+    """The first place of the same request, by place."""
     others: Int32[Array, " slots"]
     """Pages that a slot does not account for: one that a group shares counts once, a
     cached one for nobody."""
@@ -56,13 +56,13 @@ class _Shares(NamedTuple):
 def counts(
     state: EngineState, config: EngineConfig, drafter: Drafter | None = None
 ) -> tuple[interface.Counts, prefix_caching.Found]:
-    """What the policy may know, in order of the line and of the queue.
+    """What the policy may know, in order of admission and of the queue.
 
     And what the requests at the head of the queue would start on.
     """
     drafts = None
     if drafter is not None:
-        drafts = drafting.wishes(state, drafter, config)[state.slots.line]
+        drafts = drafting.wishes(state, drafter, config)[state.slots.order]
     head = _head_of_queue(state, config)
     looks = head.has_arrived & ~head.is_out
     found = prefix_caching.find(state, head.reader, head.num_tokens, looks, config)
@@ -80,26 +80,26 @@ def counts(
 
 
 def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
-    """Counts of the slots, in order of the line."""
+    """Counts of the slots, in order of admission."""
     s, slots, size = state.sequences, state.slots, config.page_size
-    line = slots.line
-    sequence, length = slots.sequence[line], state.table.length[line]
+    order = slots.order
+    sequence, length = slots.sequence[order], state.table.length[order]
     goal = groups.num_to_feed(state)
-    pages = page_table.num_pages(state.table, page_size=size)[line]
+    pages = page_table.num_pages(state.table, page_size=size)[order]
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
-    others = shares.others[line]
+    others = shares.others[order]
     in_prompt = length < arrays.take(s.prompt_length, sequence, fill=0)
     return dict(
         running=sequence >= 0,
-        held=slots.held[line],
+        held=slots.held[order],
         group=shares.first,
-        num_tokens=goal[line],
+        num_tokens=goal[order],
         length=length,
         num_pages=pages,
         owned_pages=pages - others,
         owned_tokens=demand.own_tokens(length, others, page_size=size),
-        swap_pages=shares.moved[line],
-        copies=shares.copies[line],
+        swap_pages=shares.moved[order],
+        copies=shares.copies[order],
         preempted=arrays.take(s.num_preempted, sequence, fill=0) > 0,
         scored_prompt=arrays.take(s.prompt_scored, sequence, fill=False) & in_prompt,
     )
@@ -181,7 +181,7 @@ def _if_shared[T](
         copies = page_table.needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
-                first=groups.groups_in_line(state),
+                first=groups.groups_in_order(state),
                 others=page_table.num_pages(table, page_size=size) - owned,
                 moved=swapping.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),

@@ -166,11 +166,11 @@ def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
     )
 
 
-def groups_in_line(state: EngineState) -> Int32[Array, " line"]:
-    """The first place in line of the same request; its own where the slot is empty."""
+def groups_in_order(state: EngineState) -> Int32[Array, " order"]:
+    """The first place of the same request; its own where the slot is empty."""
     slots = state.slots
-    place = jnp.arange(slots.line.shape[0], dtype=jnp.int32)
-    group = arrays.take(state.sequences.group, slots.sequence[slots.line], fill=NOBODY)
+    place = jnp.arange(slots.order.shape[0], dtype=jnp.int32)
+    group = arrays.take(state.sequences.group, slots.sequence[slots.order], fill=NOBODY)
     # A group of its own for every empty slot; [other place, place].
     group = jnp.where(group >= 0, group, -1 - place)
     alike = group[:, None] == group[None, :]
@@ -178,9 +178,9 @@ def groups_in_line(state: EngineState) -> Int32[Array, " line"]:
 
 
 def first_of_group(state: EngineState) -> Int32[Array, " slots"]:
-    """The first slot in line that runs a sequence of the same request, or itself."""
-    line = state.slots.line
-    return line[groups_in_line(state)][arrays.inverse(line)]
+    """The first slot in order that runs a sequence of the same request, or itself."""
+    order = state.slots.order
+    return order[groups_in_order(state)][arrays.inverse(order)]
 
 
 def note_ends(
@@ -206,12 +206,12 @@ def note_ends(
 
 def note_common(
     state: EngineState,
-    preempt: Bool[Array, " line"],
-    group: Int32[Array, " line"],
+    preempt: Bool[Array, " order"],
+    group: Int32[Array, " order"],
 ) -> EngineState:
     """Notes how many tokens the sequences of each preempted group have in common.
 
-    The slots are as they were; `preempt` marks places in line, whole groups, and
+    The slots are as they were; `preempt` marks places, whole groups, and
     `group` is the first place of each one's request.
     """
     s = state.sequences
@@ -219,7 +219,7 @@ def note_common(
     others = preempt & (group != place)
 
     def compare(_: Array, num_common: Array) -> Array:
-        row = jnp.maximum(state.slots.sequence[state.slots.line], 0)
+        row = jnp.maximum(state.slots.sequence[state.slots.order], 0)
         mine, theirs = (_tokens_of(state, x) for x in (row, row[group]))
         known = jnp.minimum(s.num_tokens[row], s.num_tokens[row[group]])
         index = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]

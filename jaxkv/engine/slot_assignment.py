@@ -22,8 +22,8 @@ class Assignment(NamedTuple):
     """The same, by request; NOBODY if it is not admitted."""
     size: Int32[Array, " head"]
     """Sequences of each request; 0 if it is not admitted."""
-    line: Int32[Array, " slots"]
-    """All slots once: the occupied ones as they stood in line, then the free ones,
+    order: Int32[Array, " slots"]
+    """All slots once: the occupied ones in order of admission, then the free ones,
     which are given out from the first on."""
 
 
@@ -48,7 +48,7 @@ def assign(
     are named by the rows of their first sequences.
     """
     every = jnp.arange(occupied.shape[0], dtype=jnp.int32)
-    line = _closed_up(state.slots.line, occupied)
+    order = _closed_up(state.slots.order, occupied)
     waits = members(state, head) & admit[:, None]
     row = arrays.places(jnp.any(waits, axis=0), every.shape[0])
     # Ranks by counting who comes before: [who, of whom].
@@ -65,7 +65,7 @@ def assign(
 
     def slot_of(rank: Array, exists: Array) -> Array:
         place = jnp.where(exists, num_taken + rank, NOBODY)
-        return arrays.take(line, place, fill=NOBODY)
+        return arrays.take(order, place, fill=NOBODY)
 
     slot = slot_of(rank, row >= 0)
     before = (request[None, :] < number[:, None]) & (row >= 0)[None, :]
@@ -75,15 +75,15 @@ def assign(
         reader=slot_of(start, row >= 0),
         first=slot_of(jnp.sum(before, axis=1, dtype=jnp.int32), size > 0),
         size=size,
-        line=line,
+        order=order,
     )
 
 
 def _closed_up(
-    line: Int32[Array, " slots"], occupied: Bool[Array, " slots"]
+    order: Int32[Array, " slots"], occupied: Bool[Array, " slots"]
 ) -> Int32[Array, " slots"]:
-    """The line with the free slots behind all others, in ascending order."""
-    every = jnp.arange(line.shape[0], dtype=jnp.int32)
-    key = jnp.where(occupied, arrays.inverse(line), line.shape[0] + every)
+    """The order with the free slots behind all others, in ascending order."""
+    every = jnp.arange(order.shape[0], dtype=jnp.int32)
+    key = jnp.where(occupied, arrays.inverse(order), order.shape[0] + every)
     place = jnp.sum(key[:, None] < key[None, :], axis=0, dtype=jnp.int32)
     return arrays.inverse(place)

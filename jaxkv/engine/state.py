@@ -18,7 +18,7 @@ from jaxkv.memory.prefix_cache import Prefixes, make_prefixes
 from jaxkv.sampling import Params, beam_search, greedy_params
 
 NOBODY = -1
-"""Stands where a slot, a line or a queue could name a sequence and does not."""
+"""Stands where a slot or a queue could name a sequence and does not."""
 
 TILE = 64
 """Rows that every reduction sees under `numerics="reproducible"`."""
@@ -221,7 +221,7 @@ class Slots(NamedTuple):
     """Tokens after which the slots that wait for this one are forked; else 0."""
     held: Bool[Array, " slots"]
     """Slots whose sequence has finished, but which a policy keeps occupied."""
-    line: Int32[Array, " slots"]
+    order: Int32[Array, " slots"]
     """All slots once: the occupied ones in order of admission; behind them, as of the
     last step in which somebody came or was preempted, the rest."""
 
@@ -312,7 +312,7 @@ def init(
             source=jnp.full((slots,), NOBODY, jnp.int32),
             num_common=jnp.zeros((slots,), jnp.int32),
             held=jnp.zeros((slots,), bool),
-            line=jnp.arange(slots, dtype=jnp.int32),
+            order=jnp.arange(slots, dtype=jnp.int32),
         ),
         queue=Queue(
             # Preempted sequences must find a place however many new ones wait.

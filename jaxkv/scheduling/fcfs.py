@@ -17,7 +17,7 @@ class FCFS(NamedTuple):
     Sequences that decode feed one token each, then prompts share what is left of the
     token budget in order. A request is admitted with all of its sequences, where there
     are pages for all of its prompt. When pages run out, requests are preempted until
-    the others can grow, and nobody is admitted in that step. The first in line never
+    the others can grow, and nobody is admitted in that step. The first of them never
     is, so there is always progress.
 
     A rule whose parameter is None is left out of the program, which makes the policy
@@ -103,9 +103,9 @@ class FCFS(NamedTuple):
         self,
         c: Counts,
         victim: Int32[Array, ""],
-        wanted: Int32[Array, " line"],
+        wanted: Int32[Array, " order"],
         total: Int32[Array, ""],
-    ) -> Int32[Array, " line"]:
+    ) -> Int32[Array, " order"]:
         """Pages that a sequence and all who are preempted after it want."""
         shortage = jnp.sum(wanted, dtype=jnp.int32) - total
         cost = c.owned_tokens
@@ -194,7 +194,7 @@ def _by_order(counts: Counts, order: Int32[Array, " head"]) -> Counts:
     return counts._replace(**waiting)
 
 
-def _swapped(counts: Counts, preempt: Bool[Array, " line"]) -> Bool[Array, " line"]:
+def _swapped(counts: Counts, preempt: Bool[Array, " order"]) -> Bool[Array, " order"]:
     """The preempted, in order, as far as there is room for all their pages."""
     pages = jnp.where(preempt, counts.swap_pages, 0)
     fits = jnp.cumsum(pages, dtype=jnp.int32) <= counts.free_swap_pages

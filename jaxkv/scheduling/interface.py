@@ -1,8 +1,8 @@
 """Who runs, who waits, who is preempted: policies that decide on integers alone.
 
 `schedule(counts, policy) -> Plan` sees counts of tokens and pages, never a page id, so
-the same function drives the real engine and a simulator that has no pages at all. The
-places in line are the slots in order of admission; empty ones may stand between.
+the same function drives the real engine and a simulator that has no pages at all. Its
+arrays have a place for every slot, in order of admission; empty ones may stand between.
 
 A policy is a NamedTuple: its type is its kind (static), its fields are its parameters
 (arrays), so `vmap` sweeps them.
@@ -24,33 +24,33 @@ NO_LIMIT = 2**30
 class Counts(NamedTuple):
     """What a policy may know."""
 
-    running: Bool[Array, " line"]
-    """Places in line whose slot runs a sequence."""
-    held: Bool[Array, " line"]
+    running: Bool[Array, " order"]
+    """Places whose slot runs a sequence."""
+    held: Bool[Array, " order"]
     """Places whose sequence has finished, but whose slot and pages are kept."""
-    group: Int32[Array, " line"] | None
-    """First place of the same request; its sequences stand side by side in line, and
+    group: Int32[Array, " order"] | None
+    """First place of the same request; its sequences stand side by side, and
     run or are preempted together. None if each has one."""
-    num_tokens: Int32[Array, " line"]
+    num_tokens: Int32[Array, " order"]
     """Tokens that each sequence has to feed in all: those known of it, or of those with
     which its whole group begins; 0 where another sequence feeds these for it."""
-    length: Int32[Array, " line"]
+    length: Int32[Array, " order"]
     """Tokens whose K and V are written."""
-    num_pages: Int32[Array, " line"]
+    num_pages: Int32[Array, " order"]
     """Pages held, alone or with others."""
-    owned_pages: Int32[Array, " line"]
+    owned_pages: Int32[Array, " order"]
     """Pages of a group, each counted at the first of its places: what its
     preemption would free."""
-    owned_tokens: Int32[Array, " line"]
+    owned_tokens: Int32[Array, " order"]
     """Tokens written to those pages: what a group would have to compute again."""
-    swap_pages: Int32[Array, " line"]
+    swap_pages: Int32[Array, " order"]
     """Pages that would move if the group were swapped out, each counted at the first of
     its places; more than `owned_pages` where others hold some of them, too."""
-    copies: Int32[Array, " line"]
+    copies: Int32[Array, " order"]
     """Pages that a sequence has to copy before its next token is written, 0 or 1."""
-    preempted: Bool[Array, " line"]
+    preempted: Bool[Array, " order"]
     """Sequences that were preempted before."""
-    scored_prompt: Bool[Array, " line"]
+    scored_prompt: Bool[Array, " order"]
     """Sequences whose next rows want the log-probabilities of prompt tokens."""
     waiting: Bool[Array, " head"]
     """Requests at the head of the queue, in order, that have arrived and whose pages,
@@ -83,7 +83,7 @@ class Counts(NamedTuple):
     """Rows that one step can feed."""
     spare_logit_rows: Size
     """Rows that may have logits beyond one for each slot."""
-    drafts: Int32[Array, " line"] | None = None
+    drafts: Int32[Array, " order"] | None = None
     """Tokens that a drafter would guess for each sequence that decodes; None if there
     is no drafter."""
 
@@ -91,22 +91,22 @@ class Counts(NamedTuple):
 class Plan(NamedTuple):
     """What one step does. Whatever is not running or not admitted has zeros."""
 
-    preempt: Bool[Array, " line"]
+    preempt: Bool[Array, " order"]
     """Sequences that leave slot and pages and wait at the head of the queue."""
-    swap: Bool[Array, " line"]
+    swap: Bool[Array, " order"]
     """Those of them, by whole groups, whose pages are kept outside the pool; there must
     be room for them. The others have their tokens fed again."""
-    places: Int32[Array, " line"]
+    places: Int32[Array, " order"]
     """Token places each slot must have; 0 leaves it as it is."""
-    num_rows: Int32[Array, " line"]
+    num_rows: Int32[Array, " order"]
     """Tokens fed."""
     admit: Bool[Array, " head"]
-    """Waiting requests that get a slot, behind all others in line."""
+    """Waiting requests that get a slot, behind all others."""
     head_places: Int32[Array, " head"]
     """Token places of those."""
     head_rows: Int32[Array, " head"]
     """Tokens fed of those."""
-    drafts: Int32[Array, " line"] | None = None
+    drafts: Int32[Array, " order"] | None = None
     """Drafts fed behind the known tokens, beyond `num_rows` and `places`; None lets
     `schedule` grant what the plan leaves of budget and pages."""
 
@@ -166,8 +166,8 @@ def wishes(
 
 
 def _grant_drafts(
-    counts: Counts, plan: Plan, wanted: Int32[Array, " line"]
-) -> Int32[Array, " line"]:
+    counts: Counts, plan: Plan, wanted: Int32[Array, " order"]
+) -> Int32[Array, " order"]:
     """Grants drafts, in order, from what a plan leaves of token budget and free pages.
 
     So a draft never delays a prompt and never costs anybody his pages. Sequences that
@@ -187,7 +187,7 @@ def _grant_drafts(
     return jnp.where(short | jnp.any(plan.preempt), 0, rows)
 
 
-def growth(counts: Counts) -> Int32[Array, " line"]:
+def growth(counts: Counts) -> Int32[Array, " order"]:
     """Pages that each running sequence takes to feed all its tokens, copies too."""
     c = counts
     need = demand.pages_for(c.num_tokens, page_size=c.page_size)
@@ -197,17 +197,17 @@ def growth(counts: Counts) -> Int32[Array, " line"]:
 
 def share_budget(
     counts: Counts,
-    runs: Bool[Array, " line"],
+    runs: Bool[Array, " order"],
     admit: Bool[Array, " head"],
     chunk_size: Size,
-) -> tuple[Int32[Array, " line"], Int32[Array, " head"]]:
+) -> tuple[Int32[Array, " order"], Int32[Array, " head"]]:
     """Shares the token budget: one row for each decoding sequence, then the prompts.
 
-    `runs` marks places in line that run in this step, `admit` requests that could join
+    `runs` marks places that run in this step, `admit` requests that could join
     them; one prompt feeds `chunk_size` rows at most.
 
     Returns:
-      Rows of the places in line, and of the waiting requests.
+      Rows of the places, and of the waiting requests.
     """
     c, num_line = counts, runs.shape[0]
     need = jnp.where(runs, c.num_tokens - c.length, 0)
@@ -237,6 +237,6 @@ def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
     return jnp.clip(amount - before, 0, want)
 
 
-def any_of_group(counts: Counts, mask: Bool[Array, " line"]) -> Bool[Array, " line"]:
+def any_of_group(counts: Counts, mask: Bool[Array, " order"]) -> Bool[Array, " order"]:
     """Marks all places of a group of which any is marked."""
     return arrays.over_groups(mask, counts.group, "max")

@@ -21,12 +21,12 @@ def ranks(
     counts: Counts,
     victim: Int32[Array, ""],
     shortage: Int32[Array, ""],
-    frees: Int32[Array, " line"],
-    cost: Int32[Array, " line"],
-) -> Int32[Array, " line"]:
-    """Ranks the places in line: those of the highest ranks are preempted first.
+    frees: Int32[Array, " order"],
+    cost: Int32[Array, " order"],
+) -> Int32[Array, " order"]:
+    """Ranks the places: those of the highest ranks are preempted first.
 
-    The first request in line always ranks lowest, so there is always progress. Among
+    The first request in order always ranks lowest, so there is always progress. Among
     equals the later one goes first. The rules:
 
       latest          last come, first to go, whatever it costs (Kwon et al. 2023)
@@ -69,8 +69,8 @@ def ranks(
     return jnp.sum(before, axis=0, dtype=jnp.int32)
 
 
-def _first_group(counts: Counts) -> Bool[Array, " line"]:
-    """Places of the first request in line."""
+def _first_group(counts: Counts) -> Bool[Array, " order"]:
+    """Places of the first request in order."""
     first = jnp.argmax(counts.running)
     if counts.group is None:
         place = jnp.arange(counts.running.shape[0], dtype=first.dtype)

@@ -256,7 +256,7 @@ def assert_empty(state: EngineState) -> None:
     if state.staging is not None:
         assert (state.staging.owner < 0).all()
         assert not state.staging.on_host.any()
-    assert sorted(state.slots.line.tolist()) == list(range(state.slots.line.shape[0]))
+    assert sorted(state.slots.order.tolist()) == list(range(state.slots.order.shape[0]))
 
 
 def serve(
