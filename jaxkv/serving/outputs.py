@@ -10,7 +10,7 @@ from jaxkv.engine.step import StepInfo
 from jaxkv.sampling import Sampling
 
 
-class Answer(NamedTuple):
+class FinishedAnswer(NamedTuple):
     """One of a request's answers."""
 
     tokens: list[int]
@@ -36,7 +36,7 @@ class Completion(NamedTuple):
 
     request_id: int
     """The caller's name for the request."""
-    answers: list[Answer]
+    answers: list[FinishedAnswer]
     """The `n` answers: in order of sample, best first with `best_of` and beams."""
     prompt_logprobs: list[float | None] | None
     """Log-probability of each prompt token, None for the first, if asked for."""

@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv.engine import state
 from jaxkv.sampling import Sampling
 from jaxkv.serving import outputs
-from jaxkv.serving.outputs import Answer, Completion, Event
+from jaxkv.serving.outputs import FinishedAnswer, Completion, Event
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class Part:
     reason: str | None = None
     gone: bool = False
     """Whether the device has ended it, or was told to."""
-    answer: Answer | None = None
+    answer: FinishedAnswer | None = None
     """The whole of it, once the device has let go of the sequence."""
 
 
@@ -140,7 +140,7 @@ class Record:
             if ask.logprobs:
                 answer = slice(num, num + len(part.tokens))
                 top_logprobs = _most_likely(drained, row, answer, ask.logprobs)
-        part.answer = Answer(
+        part.answer = FinishedAnswer(
             tokens=part.tokens,
             text=None if part.stream is None else part.text,
             reason=part.reason or "cancelled",

@@ -14,7 +14,7 @@ from experiments.harness import prompts
 from experiments.plotting import timelines
 from experiments.serving.demo import experiment
 from jaxkv.engine import step
-from jaxkv.serving.outputs import Answer, Completion
+from jaxkv.serving.outputs import FinishedAnswer, Completion
 from jaxkv.text.tokenizer import ByteTokenizer
 from tests.support import smoke
 from tests.support.commands import Command, assert_refused, document
@@ -164,9 +164,9 @@ def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
 def test_the_numbers_of_a_serving_worked_by_hand() -> None:
     def answer(name: int, tokens: int, arrival_s: float, finish_s: float) -> Completion:
         fields: dict[str, Any] = dict.fromkeys(Completion._fields)
-        one: dict[str, Any] = dict.fromkeys(Answer._fields)
+        one: dict[str, Any] = dict.fromkeys(FinishedAnswer._fields)
         one |= {"tokens": [0] * tokens, "reason": "length"}
-        fields |= {"request_id": name, "answers": [Answer(**one)]}
+        fields |= {"request_id": name, "answers": [FinishedAnswer(**one)]}
         fields |= {"arrival_s": arrival_s, "finish_s": finish_s}
         return Completion(**fields)
 
