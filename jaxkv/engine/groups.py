@@ -107,7 +107,7 @@ def accept(
     keep: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> EngineState:
-    """Counts drafts as written, `num` of each slot, and gives back what was for others.
+    """Counts drafts as written, `num` of each slot, and releases what was for others.
 
     The tokens are known by now. `keep` are token places that each slot holds in any
     case.

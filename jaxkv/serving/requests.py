@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv.engine import state
 from jaxkv.sampling import Sampling
 from jaxkv.serving import outputs
-from jaxkv.serving.outputs import FinishedAnswer, Completion, Event
+from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

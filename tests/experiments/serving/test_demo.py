@@ -14,7 +14,7 @@ from experiments.harness import prompts
 from experiments.plotting import timelines
 from experiments.serving.demo import experiment
 from jaxkv.engine import step
-from jaxkv.serving.outputs import FinishedAnswer, Completion
+from jaxkv.serving.outputs import Completion, FinishedAnswer
 from jaxkv.text.tokenizer import ByteTokenizer
 from tests.support import smoke
 from tests.support.commands import Command, assert_refused, document
