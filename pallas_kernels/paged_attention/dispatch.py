@@ -4,10 +4,11 @@ Slots with few rows are bound by memory: decode packs the query heads of a KV he
 cuts long keys among all multiprocessors. Chunks are bound by the tensor cores, which
 the prefill kernel keeps busy. A step may hold both, and how many rows a slot has is
 known on the device alone: then both kernels run, each with the other's rows left out of
-its plan, and the second writes into the result of the first.
+its plan, and the second merges what the first left, or writes into its result.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -139,38 +140,48 @@ def attend(
     *,
     window: int | None,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
     **features: Any,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from all rows, with the kernels that the plan names.
 
     Arguments and errors are those of `decode.attend`; `plan` is `make_plan` of these
     rows, with the same window, `packed_q` the queries as its `few` packs them, and
-    `features` are scale, softcap, alibi, sinks, and the layer.
+    `features` are scale, softcap, alibi, and the layer.
 
     Returns:
       Output in the type of q, and natural log-sum-exp; 0 and -inf without a key.
     """
     # Pallas loads only where it runs.
     from pallas_kernels.paged_attention.hopper import decode as hopper_decode
+    from pallas_kernels.paged_attention.hopper import merge_beside
     from pallas_kernels.paged_attention.hopper import prefill as hopper_prefill
 
-    arrays, others = (q, k_pages, v_pages, page_ids), None
-    if plan.few is not None:
-        out, lse = hopper_decode.attend(
-            *(*arrays, plan.few),
-            packed_q=packed_q,
-            tiling=plan.tiling.decode,
-            dtype=q.dtype,
-            **features,
+    arrays, few = (q, k_pages, v_pages, page_ids), plan.few
+    of_few, of_many = plan.tiling.decode, plan.tiling.prefill
+    prefill = functools.partial(
+        hopper_prefill.attend,
+        *(*arrays, plan.many),
+        window=window,
+        sinks=sinks,
+        tiling=of_many,
+        **features,
+    )
+    if few is None:
+        return prefill()
+    decode = *arrays, few
+    group = q.shape[1] // k_pages.shape[1]
+    if plan.many is not None and merge_beside.takes(few, group=group, sinks=sinks):
+        states = hopper_decode.partial_states(
+            *decode, packed_q=packed_q, tiling=of_few, **features
         )
-        others = out, lse
-    if plan.many is not None:
-        others = hopper_prefill.attend(
-            *(*arrays, plan.many),
-            window=window,
-            others=others,
-            tiling=plan.tiling.prefill,
-            **features,
-        )
-    assert others is not None
-    return others
+        return prefill(others=merge_beside.Cut(*states, few, of_few))
+    found = hopper_decode.attend(
+        *decode,
+        packed_q=packed_q,
+        sinks=sinks,
+        dtype=q.dtype,
+        tiling=of_few,
+        **features,
+    )
+    return found if plan.many is None else prefill(others=found)

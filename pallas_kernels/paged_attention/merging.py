@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import devices, row_packing
+from pallas_kernels.paged_attention import stream_k
+from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
 type MergeImplementation = Literal["reference", "mosaic_gpu"]
@@ -41,10 +43,11 @@ def merge_and_unpack(
     lse: Float32[Array, "blocks kv_heads block_rows"],
     part_out: Float32[Array, "programs 2 block_rows head_dim"],
     part_lse: Float32[Array, "programs 2 block_rows"],
-    parts: Int32[Array, "items 2"],
+    ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
     group: int,
+    tiling: Tiling,
     dtype: DTypeLike,
     implementation: MergeImplementation | None = None,
 ) -> tuple[
@@ -58,9 +61,10 @@ def merge_and_unpack(
       lse: in base 2.
       part_out: partial states of every program.
       part_lse: in base 2.
-      parts: whose they are.
+      ends: those of `stream_k.Schedule`, which say whose they are.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
+      tiling: that of the schedule, static.
       dtype: of the output.
       implementation: None, or a name that must serve this call.
 
@@ -71,12 +75,15 @@ def merge_and_unpack(
     Raises:
       ValueError: an implementation that is unknown or does not run here.
     """
-    states = out, lse, part_out, part_lse, parts
+    states, kv_heads = (out, lse, part_out, part_lse), out.shape[1]
     if devices.choose(implementation, lambda: None) == "mosaic_gpu":
         from pallas_kernels.paged_attention.hopper import merge
 
-        return merge.merge_and_unpack(*states, packing, group=group, dtype=dtype)
-    out, lse = merge_parts(*states)
+        return merge.merge_and_unpack(
+            *states, ends, packing, group=group, tiling=tiling, dtype=dtype
+        )
+    parts = stream_k.parts(ends, kv_heads=kv_heads, tiling=tiling)
+    out, lse = merge_parts(*states, parts)
     merged = row_packing.unpack(out, packing, group=group, fill=0.0)
     return merged.astype(dtype), lse
 
@@ -101,7 +108,7 @@ def merge_parts(
       lse: likewise.
       part_out: partial states of every program; unused ones hold anything.
       part_lse: likewise.
-      parts: whose they are, see `stream_k.Schedule`.
+      parts: whose they are, see `stream_k.parts`.
 
     Returns:
       Results of all items: 0 and -inf of those without tiles.

@@ -93,9 +93,6 @@ class Schedule(NamedTuple):
     """The block with tiles that comes next; any where none does."""
     begin: Int32[Array, " programs"]
     """Block with the first tile of each program's stretch, see `stretch`."""
-    parts: Int32[Array, "items 2"]
-    """First and last program that hold a part of each item: one after the other, the
-    same if it holds the item whole; 0 and -1 of an item without tiles."""
 
 
 def tiles_of(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
@@ -120,14 +117,50 @@ def stretch(total: Any, program: Any, tiling: Tiling) -> Any:
     return index * lax.div(total, busy) + jnp.minimum(index, lax.rem(total, busy))
 
 
+def holders(
+    ends: Any, block: Any, head: Any, *, kv_heads: int, tiling: Tiling
+) -> tuple[Any, Any]:
+    """First and last program that hold a part of an item.
+
+    They hold it one after the other, or are the same if one holds it whole; 0 and -1 of
+    an item without tiles. Also in kernels, which spares the plan a launch.
+
+    Args:
+      ends: those of a `Schedule`.
+      block: of the item; or of many, an array.
+      head: likewise, the KV head.
+      kv_heads: items of each block, static.
+      tiling: that of the schedule, static.
+    """
+    end, before = ends[block], ends[jnp.maximum(block - 1, 0)]
+    begin = jnp.where(block > 0, before, 0)
+    size = lax.div(end - begin, jnp.full_like(end, kv_heads))
+    place, total = begin + size * head, ends[ends.shape[0] - 1]
+    first, last = (
+        jnp.where(size > 0, _holder(total, x, tiling), none)
+        for x, none in ((place, 0), (place + size - 1, -1))
+    )
+    return first, last
+
+
+def parts(
+    ends: Int32[Array, " blocks"], *, kv_heads: int, tiling: Tiling
+) -> Int32[Array, "items 2"]:
+    """`holders` of all items: of every head of a block, block after block."""
+    item = jnp.arange(ends.shape[0] * kv_heads, dtype=jnp.int32)
+    block, head = item // kv_heads, item % kv_heads
+    return jnp.stack(holders(ends, block, head, kv_heads=kv_heads, tiling=tiling), 1)
+
+
 def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
     """Program that holds a place of the line: the inverse of `stretch`."""
     busy = _num_busy(total, tiling)
-    size, longer = total // busy, total % busy
+    size, longer = lax.div(total, busy), lax.rem(total, busy)
     behind = place - longer * (size + 1)
-    return jnp.where(
-        behind < 0, place // (size + 1), longer + behind // jnp.maximum(size, 1)
-    )
+    # Of two quotients one is asked for; the other may be any.
+    early = lax.div(place, jnp.full_like(place, size + 1))
+    late = lax.div(behind, jnp.full_like(behind, jnp.maximum(size, 1)))
+    return jnp.where(behind < 0, early, longer + late)
 
 
 def _num_busy(total: Any, tiling: Tiling) -> Any:
@@ -144,7 +177,7 @@ def cut(
 ) -> Schedule:
     """Cuts the line of all tiles into equal stretches.
 
-    Sums and searches compare all with all, of which XLA makes three kernels. In all
+    Sums and searches compare all with all, of which XLA makes two kernels. In all
     there must be fewer than 2 ** 31 tiles.
 
     Args:
@@ -169,10 +202,4 @@ def cut(
     # Past the end nobody looks: the last block is not asked for its end.
     passed = (ends[None, :] <= place[:, None]) & (index < num_blocks - 1)[None, :]
     begin = jnp.sum(passed, axis=1, dtype=jnp.int32)
-    # First and last tile of each item: put together they would be another kernel.
-    size = size[:, None, None]
-    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
-    side = jnp.arange(2, dtype=jnp.int32)[None, None, :]
-    place = ends[:, None, None] - size * (kv_heads - head) + side * (size - 1)
-    parts = jnp.where(size > 0, _holder(total, place, tiling), -side)
-    return Schedule(ends, jnp.min(after, axis=1), begin, parts.reshape(-1, 2))
+    return Schedule(ends, jnp.min(after, axis=1), begin)

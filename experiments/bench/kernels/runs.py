@@ -28,7 +28,7 @@ from pallas_kernels.bench import (
 )
 from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.page_ops import copy
-from pallas_kernels.paged_attention import api, decode_plan, merging
+from pallas_kernels.paged_attention import api, decode_plan, dispatch, merging
 
 FOLDER = Path(__file__).with_name("peers")
 ELSEWHERE = {
@@ -145,23 +145,26 @@ def _attend(name: Any, problem: Problem) -> Run:
     if plan is None:
         return run
     # That of rows of slots with few of them; others leave nothing to merge.
-    merge = None if plan.few is None else merge_alone(problem, plan.few)
+    merge = None if plan.few is None else merge_alone(problem, plan.few, plan.tiling)
     return run._replace(plan=plan_anew, merge=merge)
 
 
-def merge_alone(problem: Problem, plan: decode_plan.Plan) -> Callable[[int], Any]:
+def merge_alone(
+    problem: Problem, plan: decode_plan.Plan, tilings: dispatch.Tilings
+) -> Callable[[int], Any]:
     """Makes a call that merges states of the shapes that the decode kernel leaves.
 
     Args:
       problem: what is attended to.
       plan: made for it.
+      tilings: it is made with that of decode.
     """
-    heads, schedule = problem.spec.heads, plan.schedule
+    heads, tiling = problem.spec.heads, tilings.decode
     blocks = jax.eval_shape(
         lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
         problem.q,
     ).shape
-    parts = (schedule.begin.shape[0], 2, *blocks[2:])
+    parts = (tiling.num_programs, 2, *blocks[2:])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (blocks, blocks[:-1], parts, parts[:-1])
     states = [
@@ -170,10 +173,10 @@ def merge_alone(problem: Problem, plan: decode_plan.Plan) -> Callable[[int], Any
     ]
     group = problem.spec.heads.q_heads // problem.spec.heads.kv_heads
     merge = functools.partial(
-        merging.merge_and_unpack, group=group, dtype=problem.q.dtype
+        merging.merge_and_unpack, group=group, tiling=tiling, dtype=problem.q.dtype
     )
     merge = jax.jit(merge)
-    return lambda index: merge(*states, schedule.parts, plan.packing)
+    return lambda index: merge(*states, plan.schedule.ends, plan.packing)
 
 
 def _copy(name: Any, problem: CopyProblem) -> Run:

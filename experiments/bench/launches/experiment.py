@@ -125,7 +125,7 @@ _SMALL: dict[str, Any] = dict(
     vocab_size=512,
     num_layers=(1,),
     max_slots=8,
-    token_budget=64,
+    token_budget=128,
     max_length=256,
 )
 CONFIGS = {

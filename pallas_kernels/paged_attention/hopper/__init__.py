@@ -3,5 +3,6 @@
 __all__ = [
     "decode",
     "merge",
+    "merge_beside",
     "prefill",
 ]

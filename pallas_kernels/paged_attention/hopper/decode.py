@@ -53,6 +53,55 @@ def attend(
     Raises:
       ValueError: types or sizes that the kernel does not take.
     """
+    group = q.shape[1] // k_pages.shape[1]
+    states = partial_states(
+        *(q, k_pages, v_pages, page_ids, plan),
+        scale=scale,
+        softcap=softcap,
+        alibi=alibi,
+        packed_q=packed_q,
+        tiling=tiling,
+        layer=layer,
+        num_layers=num_layers,
+        interpret=interpret,
+    )
+    out, lse = merge.merge_and_unpack(
+        *states,
+        plan.schedule.ends,
+        plan.packing,
+        group=group,
+        tiling=tiling,
+        dtype=dtype if sinks is None else jnp.float32,
+        interpret=interpret,
+    )
+    # Of packed rows: nothing is launched for what nobody reads.
+    lse = row_packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
+    if sinks is not None:
+        out, lse = merging.add_sinks(out, lse, sinks)
+    return out.astype(dtype), lse
+
+
+def partial_states(
+    q: Float[Array, "rows q_heads head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, "slots pages_per_slot"],
+    plan: Plan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    alibi: Float[Array, " q_heads"] | None = None,
+    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
+    tiling: Tiling,
+    layer: Layer = 0,
+    num_layers: int = 1,
+    interpret: plgpu.InterpretGPUParams | bool = False,
+) -> list[Array]:
+    """As `attend` up to the merge.
+
+    Returns:
+      The first four arguments of `merging.merge_and_unpack`.
+    """
     warpgroups.check(q, k_pages, tiling)
     kv_heads = k_pages.shape[1]
     group, slopes = q.shape[1] // kv_heads, None
@@ -64,7 +113,7 @@ def attend(
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
     if packed_q is None:
         packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
-    out, lse, part_out, part_lse = _launch(
+    return _launch(
         *(packed_q, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
         layer=layer,
         num_layers=num_layers,
@@ -72,22 +121,6 @@ def attend(
         tiling=tiling,
         interpret=interpret,
     )
-    out, lse = merge.merge_and_unpack(
-        out,
-        lse,
-        part_out,
-        part_lse,
-        plan.schedule.parts,
-        plan.packing,
-        group=group,
-        dtype=dtype if sinks is None else jnp.float32,
-        interpret=interpret,
-    )
-    # Of packed rows: nothing is launched for what nobody reads.
-    lse = row_packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
-    if sinks is not None:
-        out, lse = merging.add_sinks(out, lse, sinks)
-    return out.astype(dtype), lse
 
 
 def _launch(

@@ -18,7 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.hopper import softmax
+from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
 COLUMNS = 128
@@ -31,10 +33,11 @@ def merge_and_unpack(
     lse: Float32[Array, "blocks kv_heads block_rows"],
     part_out: Float32[Array, "programs 2 block_rows head_dim"],
     part_lse: Float32[Array, "programs 2 block_rows"],
-    parts: Int32[Array, "items 2"],
+    ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
     group: int,
+    tiling: Tiling,
     dtype: DTypeLike,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> tuple[
@@ -48,10 +51,10 @@ def merge_and_unpack(
       lse: likewise, in base 2.
       part_out: partial states of every program; unused ones hold anything.
       part_lse: likewise.
-      parts: of each item the first and the last program that have a part of it, the
-        same where it is whole; 0 and -1 where there is nothing to see.
+      ends: those of `stream_k.Schedule`, which say whose they are.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
+      tiling: that of the schedule, static.
       dtype: of the output.
       interpret: how to emulate the kernel on a CPU; False compiles it.
 
@@ -62,7 +65,6 @@ def merge_and_unpack(
     num_blocks, kv_heads, block_rows, head_dim = out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
     moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
-    tile = WGMMA_ROWS, width
     stretches = range(-(-block_rows // WGMMA_ROWS))
     # One row a block: none is in no block.
     is_row_a_block = tokens == 1 and num_blocks == rows
@@ -70,13 +72,15 @@ def merge_and_unpack(
     share = -(-rows // num_blocks)
 
     def merge_one(*references: Any) -> None:
-        out, lse, part_out, part_lse, parts, row, block_of, *others = references
+        out, lse, part_out, part_lse, ends, row, block_of, *others = references
         merged, merged_lse, state_out, state_lse, *others = others
         result, result_lse, blank, arrived = others
         block, head = lax.axis_index("block"), lax.axis_index("head")
         columns = pl.ds(lax.axis_index("columns") * width, width)
-        item = block * kv_heads + head
-        first, num_states = parts[item, 0], parts[item, 1] - parts[item, 0] + 1
+        first, last = stream_k.holders(
+            ends, block, head, kv_heads=kv_heads, tiling=tiling
+        )
+        num_states = last - first + 1
 
         def ask(index: Any, packed: Any) -> None:
             """Brings a state, the item's only one or that of a program."""
@@ -110,14 +114,7 @@ def merge_and_unpack(
             found = plgpu.load(state_out.at[stage], layout=layout)
             weight = plgpu.load(state_lse.at[stage], layout=layout.reduce(1))
             plgpu.commit_smem()
-            top = jnp.maximum(state.top, weight)
-            decay, weight = jnp.exp2(state.top - top), jnp.exp2(weight - top)
-            added = found * softmax.along(weight, tile)
-            return softmax.State(
-                state.out * softmax.along(decay, tile) + added,
-                top,
-                state.total * decay + weight,
-            )
+            return add(state, found, weight)
 
         if not is_row_a_block:
             zeros = jnp.zeros((WGMMA_ROWS, width), dtype)
@@ -144,11 +141,10 @@ def merge_and_unpack(
                 lambda index, state, packed=packed: merge(index, state, packed),
                 softmax.start(width),
             )
-            total = jnp.where(state.total > 0, state.total, 1.0)
-            whole = state.out / softmax.along(total, tile)
+            whole, whole_lse = finish(state)
             held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
             result[held] = whole.astype(dtype)
-            result_lse[held] = state.top + jnp.log2(state.total)
+            result_lse[held] = whole_lse
         plgpu.commit_smem()
 
         @pl.when(lax.axis_index("columns") == 0)
@@ -186,5 +182,24 @@ def merge_and_unpack(
         grid_names=("block", "head", "columns"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(out, lse, part_out, part_lse, parts, packing.row, packing.block)
+    )(out, lse, part_out, part_lse, ends, packing.row, packing.block)
     return merged, lse
+
+
+def add(state: softmax.State, out: Any, lse: Any) -> softmax.State:
+    """Adds a state, its output normalised and its log-sum-exp in base 2, to others."""
+    top = jnp.maximum(state.top, lse)
+    decay, weight = jnp.exp2(state.top - top), jnp.exp2(lse - top)
+    added = out * softmax.along(weight, out.shape)
+    return softmax.State(
+        state.out * softmax.along(decay, out.shape) + added,
+        top,
+        state.total * decay + weight,
+    )
+
+
+def finish(state: softmax.State) -> tuple[Any, Any]:
+    """Output and log-sum-exp, in base 2: 0 and -inf where nothing was seen."""
+    total = jnp.where(state.total > 0, state.total, 1.0)
+    out = state.out / softmax.along(total, state.out.shape)
+    return out, state.top + jnp.log2(state.total)

@@ -1,20 +1,22 @@
 """Attention of chunks of queries over pages, causal, for Hopper GPUs.
 
 The chunks are cut into tiles of 128 rows (`prefill_plan`), and persistent programs
-attend from one after the other (`prefill_body`), in place of the rows
-of an output that others may have written the rest of.
+attend from one after the other (`prefill_body`): in place of the rows of an output that
+others may have written the rest of, or after they have merged decode's part of it
+(`merge_beside`).
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import layered
+from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import prefill_plan
-from pallas_kernels.paged_attention.hopper import prefill_body, warpgroups
+from pallas_kernels.paged_attention.hopper import merge_beside, prefill_body, warpgroups
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
 from pallas_kernels.paged_attention.prefill_plan import TILE_ROWS, Plan
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -33,6 +35,7 @@ def attend(
     alibi: Float[Array, " q_heads"] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     others: tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]
+    | merge_beside.Cut
     | None = None,
     tiling: Tiling,
     layer: Layer = 0,
@@ -44,9 +47,9 @@ def attend(
     Arguments are those of `decode.attend`, but for `plan`, which is
     `prefill_plan.make_plan` with the same `tiling`, of 128 rows, and `window`; and
     `others`: output, in the type of q, and log-sum-exp of the rows that are left out,
-    None for 0 and -inf. Of a slot's places, those between the first and the last that
-    its rows see must hold numbers: under a window, positions of its rows follow on one
-    another.
+    None for 0 and -inf, or decode's states of theirs, which are merged here. Of a
+    slot's places, those between the first and the last that its rows see must hold
+    numbers: under a window, positions of its rows follow on one another.
 
     Returns:
       Output in the type of q, and natural log-sum-exp.
@@ -62,7 +65,11 @@ def attend(
     # for the second to be done with this one, which waits for the first.
     if tiling.stages < 2:
         raise ValueError(f"{tiling.stages=} must be at least 2")
-    if others is None:
+    group = q_heads // k_pages.shape[1]
+    if isinstance(others, merge_beside.Cut):
+        if not merge_beside.takes(others.plan, group=group, sinks=sinks):
+            raise ValueError("sinks, or blocks of other than 64 rows, are merged apart")
+    elif others is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
         others = jnp.zeros_like(q), blank
     padding = prefill_plan.num_padded(num_rows) - num_rows
@@ -80,52 +87,75 @@ def attend(
         slopes=base_2[0],
         sinks=base_2[1],
     )
-    out, lse = _launch(
-        *(given, others[0]),
+    out, lse, *packed = _launch(
+        given,
+        others.inputs if isinstance(others, merge_beside.Cut) else others[0],
         scoring=Scoring(scale, softcap, alibi is not None),
         window=window,
         num_layers=num_layers,
         tiling=tiling,
         interpret=interpret,
     )
+    if isinstance(others, merge_beside.Cut):
+        packing = others.plan.packing
+        left = row_packing.unpack(*packed, packing, group=group, fill=-jnp.inf) / LOG2E
+    else:
+        left = others[1]
     # Of a row: its tile, and its place there.
     num_tiles = plan.tiles.shape[1]
     tile = jnp.minimum(plan.tile_of, num_tiles - 1)
     place = jnp.arange(num_rows, dtype=jnp.int32) - plan.tiles[prefill_plan.ROW, tile]
     mine = lse[tile, :, jnp.clip(place, 0, TILE_ROWS - 1)] / LOG2E
-    return out, jnp.where((plan.tile_of < num_tiles)[:, None], mine, others[1])
+    return out, jnp.where((plan.tile_of < num_tiles)[:, None], mine, left)
 
 
 def _launch(
     given: prefill_body.Inputs,
-    out: Float[Array, "rows q_heads head_dim"],
+    others: Float[Array, "rows q_heads head_dim"] | merge_beside.Inputs,
     *,
     scoring: Scoring,
     window: int | None,
     num_layers: int,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
-) -> tuple[
-    Float[Array, "rows q_heads head_dim"], Float32[Array, "tiles q_heads tile_rows"]
-]:
-    """Runs the kernel: the output with the tiles' rows replaced, and their lse."""
+) -> list[Array]:
+    """Runs the kernel: output of all rows, and log-sum-exps of tiles, in base 2.
+
+    Rows of others are those of their output, or merged of their states. Of these there
+    are log-sum-exps of packed rows, too.
+    """
     (_, q_heads, head_dim), page_size = given.q.shape, given.k.shape[2]
     tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
-    names = [name for name, x in given._asdict().items() if x is not None]
+    cut = others if isinstance(others, merge_beside.Inputs) else None
+    operands, structure = jax.tree.flatten((given, cut))
 
     def prefill_attention(*references):
-        *reads, written, lse, shared = references
-        inputs = prefill_body.Inputs(**dict(zip(names, reads, strict=True)))
-        outputs = prefill_body.Outputs(lse=lse, out=written)
-        warpgroups.divide(
-            *(2, (232, 40)),
-            lambda: prefill_body.consume(
+        inputs, merged = jax.tree.unflatten(structure, references[: len(operands)])
+        out, lse, *merged_lse, shared = references[len(operands) :]
+        outputs = prefill_body.Outputs(lse=lse, out=out)
+
+        def multiply() -> None:
+            if merged is not None:
+                warpgroup = lax.axis_index("warpgroup")
+                held = shared.out.at[warpgroup], shared.lse.at[warpgroup]
+                merge_beside.merge_and_unpack(
+                    merged,
+                    merge_beside.Outputs(out, *merged_lse, *held),
+                    inputs.position,
+                    worker=warpgroup * tiling.num_programs + lax.axis_index("program"),
+                    workers=2 * tiling.num_programs,
+                )
+            prefill_body.consume(
                 *(inputs, outputs, shared),
                 scoring=scoring,
                 window=window,
                 tiling=tiling,
                 emulated=bool(interpret),
-            ),
+            )
+
+        warpgroups.divide(
+            *(2, (232, 40)),
+            multiply,
             lambda: prefill_body.produce(
                 inputs, shared, num_layers=num_layers, tiling=tiling
             ),
@@ -150,12 +180,16 @@ def _launch(
         v_free=barriers(stages, 2),
         turn=barriers(1, 2),
     )
-    written = jax.new_ref(out)
-    operands = [x for x in given if x is not None]
-    tiles = given.tiles.shape[1]
-    lse = plgpu.kernel(
+    written = [] if cut is not None else [jax.new_ref(others)]
+    wide, lse = jnp.float32, (given.tiles.shape[1], q_heads, TILE_ROWS)
+    made = [jax.ShapeDtypeStruct(lse, wide)]
+    if cut is not None:
+        rows = cut.block.shape[0], q_heads, head_dim
+        lse = jax.ShapeDtypeStruct(cut.lse.shape, wide)
+        made = [jax.ShapeDtypeStruct(rows, dtype), *made, lse]
+    found = plgpu.kernel(
         prefill_attention,
-        out_type=jax.ShapeDtypeStruct((tiles, q_heads, TILE_ROWS), jnp.float32),
+        out_type=made,
         scratch_types=[shared],
         grid=(tiling.num_programs,),
         grid_names=("program",),
@@ -165,5 +199,5 @@ def _launch(
             approx_math=True, reduction_scratch_bytes=0
         ),
         interpret=interpret,
-    )(*operands, written)
-    return jax.freeze(written), lse
+    )(*operands, *written)
+    return [*(jax.freeze(x) for x in written), *found]

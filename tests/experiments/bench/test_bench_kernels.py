@@ -27,7 +27,7 @@ from pallas_kernels.bench import timing as bench_timing
 from pallas_kernels.bench.specs import Spec
 from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
 from pallas_kernels.devices import Target
-from pallas_kernels.paged_attention import decode_plan, merging, stream_k
+from pallas_kernels.paged_attention import decode_plan, dispatch, merging, stream_k
 from tests.support import smoke
 from tests.support.commands import Command, document
 
@@ -319,13 +319,14 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     monkeypatch.setattr(
         merging, "merge_and_unpack", lambda *given, **_: seen.extend(given)
     )
-    runs.merge_alone(problem, plan)(0)
+    tilings = dispatch.Tilings(decode=tiling, prefill=tiling)
+    runs.merge_alone(problem, plan, tilings)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
     assert [x.shape for x in seen[:4]] == [
         *((2, 2, 40, 16), (2, 2, 40)),
         *((3, 2, 40, 16), (3, 2, 40)),
     ]
-    assert seen[4].shape == (4, 2)
+    assert seen[4].shape == (2,)
 
 
 @pytest.mark.thorough

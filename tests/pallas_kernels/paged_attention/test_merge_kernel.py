@@ -1,89 +1,45 @@
 """The kernel that merges and unpacks, emulated with its races watched; and its twin."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import row_packing
 from pallas_kernels.bench import deviceless
-from pallas_kernels.paged_attention import decode_plan, merging
 from pallas_kernels.paged_attention.hopper import merge
-from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.support import emulating
+from tests.support.merge_cases import Case, make
 
-PROGRAMS = 7
 # Positions and slots: one row a slot, some of them idle; and rows side by side.
-DECODE = [2000, -1, 3, 64, 300], None, 5
-RAGGED = [10, 11, 12, -1, 500, 501, 90], [0, 0, 0, 0, 1, 1, 2], 3
-
-
-class Case(NamedTuple):
-    states: Any
-    parts: Any
-    packing: row_packing.Packing
-    group: int
-
-
-def make(rows: Any, group: int, head_dim: int, block_rows: int = 64) -> Case:
-    """A plan, and the states that programs would leave: NaN where nobody wrote."""
-    positions, slots, num_slots = rows
-    plan = decode_plan.make_plan(
-        jnp.asarray(positions, jnp.int32),
-        None if slots is None else jnp.asarray(slots, jnp.int32),
-        num_slots=num_slots,
-        kv_heads=2,
-        group=group,
-        tiling=Tiling(num_programs=PROGRAMS, stages=2, block_rows=block_rows),
-    )
-    num_blocks, tokens = plan.packing.row.shape
-    size = row_packing.num_block_rows(tokens=tokens, group=group)
-    rng = np.random.default_rng(group)
-    items, programs = (num_blocks, 2, size), (PROGRAMS, 2, size)
-    out, part_out = (rng.normal(size=(*x, head_dim)) for x in (items, programs))
-    lse, part_lse = (4 * rng.normal(size=x) for x in (items, programs))
-    parts = np.asarray(plan.schedule.parts)
-    whole = (parts[:, 0] == parts[:, 1]).reshape(num_blocks, 2)
-    out[~whole], lse[~whole] = np.nan, np.nan
-    written = np.zeros((PROGRAMS, 2), bool)
-    for first, last in parts[parts[:, 0] < parts[:, 1]]:
-        written[first, 1] = written[first + 1 : last + 1, 0] = True
-    part_out[~written], part_lse[~written] = np.nan, np.nan
-    # A row that saw nothing in one part of its item.
-    part_lse[written.nonzero()[0][0], 1, 0] = -np.inf
-    states = tuple(jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
-    return Case(states, plan.schedule.parts, plan.packing, group)
+DECODE: dict[str, Any] = dict(positions=[2000, -1, 3, 64, 300], slots=None, num_slots=5)
+RAGGED: dict[str, Any] = dict(
+    positions=[10, 11, 12, -1, 500, 501, 90], slots=[0, 0, 0, 0, 1, 1, 2], num_slots=3
+)
 
 
 def emulate(case: Case, dtype: Any = jnp.float32) -> Any:
-    def run(states: Any, parts: Any, packing: Any, interpret: Any) -> Any:
+    def run(arrays: Any, interpret: Any) -> Any:
         return merge.merge_and_unpack(
-            *states, parts, packing, group=case.group, dtype=dtype, interpret=interpret
+            *arrays,
+            group=case.group,
+            tiling=case.tiling,
+            dtype=dtype,
+            interpret=interpret,
         )
 
     with emulating.emulator_of_races() as interpret:
-        call = jax.jit(run, static_argnums=3)
-        return jax.block_until_ready(call(*case[:3], interpret))
-
-
-def by_twin(case: Case) -> tuple[Any, Any]:
-    return merging.merge_and_unpack(
-        *case.states,
-        parts=case.parts,
-        packing=case.packing,
-        group=case.group,
-        dtype=jnp.float32,
-    )
+        call = jax.jit(run, static_argnums=1)
+        return jax.block_until_ready(call(case.arrays, interpret))
 
 
 def assert_same(case: Case, found: Any) -> None:
     out, lse = found
-    wanted, wanted_lse = by_twin(case)
+    wanted, wanted_lse = case.by_twin()
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
-    used = case.packing.row.shape[1] * case.group
+    used = case.plan.packing.row.shape[1] * case.group
     np.testing.assert_allclose(lse[..., :used], wanted_lse[..., :used], atol=1e-5)
 
 
@@ -99,7 +55,7 @@ def assert_same(case: Case, found: Any) -> None:
 def test_it_equals_its_twin(
     rows: Any, group: int, head_dim: int, block_rows: int
 ) -> None:
-    case = make(rows, group, head_dim, block_rows)
+    case = make(**rows, group=group, head_dim=head_dim, block_rows=block_rows)
     # Items that a program holds whole, and some of more parts than stages.
     more = np.diff(case.parts, axis=1)
     assert 0 in more
@@ -112,12 +68,15 @@ BUGS = {
     "read before it has come": ("plgpu.barrier_wait(arrived.at[stage])", "None"),
     "taken before it is seen": ("plgpu.commit_smem()\n\n        @pl", "\n        @pl"),
     "overwritten while it is read": (
-        "plgpu.commit_smem()\n            top",
-        "top",
+        "plgpu.commit_smem()\n            return",
+        "return",
     ),
     "left before it is gone": ("plgpu.wait_smem_to_gmem(0)", "None"),
     "sides the wrong way round": ("jnp.where(index == 0, 1, 0)", "index * 0"),
-    "the state not scaled": ("state.out * softmax.along(decay, tile)", "state.out"),
+    "the state not scaled": (
+        "state.out * softmax.along(decay, out.shape)",
+        "state.out",
+    ),
 }
 
 
@@ -135,7 +94,7 @@ def goes_wrong(case: Case) -> bool:
 @pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make(DECODE, 4, 64)
+    case = make(**DECODE, group=4, head_dim=64)
     changed = emulating.mutant(merge, dict([BUGS[bug]]))
     monkeypatch.setattr(merge, "merge_and_unpack", changed.merge_and_unpack)
     assert goes_wrong(case)
@@ -147,10 +106,12 @@ def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     ("rows", "group", "head_dim"), [(DECODE, 4, 128), (DECODE, 8, 256), (RAGGED, 4, 64)]
 )
 def test_it_compiles_without_spills(rows: Any, group: int, head_dim: int) -> None:
-    case = make(rows, group, head_dim)
+    case = make(**rows, group=group, head_dim=head_dim)
     report = deviceless.compile(
-        lambda *x: merge.merge_and_unpack(*x, group=group, dtype=jnp.bfloat16),
-        *(*case.states, case.parts, case.packing),
+        lambda *x: merge.merge_and_unpack(
+            *x, group=group, tiling=case.tiling, dtype=jnp.bfloat16
+        ),
+        *case.arrays,
     )
     [kernel] = report.kernels
     assert kernel.spill_stores == kernel.spill_loads == 0

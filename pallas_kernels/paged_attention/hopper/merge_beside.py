@@ -1,0 +1,191 @@
+"""Decode's states merged in the launch that attends from chunks, for Hopper GPUs.
+
+In a step with both, the warpgroups of the prefill kernel do first what `merge` does in
+a launch of its own, while their first keys are on the way. Each takes every so many-th
+of the pieces: packed rows of one KV head, as many columns as it sends at a time. There
+is no shared memory left, so states are loaded from where they lie. Rows that neither
+kernel has become zeros.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32
+
+from pallas_kernels import row_packing
+from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.paged_attention import decode_plan, stream_k
+from pallas_kernels.paged_attention.hopper import merge, softmax
+from pallas_kernels.paged_attention.hopper.softmax import Ref
+from pallas_kernels.paged_attention.stream_k import Tiling
+
+
+class Inputs(NamedTuple):
+    """References to global memory that are read, and the tiling of decode."""
+
+    out: Ref
+    lse: Ref
+    part_out: Ref
+    part_lse: Ref
+    ends: Ref
+    row: Ref
+    block: Ref
+    tiling: Tiling
+
+
+class Cut(NamedTuple):
+    """What the decode kernel leaves, see `merging.merge_and_unpack`."""
+
+    out: Float32[Array, "blocks kv_heads 64 head_dim"]
+    lse: Float32[Array, "blocks kv_heads 64"]
+    part_out: Float32[Array, "programs 2 64 head_dim"]
+    part_lse: Float32[Array, "programs 2 64"]
+    plan: decode_plan.Plan
+    tiling: Tiling
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the kernel reads of it."""
+        packing, ends = self.plan.packing, self.plan.schedule.ends
+        return Inputs(*self[:4], ends, packing.row, packing.block, self.tiling)
+
+
+class Outputs(NamedTuple):
+    """References to memory that is written."""
+
+    out: Ref  # [rows, q_heads, head_dim]
+    lse: Ref  # [blocks, kv_heads, 64], in base 2
+    held: Ref  # [64, columns], shared: on its way to `out`
+    held_lse: Ref  # [64], likewise
+
+
+def takes(plan: decode_plan.Plan, *, group: int, sinks: Any) -> bool:
+    """Whether nothing is to be added to what is merged, and blocks have 64 rows.
+
+    That is what a warpgroup loads. Blocks have so many, padding included, for groups of
+    up to 10 query heads and of powers of two, among others.
+    """
+    tokens = plan.packing.row.shape[1]
+    size = row_packing.num_block_rows(tokens=tokens, group=group)
+    return sinks is None and size == WGMMA_ROWS
+
+
+def merge_and_unpack(
+    inputs: Inputs,
+    outputs: Outputs,
+    position: Ref,
+    *,
+    worker: Any,
+    workers: int,
+) -> None:
+    """Does a warpgroup's pieces; the last of them are still on their way afterwards.
+
+    Args:
+      inputs: what the decode kernel left.
+      outputs: results.
+      position: of each row that this kernel's tiles have, -1 of others.
+      worker: which of the warpgroups this is.
+      workers: how many there are, static.
+    """
+    num_blocks, kv_heads, _, head_dim = inputs.out.shape
+    rows, width = inputs.block.shape[0], outputs.held.shape[1]
+    sides = head_dim // width
+    _clear_rows_of_nobody(inputs, outputs, position, worker, workers)
+
+    @pl.loop(worker, num_blocks * kv_heads * sides, step=workers)
+    def _(piece: Any) -> None:
+        item = lax.div(piece, jnp.int32(sides))
+        side = lax.rem(piece, jnp.int32(sides))
+        block = lax.div(item, jnp.int32(kv_heads))
+        head = lax.rem(item, jnp.int32(kv_heads))
+
+        # Blocks without rows come last.
+        @pl.when(inputs.row[block, 0] < rows)
+        def _() -> None:
+            columns = pl.ds(side * width, width)
+            first, last = stream_k.holders(
+                inputs.ends, block, head, kv_heads=kv_heads, tiling=inputs.tiling
+            )
+
+            def add(index: Any, state: softmax.State) -> softmax.State:
+                part = first + index, jnp.where(index == 0, 1, 0)
+                found, weight = lax.cond(
+                    first == last,
+                    lambda: _load(inputs.out, inputs.lse, (block, head), columns),
+                    lambda: _load(inputs.part_out, inputs.part_lse, part, columns),
+                )
+                return merge.add(state, found, weight)
+
+            state = lax.fori_loop(0, last - first + 1, add, softmax.start(width))
+            _send(state, inputs, outputs, block, head, columns, side == 0)
+
+
+def _load(outs: Ref, lses: Ref, place: tuple[Any, Any], columns: Any) -> Any:
+    """Loads a state of 64 rows from global memory."""
+    layout = plgpu.Layout.WGMMA
+    source = outs.at[*place, :, columns]
+    found = plgpu.load(source, layout=layout, optimized=False)
+    source, layout = lses.at[*place], layout.reduce(1)
+    return found, plgpu.load(source, layout=layout, optimized=False)
+
+
+def _send(
+    state: softmax.State,
+    inputs: Inputs,
+    outputs: Outputs,
+    block: Any,
+    head: Any,
+    columns: Any,
+    is_first: Any,
+) -> None:
+    """Writes a merged block to its rows."""
+    group = outputs.out.shape[1] // inputs.out.shape[1]
+    (_, tokens), (rows,) = inputs.row.shape, inputs.block.shape
+    out, lse = merge.finish(state)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    outputs.held[...] = out.astype(outputs.held.dtype)
+    outputs.held_lse[...] = lse
+    plgpu.commit_smem()
+
+    @pl.when(is_first)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(outputs.held_lse, outputs.lse.at[block, head])
+
+    def row_at(token: Any) -> Any:
+        return inputs.row[block, jnp.minimum(token, tokens - 1)]
+
+    def send(token: Any) -> Any:
+        heads = pl.ds(head * group, group)
+        target = outputs.out.at[row_at(token), heads, columns]
+        plgpu.copy_smem_to_gmem(outputs.held.at[pl.ds(token * group, group)], target)
+        return token + 1
+
+    # A block is filled from its first place on.
+    lax.while_loop(
+        lambda token: (token < tokens) & (row_at(token) < rows), send, jnp.int32(0)
+    )
+
+
+def _clear_rows_of_nobody(
+    inputs: Inputs, outputs: Outputs, position: Ref, worker: Any, workers: int
+) -> None:
+    """Writes zeros to the warpgroup's share of the rows that no kernel has."""
+    (rows, q_heads, head_dim), width = outputs.out.shape, outputs.held.shape[1]
+    zeros = jnp.zeros(outputs.held.shape, outputs.held.dtype)
+    outputs.held[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    moved = math.gcd(q_heads, WGMMA_ROWS)
+
+    @pl.loop(worker, rows, step=workers)
+    def _(row: Any) -> None:
+        @pl.when((inputs.block[row] >= inputs.row.shape[0]) & (position[row] < 0))
+        def _() -> None:
+            for head in range(0, q_heads, moved):
+                for column in range(0, head_dim, width):
+                    part = row, pl.ds(head, moved), pl.ds(column, width)
+                    source = outputs.held.at[pl.ds(0, moved)]
+                    plgpu.copy_smem_to_gmem(source, outputs.out.at[*part])

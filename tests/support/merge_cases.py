@@ -1,0 +1,82 @@
+"""States such as the programs of the decode kernel leave, all else poisoned."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import row_packing
+from pallas_kernels.paged_attention import decode_plan, merging, stream_k
+from pallas_kernels.paged_attention.stream_k import Tiling
+
+PROGRAMS = 7
+
+
+class Case(NamedTuple):
+    """Arguments of `merging.merge_and_unpack`."""
+
+    states: Any
+    plan: decode_plan.Plan
+    group: int
+    tiling: Tiling
+
+    @property
+    def parts(self) -> np.ndarray:
+        """First and last program of each item."""
+        return parts_of(self.plan, self.tiling)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arguments that are arrays."""
+        return *self.states, self.plan.schedule.ends, self.plan.packing
+
+    def by_twin(self) -> tuple[Any, Any]:
+        """What comes out by plain `jnp`."""
+        return merging.merge_and_unpack(
+            *self.arrays, group=self.group, tiling=self.tiling, dtype=jnp.float32
+        )
+
+
+def parts_of(plan: decode_plan.Plan, tiling: Tiling) -> np.ndarray:
+    """First and last program of each item, of two KV heads."""
+    return np.asarray(stream_k.parts(plan.schedule.ends, kv_heads=2, tiling=tiling))
+
+
+def make(
+    positions: Any,
+    slots: Any,
+    *,
+    num_slots: int,
+    group: int,
+    head_dim: int,
+    block_rows: int = 64,
+    **trees: Any,
+) -> Case:
+    """A plan of two KV heads, and states: NaN where nobody wrote."""
+    tiling = Tiling(num_programs=PROGRAMS, stages=2, block_rows=block_rows)
+    plan = decode_plan.make_plan(
+        jnp.asarray(positions, jnp.int32),
+        None if slots is None else jnp.asarray(slots, jnp.int32),
+        num_slots=num_slots,
+        kv_heads=2,
+        group=group,
+        tiling=tiling,
+        **trees,
+    )
+    num_blocks, tokens = plan.packing.row.shape
+    size = row_packing.num_block_rows(tokens=tokens, group=group)
+    rng = np.random.default_rng(group)
+    items, programs = (num_blocks, 2, size), (PROGRAMS, 2, size)
+    out, part_out = (rng.normal(size=(*x, head_dim)) for x in (items, programs))
+    lse, part_lse = (4 * rng.normal(size=x) for x in (items, programs))
+    parts = parts_of(plan, tiling)
+    whole = (parts[:, 0] == parts[:, 1]).reshape(num_blocks, 2)
+    out[~whole], lse[~whole] = np.nan, np.nan
+    written = np.zeros((PROGRAMS, 2), bool)
+    for first, last in parts[parts[:, 0] < parts[:, 1]]:
+        written[first, 1] = written[first + 1 : last + 1, 0] = True
+    part_out[~written], part_lse[~written] = np.nan, np.nan
+    # A row that saw nothing in one part of its item.
+    part_lse[written.nonzero()[0][0], 1, 0] = -np.inf
+    states = tuple(jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
+    return Case(states, plan, group, tiling)
