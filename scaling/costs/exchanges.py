@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from scaling.costs import memory
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description
+from scaling.shapes import Description, HeadAttention
 
 
 class Traffic(NamedTuple):
@@ -69,14 +69,20 @@ def tensor(
 def undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
     """Norms and biases that work on a part of the sequence each: gradients added up.
 
-    Norms of queries and keys, which work on a device's heads, need it without, too; a
-    few numbers, not counted.
+    Norms of queries and keys, which work on a device's heads, need it without, too.
     """
+    a, layers = model.attention, model.num_layers // layout.pipeline
     if layout.sequence:
-        size = memory.most_undivided(model, layout)
-        sent = 2 * ring_share(layout.tensor) * size * gradient
-        name = "gradients of norms and biases, all-reduce"
-        yield Traffic("sequence", name, "2 (p-1)/p · N u of norms", 0.0, sent)
+        scheme, size = "sequence", memory.most_undivided(model, layout)
+        what = "norms and biases"
+    elif layout.tensor > 1 and isinstance(a, HeadAttention) and a.qk_norm:
+        scheme, size = "tensor", 2 * a.head_dim * layers
+        what = "norms of queries and keys"
+    else:
+        return
+    sent = 2 * ring_share(layout.tensor) * size * gradient
+    name = f"gradients of {what}, all-reduce"
+    yield Traffic(scheme, name, "2 (p-1)/p · N u of norms", 0.0, sent)
 
 
 def vocabulary(

@@ -19,6 +19,7 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 from tests.support import engines
 from tests.support.folders import GOLDEN, ROOT
+from tests.support.meshes import ALL_AT_ONCE, PROMPTS, answers, lowered
 
 FAMILIES = (
     *("llama", "gpt2", "opt", "qwen2", "qwen3", "mistral"),
@@ -173,49 +174,11 @@ def test_each_device_is_given_its_part_alone() -> None:
     np.testing.assert_array_equal(qkv[:, :-2].reshape(-1), whole[:, :-2].reshape(-1))
 
 
-ALL_AT_ONCE: dict[str, Any] = {
-    "num_pages": 24,
-    "page_size": 4,
-    "max_slots": 4,
-    "max_length": 64,
-    "token_budget": 24,
-    "max_swap_pages": 8,
-    "max_beams": 2,
-    "max_logprobs": 2,
-    "prefix_cache": True,
-    "debug": True,
-}
-PROMPTS = [list(range(3, 20)), list(range(3, 17)), [5, 9, 5, 9, 5], [7] * 11]
-ASKS = [
-    Sampling(max_tokens=14, temperature=0.7, seed=1, n=2),
-    Sampling.greedy(max_tokens=16, logprobs=2),
-    Sampling(max_tokens=9, beam_width=2),
-    Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=5),
-]
-
-
-def answers(folder: Any, mesh: Any, **fields: Any) -> list[Any]:
-    engine = jaxkv.Engine.load(folder, mesh=mesh, **fields)
-    found = engine.generate(PROMPTS, ASKS)
-    check_the_same_everywhere(engine)
-    return [[each.tokens for each in one.answers] for one in found]
-
-
-def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
-    """What every device has of the state is the same on all."""
-    for leaf in jax.tree.leaves(engine._state):
-        if leaf.sharding.is_fully_replicated:
-            first, *others = (np.asarray(x.data) for x in leaf.addressable_shards)
-            for other in others:
-                np.testing.assert_array_equal(first, other)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_answers_are_those_of_one_device(degree: int) -> None:
     folder = GOLDEN / "llama"
-    plain = answers(folder, None, **ALL_AT_ONCE)
-    assert answers(folder, make_mesh(tensor=degree), **ALL_AT_ONCE) == plain
+    assert answers(folder, make_mesh(tensor=degree)) == answers(folder, None)
 
 
 @pytest.mark.thorough
@@ -225,10 +188,8 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
 def test_speculation_keeps_the_answers(method: str) -> None:
     folder = GOLDEN / "llama"
     draft: Any = {"draft_folder": folder} if method == "draft-model" else {}
-    fields: Any = ALL_AT_ONCE | {"max_drafts": 3, "token_budget": 32}
-    plain = answers(folder, None, **ALL_AT_ONCE)
-    mesh = make_mesh(tensor=2)
-    assert answers(folder, mesh, speculate=method, **draft, **fields) == plain
+    fields: Any = {"max_drafts": 3, "token_budget": 32, "speculate": method, **draft}
+    assert answers(folder, make_mesh(tensor=2), **fields) == answers(folder, None)
 
 
 @pytest.mark.slow
@@ -277,13 +238,6 @@ def test_pages_are_never_sent_nor_copied() -> None:
         sizes.append((memory.temp_size_in_bytes, pool))
     (small, small_pool), (big, big_pool) = sizes
     assert big - small < 0.05 * (big_pool - small_pool)
-
-
-def lowered(engine: jaxkv.Engine) -> Any:
-    clock = np.zeros(2, np.int32)
-    return engine._programs.run_steps.lower(
-        engine.params, engine._state, clock, **engine._rules(), **engine._static
-    )
 
 
 @pytest.mark.thorough
