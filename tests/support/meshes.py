@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jaxkv
-from jaxkv.models import ModelConfig
+from jaxkv.engine import EngineConfig
+from jaxkv.models import ModelConfig, paged
+from jaxkv.parallel import layout, tensor
 from jaxkv.sampling import Sampling
 
 MODEL = ModelConfig(
@@ -54,6 +56,21 @@ ASKS = [
 def answers(folder: Path, mesh: Mesh | None, **fields: Any) -> list[Any]:
     """The tokens of all answers of an engine, which `ALL_AT_ONCE` bounds."""
     return answers_of(jaxkv.Engine.load(folder, mesh=mesh, **(ALL_AT_ONCE | fields)))
+
+
+def engine_on(
+    config: ModelConfig, params: Any, mesh: Mesh | None, **fields: Any
+) -> jaxkv.Engine:
+    """An engine of a model that lies in no folder, which `ALL_AT_ONCE` bounds."""
+    bounds = EngineConfig(**(ALL_AT_ONCE | fields))
+    if mesh is not None:
+        params = tensor.place_params(config, params, mesh)
+        config = tensor.fit(
+            config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
+        )
+    pages = paged.make_pages(config, bounds)
+    forward = paged.PagedForward(config)
+    return jaxkv.Engine(params, forward, pages, bounds, mesh=mesh)
 
 
 def answers_of(engine: jaxkv.Engine) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.parallel import collectives, layout, make_mesh, tensor
 from jaxkv.sampling import Sampling
 from scaling.costs import traffic
@@ -19,13 +19,23 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 from tests.support import engines
 from tests.support.folders import GOLDEN, ROOT
-from tests.support.meshes import ALL_AT_ONCE, PROMPTS, answers, lowered
+from tests.support.meshes import (
+    ALL_AT_ONCE,
+    MODEL,
+    PROMPTS,
+    answers,
+    answers_of,
+    engine_on,
+    lowered,
+)
 
 FAMILIES = (
     *("llama", "gpt2", "opt", "qwen2", "qwen3", "mistral"),
     *("mixtral", "qwen2_moe", "qwen3_moe"),
 )
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
+FEW = Experts(num_experts=4, top_k=2, size=24)
+EIGHT = dataclasses.replace(FEW, num_experts=8)
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
@@ -137,10 +147,11 @@ def test_trips_of_loops_are_counted() -> None:
         ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "num_q_heads=6 must be a multiple"),
         ({"num_q_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 must be a multi"),
         ({"mlp_size": 42}, 4, "mlp_size=42 must be a multiple"),
+        ({"experts": Experts(num_experts=4, top_k=2, size=18)}, 4, "experts.size=18 m"),
     ],
 )
 def test_what_does_not_divide_is_refused(
-    fields: dict[str, int], degree: int, said: str
+    fields: dict[str, Any], degree: int, said: str
 ) -> None:
     config = dataclasses.replace(engines.MODEL, **fields)
     with pytest.raises(ValueError, match=said):
@@ -179,6 +190,30 @@ def test_each_device_is_given_its_part_alone() -> None:
 def test_answers_are_those_of_one_device(degree: int) -> None:
     folder = GOLDEN / "llama"
     assert answers(folder, make_mesh(tensor=degree)) == answers(folder, None)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("degrees", "fields"),
+    [
+        ({"tensor": 8}, {}),
+        ({"tensor": 2, "context": 2, "expert": 2}, {"experts": FEW}),
+        pytest.param({"context": 8}, {}, marks=pytest.mark.slow),
+        pytest.param({"expert": 8}, {"experts": EIGHT}, marks=pytest.mark.slow),
+    ],
+    ids=["tp=8", "2 x 2 x 2", "cp=8", "ep=8"],
+)
+def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
+    """Eight query heads of four KV heads, which are copied where devices are more."""
+    config = dataclasses.replace(MODEL, **fields)
+    params, mesh = engines.params(config), make_mesh(**degrees)
+    sizes: Any = {"num_pages": 20, "page_size": 8}
+    engine = engine_on(config, params, mesh, **sizes)
+    if degrees == {"tensor": 8}:
+        assert engine._state.pages.k.shape[2] == 8
+        parts = [x.data.shape[2] for x in engine._state.pages.k.addressable_shards]
+        assert parts == [1] * 8
+    assert answers_of(engine) == answers_of(engine_on(config, params, None, **sizes))
 
 
 @pytest.mark.thorough
