@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -78,6 +79,12 @@ def shardings(tree: Any, specs: Any, mesh: Mesh) -> Any:
 def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
     """Puts arrays where they belong; `specs` may be a prefix of their tree."""
     return jax.device_put(tree, shardings(tree, specs, mesh))
+
+
+def put(array: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> Array:
+    """Puts an array that every process has whole, on each device its part alone."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def specs_on(params: Params, mesh: Mesh) -> Params:

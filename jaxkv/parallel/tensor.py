@@ -11,12 +11,12 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from jaxkv.models import ModelConfig, Params, transformer
@@ -114,12 +114,47 @@ def unfit_array(
     return array
 
 
-def spec_of(axes: tuple[str | None, ...], path: Path, mesh: Mesh) -> PartitionSpec:
-    """How a parameter of these logical axes is divided; every device has the router."""
-    over = dict.fromkeys(DIVIDED, TENSOR)
-    if layout.experts_of(mesh) > 1 and "router" not in path:
-        over["experts"] = EXPERT
-    return PartitionSpec(*(over.get(str(name)) for name in axes))
+def fit_params(config: ModelConfig, params: Params, degree: int) -> Params:
+    """`fit_array` of all parameters, layers not stacked."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: fit_array(_keys(path), np.asarray(x), config, degree), params
+    )
+
+
+def unfit_params(config: ModelConfig, params: Params, degree: int) -> Params:
+    """`unfit_array` of all parameters, layers not stacked."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: unfit_array(_keys(path), x, config, degree), params
+    )
+
+
+def param_specs(
+    axes: Any, mesh: Mesh, others: Mapping[str, str] | None = None
+) -> Params:
+    """How parameters are divided over those axes that a mesh has.
+
+    Every device has the routers of mixtures.
+
+    Args:
+      axes: their logical axes, a tree as of `transformer.param_axes`.
+      mesh: the devices.
+      others: axes of the mesh that divide other logical axes, by the names of these.
+    """
+    over = dict.fromkeys(DIVIDED, TENSOR) | {"experts": EXPERT} | dict(others or {})
+    over = {name: axis for name, axis in over.items() if axis in mesh.shape}
+
+    def spec(path: Any, names: tuple[str | None, ...]) -> PartitionSpec:
+        own = over
+        if "router" in _keys(path):
+            own = {name: over[name] for name in over if name != "experts"}
+        return PartitionSpec(*(own.get(str(name)) for name in names))
+
+    is_axes = lambda x: type(x) is tuple  # noqa: E731
+    return jax.tree_util.tree_map_with_path(spec, axes, is_leaf=is_axes)
+
+
+def _keys(path: Any) -> Path:
+    return tuple(key.key for key in path)
 
 
 def placer(
@@ -141,14 +176,14 @@ def placer(
     degree = layout.degree_of(mesh)
     fit(config, degree, num_expert=layout.experts_of(mesh))
     axes = transformer.param_axes(config) if axes is None else axes
+    specs = param_specs(axes, mesh)
 
     def place(path: Path, array: np.ndarray | Array) -> Array:
-        names = axes
+        spec = specs
         for key in path:
-            names = names[key]
+            spec = spec[key]
         fitted = fit_array(path, np.asarray(array), config, degree)
-        sharding = NamedSharding(mesh, spec_of(names, path, mesh))
-        return jax.make_array_from_callback(fitted.shape, sharding, fitted.__getitem__)
+        return layout.put(fitted, spec, mesh)
 
     return place
 
@@ -162,9 +197,7 @@ def place_params(
       ValueError: as `fit` does.
     """
     put = placer(config, mesh, axes)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: put(tuple(key.key for key in path), x), params
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, x: put(_keys(path), x), params)
 
 
 def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
@@ -172,13 +205,7 @@ def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Para
     stacked = transformer.stack_layers(config, params)
     if mesh is None:
         return stacked
-    axes = transformer.param_axes(config, stacked=True)
-    is_axes = lambda x: type(x) is tuple  # noqa: E731
-    specs = jax.tree_util.tree_map_with_path(
-        lambda path, x: spec_of(x, tuple(key.key for key in path), mesh),
-        *(axes,),
-        is_leaf=is_axes,
-    )
+    specs = param_specs(transformer.param_axes(config, stacked=True), mesh)
     return layout.place(stacked, specs, mesh)
 
 

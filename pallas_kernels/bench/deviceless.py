@@ -1,4 +1,4 @@
-"""Compiling for an H200 that is not there: what a kernel takes, what a program copies.
+"""Compiling for H200s that are not there: what a kernel takes, what a program copies.
 
 The compiler is the one that a GPU machine runs, so registers, spills, shared memory,
 instructions and XLA's memory plan are those of the real thing. Speed is not: matrix
@@ -8,6 +8,7 @@ standard error is harmless: nobody here reads machine code.
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from unittest import mock
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _TARGET = Path(__file__).parents[1] / "h200.txtpb"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
@@ -55,7 +56,7 @@ class Kernel(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a program takes on an H200.
+    """What a program takes on an H200, on each of them where there are several.
 
     Attributes:
       kernels: its Mosaic GPU kernels, each once however often it is called.
@@ -88,19 +89,40 @@ def available() -> str | None:
     return None
 
 
+def make_mesh(axes: Mapping[str, int]) -> Mesh:
+    """H200s of one host, by names and sizes of a mesh's axes; the last varies fastest.
+
+    Raises:
+      RuntimeError: nothing can be compiled here, see `available`.
+    """
+    if (reason := available()) is not None:
+        raise RuntimeError(f"cannot compile for an H200: {reason}")
+    sizes = tuple(axes.values())
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=_TARGET.read_text("utf-8"),
+        # Slices of hosts, hosts of a slice, devices of a host.
+        topology=f"1x1x{math.prod(sizes)}",
+    )
+    return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=tuple(axes))
+
+
 def compile(
     function: Callable[..., Any],
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> Report:
-    """Compiles a function for one H200.
+    """Compiles a function for one H200, or for several.
 
     Args:
       function: takes arrays; jitted here.
-      args: its arguments, trees of anything with shape and dtype.
+      args: its arguments, trees of anything with shape and dtype; on a mesh, what has a
+        `NamedSharding` is divided so, and the rest is the same on all devices.
       donate_argnums: arguments whose memory the results may take.
       options: flags of the compiler.
+      mesh: of `make_mesh`; None means one device.
 
     Returns:
       What the program takes.
@@ -108,16 +130,15 @@ def compile(
     Raises:
       RuntimeError: nothing can be compiled here, see `available`.
     """
-    if (reason := available()) is not None:
-        raise RuntimeError(f"cannot compile for an H200: {reason}")
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_TARGET.read_text("utf-8"), topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("device",))
-    there = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), args
-    )
+    mesh = make_mesh({"device": 1}) if mesh is None else mesh
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def there(x: Any) -> jax.ShapeDtypeStruct:
+        own = getattr(x, "sharding", None)
+        own = own if isinstance(own, NamedSharding) and own.mesh == mesh else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+
+    shapes = jax.tree.map(there, args)
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     # Doors ask the mesh what they are traced for.
     with _dumping() as folder, _nothing_kept(), jax.set_mesh(mesh):

@@ -144,24 +144,31 @@ def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
     """Parameters of one device, before ZeRO divides them.
 
     Norms, routers and biases of h numbers are held by every tensor-parallel device;
-    the vocabulary is rounded up to a multiple of them.
+    the vocabulary is rounded up to a multiple of them. Tables, head and last norm lie
+    on every stage of a pipeline, as `scaling.training.pipeline` has them.
 
     Args:
       model: its shape.
       layout: how it is divided.
       stage: which pipeline stage, counted from 0.
     """
-    times, last = _times(model, layout, stage), layout.pipeline - 1
+    times = _times(model, layout, stage)
     counts: Counter[bool] = Counter()
     for weight in parameters.weights(model):
-        stored = weight.stored
-        if weight.part == "head" and not stored and last > 0:
-            stored = 1  # a tied table lies at both ends of a pipeline
         is_expert = weight.split == "experts"
         counts[is_expert] += (
-            _part(weight, model, layout) * stored * times[weight.place]
+            _part(weight, model, layout) * weight.stored * times[weight.place]
         ) // (layout.expert if is_expert else 1)
     return Held(counts[False], counts[True])
+
+
+def tables(model: Description, layout: Layout) -> int:
+    """Parameters of one device that belong to no layer: tables, head and last norm."""
+    return sum(
+        _part(weight, model, layout) * weight.stored
+        for weight in parameters.weights(model)
+        if weight.place in ("first", "last")
+    )
 
 
 def most_undivided(model: Description, layout: Layout) -> int:
@@ -178,11 +185,11 @@ def _times(model: Description, layout: Layout, stage: int) -> dict[str, int]:
     """How often a pipeline stage has a weight, by its place."""
     layers = _layers_of(model, layout, stage)
     return {
-        "first": int(stage == 0),
+        "first": 1,
         "every": len(layers),
         "dense": sum(not model.mixture_layers[x] for x in layers),
         "mixture": sum(model.mixture_layers[x] for x in layers),
-        "last": int(stage == layout.pipeline - 1),
+        "last": 1,
         "ahead": 0,
     }
 

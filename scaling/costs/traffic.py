@@ -7,32 +7,13 @@ is counted like any other.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from scaling.costs import memory, parallelism
+from scaling.costs import exchanges, memory, parallelism, stages
+from scaling.costs.exchanges import Traffic
 from scaling.costs.flops import check as check_sizes
 from scaling.costs.parallelism import Layout
+from scaling.costs.stages import Schedule
 from scaling.shapes import Description, HeadAttention
-
-
-class Traffic(NamedTuple):
-    """One kind of exchange, over a step of one micro-batch.
-
-    Attributes:
-      scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, ulysses, ring,
-        pages, expert, balance or data.
-      name: what is exchanged, and how.
-      formula: bytes sent per device, in the letters of `shapes.description`
-        with u bytes a number and the degree p.
-      forward: those of all layers that the device has, forward.
-      backward: the same, backward.
-    """
-
-    scheme: str
-    name: str
-    formula: str
-    forward: float
-    backward: float
 
 
 def training(
@@ -44,8 +25,12 @@ def training(
     number_bytes: int = 2,
     dispatch_bytes: int | None = None,
     gradient_bytes: int = 2,
+    micro_batches: int = 1,
+    schedule: Schedule = "1f1b",
 ) -> tuple[Traffic, ...]:
     """Lists what a device sends in a training step, of its pipeline stage's layers.
+
+    Ends of a pipeline exchange what they alone have: a device is counted as both.
 
     Llama-7B, 1 x 4,096 tokens, tensor parallel over 8: 3,758,096,384 bytes forward
     and as many backward.
@@ -59,119 +44,45 @@ def training(
       dispatch_bytes: of a number on its way to an expert; the same by default, 1 if
         it is sent in 8 bits.
       gradient_bytes: of a number of a weight's gradient.
+      micro_batches: of the step, at least 1: gradients of weights are summed over
+        copies once a step, all else goes for each.
+      schedule: of a pipeline, for how long its stages are idle.
 
     Raises:
       ValueError: a size out of range, or a degree that does not divide.
     """
     check_sizes(batch=batch, sequence=sequence, number_bytes=number_bytes)
+    check_sizes(micro_batches=micro_batches)
     parallelism.check(model, layout, sequence=sequence)
     tokens = batch * sequence // layout.context
     layers = model.num_layers // layout.pipeline
     dispatch = number_bytes if dispatch_bytes is None else dispatch_bytes
-    return (
-        *_tensor(model, layout, tokens, layers, number_bytes),
-        *_undivided(model, layout, gradient_bytes),
-        *_vocabulary(model, layout, tokens, number_bytes),
-        *_pipeline(model, layout, tokens, number_bytes),
+    inside = (
+        *exchanges.tensor(model, layout, tokens, layers, number_bytes),
         *_ulysses(model, layout, tokens, layers, number_bytes),
         *_ring(model, layout, tokens, layers, number_bytes),
         *_expert(model, layout, tokens, number_bytes, dispatch),
+    )
+    sizes = model, layout, tokens, number_bytes
+    each = (
+        *inside,
+        *stages.again(*sizes, inside),
+        *exchanges.undivided(model, layout, gradient_bytes),
+        *exchanges.vocabulary(*sizes),
+        *stages.hops(*sizes),
+    )
+    return (
+        *(_times(traffic, micro_batches) for traffic in each),
+        *stages.idle(*sizes, micro_batches=micro_batches, schedule=schedule),
+        *stages.tables(model, layout, gradient_bytes),
         *_data(model, layout, number_bytes, gradient_bytes),
     )
 
 
-def _tensor(
-    model: Description, layout: Layout, tokens: int, layers: int, u: int
-) -> Iterable[Traffic]:
-    """After attention and after the FFN; backward, before them.
-
-    Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.2.2: an all-gather and a reduce-scatter in place of an
-    all-reduce send as much, but of what is kept in parts the products' inputs are
-    gathered once more for the gradients of weights.
-    """
-    p, block = layout.tensor, tokens * model.hidden_size * u
-    mixtures = _mixtures(model, layout)
-    if p == 1:
-        return
-    once = 2 * _ring_share(p) * 2 * block * layers
-    name = "all-gathers and reduce-scatters" if layout.sequence else "all-reduces"
-    formula = "2 · 2 (p-1)/p · b s h u · L"
-    yield Traffic("tensor", f"{name} of a layer", formula, once, once)
-    if layout.sequence:
-        # What goes into experts is kept.
-        inputs = 2 * layers - mixtures
-        again = _ring_share(p) * block * inputs
-        name = "inputs gathered again for weights' gradients"
-        yield Traffic("sequence", name, "2 · (p-1)/p · b s h u · L", 0.0, again)
-    elif mixtures:
-        assert model.experts is not None
-        numbers = model.experts.top_k + model.experts.shared_gate
-        shares = 2 * _ring_share(p) * tokens * numbers * 4 * mixtures
-        name = "gradients of experts' shares, all-reduce"
-        yield Traffic("tensor", name, "2 (p-1)/p · 4 k b s · L", 0.0, shares)
-
-
-def _undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
-    """Norms and biases that work on a part of the sequence each: gradients added up.
-
-    Norms of queries and keys, which work on a device's heads, need it without, too; a
-    few numbers, not counted.
-    """
-    if layout.sequence:
-        size = memory.most_undivided(model, layout)
-        sent = 2 * _ring_share(layout.tensor) * size * gradient
-        name = "gradients of norms and biases, all-reduce"
-        yield Traffic("sequence", name, "2 (p-1)/p · N u of norms", 0.0, sent)
-
-
-def _vocabulary(
-    model: Description, layout: Layout, tokens: int, u: int
-) -> Iterable[Traffic]:
-    """The table and the head divided by vocabulary, on the stages that have them.
-
-    Each device looks up its own words, and the sums make the embedding; the loss needs
-    of all logits the greatest, the sum of exponentials and the target's, in float32.
-
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
-    """
-    p, block = layout.tensor, tokens * model.hidden_size * u
-    if p == 1:
-        return
-    # Forward the looked-up parts are added, backward those of the head's input; with
-    # sequence parallelism both are half of that, and gathered in the other direction.
-    reduce = 2 * _ring_share(p) * block
-    formula = "2 (p-1)/p · b s h u"
-    if layout.sequence:
-        name = "embedding and head's input, scattered and gathered"
-        yield Traffic("vocabulary", name, formula, reduce, reduce)
-    else:
-        yield Traffic("vocabulary", "embedding, all-reduce", formula, reduce, 0.0)
-        yield Traffic("vocabulary", "head's input, all-reduce", formula, 0.0, reduce)
-    small = 3 * 2 * _ring_share(p) * tokens * 4
-    name = "greatest logit, sum and target's, all-reduces"
-    yield Traffic("vocabulary", name, "3 · 2 (p-1)/p · 4 b s", small, 0.0)
-
-
-def _pipeline(
-    model: Description, layout: Layout, tokens: int, u: int
-) -> Iterable[Traffic]:
-    """One activation to the next stage, one gradient back: what an inner stage sends.
-
-    Source: Narayanan et al. 2021, arXiv:2104.04473, sections 3.2 and 4.1: with tensor
-    parallelism each device sends its part, and the stage that receives gathers them
-    over its faster links; with sequence parallelism they are parts anyway.
-    """
-    if layout.pipeline == 1:
-        return
-    sent = tokens * model.hidden_size * u / layout.tensor
-    formula = "b s h u / t" if layout.tensor > 1 else "b s h u"
-    yield Traffic("pipeline", "to the next stage, and back", formula, sent, sent)
-    if layout.tensor > 1 and not layout.sequence:
-        gathered = _ring_share(layout.tensor) * tokens * model.hidden_size * u
-        name = "parts gathered by the stage that receives"
-        formula = "(t-1)/t · b s h u"
-        yield Traffic("scatter_gather", name, formula, gathered, gathered)
+def _times(traffic: Traffic, num: int) -> Traffic:
+    return traffic._replace(
+        forward=num * traffic.forward, backward=num * traffic.backward
+    )
 
 
 def _ulysses(
@@ -193,7 +104,7 @@ def _ulysses(
         numbers = a.num_q_heads * a.head_dim + outputs + 2 * kv_heads * a.head_dim
     else:
         numbers = a.num_q_heads * (2 * a.key_dim + a.value_dim) + outputs
-    sent = _ring_share(p) * tokens * numbers * u / layout.tensor * layers
+    sent = exchanges.ring_share(p) * tokens * numbers * u / layout.tensor * layers
     formula = "(2 n + 2 m) d · b s/p · (p-1)/p · u · L"
     yield Traffic("ulysses", "4 all-to-alls of a layer", formula, sent, sent)
 
@@ -231,11 +142,11 @@ def _expert(
     Sources: Lepikhin et al. 2020, arXiv:2006.16668, section 3; bytes in 8 bits:
     DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2.
     """
-    p, x, layers = layout.expert, model.experts, _mixtures(model, layout)
+    p, x, layers = layout.expert, model.experts, exchanges.mixtures(model, layout)
     if x is None:
         return
     if (copies := layout.copies) > 1:
-        sent = 2 * _ring_share(copies) * 4 * x.num_experts * layers
+        sent = 2 * exchanges.ring_share(copies) * 4 * x.num_experts * layers
         name = "loads of experts, for the loss of balance, all-reduce"
         yield Traffic("balance", name, "2 (p-1)/p · 4 E · L", sent, 0.0)
     if p == 1:
@@ -249,7 +160,7 @@ def _expert(
         yield Traffic("expert", name, formula, sent, float(block * 2 * u + shares))
         return
     # Tensor-parallel devices hold the same tokens; each sends its part.
-    width = _ring_share(p) * model.hidden_size / layout.tensor * layers
+    width = exchanges.ring_share(p) * model.hidden_size / layout.tensor * layers
     if layout.capacity is None:
         rows, many = tokens * x.top_k, "k b s"
     else:
@@ -259,15 +170,6 @@ def _expert(
     name = "to the experts and back, all-to-alls"
     sent, back = rows * width * (dispatch + u), rows * width * 2 * u
     yield Traffic("expert", name, formula, sent, back)
-
-
-def _mixtures(model: Description, layout: Layout) -> int:
-    """Layers with experts, of the stage that has most of them."""
-    each = model.num_layers // layout.pipeline
-    return max(
-        sum(model.mixture_layers[x * each : (x + 1) * each])
-        for x in range(layout.pipeline)
-    )
 
 
 def _data(
@@ -285,7 +187,7 @@ def _data(
     for what, size, p in groups:
         if p == 1 or not size:
             continue
-        share = _ring_share(p)
+        share = exchanges.ring_share(p)
         reduce, gather = share * size * gradient, share * size * u
         if layout.zero == 3:
             name = f"{what}: gathered twice, gradients reduced and scattered"
@@ -297,11 +199,6 @@ def _data(
         else:
             name = f"gradients of {what}, all-reduce"
             yield Traffic("data", name, "2 (p-1)/p · N u", 0.0, 2 * reduce)
-
-
-def _ring_share(p: int) -> float:
-    """What of its data a device sends in an all-gather over p devices."""
-    return (p - 1) / p
 
 
 def decode(
@@ -326,9 +223,9 @@ def decode(
     parallelism.check(model, layout)
     layers = model.num_layers // layout.pipeline
     found = [
-        *_tensor(model, layout, batch, layers, number_bytes),
-        *_vocabulary(model, layout, batch, number_bytes),
-        *_pipeline(model, layout, batch, number_bytes),
+        *exchanges.tensor(model, layout, batch, layers, number_bytes),
+        *exchanges.vocabulary(model, layout, batch, number_bytes),
+        *stages.hops(model, layout, batch, number_bytes),
         *_pages(model, layout, batch, layers),
     ]
     if layout.gather:
@@ -341,7 +238,7 @@ def decode(
         if traffic.forward and "target" not in traffic.name
     ]
     if layout.tensor > 1:
-        sent = _ring_share(layout.tensor) * batch * model.vocab_size * 4
+        sent = exchanges.ring_share(layout.tensor) * batch * model.vocab_size * 4
         name = "logits, all-gather"
         kept.append(Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0))
     return tuple(kept)
@@ -363,7 +260,7 @@ def _pages(
     if not isinstance(a, HeadAttention):
         raise ValueError(f"pages={p} needs keys and values by heads: {model.name}")
     numbers = rows * a.num_q_heads / layout.tensor * (a.value_dim + 2)
-    sent = 2 * _ring_share(p) * numbers * 4 * layers
+    sent = 2 * exchanges.ring_share(p) * numbers * 4 * layers
     formula = "2 (p-1)/p · 4 b n (d + 2) / t · L"
     yield Traffic("pages", "states of attention, all-reduces", formula, sent, 0.0)
 
@@ -373,7 +270,7 @@ def _answers(
 ) -> Iterable[Traffic]:
     """What experts answer to rows that every device has, added up."""
     p = layout.expert
-    sent = 2 * _ring_share(p) * rows * model.hidden_size * u
-    sent *= _mixtures(model, layout)
+    sent = 2 * exchanges.ring_share(p) * rows * model.hidden_size * u
+    sent *= exchanges.mixtures(model, layout)
     name = "experts' answers, all-reduce"
     yield Traffic("expert", name, "2 (p-1)/p · b h u · L", sent, 0.0)

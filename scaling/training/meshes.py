@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.models import ModelConfig, Params, transformer
 from jaxkv.models.partition import TENSOR
 from jaxkv.parallel import experts, processes, sequence, tensor
+from jaxkv.parallel import layout as parts
 from scaling.costs import parallelism
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
@@ -114,18 +115,7 @@ def param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
     if not isinstance(model, ModelConfig):
         return jax.tree.map(lambda _: PartitionSpec(), params)
     axes = transformer.param_axes(model, stacked=PIPELINE in mesh.shape)
-    by_axis = dict.fromkeys(tensor.DIVIDED, TENSOR) | {"layers": PIPELINE}
-
-    def spec(path: Any, _: Any) -> PartitionSpec:
-        names = axes
-        for key in path:
-            names = names[key.key]
-        found = [by_axis.get(name) for name in names]
-        if "experts" in names and path[-2].key != "router":
-            found[names.index("experts")] = experts.EXPERT
-        return PartitionSpec(*(x if x in mesh.shape else None for x in found))
-
-    return jax.tree_util.tree_map_with_path(spec, params)
+    return tensor.param_specs(axes, mesh, {"layers": PIPELINE})
 
 
 def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
@@ -167,12 +157,7 @@ def place(model: Any, layout: Layout, tree: Any) -> Any:
     mesh = make_mesh(layout)
 
     def fit(params: Params) -> Params:
-        fitted = jax.tree_util.tree_map_with_path(
-            lambda path, x: tensor.fit_array(
-                *(tuple(key.key for key in path), np.asarray(x), model, layout.tensor)
-            ),
-            params,
-        )
+        fitted = tensor.fit_params(model, params, layout.tensor)
         if layout.pipeline > 1:
             every = [fitted["layers"][index] for index in range(model.num_layers)]
             fitted["layers"] = {0: jax.tree.map(lambda *x: np.stack(x), *every)}
@@ -184,12 +169,10 @@ def place(model: Any, layout: Layout, tree: Any) -> Any:
         is_leaf=_is_params,
     )
 
-    def put(x: Any, spec: PartitionSpec) -> Array:
-        x = np.asarray(x)
-        sharding = NamedSharding(mesh, spec)
-        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-
-    return jax.tree.map(put, fitted, specs(model, layout, mesh, fitted))
+    return jax.tree.map(
+        lambda x, spec: parts.put(np.asarray(x), spec, mesh),
+        *(fitted, specs(model, layout, mesh, fitted)),
+    )
 
 
 def gather(model: Any, layout: Layout, tree: Any) -> Any:
@@ -207,12 +190,7 @@ def gather(model: Any, layout: Layout, tree: Any) -> Any:
                 for index in range(model.num_layers)
             }
             params = {**params, "layers": layers}
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: tensor.unfit_array(
-                *(tuple(key.key for key in path), x, model, layout.tensor)
-            ),
-            params,
-        )
+        return tensor.unfit_params(model, params, layout.tensor)
 
     tree = jax.tree.map(
         lambda x: undo(x) if _is_params(x) and isinstance(model, ModelConfig) else x,

@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models import ModelConfig, Params
+from jaxkv.models.partition import TENSOR
 from scaling.training import meshes, objectives, transformer_rows
 from scaling.training.architectures import Architecture
 from scaling.training.meshes import PIPELINE
@@ -138,8 +139,12 @@ class _Run(NamedTuple):
     def start(self) -> _Carry:
         """Nothing is under way."""
         params = self.how.cast(self.params)
-        how = self.config, self.how.layout
-        blank = transformer_rows.embed(params, self.tokens[0], *how) * 0
+        how: Any = {"config": self.config, "layout": self.how.layout}
+        into = functools.partial(transformer_rows.embed, **how)
+        # Looked up in earnest, the tables' sums would go over the wire.
+        shape = jax.eval_shape(into, params, self.tokens[0])
+        axes = tuple(sorted(shape.manual_axis_type.varying))
+        blank = lax.pcast(jnp.zeros(shape.shape, shape.dtype), axes, to="varying")
         kept = jnp.repeat(blank[None], self.table.kept, axis=0)
         grads = jax.tree.map(lambda x: x * 0, self.params)
         return _Carry(blank, blank, kept, grads, meshes.zero_like(self.targets))
@@ -174,12 +179,26 @@ class _Run(NamedTuple):
         num = self.how.layout.pipeline
         on = [(i, i + 1) for i in range(num - 1)]
         return _Carry(
-            coming=lax.ppermute(going, PIPELINE, on),
-            towards=lax.ppermute(towards, PIPELINE, [(b, a) for a, b in on]),
+            coming=self._pass(going, on),
+            towards=self._pass(towards, [(b, a) for a, b in on]),
             kept=kept,
             grads=grads,
             nats=nats,
         )
+
+    def _pass(self, x: Array, on: list[tuple[int, int]]) -> Array:
+        """Sends what all of a stage's tensor-parallel devices have, each its part.
+
+        Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
+        """
+        num = self.how.layout.tensor
+        if num == 1 or self.how.layout.sequence or x.size % num:
+            return lax.ppermute(x, PIPELINE, on)
+        parts = x.reshape(num, -1)
+        own = lax.dynamic_index_in_dim(parts, lax.axis_index(TENSOR), keepdims=False)
+        moved = lax.ppermute(own, PIPELINE, on)
+        moved = lax.all_gather(moved, TENSOR, to="invarying")
+        return moved.reshape(x.shape)
 
     def _back(
         self, came: Array, towards: Array, grads: Params, nats: Array, micro: Array

@@ -8,13 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxkv.engine import step
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
+from jaxkv.parallel import layout, tensor
 from jaxkv.scheduling import fcfs, interface
+from jaxkv.serving import programs
 from tests.support import engines
 
 MODEL = ModelConfig(
@@ -73,6 +76,51 @@ def steps(
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
     params = transformer.param_shapes(model, dtype=dtype, stacked=stacked)
     return run, (params, state, clock), pages
+
+
+def steps_on(
+    mesh: Mesh, *, model: ModelConfig, config: EngineConfig, dtype: Any
+) -> tuple[Any, Any, Any]:
+    """Those of an engine on a mesh, whose devices need not be there.
+
+    Returns:
+      `run_steps`; the shapes of its arguments, with where they belong; and those of one
+      device's pages.
+    """
+    fitted = tensor.fit(
+        model, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
+    )
+    _, (params, state, clock), _ = steps(
+        config.num_pages, model=fitted, config=config, dtype=dtype
+    )
+    weights = tensor.param_specs(transformer.param_axes(fitted), mesh)
+    parts = layout.state_specs(state)
+    found = programs.on_mesh(programs.divided(mesh, weights, parts))
+
+    def run(params: Any, state: Any, clock: Any) -> Any:
+        # What the engine jits: options of the compiler are the outermost jit's.
+        return found.run_steps.__wrapped__(
+            *(params, state, clock),
+            policy=fcfs.fcfs(),
+            eviction=None,
+            config=config,
+            forward=paged.PagedForward(fitted),
+            logits_fn=None,
+            speculation=None,
+        )
+
+    def there(tree: Any, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            *(tree, layout.shardings(tree, specs, mesh)),
+        )
+
+    params, state = there(params, weights), there(state, parts)
+    own = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype),
+        state.pages,
+    )
+    return run, (params, state, clock), own
 
 
 def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:

@@ -12,39 +12,28 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv.memory import kv_pages, page_parts
-from jaxkv.models import checkpoints, interface, paged, transformer
+from jaxkv.models import (
+    Experts,
+    ModelConfig,
+    checkpoints,
+    interface,
+    paged,
+    partition,
+    transformer,
+)
 from jaxkv.parallel import collectives, layout, make_mesh, tensor
 from jaxkv.sampling import Sampling
 from pallas_kernels.paged_attention import api
 from scaling.costs import traffic
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
+from tests.support import engines, meshes
 from tests.support.folders import GOLDEN, ROOT
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
-ALL_AT_ONCE: dict[str, Any] = {
-    "num_pages": 20,
-    "page_size": 8,
-    "max_slots": 4,
-    "max_length": 64,
-    "token_budget": 24,
-    "max_swap_pages": 8,
-    "max_beams": 2,
-    "max_logprobs": 2,
-    "prefix_cache": True,
-    "debug": True,
-}
+BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
 """The smallest parts are of one token, on eight devices."""
-PROMPTS = [list(range(3, 20)), list(range(3, 17)), [5, 9, 5, 9, 5], [7] * 11]
-ASKS = [
-    Sampling(max_tokens=14, temperature=0.7, seed=1, n=2),
-    Sampling.greedy(max_tokens=16, logprobs=2),
-    Sampling(max_tokens=9, beam_width=2),
-    Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=5),
-]
-
-
 LENGTHS = 13, 6
 """Tokens of two prompts, that are read in two chunks each."""
 PAGE_SIZE = 8
@@ -52,18 +41,13 @@ CHUNKS = (0, 9), (9, 13)
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 
 
-def fed(
-    family: str, mesh: Mesh, page_size: int = PAGE_SIZE
-) -> tuple[list[Any], list[Any], Any]:
-    """The logits of the prompts, chunk by chunk, by pages in parts.
-
-    Returns:
-      Logits of each chunk's rows, the compiled programs, and the pages at the end.
-    """
-    loaded = checkpoints.load_model(GOLDEN / family)
+def divided(
+    config: ModelConfig, params: Any, mesh: Mesh, page_size: int = PAGE_SIZE
+) -> tuple[Any, Any, Any]:
+    """A step of logits and pages, jitted; its parameters; and empty pages."""
     degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
-    params = tensor.place_params(loaded.config, loaded.params, mesh)
-    config = tensor.fit(loaded.config, degree, num_expert=num_expert)
+    params = tensor.place_params(config, params, mesh)
+    config = tensor.fit(config, degree, num_expert=num_expert)
     pages = kv_pages.make_pages(
         num_layers=config.num_layers,
         num_pages=11,
@@ -83,10 +67,23 @@ def fed(
         *(run, mesh, (layout.specs_on(params, mesh), specs, layout.WHOLE)),
         (layout.WHOLE, specs),
     )
+    return jax.jit(mapped, donate_argnums=1), params, pages
+
+
+def fed(
+    family: str, mesh: Mesh, page_size: int = PAGE_SIZE
+) -> tuple[list[Any], list[Any], Any]:
+    """The logits of the prompts, chunk by chunk, by pages in parts.
+
+    Returns:
+      Logits of each chunk's rows, the compiled programs, and the pages at the end.
+    """
+    loaded = checkpoints.load_model(GOLDEN / family)
+    jitted, params, pages = divided(loaded.config, loaded.params, mesh, page_size)
     logits, programs = [], []
     for first, end in CHUNKS:
         rows = chunk(first, end)
-        step = jax.jit(mapped, donate_argnums=1).lower(params, pages, rows).compile()
+        step = jitted.lower(params, pages, rows).compile()
         found, pages = step(params, pages, rows)
         logits.append(np.asarray(found))
         programs.append(step)
@@ -160,9 +157,7 @@ def test_logits_are_those_of_one_device_with_tensor(
 
 
 def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:
-    engine = jaxkv.Engine.load(GOLDEN / family, mesh=mesh, **(ALL_AT_ONCE | fields))
-    found = engine.generate(PROMPTS, ASKS)
-    return [[each.tokens for each in one.answers] for one in found]
+    return meshes.answers(GOLDEN / family, mesh, **BOUNDS, **fields)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +179,78 @@ def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_answers_are_those_of_one_device(degree: int) -> None:
     assert answers(make_mesh(context=degree)) == answers(None)
+
+
+LARGER = dataclasses.replace(
+    engines.MODEL,
+    vocab_size=64,
+    experts=Experts(num_experts=4, top_k=2, size=24),
+)
+WAYS = [
+    Layout(pages=2),
+    Layout(pages=2, tensor=2),
+    Layout(expert=2, data=2, gather=True),
+    Layout(pages=2, expert=2, data=2, gather=True),
+]
+
+
+def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
+    """Bytes that a device sends in the first chunk: by the program, by the formulas."""
+    config = dataclasses.replace(LARGER, num_layers=num_layers)
+    mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=how.expert)
+    run, *given = divided(config, engines.params(config), mesh)
+    rows = chunk(*CHUNKS[0])
+    program = run.lower(*given, rows).compile()
+    found = collectives.collectives(program.as_text())
+    assert all(each.is_sure for each in found)
+    formula = traffic.decode(
+        *(from_model.describe(config), how), batch=len(rows.token), number_bytes=4
+    )
+    wanted = sum(each.forward for each in formula)
+    return sum(each.sent(rank=2) for each in found), wanted
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", WAYS, ids=["cp", "cp tp", "ep", "cp ep"])
+def test_bytes_grow_with_the_layers(how: Layout) -> None:
+    """Two layers and four: twice as much, but for what stands outside of them."""
+    (two, wanted_two), (four, wanted_four) = (sent_by(how, num) for num in (2, 4))
+    assert (two, four) == (wanted_two, wanted_four)
+    outside = 0.0
+    if how.tensor > 1:  # embeddings added up, logits gathered
+        rows = len(chunk(*CHUNKS[0]).token)
+        outside = rows * LARGER.hidden_size * 4 + rows * 64 * 4 / 2
+    assert four - outside == 2 * (two - outside) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", [WAYS[0], WAYS[2]], ids=["cp", "ep"])
+def test_an_exchange_too_many_is_counted(
+    how: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries that are gathered though all have them; answers added up twice."""
+    rows = len(chunk(*CHUNKS[0]).token)
+    if how.pages > 1:
+        whole, num = interface.attend_written, LARGER.num_q_heads * LARGER.head_dim
+
+        def wasteful(pages: Any, layer: Any, q: Any, *args: Any, **rest: Any) -> Any:
+            q = jax.lax.pmean(q, "context")
+            return whole(pages, layer, q, *args, **rest)
+
+        monkeypatch.setattr(interface, "attend_written", wasteful)
+    else:
+        own, num = partition.own_experts, LARGER.hidden_size
+
+        def twice(routing: Any, *, part: int) -> Any:
+            found = own(routing, part=part)
+            more = jnp.ones((rows, num), jnp.float32)
+            more = jax.lax.psum(more * found.share.sum(), "expert").sum()
+            return found._replace(share=found.share + 1e-9 * more)
+
+        monkeypatch.setattr(partition, "own_experts", twice)
+    sent, wanted = sent_by(how, 2)
+    # An all-reduce of two devices sends what each has.
+    assert sent - wanted == 2 * rows * num * 4
 
 
 @pytest.mark.thorough
@@ -232,7 +299,7 @@ def test_trees_of_trained_heads_keep_the_answers(method: str) -> None:
 def test_pages_are_never_sent_nor_copied() -> None:
     sizes, mesh = [], make_mesh(context=2)
     names = "page_size", "max_slots", "max_length", "token_budget"
-    bounds: Any = {name: ALL_AT_ONCE[name] for name in names}
+    bounds: Any = {name: (meshes.ALL_AT_ONCE | BOUNDS)[name] for name in names}
     for num_pages in (61, 610):
         fields = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)

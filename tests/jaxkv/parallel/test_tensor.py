@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.parallel import collectives, layout, make_mesh, tensor
 from jaxkv.sampling import Sampling
 from scaling.costs import traffic
@@ -19,12 +19,22 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 from tests.support import engines
 from tests.support.folders import GOLDEN, ROOT
+from tests.support.meshes import (
+    ALL_AT_ONCE,
+    MODEL,
+    PROMPTS,
+    answers,
+    answers_of,
+    engine_on,
+)
 
 FAMILIES = (
     *("llama", "gpt2", "opt", "qwen2", "qwen3", "mistral"),
     *("mixtral", "qwen2_moe", "qwen3_moe"),
 )
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
+FEW = Experts(num_experts=4, top_k=2, size=24)
+EIGHT = dataclasses.replace(FEW, num_experts=8)
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
@@ -136,10 +146,11 @@ def test_trips_of_loops_are_counted() -> None:
         ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "num_q_heads=6 must be a multiple"),
         ({"num_q_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 must be a multi"),
         ({"mlp_size": 42}, 4, "mlp_size=42 must be a multiple"),
+        ({"experts": Experts(num_experts=4, top_k=2, size=18)}, 4, "experts.size=18 m"),
     ],
 )
 def test_what_does_not_divide_is_refused(
-    fields: dict[str, int], degree: int, said: str
+    fields: dict[str, Any], degree: int, said: str
 ) -> None:
     config = dataclasses.replace(engines.MODEL, **fields)
     with pytest.raises(ValueError, match=said):
@@ -173,49 +184,35 @@ def test_each_device_is_given_its_part_alone() -> None:
     np.testing.assert_array_equal(qkv[:, :-2].reshape(-1), whole[:, :-2].reshape(-1))
 
 
-ALL_AT_ONCE: dict[str, Any] = {
-    "num_pages": 24,
-    "page_size": 4,
-    "max_slots": 4,
-    "max_length": 64,
-    "token_budget": 24,
-    "max_swap_pages": 8,
-    "max_beams": 2,
-    "max_logprobs": 2,
-    "prefix_cache": True,
-    "debug": True,
-}
-PROMPTS = [list(range(3, 20)), list(range(3, 17)), [5, 9, 5, 9, 5], [7] * 11]
-ASKS = [
-    Sampling(max_tokens=14, temperature=0.7, seed=1, n=2),
-    Sampling.greedy(max_tokens=16, logprobs=2),
-    Sampling(max_tokens=9, beam_width=2),
-    Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=5),
-]
-
-
-def answers(folder: Any, mesh: Any, **fields: Any) -> list[Any]:
-    engine = jaxkv.Engine.load(folder, mesh=mesh, **fields)
-    found = engine.generate(PROMPTS, ASKS)
-    check_the_same_everywhere(engine)
-    return [[each.tokens for each in one.answers] for one in found]
-
-
-def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
-    """What every device has of the state is the same on all."""
-    for leaf in jax.tree.leaves(engine.core.state):
-        if leaf.sharding.is_fully_replicated:
-            first, *others = (np.asarray(x.data) for x in leaf.addressable_shards)
-            for other in others:
-                np.testing.assert_array_equal(first, other)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_answers_are_those_of_one_device(degree: int) -> None:
     folder = GOLDEN / "llama"
-    plain = answers(folder, None, **ALL_AT_ONCE)
-    assert answers(folder, make_mesh(tensor=degree), **ALL_AT_ONCE) == plain
+    assert answers(folder, make_mesh(tensor=degree)) == answers(folder, None)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("degrees", "fields"),
+    [
+        ({"tensor": 8}, {}),
+        ({"tensor": 2, "context": 2, "expert": 2}, {"experts": FEW}),
+        pytest.param({"context": 8}, {}, marks=pytest.mark.slow),
+        pytest.param({"expert": 8}, {"experts": EIGHT}, marks=pytest.mark.slow),
+    ],
+    ids=["tp=8", "2 x 2 x 2", "cp=8", "ep=8"],
+)
+def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
+    """Eight query heads of four KV heads, which are copied where devices are more."""
+    config = dataclasses.replace(MODEL, **fields)
+    params, mesh = engines.params(config), make_mesh(**degrees)
+    sizes: Any = {"num_pages": 20, "page_size": 8}
+    engine = engine_on(config, params, mesh, **sizes)
+    if degrees == {"tensor": 8}:
+        assert engine.core.state.pages.k.shape[2] == 8
+        parts = [x.data.shape[2] for x in engine.core.state.pages.k.addressable_shards]
+        assert parts == [1] * 8
+    assert answers_of(engine) == answers_of(engine_on(config, params, None, **sizes))
 
 
 @pytest.mark.thorough
@@ -225,10 +222,8 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
 def test_speculation_keeps_the_answers(method: str) -> None:
     folder = GOLDEN / "llama"
     draft: Any = {"draft_folder": folder} if method == "draft-model" else {}
-    fields: Any = ALL_AT_ONCE | {"max_drafts": 3, "token_budget": 32}
-    plain = answers(folder, None, **ALL_AT_ONCE)
-    mesh = make_mesh(tensor=2)
-    assert answers(folder, mesh, speculate=method, **draft, **fields) == plain
+    fields: Any = {"max_drafts": 3, "token_budget": 32, "speculate": method, **draft}
+    assert answers(folder, make_mesh(tensor=2), **fields) == answers(folder, None)
 
 
 @pytest.mark.slow

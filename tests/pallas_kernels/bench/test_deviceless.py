@@ -3,12 +3,14 @@
 import dataclasses
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import kv_pages
@@ -112,6 +114,38 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
     )
     assert not report.kernels
     assert report.temp_bytes >= 64 * 32 * 8 * 16 * 128 * 2
+
+
+@needs_compiler
+def test_several_devices_have_parts_and_exchange() -> None:
+    """What has a sharding is divided, the rest is whole, and gathering is seen."""
+    mesh = deviceless.make_mesh({"row": 2, "column": 2})
+    spec = PartitionSpec("row", "column")
+    x = jax.ShapeDtypeStruct((64, 6), "float32", sharding=NamedSharding(mesh, spec))
+
+    def of_device(x: Any, y: Any) -> Any:
+        return jax.lax.psum(x, "column") * y[None]
+
+    run = jax.shard_map(
+        of_device, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+    )
+    text = deviceless.compile(run, x, shape(3, dtype="float32"), mesh=mesh).text
+    reduce = re.findall(r"= (\S+) all-reduce(?:-start)?\(", text)
+    assert [each.partition("{")[0] for each in reduce] == ["f32[32,3]"]
+    # A whole argument is everywhere; the compiler divides by itself what is not.
+    whole = jax.ShapeDtypeStruct((64, 6), "float32")
+    text = deviceless.compile(lambda x: x * 2, whole, mesh=mesh).text
+    assert "f32[64,6]" in text
+    assert (
+        "all-gather"
+        in deviceless.compile(
+            lambda x: jax.lax.with_sharding_constraint(
+                x * 2, NamedSharding(mesh, PartitionSpec())
+            ),
+            *(x,),
+            mesh=mesh,
+        ).text
+    )
 
 
 @needs_compiler

@@ -96,14 +96,17 @@ def test_parameters_of_a_device_add_up() -> None:
     stages = [held(mixtral, layout, stage=stage) for stage in range(4)]
     experts = 32 * 8 * 3 * 4096 * 14336
     assert sum(stage.experts for stage in stages) * 4 == experts
-    assert sum(stage.shared for stage in stages) == 46_702_792_704 - experts
+    # Every stage has the tables: of tokens, of the head, and the last norm.
+    tables = (2 * 32_000 + 1) * 4096
+    rest = 46_702_792_704 - experts - tables
+    assert sum(stage.shared for stage in stages) == rest + 4 * tables
     # Heads, FFN and vocabulary are divided by eight, the norms are not.
     shared = held(LLAMA, Layout(tensor=8)).shared
     norms = 65 * 4096
     assert shared == (6_738_415_616 - norms) // 8 + norms
-    # A tied table lies at both ends.
+    # A tied table once on each, with positions and the last norm of 2 h.
     tied = [held(GPT, Layout(pipeline=2), stage=x).shared for x in (0, 1)]
-    assert sum(tied) == 174_604_259_328 + 50257 * 12288
+    assert sum(tied) == 174_604_259_328 + (50257 + 2048 + 2) * 12288
     # Eight KV heads over sixteen devices: each has a whole one.
     llama3 = published.describe("llama-3.1-8b")
     kv = 32 * 2 * 4096 * 8 * 128

@@ -52,6 +52,11 @@ def with_kv_heads(num: int) -> Any:
         ("pipeline", "tp=8,pp=4", LLAMA, 33_554_432 / 8, 33_554_432 / 8),
         ("scatter_gather", "tp=8,pp=4", LLAMA, *[33_554_432 * 7 / 8] * 2),
         ("scatter_gather", "tp=8,pp=4,sp", LLAMA, 0, 0),
+        # One micro-batch over eight stages: 14 of 15 ticks are idle, and sent in.
+        ("idle", "pp=8", LLAMA, 14 * 33_554_432, 14 * 33_554_432),
+        ("idle", "tp=8,pp=4", LLAMA, 6 * 33_554_432, 6 * 33_554_432),
+        # Every stage has both tables and the last norm.
+        ("tables", "pp=8", LLAMA, 0, 2 * 7 / 8 * (2 * 32_000 + 1) * 4096 * 2),
         # Sequence for heads; four KV heads over eight devices are copied to eight.
         ("ulysses", "ulysses=8", ONE_LAYER, 14_680_064, 14_680_064),
         ("ulysses", "ulysses=8", with_kv_heads(8), 9_175_040, 9_175_040),
@@ -64,6 +69,23 @@ def test_bytes_that_a_layout_sends(
     scheme: str, layout: str, model: Any, forward: float, backward: float
 ) -> None:
     assert of(scheme, layout, model) == (forward, backward)
+
+
+def test_micro_batches_share_the_idle_ticks_and_the_gradients() -> None:
+    for schedule, ticks in (("1f1b", 16 + 2 * 7), ("gpipe", 2 * (16 + 7))):
+        many = {"micro_batches": 16, "schedule": schedule}
+        for scheme in ("pipeline", "tensor", "scatter_gather"):
+            once = of(scheme, "pp=8,tp=2")
+            assert of(scheme, "pp=8,tp=2", **many) == tuple(16 * x for x in once)
+        assert of("idle", "pp=8", **many) == ((ticks - 16) * 33_554_432,) * 2
+        for scheme in ("tables", "data"):
+            layout = "pp=8,dp=2"
+            assert of(scheme, layout, **many) == of(scheme, layout) > (0, 0)
+    # A stage runs its layers again for the gradient.
+    sent, back = of("tensor", "pp=2,tp=8")
+    assert back == 2 * sent == 3_758_096_384
+    with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
+        of("data", "dp=2", micro_batches=0)
 
 
 def test_experts_get_each_token_k_times() -> None:

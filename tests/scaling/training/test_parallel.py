@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models import Experts, ModelConfig, transformer
-from jaxkv.parallel import collectives, sequence
+from jaxkv.parallel import collectives, experts, sequence
 from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
 from scaling.training import meshes, objectives, parallel
@@ -36,6 +36,10 @@ SHARED: dict[str, Any] = {
         **{"num_experts": 8, "top_k": 3, "size": 24, "shared_size": 16},
         **{"shared_gate": True, "renormalise": False, "num_dense_layers": 1},
     )
+}
+NARROW: dict[str, Any] = {"experts": Experts(num_experts=8, top_k=2, size=18)}
+BALANCED: dict[str, Any] = {
+    "experts": Experts(num_experts=8, top_k=2, size=24, balance_weight=0.5)
 }
 LAYOUTS = (
     *("tp=2", "tp=4", "tp=2,sp", "tp=4,sp", "dp=2", "dp=4"),
@@ -67,7 +71,7 @@ def check(layout: str, windows: Any = WINDOWS, **fields: Any) -> None:
     np.testing.assert_allclose(loss, whole, rtol=1e-5)
     for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
-    if not fields or "experts" in fields:
+    if config.num_layers > 1:
         check_bytes(config, divided, program)
 
 
@@ -75,6 +79,14 @@ def check_bytes(config: ModelConfig, layout: Any, program: Any) -> None:
     """What the program sends is what the formulas were derived to say."""
     found = collectives.collectives(str(program.as_text()))
     assert all(each.is_sure for each in found)
+    assert sum(each.sent(rank=1) for each in found) == formula_of(config, layout)
+    # The loss itself, and nothing else: a number from every device.
+    rest = [each for each in found if each.sent() and not each.sent(rank=1)]
+    assert all(kind == "f32" and not sides for x in rest for kind, sides in x.shapes)
+
+
+def formula_of(config: ModelConfig, layout: Any) -> float:
+    """Bytes that a device sends, as `traffic` has it."""
     formula = traffic.training(
         *(from_model.describe(config), layout),
         batch=BATCH // layout.data,
@@ -82,11 +94,7 @@ def check_bytes(config: ModelConfig, layout: Any, program: Any) -> None:
         number_bytes=4,
         gradient_bytes=4,
     )
-    wanted = sum(each.forward + each.backward for each in formula)
-    assert sum(each.sent(rank=1) for each in found) == wanted
-    # The loss itself, and nothing else: a number from every device.
-    rest = [each for each in found if each.sent() and not each.sent(rank=1)]
-    assert all(kind == "f32" and not sides for x in rest for kind, sides in x.shapes)
+    return sum(each.forward + each.backward for each in formula)
 
 
 @pytest.mark.parametrize("layout", QUICK)
@@ -145,6 +153,10 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
         ("ep=2,dp=4,capacity=4", MIXTURE),
         pytest.param("tp=2,sp", SHARED, marks=pytest.mark.thorough),
         pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.thorough),
+        pytest.param("dp=2", BALANCED, marks=pytest.mark.thorough),
+        pytest.param("tp=2,dp=2", BALANCED, marks=pytest.mark.slow),
+        pytest.param("ep=2,dp=4,gather", BALANCED, marks=pytest.mark.slow),
+        pytest.param("ep=4,capacity=4", BALANCED, marks=pytest.mark.slow),
         pytest.param("tp=4,dp=2", SHARED, marks=pytest.mark.slow),
         pytest.param("tp=2", MIXTURE, marks=pytest.mark.slow),
         pytest.param("ring=2,dp=2", MIXTURE, marks=pytest.mark.slow),
@@ -153,19 +165,61 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
     ],
 )
 def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
-    """Where each expert has places for all rows, nothing is dropped."""
+    """Where each expert has places for all rows, nothing is dropped.
+
+    The loss of balance is that of all devices' rows.
+    """
     check(layout, **fields)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_bytes_grow_with_the_layers(num_layers: int) -> None:
-    config = dataclasses.replace(MODEL, num_layers=num_layers)
-    layout = parallelism.parse("tp=2")
+def compiled(config: ModelConfig, layout: Any) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
     placed = meshes.place(config, layout, params)
     run = jax.jit(parallel.gradient(config, StepConfig(layout=layout)))
-    check_bytes(config, layout, run.lower(placed, jnp.asarray(WINDOWS)).compile())
+    return run.lower(placed, jnp.asarray(WINDOWS)).compile()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_layers", [2, 4])
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ("tp=2", {}),
+        ("ep=2,gather", MIXTURE),
+        pytest.param("ep=2,capacity=4", MIXTURE, marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_grow_with_the_layers(
+    layout: str, fields: dict[str, Any], num_layers: int
+) -> None:
+    config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
+    how = parallelism.parse(layout)
+    check_bytes(config, how, compiled(config, how))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "way", ["gather", pytest.param("exchange", marks=pytest.mark.slow)]
+)
+def test_an_exchange_too_many_is_counted(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are gathered twice, in every mixture."""
+    whole = getattr(experts, way)
+
+    def wasteful(x: Any, *args: Any, **how: Any) -> Any:
+        more = jax.lax.all_gather(jax.lax.stop_gradient(x * 2), "expert", tiled=True)
+        return whole(x, *args, **how) + 1e-9 * more[: len(x)]
+
+    monkeypatch.setattr(experts, way, wasteful)
+    how = {"gather": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
+    layout = parallelism.parse(how)
+    config = dataclasses.replace(MODEL, **MIXTURE)
+    found = collectives.collectives(str(compiled(config, layout).as_text()))
+    sent = sum(each.sent(rank=1) for each in found)
+    rows = BATCH // 2 * SEQ
+    more = rows * MODEL.hidden_size * 4 * MODEL.num_layers
+    assert sent - formula_of(config, layout) == more
 
 
 @pytest.mark.parametrize(
@@ -173,6 +227,8 @@ def test_bytes_grow_with_the_layers(num_layers: int) -> None:
     [
         ("tp=8", {}, "num_kv_heads=4 must be a multiple of tensor=8"),
         ("pp=2,ring=2", {}, "must have pipeline or ring"),
+        ("pp=3", {}, "pipeline=3 must divide the 2 layers"),
+        ("tp=4", NARROW, "tensor=4 must divide the 18 experts' width"),
         ("ring=2", {"window": 8}, "window=8 must be None"),
         ("ring=3", {}, "ring=3 must divide the 32 tokens"),
         ("ulysses=3", {}, "ulysses=3 must divide the 8 query heads"),

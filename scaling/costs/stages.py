@@ -1,0 +1,110 @@
+"""What stages of a pipeline send beside what their layers do.
+
+Formulas of `scaling.training.pipeline`: in every tick all stages pass on, whether there
+is something or not; all have the tables, whose gradients are added up once a step; and
+of a micro-batch a stage keeps what came in, and runs its layers again.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from scaling.costs import exchanges, memory
+from scaling.costs.exchanges import Traffic
+from scaling.costs.parallelism import Layout
+from scaling.shapes import Description
+
+type Schedule = Literal["1f1b", "gpipe"]
+
+
+def ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
+    """Ticks of a step, in each of which a stage may run forward and backward.
+
+    A micro-batch needs p - 1 ticks to the last stage and p - 1 back. 1F1B begins one in
+    every tick and goes back from the last stage in the tick in which it got there;
+    GPipe has a phase of g + p - 1 ticks for each direction.
+
+    Sources: Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2.
+    """
+    if schedule == "gpipe":
+        return 2 * (num_micro + num_stages - 1)
+    return num_micro + 2 * (num_stages - 1)
+
+
+def hops(model: Description, layout: Layout, tokens: int, u: int) -> Iterable[Traffic]:
+    """One activation to the next stage, one gradient back: what an inner stage sends.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, sections 3.2 and 4.1: with tensor
+    parallelism each device sends its part, and the stage that receives gathers them
+    over its faster links; with sequence parallelism they are parts anyway.
+    """
+    if layout.pipeline == 1:
+        return
+    sent = tokens * model.hidden_size * u / layout.tensor
+    formula = "b s h u / t" if layout.tensor > 1 else "b s h u"
+    yield Traffic("pipeline", "to the next stage, and back", formula, sent, sent)
+    if layout.tensor > 1 and not layout.sequence:
+        gathered = exchanges.ring_share(layout.tensor) * tokens * model.hidden_size * u
+        name = "parts gathered by the stage that receives"
+        formula = "(t-1)/t · b s h u"
+        yield Traffic("scatter_gather", name, formula, gathered, gathered)
+
+
+def idle(
+    model: Description,
+    layout: Layout,
+    tokens: int,
+    u: int,
+    *,
+    micro_batches: int,
+    schedule: Schedule,
+) -> Iterable[Traffic]:
+    """What is passed on in ticks in which nothing was made: T - g hops each way."""
+    num = ticks(layout.pipeline, micro_batches, schedule) - micro_batches
+    for each in hops(model, layout, tokens, u):
+        name, formula = f"{each.name}, idle ticks", f"(T - g) · {each.formula}"
+        sent = num * each.forward, num * each.backward
+        yield Traffic("idle", name, formula, *sent)
+
+
+def tables(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
+    """Gradients of embeddings, head and last norm, added up over stages.
+
+    Megatron has each table where it is used, and adds up those of a tied one over the
+    two ends.
+    """
+    if (p := layout.pipeline) == 1:
+        return
+    size = memory.tables(model, layout)
+    sent = 2 * exchanges.ring_share(p) * size * gradient
+    name = "gradients of tables and last norm, all-reduce over stages"
+    yield Traffic("tables", name, "2 (p-1)/p · N u of tables", 0.0, sent)
+
+
+def again(
+    model: Description, layout: Layout, tokens: int, u: int, layers: Iterable[Traffic]
+) -> Iterable[Traffic]:
+    """What layers send forward, and the embedding, once more before going backward.
+
+    All stages look tokens up, and one takes what is found. Losses, that of balance
+    among them, are not needed before.
+
+    Args:
+      model: its shape.
+      layout: how it is divided.
+      tokens: of a micro-batch on a device.
+      u: bytes of an activation on the wire.
+      layers: what they send.
+    """
+    if layout.pipeline == 1:
+        return
+    for each in layers:
+        if each.forward and each.scheme != "balance":
+            name = f"{each.name}, run again"
+            yield Traffic(each.scheme, name, each.formula, 0.0, each.forward)
+    if (p := layout.tensor) > 1:
+        # An all-reduce; with sequence parallelism scattered alone.
+        times = 1 if layout.sequence else 2
+        sent = times * exchanges.ring_share(p) * tokens * model.hidden_size * u
+        formula = f"{times} (p-1)/p · b s h u".replace("1 (", "(")
+        yield Traffic("vocabulary", "embedding, run again", formula, 0.0, sent)

@@ -1,0 +1,82 @@
+"""An engine over four H200s that are not there: what is sent, and what is copied."""
+
+import collections
+
+import pytest
+
+from jaxkv.engine.state import EngineConfig
+from jaxkv.models.config import ModelConfig
+from jaxkv.parallel.collectives import collectives
+from pallas_kernels import devices
+from pallas_kernels.bench import deviceless
+from scaling.costs import traffic
+from scaling.costs.parallelism import Layout
+from scaling.shapes import from_model
+from tests.support import engine_programs
+
+pytestmark = [
+    pytest.mark.skipif(deviceless.available() is not None, reason="no compiler"),
+    pytest.mark.slow,
+]
+LLAMA = ModelConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    num_layers=2,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    mlp_size=14_336,
+    max_positions=8192,
+    tie_embeddings=False,
+)
+"""Llama-3-8B, of two layers."""
+CONFIG = EngineConfig(
+    page_size=64, num_pages=16_384, max_slots=32, max_length=2048, token_budget=256
+)
+KERNELS = {"copy_part", "decode_attention", "merge_one", "one_row", "prefill_attention"}
+
+
+DRAWN = CONFIG.max_slots
+
+
+def formula(how: Layout, rows: int) -> float:
+    """Bytes that a device sends in a step of so many rows, of which 32 are drawn."""
+    model = from_model.describe(LLAMA)
+    every = {num: traffic.decode(model, how, batch=num) for num in (DRAWN, rows)}
+    logits = [x for x in every[DRAWN] if x.name == "logits, all-gather"]
+    rest = [x for x in every[rows] if x.name != "logits, all-gather"]
+    assert len(logits) == 1
+    return sum(each.forward for each in logits + rest)
+
+
+@pytest.mark.parametrize(
+    "how", [Layout(tensor=4), Layout(tensor=2, pages=2)], ids=["tensor", "pages too"]
+)
+def test_an_engine_over_four(how: Layout) -> None:
+    degrees = {"context": how.pages, "tensor": how.tensor}
+    mesh = deviceless.make_mesh({x: num for x, num in degrees.items() if num > 1})
+    run, arguments, pages = engine_programs.steps_on(
+        mesh, model=LLAMA, config=CONFIG, dtype="bfloat16"
+    )
+    options = devices.COMPILER_OPTIONS
+    report = deviceless.compile(
+        *(run, *arguments), donate_argnums=1, options=options, mesh=mesh
+    )
+    found = collectives(report.text)
+    # A step decodes, one row a slot, or reads prompts as well, rows of the budget.
+    first = next(i for i, x in enumerate(found) if 256 in x.shapes[0][1])
+    for rows, mine in ((DRAWN, found[:first]), (256, found[first:])):
+        kinds = collections.Counter(each.kind for each in mine)
+        a_layer = 2 + 2 * (how.pages > 1)
+        assert kinds == {"all-reduce": 1 + a_layer * LLAMA.num_layers, "all-gather": 1}
+        assert sum(x.sent() / x.trips for x in mine) == formula(how, rows)
+    # K and V are in none of them, and stay where they are.
+    assert all(CONFIG.num_pages not in sides for x in found for _, sides in x.shapes)
+    pool = engine_programs.bytes_of(pages)
+    assert pool * 4 == engine_programs.bytes_of(arguments[1].pages)
+    assert report.alias_bytes >= pool
+    assert report.temp_bytes < 0.1 * pool
+    assert not engine_programs.large_copies(report.text, pages)
+    assert {kernel.name.rpartition("_")[0] for kernel in report.kernels} == KERNELS
+    for kernel in report.kernels:
+        assert kernel.spill_stores == kernel.spill_loads == 0
