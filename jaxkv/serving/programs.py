@@ -166,10 +166,10 @@ def place(
     specs = layout.specs_on(params, mesh)
     leaves = layout.state_specs(state)
     state = layout.place(state, leaves, mesh)
-    return on_mesh(_divided(mesh, specs, leaves)), state
+    return on_mesh(divided(mesh, specs, leaves)), state
 
 
-def _divided(mesh: Mesh, params: Any, state: Any) -> Divided:
+def divided(mesh: Mesh, params: Any, state: Any) -> Divided:
     """Notes how parameters and state are divided, by trees of specs."""
     flat = [jax.tree.flatten(tree) for tree in (params, state)]
     return Divided(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))
