@@ -136,6 +136,10 @@ CONFIGS = {
 }
 
 
+PANEL_SIZE_INCHES = (6.4, 2.5)
+"""Wide enough for a number over each bar."""
+
+
 class Counts(Table):
     """What a step launches."""
 
@@ -325,7 +329,7 @@ def plot(ax: Any, result: Launches) -> None:
         heights = [by_part.get(part, 0) for part in shown]
         place = where + 0.8 * ((nth + 0.5) / len(paths) - 0.5)
         bars = ax.bar(place, heights, 0.75 / len(paths), label=path)
-        ax.bar_label(bars, fontsize=6)
+        ax.bar_label(bars, fontsize=5)
     ax.set_xticks(where, [x.replace("_", " ") for x in shown], rotation=30, ha="right")
     ax.legend()
     style.titled(ax, "", "", "launches")

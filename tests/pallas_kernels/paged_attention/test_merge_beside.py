@@ -96,7 +96,7 @@ def check(mixed: Mixed) -> None:
         dict(group=4, head_dim=64),
         # Blocks that are not full; results that leave in four pieces of columns.
         dict(group=3, head_dim=128),
-        dict(group=1, head_dim=256),
+        dict(group=4, head_dim=256),
     ],
     ids=str,
 )
