@@ -622,8 +622,7 @@ def _programs(
     """
     if mesh is None:
         return programs.LOCAL, state
-    layout.check_pages(mesh, page_size=state.pages.page_size)
     specs = layout.specs_on(params, mesh)
-    divided = layout.state_specs(state)
-    state = layout.place(state, divided, mesh)
-    return programs.on_mesh(programs.divided(mesh, specs, divided)), state
+    state = layout.place_state(state, mesh)
+    divided = programs.divided(mesh, specs, layout.state_specs(state))
+    return programs.on_mesh(divided), state
