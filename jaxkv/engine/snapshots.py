@@ -9,6 +9,10 @@ several times: rewound, or branched into several policies. A snapshot is a folde
 
 It holds neither the model's parameters nor what the host knows of requests (texts, stop
 strings): only what the next step's tokens depend on beside the parameters.
+
+A state on a mesh is written whole, as one device has it, and read so;
+`parallel.layout.place_state` divides it again, over a mesh of any size that divides the
+same pages. Where KV heads were copied, the pages are those of so many heads.
 """
 
 import dataclasses
@@ -57,7 +61,8 @@ def save_state(
 
     Args:
       folder: where to; its parent is made where it is missing.
-      state: the engine, which stays as it is.
+      state: the engine, which stays as it is; on one device or on a mesh, all of whose
+        devices are of this process.
       config: its bounds.
       overwrite: whether to replace a snapshot that is there.
 
@@ -66,10 +71,16 @@ def save_state(
 
     Raises:
       ValueError: if something else is in the folder's place, if the state is not one
-        of the configuration, if pages of it are in the memory of the host, or if there
-        is no room for it.
+        of the configuration, if pages of it are in the memory of the host or on devices
+        of another process, or if there is no room for it.
     """
     folder = Path(folder).absolute()
+    leaves = jax.tree.leaves(state)
+    if not all(getattr(x, "is_fully_addressable", True) for x in leaves):
+        raise ValueError(
+            "parts of the state are on devices of other processes; only an engine of "
+            "one process can be saved"
+        )
     check_replaceable(folder, HEADER, "snapshot", overwrite)
     shapes = _described(_like(config, state.pages, state.memory))
     if different := _differences(_described(state), shapes, "in the state", "needed"):
@@ -112,7 +123,7 @@ def load_state(
 
     Returns:
       The state, on the default device, bit for bit the one that was saved. With the
-      same parameters, policy and device it goes on as that one did.
+      same parameters, policy and device, or mesh, it goes on as that one did.
 
     Raises:
       ValueError: names the folder and what is wrong with it: missing, damaged, of

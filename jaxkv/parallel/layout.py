@@ -122,6 +122,22 @@ def state_specs(state: EngineState) -> Any:
     return specs
 
 
+def place_state(state: EngineState, mesh: Mesh) -> EngineState:
+    """Divides an engine's state, as its programs on a mesh take it.
+
+    The pages have as many KV heads as `tensor.fit`'s model.
+
+    Raises:
+      ValueError: the mesh does not divide the pages.
+    """
+    check_pages(mesh, page_size=state.pages.page_size)
+    if (heads := state.pages.k.shape[2]) % (num := degree_of(mesh)):
+        raise ValueError(
+            f"pages of {heads} KV heads cannot be divided over {num} devices"
+        )
+    return place(state, state_specs(state), mesh)
+
+
 def _on(mesh: Mesh, specs: Any) -> Any:
     """The specs without the axes that a mesh does not have."""
 

@@ -162,11 +162,9 @@ def place(
     """
     if mesh is None:
         return LOCAL, state
-    layout.check_pages(mesh, page_size=state.pages.page_size)
     specs = layout.specs_on(params, mesh)
-    leaves = layout.state_specs(state)
-    state = layout.place(state, leaves, mesh)
-    return on_mesh(divided(mesh, specs, leaves)), state
+    state = layout.place_state(state, mesh)
+    return on_mesh(divided(mesh, specs, layout.state_specs(state))), state
 
 
 def divided(mesh: Mesh, params: Any, state: Any) -> Divided:

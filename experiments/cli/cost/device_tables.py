@@ -43,6 +43,8 @@ def _traffic(case: Case) -> list[Sheet]:
     ]
     heads = ("exchange", "per device", "forward", "backward")
     note = "Bytes that a device sends in one step of one micro-batch."
+    if (stages := case.layout.pipeline) > 1:
+        note += f" T = {2 * stages - 1} ticks; g micro-batches share the idle ones."
     found = [Sheet("communication", heads, rows, note)] if rows else []
     if case.layout.pages > 1:
         rows = [

@@ -56,6 +56,10 @@ def test_a_layout_divides_and_sends(cost: Command) -> None:
     # Half of the layers, four all-reduces each.
     assert found["comms_bytes"]["tensor"]["forward"] == 3_758_096_384 / 2
     assert found["comms_bytes"]["pipeline"]["forward"] == 33_554_432 / 8
+    # One micro-batch in three ticks; both tables and the last norm on each stage.
+    assert found["comms_bytes"]["idle"]["backward"] == 2 * 33_554_432 / 8
+    tables = (2 * 32_000 // 8 + 1) * 4096
+    assert found["comms_bytes"]["tables"] == {"forward": 0, "backward": tables * 2}
     assert found["flops"]["attention"] == "causal"
     assert found["memory_bytes"]["weights"] < 2 * 6_738_415_616 / 15
 

@@ -21,6 +21,9 @@ BOUNDS: dict[str, Any] = {
     name: x for name, x in vars(engines.SERVED).items() if name != "debug"
 } | {"prefix_cache": True}
 ASK = Sampling(max_tokens=10, temperature=1.0, ignore_eos=True)
+FAST_COMPILE = " ".join(
+    f"--{name}={str(value).lower()}" for name, value in engines.FAST_COMPILE.items()
+)
 AT_ONCE = 12
 """Requests of a round."""
 MOST_ROUNDS = 60
@@ -93,25 +96,32 @@ def draw_prompts(rng: np.random.Generator) -> list[list[int]]:
     ]
 
 
-def doom(workers: list[Doomed], num_each: int, rng: np.random.Generator) -> None:
+def doom(
+    workers: list[Doomed], num_readers: int, num_each: int, rng: np.random.Generator
+) -> None:
     """Of those that read and of those that answer, so many will die."""
-    half = len(workers) // 2
-    for role, most in ((workers[:half], 3_000), (workers[half:], 15_000)):
-        for place, one in enumerate(rng.permutation(half)[:num_each]):
+    readers, others = workers[:num_readers], workers[num_readers:]
+    for role, most in ((readers, 3_000), (others, 15_000)):
+        for place, one in enumerate(rng.permutation(len(role))[:num_each]):
             # Beyond the greetings of router and worker.
             role[one].num_bytes = float(rng.integers(600, most))
             role[one].later_s = float(rng.uniform(1e-3, 0.1)) * (place % 2)
 
 
 async def serve(
-    workers: list[Doomed], secret: bytes, num_kills: int, rng: np.random.Generator
+    workers: list[Doomed],
+    secret: bytes,
+    *,
+    num_readers: int,
+    num_kills: int,
+    rng: np.random.Generator,
 ) -> tuple[list[list[int]], list[Served]]:
     """Asks until so many have died, and one round more."""
     prompts: list[list[int]] = []
     served: list[Served] = []
     async with doors(workers) as addresses:
-        half = len(workers) // 2
-        found = await Router.connect(addresses[:half], addresses[half:], secret)
+        readers, others = addresses[:num_readers], addresses[num_readers:]
+        found = await Router.connect(readers, others, secret)
         for _ in range(MOST_ROUNDS):
             gone = [each.process.poll() is not None for each in workers]
             is_last = sum(gone) == num_kills
@@ -135,15 +145,26 @@ async def serve(
     return prompts, served
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_workers", "num_kills", "seed"), [(4, 2, 0), (4, 2, 1), (12, 10, 2)]
+    ("num_readers", "num_others", "num_kills", "seed"),
+    [
+        pytest.param(1, 2, 2, 0, marks=pytest.mark.thorough),
+        pytest.param(2, 2, 2, 1, marks=pytest.mark.slow),
+        pytest.param(6, 6, 10, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_workers_cost_nothing_but_time(
-    num_workers: int, num_kills: int, seed: int
+    num_readers: int,
+    num_others: int,
+    num_kills: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Half of the workers read, half answer; all but one of each are killed."""
+    """Of those that read and of those that answer as many are killed; one is left."""
     rng = np.random.default_rng(seed)
+    # For what starts as a process of its own, too.
+    monkeypatch.setenv("XLA_FLAGS", FAST_COMPILE)
+    num_workers = num_readers + num_others
     with launch.workers(TOKENIZED, [BOUNDS] * num_workers) as started:
         workers = [
             Doomed(process, address)
@@ -151,8 +172,9 @@ def test_killed_workers_cost_nothing_but_time(
                 started.processes, started.addresses, strict=True
             )
         ]
-        doom(workers, num_kills // 2, rng)
-        prompts, served = asyncio.run(serve(workers, started.secret, num_kills, rng))
+        doom(workers, num_readers, num_kills // 2, rng)
+        how: Any = {"num_readers": num_readers, "num_kills": num_kills, "rng": rng}
+        prompts, served = asyncio.run(serve(workers, started.secret, **how))
         killed = [each.process.wait(10) for each in workers if each.is_dead]
         assert killed == [-9] * num_kills
         assert any(each.died_inside for each in workers)

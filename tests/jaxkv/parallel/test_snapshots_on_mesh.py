@@ -1,0 +1,107 @@
+"""An engine on a mesh, put away and taken up: there, on another mesh, on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import clock
+from jaxkv.engine.state import EMPTY, FINISHED, EngineState
+from jaxkv.parallel import layout, make_mesh
+from tests.support import engines
+from tests.support.meshes import ASKS, PROMPTS, engine_on
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+BOUNDS: dict[str, Any] = {"num_pages": 30, "page_size": 8}
+"""Pages enough that nobody is swapped: no host is asked here."""
+NUM_CALLS = 40
+"""After which all requests are done."""
+
+
+def make(**degrees: int) -> jaxkv.Engine:
+    """An engine of the small model, on a mesh where there are degrees."""
+    mesh = make_mesh(**degrees) if degrees else None
+    return engine_on(engines.MODEL, engines.params(), mesh, **BOUNDS)
+
+
+def half_done(engine: jaxkv.Engine) -> EngineState:
+    """Its state while requests are read, answered and wait."""
+    for prompt, ask in zip(PROMPTS, ASKS, strict=True):
+        engine.submit(prompt, ask)
+    engine._turn()
+    engine._read(engine._unread[0])
+    return engine.core.state
+
+
+def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[Any]]:
+    """Runs a state by an engine's programs; the state then, and what steps said."""
+    emitted = []
+    for call in range(NUM_CALLS):
+        now = clock.from_seconds(1.0 + call)
+        rules: Any = engine._rules() | engine._static
+        state, info = engine._programs.run_steps(engine.params, state, now, **rules)
+        emitted.append(jax.tree.map(np.asarray, info))
+    return state, emitted
+
+
+def like(engine: jaxkv.Engine) -> Any:
+    """The shapes of its pages."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
+    )
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "degrees",
+    [{"tensor": 2, "context": 2}, pytest.param({"context": 4}, marks=pytest.mark.slow)],
+    ids=["tp cp", "cp"],
+)
+def test_a_state_goes_on_wherever_it_is_taken_up(
+    degrees: dict[str, int], tmp_path: Path
+) -> None:
+    engine, alone = make(**degrees), make()
+    state = half_done(engine)
+    jaxkv.save_state(tmp_path / "saved", state, engine.config)
+
+    def load() -> EngineState:
+        return jaxkv.load_state(tmp_path / "saved", engine.config, like(alone))
+
+    # Bit for bit the same, whole, and on the mesh as it was.
+    whole = load()
+    assert_equal(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, whole))
+    placed = layout.place_state(whole, make_mesh(**degrees))
+    for mine, its in zip(jax.tree.leaves(placed), jax.tree.leaves(state), strict=True):
+        assert mine.sharding.is_equivalent_to(its.sharding, mine.ndim)
+    end, emitted = go_on(engine, state)
+    assert sum(int(x.num_emitted.sum()) for x in emitted) > 10
+    status = np.asarray(end.sequences.status)
+    assert {*status.tolist()} <= {EMPTY, FINISHED}
+    assert (status == FINISHED).sum() >= len(ASKS)
+    assert_equal(go_on(engine, placed)[1], emitted)
+    # On one device, the same tokens of every sequence.
+    there, _ = go_on(alone, load())
+    assert_equal(there.sequences.tokens, end.sequences.tokens)
+
+
+def test_what_cannot_be_saved_or_divided_is_refused(tmp_path: Path) -> None:
+    engine = make()
+
+    class Array:
+        is_fully_addressable = False
+
+    state = engine.core.state._replace(pool=Array())  # ty: ignore[invalid-argument-type]
+    with pytest.raises(ValueError, match="on devices of other processes; only an eng"):
+        jaxkv.save_state(tmp_path / "saved", state, engine.config)
+    assert not (tmp_path / "saved").exists()
+    with pytest.raises(ValueError, match="of 2 KV heads cannot be divided over 4 dev"):
+        layout.place_state(engine.core.state, make_mesh(tensor=4))
+    with pytest.raises(ValueError, match="page_size=8 must be a multiple of the 3 dev"):
+        layout.place_state(engine.core.state, make_mesh(context=3))
