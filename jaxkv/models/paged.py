@@ -86,6 +86,10 @@ class PagedForward:
     taps: tuple[int, ...] = ()
     """Layers whose inputs are kept of every row in `Pages.features`, side by side;
     `num_layers` stands for the last hidden state, normed."""
+    attend: Callable[..., Float[Array, "rows q_heads head_dim"]] = (
+        interface.attend_written
+    )
+    """What attends over the pages; another one tells what a step is without it."""
 
     def __post_init__(self) -> None:
         """Refuses layers and taps that the model does not have.
@@ -160,7 +164,7 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             q, packed_q, pages = write(layer, qkv, angles, pages)
-            out = interface.attend_written(
+            out = self.attend(
                 *(pages, layer, q, rows), packed_q=packed_q, plan=plan, **sees
             )
             return out.transpose(1, 2, 0).reshape(qkv[:, :-2].shape), pages

@@ -170,7 +170,15 @@ def paged_attention(
     if numerics == "fast" and slots is None:
         few = max(1, 4 // max(page_ids.shape[0], 1))
         size = min(reference.MAX_BLOCK, few * reference.BLOCK)
-        attend = functools.partial(attend, block_size=size)
+        few_queries = rows * by_head[1] <= reference.FEW_QUERIES * page_ids.shape[0]
+        attend = functools.partial(
+            attend,
+            block_size=size,
+            one_by_one=devices.current().platform == "cpu"
+            and q.dtype == jnp.float32
+            and few_queries
+            and page_ids.shape[0] <= reference.FEW_SLOTS,
+        )
     elif numerics == "fast":
         attend = reference.attend_per_tile
     out, lse = attend(

@@ -22,6 +22,9 @@ BLOCK = 64
 """Positions that are gathered and summed together."""
 MAX_BLOCK = 256
 """The same for few rows, where starting an operation costs more than its work."""
+FEW_SLOTS, FEW_QUERIES = 8, 6
+"""Slots, and queries of a KV head, up to which a CPU multiplies keys and values with
+query after query faster than with all at once."""
 TILE = 64
 """Rows of one slot that share a gather in `attend_per_tile`."""
 
@@ -44,12 +47,14 @@ def attend_per_slot(
     terms: Scoring,
     *,
     block_size: int = BLOCK,
+    one_by_one: bool = False,
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
     """Gathers the pages of each slot for its rows, of which all have as many.
 
     With slots given, every row gathers pages of its own, which is batch-invariant.
+    Query after query if `one_by_one`.
 
     Returns the output and the log-sum-exp.
     """
@@ -68,6 +73,7 @@ def attend_per_slot(
     dtype = page_blocks.type_of_products(q.dtype, memory)
     queries = q.astype(dtype).reshape(num_slots, each, kv_heads, group, head_dim)
     queries = queries.swapaxes(1, 2).reshape(num_slots, kv_heads, -1, head_dim)
+    multiply = _one_by_one if one_by_one else _at_once
 
     def block(index: Array, state: Softmax) -> Softmax:
         places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
@@ -76,11 +82,8 @@ def attend_per_slot(
             memory, view.page_ids, index, jnp.any(seen, axis=1), dtype
         )
         scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
-        products = jnp.einsum(
-            "shqd,shtd->shqt",
-            *(queries, read.k),
-            preferred_element_type=state.top.dtype,
-        ).reshape(*state.top.shape, block_size)
+        products = multiply("shqd,shtd->shqt", queries, read.k, state.top.dtype)
+        products = products.reshape(*state.top.shape, block_size)
         distance = places[None, :] - view.positions[:, None]
         distance = distance.reshape(num_slots, 1, each, 1, block_size)
         scores = online_softmax.score(
@@ -90,11 +93,8 @@ def attend_per_slot(
             state, scores, seen[:, None, :, None, :]
         )
         weights = online_softmax.scaled(weights, scales[1]).astype(dtype)
-        out = jnp.einsum(
-            "shqt,shtd->shqd",
-            *(weights.reshape(num_slots, kv_heads, -1, block_size), read.v),
-            preferred_element_type=state.out.dtype,
-        )
+        weights = weights.reshape(num_slots, kv_heads, -1, block_size)
+        out = multiply("shqt,shtd->shqd", weights, read.v, state.out.dtype)
         return state._replace(out=state.out + out.reshape(state.out.shape))
 
     shape = num_slots, kv_heads, each, group
@@ -204,6 +204,19 @@ def attend_per_tile(
     )
     out, lse = lax.fori_loop(0, num_tiles, tile, empty)
     return out[:rows], lse[:rows]
+
+
+def _at_once(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:
+    return jnp.einsum(dims, queries, block, preferred_element_type=dtype)
+
+
+def _one_by_one(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:
+    """The same as products of a matrix and a vector, which pack nothing."""
+    dims = dims.replace("q", "")
+    each = [
+        _at_once(dims, queries[:, :, i], block, dtype) for i in range(queries.shape[2])
+    ]
+    return jnp.stack(each, axis=2)
 
 
 def _tiles(

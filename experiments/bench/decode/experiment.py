@@ -284,6 +284,10 @@ def _parts(fixed: parts.Parts | None, step_s: float) -> dict[str, Any]:
 def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
     """Just enough slots and pages for a batch."""
     length = _length(config, context)
+    # Padding rows are computed, too: prompts are read in steps of equal size.
+    num_rows = batch * context
+    num_steps = -(-num_rows // config.token_budget)
+    budget = max(batch, -(-num_rows // num_steps))
     return state.EngineConfig(
         num_pages=batch * -(-length // config.page_size),
         page_size=config.page_size,
@@ -291,8 +295,7 @@ def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
         max_length=length,
         max_sequences=batch,
         queue_capacity=batch,
-        # Padding rows are computed, too.
-        token_budget=min(config.token_budget, batch * context),
+        token_budget=budget,
         submit_width=batch,
         steps_per_call=config.steps_per_call,
         max_drafts=0 if config.speculate is None else config.drafts,

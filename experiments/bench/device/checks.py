@@ -1,7 +1,7 @@
 """Is every kernel right? Each shape, and each feature of attention, against references.
 
 A shape is held against float64, as `bench kernels` does before it times; a feature
-against the reference on the same numbers in float32.
+against the reference on the same numbers in float32; what `twins` has against formulas.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.device import twins
 from experiments.bench.kernels import MAX_ERROR, runs
 from pallas_kernels import devices, quantizing
 from pallas_kernels.bench import GroupedSpec, Problem, Spec, problems, sets
@@ -39,7 +40,8 @@ FEATURES: dict[str, Callable[[Problem], dict[str, Any]]] = {
 def names(size: str) -> list[str]:
     """All that is checked."""
     kinds = ("decode", "chunk", "tree")
-    return [*shapes(size), *(f"{x}-{kind}" for x in FEATURES for kind in kinds)]
+    features = (f"{x}-{kind}" for x in FEATURES for kind in kinds)
+    return [*shapes(size), *features, *twins.CHECKS]
 
 
 def check(size: str, name: str) -> dict[str, Any]:
@@ -48,6 +50,8 @@ def check(size: str, name: str) -> dict[str, Any]:
     Returns:
       By implementation `error` and `right`, or a `note` that says why it has none.
     """
+    if name in twins.CHECKS:
+        return {"implementations": twins.check(size, name)}
     feature, _, kind = name.partition("-")
     if feature in FEATURES:
         return {"implementations": [_check_feature(size, feature, kind)]}

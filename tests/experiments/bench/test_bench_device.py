@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from experiments.bench.device import checks, experiment, parts, timeline, worker
+from experiments.bench.device import (
+    checks,
+    experiment,
+    parts,
+    timeline,
+    twins,
+    worker,
+)
 from experiments.bench.device.experiment import Config
 from experiments.bench.device.parts import Part, Piece
 from jaxkv.progress import Quiet
@@ -203,6 +210,38 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = checks.check("tiny", "softcap-decode")
     row = {"part": "correctness", "name": "softcap-decode", "found": told}
     assert experiment.wrong([row]) == ["softcap-decode: reference, error=0.1"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", twins.CHECKS)
+def test_formulas_agree_and_tell_of_what_does_not(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    reference, kernel = checks.check("tiny", name)["implementations"]
+    assert reference["right"]
+    assert reference["error"] < 1e-5
+    assert "not a GPU" in kernel["note"]  # on a CPU it is told why, and nothing fails
+    called = "rotate_and_write" if name == "rotary-write" else "flash_attention"
+    place = twins.rotary_write if name == "rotary-write" else twins
+    right = getattr(place, called)
+
+    def told(change: Callable[[Any], Any]) -> bool:
+        wrong = lambda *args, **options: change(right(*args, **options))  # noqa: E731
+        monkeypatch.setattr(place, called, wrong)
+        return twins.check("tiny", name)[0]["right"]
+
+    assert told(lambda found: found)
+    if name == "rotary-write":
+        for field in ("q", "packed_q", "k_pages", "v_pages"):
+            assert not told(
+                lambda x, field=field: x._replace(**{field: 1.01 * getattr(x, field)})
+            )
+        # A place that nobody writes to.
+        assert not told(lambda x: x._replace(k_pages=x.k_pages.at[0, 0, 0, 0].add(1.0)))
+    else:
+        assert not told(lambda x: (1.01 * x[0], x[1]))
+        if name != "flash-gradient":
+            assert not told(lambda x: (x[0], x[1] + 0.01))
 
 
 def test_parts_that_there_are_not_are_refused(jaxkv: Command) -> None:

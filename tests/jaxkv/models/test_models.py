@@ -58,6 +58,28 @@ def test_few_rows_are_multiplied_in_the_company_of_zeros() -> None:
     assert widths == [1, 2, 4, 4, 8, 8, 16, 16, 17, 24, 32, 32, 33]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_many_rows_are_multiplied_with_the_rows_first(bias: bool) -> None:
+    config = dataclasses.replace(engines.MODEL, mlp_bias=bias)
+    layer = layers.Layer(config, 0, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    rng = np.random.default_rng(0)
+    if layer.up.bias is not None:
+        layer.up.bias[...] = jnp.asarray(
+            rng.normal(size=layer.up.bias.shape), "float32"
+        )
+    x = rng.normal(size=(config.hidden_size, layers.MANY)).astype(np.float32)
+    first = [True, False]
+    for num_rows, rows_first in zip((layers.MANY, layers.MANY - 1), first, strict=True):
+        some = x[:, :num_rows]
+        traced = jax.jit(layer._hidden).trace(some)
+        wanted = layers.activate(config, layer.up(jnp.asarray(some)))
+        found = traced.lower().compile()(some)
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-7)
+        shape = re.findall(r"f32\[(\d+),\d+\] = dot_general", str(traced.jaxpr))
+        assert (shape == [str(num_rows)]) == rows_first
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "page_size"), PAGE_SIZES.items())
 def test_paged_equals_contiguous(name: str, page_size: int) -> None:

@@ -4,11 +4,12 @@ import functools
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention import api, reference
 from pallas_kernels.paged_attention.api import AttentionState, merge_states
 from tests.support.attention_cases import (
     Case,
@@ -52,6 +53,18 @@ def test_one_row_a_slot_equals_the_oracle(index: int) -> None:
     case = make_case(np.random.default_rng(index), runs, decode=True, **sizes)
     window = WINDOWS[index]
     check(attend(*case, window=window), oracle(case, window=window))
+
+
+def test_few_queries_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(np.random.default_rng(3), [(70, 1), (0, 1), (0, 0)], decode=True)
+    group = case.q.shape[1] // case.k_pages.shape[1]
+    products = []
+    for most in (reference.FEW_SLOTS, 0):
+        monkeypatch.setattr(reference, "FEW_SLOTS", most)
+        traced = jax.jit(lambda *case: api.paged_attention(*case)).trace(*case)
+        products.append(str(traced.jaxpr).count("dot_general["))
+        check(traced.lower().compile()(*case), oracle(case))
+    assert products == [2 * group, 2]
 
 
 @pytest.mark.slow
