@@ -41,8 +41,9 @@ class Consistency(objectives.Objective):
     """Of each block."""
     text_tokens: int = 256
     """Of the text that is learnt beside, at least 2."""
-    text_weight: float = 1.0
-    """Of the loss of text, beside that of consistency."""
+    text_weight: float = 4.0
+    """Of the loss of text, beside that of consistency: the less, the more is gained in
+    decoding and lost of the text."""
 
     def __post_init__(self) -> None:
         """Refuses records that hold nothing to learn."""
