@@ -56,6 +56,11 @@ def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
         assert (progress >= 1).all()
         assert block.tokens.tolist() == plain.outcomes[i].tokens[:9]
     assert max(block.steps for block in found) > 3
+    first = np.arange(8, dtype=np.int32)
+    others = blocks.find(loaded(), texts, asks, 9, first=first)
+    for block, other, token in zip(found, others, first, strict=True):
+        assert (other.guesses[0] == token).all()
+        assert (other.tokens == block.tokens).all()
 
 
 def measured(late: int, stuck: int) -> Result:
