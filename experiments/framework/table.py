@@ -95,12 +95,16 @@ class Record:
 
     @classmethod
     def columns(cls) -> dict[str, Column]:
-        """All that is declared, by name: fields in order, then properties `shown`."""
+        """All that is declared, by name: fields in order, then properties `shown`.
+
+        What a class inherits stands before its own.
+        """
         fields: Mapping[str, Any] = vars(cls).get("__dataclass_fields__", {})
         found = {x: fields[x].metadata.get("column", Column()) for x in fields}
-        for name, value in vars(cls).items():
-            if isinstance(value, property) and hasattr(value.fget, "column"):
-                found[name] = vars(value.fget)["column"]
+        for kind in reversed(cls.__mro__):
+            for name, value in vars(kind).items():
+                if isinstance(value, property) and hasattr(value.fget, "column"):
+                    found[name] = vars(value.fget)["column"]
         return found
 
 

@@ -128,6 +128,26 @@ def _feed_fast(
     decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
         carry = arrays.when(busy & ~many, decode, carry, *given)
+    if config.lengths:
+        # In a loop of their own, so that steps of one row a slot see none of them.
+        carry = arrays.when(many, functools.partial(_many, run, config), carry, *given)
+    else:
+        mixed = functools.partial(_several, run, config, None)
+        with jax.named_scope("mixed"):
+            carry = arrays.when(many, mixed, carry, *given)
+    logits, drafted, state = carry
+    return logits, drafted, state.pages
+
+
+def _many(
+    run: _Run,
+    config: EngineConfig,
+    carry: _Carry,
+    num_rows: Int32[Array, " slots"],
+    *others: Any,
+) -> _Carry:
+    """Feeds several rows of some slots by the smallest program that has room."""
+    many, given = jnp.any(num_rows > 1), (num_rows, *others)
     for length in config.lengths:
         few = jnp.all(num_rows <= 1 + length)
         verify = functools.partial(_several, run, config, length)
@@ -136,8 +156,7 @@ def _feed_fast(
         many &= ~few
     mixed = functools.partial(_several, run, config, None)
     with jax.named_scope("mixed"):
-        logits, drafted, state = arrays.when(many, mixed, carry, *given)
-    return logits, drafted, state.pages
+        return arrays.when(many, mixed, carry, *given)
 
 
 def _decode(

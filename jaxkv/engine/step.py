@@ -4,6 +4,7 @@
 Python to be jitted, mapped or scanned at the caller's rim. No step looks at the host.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +131,7 @@ def step(
     if drafter is not None:
         if tree is not None:
             state = _to_a_chain(state, emitted.verified)
-        state = _accept(state, emitted, applied.kept, drafter, config)
+        state = _accept(state, emitted, applied, drafter, config)
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, applied, emitted, state, config)
@@ -190,7 +191,7 @@ def _to_a_chain(state: EngineState, verified: Verified | None) -> EngineState:
 def _accept(
     state: EngineState,
     emitted: emitting.Emitted,
-    kept: Int32[Array, " slots"],
+    applied: apply_plan.Applied,
     drafter: Drafter,
     config: EngineConfig,
 ) -> EngineState:
@@ -199,7 +200,13 @@ def _accept(
     assert verified is not None
     # Of an answer that ends only what it has, and its last token is never fed.
     num = jnp.where(verified.num_drafts > 0, emitted.num_emitted - 1, 0)
-    state = groups.accept(state, jnp.maximum(num, 0), kept, config)
+    # Where nobody was granted drafts nothing was reserved for any.
+    assert applied.granted is not None
+    state = arrays.when(
+        jnp.any(applied.granted > 0),
+        functools.partial(groups.accept, config=config),
+        *(state, jnp.maximum(num, 0), applied.kept),
+    )
     memory = drafter.learn(state.memory, state, verified)
     return state._replace(memory=memory)
 

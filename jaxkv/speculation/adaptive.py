@@ -13,10 +13,11 @@ Liu et al. 2024, arXiv:2406.14066 (a length chosen by goodput).
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxkv import validation
+from jaxkv import arrays, validation
 from jaxkv.engine.drafting import Drafter, Drafts, Verified
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
@@ -44,6 +45,8 @@ class Learned(NamedTuple):
 
     inner: Any
     """Memory of the drafter that guesses."""
+    lengths: Int32[Array, " lengths"]
+    """No drafts, and `EngineConfig.lengths`: what there is to choose from."""
     costs: Costs
     accepted: Float32[Array, " drafts"]
     """Drafts that were accepted, by their place among a sequence's: of text that
@@ -56,6 +59,10 @@ class Learned(NamedTuple):
     """Sequences for which something might have been."""
     granted: Bool[Array, " slots"]
     """Slots that were granted drafts in this step."""
+    best: Int32[Array, " numbers"]
+    """Which of `lengths` to take for each number of sequences, from 0 on, by all that
+    is above. Computed where something is learnt alone, so that steps without drafts are
+    spared it."""
     idle: Int32[Array, ""]
     """Steps since anything was asked."""
     forced: Int32[Array, ""]
@@ -92,38 +99,40 @@ class Adaptive(Drafter):
 
     def init(self, config: EngineConfig) -> Learned:
         """Expects much, and costs that nobody has measured: see `with_costs`."""
-        num = jnp.asarray([0, *config.lengths], jnp.float32)[None, :]
+        lengths = jnp.asarray((0, *config.lengths), jnp.int32)
         batches = jnp.asarray(_batches(config), jnp.float32)
-        rows = batches[:, None] * (1 + num)
+        rows = batches[:, None] * (1 + lengths.astype(jnp.float32))[None, :]
 
         def number(value: float) -> Array:
             return jnp.full((), value, jnp.float32)
 
-        return Learned(
+        memory = Learned(
             inner=self.drafter.init(config),
+            lengths=lengths,
             costs=Costs(batches, 1 + rows / _ROWS_FREE),
             accepted=jnp.full((config.max_drafts,), 6.0, jnp.float32),
             judged=jnp.full((config.max_drafts,), 8.0, jnp.float32),
             found=number(8.0),
             asked=number(8.0),
             granted=jnp.zeros((config.max_slots,), bool),
+            best=jnp.zeros((1 + config.max_slots,), jnp.int32),
             idle=jnp.zeros((), jnp.int32),
             forced=jnp.full((), -1, jnp.int32),
         )
+        return _chosen(memory)
 
     def wishes(
         self, memory: Learned, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """At most as many drafts as pay, for all slots the same."""
-        lengths = jnp.asarray((0, *config.lengths), jnp.int32)
         num = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
-        best = choose(memory, num.astype(jnp.float32), config)
+        best = memory.best[num]
         tries = (best == 0) & (memory.idle >= self.patience)
         chosen = jnp.where(tries, 1, best)
         chosen = jnp.where(memory.forced >= 0, memory.forced, chosen)
         wanted = self.drafter.wishes(memory.inner, state, config)
         wanted = jnp.where(memory.forced >= 0, config.max_drafts, wanted)
-        return jnp.minimum(wanted, lengths[chosen])
+        return jnp.minimum(wanted, memory.lengths[chosen])
 
     def propose(
         self,
@@ -149,39 +158,39 @@ class Adaptive(Drafter):
 
     def learn(self, memory: Learned, state: EngineState, verified: Verified) -> Learned:
         """Counts what was drafted and accepted."""
-        v = verified
         inner = self.drafter.learn(memory.inner, state, verified)
+        memory = memory._replace(inner=inner)
+        # A measurement is no observation.
+        observes = jnp.any(memory.granted) & (memory.forced < 0)
+        return arrays.when(observes, self._observe, memory, verified)
+
+    def _observe(self, memory: Learned, verified: Verified) -> Learned:
+        """Has what was seen before fade, adds what is seen now, and chooses anew."""
+        v = verified
         drafted = v.emits & (v.num_drafts > 0)
         judged = jnp.where(drafted, jnp.minimum(v.accepted + 1, v.num_drafts), 0)
         accepted = jnp.where(drafted, v.accepted, 0)
         place = jnp.arange(memory.accepted.shape[0], dtype=jnp.int32)[None, :]
-        # A measurement is no observation.
-        counts = memory.forced < 0
         new = {
             "accepted": (accepted[:, None] > place).astype(jnp.int32),
             "judged": (judged[:, None] > place).astype(jnp.int32),
             "found": drafted.astype(jnp.int32),
             "asked": (memory.granted & v.emits).astype(jnp.int32),
         }
-        sums = {
-            name: jnp.where(counts, jnp.sum(x, axis=0), 0).astype(jnp.float32)
-            for name, x in new.items()
-        }
+        sums = {name: jnp.sum(x, axis=0).astype(jnp.float32) for name, x in new.items()}
         half = jnp.float32(0.5)
         fades = half ** (sums["judged"] / self.half_life)
         fades_asked = half ** (sums["asked"] / self.half_life)
-        return memory._replace(
-            inner=inner,
+        memory = memory._replace(
             accepted=memory.accepted * fades + sums["accepted"],
             judged=memory.judged * fades + sums["judged"],
             found=memory.found * fades_asked + sums["found"],
             asked=memory.asked * fades_asked + sums["asked"],
         )
+        return _chosen(memory)
 
 
-def choose(
-    memory: Learned, num: Float32[Array, ""], config: EngineConfig
-) -> Int32[Array, ""]:
+def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
     """Finds what gives the most tokens per second to `num` sequences.
 
     A draft is accepted with the chance of its place, if all before it are (Leviathan et
@@ -190,12 +199,12 @@ def choose(
     chances and costs is not exact.
 
     Returns:
-      Which of no drafts and `EngineConfig.lengths`, the fewest first.
+      Which of `Learned.lengths`.
     """
     finds = memory.found / memory.asked
     reached = jnp.cumprod(memory.accepted / memory.judged)
     gain = jnp.pad(jnp.cumsum(reached), (1, 0))
-    gain = gain[jnp.asarray((0, *config.lengths), jnp.int32)]
+    gain = gain[memory.lengths]
     costs = memory.costs
     cost = jnp.stack(
         [
@@ -205,13 +214,20 @@ def choose(
     )
     some = 1 - (1 - finds) ** num
     cost = some * cost + (1 - some) * cost[0]
-    plain = jnp.asarray([1 + _MARGIN] + [1.0] * len(config.lengths), jnp.float32)
+    plain = 1 + _MARGIN * (memory.lengths == 0).astype(jnp.float32)
     return jnp.argmax(plain * (1 + finds * gain) / cost).astype(jnp.int32)
+
+
+def _chosen(memory: Learned) -> Learned:
+    """Chooses for every number of sequences."""
+    numbers = jnp.arange(memory.best.shape[0], dtype=jnp.float32)
+    return memory._replace(best=jax.vmap(lambda num: choose(memory, num))(numbers))
 
 
 def with_costs(memory: Learned, costs: Costs) -> Learned:
     """Has measured costs decide."""
-    return memory._replace(costs=costs, forced=jnp.full_like(memory.forced, -1))
+    memory = memory._replace(costs=costs, forced=jnp.full_like(memory.forced, -1))
+    return _chosen(memory)
 
 
 def _batches(config: EngineConfig) -> tuple[int, ...]:

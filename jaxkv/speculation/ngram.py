@@ -49,13 +49,12 @@ class NGram(Drafter):
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
         """Looks the last tokens of every slot up in its own."""
-        row = jnp.maximum(state.slots.sequence, 0)
-        known = jnp.where(granted > 0, state.sequences.num_tokens[row], 0)
 
         def look() -> Drafts:
-            tokens = state.sequences.tokens[row]
+            row = jnp.maximum(state.slots.sequence, 0)
+            known = jnp.where(granted > 0, state.sequences.num_tokens[row], 0)
             return lookup(
-                *(tokens, known),
+                *(state.sequences.tokens[row], known),
                 shortest=self.shortest,
                 longest=self.longest,
                 num=config.max_drafts,

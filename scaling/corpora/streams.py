@@ -144,6 +144,7 @@ def draw(
     *,
     batch_size: int,
     seq_len: int,
+    aligned: bool = False,
 ) -> Int32[Array, "batch_size {seq_len}+1"]:
     """Takes the windows of one training step.
 
@@ -157,15 +158,22 @@ def draw(
       step: how many batches came before this one, from 0.
       batch_size: number of windows.
       seq_len: predictions per window; a window has one token more.
+      aligned: whether windows begin at multiples of `seq_len` alone, which the stream's
+        length must be: for a stream of records, each as long.
 
     Returns:
       The windows' tokens.
+
+    Raises:
+      ValueError: the stream is shorter than a window, or holds part of a record.
 
     Source: the order is the swap-or-not shuffle of Hoang, Morris and Rogaway 2012
     (arXiv:1208.1176), with a murmur finalizer as its round function.
     """
     num_tokens = stream.shape[0]
     num_windows = windows_per_epoch(num_tokens, seq_len)
+    if aligned and num_tokens % seq_len:
+        raise ValueError(f"{num_tokens} tokens are not whole records of {seq_len=}")
     index = step.astype(jnp.int32) * batch_size + jnp.arange(
         batch_size, dtype=jnp.int32
     )
@@ -175,6 +183,8 @@ def draw(
         key = jax.random.fold_in(jax.random.key(seed), epoch)
         offset_key, order_key = jax.random.split(key)
         offset = jax.random.randint(offset_key, (), 0, num_tokens, jnp.int32)
+        if aligned:
+            offset = offset // seq_len * seq_len
         rounds = jax.random.bits(order_key, (_NUM_ROUNDS, 2), jnp.uint32)
         place = _shuffled(window.astype(jnp.uint32), rounds, num_windows)
         return place * jnp.uint32(seq_len) + offset.astype(jnp.uint32)

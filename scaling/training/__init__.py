@@ -18,6 +18,7 @@ __all__ = [
     "StepConfig",
     "TrainConfig",
     "architectures",
+    "consistency",
     "drafting_heads",
     "meshes",
     "objectives",

@@ -19,7 +19,7 @@ from scaling.costs import parameters as costs_parameters
 from scaling.costs.parallelism import Layout
 from scaling.costs.parameters import Parameters
 from scaling.shapes import from_model
-from scaling.training import recurrent, recurrent_costs, transformer_rows
+from scaling.training import recurrent, transformer_rows
 from scaling.training.transformer_rows import ONE, Output
 
 type Architecture = ModelConfig | recurrent.RecurrentConfig
@@ -94,7 +94,7 @@ def forward(
 def parameters(config: Architecture) -> Parameters:
     """Counts parameters by every convention."""
     if isinstance(config, recurrent.RecurrentConfig):
-        return recurrent_costs.parameters(config)
+        return recurrent.parameters(config)
     return costs_parameters.parameters(from_model.describe(config))
 
 
@@ -114,7 +114,7 @@ def training_flops(
     """
     flops.check(batch=batch, sequence=sequence)
     if isinstance(config, recurrent.RecurrentConfig):
-        return 3 * recurrent_costs.forward_flops(config, tokens=batch * sequence)
+        return 3 * recurrent.forward_flops(config, tokens=batch * sequence)
     shape = from_model.describe(config)
     return flops.training(
         shape, batch=batch, sequence=sequence, attention="causal"

@@ -4,10 +4,11 @@ Losses are nats per token; texts are scored in bits per byte, which does not dep
 how the text is cut into tokens.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,43 @@ from jaxkv.models.partition import TENSOR
 from scaling.corpora import corpora
 from scaling.costs.parallelism import Layout
 from scaling.training import architectures
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What training minimises: hashable, and equal where it computes the same."""
+
+    def __hash__(self) -> int:
+        """It is a static argument."""
+        ...
+
+    @property
+    def of_records(self) -> bool:
+        """Whether windows are whole records, not pieces of text cut anywhere."""
+        ...
+
+    def check(self, seq_len: int, layout: Layout) -> None:
+        """Refuses windows and layouts that it does not know.
+
+        Raises:
+          ValueError: says which.
+        """
+        ...
+
+    def __call__(
+        self,
+        params: transformer.Params,
+        tokens: Int[Array, "batch seq"],
+        targets: Int[Array, "batch seq"],
+        *,
+        model: architectures.Architecture,
+        layout: Layout,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """What is minimised, and what of it the curve shows, of one device's part.
+
+        Targets are what follows each token. The means over devices are those of all.
+        """
+        ...
 
 
 class Score(NamedTuple):
@@ -72,7 +110,7 @@ def token_losses(
 ) -> Float[Array, "batch window-1"]:
     """Nats of every token of each window but the first, given those before it."""
     logits = architectures.forward(params, windows[:, :-1], config=model).logits
-    return _nats(logits, windows[:, 1:])
+    return nats(logits, windows[:, 1:])
 
 
 def mean_loss(
@@ -119,7 +157,7 @@ def divided_nats(
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     if (part := logits.shape[-1]) >= num_words:
-        return _nats(logits, targets)
+        return nats(logits, targets)
     words = jnp.arange(part, dtype=jnp.int32)
     words = words + part * lax.axis_index(TENSOR).astype(jnp.int32)
     least = jnp.asarray(-jnp.inf, logits.dtype)
@@ -132,9 +170,38 @@ def divided_nats(
     return jnp.log(total) + top - picked
 
 
-def _nats(
+@dataclasses.dataclass(frozen=True)
+class NextToken(Objective):
+    """The nats of each token given those before it."""
+
+    @property
+    def of_records(self) -> bool:
+        """Text, cut anywhere."""
+        return False
+
+    def check(self, seq_len: int, layout: Layout) -> None:
+        """Takes all."""
+
+    def __call__(
+        self,
+        params: transformer.Params,
+        tokens: Int[Array, "batch seq"],
+        targets: Int[Array, "batch seq"],
+        *,
+        model: architectures.Architecture,
+        layout: Layout,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """See `part_loss`."""
+        return part_loss(params, tokens, targets, model=model, layout=layout)
+
+
+NEXT_TOKEN = NextToken()
+
+
+def nats(
     logits: Float[Array, "batch seq vocab"], targets: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq"]:
+    """Of each target, by the logits of what follows the token before it."""
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
 

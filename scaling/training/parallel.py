@@ -33,14 +33,18 @@ type Gradient = Callable[
 """Gives the mean nats of windows, and the gradient of what training minimises."""
 
 
-def gradient(model: Architecture, how: StepConfig) -> Gradient:
+def gradient(
+    model: Architecture,
+    how: StepConfig,
+    objective: objectives.Objective = objectives.NEXT_TOKEN,
+) -> Gradient:
     """What gives the mean nats of windows and a gradient, every device its part.
 
     Parameters are as `meshes.place` puts them for `how.layout`; windows may lie
     anywhere. The gradient, in float32, lies like the parameters, or with `zero` like
-    the optimizer's moments.
+    the optimizer's moments. A pipeline minimises the nats of the next token alone.
     """
-    layout, mean = how.layout, _mean
+    layout, mean = how.layout, functools.partial(_mean, objective)
     if layout.pipeline > 1:
         mean = pipeline.mean
     if layout.num_devices == 1:
@@ -112,12 +116,17 @@ def _summed(
 
 
 def _mean(
-    model: Architecture, how: StepConfig, params: Params, tokens: Array, targets: Array
+    objective: objectives.Objective,
+    model: Architecture,
+    how: StepConfig,
+    params: Params,
+    tokens: Array,
+    targets: Array,
 ) -> tuple[Float[Array, ""], Params]:
     """One device's mean nats and gradient, piece after piece."""
 
     def plain(params: Params, tokens: Array, targets: Array) -> Any:
-        return objectives.part_loss(
+        return objective(
             *(how.cast(params), tokens, targets), model=model, layout=how.layout
         )
 

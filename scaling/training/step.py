@@ -18,7 +18,13 @@ from jaxtyping import Array, Float, Int, Int32, UInt
 from jaxkv.models import transformer
 from scaling.corpora import corpora
 from scaling.costs.parallelism import Layout
-from scaling.training import architectures, meshes, optimizers, parallel
+from scaling.training import (
+    architectures,
+    meshes,
+    objectives,
+    optimizers,
+    parallel,
+)
 from scaling.training.recipes import PLAIN, OptimizerConfig, Schedule, StepConfig
 
 
@@ -56,6 +62,7 @@ def steps(
     batch_size: int,
     seq_len: int,
     how: StepConfig = PLAIN,
+    objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> tuple[TrainState, Float[Array, ""]]:
     """Takes some steps of training.
 
@@ -70,19 +77,24 @@ def steps(
       batch_size: windows per step.
       seq_len: predictions per window.
       how: what to keep, in which type, on which devices.
+      objective: what is minimised.
 
     Returns:
       The new state; and the mean loss of the steps, in nats per token. However a run
       is divided into calls, its states are the same.
     """
     how.check(batch_size)
+    objective.check(seq_len, how.layout)
     update = optimizers.make(optimizer).update
-    gradient = parallel.gradient(model, how)
+    gradient = parallel.gradient(model, how, objective)
 
     def step(_, carry):
         (params, moments, step), total = carry
         windows = corpora.draw(
-            stream, seed, step, batch_size=batch_size, seq_len=seq_len
+            *(stream, seed, step),
+            batch_size=batch_size,
+            seq_len=seq_len,
+            aligned=objective.of_records,
         )
         loss, grads = gradient(params, windows)
         updates, moments = update(grads, moments, params)
@@ -102,6 +114,7 @@ def compiled(
     batch_size: int,
     seq_len: int,
     how: StepConfig = PLAIN,
+    objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> Any:
     """Gives `steps` as a program, the same one whenever the arguments are equal."""
     return jax.jit(
@@ -112,6 +125,7 @@ def compiled(
             batch_size=batch_size,
             seq_len=seq_len,
             how=how,
+            objective=objective,
         )
     )
 

@@ -24,7 +24,7 @@ from jaxkv.models import transformer
 from jaxkv.parallel import processes
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
-from scaling.training import meshes, run_folder, step
+from scaling.training import meshes, objectives, run_folder, step
 from scaling.training.recipes import Schedule, TrainConfig
 from scaling.training.step import TrainState, compiled, init, steps
 
@@ -50,7 +50,8 @@ class Result(NamedTuple):
     Attributes:
       state: where the run stands; its parameters are float32.
       curve: one dict per report: `step`; `tokens` and `epoch`, trained on by this run
-        so far; `loss` (nats per token, mean over the steps since the last report);
+        so far; `loss` (nats per token, mean over the steps since the last report; what
+        another objective says it shows);
         `learning_rate`; `duration_s`, spent in training by this run so far.
       checkpoint: folder of the last checkpoint, which another run can start from; None
         of a run in memory.
@@ -74,6 +75,7 @@ def train(
     out: Path,
     *,
     start: Path | None = None,
+    objective: objectives.Objective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
 ) -> Result:
     """Trains a model in a folder, or takes up the run that the folder holds.
@@ -87,6 +89,7 @@ def train(
       out: its folder, as `runs` describes it, made where it is missing.
       start: a checkpoint of another run of the same model and optimizer, whose state
         and step count are continued under this run's schedule and text.
+      objective: what is minimised.
       progress: who is told.
 
     Returns:
@@ -101,13 +104,15 @@ def train(
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
     state = init(config.model, config.optimizer, jnp.int32(config.seed))
     if not processes.is_first():
-        return _follow(config, corpus, state, progress)
+        return _follow(config, corpus, state, objective, progress)
     if start is not None:
         state = restore(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
+    if objective != objectives.NEXT_TOKEN:
+        described["objective"] = repr(objective)
     folder = run_folder.RunFolder(out, described, int(state.step))
     with contextlib.closing(folder):
-        return _train(config, corpus, folder, state, progress)
+        return _train(config, corpus, folder, state, objective, progress)
 
 
 def _train(
@@ -115,13 +120,14 @@ def _train(
     corpus: streams.Corpus,
     folder: run_folder.RunFolder,
     state: TrainState,
+    objective: objectives.Objective,
     progress: Progress,
 ) -> Result:
     """Trains from a state, or from the last checkpoint if there is one."""
     if (last := folder.last_step()) is not None:
         state = restore(folder.checkpoint(last), state)
     state, first_step = processes.agree((state, folder.first_step))
-    run = _Run(config, corpus, state, int(first_step), progress)
+    run = _Run(config, corpus, state, int(first_step), objective, progress)
     run.curve = folder.read_curve(int(state.step))
     try:
         for line in run.reports():
@@ -138,11 +144,15 @@ def _train(
 
 
 def _follow(
-    config: TrainConfig, corpus: streams.Corpus, state: TrainState, progress: Progress
+    config: TrainConfig,
+    corpus: streams.Corpus,
+    state: TrainState,
+    objective: objectives.Objective,
+    progress: Progress,
 ) -> Result:
     """Trains with the first process, which alone has the folder."""
     state, first_step = processes.agree((state, 0))
-    run = _Run(config, corpus, state, int(first_step), progress)
+    run = _Run(config, corpus, state, int(first_step), objective, progress)
     for line in run.reports():
         if line["step"] % config.checkpoint_every == 0:
             _ = run.state  # put together by all
@@ -154,6 +164,7 @@ def train_in_memory(
     corpus: streams.Corpus,
     *,
     start: TrainState | None = None,
+    objective: objectives.Objective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
 ) -> Result:
     """Trains a model without leaving anything on disk.
@@ -163,6 +174,7 @@ def train_in_memory(
       corpus: what `corpora.open` made of its corpus, so that many runs can share it.
       start: where another run of the same model and optimizer ended, if not anew; its
         step count is continued under this run's schedule and text.
+      objective: what is minimised.
       progress: who is told.
 
     Returns:
@@ -176,7 +188,7 @@ def train_in_memory(
     if state is None:
         state = init(config.model, config.optimizer, jnp.int32(config.seed))
     endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
-    run = _Run(endless, corpus, state, int(state.step), progress)
+    run = _Run(endless, corpus, state, int(state.step), objective, progress)
     for line in run.reports():
         run.tell(line)
     return Result(run.state, run.curve, None, run.status)
@@ -190,6 +202,7 @@ class _Run:
       corpus: what it learns.
       state: where it stands.
       first_step: the step that its own tokens are counted from.
+      objective: what is minimised.
       progress: who is told.
     """
 
@@ -199,6 +212,7 @@ class _Run:
         corpus: streams.Corpus,
         state: TrainState,
         first_step: int,
+        objective: objectives.Objective,
         progress: Progress,
     ):
         if corpus.vocab_size > config.model.vocab_size:
@@ -209,6 +223,7 @@ class _Run:
         self.curve: list[dict[str, Any]] = []
         self.status: Literal["done", "stopped", "diverged"] = "done"
         self._config, self._first, self._progress = config, first_step, progress
+        self._objective = objective
         self._stream = corpus.stream
         self._per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
         self._update = self._open_bar()
@@ -227,6 +242,7 @@ class _Run:
             config.batch_size,
             config.seq_len,
             config.how,
+            self._objective,
         )
         tokens, seed = jnp.asarray(self._stream), jnp.int32(config.seed)
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0

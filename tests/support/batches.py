@@ -92,9 +92,19 @@ def fits(ask: Ask, place: Place) -> bool:
 
 
 def serve(
-    asks: Sequence[Ask], place: Place, seed: int, numerics: str = "reproducible"
+    asks: Sequence[Ask],
+    place: Place,
+    seed: int,
+    numerics: str = "reproducible",
+    *,
+    config: EngineConfig | None = None,
+    **how: Any,
 ) -> Run:
-    """Serves a workload in an order, and with arrivals, of the place's own."""
+    """Serves a workload in an order, and with arrivals, of the place's own.
+
+    A `config` stands for the place's own, and `how` is as `engines.serve` has it.
+    """
+    how = {"as_served": True, "weights": weights_served()} | how
     rng = np.random.default_rng([seed, place.max_slots, place.page_size])
     arrivals = np.sort(rng.uniform(0, 0.2, len(asks)))
     order = rng.permutation(len(asks))
@@ -104,7 +114,7 @@ def serve(
     ]
     return engines.serve(
         arriving,
-        config_of(place, numerics),
+        config_of(place, numerics) if config is None else config,
         fcfs.fcfs(
             chunk_size=place.chunk_size,
             victim=place.victim,
@@ -112,12 +122,14 @@ def serve(
             hold_new=False,
             cached_first=place.prefix_cache,
         ),
-        as_served=True,
         step_s=0.05,
-        weights=engines.params(
-            MODEL, "float64" if jax.config.x64_enabled else "float32"
-        ),
+        **how,
     )
+
+
+def weights_served() -> Any:
+    """The model's, in the widest type that there is."""
+    return engines.params(MODEL, "float64" if jax.config.x64_enabled else "float32")
 
 
 def assert_same_bits(a: Outcome, b: Outcome) -> None:

@@ -54,14 +54,17 @@ def find(
     texts: list[list[int]],
     asks: list[Sampling],
     num_tokens: int,
+    *,
+    first: Int[np.ndarray, " texts"] | None = None,
 ) -> list[Block]:
-    """Finds the block behind each text, from guesses of token 0.
+    """Finds the block behind each text.
 
     Args:
       model: who writes.
       texts: what stands before the blocks.
       asks: how each block's tokens are drawn.
       num_tokens: of a block.
+      first: token of each text's first guesses; None means token 0.
     """
     lengths = np.array([len(text) for text in texts], np.int32)
     # One program for all lengths near each other: a causal model sees no padding.
@@ -71,6 +74,8 @@ def find(
         row[: len(text)] = text
     params = jax.tree.map(jnp.asarray, params_like_engine(asks))
     found = [np.zeros((len(texts), num_tokens), np.int32)]
+    if first is not None:
+        found[0] += first.astype(np.int32)[:, None]
     # One more iteration than there are tokens shows that nothing changes.
     for _ in range(num_tokens + 1):
         guesses = jnp.asarray(found[-1])

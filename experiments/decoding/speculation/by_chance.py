@@ -15,15 +15,13 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.bench import turns
-from experiments.decoding.speculation import drawing, serving, theory
+from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN, Server
+from experiments.decoding.speculation.tossed import Tossed
 from experiments.framework import (
-    Floats,
-    Ints,
     Ours,
     Part,
     Record,
-    Table,
     beside,
     column,
     ours,
@@ -97,13 +95,9 @@ CONFIGS = {"synthetic": Config()}
 PANELS = (1, 2)
 
 
-class Priced(Table):
+class Priced(Tossed):
     """Chances and drafts, a row each, and plain decoding beside."""
 
-    acceptance: Floats = column("chance of each draft")
-    num_drafts: Ints = column("in a step", heading="drafts")
-    steps: Ints = column("that fed as many")
-    emitted: Ints = column("tokens that they gave", is_told=False)
     step_s: Float[np.ndarray, "rows rounds"] = column(
         "that a step takes", heading="a step", of=np.median
     )
@@ -112,32 +106,17 @@ class Priced(Table):
     )
 
     @property
-    @shown(heading="tokens a step", form="{:.2f}")
-    def tokens_per_step(self) -> np.ndarray:
-        """As measured."""
-        return self.emitted / np.maximum(self.steps, 1)
-
-    @property
-    @shown(heading="by formula", form="{:.2f}")
-    def expected(self) -> np.ndarray:
-        """As they should be: (1 - a^(g + 1)) / (1 - a)."""
-        return theory.tokens_of(self.acceptance, self.num_drafts)
-
-    @property
     @shown(heading="standard errors off", form="{:+.1f}")
     def errors_off(self) -> np.ndarray:
         """How far, in standard errors of so many steps; 0 where there is no chance."""
-        spread = theory.spread_of(self.acceptance, self.num_drafts)
-        error = spread / np.sqrt(np.maximum(self.steps, 1))
-        off = self.tokens_per_step - self.expected
+        error, off = self.chance_error, self.tokens_per_step - self.expected
         return off / np.where(error > 0, error, np.inf)
 
     @property
     @shown(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """What a verifying step costs, in plain ones; the median of rounds."""
-        pairs = zip(self.step_s, self.plain_s, strict=True)
-        return np.array([np.median(ours / plain) for ours, plain in pairs])
+        return serving.costs(self.step_s, self.plain_s)
 
     @property
     @shown(heading="times as fast", form="{:.2f}")
@@ -184,10 +163,7 @@ class _Case(Server):
         step_s = counts.call_s / max(counts.call_steps, 1)
         if not self.num_drafts:
             return counts.steps, counts.emitted, step_s
-        info = self.info()
-        emitted = np.asarray(info.num_emitted)
-        here = (np.asarray(info.num_drafts) == self.num_drafts) & (emitted > 0)
-        return int(here.sum()), int(emitted[here].sum()), step_s
+        return *serving.given(self.info(), self.num_drafts), step_s
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:

@@ -22,6 +22,7 @@ from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, serving, theory
 from experiments.decoding.speculation.serving import PLAIN, Server
+from experiments.decoding.speculation.tossed import Tossed
 from experiments.framework import (
     Floats,
     Ints,
@@ -209,8 +210,7 @@ class Runs(Table):
     @shown(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """What a step costs, in plain ones; the median of rounds."""
-        pairs = zip(self.step_s, self.plain_s, strict=True)
-        return np.array([np.median(ours / plain) for ours, plain in pairs])
+        return serving.costs(self.step_s, self.plain_s)
 
     @property
     @shown(heading="times as fast", form="{:.2f}")
@@ -219,25 +219,8 @@ class Runs(Table):
         return self.tokens_per_step / self.cost
 
 
-class Coins(Table):
+class Coins(Tossed):
     """Drafts accepted by tossing coins."""
-
-    acceptance: Floats = column("chance of each draft")
-    num_drafts: Ints = column("in a step", heading="drafts")
-    steps: Ints = column("of all sequences")
-    emitted: Ints = column("tokens that they gave", is_told=False)
-
-    @property
-    @shown(heading="tokens a step", form="{:.3f}")
-    def tokens_per_step(self) -> np.ndarray:
-        """As measured."""
-        return self.emitted / np.maximum(self.steps, 1)
-
-    @property
-    @shown(heading="by formula", form="{:.3f}")
-    def expected(self) -> np.ndarray:
-        """As it should be."""
-        return theory.tokens_of(self.acceptance, self.num_drafts)
 
     @property
     @shown(heading="off", form="{:+.2%}")
@@ -249,8 +232,7 @@ class Coins(Table):
     @shown(heading="standard error", form="{:.2%}")
     def error(self) -> np.ndarray:
         """Of tokens a step, as a share of what they should be, by the formula."""
-        spread = theory.spread_of(self.acceptance, self.num_drafts)
-        return spread / self.expected / np.sqrt(np.maximum(self.steps, 1))
+        return self.chance_error / self.expected
 
 
 class Result(Record):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from experiments.bench import turns
 from experiments.bench.decode.ours import CallTimes, watch
@@ -292,6 +292,21 @@ def _step_s(counts: Counts) -> float:
     return counts.call_s / counts.call_steps if counts.call_steps else math.nan
 
 
+def given(info: StepInfo, num_drafts: int) -> tuple[int, int]:
+    """Steps of all sequences that fed so many drafts, and the tokens they gave."""
+    emitted = np.asarray(info.num_emitted)
+    here = (np.asarray(info.num_drafts) == num_drafts) & (emitted > 0)
+    return int(here.sum()), int(emitted[here].sum())
+
+
+def costs(
+    step_s: Float[np.ndarray, "rows rounds"], plain_s: Float[np.ndarray, "rows rounds"]
+) -> Float[np.ndarray, " rows"]:
+    """What steps cost in plain ones of the same round; the median of rounds."""
+    pairs = zip(step_s, plain_s, strict=True)
+    return np.array([np.median(ours / plain) for ours, plain in pairs])
+
+
 @dataclasses.dataclass(frozen=True)
 class Uneven(Jacobi):
     """Guesses of which not all slots want as many."""
@@ -325,9 +340,6 @@ def toss(
     found = np.zeros((len(num_drafts), 2), int)
     for start in range(0, len(prompts), batch):
         server.serve(prompts[start : start + batch], asks[start : start + batch])
-        info = server.info()
-        drafts, emitted = np.asarray(info.num_drafts), np.asarray(info.num_emitted)
         for row, num in zip(found, num_drafts, strict=True):
-            here = (drafts == num) & (emitted > 0)
-            row += here.sum(), emitted[here].sum()
+            row += given(server.info(), num)
     return [(int(steps), int(tokens)) for steps, tokens in found]

@@ -25,6 +25,7 @@ from jaxkv.engine.state import (
     NOBODY,
     NOT_A_NUMBER,
     NOT_ENDED,
+    REASONS,
     STOPPED,
     EngineConfig,
     EngineState,
@@ -220,10 +221,10 @@ def _up_to_an_end(
     why = why.reshape(num.shape[0], -1)
     index = jnp.arange(why.shape[1], dtype=jnp.int32)[None, :]
     ends = (why != NOT_ENDED) & (index < num[:, None])
-    end = jnp.min(jnp.where(ends, index, index.size), axis=1)
-    first = ends & (index == end[:, None])
-    reason = jnp.max(jnp.where(first, why, NOT_ENDED), axis=1)
-    return jnp.minimum(num, end + 1), reason
+    # The first end and why, in one number; behind all tokens there is none.
+    each, behind = index * len(REASONS) + why, index.size * len(REASONS) + NOT_ENDED
+    first = jnp.min(jnp.where(ends, each, behind), axis=1)
+    return jnp.minimum(num, first // len(REASONS) + 1), first % len(REASONS)
 
 
 def _score(

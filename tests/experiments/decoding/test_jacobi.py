@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.decoding.jacobi import blocks, experiment
-from experiments.decoding.jacobi.experiment import CONFIGS, Blocks, Picture, Result
+from experiments.decoding.jacobi import blocks, from_text
+from experiments.decoding.jacobi.from_text import CONFIGS, Blocks, Picture, Result
 from experiments.decoding.speculation.on_text import Runs
 from experiments.framework.study import of_module
 from jaxkv.models import checkpoints
@@ -14,7 +14,7 @@ from jaxkv.sampling import Sampling
 from tests.support import engines, smoke
 from tests.support.engines import MODEL, Ask
 
-(STUDY,) = of_module(experiment)
+(STUDY,) = of_module(from_text)
 
 
 def test_what_is_right_is_counted_from_the_first_on() -> None:
@@ -56,6 +56,11 @@ def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
         assert (progress >= 1).all()
         assert block.tokens.tolist() == plain.outcomes[i].tokens[:9]
     assert max(block.steps for block in found) > 3
+    first = np.arange(8, dtype=np.int32)
+    others = blocks.find(loaded(), texts, asks, 9, first=first)
+    for block, other, token in zip(found, others, first, strict=True):
+        assert (other.guesses[0] == token).all()
+        assert (other.tokens == block.tokens).all()
 
 
 def measured(late: int, stuck: int) -> Result:
@@ -68,12 +73,12 @@ def measured(late: int, stuck: int) -> Result:
 
 def test_what_is_said_of_counts() -> None:
     found = measured(1, 3)
-    said = smoke.ours(experiment.claims(found))
+    said = smoke.ours(from_text.claims(found))
     assert sorted(said.values()) == [0.75, 1, 2, 3]
-    judged = experiment.claims(found)
+    judged = from_text.claims(found)
     assert [x.verdict for x in judged if x.ours >= 1] == ["fails"] * 3
     assert found.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)
-    assert len(experiment.summary(found)) == 2
+    assert len(from_text.summary(found)) == 2
     assert smoke.draw(STUDY, found)
 
 

@@ -60,7 +60,7 @@ def test_what_is_chosen_gives_the_most_tokens_a_second(seed: int) -> None:
         rate *= 1 if column else 1.05
         if rate > most + 1e-6:
             best, most = column, rate
-    chosen = adaptive.choose(learned(chance, finds, steps), jnp.float32(num), CONFIG)
+    chosen = adaptive.choose(learned(chance, finds, steps), jnp.float32(num))
     assert int(chosen) == best
 
 
@@ -79,7 +79,7 @@ def test_none_some_or_all(
 ) -> None:
     steps = [[1 + slope * length for length in (0, 3, 6, 12)]] * 4
     memory = learned(chance, finds, steps)
-    assert int(adaptive.choose(memory, jnp.float32(1), CONFIG)) == wanted
+    assert int(adaptive.choose(memory, jnp.float32(1))) == wanted
 
 
 def test_what_is_learnt_is_by_place() -> None:
@@ -104,6 +104,8 @@ def test_what_is_learnt_is_by_place() -> None:
     np.testing.assert_allclose(judged[:5], [2, 1, 1, 1, 0], atol=1e-5)
     assert float(after.found - memory.found) == pytest.approx(2, abs=1e-5)
     assert float(after.asked - memory.asked) == pytest.approx(3, abs=1e-5)
+    for num, best in enumerate(after.best):
+        assert int(adaptive.choose(after, jnp.float32(num))) == best
 
 
 def drafts_of(acceptance: float, patience: int) -> np.ndarray:

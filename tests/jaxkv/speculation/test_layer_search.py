@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import transformer
+import jaxkv
+from jaxkv.models import checkpoints, transformer
+from jaxkv.sampling import Sampling
 from jaxkv.speculation import layer_search
 from tests.support import engines
 from tests.support.engines import MODEL
+from tests.support.folders import GOLDEN
 
 THREE = dataclasses.replace(MODEL, num_layers=3)
 
@@ -70,6 +73,33 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = layer_search.search(params, tokens, config=THREE, max_drafts=4)
     assert found.layers in (pair, best)
     assert found.speed == pytest.approx(max(speeds[pair], speeds[best]))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("fast_compile")
+def test_what_is_found_is_served() -> None:
+    """As the package's page has it."""
+    folder, prompts = GOLDEN / "llama", [[3, 1, 4], [1, 5, 9, 2]]
+    model = checkpoints.load_model(folder)
+    found = layer_search.search(model.params, texts() % 60, config=model.config)
+    bounds: Any = {"num_pages": 16, "max_slots": 2, "max_length": 40}
+    ask = Sampling.greedy(max_tokens=12, ignore_eos=True)
+    plain = jaxkv.Engine.load(folder, numerics="reproducible", **bounds)
+    engine = jaxkv.Engine.load(
+        folder,
+        speculate="early-exit",
+        draft_layers=found.layers,
+        max_drafts=found.num_drafts,
+        numerics="reproducible",
+        keep_trace=True,
+        **bounds,
+    )
+    answers = [
+        [x.answers[0].tokens for x in each.generate(prompts, ask)]
+        for each in (plain, engine)
+    ]
+    assert answers[0] == answers[1]
+    assert sum(np.asarray(info.num_drafts).sum() for info in engine.trace) > 0
 
 
 def test_what_cannot_be_searched_is_refused() -> None:

@@ -1,0 +1,382 @@
+"""Can a model be trained for Jacobi decoding? Consistency, as CLLM has it.
+
+The bundled model finds blocks behind pieces of the text that it learnt; what it guessed
+on the way there is what it is trained on: to say behind those guesses what it says
+behind the block (`scaling/training/consistency.py`), and the text itself, to keep what
+it knows. Before and after: in how many steps blocks of held-out text are found, what
+that text costs in bits per byte, and what the engine's own drafter makes of it.
+
+Source: Kou et al. 2024, arXiv:2403.00835.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.decoding.jacobi import blocks
+from experiments.decoding.speculation import on_text, serving
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Table,
+    Texts,
+    beside,
+    column,
+    ours,
+)
+from experiments.framework.table import shown
+from experiments.harness import model_shapes
+from experiments.plotting import style
+from jaxkv import validation
+from jaxkv.models import Params, checkpoints
+from jaxkv.models.checkpoints import Loaded
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+from scaling.corpora import corpora, streams
+from scaling.training import TrainConfig, consistency, objectives, step, train
+from scaling.training.consistency import Consistency, Trajectory
+
+BOOK = beside(__file__)
+BEFORE, AFTER = "as it was", "fine-tuned"
+TOGETHER = 32
+"""Blocks that are found at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is learnt from, how it is trained, and what is asked of it."""
+
+    model: str = "stdlib-bytes"
+    """A folder, or a bundled model, of bytes."""
+    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    """The text that it learnt."""
+    objective: Consistency = dataclasses.field(default_factory=Consistency)
+    """Sizes of prompts, blocks and texts."""
+    num_texts: int = 640
+    """Pieces of training text behind which blocks are found."""
+    guesses: int = 8
+    """Of each on its way that are learnt from."""
+    num_steps: int = 400
+    """Of training."""
+    batch_size: int = 8
+    """Guesses of a step, each with a text beside it."""
+    learning_rate: float = 7e-4
+    """Its peak; it falls to zero over the last half."""
+    num_held_out: int = 64
+    """Pieces of held-out text behind which blocks are found before and after."""
+    scored_windows: int = 256
+    """Of held-out text, 512 tokens each, whose bits per byte are compared."""
+    num_prompts: int = 4
+    """Texts that the engine goes on from, one at a time."""
+    prompt_tokens: int = 128
+    """Of each."""
+    output_tokens: int = 320
+    """Of each answer."""
+    num_drafts: tuple[int, ...] = (4, 8, 16)
+    """Tokens that the engine's drafter guesses in a step."""
+    rounds: int = 3
+    """Turns of the engine's."""
+    steps_per_call: int = 4
+    """Steps between two looks of the host."""
+    seed: int = 0
+    """Of guesses, texts and prompts."""
+    export: str = ""
+    """Folder for the trained model in bfloat16; empty: not written."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to learn or to measure."""
+        validation.at_least(self, "num_texts", "guesses", "num_steps", "batch_size")
+        validation.at_least(self, "num_held_out", "scored_windows", "num_prompts")
+        validation.at_least(self, "prompt_tokens", "rounds", "steps_per_call")
+        validation.at_least(self, "seed", low=0)
+        validation.above(self, "learning_rate", finite=True)
+        validation.ascending(self, "num_drafts", low=1)
+        least = 2 * self.steps_per_call * (1 + self.num_drafts[-1])
+        if self.output_tokens <= least:
+            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt with its answer."""
+        return self.prompt_tokens + self.output_tokens
+
+    def recipe(self, model: Loaded) -> TrainConfig:
+        """How the model is trained."""
+        return TrainConfig(
+            model=model.config,
+            corpus=self.corpus,
+            batch_size=self.batch_size,
+            seq_len=self.objective.record_tokens,
+            num_steps=self.num_steps,
+            learning_rate=self.learning_rate,
+            warmup_steps=self.num_steps // 10,
+            cooldown_steps=self.num_steps // 2,
+            seed=self.seed,
+            report_every=max(1, self.num_steps // 40),
+        )
+
+
+CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
+
+PANELS = (1, 3)
+
+
+class Models(Table):
+    """The model before and after, a row each."""
+
+    model: Texts = column("before or after")
+    bits_per_byte: Floats = column("of held-out text", form="{:.4f}")
+    num_blocks: Ints = column("of held-out text", heading="blocks")
+    length: Ints = column("tokens of a block", heading="tokens")
+    steps: Floats = column("until a block is found, mean", form="{:.2f}")
+
+    @property
+    @shown(heading="tokens a step", form="{:.2f}")
+    def tokens_per_step(self) -> np.ndarray:
+        """Of a block, one iteration fixes so many tokens on the average."""
+        return self.length / np.maximum(self.steps, 1e-9)
+
+
+class Result(Record):
+    """What was trained, and what came of it."""
+
+    models: Models = column("the model before and after")
+    runs: on_text.Runs = column("the engine's drafter")
+    trained: Ints = column("steps of training before each report", is_told=False)
+    loss: Floats = column(
+        "nats of consistency per token of a block, since the report before",
+        is_told=False,
+    )
+    num_records: int = column("guesses that were learnt from", heading="guesses")
+    train_s: float = column("time spent in training, on the clock")
+    device: str = column("kind of it")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Finds blocks, trains, and asks both models; ended early, what is done.
+
+    Raises:
+      ValueError: the model cannot be served, or has no room for so many tokens.
+    """
+    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    corpus = corpora.open(config.corpus)
+    records = _records(config, model, corpus, progress)
+    learnt = corpus._replace(stream=records)
+    params = jax.tree.map(jnp.asarray, model.params)
+    recipe = config.recipe(model)
+    start = step.init(recipe.model, recipe.optimizer, jnp.int32(0))
+    made = train.train_in_memory(
+        recipe,
+        learnt,
+        start=start._replace(params=params),
+        objective=config.objective,
+        progress=progress,
+    )
+    both = {BEFORE: model, AFTER: model._replace(params=made.params)}
+    if made.status != "done":
+        both = {}
+    elif config.export:
+        _export(config, both[AFTER])
+    models = [(name, *_asked(config, each, corpus)) for name, each in both.items()]
+    runs = [
+        (name, *row[1:])
+        for name, each in both.items()
+        for row in _decode(config, each, progress)
+    ]
+    return Result(
+        Models.of(models),
+        on_text.Runs.of(runs),
+        np.array([line["step"] for line in made.curve], np.int64),
+        np.array([line["loss"] for line in made.curve]),
+        len(records) // config.objective.record_tokens,
+        made.curve[-1]["duration_s"] if made.curve else 0.0,
+        jax.devices()[0].device_kind,
+    )
+
+
+def _found(model: Loaded, prompts: np.ndarray, num: int) -> list[blocks.Block]:
+    """The block behind each prompt, greedily.
+
+    What nobody has guessed yet is the token before it, as in the engine: what stands
+    there in training is what a model learns to take no notice of.
+    """
+    asks = [Sampling.greedy(max_tokens=num)] * len(prompts)
+    return blocks.find(model, prompts.tolist(), asks, num, first=prompts[:, -1])
+
+
+def _records(
+    config: Config, model: Loaded, corpus: streams.Corpus, progress: Progress
+) -> np.ndarray:
+    """Trajectories behind pieces of the training text, as records."""
+    sizes, found = config.objective, []
+    prompts = objectives.stream_windows(
+        corpus.stream, seq_len=sizes.prompt_tokens - 1, num_windows=config.num_texts
+    )
+    starts = range(0, len(prompts), TOGETHER)
+    for first in progress.track(starts, "trajectories", "batches"):
+        some = prompts[first : first + TOGETHER]
+        made = _found(model, some, sizes.block_tokens)
+        pairs = zip(some.tolist(), made, strict=True)
+        found += [Trajectory(text, block.guesses) for text, block in pairs]
+    return consistency.records(
+        *(found, corpus.stream),
+        each=config.guesses,
+        text_tokens=sizes.text_tokens,
+        seed=config.seed,
+    )
+
+
+def _asked(
+    config: Config, model: Loaded, corpus: streams.Corpus
+) -> tuple[float, int, int, float]:
+    """A row of `Models` behind its name."""
+    sizes = config.objective
+    prompts = objectives.stream_windows(
+        corpus.held_out,
+        seq_len=sizes.prompt_tokens - 1,
+        num_windows=config.num_held_out,
+    )
+    starts = range(0, len(prompts), TOGETHER)
+    found = [
+        block
+        for first in starts
+        for block in _found(
+            model, prompts[first : first + TOGETHER], sizes.block_tokens
+        )
+    ]
+    scored = objectives.score_stream(
+        model.params,
+        corpus.held_out,
+        model=model.config,
+        seq_len=min(512, model.config.max_positions),
+        num_windows=config.scored_windows,
+        batch_size=16,
+    )
+    bits = scored.loss / np.log(2) / corpus.bytes_per_token
+    steps = float(np.mean([block.steps for block in found]))
+    return bits, len(found), sizes.block_tokens, steps
+
+
+def _decode(
+    config: Config, model: Loaded, progress: Progress
+) -> Iterator[tuple[Any, ...]]:
+    """Rows of `Runs`: plain decoding, and Jacobi's of each length, in turns."""
+    ask = Sampling.greedy(max_tokens=config.output_tokens)
+    sizes = config.max_length, config.steps_per_call
+
+    def servers(setting: serving.Setting) -> list[serving.Server]:
+        ways = [(serving.PLAIN, 0), *(("Jacobi", num) for num in config.num_drafts)]
+        return [
+            serving.Server(model, way, serving.bounds(1, num, *sizes))
+            for way, num in ways
+        ]
+
+    def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
+        how = {"prompt_tokens": config.prompt_tokens, "seed": config.seed}
+        return serving.requests_of(model.tokenizer, config.num_prompts, ask, **how)
+
+    return serving.decode([(1, 0.0)], config.rounds, servers, requests, progress)
+
+
+def _export(config: Config, model: Loaded) -> None:
+    """Writes the model, to be served."""
+    params: Params = model.params
+    card = (
+        f"# A model of `{config.model}`'s shape, trained for Jacobi decoding\n\n"
+        "    jaxkv run jacobi cllm\n\n"
+        "Consistency fine-tuning (Kou et al. 2024, arXiv:2403.00835); data, licence "
+        "and shape are those of the model that it comes from.\n"
+    )
+    checkpoints.save_model(
+        config.export,
+        model.config,
+        params,
+        tokenizer=model.tokenizer,
+        eos_ids=model.eos_ids,
+        model_card=card,
+        dtype="bfloat16",
+        overwrite=True,
+    )
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists models and runs, a row each, and what training took."""
+    return {
+        "device": result.device,
+        "models": result.models.rows(),
+        "runs": [*_named(result.runs)],
+        "num_records": result.num_records,
+        "train_s": result.train_s,
+        "loss": result.loss[-1:].tolist(),
+    }
+
+
+def _named(runs: on_text.Runs) -> Iterator[dict[str, Any]]:
+    """Rows for JSON, in which what differs is the model."""
+    for row in runs.rows():
+        yield {"model": row.pop("way")} | row
+
+
+NOTES = (
+    "Blocks of held-out text, from guesses of the token before. Bits per byte: of "
+    "held-out text, by which the fine-tuned model must be judged, too: one that writes "
+    "the same everywhere is found in a step.",
+    "The same prompts, greedily, each model beside its own plain decoding in turns. "
+    "Two models write two answers, so that what is gained is not of the same text.",
+)
+
+
+def summary(result: Result) -> list[Part]:
+    """Tables: the model before and after, and the engine with each."""
+    said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
+    sheets: list[Sheet] = [
+        result.models.sheet("before and after", note=NOTES[0]),
+        result.runs.sheet(
+            f"the engine's drafter, one sequence on {result.device}",
+            *("way", "num_drafts", *said),
+            note=NOTES[1],
+        ),
+    ]
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds tokens against plain decoding, and what is gained against CLLM's."""
+    runs = result.runs
+    if len(runs):
+        num = int(runs.num_tokens.sum())
+        yield ours("lossless", runs.num_other.sum(), num=num)
+        best = [np.nanmax(runs.where(way=way).speed) for way in (AFTER, BEFORE)]
+        yield ours("tuned", best[0], before=f"{best[1]:.2f}", device=result.device)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws the loss, blocks' tokens a step, and the engine's."""
+    axes[0].plot(result.trained, result.loss, color=style.colors()[5])
+    title = "nats of consistency"
+    style.titled(axes[0], title, "steps of training", "per token", ylim=(0, None))
+    models = result.models
+    axes[1].bar(models.model, models.tokens_per_step, 0.6, color=style.colors()[5])
+    labels = [f"{bits:.3f} bits per byte" for bits in models.bits_per_byte]
+    for place, label in enumerate(labels):
+        axes[1].text(place, 0.05, label, ha="center", fontsize=6, color="white")
+    length = models.length[0] if len(models) else 0
+    style.titled(axes[1], f"blocks of {length}", "", "tokens a step")
+    for nth, name in enumerate((BEFORE, AFTER)):
+        here, color = result.runs.where(way=name), (6, 5)[nth]
+        style.curve(axes[2], here.num_drafts, here.tokens_per_step, color, name, "s:")
+        style.curve(axes[2], here.num_drafts, here.speed, color, f"{name}, speed")
+    axes[2].axhline(1, color="0.6", linewidth=0.8, zorder=0)
+    if len(result.runs):
+        axes[2].legend()
+    title = "the engine: tokens a step (dotted), times as fast"
+    style.titled(axes[2], title, "drafts a step", "times", ylim=(0, None))

@@ -1,0 +1,278 @@
+"""Can autoregression be overcome? Jacobi decoding of whole blocks.
+
+The bundled model continues held-out code, block after block behind its own answer. In
+how many iterations is a block of m tokens found, greedily and with fixed noise, and is
+it what plain decoding writes? At most m, says the theorem, and every iteration gets
+another token right for good. How many fewer, decides what there is to gain; the
+engine's own drafter of that name shows what comes of it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from experiments.decoding.jacobi import blocks, drawing
+from experiments.decoding.speculation import on_text, serving
+from experiments.framework import (
+    Floats,
+    Ints,
+    Ours,
+    Part,
+    Record,
+    Sheet,
+    Table,
+    beside,
+    column,
+    ours,
+)
+from experiments.framework.table import shown
+from experiments.harness import model_shapes
+from jaxkv import validation
+from jaxkv.models.checkpoints import Loaded
+from jaxkv.progress import QUIET, Progress
+from jaxkv.sampling import Sampling
+
+BOOK = beside(__file__)
+WAY = "Jacobi"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The text, the blocks, and how many tokens."""
+
+    model: str = "stdlib-bytes"
+    """A folder, or a bundled model."""
+    num_prompts: int = 8
+    """Texts that are continued."""
+    prompt_tokens: int = 128
+    """Of each."""
+    output_tokens: int = 320
+    """Of each answer, which does not end before."""
+    lengths: tuple[int, ...] = (4, 8, 16, 32)
+    """Tokens of a block."""
+    picture_tokens: int = 32
+    """Of the block that is drawn, the first of the first text."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """0 is greedy."""
+    num_drafts: tuple[int, ...] = (4, 8, 16, 32)
+    """Tokens that the engine's drafter guesses in a step."""
+    rounds: int = 3
+    """Turns of the engine's."""
+    steps_per_call: int = 4
+    """Steps between two looks of the host."""
+    seed: int = 0
+    """Of prompts and draws."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to measure."""
+        validation.at_least(self, "num_prompts", "prompt_tokens", "picture_tokens")
+        validation.at_least(self, "rounds", "steps_per_call")
+        validation.at_least(self, "seed", low=0)
+        validation.ascending(self, "lengths", "num_drafts", low=1)
+        validation.within(self, "temperatures", low=0, high=2)
+        longest = max(*self.lengths, self.picture_tokens)
+        calls = 2 * self.steps_per_call * (1 + self.num_drafts[-1])
+        if self.output_tokens <= (least := max(longest, calls)):
+            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt with its answer."""
+        return self.prompt_tokens + self.output_tokens
+
+    def requests(
+        self, tokenizer: Any, temperature: float
+    ) -> tuple[list[list[int]], list[Sampling]]:
+        """Cuts prompts of code, and says how each is to be continued."""
+        ask = Sampling(temperature=temperature, max_tokens=self.output_tokens)
+        sizes = {"prompt_tokens": self.prompt_tokens, "seed": self.seed}
+        return serving.requests_of(tokenizer, self.num_prompts, ask, **sizes)
+
+
+PANELS = (2, 2)
+
+CONFIGS = {
+    "real": Config(),
+    "smoke": Config(
+        num_prompts=2,
+        prompt_tokens=16,
+        output_tokens=40,
+        lengths=(2, 5),
+        picture_tokens=6,
+        temperatures=(0.0,),
+        num_drafts=(2,),
+        rounds=2,
+        steps_per_call=2,
+    ),
+}
+
+
+class Blocks(Table):
+    """Blocks of one length."""
+
+    length: Ints = column("tokens of a block", heading="tokens")
+    temperature: Floats = column("0 is greedy")
+    num_blocks: Ints = column("found", heading="blocks")
+    steps: Floats = column("iterations, mean over blocks", form="{:.2f}")
+    most_steps: Ints = column("of any block", heading="most steps")
+    num_late: Ints = column("that took more steps than tokens", heading="late")
+    num_stuck: Ints = column("steps that got no token right", heading="stuck")
+    num_other: Ints = column(
+        "tokens that differ from plain decoding's", heading="other tokens"
+    )
+
+    @property
+    @shown(heading="tokens a step", form="{:.2f}")
+    def tokens_per_step(self) -> np.ndarray:
+        """Of a block, one iteration fixes so many tokens on the average."""
+        return self.length / np.maximum(self.steps, 1e-9)
+
+
+class Picture(Table):
+    """How one block is found."""
+
+    tokens: Int[np.ndarray, "rows places"] = column("guesses of an iteration")
+    fixed: Ints = column("tokens from the first on that are right")
+
+
+class Result(Record):
+    """What was measured."""
+
+    blocks: Blocks = column("blocks, by length")
+    picture: Picture = column("one block", is_told=False)
+    runs: on_text.Runs = column("the engine's drafter")
+    output_tokens: int = column("of each answer", is_told=False)
+    device: str = column("kind of it")
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Finds blocks, then decodes with the engine; ended early, what is done.
+
+    Raises:
+      ValueError: the model cannot be served, or has no room for so many tokens.
+    """
+    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    cases = [(t, m) for t in config.temperatures for m in config.lengths]
+    answers: dict[float, list[list[int]]] = {}
+    found = []
+    for temperature, length in progress.track(cases, "blocks of", "lengths"):
+        texts, asks = config.requests(model.tokenizer, temperature)
+        if temperature not in answers:
+            bounds = serving.bounds(1, 0, config.max_length, config.steps_per_call)
+            answers[temperature], _ = serving.Server(
+                model, serving.PLAIN, bounds
+            ).serve(texts, asks)
+        found.append(_found(model, texts, asks, answers[temperature], length))
+    runs = on_text.Runs.of(_decode(config, model, progress))
+    kind = jax.devices()[0].device_kind
+    picture = _picture(config, model)
+    return Result(Blocks.of(found), picture, runs, config.output_tokens, kind)
+
+
+def _found(
+    model: Loaded,
+    texts: list[list[int]],
+    asks: list[Sampling],
+    answers: list[list[int]],
+    length: int,
+) -> tuple[Any, ...]:
+    """A row of `Blocks`: every whole block of all answers."""
+    known, wanted, each = [], [], []
+    for text, ask, answer in zip(texts, asks, answers, strict=True):
+        for start in range(0, len(answer) - length + 1, length):
+            known.append(text + answer[:start])
+            wanted.append(answer[start : start + length])
+            each.append(ask)
+    found = blocks.find(model, known, each, length)
+    steps = np.array([block.steps for block in found])
+    stuck = sum(int((np.diff(block.fixed[:-1]) < 1).sum()) for block in found)
+    other = sum(
+        int((block.tokens != np.array(tokens)).sum())
+        for block, tokens in zip(found, wanted, strict=True)
+    )
+    late = int((steps > length).sum())
+    counts = len(found), steps.mean(), steps.max(), late, stuck, other
+    return (length, asks[0].temperature, *counts)
+
+
+def _picture(config: Config, model: Loaded) -> Picture:
+    """The first block of the first text, greedily."""
+    texts, asks = config.requests(model.tokenizer, 0.0)
+    [block] = blocks.find(model, texts[:1], asks[:1], config.picture_tokens)
+    return Picture.of(zip(block.guesses, block.fixed, strict=True))
+
+
+def _decode(
+    config: Config, model: Loaded, progress: Progress
+) -> Iterator[tuple[Any, ...]]:
+    """Rows of `Runs`."""
+    settings = [(1, temperature) for temperature in config.temperatures]
+
+    def servers(setting: serving.Setting) -> list[serving.Server]:
+        sizes = config.max_length, config.steps_per_call
+        plain = serving.Server(model, serving.PLAIN, serving.bounds(1, 0, *sizes))
+        return [plain] + [
+            serving.Server(model, WAY, serving.bounds(1, num, *sizes))
+            for num in config.num_drafts
+        ]
+
+    def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
+        return config.requests(model.tokenizer, setting[1])
+
+    return serving.decode(settings, config.rounds, servers, requests, progress)
+
+
+def metrics(result: Result) -> dict[str, Any]:
+    """Lists blocks and runs, a row each, and the block that is drawn."""
+    rows = {"blocks": result.blocks.rows(), "runs": result.runs.rows()}
+    return {"device": result.device, **rows, "picture": result.picture.rows()}
+
+
+NOTES = (
+    "Each block starts from guesses of token 0 behind what plain decoding wrote. "
+    "Steps: until nothing changes any more. A model that was not trained for it seldom "
+    "gets a token right whose neighbour before it is wrong, so blocks take nearly as "
+    "many steps as they have tokens.",
+    "The engine's window moves on with the text, and keeps guesses that may yet be "
+    "right. Times as fast as plain decoding: tokens a step over what a step costs.",
+)
+
+
+def summary(result: Result) -> list[Part]:
+    """Tables: blocks, and the engine."""
+    said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
+    sheets: list[Sheet] = [
+        result.blocks.sheet("steps until a block is found", note=NOTES[0]),
+        result.runs.sheet(
+            *(f"the engine's drafter, one sequence on {result.device}", "temperature"),
+            *("num_drafts", *said),
+            note=NOTES[1],
+        ),
+    ]
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+@BOOK.judges
+def claims(result: Result) -> Iterator[Ours]:
+    """Holds steps and tokens against the theorem, and speeds against others'."""
+    found, runs = result.blocks, result.runs
+    if len(found):
+        num = int(found.num_blocks.sum())
+        yield ours("steps", found.num_late.sum(), num=num)
+        yield ours("progress", found.num_stuck.sum(), num=num)
+    other = sum(int(x.num_other.sum()) for x in (found, runs))
+    tokens = int((found.num_blocks * found.length).sum() + runs.num_tokens.sum())
+    if tokens:
+        yield ours("lossless", other, num=tokens)
+    greedy = runs.where(temperature=0.0)
+    if len(greedy):
+        yield ours("speed", np.nanmax(greedy.speed), device=result.device)
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws one block as it is found, steps by length, and the engine's speeds."""
+    drawing.draw(axes, result.picture, result.blocks, result.runs)

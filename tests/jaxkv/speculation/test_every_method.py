@@ -1,0 +1,100 @@
+"""Every lossless method, a trained model, 200 prompts: tokens of plain decoding.
+
+Numerics are fast, as they are served, and trees are among the methods: a token may
+differ where rounding decides it, between two whose scores are nearly equal.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.models import checkpoints, transformer
+from jaxkv.sampling import Sampling
+from jaxkv.speculation import methods
+from scaling.corpora import corpora
+from scaling.training import objectives
+from tests.support.folders import ROOT
+
+MODELS = ROOT / "experiments" / "models"
+FOLDER = MODELS / "stdlib-bytes"
+NUM, PROMPT, ANSWER = 200, 24, 40
+NEARLY_EQUAL = 1e-3
+"""Of two logits, some hundred times what rounding makes of one."""
+HOW: dict[str, dict[str, Any]] = {
+    "draft-model": {"draft_folder": FOLDER},
+    "medusa": {"heads_folder": MODELS / "stdlib-bytes-medusa"},
+    "eagle": {"heads_folder": MODELS / "stdlib-bytes-eagle"},
+}
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Pieces of held-out code, of unlike lengths."""
+    stream = corpora.open(corpora.STANDARD_LIBRARY).held_out
+    pieces = objectives.stream_windows(stream, seq_len=PROMPT - 1, num_windows=NUM)
+    return [piece[i % (PROMPT - 1) :].tolist() for i, piece in enumerate(pieces)]
+
+
+def answers(max_slots: int = 16, num: int = NUM, **how: Any) -> list[list[int]]:
+    engine = jaxkv.Engine.load(
+        FOLDER,
+        num_pages=8 * max_slots,
+        max_slots=max_slots,
+        max_length=PROMPT + ANSWER,
+        max_sequences=2 * max_slots,
+        prefix_cache=True,
+        steps_per_call=2,
+        **how,
+    )
+    ask = Sampling.greedy(max_tokens=ANSWER, ignore_eos=True)
+    return [x.answers[0].tokens for x in engine.generate(prompts()[:num], ask)]
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    return answers()
+
+
+@jax.jit
+def logits_of(params: Any, tokens: Any) -> Any:
+    config = checkpoints.read_config(FOLDER)
+    return transformer.logits(params, tokens, config=config)
+
+
+def gap(known: list[int], tokens: list[int]) -> float:
+    """By how much the better of two tokens is better, and the best than that."""
+    padded = np.zeros((1, PROMPT + ANSWER), np.int32)
+    padded[0, : len(known)] = known
+    params = checkpoints.load_model(FOLDER).params
+    scores = np.asarray(logits_of(params, jnp.asarray(padded)))[0, len(known) - 1]
+    return float(scores.max() - scores[tokens].min())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "adaptive"),
+    [*((method, False) for method in methods.METHODS), ("ngram", True)],
+)
+def test_tokens_are_those_of_plain_decoding(method: str, adaptive: bool) -> None:
+    how: dict[str, Any] = {"speculate": method, "adaptive": adaptive}
+    how |= {"max_drafts": 8, "num_lengths": 2 if adaptive else 1}
+    how |= HOW.get(method, {})
+    found = [answers(**how)]
+    if method == "ngram" and not adaptive:
+        found.append(answers(max_slots=1, num=40, **how))
+    num_other = 0
+    for batch in found:
+        for prompt, got, want in zip(prompts(), batch, plain(), strict=False):
+            assert len(got) == len(want) == ANSWER
+            same = [a == b for a, b in zip(got, want, strict=True)]
+            if all(same):
+                continue
+            place = same.index(False)
+            assert gap(prompt + want[:place], [got[place], want[place]]) < NEARLY_EQUAL
+            num_other += 1
+    assert num_other <= 2

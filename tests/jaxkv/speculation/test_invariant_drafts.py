@@ -1,0 +1,93 @@
+"""Drafts change no bit, whatever the batch: tokens, log-probabilities, reasons."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.engine.state import init
+from jaxkv.speculation import EagleConfig, MedusaConfig, head_folders, methods
+from tests.support import batches, engines
+from tests.support.batches import PLACES, assert_same_bits, config_of, workload
+from tests.support.engines import MODEL, Run
+
+SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
+HEADS: dict[str, Any] = {
+    "medusa": MedusaConfig(target=MODEL, num_heads=3),
+    "eagle": EagleConfig(target=MODEL, taps=(0, 2)),
+}
+
+
+def heads_of(kind: str) -> head_folders.Loaded:
+    """Heads that guess at random."""
+    rng, shape = np.random.default_rng(2), HEADS[kind]
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype),
+        shape.param_shapes(),
+    )
+    return head_folders.Loaded(shape, params, ((0.5,), (0.4,), (0.3,)))
+
+
+@functools.cache
+def serve(method: str, place: str, seed: int) -> Run:
+    """Three drafts a step of every slot, where budget and pages allow."""
+    config = dataclasses.replace(config_of(PLACES[place]), max_drafts=3)
+    heads = heads_of(method) if method in HEADS else None
+    small = methods.Model(SMALLER, engines.params(SMALLER))
+    served = methods.serve(
+        methods.Model(MODEL, engines.params()),
+        config,
+        dtype="float32",
+        method=method,
+        draft=small if method == "draft-model" else None,
+        heads=heads,
+    )
+    assert served.speculation is not None
+    return batches.serve(
+        workload(seed),
+        PLACES[place],
+        seed,
+        config=config,
+        as_served=False,
+        weights=served.params,
+        state=init(config, served.pages, served.speculation.drafter.init(config)),
+        forward=served.forward,
+        speculation=served.speculation,
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        ("ngram", ("alone", "crowd")),
+        *(
+            pytest.param(method, ("alone", "crowd", "flood"), marks=pytest.mark.slow)
+            for method in ("draft-model", "early-exit", "jacobi", *HEADS)
+        ),
+    ],
+)
+def test_no_bit_depends_on_the_batch(method: str, names: tuple[str, ...]) -> None:
+    """One sequence at a time, and many with preemption; and as without drafts."""
+    num_drafts = num_accepted = num_preempted = 0
+    for seed in range(3):
+        plain = batches.serve(workload(seed), PLACES["crowd"], seed, as_served=False)
+        for name in names:
+            run = serve(method, name, seed)
+            drafts = np.asarray(run.info.num_drafts)
+            accepted = np.maximum(run.info.num_emitted - 1, 0)[drafts > 0]
+            num_drafts, num_accepted = (
+                num_drafts + drafts.sum(),
+                num_accepted + accepted.sum(),
+            )
+            num_preempted += int(run.info.num_preempted.sum())
+            assert len(run.outcomes) == len(plain.outcomes)
+            for request_id, outcome in run.outcomes.items():
+                assert_same_bits(outcome, plain.outcomes[request_id])
+    assert num_drafts > 100
+    assert num_accepted > 10
+    assert num_preempted > 0
