@@ -199,13 +199,13 @@ class EngineCore:
             all_samples = np.full_like(ids, -1)
             return self._programs.drain(state, ids, all_samples, self._eviction)[0]
 
-        run = tuning.Programs(lambda state: self._run(state)[0], submit, withdraw)
+        run = tuning.Programs(lambda state: self.run_steps(state)[0], submit, withdraw)
         self.compile()
         with self._lock, self._all_or_lost():
             self.state = tuning.tune(self.state, run, self.config, plan)
 
-    def _run(self, state: EngineState, now: float = 0.0) -> Any:
-        """Runs the steps of a call."""
+    def run_steps(self, state: EngineState, now: float = 0.0) -> Any:
+        """Runs the steps of a call on a state, which they consume."""
         return self._programs.run_steps(
             self.params, state, from_seconds(now), **self._rules()
         )
@@ -261,7 +261,7 @@ class EngineCore:
                         self.state, requests, config=config
                     )
                     tracker.hand_over(batch)
-                self.state, info = self._run(self.state, self.now())
+                self.state, info = self.run_steps(self.state, self.now())
                 self.unread.append(call := Call(info=info))
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import clock
 from jaxkv.engine.state import EMPTY, FINISHED, EngineState
 from jaxkv.parallel import layout, make_mesh
 from tests.support import engines
@@ -31,8 +30,8 @@ def half_done(engine: jaxkv.Engine) -> EngineState:
     """Its state while requests are read, answered and wait."""
     for prompt, ask in zip(PROMPTS, ASKS, strict=True):
         engine.submit(prompt, ask)
-    engine._turn()
-    engine._read(engine._unread[0])
+    engine.core.turn()
+    engine.core.read(engine.core.unread[0])
     return engine.core.state
 
 
@@ -40,9 +39,7 @@ def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[A
     """Runs a state by an engine's programs; the state then, and what steps said."""
     emitted = []
     for call in range(NUM_CALLS):
-        now = clock.from_seconds(1.0 + call)
-        rules: Any = engine._rules() | engine._static
-        state, info = engine._programs.run_steps(engine.params, state, now, **rules)
+        state, info = engine.core.run_steps(state, 1.0 + call)
         emitted.append(jax.tree.map(np.asarray, info))
     return state, emitted
 
