@@ -81,7 +81,7 @@ def attend(
       scale: factor on the scores; None means head_dim ** -0.5.
       window: latest keys a row sees; None means all.
       numerics: "reproducible" gives a row the same bits in any batch.
-      plan: what `make_plan` returns for these rows, made once for all layers; None
+      plan: what `plan_attention` returns for these rows, made once for all layers; None
         makes one in each layer where one is needed.
 
     Returns:
@@ -155,7 +155,7 @@ def _seen_here(pages: kv_pages.Pages, rows: kv_pages.Rows) -> kv_pages.Rows:
     )
 
 
-def make_plan(
+def plan_attention(
     pages: kv_pages.Pages,
     rows: kv_pages.Rows,
     *,

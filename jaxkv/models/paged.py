@@ -152,7 +152,7 @@ class PagedForward:
         the pages.
         """
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
-        plan = interface.make_plan(
+        plan = interface.plan_attention(
             *(pages, rows),
             num_q_heads=pages.k.shape[2] * self.config.group_size,
             dtype=model.embed.weight[...].dtype,

@@ -224,7 +224,7 @@ def make_plan(
     if chosen != "mosaic_gpu":
         return None
     kv_heads = k_pages.shape[1]
-    return dispatch.make_plan(
+    return dispatch.plan_step(
         *(positions, slots),
         num_slots=len(page_ids),
         kv_heads=kv_heads,

@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.stream_k import Schedule, Tiling
 from pallas_kernels.row_packing import Packing
 
 FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
-"""Lines of `Plan.rows`; the words of ancestors fill the lines from `WORDS` on."""
+"""Lines of `DecodePlan.rows`; the words of ancestors fill the lines from `WORDS` on."""
 
 
 def why_not(
@@ -45,7 +45,7 @@ def why_not(
     return None
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """What the decode kernel needs besides arrays of a layer."""
 
     packing: Packing
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
     schedule: Schedule
 
 
-def make_plan(
+def plan_decode(
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None,
     *,
@@ -76,7 +76,7 @@ def make_plan(
     window: int | None = None,
     max_rows_per_slot: int | None = None,
     nth: Int32[Array, " rows"] | None = None,
-) -> Plan:
+) -> DecodePlan:
     """Packs the rows and cuts the work.
 
     A row sees the places up to its position; with a `context` of at least 0 instead
@@ -145,7 +145,7 @@ def make_plan(
     inner_high = jnp.min(pack(limit, big), axis=1)
     lines = [pack(x, 0) for x in (start, limit, positions, *lines)]
     rows = [row_packing.spread(x, group=group) for x in lines]
-    return Plan(
+    return DecodePlan(
         packing=packed,
         rows=jnp.stack(rows, axis=1),
         low=low,

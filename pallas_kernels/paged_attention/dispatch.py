@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import devices, row_packing
 from pallas_kernels.paged_attention import decode_plan, prefill_plan, stream_k
+from pallas_kernels.paged_attention.decode_plan import DecodePlan
+from pallas_kernels.paged_attention.prefill_plan import PrefillPlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 PACKED_ROWS = 128
@@ -57,13 +59,13 @@ class StepPlan(NamedTuple):
 
     tiling: Tilings
     """Sizes that the plan was made with, and that the kernels have."""
-    few: decode_plan.Plan | None
+    few: DecodePlan | None
     """Rows of slots with few of them, and of trees; None where there can be none."""
-    many: prefill_plan.Plan | None
+    many: PrefillPlan | None
     """Rows of the other slots, likewise."""
 
 
-def make_plan(
+def plan_step(
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None,
     *,
@@ -78,7 +80,7 @@ def make_plan(
 ) -> StepPlan:
     """Divides the rows among the kernels, and plans for each.
 
-    Arguments are those of `decode_plan.make_plan`; a tiling of None takes
+    Arguments are those of `decode_plan.plan_decode`; a tiling of None takes
     `default_tilings` of `head_dim`. Up to `PACKED_ROWS` rows of every slot, with
     `slots` of None, and no more rows than are few go to decode alone, and so do trees.
     The rows of a single slot go to prefill alone: so many are a chunk, but for its last
@@ -91,7 +93,7 @@ def make_plan(
         slots = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
     if slots is None or is_dense or num_rows <= few:
-        plan = decode_plan.make_plan(
+        plan = decode_plan.plan_decode(
             *(positions, slots),
             kv_heads=kv_heads,
             group=group,
@@ -108,7 +110,7 @@ def make_plan(
         chunks = jnp.where(in_tree, -1, positions)
     elif num_slots == 1:
         few = 0
-    many = prefill_plan.make_plan(
+    many = prefill_plan.plan_prefill(
         *(chunks, slots), few=few, tiling=tiling.prefill, runs=runs, **options
     )
     if few == 0:
@@ -117,7 +119,7 @@ def make_plan(
     left = jnp.where(runs.count > few, -1, positions)
     if context is not None:
         left = jnp.where(in_tree, positions, left)
-    plan = decode_plan.make_plan(
+    plan = decode_plan.plan_decode(
         *(left, slots),
         kv_heads=kv_heads,
         group=group,
@@ -145,7 +147,7 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from all rows, with the kernels that the plan names.
 
-    Arguments and errors are those of `decode.attend`; `plan` is `make_plan` of these
+    Arguments and errors are those of `decode.attend`; `plan` is `plan_step` of these
     rows, with the same window, `packed_q` the queries as its `few` packs them, and
     `features` are scale, softcap, alibi, and the layer.
 

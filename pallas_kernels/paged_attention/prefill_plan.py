@@ -28,13 +28,13 @@ SLOT, ROW, BEGIN, END, WHOLE, LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = (
     *(0, 1, 2, 3),
     *(4, 6, 7, 8, 9, 10, 11),
 )
-"""Lines of `Plan.tiles`; `WHOLE` has one for each half."""
+"""Lines of `PrefillPlan.tiles`; `WHOLE` has one for each half."""
 
 ALL_KV = NUM_KV + 1
 """Line of `_lines_of_rows`."""
 
 
-class Plan(NamedTuple):
+class PrefillPlan(NamedTuple):
     """What the prefill kernel needs besides arrays of a layer."""
 
     position: Int32[Array, " padded_rows"]
@@ -87,7 +87,7 @@ def default_tiling(*, head_dim: int, num_programs: int = devices.NUM_CORES) -> T
     )
 
 
-def make_plan(
+def plan_prefill(
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"],
     *,
@@ -96,8 +96,8 @@ def make_plan(
     tiling: Tiling,
     window: int | None = None,
     runs: row_packing.Runs | None = None,
-) -> Plan:
-    """Cuts the chunks of slots with many rows into tiles; as `decode_plan.make_plan`.
+) -> PrefillPlan:
+    """Cuts the chunks of slots with many rows into tiles; as `decode_plan.plan_decode`.
 
     Slots of `few` rows or fewer are left out. `runs` are those of these rows, and may
     count slots of which `positions` has none; None where they are not known yet.
@@ -126,7 +126,7 @@ def make_plan(
     found = jnp.where(says, lines[:ALL_KV, None, :], 0)
     padding = num_padded(num_rows) - num_rows
     position = jnp.where(many, positions, -1)
-    return Plan(
+    return PrefillPlan(
         position=jnp.pad(position, (0, padding), constant_values=jnp.int32(-1)),
         tiles=jnp.sum(found, axis=2, dtype=jnp.int32),
         tile_of=jnp.where(many, rank, num_tiles),
@@ -142,7 +142,7 @@ def _lines_of_rows(
     keys: int,
     window: int | None,
 ) -> Int32[Array, "lines rows"]:
-    """Lines of `Plan.tiles` of each row's tile: all rows are compared with all.
+    """Lines of `PrefillPlan.tiles` of each row's tile: all rows are compared with all.
 
     Only the first row of each tile has its `NUM_KV`, all others have 0; line `ALL_KV`
     has it for all rows.
@@ -190,7 +190,7 @@ def _spans(
     keys: int,
     window: int | None,
 ) -> list[Int32[Array, " rows"]]:
-    """Lines of `Plan.tiles` from `LOW` on: what is seen from these positions."""
+    """Lines of `PrefillPlan.tiles` from `LOW` on: what is seen from these positions."""
     low, inner_low, high = jnp.zeros_like(highest), jnp.zeros_like(highest), highest + 1
     if window is not None:
         low = jnp.maximum(jnp.minimum(lowest, highest) - window + 1, 0)

@@ -71,7 +71,7 @@ def run(
     _, kv_heads, _, _ = case.k_pages.shape
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = decode_plan.make_plan(
+        plan = decode_plan.plan_decode(
             *(arrays["positions"], arrays["slots"]),
             context=arrays["context"],
             ancestors=arrays["ancestors"],
@@ -112,7 +112,7 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
     """Emulates the kernel for chunks; slots of `few` rows or less are left out."""
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = prefill_plan.make_plan(
+        plan = prefill_plan.plan_prefill(
             *(arrays["positions"], arrays["slots"]),
             num_slots=case.page_ids.shape[0],
             few=few,

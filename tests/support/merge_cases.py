@@ -7,6 +7,7 @@ import numpy as np
 
 from pallas_kernels import row_packing
 from pallas_kernels.paged_attention import decode_plan, merging, stream_k
+from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 PROGRAMS = 7
@@ -16,7 +17,7 @@ class Case(NamedTuple):
     """Arguments of `merging.merge_and_unpack`."""
 
     states: Any
-    plan: decode_plan.Plan
+    plan: DecodePlan
     group: int
     tiling: Tiling
 
@@ -37,7 +38,7 @@ class Case(NamedTuple):
         )
 
 
-def parts_of(plan: decode_plan.Plan, tiling: Tiling) -> np.ndarray:
+def parts_of(plan: DecodePlan, tiling: Tiling) -> np.ndarray:
     """First and last program of each item, of two KV heads."""
     return np.asarray(stream_k.parts(plan.schedule.ends, kv_heads=2, tiling=tiling))
 
@@ -54,7 +55,7 @@ def make(
 ) -> Case:
     """A plan of two KV heads, and states: NaN where nobody wrote."""
     tiling = Tiling(num_programs=PROGRAMS, stages=2, block_rows=block_rows)
-    plan = decode_plan.make_plan(
+    plan = decode_plan.plan_decode(
         jnp.asarray(positions, jnp.int32),
         None if slots is None else jnp.asarray(slots, jnp.int32),
         num_slots=num_slots,

@@ -28,7 +28,8 @@ from pallas_kernels.bench import (
 )
 from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.page_ops import copy
-from pallas_kernels.paged_attention import api, decode_plan, dispatch, merging
+from pallas_kernels.paged_attention import api, dispatch, merging
+from pallas_kernels.paged_attention.decode_plan import DecodePlan
 
 FOLDER = Path(__file__).with_name("peers")
 ELSEWHERE = {
@@ -150,7 +151,7 @@ def _attend(name: Any, problem: Problem) -> Run:
 
 
 def merge_alone(
-    problem: Problem, plan: decode_plan.Plan, tilings: dispatch.Tilings
+    problem: Problem, plan: DecodePlan, tilings: dispatch.Tilings
 ) -> Callable[[int], Any]:
     """Makes a call that merges states of the shapes that the decode kernel leaves.
 

@@ -15,7 +15,7 @@ from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import merging
-from pallas_kernels.paged_attention.decode_plan import Plan
+from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import decode_body, merge, warpgroups
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -26,7 +26,7 @@ def attend(
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
-    plan: Plan,
+    plan: DecodePlan,
     *,
     scale: float,
     softcap: float | None = None,
@@ -42,7 +42,7 @@ def attend(
     """Attends from the planned rows to the pages of their slots.
 
     Arguments are those of `api.paged_attention`, all in bfloat16 or float16; `plan` is
-    `decode_plan.make_plan` of these rows, with the same `tiling`. `dtype` is that of
+    `decode_plan.plan_decode` of these rows, with the same `tiling`. `dtype` is that of
     the output: float32 if states of the same rows are to be merged. `packed_q` are the
     queries as `row_packing.pack_queries` lays them out, padding of any kind; None does
     so here. `interpret` says how to emulate the kernel on a CPU; False compiles it.
@@ -86,7 +86,7 @@ def partial_states(
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
-    plan: Plan,
+    plan: DecodePlan,
     *,
     scale: float,
     softcap: float | None = None,
@@ -128,7 +128,7 @@ def _launch(
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
-    plan: Plan,
+    plan: DecodePlan,
     slopes: Float32[Array, "kv_heads wgmma_rows"] | None,
     *,
     layer: Layer,

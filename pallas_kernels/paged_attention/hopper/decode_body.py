@@ -31,7 +31,7 @@ OUT_COLUMNS = 128
 
 
 class Inputs(NamedTuple):
-    """References to global memory that are read: see `Plan` and `Schedule`."""
+    """References to global memory that are read: see `DecodePlan` and `Schedule`."""
 
     q: Ref
     k: Ref

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float32
 
 from pallas_kernels import row_packing
 from pallas_kernels.devices import WGMMA_ROWS
-from pallas_kernels.paged_attention import decode_plan, stream_k
+from pallas_kernels.paged_attention import stream_k
+from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import merge, softmax
 from pallas_kernels.paged_attention.hopper.softmax import Ref
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -44,7 +45,7 @@ class Cut(NamedTuple):
     lse: Float32[Array, "blocks kv_heads 64"]
     part_out: Float32[Array, "programs 2 64 head_dim"]
     part_lse: Float32[Array, "programs 2 64"]
-    plan: decode_plan.Plan
+    plan: DecodePlan
     tiling: Tiling
 
     @property
@@ -63,7 +64,7 @@ class Outputs(NamedTuple):
     held_lse: Ref  # [64], likewise
 
 
-def takes(plan: decode_plan.Plan, *, group: int, sinks: Any) -> bool:
+def takes(plan: DecodePlan, *, group: int, sinks: Any) -> bool:
     """Whether nothing is to be added to what is merged, and blocks have 64 rows.
 
     That is what a warpgroup loads. Blocks have so many, padding included, for groups of

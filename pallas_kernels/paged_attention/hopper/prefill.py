@@ -18,7 +18,7 @@ from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import merge_beside, prefill_body, warpgroups
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
-from pallas_kernels.paged_attention.prefill_plan import TILE_ROWS, Plan
+from pallas_kernels.paged_attention.prefill_plan import TILE_ROWS, PrefillPlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
@@ -27,7 +27,7 @@ def attend(
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
-    plan: Plan,
+    plan: PrefillPlan,
     *,
     scale: float,
     window: int | None = None,
@@ -45,7 +45,7 @@ def attend(
     """Attends from the planned rows to the pages of their slots.
 
     Arguments are those of `decode.attend`, but for `plan`, which is
-    `prefill_plan.make_plan` with the same `tiling`, of 128 rows, and `window`; and
+    `prefill_plan.plan_prefill` with the same `tiling`, of 128 rows, and `window`; and
     `others`: output, in the type of q, and log-sum-exp of the rows that are left out,
     None for 0 and -inf, or decode's states of theirs, which are merged here. Of a
     slot's places, those between the first and the last that its rows see must hold

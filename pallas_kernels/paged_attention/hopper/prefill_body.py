@@ -36,7 +36,7 @@ def out_columns(head_dim: int) -> int:
 
 
 class Inputs(NamedTuple):
-    """References to global memory that are read: see `prefill_plan.Plan`."""
+    """References to global memory that are read: see `PrefillPlan`."""
 
     q: Ref  # [padded_rows, q_heads, head_dim]
     k: Ref

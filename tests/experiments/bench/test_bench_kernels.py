@@ -308,7 +308,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     problem = problems.make(spec)
     tiling = stream_k.default_tiling(head_dim=64, num_programs=3)
     make_plan = functools.partial(
-        decode_plan.make_plan,
+        decode_plan.plan_decode,
         num_slots=spec.batch,
         kv_heads=spec.heads.kv_heads,
         group=2,

@@ -96,7 +96,7 @@ def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
 
     def plan(positions: jax.Array, slots: jax.Array) -> dispatch.StepPlan:
         fields: dict[str, Any] = {"slots": slots} | others
-        return dispatch.make_plan(
+        return dispatch.plan_step(
             positions,
             **fields,
             num_slots=num_slots,
@@ -155,7 +155,7 @@ def test_few_rows_fill_no_more_blocks_than_planned() -> None:
     """Every slot with as many rows as are few: the blocks are just enough."""
     slots = np.repeat(np.arange(5), 32)
     positions = np.tile(np.arange(32), 5)
-    made = dispatch.make_plan(
+    made = dispatch.plan_step(
         *(jnp.asarray(x, jnp.int32) for x in (positions, slots)),
         num_slots=5,
         kv_heads=1,
@@ -207,13 +207,13 @@ def test_a_forward_pass_plans_once_for_all_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans = []
-    make = decode_plan.make_plan
+    make = decode_plan.plan_decode
 
     def counted(*arguments: Any, **fields: Any) -> Any:
         plans.append(fields["group"])
         return make(*arguments, **fields)
 
-    monkeypatch.setattr(decode_plan, "make_plan", counted)
+    monkeypatch.setattr(decode_plan, "plan_decode", counted)
     params = transformer.param_shapes(MODEL, dtype="bfloat16")
     pages = jax.eval_shape(lambda: paged.make_pages(MODEL, CONFIG, dtype="bfloat16"))
     row = jax.ShapeDtypeStruct((16,), jnp.int32)

@@ -39,7 +39,7 @@ def lower(
     tiling = stream_k.default_tiling(head_dim=head_dim, block_rows=block_rows)
 
     def attend(q, k_pages, v_pages, page_ids, rows, context, ancestors, slopes):
-        plan = decode_plan.make_plan(
+        plan = decode_plan.plan_decode(
             *rows,
             num_slots=4,
             kv_heads=2,

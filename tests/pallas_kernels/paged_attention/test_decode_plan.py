@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention.stream_k import Tiling
 pytestmark = pytest.mark.usefixtures("fast_compile")
 
 MAKE_PLAN = jax.jit(
-    decode_plan.make_plan,
+    decode_plan.plan_decode,
     static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),
 )
 PARTS = jax.jit(stream_k.parts, static_argnames=("kv_heads", "tiling"))
@@ -228,7 +228,7 @@ def test_sizes_out_of_range_are_refused(field: str, value: int) -> None:
 
 def test_a_group_that_no_block_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="group=65 must be in"):
-        decode_plan.make_plan(
+        decode_plan.plan_decode(
             ints([0]), None, num_slots=1, kv_heads=1, group=65, tiling=Tiling()
         )
 

@@ -51,7 +51,7 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
     case, few = mixed
 
     def run(arrays: dict[str, Any], states: Any, plan: Any, interpret: Any) -> Any:
-        many = prefill_plan.make_plan(
+        many = prefill_plan.plan_prefill(
             *(arrays["positions"], arrays["slots"]),
             num_slots=len(SLOTS),
             few=3,
@@ -139,7 +139,7 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     case = kernel_cases.make_case(slots, page_size=64, padding=PADDING)
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = dispatch.make_plan(
+        plan = dispatch.plan_step(
             *(arrays["positions"], arrays["slots"]),
             num_slots=len(slots),
             kv_heads=2,
@@ -179,7 +179,7 @@ def attend(
     num_slots, rows, kv_heads = 4, 256, 2
 
     def call(q: Any, pages: Any, page_ids: Any, positions: Any, slots: Any) -> Any:
-        plan = dispatch.make_plan(
+        plan = dispatch.plan_step(
             *(positions, slots),
             num_slots=num_slots,
             kv_heads=kv_heads,

@@ -38,7 +38,7 @@ def case(
     tiling = tiling or prefill_plan.default_tiling(head_dim=head_dim)
 
     def attend(q, k_pages, v_pages, page_ids, positions, slots, by_head):
-        plan = prefill_plan.make_plan(
+        plan = prefill_plan.plan_prefill(
             *(positions, slots), num_slots=4, few=32, tiling=tiling, window=window
         )
         return prefill.attend(

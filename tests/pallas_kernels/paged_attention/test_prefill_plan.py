@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import prefill_plan
+from pallas_kernels.paged_attention.prefill_plan import PrefillPlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -54,9 +55,9 @@ def lay_out(
 
 
 def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> Made:
-    def plan(positions: jax.Array, slots: jax.Array) -> prefill_plan.Plan:
+    def plan(positions: jax.Array, slots: jax.Array) -> PrefillPlan:
         sizes: dict[str, Any] = {"num_slots": 4, "few": 32, "tiling": TILING} | options
-        return prefill_plan.make_plan(positions, slots, **sizes)
+        return prefill_plan.plan_prefill(positions, slots, **sizes)
 
     made = jax.jit(plan)(*(jnp.asarray(x, jnp.int32) for x in (positions, slots)))
     made = jax.tree.map(np.asarray, made)
