@@ -96,7 +96,12 @@ def embed(
     if config.positions != "learned":
         return x
     position = _positions(tokens.shape[1], layout) + config.position_offset
-    more = params["embed_positions"]["weight"][position]
+    rows = params["embed_positions"]["weight"]
+    if (
+        layout.sequence
+    ):  # or gradients would be added up for each sequence, not each row
+        rows = lax.pcast(rows, TENSOR, to="varying")
+    more = rows[position]
     return x + _own_rows(jnp.tile(more, (tokens.shape[0], 1)), layout)
 
 

@@ -211,7 +211,14 @@ def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", WAYS, ids=["cp", "cp tp", "ep", "cp ep"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(WAYS[0], WAYS[2]),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (WAYS[1], WAYS[3])),
+    ],
+    ids=["cp", "ep", "cp tp", "cp ep"],
+)
 def test_bytes_grow_with_the_layers(how: Layout) -> None:
     """Two layers and four: twice as much, but for what stands outside of them."""
     (two, wanted_two), (four, wanted_four) = (sent_by(how, num) for num in (2, 4))

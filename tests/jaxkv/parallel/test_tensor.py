@@ -196,7 +196,10 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
     ("degrees", "fields"),
     [
         ({"tensor": 8}, {}),
-        ({"tensor": 2, "context": 2, "expert": 2}, {"experts": FEW}),
+        pytest.param(
+            *({"tensor": 2, "context": 2, "expert": 2}, {"experts": FEW}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"context": 8}, {}, marks=pytest.mark.slow),
         pytest.param({"expert": 8}, {"experts": EIGHT}, marks=pytest.mark.slow),
     ],

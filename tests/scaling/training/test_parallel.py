@@ -172,10 +172,10 @@ def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
     check(layout, **fields)
 
 
-def compiled(config: ModelConfig, layout: Any) -> Any:
+def compiled(config: ModelConfig, layout: Any, **how: Any) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
     placed = meshes.place(config, layout, params)
-    run = jax.jit(parallel.gradient(config, StepConfig(layout=layout)))
+    run = jax.jit(parallel.gradient(config, StepConfig(layout=layout, **how)))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 
 
@@ -195,6 +195,25 @@ def test_bytes_grow_with_the_layers(
     config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
     how = parallelism.parse(layout)
     check_bytes(config, how, compiled(config, how))
+
+
+@pytest.mark.thorough
+def test_bytes_of_micro_batches_one_after_another() -> None:
+    """Gradients of weights are exchanged once, all else twice."""
+    layout = parallelism.parse("tp=2,sp,dp=2")
+    program = compiled(MODEL, layout, accumulation=2)
+    found = collectives.collectives(str(program.as_text()))
+    assert {each.trips for each in found} == {1, 2}
+    formula = traffic.training(
+        *(from_model.describe(MODEL), layout),
+        batch=BATCH // 4,
+        sequence=SEQ,
+        number_bytes=4,
+        gradient_bytes=4,
+        micro_batches=2,
+    )
+    wanted = sum(each.forward + each.backward for each in formula)
+    assert sum(each.sent(rank=1) for each in found) == wanted
 
 
 @pytest.mark.thorough
