@@ -123,7 +123,8 @@ def _reserve(
     cache: Cache, want: Int32[Array, " slots"]
 ) -> tuple[Cache, Int32[Array, " slots"], Bool[Array, ""]]:
     pool, table, copies, enough = page_table.reserve(
-        *(cache.pool, cache.table),
+        cache.pool,
+        cache.table,
         jnp.where(want > 0, cache.table.length + want, 0),
         want,
         page_size=cache.pages.page_size,

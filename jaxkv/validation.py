@@ -130,8 +130,10 @@ def by_type(owner: Any, **bounds: int | tuple[int, int]) -> dict[str, Any]:
     """
     return {
         field.name: _of_type(
-            *(f"self.{field.name}", getattr(owner, field.name)),
-            *(field.type, bounds.get(field.name)),
+            f"self.{field.name}",
+            getattr(owner, field.name),
+            field.type,
+            bounds.get(field.name),
         )
         for field in dataclasses.fields(owner)
     }
@@ -277,7 +279,8 @@ def seconds(name: str, value: object) -> float:
       ValueError: it is no such time.
     """
     return number(
-        *(name, value),
+        name,
+        value,
         low=0.0,
         high=INT32 - 1.0,
         hint="in [0, 2**31 - 1] seconds",

@@ -63,8 +63,10 @@ def runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Runs:
     begin = jnp.where(same, index[None, :], slots.shape[0])
     end = jnp.where(same, index[None, :] + 1, 0)
     found = reduce_together(
-        *((lax.add, 0, same), (lax.add, 0, nth)),
-        *((lax.min, slots.shape[0], begin), (lax.max, 0, end)),
+        (lax.add, 0, same),
+        (lax.add, 0, nth),
+        (lax.min, slots.shape[0], begin),
+        (lax.max, 0, end),
     )
     return Runs(*found)
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("fast_compile")
 
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments", "tests")
 PAGES = (
-    *("README.md", "experiments/records/README.md"),
+    "README.md",
+    "experiments/records/README.md",
     *(f"{package}/README.md" for package in PACKAGES),
 )
 
@@ -116,8 +117,14 @@ def test_what_a_page_names_is_there(page: str) -> None:
 
 WRITTEN = (
     # Of a run folder, or of a Hugging Face folder, wherever it lies.
-    *("config.json", "env.json", "claims.json", "fit.json", "report.md"),
-    *("traces/", "my.json", "records/NAME"),
+    "config.json",
+    "env.json",
+    "claims.json",
+    "fit.json",
+    "report.md",
+    "traces/",
+    "my.json",
+    "records/NAME",
 )
 
 

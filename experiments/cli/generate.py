@@ -195,8 +195,16 @@ def _asks(options: Options) -> list[Any]:
 
 
 _OF_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop"),
-    *("n", "best_of", "beam_width", "length_penalty"),
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "stop",
+    "n",
+    "best_of",
+    "beam_width",
+    "length_penalty",
 )
 """Options that `Sampling` has by the same name."""
 _EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
@@ -262,7 +270,9 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     if options.heads is not None or options.speculate in head_folders.KINDS:
         heads = options.heads or bundled.heads_of(model, str(options.speculate))
     served = loading.serve(
-        *(folder, loaded, bounds),
+        folder,
+        loaded,
+        bounds,
         dtype=options.dtype,
         speculate=options.speculate,
         draft_folder=draft,

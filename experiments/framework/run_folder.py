@@ -37,9 +37,17 @@ from jaxkv.parallel import processes
 from scaling import locking
 
 FILES = (
-    *("config.json", "env.json", "result.npz", "runs.jsonl", "claims.json"),
-    *("figure.svg", "figure.png", "report.md", "fit.json"),
-    *("sweep.json", "prediction.json"),
+    "config.json",
+    "env.json",
+    "result.npz",
+    "runs.jsonl",
+    "claims.json",
+    "figure.svg",
+    "figure.png",
+    "report.md",
+    "fit.json",
+    "sweep.json",
+    "prediction.json",
 )
 """What a run folder may hold."""
 EARLIER = ".earlier"

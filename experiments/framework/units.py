@@ -6,8 +6,12 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 _FLOPS = (
-    *((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")),
-    *((1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP")),
+    (1e15, "PFLOP"),
+    (1e12, "TFLOP"),
+    (1e9, "GFLOP"),
+    (1e6, "MFLOP"),
+    (1e3, "kFLOP"),
+    (1.0, "FLOP"),
 )
 
 

@@ -40,7 +40,8 @@ def counted(
         lambda spec, x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         ),
-        *(meshes.specs(shape, layout, mesh, whole), whole),
+        meshes.specs(shape, layout, mesh, whole),
+        whole,
     )
     windows = jax.ShapeDtypeStruct(
         (batch, sequence + 1),

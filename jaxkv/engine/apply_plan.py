@@ -89,7 +89,9 @@ def apply_plan(
             turns,
             functools.partial(_turn_over, config=config, eviction=eviction),
             (state, _as_before(state, plan, place)),
-            *(plan, place, found),
+            plan,
+            place,
+            found,
         )
     granted = None if plan.drafts is None else plan.drafts[place]
     table = state.table

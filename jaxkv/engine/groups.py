@@ -116,7 +116,7 @@ def accept(
     state = state._replace(table=page_table.advance(state.table, num))
     state = prefix_caching.keep(state, before, config)
     pool, table = page_table.truncate(
-        *(state.pool, state.table, keep), page_size=config.page_size
+        state.pool, state.table, keep, page_size=config.page_size
     )
     slot = arrays.namers(state.slots.sequence, s.num_fed.shape[0])
     fed = jnp.maximum(s.num_fed, arrays.take(table.length, slot, fill=0))

@@ -88,7 +88,7 @@ def feed(
     run = functools.partial(forward, params)
     if config.numerics == "fast":
         logits, drafted, pages = _feed_fast(
-            *(run, state, num_rows, (num_drafts, tree), source, blank, config)
+            run, state, num_rows, (num_drafts, tree), source, blank, config
         )
     else:
         logits, pages = _feed_tiles(run, state, num_rows, packed, blank)

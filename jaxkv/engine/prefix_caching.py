@@ -178,7 +178,10 @@ def keep(
         return arrays.when(
             jnp.any(num_filled > 0),
             functools.partial(_enter, config=config),
-            *(state, first, num_filled, salt),
+            state,
+            first,
+            num_filled,
+            salt,
         )
 
 

@@ -193,7 +193,8 @@ def _begin_search(
         early_stopping=put(search.early_stopping, r.early_stopping),
         groups=jax.tree.map(
             lambda old, new: put(old, jnp.broadcast_to(new, (row.size, *new.shape))),
-            *(search.groups, group),
+            search.groups,
+            group,
         ),
         parents=put(search.parents, jnp.zeros((), jnp.int32)),
     )

@@ -95,7 +95,10 @@ class EngineConfig:
           ValueError: a field is not usable; the message shows it.
         """
         off = (
-            *("max_logit_rows", "max_logprobs", "max_beams", "max_swap_pages"),
+            "max_logit_rows",
+            "max_logprobs",
+            "max_beams",
+            "max_swap_pages",
             "max_drafts",
         )
         bounds = {"max_length": 2, "seed": (0, 2**64), **dict.fromkeys(off, 0)}

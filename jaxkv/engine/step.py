@@ -126,7 +126,7 @@ def step(
     )
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
-            *(state, has_logits, result, logits_fn, config, speculation, drafts, tree)
+            state, has_logits, result, logits_fn, config, speculation, drafts, tree
         )
     if drafter is not None:
         if tree is not None:
@@ -164,7 +164,7 @@ def _feed(
     num_drafts = None if drafts is None else drafts.num
     rows = num_rows if num_drafts is None else num_rows + num_drafts
     result = model_runner.feed(
-        *(params, state, rows, forks, num_drafts, tree), config=config, forward=forward
+        params, state, rows, forks, num_drafts, tree, config=config, forward=forward
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
@@ -181,7 +181,9 @@ def _to_a_chain(state: EngineState, verified: Verified | None) -> EngineState:
     stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
     length = state.table.length[:, None]
     pages = kv_pages.move(
-        *(state.pages, state.table.page_ids, length - 1 + verified.path),
+        state.pages,
+        state.table.page_ids,
+        length - 1 + verified.path,
         jnp.where(stays, length + index, -1),
     )
     return state._replace(pages=pages)
@@ -205,7 +207,9 @@ def _accept(
     state = arrays.when(
         jnp.any(applied.granted > 0),
         functools.partial(groups.accept, config=config),
-        *(state, jnp.maximum(num, 0), applied.kept),
+        state,
+        jnp.maximum(num, 0),
+        applied.kept,
     )
     memory = drafter.learn(state.memory, state, verified)
     return state._replace(memory=memory)
@@ -358,6 +362,7 @@ def _retire(
     state = arrays.when(
         jnp.any(gone),
         lambda state, gone: prefix_caching.drop(state, gone, eviction),
-        *(state, gone),
+        state,
+        gone,
     )
     return state._replace(slots=slots._replace(sequence=sequence, held=held))

@@ -114,7 +114,12 @@ def move_out(
     holder = page_sharing.holders(state.table, group)
     row = jnp.where(leaves, sequence, NOBODY)
     after, left = swap_buffer.move_out(
-        *(state.staging, state.pages, state.table, holder, row, group),
+        state.staging,
+        state.pages,
+        state.table,
+        holder,
+        row,
+        group,
         page_size=config.page_size,
     )
     return state._replace(staging=after), left
@@ -152,7 +157,7 @@ def move_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     slots = arrays.namers(sequence, group.shape[0])
     slots = jnp.where(arrays.take(gone, group, fill=False), slots, NOBODY)
     pages, pool, table, after = swap_buffer.move_in(
-        *(state.staging, state.pages, state.pool, state.table, group, gone, slots)
+        state.staging, state.pages, state.pool, state.table, group, gone, slots
     )
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
 

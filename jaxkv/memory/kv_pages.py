@@ -251,7 +251,12 @@ def write(
     view = flat(pages)
     (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, view[:2])
     written = write_kv(
-        *(k_pages, v_pages, flat_ids(page, layer, **sizes), offset, k, v),
+        k_pages,
+        v_pages,
+        flat_ids(page, layer, **sizes),
+        offset,
+        k,
+        v,
         k_scales=k_scales,
         v_scales=v_scales,
     )
@@ -289,7 +294,12 @@ def rotate_and_write(
     """
     view = flat(pages)
     written = rotary_write.rotate_and_write(
-        *(qkv, turns, view.k, view.v, page, offset),
+        qkv,
+        turns,
+        view.k,
+        view.v,
+        page,
+        offset,
         packing=packing,
         layer=layer,
         num_layers=pages.num_layers,
@@ -334,7 +344,7 @@ def copy(
         view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
         places = every(read, ids[0]), every(leaf, ids[1])
         copied = copy_pages(
-            *(view, *places), origin=None if read is leaf else other, disjoint=True
+            view, *places, origin=None if read is leaf else other, disjoint=True
         )
         return _whole(copied, leaf.shape)
 

@@ -120,7 +120,7 @@ def _enter(
         )
         tokens = lax.dynamic_slice_in_dim(prefix.tokens, index * size, size)
         cache, pool, _ = prefix_cache.enter(
-            *(*carry, own, before, tokens[None], prefix.salt[None])
+            *carry, own, before, tokens[None], prefix.salt[None]
         )
         return cache, pool
 

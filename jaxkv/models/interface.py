@@ -114,7 +114,12 @@ def attend_written(
     )
     rows = _seen_here(pages, rows)
     state = api.paged_attention(
-        *(q, k_pages, v_pages, rows.page_ids, rows.position, rows.slot),
+        q,
+        k_pages,
+        v_pages,
+        rows.page_ids,
+        rows.position,
+        rows.slot,
         context=rows.context,
         ancestors=rows.ancestors,
         k_scales=k_scales,

@@ -138,11 +138,15 @@ class Mixture(nnx.Module):
         self.router = make(x.num_experts, c.hidden_size, axes=("experts", "hidden"))
         # Gate and up side by side: one product makes both.
         self.up = each(
-            *(x.num_experts, c.hidden_size, (1 + c.gated) * x.size),
+            x.num_experts,
+            c.hidden_size,
+            (1 + c.gated) * x.size,
             axes=("experts", "hidden", "mlp"),
         )
         self.down = each(
-            *(x.num_experts, x.size, c.hidden_size),
+            x.num_experts,
+            x.size,
+            c.hidden_size,
             axes=("experts", "mlp", "hidden"),
             std=_out_std(c),
         )
@@ -164,7 +168,8 @@ class Mixture(nnx.Module):
         # In 32 bits whatever the weights: two experts may be nearly as probable.
         wide = np.promote_types(x.dtype, np.float32)
         scores = jnp.matmul(
-            *(self.router.weight[...].astype(wide), x.astype(wide)),
+            self.router.weight[...].astype(wide),
+            x.astype(wide),
             precision=jax.lax.Precision.HIGHEST,
         )
         routing = moe.route(
@@ -203,12 +208,16 @@ class Layer(nnx.Module):
         self.attention_norm, self.mlp_norm = norm(), norm()
         # Fused, KV head by KV head: the group's queries, the key, the value.
         self.qkv = make(
-            *(c.num_kv_heads, c.group_size + 2, c.head_dim, c.hidden_size),
+            c.num_kv_heads,
+            c.group_size + 2,
+            c.head_dim,
+            c.hidden_size,
             axes=("kv_heads", None, "head_dim", "hidden"),
             bias=c.qkv_bias,
         )
         self.out = make(
-            *(c.hidden_size, c.num_q_heads * c.head_dim),
+            c.hidden_size,
+            c.num_q_heads * c.head_dim,
             axes=("hidden", "heads"),
             std=_out_std(c),
             bias=c.out_bias,
@@ -250,12 +259,15 @@ def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
     """The projections of an MLP: up (the gate first), and down."""
     c = config
     up = make(
-        *(1 + c.gated, size, c.hidden_size),
+        1 + c.gated,
+        size,
+        c.hidden_size,
         axes=(None, "mlp", "hidden"),
         bias=c.mlp_bias,
     )
     down = make(
-        *(c.hidden_size, size),
+        c.hidden_size,
+        size,
         axes=("hidden", "mlp"),
         std=_out_std(c),
         bias=c.mlp_bias,

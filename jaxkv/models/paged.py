@@ -153,7 +153,8 @@ class PagedForward:
         """
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
         plan = interface.plan_attention(
-            *(pages, rows),
+            pages,
+            rows,
             num_q_heads=pages.k.shape[2] * self.config.group_size,
             dtype=model.embed.weight[...].dtype,
             **sees,
@@ -165,12 +166,15 @@ class PagedForward:
         def attend(layer, qkv, angles, pages):
             q, packed_q, pages = write(layer, qkv, angles, pages)
             out = self.attend(
-                *(pages, layer, q, rows), packed_q=packed_q, plan=plan, **sees
+                pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees
             )
             return out.transpose(1, 2, 0).reshape(qkv[:, :-2].shape), pages
 
         return model.hidden(
-            *(rows.token, positions, attend, pages),
+            rows.token,
+            positions,
+            attend,
+            pages,
             inputs=inputs,
             live=rows.position >= 0,
             numerics=self.numerics,

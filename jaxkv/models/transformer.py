@@ -68,7 +68,8 @@ class Transformer(nnx.Module):
         self.embed = table(c.vocab_size, c.hidden_size, axes=("vocab", "hidden"))
         if c.positions == "learned":
             self.embed_positions = table(
-                *(c.max_positions + c.position_offset, c.hidden_size),
+                c.max_positions + c.position_offset,
+                c.hidden_size,
                 axes=(None, "hidden"),
             )
         wanted = [kind.start for kind in _kinds(c)] if scanned else range(c.num_layers)

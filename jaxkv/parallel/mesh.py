@@ -52,7 +52,8 @@ def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
         )
     processes.check_all_used(num)
     return jax.make_mesh(
-        *(tuple(axes.values()), tuple(axes)),
+        tuple(axes.values()),
+        tuple(axes),
         axis_types=(AxisType.Auto,) * len(axes),
         devices=jax.devices()[:num],
     )

@@ -65,7 +65,8 @@ def join(
             raise ValueError(f"{coordinator=} needs num_processes and process_id")
         validation.integer("num_processes", num_processes, low=1)
         validation.integer(
-            *("process_id", process_id),
+            "process_id",
+            process_id,
             below=num_processes,
             hint=f"in [0, {num_processes - 1}]",
         )

@@ -159,7 +159,9 @@ class Engine:
         config = loading.bounds(fields, speculate=speculate, adaptive=adaptive)
         model = loading.read(folder, dtype=dtype, mesh=mesh)
         served = loading.serve(
-            *(folder, model, config),
+            folder,
+            model,
+            config,
             dtype=dtype,
             scan_layers=scan_layers,
             speculate=speculate,
@@ -398,7 +400,8 @@ class Engine:
             tokens = self.tokenizer.encode(prompt)
         ignores = isinstance(ask, Sampling) and ask.ignore_eos
         return refusals.check(
-            *(tokens, ask),
+            tokens,
+            ask,
             config=self.config,
             num_eos=0 if ignores else len(self._eos_ids),
             vocab_size=self._vocab_size,

@@ -42,7 +42,7 @@ def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Lo
     place = functools.partial(tensor.placer, mesh=mesh)
     loaded = checkpoints.load_model(folder, dtype=dtype, place=place)
     config = tensor.fit(
-        *(loaded.config, layout.degree_of(mesh)), num_expert=layout.experts_of(mesh)
+        loaded.config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
     )
     return loaded._replace(config=config)
 
@@ -85,7 +85,8 @@ def serve(
         heads = heads if mesh is None else tensor.place_heads(heads, mesh)
     make = functools.partial(
         methods.serve,
-        *(methods.Model(loaded.config, params), config),
+        methods.Model(loaded.config, params),
+        config,
         dtype=dtype,
         method=speculate,
         draft=draft,

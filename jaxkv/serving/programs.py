@@ -72,7 +72,7 @@ def _bring_in(
 ) -> tuple[EngineState, Int32[Array, ""]]:
     assert state.prefixes is not None
     pages, pool, cache, num = prefix_transfer.bring_in(
-        *(state.pages, state.pool, state.prefixes, prefix, sent, rule)
+        state.pages, state.pool, state.prefixes, prefix, sent, rule
     )
     return state._replace(pages=pages, pool=pool, prefixes=cache), num
 
@@ -110,7 +110,9 @@ def on_mesh(how: Divided) -> Programs:
     def run_steps(params, state, clock, *, policy, eviction, **static):
         def run(params, state, clock, policy, eviction):
             return step.run_steps(
-                *(params, state, clock),
+                params,
+                state,
+                clock,
                 policy=policy,
                 eviction=eviction,
                 **static,
@@ -125,7 +127,7 @@ def on_mesh(how: Divided) -> Programs:
         return mapped(run, state_of, whole, made=(state_of, whole))(state, batch)
 
     drain = mapped(
-        *(_cancel_and_drain, state_of, whole, whole, whole), made=(state_of, whole)
+        _cancel_and_drain, state_of, whole, whole, whole, made=(state_of, whole)
     )
     moves_of = _moves_of(staging_of)
     move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)

@@ -98,7 +98,9 @@ def reserve(
     free = contiguous.free_leaves(reservation.idle, blocks, leaves)
     row = jnp.maximum(queued.request, 0)
     asked = contiguous.asked(
-        *(reservation.rule, workload.prompt[row], workload.output[row]),
+        reservation.rule,
+        workload.prompt[row],
+        workload.output[row],
         capacity.max_length,
     )
     order = contiguous.order_of(asked, size)

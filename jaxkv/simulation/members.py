@@ -44,7 +44,9 @@ class Bounds(NamedTuple):
 def _init(members: Members, bounds: Bounds) -> Simulation:
     def one(member: Members) -> Simulation:
         return init(
-            *(member.workload, member.capacity, member.policy),
+            member.workload,
+            member.capacity,
+            member.policy,
             max_slots=bounds.max_slots,
             max_samples=bounds.max_samples,
             head=bounds.head,
@@ -60,7 +62,8 @@ def _advance(
 ) -> tuple[Simulation, step.StepInfo]:
     def one(state: Simulation, member: Members) -> tuple[Simulation, step.StepInfo]:
         state, info = step.run_steps(
-            *(state, member.workload),
+            state,
+            member.workload,
             capacity=member.capacity,
             policy=member.policy,
             cost=member.cost,

@@ -96,7 +96,11 @@ def step(
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
     state, (info, behind) = _step(
-        *(state, workload, capacity, policy, cost),
+        state,
+        workload,
+        capacity,
+        policy,
+        cost,
         max_samples=max_samples,
         head=head,
         reservation=reservation,
@@ -140,7 +144,7 @@ def _step(
 ) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
     """Runs one step; only those in the queue are counted as waiting."""
     state, plan, wish, done = _plan_step(
-        *(state, w, capacity, policy, max_samples, head, reservation, acceptance)
+        state, w, capacity, policy, max_samples, head, reservation, acceptance
     )
     slots, runs = state.slots, batch.is_running(state.slots)
     group = batch.groups(slots, max_samples)
@@ -148,13 +152,20 @@ def _step(
     request = jnp.maximum(slots.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
     fed = _feed(
-        *(slots, group, granted, runs, prompt, prompt + output, acceptance, max_samples)
+        slots, group, granted, runs, prompt, prompt + output, acceptance, max_samples
     )
     work = fed.work._replace(num_copied=granted.num_copied, num_swapped=done.num_moved)
     clock, micros = _advance(state, w, work, runs, cost)
     split = _split(fed.slots, group, prompt, output, capacity, reservation)
     info = _info(
-        *(state, plan, done, granted, fed, work, micros, split),
+        state,
+        plan,
+        done,
+        granted,
+        fed,
+        work,
+        micros,
+        split,
         speculates=acceptance is not None,
     )
     behind = _Behind(state.num_taken, state.num_done + w.clients)
@@ -327,7 +338,11 @@ def run_steps(
 
     def body(state: Simulation, _: None) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
         return _step(
-            *(state, workload, capacity, policy, cost),
+            state,
+            workload,
+            capacity,
+            policy,
+            cost,
             max_samples=max_samples,
             head=head,
             reservation=reservation,
@@ -366,7 +381,9 @@ def run(
       ValueError: as for `init`.
     """
     state = init(
-        *(workload, capacity, policy),
+        workload,
+        capacity,
+        policy,
         max_slots=max_slots,
         max_samples=max_samples,
         head=head,
@@ -375,7 +392,8 @@ def run(
 
     def one(state: Simulation, _: None) -> tuple[Simulation, Array]:
         after, info = step(
-            *(state, workload),
+            state,
+            workload,
             capacity=capacity,
             policy=policy,
             cost=cost,

@@ -88,7 +88,7 @@ class DraftModel(Drafter):
             place = jnp.where(drafts, known - 1 + index, -1)
             result = self.forward(weights, own, rows_of(state, tokens, place))
             drawn, its = self._draw(
-                *(state, row, tokens, known + index, drafts, result.logits)
+                state, row, tokens, known + index, drafts, result.logits
             )
             at = (slot, jnp.where(drafts, place + 1, -1))
             if law is not None:

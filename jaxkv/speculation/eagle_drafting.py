@@ -49,7 +49,9 @@ class Followed:
         result = self.target(params.target, pages._replace(beside=None), rows)
         found = features.read(result.pages, rows, features.before(rows))
         x = eagle.inputs(
-            *(params.draft, params.target, rows.token),
+            params.draft,
+            params.target,
+            rows.token,
             eagle.fuse(params.draft, found),
             config=self.config,
         )

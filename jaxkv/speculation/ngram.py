@@ -54,7 +54,8 @@ class NGram(Drafter):
             row = jnp.maximum(state.slots.sequence, 0)
             known = jnp.where(granted > 0, state.sequences.num_tokens[row], 0)
             return lookup(
-                *(state.sequences.tokens[row], known),
+                state.sequences.tokens[row],
+                known,
                 shortest=self.shortest,
                 longest=self.longest,
                 num=config.max_drafts,

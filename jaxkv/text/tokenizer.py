@@ -25,8 +25,13 @@ MAX_HELD = 3
 MAX_PENDING = 32
 
 SPECIAL_TOKENS = (
-    *("bos_token", "eos_token", "unk_token", "sep_token"),
-    *("pad_token", "cls_token", "mask_token"),
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
 )
 
 

@@ -115,7 +115,8 @@ def bursty(
     """
     largest, above_0 = sys.float_info.max, math.ulp(0.0)
     rate = validation.number(
-        *("rate", rate),
+        "rate",
+        rate,
         low=above_0,
         high=largest,
         hint="above 0 requests per second",
@@ -179,7 +180,9 @@ def closed_loop(
     """
     tokens = law.draw(rng, num)
     return make(
-        *(np.zeros(num), tokens.prompt, tokens.output),
+        np.zeros(num),
+        tokens.prompt,
+        tokens.output,
         samples=samples,
         clients=clients,
     )

@@ -132,7 +132,9 @@ def _cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
     """Attends in cuDNN; of the two results only the output has a gradient."""
     window = sizes.window
     return jax.nn.dot_product_attention(
-        *(q, k, v),
+        q,
+        k,
+        v,
         scale=sizes.scale,
         is_causal=sizes.causal,
         local_window_size=None if window is None else (window - 1, 0),

@@ -77,7 +77,8 @@ def grouped_matmul(
     if numerics not in ("fast", "reproducible"):
         raise ValueError(f"{numerics=} must be 'fast' or 'reproducible'")
     chosen = choose(
-        *(x, w),
+        x,
+        w,
         preferred_element_type=dtype,
         numerics=numerics,
         implementation=implementation,
@@ -154,7 +155,9 @@ def _multiply(
 ) -> Array:
     if way.implementation == "reference":
         return reference.multiply(
-            *(x, w, group_sizes),
+            x,
+            w,
+            group_sizes,
             transposed=transposed,
             dtype=way.dtype,
             block_rows=way.block_rows,
@@ -171,7 +174,9 @@ def _multiply(
         num_cores=num_cores,
     )
     return mosaic_gpu.multiply(
-        *(x, w, group_sizes),
+        x,
+        w,
+        group_sizes,
         transposed=transposed,
         dtype=way.dtype,
         tiling=tiling,

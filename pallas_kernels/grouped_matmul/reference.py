@@ -99,7 +99,10 @@ def multiply_rows(
     x, y = (_grouped_alone(rows, group_sizes) for rows in (x, y))
     if devices.current().platform != "cpu":
         sums = lax.ragged_dot_general(
-            *(x, y, group_sizes.astype(jnp.int32), _ROWS_APART),
+            x,
+            y,
+            group_sizes.astype(jnp.int32),
+            _ROWS_APART,
             preferred_element_type=wide,
         )
         return sums.astype(dtype)

@@ -85,7 +85,12 @@ def rotate_and_write(
 
         return Rotated(
             *kernel.rotate_and_write(
-                *(qkv, turns, k_pages, v_pages, page_ids, offsets),
+                qkv,
+                turns,
+                k_pages,
+                v_pages,
+                page_ids,
+                offsets,
                 packing=packing,
                 layer=layer,
                 num_layers=num_layers,

@@ -138,7 +138,11 @@ def paged_attention(
             raise ValueError(f"{tiling=} must be that of the plan, {plan.tiling}")
         if plan is None:
             plan = make_plan(
-                *(q, k_pages, page_ids, positions, slots),
+                q,
+                k_pages,
+                page_ids,
+                positions,
+                slots,
                 context=context,
                 ancestors=ancestors,
                 window=window,
@@ -147,7 +151,11 @@ def paged_attention(
             )
         assert plan is not None
         out, lse = dispatch.attend(
-            *(q, k_pages, v_pages, page_ids, plan),
+            q,
+            k_pages,
+            v_pages,
+            page_ids,
+            plan,
             scale=scale,
             window=window,
             softcap=softcap,
@@ -160,7 +168,8 @@ def paged_attention(
         return AttentionState(out, lse)
     if num_layers > 1:
         page_ids = layered.flat_ids(
-            *(page_ids, layer),
+            page_ids,
+            layer,
             num_layers=num_layers,
             num_pages=k_pages.shape[0] // num_layers,
         )
@@ -225,7 +234,8 @@ def make_plan(
         return None
     kv_heads = k_pages.shape[1]
     return dispatch.plan_step(
-        *(positions, slots),
+        positions,
+        slots,
         num_slots=len(page_ids),
         kv_heads=kv_heads,
         group=q.shape[1] // kv_heads,

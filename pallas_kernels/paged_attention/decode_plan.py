@@ -113,7 +113,8 @@ def plan_decode(
         live &= slots >= 0
         tokens = min(tiling.block_rows // group, positions.shape[0])
         packed = row_packing.pack_rows(
-            *(slots, live),
+            slots,
+            live,
             num_slots=num_slots,
             tokens=tokens,
             max_rows=max_rows_per_slot,

@@ -94,7 +94,8 @@ def plan_step(
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
     if slots is None or is_dense or num_rows <= few:
         plan = decode_plan.plan_decode(
-            *(positions, slots),
+            positions,
+            slots,
             kv_heads=kv_heads,
             group=group,
             tiling=tiling.decode,
@@ -111,7 +112,7 @@ def plan_step(
     elif num_slots == 1:
         few = 0
     many = prefill_plan.plan_prefill(
-        *(chunks, slots), few=few, tiling=tiling.prefill, runs=runs, **options
+        chunks, slots, few=few, tiling=tiling.prefill, runs=runs, **options
     )
     if few == 0:
         return StepPlan(tiling, None, many)
@@ -120,7 +121,8 @@ def plan_step(
     if context is not None:
         left = jnp.where(in_tree, positions, left)
     plan = decode_plan.plan_decode(
-        *(left, slots),
+        left,
+        slots,
         kv_heads=kv_heads,
         group=group,
         tiling=tiling.decode,
@@ -163,7 +165,8 @@ def attend(
     of_few, of_many = plan.tiling.decode, plan.tiling.prefill
     prefill = functools.partial(
         hopper_prefill.attend,
-        *(*arrays, plan.many),
+        *arrays,
+        plan.many,
         window=window,
         sinks=sinks,
         tiling=of_many,

@@ -25,8 +25,17 @@ TILE_ROWS = 2 * WGMMA_ROWS
 
 
 SLOT, ROW, BEGIN, END, WHOLE, LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = (
-    *(0, 1, 2, 3),
-    *(4, 6, 7, 8, 9, 10, 11),
+    0,
+    1,
+    2,
+    3,
+    4,
+    6,
+    7,
+    8,
+    9,
+    10,
+    11,
 )
 """Lines of `PrefillPlan.tiles`; `WHOLE` has one for each half."""
 
@@ -112,7 +121,7 @@ def plan_prefill(
         runs = row_packing.runs(slots, live)
     many = live & (runs.count > few)
     lines = _lines_of_rows(
-        *(positions, slots, many, runs), keys=tiling.tile, window=window
+        positions, slots, many, runs, keys=tiling.tile, window=window
     )
     # Those with most keys first, then those of the first rows.
     index = jnp.arange(num_rows, dtype=jnp.int32)

@@ -161,7 +161,8 @@ def attend_per_tile(
             scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
             products = jnp.einsum(
                 "hqd,htd->hqt",
-                *(queries, read.k[0]),
+                queries,
+                read.k[0],
                 preferred_element_type=state.top.dtype,
             ).reshape(kv_heads, group, TILE, BLOCK)
             scores = online_softmax.score(
@@ -176,7 +177,8 @@ def attend_per_tile(
             weights = online_softmax.scaled(weights, v_scales).astype(dtype)
             out = jnp.einsum(
                 "hqt,htd->hqd",
-                *(weights.reshape(kv_heads, group * TILE, BLOCK), read.v[0]),
+                weights.reshape(kv_heads, group * TILE, BLOCK),
+                read.v[0],
                 preferred_element_type=state.out.dtype,
             )
             return state._replace(out=state.out + out.reshape(state.out.shape))

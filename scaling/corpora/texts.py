@@ -28,9 +28,19 @@ MAX_VOCAB_SIZE = 2**16
 # packages, code tables, generated help texts, a retired grammar's fixtures; and what
 # describes one build of Python, its paths included.
 _LIBRARY_EXCLUDES = (
-    *("test/*", "tests/*", "*/test/*", "*/tests/*", "*/idle_test/*"),
-    *("site-packages/*", "dist-packages/*", "encodings/*", "pydoc_data/*"),
-    *("lib2to3/*", "config-*/*", "_sysconfigdata*", "__phello__/*"),
+    "test/*",
+    "tests/*",
+    "*/test/*",
+    "*/tests/*",
+    "*/idle_test/*",
+    "site-packages/*",
+    "dist-packages/*",
+    "encodings/*",
+    "pydoc_data/*",
+    "lib2to3/*",
+    "config-*/*",
+    "_sysconfigdata*",
+    "__phello__/*",
 )
 _DOCUMENTATION_SUFFIXES = (".txt", ".md", ".rst")
 

@@ -218,8 +218,12 @@ def _are_numbers(value: Any) -> bool:
 
 
 _NUMBERS = (
-    *("objective", "condition_number", "delta", "level"),
-    *("distinct_minima", "num_points"),
+    "objective",
+    "condition_number",
+    "delta",
+    "level",
+    "distinct_minima",
+    "num_points",
 )
 _KINDS = {
     **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),

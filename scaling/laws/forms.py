@@ -88,7 +88,8 @@ ROSENFELD_ERROR = Law(
     coordinates=(
         *(positive(name, -14.0, 7.0, -1.0) for name in ("a", "b")),
         positive("c", -14.0, 7.0, -3.0),
-        *(exponent("alpha"), exponent("beta")),
+        exponent("alpha"),
+        exponent("beta"),
         Coordinate("e0", -2.0, 8.0, (0.7, 2.0), log=True, relative=True),
     ),
     # The paper's eta is the unit of x: one of the two is enough.
@@ -125,8 +126,11 @@ DATA_CONSTRAINED = Law(
     formula="A / N'^alpha + B / D'^beta + E, N' and D' saturating with repetition",
     inputs=(_N, _D, _U),
     coordinates=(
-        *(scale("A"), scale("B"), scale("E", -1.5, -0.3)),
-        *(exponent("alpha", 0.2, 0.5), exponent("beta", 0.2, 0.5)),
+        scale("A"),
+        scale("B"),
+        scale("E", -1.5, -0.3),
+        exponent("alpha", 0.2, 0.5),
+        exponent("beta", 0.2, 0.5),
         *(positive(name, -5.0, 12.0, 0.7, 2.5) for name in ("R_D", "R_N")),
     ),
     source="Muennighoff et al. 2023, arXiv:2305.16264, section 3",
@@ -206,6 +210,12 @@ BROKEN = Law(
 )
 
 FORMS = (
-    *(KAPLAN_N, KAPLAN_D, KAPLAN_C, KAPLAN, ROSENFELD_ERROR),
-    *(DATA_CONSTRAINED, CLARK, BROKEN),
+    KAPLAN_N,
+    KAPLAN_D,
+    KAPLAN_C,
+    KAPLAN,
+    ROSENFELD_ERROR,
+    DATA_CONSTRAINED,
+    CLARK,
+    BROKEN,
 )

@@ -162,8 +162,11 @@ ROSENFELD = power_sum(
     "a / N^alpha + b / D^beta + c",
     (_N, _D),
     (
-        *(scale("a"), scale("b"), scale("c", -2.0, -0.5, -0.1)),
-        *(exponent("alpha"), exponent("beta")),
+        scale("a"),
+        scale("b"),
+        scale("c", -2.0, -0.5, -0.1),
+        exponent("alpha"),
+        exponent("beta"),
     ),
     (Term("a", (Power(_N, "alpha"),)), Term("b", (Power(_D, "beta"),)), Term("c")),
     "Rosenfeld et al. 2020, arXiv:1909.12673",
@@ -191,8 +194,13 @@ KRAJEWSKI = power_sum(
     "(g / G^gamma + a) / N^alpha + b / D^beta + c",
     (_N, _D, "granularity"),
     (
-        *(scale("g"), exponent("gamma", 0.3, 0.8), scale("a"), exponent("alpha")),
-        *(scale("b"), exponent("beta"), scale("c", -1.0, -0.2)),
+        scale("g"),
+        exponent("gamma", 0.3, 0.8),
+        scale("a"),
+        exponent("alpha"),
+        scale("b"),
+        exponent("beta"),
+        scale("c", -1.0, -0.2),
     ),
     (
         Term("g", (Power("granularity", "gamma"), Power(_N, "alpha"))),
@@ -234,6 +242,15 @@ BATCH_SIZE = power_sum(
 )
 
 POWER_SUMS = (
-    *(MEAN_ESTIMATION, POWER, POWER_FLOOR, CHINCHILLA, CHINCHILLA_TIED, ROSENFELD),
-    *(OVER_TRAINING, KRAJEWSKI, KAPLAN_STEPS, LEARNING_RATE, BATCH_SIZE),
+    MEAN_ESTIMATION,
+    POWER,
+    POWER_FLOOR,
+    CHINCHILLA,
+    CHINCHILLA_TIED,
+    ROSENFELD,
+    OVER_TRAINING,
+    KRAJEWSKI,
+    KAPLAN_STEPS,
+    LEARNING_RATE,
+    BATCH_SIZE,
 )

@@ -140,7 +140,7 @@ def run(
             if not goes_on:
                 raise Stopped(Half(i, lanes, None))
             end, goes_on = go(
-                *(end or lanes, schedules[i], runs[0].num_steps), advance=advance
+                end or lanes, schedules[i], runs[0].num_steps, advance=advance
             )
             if not goes_on:
                 raise Stopped(Half(i, lanes, end))

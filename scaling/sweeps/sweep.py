@@ -25,8 +25,16 @@ from scaling.training import architectures
 
 # What all runs of a folder have in common; the rest of a config may grow.
 _COMMON = (
-    *("corpus", "optimizer", "base_width", "rate_exponent", "batch_size", "seq_len"),
-    *("warmup_steps", "schedule", "cooldown", "num_eval_windows"),
+    "corpus",
+    "optimizer",
+    "base_width",
+    "rate_exponent",
+    "batch_size",
+    "seq_len",
+    "warmup_steps",
+    "schedule",
+    "cooldown",
+    "num_eval_windows",
 )
 
 MODELS = "models"

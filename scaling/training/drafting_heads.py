@@ -167,7 +167,9 @@ def train(
         def one(index: Array, carry: Any) -> Any:
             (params, moments), total = carry
             windows = corpora.draw(
-                *(stream, jnp.int32(config.seed), step + index),
+                stream,
+                jnp.int32(config.seed),
+                step + index,
                 batch_size=config.batch_size,
                 seq_len=config.seq_len,
             )

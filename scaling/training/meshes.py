@@ -93,7 +93,8 @@ def make_mesh(layout: Layout) -> Mesh:
         )
     processes.check_all_used(layout.num_devices)
     return jax.make_mesh(
-        *(tuple(axes.values()), tuple(axes)),
+        tuple(axes.values()),
+        tuple(axes),
         axis_types=(AxisType.Auto,) * len(axes),
         devices=jax.devices()[: layout.num_devices],
     )
@@ -165,13 +166,14 @@ def place(model: Any, layout: Layout, tree: Any) -> Any:
 
     fitted = jax.tree.map(
         lambda x: fit(x) if _is_params(x) and isinstance(model, ModelConfig) else x,
-        *(tree,),
+        tree,
         is_leaf=_is_params,
     )
 
     return jax.tree.map(
         lambda x, spec: parts.put(np.asarray(x), spec, mesh),
-        *(fitted, specs(model, layout, mesh, fitted)),
+        fitted,
+        specs(model, layout, mesh, fitted),
     )
 
 
@@ -194,7 +196,7 @@ def gather(model: Any, layout: Layout, tree: Any) -> Any:
 
     tree = jax.tree.map(
         lambda x: undo(x) if _is_params(x) and isinstance(model, ModelConfig) else x,
-        *(tree,),
+        tree,
         is_leaf=_is_params,
     )
     return jax.tree.map(jnp.asarray, tree)

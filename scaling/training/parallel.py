@@ -49,7 +49,7 @@ def gradient(
         mean = pipeline.mean
     if layout.num_devices == 1:
         return lambda params, windows: mean(
-            *(model, how, params, windows[:, :-1], windows[:, 1:])
+            model, how, params, windows[:, :-1], windows[:, 1:]
         )
     mesh, copies = meshes.make_mesh(layout), meshes.copies(layout)
     along = tuple(x for x in copies if x in (sequence.RING, sequence.ULYSSES))
@@ -95,7 +95,8 @@ def _others(params: Params, specs: Params, copies: tuple[str, ...]) -> Params:
     """Of each parameter the axes of `copies` along which it is the same."""
     return jax.tree.map(
         lambda _, spec: _Axes(name for name in copies if name not in spec),
-        *(params, specs),
+        params,
+        specs,
     )
 
 
@@ -127,7 +128,7 @@ def _mean(
 
     def plain(params: Params, tokens: Array, targets: Array) -> Any:
         return objective(
-            *(how.cast(params), tokens, targets), model=model, layout=how.layout
+            how.cast(params), tokens, targets, model=model, layout=how.layout
         )
 
     # What is cheap beside the products can be computed again.

@@ -173,7 +173,10 @@ class _Run(NamedTuple):
             backward >= 0,
             lambda *x: self._back(*x, jnp.maximum(backward, 0)),
             lambda came, towards, grads, nats: (towards * 0, grads, nats),
-            *(came, carry.towards, carry.grads, carry.nats),
+            came,
+            carry.towards,
+            carry.grads,
+            carry.nats,
         )
         towards, grads, nats = back
         num = self.how.layout.pipeline
@@ -206,7 +209,8 @@ class _Run(NamedTuple):
         """Runs a micro-batch again, and backward."""
         (_, loss), back, more_nats = jax.vjp(
             lambda params, x: self._stage(params, x, micro),
-            *(self.params, came),
+            self.params,
+            came,
             has_aux=True,
         )
         more, towards = back((towards, jnp.ones_like(loss)))

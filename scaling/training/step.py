@@ -91,7 +91,9 @@ def steps(
     def step(_, carry):
         (params, moments, step), total = carry
         windows = corpora.draw(
-            *(stream, seed, step),
+            stream,
+            seed,
+            step,
             batch_size=batch_size,
             seq_len=seq_len,
             aligned=objective.of_records,
@@ -153,12 +155,14 @@ def _kept_divided(
         *(
             meshes.specs(model, how, mesh, tree)
             for how, tree in zip(
-                *((dataclasses.replace(layout, zero=0), layout, layout), state),
+                (dataclasses.replace(layout, zero=0), layout, layout),
+                state,
                 strict=True,
             )
         )
     )
     return jax.tree.map(
         lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec)),
-        *(state, specs),
+        state,
+        specs,
     )

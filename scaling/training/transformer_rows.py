@@ -169,13 +169,14 @@ def _mix(
     # In 32 bits whatever the weights: two experts may be nearly as probable.
     wide = np.promote_types(x.dtype, np.float32)
     scores = jnp.matmul(
-        *(x.astype(wide), params["router"]["weight"].T.astype(wide)),
+        x.astype(wide),
+        params["router"]["weight"].T.astype(wide),
         precision=lax.Precision.HIGHEST,
     )
     routing = moe.route(scores, top_k=every.top_k, renormalise=every.renormalise)
     loads, copies = moe.load(routing), meshes.copies(layout)
     balance = moe.balance_loss(
-        *(routing, lax.stop_gradient(lax.pmean(loads, copies) if copies else loads))
+        routing, lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)
     )
     if layout.sequence:  # every device has said the same
         balance = lax.pmean(balance, TENSOR)

@@ -12,8 +12,15 @@ from pathlib import Path
 import transformers
 
 FAMILIES = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    *("gpt2", "opt"),
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "gpt2",
+    "opt",
 )
 
 

@@ -19,8 +19,18 @@ CASES = [
     *(
         (name, SHORT)
         for name in (
-            *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
-            *("qwen3_moe", "gemma", "gemma2", "gemma3_text", "opt", "deepseek_v3"),
+            "llama",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "opt",
+            "deepseek_v3",
         )
     ),
     ("gpt2", {"n_layer": 3}),

@@ -39,7 +39,7 @@ decode_step = compiled(decoding.decode_step, static_argnames="forward")
 
 def assert_sound(cache: decoding.Cache) -> None:
     counts = invariants.violations(
-        *(cache.pool, cache.table, cache.table.length > 0), page_size=PAGE_SIZE
+        cache.pool, cache.table, cache.table.length > 0, page_size=PAGE_SIZE
     )
     assert not any(np.asarray(count).any() for count in counts)
 
@@ -71,7 +71,7 @@ def test_prompts_in_pieces_then_token_by_token() -> None:
         for slot, num in enumerate(lengths):
             piece[slot, :num] = tokens[slot, done[slot] : done[slot] + num]
         logits, cache, enough = prefill(
-            *(params, cache, piece, np.array(lengths, np.int32)), forward=FORWARD
+            params, cache, piece, np.array(lengths, np.int32), forward=FORWARD
         )
         assert enough
         done += lengths
@@ -83,7 +83,7 @@ def test_prompts_in_pieces_then_token_by_token() -> None:
     for active in ([1, 1, 1], [0, 1, 1], [1, 0, 0], [1, 1, 1]):
         fed = tokens[np.arange(SLOTS), done]
         logits, cache, enough = decode_step(
-            *(params, cache, fed), forward=FORWARD, active=np.array(active, bool)
+            params, cache, fed, forward=FORWARD, active=np.array(active, bool)
         )
         assert enough
         done += active

@@ -95,20 +95,20 @@ def calls() -> dict[str, Any]:
         "cancel": lambda: jaxkv.cancel(state, three, three),
         "drain": lambda: jaxkv.drain(state),
         "step": lambda: jaxkv.step(params, state, **served),
-        "run_steps": lambda: jaxkv.run_steps(*(params, state, three[:2]), **served),
+        "run_steps": lambda: jaxkv.run_steps(params, state, three[:2], **served),
         "prefill": lambda: decoding.prefill(
-            *(params, empty, three[:, None], three), forward=FORWARD
+            params, empty, three[:, None], three, forward=FORWARD
         ),
         "decode_step": lambda: decoding.decode_step(
-            *(params, empty, three), forward=FORWARD, active=three > 0
+            params, empty, three, forward=FORWARD, active=three > 0
         ),
         "logits": lambda: transformer.logits(params, three[None], config=MODEL),
         "simulation.init": lambda: init(
-            *(load, on_host(BOUNDS), fcfs.fcfs()), max_slots=3
+            load, on_host(BOUNDS), fcfs.fcfs(), max_slots=3
         ),
         "simulation.step": lambda: step.step(machine, load, **bounds),
         "simulation.run_steps": lambda: step.run_steps(
-            *(machine, load), **bounds, num_steps=2
+            machine, load, **bounds, num_steps=2
         ),
     }
 
@@ -117,8 +117,17 @@ def calls() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("submit", "cancel", "drain", "step", "run_steps", "prefill", "decode_step"),
-        *("logits", "simulation.init", "simulation.step", "simulation.run_steps"),
+        "submit",
+        "cancel",
+        "drain",
+        "step",
+        "run_steps",
+        "prefill",
+        "decode_step",
+        "logits",
+        "simulation.init",
+        "simulation.step",
+        "simulation.run_steps",
     ],
 )
 def test_public_functions_take_numpy_arrays(name: str) -> None:

@@ -72,7 +72,8 @@ def run(
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
         plan = decode_plan.plan_decode(
-            *(arrays["positions"], arrays["slots"]),
+            arrays["positions"],
+            arrays["slots"],
             context=arrays["context"],
             ancestors=arrays["ancestors"],
             num_slots=case.page_ids.shape[0],
@@ -113,7 +114,8 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
         plan = prefill_plan.plan_prefill(
-            *(arrays["positions"], arrays["slots"]),
+            arrays["positions"],
+            arrays["slots"],
             num_slots=case.page_ids.shape[0],
             few=few,
             tiling=tiling,

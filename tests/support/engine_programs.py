@@ -100,7 +100,9 @@ def steps_on(
     def run(params: Any, state: Any, clock: Any) -> Any:
         # What the engine jits: options of the compiler are the outermost jit's.
         return found.run_steps.__wrapped__(
-            *(params, state, clock),
+            params,
+            state,
+            clock,
             policy=fcfs.fcfs(),
             eviction=None,
             config=config,
@@ -112,7 +114,8 @@ def steps_on(
     def there(tree: Any, specs: Any) -> Any:
         return jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            *(tree, layout.shardings(tree, specs, mesh)),
+            tree,
+            layout.shardings(tree, specs, mesh),
         )
 
     params, state = there(params, weights), there(state, parts)

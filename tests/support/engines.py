@@ -319,7 +319,9 @@ def serve(
             begun = np.asarray(taken) & (requests.params.sample == 0)
             waiting = waiting[int(begun.sum()) :]
         state, info = (run_steps_as_served if as_served else run_steps)(
-            *(weights, state, clock.from_seconds(call * step_s)),
+            weights,
+            state,
+            clock.from_seconds(call * step_s),
             config=config,
             forward=forward,
             policy=policy,
@@ -342,7 +344,9 @@ def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
     forward, info = paged.PagedForward(MODEL, TIGHT.numerics), None
     for _ in range(calls):
         state, info = run_steps(
-            *(params(), state, clock.from_seconds(seconds)),
+            params(),
+            state,
+            clock.from_seconds(seconds),
             config=TIGHT,
             forward=forward,
             policy=policy,

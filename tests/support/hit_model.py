@@ -54,7 +54,7 @@ class HitModel:
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.size = config, config.page_size
         self.pages = Oracle(
-            *(config.num_pages, config.max_slots, config.max_pages_per_slot, self.size)
+            config.num_pages, config.max_slots, config.max_pages_per_slot, self.size
         )
         self.known: dict[tuple[int, int], Known] = {}
         self.slots: list[tuple[int, int] | None] = [None] * config.max_slots

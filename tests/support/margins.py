@@ -41,8 +41,10 @@ def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
     """The Gumbel noise of a draw, in float64."""
     key = random_keys.request_key(ask.sampling.seed, seed, ask.request_id)
     keys = random_keys.draw_key(
-        *(jnp.asarray(key)[None], jnp.zeros(1, jnp.int32)),
-        *(jnp.asarray([position], jnp.int32), random_keys.SAMPLE),
+        jnp.asarray(key)[None],
+        jnp.zeros(1, jnp.int32),
+        jnp.asarray([position], jnp.int32),
+        random_keys.SAMPLE,
     )
     ids = jnp.arange(MODEL.vocab_size, dtype=jnp.int32)[None, :]
     return np.asarray(random_keys.gumbel(keys, ids, jnp.float64))[0]

@@ -146,7 +146,9 @@ def beside_engine(
     )
     real = fed_engine(w, config, seed)
     mine = state.init(
-        *(w, capacity(config), case.policy),
+        w,
+        capacity(config),
+        case.policy,
         max_slots=config.max_slots,
         max_samples=case.max_samples,
     )
@@ -155,7 +157,8 @@ def beside_engine(
     judged: Any = {} if speculation is None else {"speculation": speculation}
     while int(mine.num_done) < int(mine.num_served):
         mine, some = run_simulation(
-            *(mine, w),
+            mine,
+            w,
             capacity=capacity(config),
             policy=case.policy,
             cost=COST,
@@ -166,7 +169,9 @@ def beside_engine(
         infos.append(jax.tree.map(np.asarray, some))
         for start in infos[-1].start:
             real, one = _run_engine(
-                *(None, real, jnp.asarray(start)),
+                None,
+                real,
+                jnp.asarray(start),
                 config=config,
                 forward=forward,
                 policy=case.policy,

@@ -89,7 +89,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
-        validation.at_least(*(self, "page_size", "steps_per_call", "rounds", "drafts"))
+        validation.at_least(self, "page_size", "steps_per_call", "rounds", "drafts")
         validation.at_least(self, "prompt_tokens", "prefill_tokens", low=0)
         validation.above(self, "turn_s")
         if not self.contexts or min(self.contexts) < 1:

@@ -106,7 +106,7 @@ def _check_feature(size: str, feature: str, kind: str) -> dict[str, Any]:
     def attend(q: jax.Array, pages: Any, implementation: Any) -> np.ndarray:
         def call(q: jax.Array, pages: Any) -> jax.Array:
             return api.paged_attention(
-                *(q, *pages, *where), **options, implementation=implementation
+                q, *pages, *where, **options, implementation=implementation
             ).out
 
         return np.asarray(jax.jit(call)(q, pages), np.float64)

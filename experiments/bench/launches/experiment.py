@@ -195,7 +195,8 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
             program, arguments, pool = _program(config, depth)
             cpu_s, wall_s = time.process_time(), time.perf_counter()
             report = deviceless.compile(
-                *(program, *arguments),
+                program,
+                *arguments,
                 donate_argnums=1,
                 options={**devices.COMPILER_OPTIONS, "xla_dump_to": folder},
             )

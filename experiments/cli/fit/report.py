@@ -16,9 +16,20 @@ MAX_ROWS = 25
 """Held-out runs in a table; the largest by compute where there are more."""
 
 KEYS = (
-    *("law", "coefficients", "intervals", "exponents", "exponent_intervals"),
-    *("objective", "num_points", "status", "distinct_minima", "condition_number"),
-    *("bounds_hit", "warnings", "held_out", "residual_sizes"),
+    "law",
+    "coefficients",
+    "intervals",
+    "exponents",
+    "exponent_intervals",
+    "objective",
+    "num_points",
+    "status",
+    "distinct_minima",
+    "condition_number",
+    "bounds_hit",
+    "warnings",
+    "held_out",
+    "residual_sizes",
 )
 """Of each fit in the document; `fit.json` has the others too."""
 
@@ -109,9 +120,18 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
         for fit, held in pairs
     ]
     heads = (
-        *("law", "runs", "objective", "off by: half, 90 %, all", "status", "minima"),
+        "law",
+        "runs",
+        "objective",
+        "off by: half, 90 %, all",
+        "status",
+        "minima",
         "condition",
-        *("held-out runs", "mean error", "worst", "largest run", "inside 90 %"),
+        "held-out runs",
+        "mean error",
+        "worst",
+        "largest run",
+        "inside 90 %",
     )
     note = (
         f"{scored} Errors are of ln(fitted / seen); the sign is the largest run's. "

@@ -114,7 +114,8 @@ def run(config: Config, progress: Progress = QUIET) -> Ways:
         layout = parallelism.parse(words)
         found = divided_steps.counted(config.shape, layout, batch=1, sequence=size)
         sent = traffic.training(
-            *(from_model.describe(config.shape), layout),
+            from_model.describe(config.shape),
+            layout,
             sequence=size,
             number_bytes=divided_steps.NUMBER_BYTES,
             gradient_bytes=divided_steps.NUMBER_BYTES,

@@ -51,8 +51,15 @@ class Config:
     """Tokens of each; a tile of attention at most, as XLA counts the body of a loop
     once."""
     layouts: tuple[str, ...] = (
-        *("dp=8", "tp=8", "tp=8,sp", "ulysses=8", "ring=8"),
-        *("tp=4,dp=2", "tp=4,sp,dp=2", "tp=2,ulysses=2,dp=2", "ring=4,ulysses=2"),
+        "dp=8",
+        "tp=8",
+        "tp=8,sp",
+        "ulysses=8",
+        "ring=8",
+        "tp=4,dp=2",
+        "tp=4,sp,dp=2",
+        "tp=2,ulysses=2,dp=2",
+        "ring=4,ulysses=2",
     )
     """As `jaxkv cost` takes them."""
 
@@ -163,7 +170,8 @@ def _formulas(
     """The same by the formulas; and what is sent, kind by kind."""
     shape = from_model.describe(config.shape(num_layers))
     sent = traffic.training(
-        *(shape, layout),
+        shape,
+        layout,
         batch=config.batch // layout.data,
         sequence=config.sequence,
         number_bytes=divided_steps.NUMBER_BYTES,
@@ -186,14 +194,23 @@ def summary(result: Result) -> list[Part]:
     what = f"{result.model}, {result.num_layers} layers"
     return [
         result.ways.sheet(
-            *(f"a device's part of a training step, {what}", "layout", "devices"),
-            *("params", "params_given", "sent_bytes", "found_bytes", "flops_ratio"),
+            f"a device's part of a training step, {what}",
+            "layout",
+            "devices",
+            "params",
+            "params_given",
+            "sent_bytes",
+            "found_bytes",
+            "flops_ratio",
             note="Given and found: programs of one layer and of two, and the line "
             "through both.",
         ),
         result.parts.sheet(
-            *("what a device sends, by the formulas", "layout", "scheme"),
-            *("forward_bytes", "backward_bytes"),
+            "what a device sends, by the formulas",
+            "layout",
+            "scheme",
+            "forward_bytes",
+            "backward_bytes",
         ),
     ]
 

@@ -82,8 +82,11 @@ def find(
         found.append(
             np.asarray(
                 _iterate(
-                    *(model.params, jnp.asarray(tokens), jnp.asarray(lengths)),
-                    *(guesses, params),
+                    model.params,
+                    jnp.asarray(tokens),
+                    jnp.asarray(lengths),
+                    guesses,
+                    params,
                     config=model.config,
                 )
             )

@@ -227,7 +227,8 @@ def _records(
         pairs = zip(some.tolist(), made, strict=True)
         found += [Trajectory(text, block.guesses) for text, block in pairs]
     return consistency.records(
-        *(found, corpus.stream),
+        found,
+        corpus.stream,
         each=config.guesses,
         text_tokens=sizes.text_tokens,
         seed=config.seed,
@@ -341,7 +342,9 @@ def summary(result: Result) -> list[Part]:
         result.models.sheet("before and after", note=NOTES[0]),
         result.runs.sheet(
             f"the engine's drafter, one sequence on {result.device}",
-            *("way", "num_drafts", *said),
+            "way",
+            "num_drafts",
+            *said,
             note=NOTES[1],
         ),
     ]

@@ -248,8 +248,10 @@ def summary(result: Result) -> list[Part]:
     sheets: list[Sheet] = [
         result.blocks.sheet("steps until a block is found", note=NOTES[0]),
         result.runs.sheet(
-            *(f"the engine's drafter, one sequence on {result.device}", "temperature"),
-            *("num_drafts", *said),
+            f"the engine's drafter, one sequence on {result.device}",
+            "temperature",
+            "num_drafts",
+            *said,
             note=NOTES[1],
         ),
     ]

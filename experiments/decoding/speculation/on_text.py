@@ -290,7 +290,9 @@ def _toss(
     """Rows of `Coins`."""
     num, drafts = config.num_coins * config.coin_batches, config.coin_drafts
     bounds = serving.bounds(
-        *(config.num_coins, drafts[-1], config.prompt_tokens + config.coin_tokens),
+        config.num_coins,
+        drafts[-1],
+        config.prompt_tokens + config.coin_tokens,
         config.steps_per_call,
     )
     asked = config.requests(model.tokenizer, num, 1.0, config.coin_tokens)
@@ -330,16 +332,29 @@ def summary(result: Result) -> list[Part]:
     same = ("num_tokens", "num_other")
     sheets: list[Sheet] = [
         alone.where(num_drafts=num).sheet(
-            *(f"ways, one sequence on {result.device}", "way", "temperature"),
-            *(*said, "cost", "speed", *same),
+            f"ways, one sequence on {result.device}",
+            "way",
+            "temperature",
+            *said,
+            "cost",
+            "speed",
+            *same,
             note=NOTES[0],
         ),
         lengths.sheet(
-            *("drafts a step, greedy", *head, *said[2:], "expected", "cost", "speed"),
+            "drafts a step, greedy",
+            *head,
+            *said[2:],
+            "expected",
+            "cost",
+            "speed",
             note=NOTES[1],
         ),
         batches.where(way=LOOKUP, num_drafts=num).sheet(
-            *("sequences at once, greedy", "batch", "tokens_per_step", *times),
+            "sequences at once, greedy",
+            "batch",
+            "tokens_per_step",
+            *times,
             *same,
             note=NOTES[2],
         ),

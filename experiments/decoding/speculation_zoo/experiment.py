@@ -255,8 +255,11 @@ def summary(result: Result) -> list[Part]:
     same = ("num_tokens", "num_other")
     sheets: list[Sheet] = [
         result.ways.where(temperature=temperature).sheet(
-            *(f"one sequence on {result.device}, {words}", "way", "num_drafts"),
-            *(*said, *same),
+            f"one sequence on {result.device}, {words}",
+            "way",
+            "num_drafts",
+            *said,
+            *same,
             note=note,
         )
         for temperature, words, note in (
@@ -266,8 +269,15 @@ def summary(result: Result) -> list[Part]:
     ]
     sheets.append(
         result.adaptive.sheet(
-            *("lengths that adapt", "way", "batch", "temperature"),
-            *("drafts_per_step", "tokens_per_step", "cost", "speed", *same),
+            "lengths that adapt",
+            "way",
+            "batch",
+            "temperature",
+            "drafts_per_step",
+            "tokens_per_step",
+            "cost",
+            "speed",
+            *same,
             note=NOTES[1],
         )
     )

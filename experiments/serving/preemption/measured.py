@@ -279,7 +279,11 @@ def summary(result: Result) -> list[Part]:
     sheets = [
         ways.sheet(
             f"a pool of {pool} pages, where {need} would do for all",
-            *("name", *counts, "seconds", "mean_latency_s", "p95_latency_s"),
+            "name",
+            *counts,
+            "seconds",
+            "mean_latency_s",
+            "p95_latency_s",
             "num_different",
             note=f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} "
             "servings each, alternating. Pages moved: out and back. Hold new: no new "
@@ -287,19 +291,31 @@ def summary(result: Result) -> list[Part]:
         ),
         result.victims.sheet("who is preempted", "victim", "preemption", *counts),
         result.watermarks.sheet(
-            *("a watermark at admission, recomputing", "watermark", "watermark_share"),
+            "a watermark at admission, recomputing",
+            "watermark",
+            "watermark_share",
             *counts,
         ),
         result.pools.sheet("smaller pools", "pool_pages", "preemption", *counts),
         Servings.joined([result.spaces, result.hosts]).sheet(
-            *("swap space that is too small", "swap_pages", "host_pages"),
-            *("num_fallbacks", *counts),
+            "swap space that is too small",
+            "swap_pages",
+            "host_pages",
+            "num_fallbacks",
+            *counts,
             note="Whoever finds no room in the buffer has its tokens computed again.",
         ),
         moves.sheet(
             f"bringing back one request of {moves.num_tokens.max(initial=0):,} tokens",
-            *("page_size", "num_bytes", "recompute_s", "swap_s", "swap_through_host_s"),
-            *("out_s", "in_s", "host_out_s", "host_in_s"),
+            "page_size",
+            "num_bytes",
+            "recompute_s",
+            "swap_s",
+            "swap_through_host_s",
+            "out_s",
+            "in_s",
+            "host_out_s",
+            "host_in_s",
             note=f"Medians of {moves.recompute_s.shape[-1]}.",
         ),
     ]

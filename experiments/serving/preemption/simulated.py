@@ -262,14 +262,20 @@ def summary(result: Result) -> list[Part]:
     return [
         rules.sheet(
             f"victims and pages kept free, {RATE} requests/s",
-            *("watermark", "victim", *names, "normalised_s"),
+            "watermark",
+            "victim",
+            *names,
+            "normalised_s",
         ),
         result.bring_back.sheet(
             f"{NUM_TOKENS} tokens brought back", "page_size", "recompute_s", "swap_s"
         ),
         sizes.sheet(
             f"end to end, {PAGES_RATE} requests/s",
-            *("page_size", "preemption", *names, "normalised_s"),
+            "page_size",
+            "preemption",
+            *names,
+            "normalised_s",
         ),
     ]
 

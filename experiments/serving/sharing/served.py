@@ -84,8 +84,14 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to share, or does not fit."""
         validation.at_least(
-            *(self, "num_short", "num_long", "num_prefixed", "repeats", "page_size"),
-            *("prefixes", "chunk_sizes"),
+            self,
+            "num_short",
+            "num_long",
+            "num_prefixed",
+            "repeats",
+            "page_size",
+            "prefixes",
+            "chunk_sizes",
         )
         validation.at_least(self, "max_slots", low=NUM_SEQUENCES)
         validation.within(self, "answers", "widths", low=2, high=self.max_slots)

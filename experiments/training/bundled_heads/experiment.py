@@ -221,7 +221,9 @@ def score(
     )
     answers = np.array([x.answers[0].tokens for x in done], np.int32)
     return drafting_heads.acceptance(
-        *(params, target.params, np.concatenate([pieces, answers], axis=1)),
+        params,
+        target.params,
+        np.concatenate([pieces, answers], axis=1),
         heads=shape,
         depth=recipe.depth,
         num_ranks=config.num_ranks,

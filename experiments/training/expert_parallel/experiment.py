@@ -104,7 +104,8 @@ class Config:
                 )
         for words in self.layouts:
             meshes.check(
-                *(self.model("with"), parallelism.parse(words)),
+                self.model("with"),
+                parallelism.parse(words),
                 sequence_length=self.seq_len,
             )
 
@@ -287,7 +288,8 @@ def _dropped(
             for d in range(p)
         ]
         sent = traffic.training(
-            *(from_model.describe(model), layout),
+            from_model.describe(model),
+            layout,
             batch=config.batch_size // p,
             sequence=config.seq_len,
             number_bytes=NUMBER_BYTES,
@@ -340,7 +342,8 @@ def _divide(
         program: Any = jax.jit(gradient).lower(*given).compile()
         found = collectives.collectives(str(program.as_text()))
         formula = traffic.training(
-            *(from_model.describe(model), layout),
+            from_model.describe(model),
+            layout,
             batch=config.batch_size // layout.data,
             sequence=config.seq_len,
             number_bytes=NUMBER_BYTES,

@@ -96,12 +96,16 @@ def emit(
         rows = logit_rows.look_up(state, logits, emits)
         draw = _draw(rows, emits, logits_fn, config)
         drawn = _Drawn(
-            *(draw.token, draw.logprob, None, draw.invalid, rows.scored),
+            draw.token,
+            draw.logprob,
+            None,
+            draw.invalid,
+            rows.scored,
             logits=lambda: logits,
         )
     else:
         judged = verification.verify(
-            *(state, result, emits, drafts, tree, speculation, logits_fn, config)
+            state, result, emits, drafts, tree, speculation, logits_fn, config
         )
         drawn = _as_drawn(state, judged, emits, tree is not None, result, config)
     state, emitted = _note(state, drawn, emits)

@@ -285,12 +285,18 @@ FAMILIES: Mapping[str, Family] = {
         },
         harmless=(
             # Of the first release; only `n_positions` is read.
-            *("n_ctx", "n_special", "predict_special_tokens", "output_past"),
+            "n_ctx",
+            "n_special",
+            "predict_special_tokens",
+            "output_past",
             # An order of the same products, for half precision.
             "reorder_and_upcast_attn",
             # Of a head for multiple choice.
-            *("summary_type", "summary_use_proj", "summary_activation"),
-            *("summary_proj_to_labels", "summary_first_dropout"),
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
         ),
         is_conv1d=True,
     ),

@@ -13,8 +13,14 @@ from jaxkv.models.huggingface.values import flag, number, shown, size
 ORIGINAL = "original_max_position_embeddings"
 KEYS = frozenset(
     (
-        *("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor"),
-        *(ORIGINAL, "layer_types", "sliding_window", "use_sliding_window"),
+        "rope_scaling",
+        "rope_parameters",
+        "rope_theta",
+        "partial_rotary_factor",
+        ORIGINAL,
+        "layer_types",
+        "sliding_window",
+        "use_sliding_window",
     )
 )
 """Keys that are read of families with rotary positions."""

@@ -55,7 +55,11 @@ def attend(
     """
     group = q.shape[1] // k_pages.shape[1]
     states = partial_states(
-        *(q, k_pages, v_pages, page_ids, plan),
+        q,
+        k_pages,
+        v_pages,
+        page_ids,
+        plan,
         scale=scale,
         softcap=softcap,
         alibi=alibi,
@@ -114,7 +118,12 @@ def partial_states(
     if packed_q is None:
         packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
     return _launch(
-        *(packed_q, k_pages, v_pages, page_ids.astype(jnp.int32), plan, slopes),
+        packed_q,
+        k_pages,
+        v_pages,
+        page_ids.astype(jnp.int32),
+        plan,
+        slopes,
         layer=layer,
         num_layers=num_layers,
         scoring=Scoring(scale, softcap, alibi is not None),
@@ -169,13 +178,16 @@ def _launch(
             num_warpgroups,
             (248, 40) if num_warpgroups == 1 else (240, 24),
             lambda: decode_body.consume(
-                *(inputs, outputs, shared),
+                inputs,
+                outputs,
+                shared,
                 scoring=scoring,
                 tiling=tiling,
                 emulated=bool(interpret),
             ),
             lambda: decode_body.produce(
-                *(inputs, shared),
+                inputs,
+                shared,
                 num_layers=num_layers,
                 tiling=tiling,
             ),

@@ -304,7 +304,8 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
         @pl.loop(0, piece.take)
         def _(i):
             kv_ring.copy_tile(
-                *(inputs, shared),
+                inputs,
+                shared,
                 slot=slot,
                 head=piece.head,
                 begin=(piece.tile + i) * tiling.tile,

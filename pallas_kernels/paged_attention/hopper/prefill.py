@@ -146,7 +146,9 @@ def _launch(
                     workers=2 * tiling.num_programs,
                 )
             prefill_body.consume(
-                *(inputs, outputs, shared),
+                inputs,
+                outputs,
+                shared,
                 scoring=scoring,
                 window=window,
                 tiling=tiling,
@@ -154,7 +156,8 @@ def _launch(
             )
 
         warpgroups.divide(
-            *(2, (232, 40)),
+            2,
+            (232, 40),
             multiply,
             lambda: prefill_body.produce(
                 inputs, shared, num_layers=num_layers, tiling=tiling

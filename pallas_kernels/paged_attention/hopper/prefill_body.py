@@ -330,7 +330,8 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
         @pl.loop(0, item.num_kv)
         def _(i):
             kv_ring.copy_tile(
-                *(inputs, shared),
+                inputs,
+                shared,
                 slot=slot,
                 head=kv_head,
                 begin=item.kv_tile(i) * tiling.tile,

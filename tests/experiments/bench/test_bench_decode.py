@@ -71,7 +71,10 @@ def test_it_times_itself_and_the_peers_that_are_there(
     found = document(jaxkv, *args)
     rows, (*_, ours_too, theirs_too) = found["rows"], found["details"]
     assert [(row["implementation"], row["batch"]) for row in rows] == [
-        *(("jaxkv", 1), ("transformers", 1), ("jaxkv", 2), ("transformers", 2))
+        ("jaxkv", 1),
+        ("transformers", 1),
+        ("jaxkv", 2),
+        ("transformers", 2),
     ]
     ours, theirs = rows[2:]
     assert all(row.keys() >= KEYS for row in rows)

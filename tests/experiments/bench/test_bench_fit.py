@@ -14,7 +14,9 @@ def test_rows_for_everyone(jaxkv: Command) -> None:
     found = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
     rows = found["rows"]
     assert [row["method"] for row in rows[:3]] == [
-        *("jaxkv", "jaxkv, first call", "NumPy gradient + SciPy BFGS")
+        "jaxkv",
+        "jaxkv, first call",
+        "NumPy gradient + SciPy BFGS",
     ]
     assert rows[-1]["method"] == "finite differences + SciPy BFGS"
     for row in rows:

@@ -323,8 +323,10 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     runs.merge_alone(problem, plan, tilings)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
     assert [x.shape for x in seen[:4]] == [
-        *((2, 2, 40, 16), (2, 2, 40)),
-        *((3, 2, 40, 16), (3, 2, 40)),
+        (2, 2, 40, 16),
+        (2, 2, 40),
+        (3, 2, 40, 16),
+        (3, 2, 40),
     ]
     assert seen[4].shape == (2,)
 
@@ -351,8 +353,12 @@ def test_when_the_time_is_over_nothing_more_begins(
     over = "skipped: the 100 s were over"
     # 51 s, 91 s, 121 s: what has begun is finished.
     assert said[:6] == [
-        *(("ours", ""), ("theirs", ""), ("shared", "")),
-        *(("ours", ""), ("theirs", ""), ("shared", share)),
+        ("ours", ""),
+        ("theirs", ""),
+        ("shared", ""),
+        ("ours", ""),
+        ("theirs", ""),
+        ("shared", share),
     ]
     assert said[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
     # Quick is over earlier.

@@ -42,7 +42,8 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
         compiler_options=FAST_COMPILE,
     )
     state, info = run(
-        *(start(), w),
+        start(),
+        w,
         capacity=capacity,
         policy=policy,
         cost=COST,

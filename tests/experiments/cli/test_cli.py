@@ -205,8 +205,19 @@ def test_a_full_disk_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     "args",
     [
-        *("", "run", "bench", "list", "run made_up", "sweep", "train"),
-        *("plan", "cost", "generate", "claims", "fit", "demo"),
+        "",
+        "run",
+        "bench",
+        "list",
+        "run made_up",
+        "sweep",
+        "train",
+        "plan",
+        "cost",
+        "generate",
+        "claims",
+        "fit",
+        "demo",
     ],
 )
 def test_help_is_status_0_and_says_what_holds_without_a_flag(
@@ -221,7 +232,10 @@ def test_help_is_status_0_and_says_what_holds_without_a_flag(
 
 def test_help_lists_and_costs_import_nothing_heavy() -> None:
     assert_nothing_heavy_is_imported(
-        *("--help", "run --help", "generate --help", "list --json"),
+        "--help",
+        "run --help",
+        "generate --help",
+        "list --json",
         "cost deepseek-v3 --json",
     )
 

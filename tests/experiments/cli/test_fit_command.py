@@ -207,7 +207,8 @@ def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
     fits = found["fits"]
     assert (found["by"], found["group"]) == ("data", "web")
     assert [(fit["group"], fit["num_points"]) for fit in fits] == [
-        *(("web", 24), ("code", 24))
+        ("web", 24),
+        ("code", 24),
     ]
     floors = [fit["coefficients"]["E"] for fit in fits]
     assert floors[0] - floors[1] == pytest.approx(0.5, abs=0.15)

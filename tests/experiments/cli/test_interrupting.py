@@ -164,9 +164,17 @@ DEAF = """if True:
 def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
     out, folder = tmp_path / "run", tmp_path / "training"
     process = start(
-        *("run", "bundled_model", "smoke", "--out", str(out)),
-        *("--folder", str(folder), "--trunk.num-steps", "1000000"),
-        *("--trunk.report-every", "10"),
+        "run",
+        "bundled_model",
+        "smoke",
+        "--out",
+        str(out),
+        "--folder",
+        str(folder),
+        "--trunk.num-steps",
+        "1000000",
+        "--trunk.report-every",
+        "10",
     )
     wait_for((folder / "trunk" / "curve.jsonl").exists, process)
     assert press(process)[1] == STOPPING

@@ -32,9 +32,16 @@ def start(num: int, *words: str) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "experiments.cli.main", *words),
-                *("--coordinator", f"127.0.0.1:{port}"),
-                *("--num-processes", str(num), "--process-id", str(index)),
+                sys.executable,
+                "-m",
+                "experiments.cli.main",
+                *words,
+                "--coordinator",
+                f"127.0.0.1:{port}",
+                "--num-processes",
+                str(num),
+                "--process-id",
+                str(index),
             ],
             env=env,
             stdout=subprocess.PIPE,

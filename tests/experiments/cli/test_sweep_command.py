@@ -43,8 +43,14 @@ def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
     assert plan["architecture"]["tie_embeddings"]
     assert law["shape"] == {"sequence": 32, "vocab_size": 257, "tie_embeddings": True}
     wider = document(
-        *(jaxkv, "plan", "--law", "runs/sweep-mine/fit.json"),
-        *("--flops", "1e12", "--vocab-size", "258"),
+        jaxkv,
+        "plan",
+        "--law",
+        "runs/sweep-mine/fit.json",
+        "--flops",
+        "1e12",
+        "--vocab-size",
+        "258",
     )
     assert wider["architecture"]["vocab_size"] == 258
 
@@ -53,8 +59,14 @@ def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
 def test_a_plan_goes_on_from_the_record_that_ships(jaxkv: Command) -> None:
     law = RECORDS / "isoflop" / "fit.json"
     plan = document(
-        *(jaxkv, "plan", "--law", str(law)),
-        *("--flops", "1e16", "--vocab-size", "257"),
+        jaxkv,
+        "plan",
+        "--law",
+        str(law),
+        "--flops",
+        "1e16",
+        "--vocab-size",
+        "257",
     )
     assert 1e7 < plan["num_params"] < 4e7
 

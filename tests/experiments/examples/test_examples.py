@@ -71,7 +71,8 @@ def serve(params, state):
 
     def body(state, _):
         return jaxkv.step(
-            *(params, state),
+            params,
+            state,
             config=CONFIG,
             forward=forward,
             policy=ShortestFirst(jaxkv.fcfs()),
@@ -151,8 +152,14 @@ def five_digits(params: dict, prompt: list[int]) -> list[int]:
 
 
 PROMPTS = [
-    *([7] * 9, [1, 2, 3, 4, 5], [50, 4], [9, 8, 7]),
-    *([1, 2], [11] * 12, [6], [5, 6]),
+    [7] * 9,
+    [1, 2, 3, 4, 5],
+    [50, 4],
+    [9, 8, 7],
+    [1, 2],
+    [11] * 12,
+    [6],
+    [5, 6],
 ]
 GREEDY = jaxkv.Sampling.greedy(max_tokens=20, stop_tokens=(END,))
 
@@ -178,7 +185,10 @@ def test_all_of_them_inside_ones_own_jit_and_scan() -> None:
 def test_all_of_them_through_the_facade() -> None:
     params = make_params()
     engine = jaxkv.Engine(
-        *(params, forward, make_pages(), CONFIG),
+        params,
+        forward,
+        make_pages(),
+        CONFIG,
         eos_ids=(END,),
         policy=ShortestFirst(jaxkv.fcfs()),
         logits_fn=only_digits,

@@ -34,7 +34,12 @@ def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
 @pytest.mark.thorough
 def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> None:
     assert lectures.batches(result.continuous_requests) == [
-        *("R1 R2", "R1 R2 R3", "R1 R3 R4", "R1 R3 R4", "R3 R4 R5", "R5")
+        "R1 R2",
+        "R1 R2 R3",
+        "R1 R3 R4",
+        "R1 R3 R4",
+        "R3 R4 R5",
+        "R5",
     ]
     waited = lectures.batches(result.static_requests)
     assert waited[:5] == ["R1 R2", "R1 R2", "R1", "R1", "R3 R4 R5"]

@@ -19,7 +19,9 @@ def test_smoke_measures_every_length_and_says_what_holds() -> None:
         assert (way.temporary_bytes > 0).all()
         assert (way.error < 1e-4).all()
     assert [row["pieces of work, prompt"] for row in kept.metrics["all queries"]] == [
-        *(8, 8, 16)
+        8,
+        8,
+        16,
     ]
     # Timings of a busy machine decide nothing here; exactness does.
     assert (result.flash.error <= 2 * result.plain.error).all()

@@ -94,8 +94,10 @@ def test_beams_share_and_free_pages(result: experiment.Result) -> None:
     assert chosen == ["and", "which", "ruled", "one"]
     ends = [text(beams, 3, slot).split("symbols ")[1] for slot in range(4)]
     assert ends == [
-        *("on an endless tape and", "on an endless tape which"),
-        *("in squares of paper ruled", "in squares of paper one"),
+        "on an endless tape and",
+        "on an endless tape which",
+        "in squares of paper ruled",
+        "in squares of paper one",
     ]
 
 

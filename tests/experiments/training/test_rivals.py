@@ -240,10 +240,12 @@ def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
     unused: Any = None
     result = rivals_runs.Result(
         np.array(["transformer", "lstm"]),
-        *(unused, unused),
+        unused,
+        unused,
         rivals_runs.Differences.of([]),
         rivals_runs.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
-        *(unused, best_runs.Ratio(*[nothing] * 4, np.full((2, 2), ""))),
+        unused,
+        best_runs.Ratio(*[nothing] * 4, np.full((2, 2), "")),
     )
     assert experiment.claims(result) == []
     assert experiment.metrics(result)["ratios"] == []

@@ -34,10 +34,12 @@ from tests.support.folders import ROOT
         pytest.param(workload, 8, QUICK, id="alone"),
         pytest.param(groups, 6, ("crowd", "flood"), id="several answers"),
         pytest.param(
-            *(workload, 40, tuple(PLACES)), id="alone, 40", marks=pytest.mark.slow
+            workload, 40, tuple(PLACES), id="alone, 40", marks=pytest.mark.slow
         ),
         pytest.param(
-            *(groups, 40, ROOM_FOR_THREE),
+            groups,
+            40,
+            ROOM_FOR_THREE,
             id="several answers, 40",
             marks=pytest.mark.slow,
         ),

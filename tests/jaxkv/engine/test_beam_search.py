@@ -58,7 +58,9 @@ def test_a_cancelled_search_leaves_nothing() -> None:
     state = engines.start(ROOMY, loaded.config)
     state, _ = engines.submit(state, engines.requests_of([search], ROOMY), config=ROOMY)
     state, _ = engines.run_steps(
-        *(loaded.params, state, clock.from_seconds(0)),
+        loaded.params,
+        state,
+        clock.from_seconds(0),
         config=ROOMY,
         forward=paged.PagedForward(loaded.config, ROOMY.numerics),
         policy=fcfs(),

@@ -396,7 +396,9 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
     asks = [greedy(1, [3] * 5, 4), greedy(2, [3] * 5, 4)]
     state = engines.submitted(asks, TIGHT)
     state, info = engines.run_steps(
-        *(engines.params(), state, from_seconds(0.0)),
+        engines.params(),
+        state,
+        from_seconds(0.0),
         config=TIGHT,
         forward=paged.PagedForward(MODEL, TIGHT.numerics),
         policy=Hoarder(),

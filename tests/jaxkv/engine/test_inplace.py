@@ -45,21 +45,21 @@ EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
 @pytest.mark.parametrize(
     ("bounds", "numerics"),
     [
-        pytest.param(
-            *({}, "reproducible"), id="reproducible", marks=pytest.mark.thorough
-        ),
+        pytest.param({}, "reproducible", id="reproducible", marks=pytest.mark.thorough),
         pytest.param({}, "fast", id="fast", marks=pytest.mark.slow),
         pytest.param(
-            *({"max_slots": 1}, "fast"), id="one slot", marks=pytest.mark.thorough
+            {"max_slots": 1}, "fast", id="one slot", marks=pytest.mark.thorough
         ),
         pytest.param(
-            *({"max_slots": 1, "page_size": 4}, "fast"),
+            {"max_slots": 1, "page_size": 4},
+            "fast",
             id="one slot, small pages",
             marks=pytest.mark.slow,
         ),
         pytest.param(EVERYTHING, "fast", id="everything", marks=pytest.mark.thorough),
         pytest.param(
-            *(EVERYTHING, "reproducible"),
+            EVERYTHING,
+            "reproducible",
             id="everything, reproducible",
             marks=pytest.mark.slow,
         ),

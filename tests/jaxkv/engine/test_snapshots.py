@@ -74,7 +74,9 @@ def go_on(
     forward = paged.PagedForward(MODEL, config.numerics)
     for call in range(num_calls):
         state, info = run_steps(
-            *(engines.params(), state, clock.from_seconds(1.0 + call)),
+            engines.params(),
+            state,
+            clock.from_seconds(1.0 + call),
             config=config,
             forward=forward,
             policy=policy,

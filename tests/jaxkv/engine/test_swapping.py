@@ -103,7 +103,9 @@ def steps(
     """The state after every single step."""
     for _ in range(num):
         state, info = engines.run_steps(
-            *(engines.params(), state, clock.from_seconds(0)),
+            engines.params(),
+            state,
+            clock.from_seconds(0),
             config=config,
             forward=paged.PagedForward(MODEL, config.numerics),
             policy=policy,

@@ -84,7 +84,7 @@ def test_the_way_goes_to_the_first_accepted_child(seed: int) -> None:
     child = drafting.children(drafts, 3)
     accepts = rng.random((SLOTS, NUM + 1, 3)) < 0.6
     num, path = verification.walk(
-        *(child, jnp.asarray(accepts), drafts, drafting.tree(drafts.parents))
+        child, jnp.asarray(accepts), drafts, drafting.tree(drafts.parents)
     )
     lengths = []
     for slot in range(SLOTS):

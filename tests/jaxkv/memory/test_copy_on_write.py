@@ -62,7 +62,7 @@ def three_sharers(free: int) -> tuple[Pool, Table]:
     """Slots 0 to 2 share a full page and one with 2 of 4 tokens, and some are free."""
     pool, table = page_pool.make_pool(2 + free), page_table.make_table(SLOTS, WIDTH)
     pool, table, *_ = page_table.reserve(
-        *(pool, table, ints(6, 0, 0, 0, 0, 0)), page_size=4, max_new_pages=WIDTH
+        pool, table, ints(6, 0, 0, 0, 0, 0), page_size=4, max_new_pages=WIDTH
     )
     table = page_table.advance(table, ints(6, 0, 0, 0, 0, 0))
     return page_sharing.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
@@ -72,7 +72,7 @@ def reserve(pool: Pool, table: Table, *num_rows: int) -> Any:
     rows = ints(*num_rows)
     places = jnp.where(rows > 0, table.length + rows, 0)
     return page_table.reserve(
-        *(pool, table, places, rows), page_size=4, max_new_pages=WIDTH
+        pool, table, places, rows, page_size=4, max_new_pages=WIDTH
     )
 
 
@@ -162,7 +162,7 @@ def write(
     page_size = state.pages.page_size
     pool, table = page_table.drop(state.pool, state.table, drop)
     pool, table, copies, enough = page_table.reserve(
-        *(pool, table, places, num_rows), page_size=page_size, max_new_pages=MAX_NEW
+        pool, table, places, num_rows, page_size=page_size, max_new_pages=MAX_NEW
     )
     num_rows = jnp.where(enough, num_rows, 0)
     shared = invariants.shared_writes(pool, table, num_rows, page_size=page_size)
@@ -206,7 +206,12 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
     pool, table, pages, staging = state
     group, size = ints(*GROUPS), pages.page_size
     staging, left = swap_buffer.move_out(
-        *(staging, pages, table, page_sharing.holders(table, group), row, group),
+        staging,
+        pages,
+        table,
+        page_sharing.holders(table, group),
+        row,
+        group,
         page_size=size,
     )
     pool, table = page_table.drop(pool, table, left)
@@ -217,7 +222,7 @@ def swap_in(state: State, arguments: Any) -> tuple[State, None]:
     pool, table, pages, staging = state
     back, slot = arguments
     pages, pool, table, staging = swap_buffer.move_in(
-        *(staging, pages, pool, table, ints(*GROUPS), back, slot)
+        staging, pages, pool, table, ints(*GROUPS), back, slot
     )
     return State(pool, table, pages, staging), None
 
@@ -240,7 +245,7 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     owned = page_sharing.owned_pages(table, holder, pinned=pinned)
     values = [kv_pages.gather(pages, layer, table.page_ids) for layer in range(2)]
     faults = swap_buffer.unsound(
-        *(staging, ints(*GROUPS), staging.length > 0), page_size=pages.page_size
+        staging, ints(*GROUPS), staging.length > 0, page_size=pages.page_size
     )
     found = found._replace(swap=faults)
     return found._asdict(), owned, jnp.stack([jnp.stack(x)[..., 0, 0] for x in values])
@@ -312,7 +317,7 @@ class Walk:
         self.num_written += tokens.size
 
         copies, enough, shared = self.do(
-            *("write", drop, ints(*places), ints(*num_rows), tokens)
+            "write", drop, ints(*places), ints(*num_rows), tokens
         )
         assert not shared, "i3"
         oracle.drop(drop.tolist())

@@ -73,7 +73,9 @@ def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
             begun = np.asarray(taken) & (requests.params.sample == 0)
             waiting = waiting[int(begun.sum()) :]
         state, info = engines.run_steps(
-            *(engines.params(), state, clock.from_seconds(float(call))),
+            engines.params(),
+            state,
+            clock.from_seconds(float(call)),
             config=config,
             forward=forward,
             policy=policy,

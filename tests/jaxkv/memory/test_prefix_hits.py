@@ -122,7 +122,9 @@ def serve(
                 model.submit(ask)
             waiting = waiting[begun:]
         state, info = program(
-            *(None, before_call(state), clock.from_seconds(0)),
+            None,
+            before_call(state),
+            clock.from_seconds(0),
             config=config,
             forward=Sum(),
             policy=policy,

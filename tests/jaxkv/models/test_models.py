@@ -85,7 +85,8 @@ def test_many_rows_are_multiplied_with_the_rows_first(bias: bool) -> None:
 def test_paged_equals_contiguous(name: str, page_size: int) -> None:
     loaded = checkpoints.load_model(GOLDEN / name)
     check_paged_equals_contiguous(
-        *(loaded.config, loaded.params),
+        loaded.config,
+        loaded.params,
         feed=feed_fast_to_compile,
         page_size=page_size,
         seed=page_size,
@@ -103,7 +104,8 @@ def test_paged_equals_contiguous_everywhere(
     loaded = checkpoints.load_model(GOLDEN / name)
     for seed in range(3):
         check_paged_equals_contiguous(
-            *(loaded.config, loaded.params),
+            loaded.config,
+            loaded.params,
             feed=feed_as_served,
             page_size=page_size,
             numerics=numerics,

@@ -64,7 +64,9 @@ def divided(
         return found.logits, found.pages
 
     mapped = layout.mapped(
-        *(run, mesh, (layout.specs_on(params, mesh), specs, layout.WHOLE)),
+        run,
+        mesh,
+        (layout.specs_on(params, mesh), specs, layout.WHOLE),
         (layout.WHOLE, specs),
     )
     return jax.jit(mapped, donate_argnums=1), params, pages
@@ -204,7 +206,7 @@ def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
     found = collectives.collectives(program.as_text())
     assert all(each.is_sure for each in found)
     formula = traffic.decode(
-        *(from_model.describe(config), how), batch=len(rows.token), number_bytes=4
+        from_model.describe(config), how, batch=len(rows.token), number_bytes=4
     )
     wanted = sum(each.forward for each in formula)
     return sum(each.sent(rank=2) for each in found), wanted
@@ -214,7 +216,8 @@ def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "how",
     [
-        *(WAYS[0], WAYS[2]),
+        WAYS[0],
+        WAYS[2],
         *(pytest.param(x, marks=pytest.mark.slow) for x in (WAYS[1], WAYS[3])),
     ],
     ids=["cp", "ep", "cp tp", "cp ep"],

@@ -52,7 +52,7 @@ def mixed(x: np.ndarray, found: moe.Routing, is_kept: np.ndarray) -> np.ndarray:
 def divided(p: int, function: Any, x: Any, found: moe.Routing) -> np.ndarray:
     """Runs a function of rows, routing and weights on p devices."""
     mesh = jax.make_mesh(
-        *((p,), (experts.EXPERT,), (AxisType.Auto,)), devices=jax.devices()[:p]
+        (p,), (experts.EXPERT,), (AxisType.Auto,), devices=jax.devices()[:p]
     )
     parts = PartitionSpec(experts.EXPERT)
     run = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=parts)
@@ -89,7 +89,7 @@ def test_rows_come_back_from_the_experts_that_had_places(p: int, capacity: int) 
     def of_device(x: Any, found: moe.Routing, weight: Any) -> Any:
         answer = functools.partial(jnp.einsum, "erh,ehw->erw")
         return experts.exchange(
-            *(x, found, lambda rows: answer(rows, weight)), capacity=capacity
+            x, found, lambda rows: answer(rows, weight), capacity=capacity
         )
 
     y = divided(p, of_device, x, found)

@@ -60,7 +60,7 @@ def test_an_engine_over_four(how: Layout) -> None:
     )
     options = devices.COMPILER_OPTIONS
     report = deviceless.compile(
-        *(run, *arguments), donate_argnums=1, options=options, mesh=mesh
+        run, *arguments, donate_argnums=1, options=options, mesh=mesh
     )
     found = collectives(report.text)
     # A step decodes, one row a slot, or reads prompts as well, rows of the budget.

@@ -29,8 +29,15 @@ from tests.support.meshes import (
 )
 
 FAMILIES = (
-    *("llama", "gpt2", "opt", "qwen2", "qwen3", "mistral"),
-    *("mixtral", "qwen2_moe", "qwen3_moe"),
+    "llama",
+    "gpt2",
+    "opt",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
 )
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 FEW = Experts(num_experts=4, top_k=2, size=24)
@@ -48,7 +55,9 @@ def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
     placed = tensor.place_params(config, params, mesh)
     run = layout.mapped(
         functools.partial(transformer.logits, config=fitted),
-        *(mesh, (layout.specs_on(placed, mesh), layout.WHOLE), layout.WHOLE),
+        mesh,
+        (layout.specs_on(placed, mesh), layout.WHOLE),
+        layout.WHOLE,
     )
     return jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile(), placed
 
@@ -116,7 +125,8 @@ def test_an_exchange_too_many_is_counted() -> None:
     run = layout.mapped(wasteful, mesh, specs, layout.WHOLE)
     program = jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile()
     formula = traffic.decode(
-        *(from_model.describe(config), Layout(tensor=2)),
+        from_model.describe(config),
+        Layout(tensor=2),
         batch=TOKENS.size,
         number_bytes=4,
     )
@@ -197,7 +207,8 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
     [
         ({"tensor": 8}, {}),
         pytest.param(
-            *({"tensor": 2, "context": 2, "expert": 2}, {"experts": FEW}),
+            {"tensor": 2, "context": 2, "expert": 2},
+            {"experts": FEW},
             marks=pytest.mark.slow,
         ),
         pytest.param({"context": 8}, {}, marks=pytest.mark.slow),

@@ -142,7 +142,8 @@ def test_a_seeded_bug_is_noticed(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        *(programs, "LOCAL"),
+        programs,
+        "LOCAL",
         programs.LOCAL._replace(
             bring_in=jax.jit(lambda *x: programs._bring_in(*x), donate_argnums=0)
         ),

@@ -111,7 +111,8 @@ def beside_cases() -> list[Any]:
     quick = {("plain", 0.6), ("groups, swap", 1.0)}
     return [
         pytest.param(
-            *(name, chance),
+            name,
+            chance,
             marks=[] if (name, chance) in quick else [pytest.mark.slow],
         )
         for name in CASES
@@ -126,7 +127,9 @@ def test_it_does_what_the_engine_does(name: str, chance: float) -> None:
     case = CASES[name]
     w = workload(10, 30, max_samples=case.max_samples)
     run = beside_engine(
-        *(w, case, 10),
+        w,
+        case,
+        10,
         acceptance=law(chance),
         speculation=Speculation(Guess(MAX_DRAFTS), Chance(chance)),
     )
@@ -162,7 +165,8 @@ def simulate(
 
     def body(state: Simulation, _: None) -> Any:
         state, info = step.step(
-            *(state, w),
+            state,
+            w,
             capacity=bounds,
             policy=RULE,
             cost=COST,
@@ -330,7 +334,8 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
     for i, one in enumerate(laws):
         jax.tree.map(
             lambda x, y, i=i: np.testing.assert_array_equal(x[i], y),
-            *(together, run(w, TIGHT, one)),
+            together,
+            run(w, TIGHT, one),
         )
 
 

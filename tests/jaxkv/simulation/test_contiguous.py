@@ -88,11 +88,12 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     ]
 
     def run(reservation: contiguous.Reservation) -> Any:
-        state = init(*(w, bounds, policy), max_slots=12, reservation=reservation)
+        state = init(w, bounds, policy, max_slots=12, reservation=reservation)
 
         def step(state: Simulation, _: None) -> Any:
             state, info = simulation_step.step(
-                *(state, w),
+                state,
+                w,
                 capacity=bounds,
                 policy=policy,
                 cost=COST,

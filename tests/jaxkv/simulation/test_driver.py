@@ -141,10 +141,14 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
         (
             arrivals.Workload(
                 jnp.asarray(clock.from_seconds(times)),
-                *(5 * ones, ones, ones),
+                5 * ones,
+                ones,
+                ones,
                 jnp.int32(interface.NO_LIMIT),
             ),
-            *(bounds, fcfs.fcfs(), cost),
+            bounds,
+            fcfs.fcfs(),
+            cost,
         )
         for times in arrival
     ]

@@ -112,7 +112,8 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
     for i, member in enumerate(members):
         jax.tree.map(
             lambda x, y, i=i: np.testing.assert_array_equal(x[i], y),
-            *(together, run(*member)),
+            together,
+            run(*member),
         )
         num_preempted += int(together[1].num_preempted[i].sum())
     assert num_preempted > 0

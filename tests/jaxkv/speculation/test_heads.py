@@ -82,7 +82,9 @@ def after_some_steps(drafter: Drafter, asks: list[Ask]) -> tuple[EngineState, Bo
     state, _ = engines.submit(init(BOUNDS, full, ()), requests, config=BOUNDS)
     for _ in range(2):
         state, info = engines.run_steps(
-            *(params, state, clock.from_seconds(0.0)),
+            params,
+            state,
+            clock.from_seconds(0.0),
             config=BOUNDS,
             forward=forward,
             policy=engines.FCFS,
@@ -161,7 +163,7 @@ def said_behind(known: list[int], path: list[int], params: Both) -> np.ndarray:
     tokens = np.zeros((1, size), np.int32)
     tokens[0, :num] = known + path
     said = _unrolled(len(path) + 1)(
-        *(params.draft, params.target, tokens, feature.astype("float32"))
+        params.draft, params.target, tokens, feature.astype("float32")
     )
     last = np.asarray(said, np.float64)[-1, 0, num - 1]
     return last - np.log(np.exp(last - last.max()).sum()) - last.max()

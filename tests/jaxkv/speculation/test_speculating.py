@@ -320,7 +320,9 @@ def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
     num_tokens, num_steps = 0, 0
     while num_tokens < 40:
         state, info = engines.run_steps(
-            *(engines.params(), state, jnp.zeros(2, jnp.int32)),
+            engines.params(),
+            state,
+            jnp.zeros(2, jnp.int32),
             config=config,
             forward=OF_MODEL,
             policy=engines.FCFS,

@@ -87,7 +87,10 @@ def test_streams_survive_broken_characters(ids: list[int]) -> None:
 def test_streams_hold_a_character_back_until_it_is_whole() -> None:
     tokenizer = ByteTokenizer(256)
     assert streamed(tokenizer.stream(), [0x41, 0xE6, 0xBC, 0xA2]) == [
-        *("A", "", "", "漢"),
+        "A",
+        "",
+        "",
+        "漢",
         "",
     ]
     assert streamed(tokenizer.stream(), [0xE6, 0xBC]) == ["", "", "\ufffd"]

@@ -26,7 +26,7 @@ def test_latencies_leave_out_what_never_happened() -> None:
 
 def test_who_is_not_answered_misses_the_objectives() -> None:
     met = metrics.attainment(
-        *(ARRIVAL, FIRST, FINISH, OUTPUT), metrics.Objectives(0.5, 0.06)
+        ARRIVAL, FIRST, FINISH, OUTPUT, metrics.Objectives(0.5, 0.06)
     )
     assert met == 0.5  # the first and the third of four
 

@@ -109,7 +109,9 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
     pool = shape(32 * 1000, 8, 16, 128)
     report = deviceless.compile(
         lambda *args: copy_pages(*args, implementation="reference"),
-        *(pool, ids(64 * 32), ids(64 * 32)),
+        pool,
+        ids(64 * 32),
+        ids(64 * 32),
         donate_argnums=0,
     )
     assert not report.kernels
@@ -142,7 +144,7 @@ def test_several_devices_have_parts_and_exchange() -> None:
             lambda x: jax.lax.with_sharding_constraint(
                 x * 2, NamedSharding(mesh, PartitionSpec())
             ),
-            *(x,),
+            x,
             mesh=mesh,
         ).text
     )

@@ -89,8 +89,12 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
     @jax.jit
     def attend(page_ids: jax.Array) -> jax.Array:
         return api.paged_attention(
-            *(problem.q, problem.k_pages, problem.v_pages, page_ids),
-            *(problem.positions, problem.slots),
+            problem.q,
+            problem.k_pages,
+            problem.v_pages,
+            page_ids,
+            problem.positions,
+            problem.slots,
             context=problem.context,
             ancestors=problem.ancestors,
         ).out

@@ -220,7 +220,9 @@ def test_nothing_spills_at_any_size(
             tiling=tiling,
             num_programs=132,
         ),
-        *(x, w, group_sizes),
+        x,
+        w,
+        group_sizes,
     )
     assert_fits(report)
 

@@ -125,7 +125,7 @@ def test_a_tiling_that_is_not_the_plan_s_is_refused() -> None:
     assert own.tiling == dispatch.default_tilings(64)
     with pytest.raises(ValueError, match="must be that of the plan"):
         api.paged_attention(
-            *(q, k, v, ids, *rows), plan=plan, tiling=dispatch.default_tilings(64)
+            q, k, v, ids, *rows, plan=plan, tiling=dispatch.default_tilings(64)
         )
 
 

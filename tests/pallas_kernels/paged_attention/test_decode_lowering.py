@@ -49,7 +49,11 @@ def lower(
             ancestors=ancestors if columns else None,
         )
         return decode.attend(
-            *(q, k_pages, v_pages, page_ids, plan),
+            q,
+            k_pages,
+            v_pages,
+            page_ids,
+            plan,
             scale=1.0,
             softcap=softcap,
             alibi=slopes if alibi else None,
@@ -61,8 +65,13 @@ def lower(
     row = spec(jnp.int32, 12)
     traced = jax.jit(attend).trace(
         spec(jnp.bfloat16, 12, 2 * group, head_dim),
-        *(pages, pages, spec(jnp.int32, 4, 8), (row, row), spec(jnp.int32, 4)),
-        *(spec(bool, 12, max(columns, 1)), spec(jnp.float32, 2 * group)),
+        pages,
+        pages,
+        spec(jnp.int32, 4, 8),
+        (row, row),
+        spec(jnp.int32, 4),
+        spec(bool, 12, max(columns, 1)),
+        spec(jnp.float32, 2 * group),
     )
     traced.lower(lowering_platforms=("cuda",))
 

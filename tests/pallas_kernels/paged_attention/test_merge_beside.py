@@ -38,7 +38,8 @@ def make(*, group: int, head_dim: int, dtype: str = "float16") -> Mixed:
     )
     context = jnp.where(jnp.arange(len(SLOTS)) == EMPTY, 0, -1)
     few = merge_cases.make(
-        *(np.where(case.slots == CHUNK, -1, case.positions), case.slots),
+        np.where(case.slots == CHUNK, -1, case.positions),
+        case.slots,
         num_slots=len(SLOTS),
         context=context,
         ancestors=jnp.zeros((len(case.positions), 1), bool),
@@ -52,7 +53,8 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
 
     def run(arrays: dict[str, Any], states: Any, plan: Any, interpret: Any) -> Any:
         many = prefill_plan.plan_prefill(
-            *(arrays["positions"], arrays["slots"]),
+            arrays["positions"],
+            arrays["slots"],
             num_slots=len(SLOTS),
             few=3,
             tiling=TILES,
@@ -140,7 +142,8 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
         plan = dispatch.plan_step(
-            *(arrays["positions"], arrays["slots"]),
+            arrays["positions"],
+            arrays["slots"],
             num_slots=len(slots),
             kv_heads=2,
             group=4,
@@ -180,7 +183,8 @@ def attend(
 
     def call(q: Any, pages: Any, page_ids: Any, positions: Any, slots: Any) -> Any:
         plan = dispatch.plan_step(
-            *(positions, slots),
+            positions,
+            slots,
             num_slots=num_slots,
             kv_heads=kv_heads,
             group=group,
@@ -188,7 +192,9 @@ def attend(
         )
         by_head = dict(sinks=jnp.ones(q.shape[1])) if sinks else {}
         return dispatch.attend(
-            *(q, *pages, page_ids),
+            q,
+            *pages,
+            page_ids,
             plan=plan,
             window=None,
             scale=1.0,

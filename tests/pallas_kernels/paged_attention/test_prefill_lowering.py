@@ -39,10 +39,14 @@ def case(
 
     def attend(q, k_pages, v_pages, page_ids, positions, slots, by_head):
         plan = prefill_plan.plan_prefill(
-            *(positions, slots), num_slots=4, few=32, tiling=tiling, window=window
+            positions, slots, num_slots=4, few=32, tiling=tiling, window=window
         )
         return prefill.attend(
-            *(q, k_pages, v_pages, page_ids, plan),
+            q,
+            k_pages,
+            v_pages,
+            page_ids,
+            plan,
             scale=1.0,
             window=window,
             softcap=softcap,
@@ -54,8 +58,13 @@ def case(
     spec = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     pages, row = spec(dtype, 64, 2, page_size, head_dim), spec(jnp.int32, rows)
     return attend, (
-        *(spec(dtype, rows, 2 * group, head_dim), pages, pages),
-        *(spec(jnp.int32, 4, 8), row, row, spec(jnp.float32, 2 * group)),
+        spec(dtype, rows, 2 * group, head_dim),
+        pages,
+        pages,
+        spec(jnp.int32, 4, 8),
+        row,
+        row,
+        spec(jnp.float32, 2 * group),
     )
 
 

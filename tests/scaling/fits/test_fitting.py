@@ -257,7 +257,7 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     assert held.covariance[1, 1] > 0
     # The objective over the plane of the two, found another way.
     at = profile.profile(
-        *(result, runs, ("alpha", "E")), np.array([0.34]), np.array([1.7])
+        result, runs, ("alpha", "E"), np.array([0.34]), np.array([1.7])
     )
     np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
     # What is known narrows the rest: of least squares, by its degree of freedom, too.

@@ -90,7 +90,9 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
     seen = [
         np.asarray(
             streams.draw(
-                *(jnp.asarray(stream), jnp.int32(3), jnp.int32(i)),
+                jnp.asarray(stream),
+                jnp.int32(3),
+                jnp.int32(i),
                 batch_size=4,
                 seq_len=size,
                 aligned=True,
@@ -185,7 +187,9 @@ def test_what_cannot_be_learnt_is_refused() -> None:
         consistency.records(same, text, each=1, text_tokens=3, seed=0)
     with pytest.raises(ValueError, match="are not whole records of seq_len=4"):
         streams.draw(
-            *(jnp.arange(9, dtype=jnp.uint16), jnp.int32(0), jnp.int32(0)),
+            jnp.arange(9, dtype=jnp.uint16),
+            jnp.int32(0),
+            jnp.int32(0),
             batch_size=1,
             seq_len=4,
             aligned=True,

@@ -98,7 +98,9 @@ def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
     assert num_steps > 20
     assert hits[:, 0].sum() > 0
     found = drafting_heads.acceptance(
-        *(weights_of(HEADS[kind]), engines.params(), tokens),
+        weights_of(HEADS[kind]),
+        engines.params(),
+        tokens,
         heads=HEADS[kind],
         depth=DEPTH,
         num_ranks=4,
@@ -120,7 +122,9 @@ def test_the_loss_equals_a_loop(kind: str) -> None:
         -(law * log[depth])[:, depth + 1 :].sum(-1).mean() for depth in range(DEPTH)
     ]
     loss = drafting_heads.mean_loss(
-        *(weights_of(HEADS[kind]), engines.params(), jnp.asarray(tokens)),
+        weights_of(HEADS[kind]),
+        engines.params(),
+        jnp.asarray(tokens),
         heads=HEADS[kind],
         depth=DEPTH,
         decay=0.5,

@@ -42,9 +42,21 @@ BALANCED: dict[str, Any] = {
     "experts": Experts(num_experts=8, top_k=2, size=24, balance_weight=0.5)
 }
 LAYOUTS = (
-    *("tp=2", "tp=4", "tp=2,sp", "tp=4,sp", "dp=2", "dp=4"),
-    *("ulysses=2", "ulysses=8", "ring=2", "ring=4", "ring=8"),
-    *("tp=2,dp=2", "ring=2,ulysses=2", "tp=2,sp,ring=2,dp=2", "tp=2,dp=2,ulysses=2"),
+    "tp=2",
+    "tp=4",
+    "tp=2,sp",
+    "tp=4,sp",
+    "dp=2",
+    "dp=4",
+    "ulysses=2",
+    "ulysses=8",
+    "ring=2",
+    "ring=4",
+    "ring=8",
+    "tp=2,dp=2",
+    "ring=2,ulysses=2",
+    "tp=2,sp,ring=2,dp=2",
+    "tp=2,dp=2,ulysses=2",
 )
 QUICK = ("tp=2,sp", "ring=2,ulysses=2")
 THOROUGH = ("tp=2,sp,ring=2,dp=2", "ulysses=8")
@@ -88,7 +100,8 @@ def check_bytes(config: ModelConfig, layout: Any, program: Any) -> None:
 def formula_of(config: ModelConfig, layout: Any) -> float:
     """Bytes that a device sends, as `traffic` has it."""
     formula = traffic.training(
-        *(from_model.describe(config), layout),
+        from_model.describe(config),
+        layout,
         batch=BATCH // layout.data,
         sequence=SEQ,
         number_bytes=4,
@@ -135,7 +148,8 @@ LONG = np.random.default_rng(0).integers(0, 61, (2, 513), np.int32)
 @pytest.mark.parametrize(
     "layout",
     [
-        *("ulysses=2", "ring=2"),
+        "ulysses=2",
+        "ring=2",
         pytest.param("dp=2", marks=pytest.mark.slow),
         pytest.param("tp=2,sp", marks=pytest.mark.slow),
         pytest.param("ring=2,ulysses=2,dp=2", marks=pytest.mark.slow),
@@ -205,7 +219,8 @@ def test_bytes_of_micro_batches_one_after_another() -> None:
     found = collectives.collectives(str(program.as_text()))
     assert {each.trips for each in found} == {1, 2}
     formula = traffic.training(
-        *(from_model.describe(MODEL), layout),
+        from_model.describe(MODEL),
+        layout,
         batch=BATCH // 4,
         sequence=SEQ,
         number_bytes=4,

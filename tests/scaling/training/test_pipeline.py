@@ -109,7 +109,8 @@ def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
     """The same as `traffic` has it, by scheme."""
     found: dict[str, float] = {}
     for each in traffic.training(
-        *(from_model.describe(config), how.layout),
+        from_model.describe(config),
+        how.layout,
         batch=len(WINDOWS) // how.layout.data // how.accumulation,
         sequence=SEQ,
         number_bytes=4,

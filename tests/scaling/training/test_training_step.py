@@ -206,7 +206,8 @@ def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
     given = state, jnp.asarray(TEXT), Schedule.constant(1e-3), seed, jnp.int32(1)
     found = collectives.collectives(str(call.lower(*given).compile().as_text()))
     formula = traffic.training(
-        *(from_model.describe(model), layout),
+        from_model.describe(model),
+        layout,
         batch=1,
         sequence=16,
         number_bytes=4,

@@ -77,7 +77,7 @@ def test_a_trace_is_read_as_by_hand() -> None:
     ]
     ended = [["*" in c for c in row] for row in cells]
     story = serving.read_steps(
-        *(np.array(names), np.array(fed), np.array(ended)), page_size=4
+        np.array(names), np.array(fed), np.array(ended), page_size=4
     )
     assert story == {
         "num_preempted": 2,
