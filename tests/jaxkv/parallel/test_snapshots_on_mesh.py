@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv.engine.state import EMPTY, FINISHED, EngineState
 from jaxkv.parallel import layout, make_mesh
-from tests.support import engines
+from tests.support import engine_programs, engines
 from tests.support.meshes import ASKS, PROMPTS, engine_on
 
 pytestmark = pytest.mark.usefixtures("fast_compile")
@@ -89,16 +89,19 @@ def test_a_state_goes_on_wherever_it_is_taken_up(
 
 
 def test_what_cannot_be_saved_or_divided_is_refused(tmp_path: Path) -> None:
-    engine = make()
+    """Of shapes alone: pages of 16 places, two KV heads."""
+    _, (_, state, _), _ = engine_programs.steps(engine_programs.SMALL)
 
-    class Array:
+    class Elsewhere:
         is_fully_addressable = False
 
-    state = engine.core.state._replace(pool=Array())  # ty: ignore[invalid-argument-type]
+    elsewhere = state._replace(pool=Elsewhere())
     with pytest.raises(ValueError, match="on devices of other processes; only an eng"):
-        jaxkv.save_state(tmp_path / "saved", state, engine.config)
+        jaxkv.save_state(tmp_path / "saved", elsewhere, engine_programs.CONFIG)
     assert not (tmp_path / "saved").exists()
     with pytest.raises(ValueError, match="of 2 KV heads cannot be divided over 4 dev"):
-        layout.place_state(engine.core.state, make_mesh(tensor=4))
-    with pytest.raises(ValueError, match="page_size=8 must be a multiple of the 3 dev"):
-        layout.place_state(engine.core.state, make_mesh(context=3))
+        layout.place_state(state, make_mesh(tensor=4))
+    with pytest.raises(
+        ValueError, match="page_size=16 must be a multiple of the 3 dev"
+    ):
+        layout.place_state(state, make_mesh(context=3))
