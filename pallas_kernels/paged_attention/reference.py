@@ -25,8 +25,9 @@ MAX_BLOCK = 256
 FEW_SLOTS, FEW_QUERIES = 8, 6
 """Slots, and queries of a KV head, up to which a CPU multiplies keys and values with
 query after query faster than with all at once."""
-TILE = 64
-"""Rows of one slot that share a gather in `attend_per_tile`."""
+TILE, MAX_TILE = 64, 128
+"""Rows of one slot that share a gather in `attend_per_tile`, and where slots have so
+many rows each as the other. Bits are the same."""
 
 
 class View(NamedTuple):
@@ -116,17 +117,18 @@ def attend_per_tile(
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
-    """Gathers a slot's pages once for each `TILE` of its rows: chunks of prompts.
+    """Gathers a slot's pages once for each tile of its rows: chunks of prompts.
 
     Returns the output and the log-sum-exp.
     """
     assert view.slots is not None
     rows, kv_heads, group, head_dim = q.shape
-    starts, num_tiles = _tiles(view.slots)
-    # Padding lets the last tile read TILE rows; padded rows have slot -1, seen by none.
+    size = MAX_TILE if rows >= MAX_TILE * view.page_ids.shape[0] else TILE
+    starts, num_tiles = _tiles(view.slots, size)
+    # Padding lets the last tile read as many; padded rows have slot -1, seen by none.
     pad = lambda x, fill: jnp.pad(  # noqa: E731
         x,
-        [(0, TILE)] + [(0, 0)] * (x.ndim - 1),
+        [(0, size)] + [(0, 0)] * (x.ndim - 1),
         constant_values=jnp.asarray(fill, x.dtype),
     )
     q, slots, positions = pad(q, 0), pad(view.slots, -1), pad(view.positions, -1)
@@ -136,7 +138,7 @@ def attend_per_tile(
     dtype = page_blocks.type_of_products(q.dtype, memory)
 
     def tile(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        cut = lambda x: lax.dynamic_slice_in_dim(x, starts[index], TILE)  # noqa: E731
+        cut = lambda x: lax.dynamic_slice_in_dim(x, starts[index], size)  # noqa: E731
         slot = slots[starts[index]]
         mine = cut(slots) == slot
         here = View(
@@ -151,7 +153,7 @@ def attend_per_tile(
         first = jnp.min(jnp.where(mine, _first_seen(here), positions.max()))
         first = jnp.maximum(first, 0)
         queries = cut(q).astype(dtype).transpose(1, 2, 0, 3)
-        queries = queries.reshape(kv_heads, group * TILE, head_dim)
+        queries = queries.reshape(kv_heads, group * size, head_dim)
 
         def block(index: Array, state: Softmax) -> Softmax:
             places = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
@@ -164,7 +166,7 @@ def attend_per_tile(
                 queries,
                 read.k[0],
                 preferred_element_type=state.top.dtype,
-            ).reshape(kv_heads, group, TILE, BLOCK)
+            ).reshape(kv_heads, group, size, BLOCK)
             scores = online_softmax.score(
                 products,
                 terms,
@@ -177,7 +179,7 @@ def attend_per_tile(
             weights = online_softmax.scaled(weights, v_scales).astype(dtype)
             out = jnp.einsum(
                 "hqt,htd->hqd",
-                weights.reshape(kv_heads, group * TILE, BLOCK),
+                weights.reshape(kv_heads, group * size, BLOCK),
                 read.v[0],
                 preferred_element_type=state.out.dtype,
             )
@@ -187,13 +189,13 @@ def attend_per_tile(
             first // BLOCK,
             last // BLOCK + 1,
             block,
-            online_softmax.start((kv_heads, group, TILE), head_dim, q.dtype),
+            online_softmax.start((kv_heads, group, size), head_dim, q.dtype),
         )
         out, lse = online_softmax.finish(state, sinks, q.dtype)
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
         def put(whole: Array, part: Array) -> Array:
-            mask = mine.reshape(TILE, *(1,) * (whole.ndim - 1))
+            mask = mine.reshape(size, *(1,) * (whole.ndim - 1))
             part = jnp.where(mask, part, cut(whole))
             return lax.dynamic_update_slice_in_dim(whole, part, starts[index], axis=0)
 
@@ -202,7 +204,7 @@ def attend_per_tile(
     wide = np.promote_types(q.dtype, np.float32)
     empty = (
         jnp.zeros_like(q),
-        jnp.full((rows + TILE, kv_heads, group), -jnp.inf, wide),
+        jnp.full((rows + size, kv_heads, group), -jnp.inf, wide),
     )
     out, lse = lax.fori_loop(0, num_tiles, tile, empty)
     return out[:rows], lse[:rows]
@@ -222,7 +224,7 @@ def _one_by_one(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Arr
 
 
 def _tiles(
-    slots: Int[Array, " rows"],
+    slots: Int[Array, " rows"], size: int
 ) -> tuple[Int[Array, " rows"], Int[Array, ""]]:
     """First rows of the tiles, in order, and how many tiles there are."""
     rows = slots.shape[0]
@@ -230,7 +232,7 @@ def _tiles(
     previous = jnp.concatenate([jnp.full((1,), -1, slots.dtype), slots[:-1]])
     begin = lax.cummax(jnp.where(slots != previous, row, 0))
     # Not by positions: a tile's first rows may see nothing, and those behind something.
-    starts = (slots >= 0) & ((row - begin) % TILE == 0)
+    starts = (slots >= 0) & ((row - begin) % size == 0)
     place = jnp.where(starts, jnp.cumsum(starts, dtype=jnp.int32) - 1, rows)
     order = jnp.zeros((rows,), jnp.int32).at[place].set(row, mode="drop")
     return order, jnp.sum(starts, dtype=jnp.int32)

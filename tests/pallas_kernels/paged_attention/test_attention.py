@@ -67,6 +67,18 @@ def test_few_queries_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     assert products == [2 * group, 2]
 
 
+def test_the_size_of_a_tile_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(np.random.default_rng(4), [(30, 150)], padding=9)
+    small, large = reference.TILE, reference.MAX_TILE
+    assert small < large <= len(case.q)
+    found = []
+    for size in (large, small):
+        monkeypatch.setattr(reference, "MAX_TILE", size)
+        found.append(jax.jit(lambda *case: api.paged_attention(*case))(*case))
+    check(found[0], oracle(case))
+    assert_same(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_random_shapes_equal_the_oracle(seed: int) -> None:
