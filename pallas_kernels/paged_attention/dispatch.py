@@ -175,8 +175,11 @@ def attend(
     if few is None:
         return prefill()
     decode = *arrays, few
-    group = q.shape[1] // k_pages.shape[1]
-    if plan.many is not None and merge_beside.takes(few, group=group, sinks=sinks):
+    sizes = {"group": q.shape[1] // k_pages.shape[1], "head_dim": q.shape[2]}
+    shaped = {name: features.get(name) for name in ("softcap", "alibi")}
+    if plan.many is not None and merge_beside.takes(
+        few, **sizes, sinks=sinks, **shaped
+    ):
         states = hopper_decode.partial_states(
             *decode, packed_q=packed_q, tiling=of_few, **features
         )

@@ -64,15 +64,26 @@ class Outputs(NamedTuple):
     held_lse: Ref  # [64], likewise
 
 
-def takes(plan: DecodePlan, *, group: int, sinks: Any) -> bool:
-    """Whether nothing is to be added to what is merged, and blocks have 64 rows.
+def takes(
+    plan: DecodePlan,
+    *,
+    group: int,
+    head_dim: int,
+    sinks: Any = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+) -> bool:
+    """Whether the prefill kernel merges for this plan of decode and these features.
 
-    That is what a warpgroup loads. Blocks have so many, padding included, for groups of
-    up to 10 query heads and of powers of two, among others.
+    Blocks must have 64 rows, padding included, which is what a warpgroup loads: so they
+    have for groups of up to 10 query heads and of powers of two, among others. Sinks
+    are added to merged states. Of heads of 256 the output takes half of the registers,
+    and beside scores that are capped or sloped a merge would make some of them spill.
     """
     tokens = plan.packing.row.shape[1]
     size = row_packing.num_block_rows(tokens=tokens, group=group)
-    return sinks is None and size == WGMMA_ROWS
+    is_narrow = head_dim <= 128 or (softcap is None and alibi is None)
+    return sinks is None and size == WGMMA_ROWS and is_narrow
 
 
 def merge_and_unpack(

@@ -67,8 +67,10 @@ def attend(
         raise ValueError(f"{tiling.stages=} must be at least 2")
     group = q_heads // k_pages.shape[1]
     if isinstance(others, merge_beside.Cut):
-        if not merge_beside.takes(others.plan, group=group, sinks=sinks):
-            raise ValueError("sinks, or blocks of other than 64 rows, are merged apart")
+        features = {"sinks": sinks, "softcap": softcap, "alibi": alibi}
+        sizes = {"group": group, "head_dim": q.shape[2]}
+        if not merge_beside.takes(others.plan, **sizes, **features):
+            raise ValueError("states with these sizes and features are merged apart")
     elif others is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
         others = jnp.zeros_like(q), blank

@@ -218,6 +218,10 @@ def attend(
             dict(group=4, head_dim=64, sinks=True), 3, marks=pytest.mark.thorough
         ),
         pytest.param(dict(group=11, head_dim=64), 3, marks=pytest.mark.thorough),
+        # Registers are full.
+        pytest.param(
+            dict(group=2, head_dim=256, softcap=50.0), 3, marks=pytest.mark.thorough
+        ),
     ],
     ids=str,
 )
@@ -235,7 +239,8 @@ def test_where_it_serves(features: dict[str, Any], launches: int) -> None:
         dict(group=4, head_dim=128),
         pytest.param(dict(group=1, head_dim=64), marks=pytest.mark.slow),
         pytest.param(dict(group=8, head_dim=256), marks=pytest.mark.slow),
-        pytest.param(dict(group=2, head_dim=256, softcap=50.0), marks=pytest.mark.slow),
+        pytest.param(dict(group=2, head_dim=256), marks=pytest.mark.slow),
+        pytest.param(dict(group=2, head_dim=128, softcap=50.0), marks=pytest.mark.slow),
     ],
     ids=str,
 )
