@@ -243,6 +243,17 @@ def numbers() -> dict[str, list[str]]:
         [ours] = [x["tokens_per_s"] for x in here if x["implementation"] == "jaxkv"]
         return ours / max(theirs)
 
+    def ranged(key: str, behind: int = 0, sequences: int = 0) -> list[str]:
+        """Ratios of the second machine, with the ends of their rounds."""
+        found = []
+        for row in rows("bench_decode_xeon"):
+            here = behind in (0, row["prompt_tokens"])
+            here &= sequences in (0, row["batch"])
+            if here and row["implementation"] == "jaxkv" and row[key] is not None:
+                low, high = row[f"{key}_range"]
+                found.append(f"{row[key]:.2f} ({low:.2f}-{high:.2f})")
+        return [", ".join(found)]
+
     def written(form: str, values: list[float], between: str = ", ") -> str:
         return between.join(form.format(x) for x in values)
 
@@ -280,6 +291,10 @@ def numbers() -> dict[str, list[str]]:
         "LSTM against": [written("{:.1f}", claimed("rivals", "lstm, to equal loss"))],
         "decode, 1, 8, 32": [written("{:.2f}", [x["ratio"] for x in decode])],
         "prefill, the same": [written("{:.2f}", [x["prefill_ratio"] for x in decode])],
+        "Xeon (AVX-512), behind 128": ranged("ratio", behind=128),
+        "there, behind 768": ranged("ratio", behind=768),
+        "there, behind 2,048": ranged("ratio", behind=2048),
+        "there, prefill of": ranged("prefill_ratio", sequences=1),
         "training, width": [written("{:.2f}", [faster(x) for x in (16, 32, 64, 128)])],
         "4,000 bootstrap fits": [f"{fits['NumPy gradient + SciPy BFGS']['ratio']:.0f}"],
         "simulated steps a second": [f"{np.divide(*steps.values()):.1f}"],

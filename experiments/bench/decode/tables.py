@@ -125,10 +125,11 @@ def _draw_parts(ax: Any, ours: list[dict[str, Any]]) -> None:
         shares = np.array([max(0.0, x[key]) / x["step_s"] for x in ours])
         ax.bar(range(len(ours)), shares, 0.7, bottom, label=name, color=color)
         bottom += shares
-    ax.set(title="where the time of our step goes")
+    # Room for the legend above the bars.
+    ax.set(title="where the time of our step goes", ylim=(0, 1.2), yticks=(0, 0.5, 1))
     _name_cases(ax, [_label(x) for x in ours])
     if ours:
-        ax.legend(fontsize=5, ncols=2)
+        ax.legend(fontsize=5, ncols=3, loc="upper center", columnspacing=1)
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:
