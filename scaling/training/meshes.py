@@ -116,7 +116,16 @@ def param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
     if not isinstance(model, ModelConfig):
         return jax.tree.map(lambda _: PartitionSpec(), params)
     axes = transformer.param_axes(model, stacked=PIPELINE in mesh.shape)
-    return tensor.param_specs(axes, mesh, {"layers": PIPELINE})
+    every = tensor.param_specs(axes, mesh, {"layers": PIPELINE})
+
+    def own(path: Any, _: Any) -> PartitionSpec:
+        found = every
+        for key in path:
+            found = found[key.key]
+        return found
+
+    # Moments may lack parameters, as Muon's do that has none of the tables.
+    return jax.tree_util.tree_map_with_path(own, params)
 
 
 def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:

@@ -46,7 +46,7 @@ def assert_refused(called: Command, args: str, line: str) -> None:
     status, out, err = called(*args.split(), "--json")
     assert (status, out) == (2, ""), err
     assert line in err
-    assert err.startswith("jaxkv: ")
+    assert err.startswith("jaxkv: "), err
     assert err.count("\n") == 1
 
 

@@ -241,13 +241,12 @@ def test_an_exchange_too_many_is_counted(
     """Queries that are gathered though all have them; answers added up twice."""
     rows = len(chunk(*CHUNKS[0]).token)
     if how.pages > 1:
-        whole, num = interface.attend_written, LARGER.num_q_heads * LARGER.head_dim
+        whole, num = api.paged_attention, LARGER.num_q_heads * LARGER.head_dim
 
-        def wasteful(pages: Any, layer: Any, q: Any, *args: Any, **rest: Any) -> Any:
-            q = jax.lax.pmean(q, "context")
-            return whole(pages, layer, q, *args, **rest)
+        def wasteful(q: Any, *args: Any, **rest: Any) -> Any:
+            return whole(jax.lax.pmean(q, "context"), *args, **rest)
 
-        monkeypatch.setattr(interface, "attend_written", wasteful)
+        monkeypatch.setattr(api, "paged_attention", wasteful)
     else:
         own, num = partition.own_experts, LARGER.hidden_size
 
