@@ -103,6 +103,7 @@ def on_mesh(how: Divided) -> Programs:
     """
     weights, state_of = map(jax.tree.unflatten, how.trees, how.specs)
     whole, staging_of = layout.WHOLE, state_of.staging
+    made = state_of, whole
 
     def mapped(function: Any, *given: Any, made: Any) -> Any:
         return layout.mapped(function, how.mesh, given, made)
@@ -119,22 +120,20 @@ def on_mesh(how: Divided) -> Programs:
             )
 
         given = weights, state_of, whole, whole, whole
-        run = mapped(run, *given, made=(state_of, whole))
+        run = mapped(run, *given, made=made)
         return run(params, state, clock, policy, eviction)
 
     def submit(state, batch, *, config):
         run = functools.partial(requests.submit, config=config)
-        return mapped(run, state_of, whole, made=(state_of, whole))(state, batch)
+        return mapped(run, state_of, whole, made=made)(state, batch)
 
-    drain = mapped(
-        _cancel_and_drain, state_of, whole, whole, whole, made=(state_of, whole)
-    )
+    drain = mapped(_cancel_and_drain, state_of, whole, whole, whole, made=made)
     moves_of = _moves_of(staging_of)
     move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)
     pages_of = state_of.pages
     take_out = mapped(_take_out, state_of, whole, made=(pages_of, whole))
     given = state_of, whole, pages_of, whole
-    bring_in = mapped(_bring_in, *given, made=(state_of, whole))
+    bring_in = mapped(_bring_in, *given, made=made)
     return Programs(
         jax.jit(run_steps, **_RUN),
         jax.jit(submit, static_argnames="config", donate_argnames="state"),
