@@ -201,18 +201,14 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
     assert answers(folder, make_mesh(tensor=degree)) == answers(folder, None)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "fields"),
     [
         ({"tensor": 8}, {}),
-        pytest.param(
-            {"tensor": 2, "context": 2, "expert": 2},
-            {"experts": FEW},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"context": 8}, {}, marks=pytest.mark.slow),
-        pytest.param({"expert": 8}, {"experts": EIGHT}, marks=pytest.mark.slow),
+        ({"tensor": 2, "context": 2, "expert": 2}, {"experts": FEW}),
+        ({"context": 8}, {}),
+        ({"expert": 8}, {"experts": EIGHT}),
     ],
     ids=["tp=8", "2 x 2 x 2", "cp=8", "ep=8"],
 )

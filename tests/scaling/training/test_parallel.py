@@ -199,7 +199,7 @@ def compiled(config: ModelConfig, layout: Any, **how: Any) -> Any:
     ("layout", "fields"),
     [
         ("tp=2", {}),
-        ("ep=2,gather", MIXTURE),
+        pytest.param("ep=2,gather", MIXTURE, marks=pytest.mark.slow),
         pytest.param("ep=2,capacity=4", MIXTURE, marks=pytest.mark.slow),
     ],
 )
