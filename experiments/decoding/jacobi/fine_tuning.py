@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.decoding.jacobi import blocks
+from experiments.decoding.jacobi import blocks, from_text
 from experiments.decoding.speculation import on_text, serving
 from experiments.framework import (
     Floats,
@@ -25,7 +25,6 @@ from experiments.framework import (
     Ours,
     Part,
     Record,
-    Sheet,
     Table,
     Texts,
     beside,
@@ -273,17 +272,11 @@ def _decode(
     ask = Sampling.greedy(max_tokens=config.output_tokens)
     sizes = config.max_length, config.steps_per_call
 
-    def servers(setting: serving.Setting) -> list[serving.Server]:
-        ways = [(serving.PLAIN, 0), *(("Jacobi", num) for num in config.num_drafts)]
-        return [
-            serving.Server(model, way, serving.bounds(1, num, *sizes))
-            for way, num in ways
-        ]
-
     def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
         how = {"prompt_tokens": config.prompt_tokens, "seed": config.seed}
         return serving.requests_of(model.tokenizer, config.num_prompts, ask, **how)
 
+    servers = from_text.drafters(model, config.num_drafts, *sizes)
     return serving.decode([(1, 0.0)], config.rounds, servers, requests, progress)
 
 
@@ -337,16 +330,9 @@ NOTES = (
 
 def summary(result: Result) -> list[Part]:
     """Tables: the model before and after, and the engine with each."""
-    said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
-    sheets: list[Sheet] = [
+    sheets = [
         result.models.sheet("before and after", note=NOTES[0]),
-        result.runs.sheet(
-            f"the engine's drafter, one sequence on {result.device}",
-            "way",
-            "num_drafts",
-            *said,
-            note=NOTES[1],
-        ),
+        from_text.drafter_sheet(result.runs, result.device, "way", note=NOTES[1]),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 

@@ -8,7 +8,7 @@ engine's own drafter of that name shows what comes of it.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -212,18 +212,29 @@ def _decode(
     """Rows of `Runs`."""
     settings = [(1, temperature) for temperature in config.temperatures]
 
-    def servers(setting: serving.Setting) -> list[serving.Server]:
-        sizes = config.max_length, config.steps_per_call
-        plain = serving.Server(model, serving.PLAIN, serving.bounds(1, 0, *sizes))
-        return [plain] + [
-            serving.Server(model, WAY, serving.bounds(1, num, *sizes))
-            for num in config.num_drafts
-        ]
-
     def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
         return config.requests(model.tokenizer, setting[1])
 
+    sizes = config.max_length, config.steps_per_call
+    servers = drafters(model, config.num_drafts, *sizes)
     return serving.decode(settings, config.rounds, servers, requests, progress)
+
+
+def drafters(
+    model: Loaded, num_drafts: tuple[int, ...], max_length: int, steps_per_call: int
+) -> Callable[[serving.Setting], list[serving.Server]]:
+    """Plain decoding, and Jacobi's with each number of drafts, for any setting."""
+    ways = [(serving.PLAIN, 0), *((WAY, num) for num in num_drafts)]
+
+    def servers(_: serving.Setting) -> list[serving.Server]:
+        return [
+            serving.Server(
+                model, way, serving.bounds(1, num, max_length, steps_per_call)
+            )
+            for way, num in ways
+        ]
+
+    return servers
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -244,18 +255,18 @@ NOTES = (
 
 def summary(result: Result) -> list[Part]:
     """Tables: blocks, and the engine."""
-    said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
-    sheets: list[Sheet] = [
+    sheets = [
         result.blocks.sheet("steps until a block is found", note=NOTES[0]),
-        result.runs.sheet(
-            f"the engine's drafter, one sequence on {result.device}",
-            "temperature",
-            "num_drafts",
-            *said,
-            note=NOTES[1],
-        ),
+        drafter_sheet(result.runs, result.device, "temperature", note=NOTES[1]),
     ]
     return [sheet for sheet in sheets if sheet.rows]
+
+
+def drafter_sheet(runs: on_text.Runs, device: str, by: str, *, note: str) -> Sheet:
+    """What the engine makes of Jacobi's drafts, by their number and another column."""
+    said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
+    title = f"the engine's drafter, one sequence on {device}"
+    return runs.sheet(title, by, "num_drafts", *said, note=note)
 
 
 @BOOK.judges

@@ -14,8 +14,9 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 from tests.support import engine_programs
 
+WHY_NOT = deviceless.available()
 pytestmark = [
-    pytest.mark.skipif(deviceless.available() is not None, reason="no compiler"),
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
     pytest.mark.slow,
 ]
 LLAMA = ModelConfig(
