@@ -22,7 +22,7 @@ BLOCK = 64
 """Positions that are gathered and summed together."""
 MAX_BLOCK = 256
 """The same for few rows, where starting an operation costs more than its work."""
-FEW_SLOTS, FEW_QUERIES = 8, 6
+FEW_SLOTS, FEW_QUERIES = 4, 6
 """Slots, and queries of a KV head, up to which a CPU multiplies keys and values with
 query after query faster than with all at once."""
 TILE, MAX_TILE = 64, 128
