@@ -106,6 +106,7 @@ class Engine:
             keep_trace=validation.boolean("keep_trace", keep_trace),
             mesh=mesh,
         )
+        """What runs on the device, for those who measure it."""
 
     @classmethod
     def load(
