@@ -148,7 +148,7 @@ def test_an_engine_that_fails_ends_its_worker() -> None:
             def fail(*args: Any, **rules: Any) -> None:
                 raise RuntimeError("the device is gone")
 
-            broken._programs = broken._programs._replace(run_steps=fail)
+            broken.core._programs = broken.core._programs._replace(run_steps=fail)
             served = await ask_all(found)
             assert [each.tokens for each in served] == wanted()
             assert [peer.is_lost for peer in found.decode] == [True, False]
