@@ -24,6 +24,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from jax._src import compiler
 
 from experiments.framework import config_json, registry, study
 from experiments.framework.claims import Claim, judge
@@ -68,6 +69,52 @@ def _interrupts_arrive() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+_OLDER = "xla_cpu_disable_new_fusion_emitters"
+_AS_SERVED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": _FLAGS}
+_FAST = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": f"{_FLAGS} --xla_backend_extra_options={_OLDER}".strip(),
+}
+_is_fast = True
+
+
+def _compile_fast() -> None:
+    """Has programs for CPUs compiled in a third of the time, and run slower.
+
+    LLVM optimises nothing, and XLA's older emitters write the kernels: the newer ones
+    set up a compiler for each. XLA knows that choice as a flag of a process; but some
+    tests want the program that users get, so it is added to the options of single
+    compilations, as bytes, since JAX has no name for it.
+    """
+    made = compiler.get_compile_options
+
+    def field(number: int, content: bytes) -> bytes:
+        """A field of a protocol buffer; two of a message become one."""
+        key, size = (number << 3) | 2, len(content)
+        head = [key & 127 | 128, key >> 7] if key > 127 else [key]
+        return bytes([*head, size]) + content
+
+    # CompileOptionsProto.executable_build_options.debug_options.xla_backend_extra_...
+    extra = field(1, _OLDER.encode()) + field(2, b"")
+    added = field(3, field(3, field(500, extra)))
+
+    def make(*args: Any, backend: Any = None, **options: Any) -> Any:
+        found = made(*args, backend=backend, **options)
+        if not _is_fast or getattr(backend, "platform", "") != "cpu":
+            return found
+        debug = found.executable_build_options.debug_options
+        debug.xla_backend_optimization_level = 0
+        debug.xla_llvm_disable_expensive_passes = True
+        return type(found).ParseFromString(found.SerializeAsString() + added)
+
+    compiler.get_compile_options = make  # ty: ignore[invalid-assignment]
+    jax.devices()  # after which XLA does not read variables: those are for processes
+    os.environ.update(_FAST)
+
+
+_compile_fast()
+
 _MAPS = Path("/proc/self/maps")
 _num_tests = itertools.count(1)
 
@@ -87,17 +134,20 @@ def _few_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def fast_compile() -> Iterator[None]:
-    """Has the programs that a file compiles left as they are, not optimised by LLVM.
+def compiled_as_served() -> Iterator[None]:
+    """Has a file's programs compiled as users get them, and those of its processes.
 
-    For files that compile much and ask what a program does, not how fast or to which
-    rounding: `pytestmark = pytest.mark.usefixtures("fast_compile")`.
+    For files that ask about rounding, bits or speed: `pytestmark =
+    pytest.mark.usefixtures("compiled_as_served")`. All others ask what a program does.
     """
-    name = "jax_disable_most_optimizations"
-    before = jax.config.values[name]
-    jax.config.update(name, True)
+    global _is_fast
+    _is_fast = False
+    os.environ.update(_AS_SERVED)
+    jax.clear_caches()
     yield
-    jax.config.update(name, before)
+    _is_fast = True
+    os.environ.update(_FAST)
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from scaling.shapes import published
 from tests.support import engines
 from tests.support.folders import RECORDS, ROOT
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments", "tests")
 PAGES = (
     "README.md",

@@ -29,9 +29,6 @@ from scaling.plan import budgets
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
 from tests.support.folders import ROOT
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
-
 # Add a policy; add a sampling rule. One program serves both.
 
 

@@ -11,6 +11,8 @@ from jaxkv import arrays
 from jaxkv.arrays import NONE
 from tests.support.trees import ints
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 
 @pytest.mark.parametrize("outside", [NONE, -4, 3, 2**31 - 1])
 def test_what_is_out_of_range_is_neither_written_nor_read(outside: int) -> None:

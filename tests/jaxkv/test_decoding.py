@@ -32,7 +32,7 @@ def make_cache(num_pages: int = 30) -> decoding.Cache:
     return decoding.init_cache(pages, max_slots=SLOTS, max_length=LENGTH)
 
 
-compiled = functools.partial(jax.jit, compiler_options=engines.FAST_COMPILE)
+compiled = functools.partial(jax.jit)
 prefill = compiled(decoding.prefill, static_argnames="forward")
 decode_step = compiled(decoding.decode_step, static_argnames="forward")
 

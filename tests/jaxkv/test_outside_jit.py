@@ -22,6 +22,8 @@ from jaxkv.workloads import arrivals
 from tests.support import engines
 from tests.support.engines import MODEL
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 CONFIG = EngineConfig(
     num_pages=16,
     page_size=4,

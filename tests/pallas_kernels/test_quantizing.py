@@ -19,6 +19,8 @@ from pallas_kernels.paged_attention import api
 from tests.support import engines
 from tests.support.attention_cases import Case, check, make_case, oracle, plain
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
 attend = jax.jit(
     api.paged_attention, static_argnames=("window", "numerics", "implementation")

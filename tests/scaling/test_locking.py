@@ -15,8 +15,6 @@ from experiments.framework.study import Experiment
 from scaling import locking
 from tests.support.commands import Command
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 HOLD = """if True:
     import sys, time
     from pathlib import Path

@@ -18,8 +18,9 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.parallel import layout, tensor
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import programs
-from tests.support import engines
 
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+"""Where arrays live is settled before LLVM sees a program."""
 MODEL = ModelConfig(
     vocab_size=61,
     hidden_size=32,
@@ -130,8 +131,7 @@ def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:
     """The program of `run_steps`, and the shapes of its pages."""
     run, arguments, pages = steps(*args, **options)
     lowered = jax.jit(run, donate_argnums=1).lower(*arguments)
-    # Where arrays live is settled before LLVM sees the program.
-    return lowered.compile(engines.FAST_COMPILE), pages
+    return lowered.compile(UNOPTIMISED), pages
 
 
 def temporary_bytes(program: Any) -> int:

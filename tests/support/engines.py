@@ -87,8 +87,7 @@ FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""LLVM's optimisations take two fifths of the compile time, and most tests ask what a
-program does, not how fast. Tests of numerics take the program that users get."""
+"""For what a file compiles as users have it, and of which it asks no rounding."""
 
 _compiled = functools.partial(
     jax.jit,

@@ -19,7 +19,6 @@ from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.serving import request_batch
 from jaxkv.simulation import Acceptance, state, step
 from jaxkv.workloads import arrivals
-from tests.support.engines import FAST_COMPILE
 
 
 class Cost(NamedTuple):
@@ -38,7 +37,6 @@ COST = Cost(jnp.float32(0.01))
 run_simulation = jax.jit(
     step.run_steps,
     static_argnames=("num_steps", "max_samples", "head"),
-    compiler_options=FAST_COMPILE,
 )
 
 
@@ -75,7 +73,6 @@ _run_engine = jax.jit(
     engine_step.run_steps,
     static_argnames=("config", "forward", "speculation", "num_steps"),
     donate_argnames="state",
-    compiler_options=FAST_COMPILE,
 )
 _submit = jax.jit(
     engine_requests.submit, static_argnames="config", donate_argnames="state"

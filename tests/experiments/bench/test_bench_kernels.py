@@ -31,8 +31,6 @@ from pallas_kernels.paged_attention import decode_plan, dispatch, merging, strea
 from tests.support import smoke
 from tests.support.commands import Command, document
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 KEYS = {
     *("spec", "implementation", "seconds", "error"),
     *("bytes", "flops", "fraction", "ratio"),

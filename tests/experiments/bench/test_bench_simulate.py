@@ -13,7 +13,6 @@ from jaxkv.simulation.state import Capacity, Events, Simulation
 from jaxkv.simulation.step import init, run_steps
 from jaxkv.workloads.arrivals import Workload
 from tests.support import smoke
-from tests.support.engines import FAST_COMPILE
 
 NUM = 40
 COST = cost_models.linear((8.0, 0.25, 0.0), (8.0, 0.0, 0.5))
@@ -39,7 +38,6 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     run = jax.jit(
         run_steps,
         static_argnames=("num_steps", "head"),
-        compiler_options=FAST_COMPILE,
     )
     state, info = run(
         start(),

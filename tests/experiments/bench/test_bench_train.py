@@ -14,8 +14,6 @@ from tests.support import smoke
 from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 KEYS = {
     *("implementation", "width", "tokens_per_s", "flops_per_s", "compile_s", "ratio")
 }

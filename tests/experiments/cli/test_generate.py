@@ -22,8 +22,6 @@ from jaxkv.serving.outputs import Event
 from tests.support import engines, folders
 from tests.support.commands import Command, assert_refused, command, document
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 LLAMA = str(folders.GOLDEN / "llama")
 ONE = ("--prompt", "import ", "--max-tokens", "12")
 BOTH = (*ONE, "--prompt", "class A")

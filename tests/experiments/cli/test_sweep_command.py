@@ -15,8 +15,6 @@ from scaling.training.recipes import TrainConfig
 from tests.support.commands import Command, assert_refused, document
 from tests.support.folders import RECORDS
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 @pytest.mark.slow
 def test_from_a_config_to_a_plan(jaxkv: Command) -> None:

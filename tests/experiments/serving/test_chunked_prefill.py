@@ -14,8 +14,6 @@ from jaxkv.simulation import Apart, costs
 from tests.support import smoke
 from tests.support.plans import counts, plan_of
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 DECODES = [(6, 5, 2), (9, 8, 3)]
 
 

@@ -20,7 +20,6 @@ from tests.support import smoke
 from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 (STUDY,) = of_module(experiment)
 
 

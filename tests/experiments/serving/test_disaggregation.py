@@ -15,8 +15,6 @@ from jaxkv.simulation.disaggregated import Answers, Requests, Split
 from jaxkv.workloads import lengths, metrics
 from tests.support import smoke
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 ONE = Instance("opt-13b", 1)
 
 

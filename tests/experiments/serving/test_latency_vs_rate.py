@@ -24,8 +24,6 @@ from jaxkv.workloads import Curve, lengths, load_curves
 from tests.support import smoke
 from tests.support.folders import RECORDS
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
 

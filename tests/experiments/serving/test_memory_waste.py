@@ -10,8 +10,6 @@ from experiments.serving.latency_vs_rate.settings import SERVERS
 from experiments.serving.memory_waste import experiment
 from tests.support import smoke
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 PLACES = 15_728
 approx = pytest.approx
 

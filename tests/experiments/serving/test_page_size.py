@@ -18,8 +18,6 @@ from pallas_kernels.bench import timing
 from pallas_kernels.bench.timing import Timing
 from tests.support import smoke
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 @pytest.mark.thorough
 def test_smoke_measures_every_shape() -> None:

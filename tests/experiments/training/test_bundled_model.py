@@ -18,8 +18,6 @@ from scaling.training import objectives
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 @pytest.mark.thorough
 def test_smoke_trains_scores_and_exports() -> None:

@@ -13,7 +13,6 @@ from tests.support import smoke
 from tests.support.impatience import Stopping
 
 (STUDY,) = registry.load("experts").studies
-pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 def test_pairs_cost_the_same_but_for_the_router() -> None:

@@ -14,8 +14,6 @@ from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 @pytest.fixture(scope="module")
 def result() -> experiment.Result:

@@ -22,7 +22,6 @@ from tests.support import smoke
 from tests.support.impatience import Stopping
 
 (STUDY,) = registry.load("rivals").studies
-pytestmark = pytest.mark.usefixtures("fast_compile")
 
 
 @pytest.mark.thorough

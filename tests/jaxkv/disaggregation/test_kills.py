@@ -16,14 +16,10 @@ from jaxkv.disaggregation import Router, Served, launch
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 BOUNDS: dict[str, Any] = {
     name: x for name, x in vars(engines.SERVED).items() if name != "debug"
 } | {"prefix_cache": True}
 ASK = Sampling(max_tokens=10, temperature=1.0, ignore_eos=True)
-FAST_COMPILE = " ".join(
-    f"--{name}={str(value).lower()}" for name, value in engines.FAST_COMPILE.items()
-)
 AT_ONCE = 12
 """Requests of a round."""
 MOST_ROUNDS = 60
@@ -162,8 +158,6 @@ def test_killed_workers_cost_nothing_but_time(
 ) -> None:
     """Of those that read and of those that answer as many are killed; one is left."""
     rng = np.random.default_rng(seed)
-    # For what starts as a process of its own, too.
-    monkeypatch.setenv("XLA_FLAGS", FAST_COMPILE)
     num_workers = num_readers + num_others
     with launch.workers(TOKENIZED, [BOUNDS] * num_workers) as started:
         workers = [

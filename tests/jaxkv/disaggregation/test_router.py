@@ -25,7 +25,6 @@ from jaxkv.disaggregation.worker import Worker
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 SECRET = b"a secret"
 BOUNDS: dict[str, Any] = {
     name: x for name, x in vars(engines.SERVED).items() if name != "debug"

@@ -26,6 +26,8 @@ from tests.support.batches import (
 from tests.support.engines import MODEL, Ask
 from tests.support.folders import ROOT
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from tests.support import engines
 from tests.support.engines import Ask
 from tests.support.searches import GOLDEN, MOODY, ROOMY, TIGHT, asks, check, serve
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(

@@ -435,7 +435,6 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     run_together = jax.jit(
         jax.vmap(functools.partial(run_steps, **fixed), in_axes=(None, 0, None)),
         donate_argnums=1,
-        compiler_options=engines.FAST_COMPILE,
     )
     num_preempted, clock = 0, from_seconds(0.0)
     for _ in range(8):

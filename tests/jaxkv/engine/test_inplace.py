@@ -17,12 +17,13 @@ from jaxkv.memory import kv_pages, page_pool
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.scheduling import static_batching
-from tests.support import engines, pool_sized
+from tests.support import pool_sized
 from tests.support.engine_programs import (
     CONFIG,
     LARGE,
     MODEL,
     SMALL,
+    UNOPTIMISED,
     bytes_of,
     compile_steps,
     copies,
@@ -30,6 +31,8 @@ from tests.support.engine_programs import (
     steps,
     temporary_bytes,
 )
+
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
 
 def assert_in_place(program: Any, pages: Any) -> None:
@@ -170,7 +173,7 @@ def test_decoding_without_a_scheduler_stays_in_place() -> None:
     program = (
         jax.jit(answer, donate_argnums=1)
         .lower(transformer.param_shapes(MODEL), cache, prompts)
-        .compile(engines.FAST_COMPILE)
+        .compile(UNOPTIMISED)
     )
     assert_in_place(program, pages)
 
@@ -194,6 +197,6 @@ def test_a_copy_would_be_found() -> None:
 
     new = jax.ShapeDtypeStruct((MODEL.head_dim,), jnp.float32)
     lowered = jax.jit(steps, donate_argnums=0).lower(pages, new)
-    program = lowered.compile(engines.FAST_COMPILE)
+    program = lowered.compile(UNOPTIMISED)
     assert temporary_bytes(program) > 0.3 * bytes_of(pages)
     assert copies(program, pages)

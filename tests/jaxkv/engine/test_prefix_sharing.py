@@ -10,8 +10,6 @@ from tests.support import engines
 from tests.support.asks import alike
 from tests.support.engines import CACHED, ROOMY, Ask
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 LARGE = dataclasses.replace(ROOMY, prefix_cache=True, token_budget=32)
 """Nothing needs to be given up, and two prompts are read in one step."""
 SYSTEM = list(range(20, 33))

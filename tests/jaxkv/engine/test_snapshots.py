@@ -28,8 +28,6 @@ from tests.support.engine_programs import pages_of
 from tests.support.engines import MODEL, Ask
 from tests.support.folders import ROOT
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 # Too few pages for all, so that somebody always waits and some are preempted.
 CONFIG = dataclasses.replace(
     engines.TIGHT,
@@ -46,7 +44,6 @@ FCFS = fcfs.fcfs()
 run_steps: Any = jax.jit(
     step.run_steps,
     static_argnames=("config", "forward", "logits_fn", "num_steps"),
-    compiler_options=engines.FAST_COMPILE,
 )
 
 

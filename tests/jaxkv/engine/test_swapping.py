@@ -22,8 +22,6 @@ from tests.support import engines
 from tests.support.asks import groups
 from tests.support.engines import MODEL, TIGHT, Ask, Run, greedy
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 SWAP = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
 NARROW = dataclasses.replace(SWAP, max_swap_pages=3)
 """A buffer that some requests are too large for."""

@@ -13,6 +13,8 @@ from jaxkv.engine.emitting import Answer, verification
 from jaxkv.memory import kv_pages
 from jaxkv.memory.page_pool import NO_PAGE
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 SLOTS, NUM = 6, 9
 SEEDS = range(4)
 

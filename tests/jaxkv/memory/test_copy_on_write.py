@@ -26,8 +26,6 @@ from jaxkv.serving import host_swap
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
 MAX_NEW = 5
 """Pages that a slot gets at once."""

@@ -12,8 +12,6 @@ from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from tests.support.trees import assert_same, ints
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
 
 

@@ -22,12 +22,11 @@ from jaxkv.memory import (
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.prefix_cache import Prefixes
-from tests.support.engines import FAST_COMPILE
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
 
 NUM_PAGES, ROWS, SIZE, LENGTH = 12, 3, 2, 7
-compiled: Any = partial(jax.jit, compiler_options=FAST_COMPILE)
+compiled: Any = partial(jax.jit)
 real_extend = hashing.extend
 
 

@@ -416,7 +416,6 @@ def test_no_other_program_passes(
     program = jax.jit(
         run_steps,
         static_argnames=("config", "forward"),
-        compiler_options=engines.FAST_COMPILE,
     )
     with pytest.raises(AssertionError):
         converse(40, SMALL, program=program)

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from jaxkv.models import checkpoints, transformer
-from tests.support import engines
 from tests.support.folders import GOLDEN
 
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
@@ -31,9 +30,7 @@ NUM = 300
 TOLERANCE = 1e-4
 """Of the largest logit, and of the margin below which a greedy token may differ."""
 
-logits = jax.jit(
-    transformer.logits, static_argnames="config", compiler_options=engines.FAST_COMPILE
-)
+logits = jax.jit(transformer.logits, static_argnames="config")
 
 
 class Verdict(NamedTuple):

@@ -21,6 +21,8 @@ from tests.support import batches, engines
 from tests.support.engines import Ask
 from tests.support.folders import GOLDEN
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 EXPERTS = Experts(

@@ -23,6 +23,8 @@ from tests.support.paged_models import (
     feed_fast_to_compile,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 PAGE_SIZES = {
     "llama": 4,
     "llama3": 16,

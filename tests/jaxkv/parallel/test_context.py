@@ -30,8 +30,6 @@ from scaling.shapes import from_model
 from tests.support import engines, meshes
 from tests.support.folders import GOLDEN, ROOT
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
 """The smallest parts are of one token, on eight devices."""
 LENGTHS = 13, 6

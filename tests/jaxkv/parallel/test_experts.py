@@ -14,7 +14,6 @@ from jaxkv.parallel import experts
 from tests.support import mutation
 from tests.support.mutation import Bug
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 ROWS, WIDTH, EXPERTS, TOP_K = 12, 5, 8, 2
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.normal(size=(EXPERTS, WIDTH, 3)).astype(np.float32)

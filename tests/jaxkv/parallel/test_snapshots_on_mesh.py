@@ -13,7 +13,6 @@ from jaxkv.parallel import layout, make_mesh
 from tests.support import engine_programs, engines
 from tests.support.meshes import ASKS, PROMPTS, engine_on
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 BOUNDS: dict[str, Any] = {"num_pages": 30, "page_size": 8}
 """Pages enough that nobody is swapped: no host is asked here."""
 NUM_CALLS = 40

@@ -45,9 +45,6 @@ EIGHT = dataclasses.replace(FEW, num_experts=8)
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
-
 def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
     """The plain forward pass on a mesh, compiled for `TOKENS`, and its parameters."""
     mesh = make_mesh(tensor=degree)

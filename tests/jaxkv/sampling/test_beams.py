@@ -13,6 +13,8 @@ import pytest
 from jaxkv.sampling import beam_search
 from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, Beams, Params
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 RULES = (ESTIMATE, FULL, NEVER)
 
 type Model = Callable[[tuple[int, ...]], np.ndarray]

@@ -29,6 +29,8 @@ from tests.support.sampled_laws import (
     penalised_slowly,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 INF = np.inf
 
 

@@ -19,7 +19,6 @@ from jaxkv.serving import interrupts
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 BOUNDS = dataclasses.replace(
     engines.SERVED, prefix_cache=True, max_beams=3, max_swap_pages=20
 )

@@ -14,7 +14,6 @@ from tests.support import engines, mutation
 from tests.support.folders import TOKENIZED
 from tests.support.mutation import Bug
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 BOUNDS = engines.SERVED
 PAGE = BOUNDS.page_size
 RNG = np.random.default_rng(0)

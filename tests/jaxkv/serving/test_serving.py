@@ -19,7 +19,6 @@ from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 BOUNDS = engines.SERVED
 PROMPTS = ("def bisect_left(a", "import os\n", "class Heap:", "x", "naïve ☃ café")
 

@@ -34,7 +34,6 @@ from jaxkv.workloads import arrivals, metrics
 from scaling.costs import devices, steps
 from scaling.shapes import published
 from tests.support import mutation
-from tests.support.engines import FAST_COMPILE
 from tests.support.mutation import Bug
 from tests.support.simulations import (
     CASES,
@@ -182,7 +181,6 @@ def simulate(
 run = jax.jit(
     simulate,
     static_argnames=("max_samples", "num_steps"),
-    compiler_options=FAST_COMPILE,
 )
 
 
@@ -328,9 +326,7 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
     w = workload(5, 12, longest=25)
     laws = [law(0.5, 0), law(0.9, 1, 4), law((0.9, 0.1, 0.5)), law(0.3, 2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *laws)
-    together = jax.jit(
-        jax.vmap(lambda x: simulate(w, TIGHT, x)), compiler_options=FAST_COMPILE
-    )(stacked)
+    together = jax.jit(jax.vmap(lambda x: simulate(w, TIGHT, x)))(stacked)
     for i, one in enumerate(laws):
         jax.tree.map(
             lambda x, y, i=i: np.testing.assert_array_equal(x[i], y),
@@ -568,7 +564,6 @@ def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> N
         fresh = jax.jit(
             mine,
             static_argnames=("max_samples", "num_steps"),
-            compiler_options=FAST_COMPILE,
         )
         patch.setitem(globals(), "run", fresh)
         mutation.seed(patch, bug)

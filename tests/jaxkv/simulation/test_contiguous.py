@@ -14,7 +14,6 @@ from jaxkv.simulation import step as simulation_step
 from jaxkv.simulation.state import Capacity, Events, Simulation, init
 from jaxkv.workloads.arrivals import Workload
 from tests.support.buddies import Buddies
-from tests.support.engines import FAST_COMPILE
 from tests.support.simulations import COST
 
 find = jax.jit(
@@ -113,7 +112,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
         for i in range(3)
     ]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *rules)
-    mapped = jax.jit(jax.vmap(run), compiler_options=FAST_COMPILE)
+    mapped = jax.jit(jax.vmap(run))
     states, trace = jax.tree.map(np.asarray, mapped(stacked))
     batches = trace[-1].num_running
     for i in range(3):

@@ -16,7 +16,6 @@ from jaxkv.simulation import state as simulation_state
 from jaxkv.simulation import step as simulation_step
 from jaxkv.workloads import arrivals
 from tests.support import mutation
-from tests.support.engines import FAST_COMPILE
 from tests.support.mutation import Bug
 from tests.support.simulations import (
     CASES,
@@ -79,7 +78,7 @@ def simulate(
     )
 
 
-run = jax.jit(simulate, compiler_options=FAST_COMPILE)
+run = jax.jit(simulate)
 """Twelve requests each time, so that one program serves all tests."""
 
 RULE = fcfs.fcfs(stackable=True)
@@ -107,7 +106,7 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
     costs = [Cost(jnp.float32(0.01 * (1 + i))) for i in range(4)]
     members = list(zip(loads, bounds, rules, costs, strict=True))
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
-    together = jax.jit(jax.vmap(simulate), compiler_options=FAST_COMPILE)(*stacked)
+    together = jax.jit(jax.vmap(simulate))(*stacked)
     num_preempted = 0
     for i, member in enumerate(members):
         jax.tree.map(
@@ -285,7 +284,7 @@ def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> N
         bug.noticed_by(*bug.arguments)
         # A program of its own, that of the right functions being compiled.
         mine = functools.partial(simulate)
-        patch.setitem(globals(), "run", jax.jit(mine, compiler_options=FAST_COMPILE))
+        patch.setitem(globals(), "run", jax.jit(mine))
         mutation.seed(patch, bug)
         with pytest.raises(AssertionError):
             bug.noticed_by(*bug.arguments)

@@ -157,7 +157,6 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("fast_compile")
 def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     prompts, ask = [[1, 2, 3], [4, 5]], Sampling.greedy(max_tokens=9)
     run: Any = programs.LOCAL.run_steps
@@ -179,7 +178,6 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("fast_compile")
 def test_what_cannot_be_tuned_is_refused() -> None:
     with pytest.raises(ValueError, match="only a drafter that is Adaptive has costs"):
         engine_of(NGram()).tune()

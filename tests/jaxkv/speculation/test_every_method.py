@@ -20,6 +20,8 @@ from scaling.corpora import corpora
 from scaling.training import objectives
 from tests.support.folders import ROOT
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 MODELS = ROOT / "experiments" / "models"
 FOLDER = MODELS / "stdlib-bytes"
 NUM, PROMPT, ANSWER = 200, 24, 40

@@ -36,8 +36,6 @@ from jaxkv.speculation import (
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask, greedy
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 HEADS = MedusaConfig(target=MODEL, num_heads=3, num_blocks=2)
 EAGLE = EagleConfig(target=MODEL, taps=(0, 2, 1))
 NUM = 7
@@ -281,7 +279,7 @@ def test_pages_stay_in_place(kind: str) -> None:
     params = Both(transformer.param_shapes(model), heads.param_shapes())
     clock_shape = jax.ShapeDtypeStruct((2,), jnp.int32)
     lowered = jax.jit(run, donate_argnums=1).lower(params, state, clock_shape)
-    program = lowered.compile(engines.FAST_COMPILE)
+    program = lowered.compile()
     size = engine_programs.bytes_of(pages)
     assert engine_programs.temporary_bytes(program) < 0.05 * size
     smallest = min(jax.tree.leaves(pages), key=lambda leaf: leaf.size)

@@ -15,6 +15,8 @@ from tests.support import batches, engines
 from tests.support.batches import PLACES, assert_same_bits, config_of, workload
 from tests.support.engines import MODEL, Run
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
 HEADS: dict[str, Any] = {
     "medusa": MedusaConfig(target=MODEL, num_heads=3),

@@ -76,7 +76,6 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("fast_compile")
 def test_what_is_found_is_served() -> None:
     """As the package's page has it."""
     folder, prompts = GOLDEN / "llama", [[3, 1, 4], [1, 5, 9, 2]]

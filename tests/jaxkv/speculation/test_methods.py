@@ -36,8 +36,6 @@ from tests.support.engines import MODEL
 from tests.support.folders import GOLDEN, ROOT
 from tests.support.sampled_laws import chi_square, law_slowly
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 BOUNDS: dict[str, Any] = {
     "num_pages": 80,
     "page_size": 4,

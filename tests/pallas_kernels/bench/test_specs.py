@@ -13,8 +13,6 @@ from pallas_kernels.bench import problems, sets, specs
 from pallas_kernels.bench.specs import Spec
 from pallas_kernels.paged_attention import api
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 TINY = [
     spec for spec in sets.SETS["tiny"] if isinstance(spec, Spec) and spec.kind != "copy"
 ]

@@ -12,6 +12,8 @@ from pallas_kernels.flash_attention import tiled
 from pallas_kernels.flash_attention.tiled import flash_attention
 from tests.support.flash_cases import draw, in_float64, plain, total
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 CASES = [
     # queries, keys, q_heads, kv_heads, head_dim, causal, window
     (1, 1, 1, 1, 8, True, None),

@@ -24,6 +24,8 @@ from tests.support.grouped_cases import (
     wide,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 CASES = {
     "some empty": make_case([3, 0, 17, 1, 0, 9], num_rows=37, dtype="float32"),
     "one has all": make_case([0, 0, 70], dtype="float32", width=48, num_columns=24),

@@ -16,6 +16,8 @@ from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.page_ops.copy import copy_pages
 from tests.support.trees import ints
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 NUM_PAGES = 12
 
 

@@ -20,6 +20,8 @@ from tests.support.attention_cases import (
     oracle,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 # Every page size, group and head_dim appears once; runs of more than one tile of 64
 # rows, empty slots and a first row at position 0 among them.
 RAGGED: list[tuple[list[tuple[int, int]], dict[str, Any]]] = [

@@ -12,8 +12,6 @@ from pallas_kernels import row_packing
 from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.stream_k import Tiling
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 MAKE_PLAN = jax.jit(
     decode_plan.plan_decode,
     static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),

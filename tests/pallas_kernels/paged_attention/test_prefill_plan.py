@@ -11,8 +11,6 @@ from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.prefill_plan import PrefillPlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 TILING = Tiling(num_programs=3, tile=64, block_rows=128)
 FIELDS = ("slot", "row", "low", "high", "first", "inner", "num_inner", "num_kv")
 

@@ -268,7 +268,6 @@ def test_streams_are_scored_in_the_same_windows() -> None:
         cut(stream[:5], seq_len=9, num_windows=4)
 
 
-@pytest.mark.usefixtures("fast_compile")
 def test_score_of_a_stream() -> None:
     model = dataclasses.replace(SMALL, vocab_size=7)
     held_out = np.random.default_rng(0).integers(0, 7, 500).astype(np.uint16)

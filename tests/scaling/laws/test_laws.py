@@ -8,8 +8,6 @@ import pytest
 from scaling.laws import published
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 @pytest.mark.parametrize("name", published.LAWS)
 def test_a_law_in_any_units(name: str) -> None:

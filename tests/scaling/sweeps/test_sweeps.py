@@ -26,8 +26,6 @@ from tests.support import sweeping
 from tests.support.impatience import Stopping
 from tests.support.sweeping import model
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:

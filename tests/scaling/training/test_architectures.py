@@ -19,8 +19,6 @@ from scaling.training.step import init
 from tests.support.folders import GOLDEN
 from tests.support.shapes import SMALL
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 LSTM = RecurrentConfig(vocab_size=19, hidden_size=8, num_layers=2, max_positions=12)
 TRANSFORMER = dataclasses.replace(
     SMALL, vocab_size=19, hidden_size=8, head_dim=4, mlp_size=12, max_positions=12

@@ -17,8 +17,6 @@ from scaling.training.consistency import Consistency, Trajectory
 from tests.support import engines
 from tests.support.engines import MODEL
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 OBJECTIVE = Consistency(prompt_tokens=3, block_tokens=4, text_tokens=5, text_weight=0.5)
 
 

@@ -19,8 +19,6 @@ from tests.support.engines import MODEL
 from tests.support.impatience import Stopping
 from tests.support.shapes import SMALL
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 DEPTH = 3
 HEADS: dict[str, Any] = {
     "medusa": MedusaConfig(target=MODEL, num_heads=DEPTH),

@@ -61,8 +61,6 @@ LAYOUTS = (
 QUICK = ("tp=2,sp", "ring=2,ulysses=2")
 THOROUGH = ("tp=2,sp,ring=2,dp=2", "ulysses=8")
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 
 def check(layout: str, windows: Any = WINDOWS, **fields: Any) -> None:
     """Loss, gradient and bytes of a layout."""

@@ -17,7 +17,6 @@ from scaling.training import meshes, objectives, parallel, pipeline
 from scaling.training.recipes import StepConfig
 from tests.support.meshes import MODEL, SEQ, WINDOWS
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 KINDS: tuple[Any, ...] = ("gpipe", "1f1b")
 SLOW = pytest.mark.slow
 MIXTURE: dict[str, Any] = {"experts": Experts(num_experts=8, top_k=2, size=24)}

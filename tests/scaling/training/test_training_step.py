@@ -25,7 +25,6 @@ from tests.support.meshes import MODEL
 from tests.support.mutation import Bug
 from tests.support.shapes import SMALL
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 DIVISIBLE = dataclasses.replace(MODEL, vocab_size=257, max_positions=16)
 TRANSFORMER = dataclasses.replace(SMALL, max_positions=16)
 LSTM = RecurrentConfig(vocab_size=257, hidden_size=16, num_layers=1, max_positions=16)

@@ -11,7 +11,6 @@ from jaxkv.models import Experts, transformer
 from jaxkv.models.config import ModelConfig, RopeScaling
 from scaling.training import transformer_rows
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 LLAMA = ModelConfig(
     vocab_size=31,
     hidden_size=12,

@@ -17,7 +17,6 @@ from tests.support import smoke
 from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
 (STUDY,) = of_module(measured)
 SMOKE = measured.CONFIGS["smoke"]
 
