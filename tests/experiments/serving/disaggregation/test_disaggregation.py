@@ -8,8 +8,8 @@ import pytest
 
 from experiments.harness import cost_models
 from experiments.serving.disaggregation import runs, served, settings
-from experiments.serving.disaggregation.queues import MACHINES, formula_s, measure
-from experiments.serving.disaggregation.settings import Config, Instance
+from experiments.serving.disaggregation.queues import MACHINES, formula_s
+from experiments.serving.disaggregation.settings import Instance
 from jaxkv.simulation import Received, costs, disaggregated
 from jaxkv.simulation.disaggregated import Answers, Requests, Split
 from jaxkv.workloads import lengths, metrics
@@ -110,21 +110,6 @@ def test_the_placement_that_sustains_most_a_gpu_is_chosen() -> None:
     assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
     # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.
     assert (chosen.num_prefill, chosen.num_decode, sustains) == (3, 4, 36.0)
-
-
-def test_queues_wait_as_long_as_formulas_say() -> None:
-    assert formula_s("one", 5.0) == pytest.approx(0.15)
-    # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
-    found = formula_s("two pipeline stages", 5.0)
-    assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
-    found = formula_s("two tensor ways", 5.0)
-    assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
-    queues = measure(
-        Config(queue_loads=(0.3,), queue_requests=1000, queue_seeds=16, seed=1)
-    )
-    off = np.abs(queues.simulated_s - queues.formula_s)
-    assert (off < 4 * queues.error_s).all()
-    assert (queues.error_s < 0.1 * queues.waiting_s).all()
 
 
 @pytest.mark.slow
