@@ -19,6 +19,9 @@ from scaling.fits import (
 )
 from scaling.laws import evaluation, published
 
+# Fits run for longer than they compile.
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
 CHINCHILLA = published.CHINCHILLA
 HOFFMANN = published.CONSTANTS["hoffmann-tex"]
 
