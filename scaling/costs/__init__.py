@@ -15,6 +15,7 @@ __all__ = [
     "memory",
     "parallelism",
     "parameters",
+    "recomputation",
     "residuals",
     "serving",
     "stages",

@@ -1,8 +1,8 @@
 """What stages of a pipeline send beside what their layers do.
 
 Formulas of `scaling.training.pipeline`: in every tick all stages pass on, whether there
-is something or not; all have the tables, whose gradients are added up once a step; and
-of a micro-batch a stage keeps what came in, and runs its layers again.
+is something or not, and all have the tables, whose gradients are added up once a step.
+That stages run their layers again is in `recomputation`.
 """
 
 from collections.abc import Iterable
@@ -79,32 +79,3 @@ def tables(model: Description, layout: Layout, gradient: int) -> Iterable[Traffi
     sent = 2 * exchanges.ring_share(p) * size * gradient
     name = "gradients of tables and last norm, all-reduce over stages"
     yield Traffic("tables", name, "2 (p-1)/p · N u of tables", 0.0, sent)
-
-
-def again(
-    model: Description, layout: Layout, tokens: int, u: int, layers: Iterable[Traffic]
-) -> Iterable[Traffic]:
-    """What layers send forward, and the embedding, once more before going backward.
-
-    All stages look tokens up, and one takes what is found. Losses, that of balance
-    among them, are not needed before.
-
-    Args:
-      model: its shape.
-      layout: how it is divided.
-      tokens: of a micro-batch on a device.
-      u: bytes of an activation on the wire.
-      layers: what they send.
-    """
-    if layout.pipeline == 1:
-        return
-    for each in layers:
-        if each.forward and each.scheme != "balance":
-            name = f"{each.name}, run again"
-            yield Traffic(each.scheme, name, each.formula, 0.0, each.forward)
-    if (p := layout.tensor) > 1:
-        # An all-reduce; with sequence parallelism scattered alone.
-        times = 1 if layout.sequence else 2
-        sent = times * exchanges.ring_share(p) * tokens * model.hidden_size * u
-        formula = f"{times} (p-1)/p · b s h u".replace("1 (", "(")
-        yield Traffic("vocabulary", "embedding, run again", formula, 0.0, sent)

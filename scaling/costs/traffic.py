@@ -8,7 +8,7 @@ is counted like any other.
 
 from collections.abc import Iterable
 
-from scaling.costs import exchanges, memory, parallelism, stages
+from scaling.costs import exchanges, memory, parallelism, recomputation, stages
 from scaling.costs.exchanges import Traffic
 from scaling.costs.flops import check as check_sizes
 from scaling.costs.parallelism import Layout
@@ -27,6 +27,7 @@ def training(
     gradient_bytes: int = 2,
     micro_batches: int = 1,
     schedule: Schedule = "1f1b",
+    remat: bool = False,
 ) -> tuple[Traffic, ...]:
     """Lists what a device sends in a training step, of its pipeline stage's layers.
 
@@ -47,10 +48,15 @@ def training(
       micro_batches: of the step, at least 1: gradients of weights are summed over
         copies once a step, all else goes for each.
       schedule: of a pipeline, for how long its stages are idle.
+      remat: whether all but the results of products is computed again for the
+        gradient, as `StepConfig.remat` does; stages do so anyway, in their own way.
 
     Raises:
-      ValueError: a size out of range, or a degree that does not divide.
+      ValueError: a size out of range, a degree that does not divide, or `remat` of
+        stages.
     """
+    if remat and layout.pipeline > 1:
+        raise ValueError(f"{remat=} must be False with pipeline={layout.pipeline}")
     check_sizes(batch=batch, sequence=sequence, number_bytes=number_bytes)
     check_sizes(micro_batches=micro_batches)
     parallelism.check(model, layout, sequence=sequence)
@@ -64,9 +70,10 @@ def training(
         *_expert(model, layout, tokens, number_bytes, dispatch),
     )
     sizes = model, layout, tokens, number_bytes
+    again = recomputation.between_products if remat else recomputation.of_stages
     each = (
         *inside,
-        *stages.again(*sizes, inside),
+        *again(*sizes, inside),
         *exchanges.undivided(model, layout, gradient_bytes),
         *exchanges.vocabulary(*sizes),
         *stages.hops(*sizes),
@@ -204,7 +211,7 @@ def _data(
 def decode(
     model: Description, layout: Layout, *, batch: int, number_bytes: int = 2
 ) -> tuple[Traffic, ...]:
-    """Lists what a device sends in a step of decoding, or of reading prompts.
+    """Lists what a device sends in a step of decoding.
 
     The logits are gathered on every device, each of which draws. With `gather` all
     devices that divide experts have all rows; otherwise `batch` is of each. `backward`
@@ -220,28 +227,93 @@ def decode(
       ValueError: a size out of range, or a degree that does not divide.
     """
     check_sizes(batch=batch, number_bytes=number_bytes)
+    layers = model.num_layers // layout.pipeline
+    return (
+        *_of_rows(model, layout, batch, number_bytes),
+        *_pages(model, layout, batch, layers),
+        *_logits(model, layout, batch),
+    )
+
+
+def prefill(
+    model: Description,
+    layout: Layout,
+    *,
+    rows: int,
+    logit_rows: int,
+    num_taps: int = 0,
+    number_bytes: int = 2,
+) -> tuple[Traffic, ...]:
+    """Lists what a device sends in a mixed pass, of chunks of prompts beside others.
+
+    Devices that divide pages divide the rows as well, if each has as many: it then
+    sends no more of anything than its rows ask for, but attention. Else all have all of
+    them, as in decoding.
+
+    Args:
+      model: its shape.
+      layout: as for `decode`.
+      rows: those of the pass, at least 1: an engine's `token_budget`.
+      logit_rows: how many of them give logits, at least 1.
+      num_taps: states of all rows that are kept for heads that draft.
+      number_bytes: of a number on the wire.
+
+    Raises:
+      ValueError: as for `decode`.
+    """
+    check_sizes(rows=rows, logit_rows=logit_rows, number_bytes=number_bytes)
+    layers = model.num_layers // layout.pipeline
+    if layout.pages == 1 or rows % layout.pages:
+        own, attention = rows, _pages(model, layout, rows, layers)
+    else:
+        own, taps = rows // layout.pages, num_taps
+        sizes = rows, logit_rows, layers, taps, number_bytes
+        attention = _row_parts(model, layout, *sizes)
+    each = _of_rows(model, layout, own, number_bytes)
+    if own < rows:
+        part = f"b s/{layout.pages}"
+        each = [x._replace(formula=x.formula.replace("b s", part)) for x in each]
+    return (
+        *each,
+        *attention,
+        *_logits(model, layout, logit_rows),
+    )
+
+
+def _of_rows(
+    model: Description, layout: Layout, rows: int, u: int
+) -> Iterable[Traffic]:
+    """What a pass over rows sends but for attention and logits."""
     parallelism.check(model, layout)
     layers = model.num_layers // layout.pipeline
     found = [
-        *exchanges.tensor(model, layout, batch, layers, number_bytes),
-        *exchanges.vocabulary(model, layout, batch, number_bytes),
-        *stages.hops(model, layout, batch, number_bytes),
-        *_pages(model, layout, batch, layers),
+        *exchanges.tensor(model, layout, rows, layers, u),
+        *exchanges.vocabulary(model, layout, rows, u),
+        *stages.hops(model, layout, rows, u),
     ]
     if layout.gather:
-        found += _answers(model, layout, batch, number_bytes)
+        found += _answers(model, layout, rows, u)
     else:
-        found += _expert(model, layout, batch, number_bytes, number_bytes)
-    kept = [
-        traffic._replace(backward=0.0)
-        for traffic in found
-        if traffic.forward and "target" not in traffic.name
-    ]
+        found += _expert(model, layout, rows, u, u)
+    for traffic in found:
+        if traffic.forward and "target" not in traffic.name:
+            yield traffic._replace(backward=0.0)
+
+
+def _logits(model: Description, layout: Layout, rows: int) -> Iterable[Traffic]:
+    """Those of all words, for rows that are drawn from on every device."""
     if layout.tensor > 1:
-        sent = exchanges.ring_share(layout.tensor) * batch * model.vocab_size * 4
+        sent = exchanges.ring_share(layout.tensor) * rows * model.vocab_size * 4
         name = "logits, all-gather"
-        kept.append(Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0))
-    return tuple(kept)
+        yield Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0)
+
+
+def _heads(model: Description, layout: Layout) -> HeadAttention:
+    if not isinstance(model.attention, HeadAttention):
+        raise ValueError(
+            f"pages={layout.pages} needs keys and values by heads: {model.name}"
+        )
+    return model.attention
 
 
 def _pages(
@@ -256,13 +328,48 @@ def _pages(
     """
     if (p := layout.pages) == 1:
         return
-    a = model.attention
-    if not isinstance(a, HeadAttention):
-        raise ValueError(f"pages={p} needs keys and values by heads: {model.name}")
+    a = _heads(model, layout)
     numbers = rows * a.num_q_heads / layout.tensor * (a.value_dim + 2)
     sent = 2 * exchanges.ring_share(p) * numbers * 4 * layers
-    formula = "2 (p-1)/p · 4 b n (d + 2) / t · L"
+    formula = "2 (p-1)/p · 4 b s n (d + 2) / t · L"
     yield Traffic("pages", "states of attention, all-reduces", formula, sent, 0.0)
+
+
+def _row_parts(
+    model: Description,
+    layout: Layout,
+    rows: int,
+    logit_rows: int,
+    layers: int,
+    taps: int,
+    u: int,
+) -> Iterable[Traffic]:
+    """Rows in parts: those of all attend everywhere, and each device gets its own back.
+
+    Every device has 1/p of the queries, keys and values, which all need: an all-gather.
+    It then has a state of attention for each row, and sends those of others to them:
+    an all-to-all, of outputs as they are and log-sum-exps in float32. KV heads fewer
+    than tensor-parallel devices are copied. Last states of single rows are added up in
+    float32, all devices but one having zeros.
+
+    Source: Yang et al. 2024, arXiv:2411.01783, section 3 (pass-Q).
+    """
+    a, share = _heads(model, layout), exchanges.ring_share(layout.pages)
+    kv_heads = max(a.num_kv_heads, layout.tensor)
+    each = share * rows / layout.tensor * layers
+    numbers = a.num_q_heads * a.head_dim + kv_heads * (a.head_dim + a.value_dim)
+    name, formula = "queries, keys and values", "(p-1)/p · b s (n + 2 m) d u / t · L"
+    yield Traffic("pages", f"{name}, all-gather", formula, each * numbers * u, 0.0)
+    sent = each * a.num_q_heads * (a.value_dim * u + 4)
+    name, formula = "states of attention", "(p-1)/p · b s n (d u + 4) / t · L"
+    yield Traffic("pages", f"{name}, all-to-alls", formula, sent, 0.0)
+    sent = 2 * share * logit_rows * model.hidden_size * 4
+    name = "last states of rows with logits, all-reduce"
+    yield Traffic("pages", name, "2 (p-1)/p · 4 b h", sent, 0.0)
+    if taps:
+        sent = share * rows * taps * model.hidden_size * u
+        name = "states for heads that draft, all-gather"
+        yield Traffic("pages", name, f"{taps} (p-1)/p · b s h u", sent, 0.0)
 
 
 def _answers(
@@ -273,4 +380,4 @@ def _answers(
     sent = 2 * exchanges.ring_share(p) * rows * model.hidden_size * u
     sent *= exchanges.mixtures(model, layout)
     name = "experts' answers, all-reduce"
-    yield Traffic("expert", name, "2 (p-1)/p · b h u · L", sent, 0.0)
+    yield Traffic("expert", name, "2 (p-1)/p · b s h u · L", sent, 0.0)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scaling.costs.parallelism import Layout, parse
-from scaling.costs.traffic import decode, training
+from scaling.costs.traffic import decode, prefill, training
 from scaling.shapes import published
 
 LLAMA = published.describe("llama-2-7b")
@@ -88,6 +88,21 @@ def test_micro_batches_share_the_idle_ticks_and_the_gradients() -> None:
         of("data", "dp=2", micro_batches=0)
 
 
+def test_what_is_computed_again_is_sent_again() -> None:
+    for layout, again in (
+        ("tp=8", 1),
+        ("ulysses=8", 1),
+        ("ring=8", 1),
+        ("tp=8,sp", 0.5),
+    ):
+        scheme = layout.split("=")[0].replace("tp", "tensor")
+        once, back = of(scheme, layout)
+        assert of(scheme, layout, remat=True) == (once, back + again * once)
+        # With sequence parallelism the sums alone, which are half of it.
+    with pytest.raises(ValueError, match="remat=True must be False with pipeline=2"):
+        of("tensor", "pp=2,tp=8", remat=True)
+
+
 def test_experts_get_each_token_k_times() -> None:
     one = dataclasses.replace(
         DEEPSEEK, num_layers=1, windows=(), mixture_layers=(True,)
@@ -131,6 +146,29 @@ def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
     assert not sum(x.backward for x in found)
     logits = [x.forward for x in found if x.name == "logits, all-gather"]
     assert logits == [7 / 8 * 16 * 32_000 * 4]
+
+
+def test_a_mixed_pass_sends_less_than_decoding_as_many_rows() -> None:
+    """Of Llama-3.1-8B in 16 bits: 128 ((32 + 16) 2 + 32 x 2) + 32 x 4 bytes a row."""
+    model, layout = published.describe("llama-3.1-8b"), parse("cp=4")
+    sizes: Any = {"rows": 4096, "logit_rows": 1}
+    gathered, home, last = (x.forward for x in prefill(model, layout, **sizes))
+    assert gathered + home == 3 / 4 * 4096 * 20_608 * 32
+    assert last == 2 * 3 / 4 * 4096 * 4
+    (whole,) = (x.forward for x in decode(model, layout, batch=4096))
+    assert whole == 3 / 4 * 4096 * 33_280 * 32
+    # A row more, and every device has all.
+    odd = sizes | {"rows": 4097}
+    assert prefill(model, layout, **odd) == decode(model, layout, batch=4097)
+    # Each of the devices that divide matrices has a part of the heads, and its rows.
+    both = prefill(model, parse("cp=4,tp=2"), **sizes)
+    pages = [x.forward for x in both if x.scheme == "pages"]
+    assert pages == [gathered / 2, home / 2, last]
+    tensor = [x for x in both if x.scheme == "tensor"]
+    alone = prefill(model, parse("tp=2"), **sizes)
+    (wanted,) = (x for x in alone if x.scheme == "tensor")
+    assert [x.forward for x in tensor] == [wanted.forward / 4]
+    assert "b s/4 h" in tensor[0].formula
 
 
 def test_one_device_sends_nothing() -> None:

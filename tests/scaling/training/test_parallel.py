@@ -62,7 +62,9 @@ QUICK = ("tp=2,sp", "ring=2,ulysses=2")
 THOROUGH = ("tp=2,sp,ring=2,dp=2", "ulysses=8")
 
 
-def check(layout: str, windows: Any = WINDOWS, **fields: Any) -> None:
+def check(
+    layout: str, windows: Any = WINDOWS, *, remat: bool = False, **fields: Any
+) -> None:
     """Loss, gradient and bytes of a layout."""
     config = dataclasses.replace(MODEL, **fields)
     divided = parallelism.parse(layout)
@@ -70,7 +72,8 @@ def check(layout: str, windows: Any = WINDOWS, **fields: Any) -> None:
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(windows)
     placed = meshes.place(config, divided, params)
-    run = jax.jit(parallel.gradient(config, StepConfig(layout=divided)))
+    how = StepConfig(layout=divided, remat=remat)
+    run = jax.jit(parallel.gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
     grads = meshes.gather(config, divided, grads)
@@ -82,20 +85,23 @@ def check(layout: str, windows: Any = WINDOWS, **fields: Any) -> None:
     for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
     if config.num_layers > 1:
-        check_bytes(config, divided, program)
+        check_bytes(config, divided, program, remat=remat)
 
 
-def check_bytes(config: ModelConfig, layout: Any, program: Any) -> None:
+def check_bytes(
+    config: ModelConfig, layout: Any, program: Any, *, remat: bool = False
+) -> None:
     """What the program sends is what the formulas were derived to say."""
     found = collectives.collectives(str(program.as_text()))
     assert all(each.is_sure for each in found)
-    assert sum(each.sent(rank=1) for each in found) == formula_of(config, layout)
+    formula = formula_of(config, layout, remat=remat)
+    assert sum(each.sent(rank=1) for each in found) == formula
     # The loss itself, and nothing else: a number from every device.
     rest = [each for each in found if each.sent() and not each.sent(rank=1)]
     assert all(kind == "f32" and not sides for x in rest for kind, sides in x.shapes)
 
 
-def formula_of(config: ModelConfig, layout: Any) -> float:
+def formula_of(config: ModelConfig, layout: Any, *, remat: bool = False) -> float:
     """Bytes that a device sends, as `traffic` has it."""
     formula = traffic.training(
         from_model.describe(config),
@@ -104,6 +110,7 @@ def formula_of(config: ModelConfig, layout: Any) -> float:
         sequence=SEQ,
         number_bytes=4,
         gradient_bytes=4,
+        remat=remat,
     )
     return sum(each.forward + each.backward for each in formula)
 
@@ -182,6 +189,36 @@ def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
     The loss of balance is that of all devices' rows.
     """
     check(layout, **fields)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ("tp=2,sp", {}),
+        ("ring=2,ulysses=2", {}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("tp=4,dp=2", {}),
+                ("tp=2", {"num_layers": 4}),
+                ("ulysses=2", {"num_layers": 4}),
+                ("ring=4", {"num_layers": 4}),
+                ("tp=2,sp,ring=2,dp=2", {}),
+                ("tp=2,sp", OTHERS["gpt2"]),
+                ("tp=2,sp", SHARED),
+                ("tp=2", SHARED),
+                ("ep=4,gather", MIXTURE),
+                ("ep=2,dp=4,capacity=4", MIXTURE),
+                ("ep=2,dp=4,gather", BALANCED),
+            )
+        ),
+    ],
+)
+def test_what_is_computed_again_is_sent_again(
+    layout: str, fields: dict[str, Any]
+) -> None:
+    check(layout, remat=True, **fields)
 
 
 def compiled(config: ModelConfig, layout: Any, **how: Any) -> Any:
