@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
@@ -83,7 +84,7 @@ def from_owner(found: Any) -> Any:
         return found
 
     def one(x: Array) -> Array:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = np.promote_types(x.dtype, np.float32)
         return lax.psum(x.astype(wide), CONTEXT).astype(x.dtype)
 
     return jax.tree.map(one, found)

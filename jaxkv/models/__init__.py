@@ -18,5 +18,6 @@ __all__ = [
     "paged",
     "partition",
     "rotary",
+    "row_parts",
     "transformer",
 ]

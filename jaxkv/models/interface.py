@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv.memory import kv_pages, page_parts
+from jaxkv.models.row_parts import WHOLE, RowParts
 from pallas_kernels import quantizing
 from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import api, dispatch
@@ -99,15 +100,16 @@ def attend_written(
     rows: kv_pages.Rows,
     *,
     window: int | None = None,
+    parts: RowParts = WHOLE,
     **features: Any,
-) -> Float[Array, "rows q_heads head_dim"]:
+) -> Float[Array, "own q_heads head_dim"]:
     """Attends over the pages of a layer that has the rows' K and V, as `attend` does.
 
-    Arguments are those of `attend`. Of pages in parts each device attends over its own,
-    and the states are merged.
+    Arguments are those of `attend`, and how rows are divided. Of pages in parts each
+    device attends over its own, and the states are merged.
 
     Returns:
-      The attention output of every row, 0 on padding rows.
+      The attention output of every row that the device has, 0 on padding rows.
     """
     (k_pages, k_scales), (v_pages, v_scales) = map(
         quantizing.parts, kv_pages.flat(pages)[:2]
@@ -130,7 +132,8 @@ def attend_written(
         **features,
     )
     if page_parts.degree() > 1:
-        state = api.merge_devices(state, page_parts.CONTEXT)
+        merge = api.merge_devices if parts.num == 1 else api.merge_own_rows
+        state = merge(state, page_parts.CONTEXT)
     return state.out
 
 

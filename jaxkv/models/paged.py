@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv.memory import features, kv_pages
-from jaxkv.models import interface, rotary, transformer
+from jaxkv.models import interface, rotary, row_parts, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Numerics
@@ -131,12 +131,13 @@ class PagedForward:
                 window = self.config.window
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
+        parts = row_parts.divide(rows, self.numerics)
         found = self.states(model, pages, rows)
         pages = found.carry
         if self.taps:
-            pages = features.write(pages, jnp.concatenate(found.taps).T, rows)
-        wanted = jnp.maximum(rows.logit_rows, 0)
-        hidden = found.last[:, wanted]
+            tapped = parts.whole(jnp.concatenate(found.taps))
+            pages = features.write(pages, tapped.T, rows)
+        hidden = parts.pick(found.last, jnp.maximum(rows.logit_rows, 0))
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
     def states(
@@ -144,24 +145,29 @@ class PagedForward:
         model: transformer.Transformer,
         pages: kv_pages.Pages,
         rows: kv_pages.Rows,
-        inputs: Float[Array, "hidden rows"] | None = None,
+        inputs: Float[Array, "hidden own"] | None = None,
     ) -> transformer.States:
         """Runs the layers: writes K and V of the rows, and attends over the pages.
 
-        `inputs` go into the first layer instead of the rows' tokens. What is carried is
-        the pages.
+        `inputs` go into the first layer instead of the rows' tokens. These and the
+        states are of the rows that `row_parts.divide` gives this device; what is
+        carried is the pages.
         """
+        parts = row_parts.divide(rows, self.numerics)
+        dtype = model.embed.weight[...].dtype
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
         plan = interface.plan_attention(
             pages,
             rows,
             num_q_heads=pages.k.shape[2] * self.config.group_size,
-            dtype=model.embed.weight[...].dtype,
+            dtype=dtype,
             **sees,
         )
-
         positions = jnp.maximum(rows.position, 0)
-        write = self._writer(pages, rows, plan, model.embed.weight.dtype)
+        write = self._writer(pages, rows, plan, dtype)
+        if parts.num > 1:
+            sees["parts"] = parts
+            write = _of_all(write, parts, rotary.angles(self.config, positions, dtype))
 
         def attend(layer, qkv, angles, pages):
             q, packed_q, pages = write(layer, qkv, angles, pages)
@@ -171,12 +177,12 @@ class PagedForward:
             return out.transpose(1, 2, 0).reshape(qkv[:, :-2].shape), pages
 
         return model.hidden(
-            rows.token,
-            positions,
+            parts.own(rows.token),
+            parts.own(positions),
             attend,
             pages,
             inputs=inputs,
-            live=rows.position >= 0,
+            live=parts.own(rows.position) >= 0,
             numerics=self.numerics,
             only=self.layers,
             taps=self.taps,
@@ -214,6 +220,13 @@ class PagedForward:
             return q, found.packed_q, pages
 
         return write
+
+
+def _of_all(
+    write: Callable, parts: row_parts.RowParts, angles: rotary.Angles | None
+) -> Callable:
+    """Gathers what a layer projects, and writes and encodes it as that of all rows."""
+    return lambda layer, qkv, _, pages: write(layer, parts.whole(qkv), angles, pages)
 
 
 def _write(rows, layer, qkv, angles, pages):

@@ -26,7 +26,7 @@ from jaxkv.engine.drafting import Drafter, Drafts
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages, features
 from jaxkv.memory.kv_pages import Rows
-from jaxkv.models import Forward, ForwardResult
+from jaxkv.models import Forward, ForwardResult, row_parts
 from jaxkv.models.paged import PagedForward
 from jaxkv.sampling import top_k
 from jaxkv.speculation import draws, eagle, static_tree
@@ -48,11 +48,12 @@ class Followed:
         assert pages.beside is not None
         result = self.target(params.target, pages._replace(beside=None), rows)
         found = features.read(result.pages, rows, features.before(rows))
+        parts = row_parts.divide(rows)
         x = eagle.inputs(
             params.draft,
             params.target,
-            rows.token,
-            eagle.fuse(params.draft, found),
+            parts.own(rows.token),
+            eagle.fuse(params.draft, parts.own(found.T).T),
             config=self.config,
         )
         model = eagle.merged(params.draft, params.target, self.config)

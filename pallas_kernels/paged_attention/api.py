@@ -7,7 +7,8 @@ the caller has added to the page ids, a request does not exist.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -308,12 +309,45 @@ def merge_devices(state: AttentionState, axis: str) -> AttentionState:
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
     """
-    top = lax.pmax(state.lse, axis)
+    most, add_up = (functools.partial(x, axis_name=axis) for x in (lax.pmax, lax.psum))
+    return _merge(state.out, state.lse, most, add_up)
+
+
+def merge_own_rows(state: AttentionState, axis: str) -> AttentionState:
+    """As `merge_devices`, but each device gets its part of the rows alone.
+
+    Device d of p gets the `rows / p` from d `rows / p` on. It sends (p - 1) / p of its
+    state, outputs and log-sum-exps in their types: in two all-to-alls, as a
+    reduce-scatter would need the greatest log-sum-exp of all before.
+
+    Source: Yang et al. 2024, arXiv:2411.01783, section 3 (pass-Q).
+    """
+    num = lax.axis_size(axis)
+
+    def exchange(x: Array) -> Array:
+        parts = x.reshape(num, -1, *x.shape[1:])
+        return lax.all_to_all(parts, axis, split_axis=0, concat_axis=0)
+
+    out, lse = map(exchange, state)
+    how: Any = {"axis": 0, "keepdims": True}
+    most, add_up = (functools.partial(x, **how) for x in (jnp.max, jnp.sum))
+    merged = _merge(out, lse, most, add_up)
+    return AttentionState(merged.out[0], merged.lse[0])
+
+
+def _merge(
+    out: Float[Array, "*states rows q_heads head_dim"],
+    lse: Float[Array, "*states rows q_heads"],
+    most: Callable[[Array], Array],
+    add_up: Callable[[Array], Array],
+) -> AttentionState:
+    """Merges states by what finds the greatest of all, and what adds all up."""
+    top = most(lse)
     top = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
-    weight = jnp.exp(state.lse - top)[..., None]
-    empty = jnp.isneginf(state.lse)[..., None]
-    own = jnp.where(empty, jnp.zeros((), top.dtype), state.out.astype(top.dtype))
-    sums = lax.psum(jnp.concatenate([own * weight, weight], axis=-1), axis)
+    weight = jnp.exp(lse - top)[..., None]
+    empty = jnp.isneginf(lse)[..., None]
+    own = jnp.where(empty, jnp.zeros((), top.dtype), out.astype(top.dtype))
+    sums = add_up(jnp.concatenate([own * weight, weight], axis=-1))
     total = sums[..., -1]
-    out = sums[..., :-1] / jnp.where(total > 0, total, jnp.ones_like(total))[..., None]
-    return AttentionState(out.astype(state.out.dtype), top + jnp.log(total))
+    mean = sums[..., :-1] / jnp.where(total > 0, total, jnp.ones_like(total))[..., None]
+    return AttentionState(mean.astype(out.dtype), top + jnp.log(total))

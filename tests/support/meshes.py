@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv.engine import EngineConfig
+from jaxkv.memory import kv_pages
 from jaxkv.models import ModelConfig, paged
 from jaxkv.parallel import layout, tensor
 from jaxkv.sampling import Sampling
@@ -44,6 +46,11 @@ ALL_AT_ONCE: dict[str, Any] = {
     "debug": True,
 }
 """An engine whose pages are few: prompts are found again, requests swapped."""
+PAGE_SIZE = 8
+LENGTHS = 13, 7
+"""Tokens of two prompts, that are read in two chunks each: 16 rows, which eight devices
+divide, and 4, which all of eight have."""
+CHUNKS = (0, 9), (9, 13)
 PROMPTS = [list(range(3, 20)), list(range(3, 17)), [5, 9, 5, 9, 5], [7] * 11]
 ASKS = [
     Sampling(max_tokens=14, temperature=0.7, seed=1, n=2),
@@ -87,3 +94,53 @@ def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
             first, *others = (np.asarray(x.data) for x in leaf.addressable_shards)
             for other in others:
                 np.testing.assert_array_equal(first, other)
+
+
+def divided(
+    config: ModelConfig,
+    params: Any,
+    mesh: Mesh,
+    page_size: int = PAGE_SIZE,
+    taps: tuple[int, ...] = (),
+) -> tuple[Any, Any, Any]:
+    """A step of logits and pages, jitted; its parameters; and empty pages."""
+    degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
+    params = tensor.place_params(config, params, mesh)
+    config = tensor.fit(config, degree, num_expert=num_expert)
+    pages = kv_pages.make_pages(
+        num_layers=config.num_layers,
+        num_pages=11,
+        num_kv_heads=config.num_kv_heads,
+        page_size=page_size,
+        head_dim=config.head_dim,
+        dtype="float32",
+        num_features=len(taps) * config.hidden_size,
+    )
+    specs = layout.pages_specs(pages)
+    pages = layout.place(pages, specs, mesh)
+
+    def run(params: Any, pages: Any, rows: Any) -> Any:
+        found = paged.PagedForward(config, taps=taps)(params, pages, rows)
+        return found.logits, found.pages
+
+    mapped = layout.mapped(
+        run,
+        mesh,
+        (layout.specs_on(params, mesh), specs, layout.WHOLE),
+        (layout.WHOLE, specs),
+    )
+    return jax.jit(mapped, donate_argnums=1), params, pages
+
+
+def chunk(first: int, end: int) -> kv_pages.Rows:
+    """Rows from `first` to `end` of both prompts, as far as they go."""
+    each = [np.arange(first, max(first, min(end, n)), dtype=np.int32) for n in LENGTHS]
+    slot = np.repeat(np.arange(2, dtype=np.int32), [len(x) for x in each])
+    position = np.concatenate(each)
+    return kv_pages.Rows(
+        token=jnp.asarray(position + 3 + 20 * slot),
+        position=jnp.asarray(position),
+        slot=jnp.asarray(slot),
+        page_ids=jnp.asarray([[7, 2], [5, -1]], jnp.int32),
+        logit_rows=jnp.arange(len(slot), dtype=jnp.int32),
+    )

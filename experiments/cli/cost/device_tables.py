@@ -47,12 +47,33 @@ def _traffic(case: Case) -> list[Sheet]:
         note += f" T = {2 * stages - 1} ticks; g micro-batches share the idle ones."
     found = [Sheet("communication", heads, rows, note)] if rows else []
     if case.layout.pages > 1:
+        found += _passes(case, heads[:3])
+    return found
+
+
+def _passes(case: Case, heads: tuple[str, ...]) -> list[Sheet]:
+    """What a device of an engine sends, to decode and in a pass over whole prompts."""
+    batch, cp = case.batch, case.layout.pages
+    size: Any = {"number_bytes": case.number_bytes}
+    sizes = size | {"rows": batch * case.sequence, "logit_rows": batch}
+    is_divided = "divided" if sizes["rows"] % cp == 0 else "not divided"
+    kinds = (
+        ("decode", traffic.decode, size, "step of b rows, s = 1"),
+        (
+            "prefill",
+            traffic.prefill,
+            sizes,
+            f"pass over b s rows, {is_divided} by cp={cp}",
+        ),
+    )
+    found = []
+    for name, formula, given, what in kinds:
         rows = [
             (f"{x.scheme}: {x.name}", x.formula, units.size(x.forward))
-            for x in case.of(traffic.decode, number_bytes=case.number_bytes)
+            for x in case.of(formula, **given)
         ]
-        note = "Bytes that a device sends in one step of b rows."
-        found.append(Sheet("communication, decode", heads[:3], rows, note))
+        note = f"Bytes that a device sends in one {what}."
+        found.append(Sheet(f"communication, {name}", heads, rows, note))
     return found
 
 

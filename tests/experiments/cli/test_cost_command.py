@@ -64,6 +64,18 @@ def test_a_layout_divides_and_sends(cost: Command) -> None:
     assert found["memory_bytes"]["weights"] < 2 * 6_738_415_616 / 15
 
 
+def test_pages_in_parts_send_by_row(cost: Command) -> None:
+    said = words(cost, "llama-3.1-8b", "--sequence", "4096", "--parallel", "cp=4")
+    for part in (
+        "one step of b rows, s = 1",
+        "one pass over b s rows, divided by cp=4",
+        "1.21 GB",  # queries, keys and values
+    ):
+        assert part in said
+    odd = words(cost, "llama-3.1-8b", "--sequence", "4095", "--parallel", "cp=4")
+    assert "one pass over b s rows, not divided by cp=4" in odd
+
+
 def test_tables_and_words_say_the_same(cost: Command) -> None:
     said = words(cost, "llama-2-7b", "--checkpoint", "boundary")
     for part in (

@@ -1,5 +1,6 @@
 """Pages of every sequence on several devices: the answers of one, and what is sent."""
 
+import collections
 import dataclasses
 import functools
 from typing import Any
@@ -14,14 +15,13 @@ import jaxkv
 from jaxkv.memory import kv_pages, page_parts
 from jaxkv.models import (
     Experts,
-    ModelConfig,
     checkpoints,
     interface,
-    paged,
     partition,
+    row_parts,
     transformer,
 )
-from jaxkv.parallel import collectives, layout, make_mesh, tensor
+from jaxkv.parallel import collectives, layout, make_mesh
 from jaxkv.sampling import Sampling
 from pallas_kernels.paged_attention import api
 from scaling.costs import traffic
@@ -32,46 +32,13 @@ from tests.support.folders import GOLDEN, ROOT
 
 BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
 """The smallest parts are of one token, on eight devices."""
-LENGTHS = 13, 6
-"""Tokens of two prompts, that are read in two chunks each."""
-PAGE_SIZE = 8
-CHUNKS = (0, 9), (9, 13)
+PARTS = jax.sharding.PartitionSpec("context")
+"""Of what devices that divide pages have one after another."""
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 
 
-def divided(
-    config: ModelConfig, params: Any, mesh: Mesh, page_size: int = PAGE_SIZE
-) -> tuple[Any, Any, Any]:
-    """A step of logits and pages, jitted; its parameters; and empty pages."""
-    degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
-    params = tensor.place_params(config, params, mesh)
-    config = tensor.fit(config, degree, num_expert=num_expert)
-    pages = kv_pages.make_pages(
-        num_layers=config.num_layers,
-        num_pages=11,
-        num_kv_heads=config.num_kv_heads,
-        page_size=page_size,
-        head_dim=config.head_dim,
-        dtype="float32",
-    )
-    specs = layout.pages_specs(pages)
-    pages = layout.place(pages, specs, mesh)
-
-    def run(params: Any, pages: Any, rows: Any) -> Any:
-        found = paged.PagedForward(config)(params, pages, rows)
-        return found.logits, found.pages
-
-    mapped = layout.mapped(
-        run,
-        mesh,
-        (layout.specs_on(params, mesh), specs, layout.WHOLE),
-        (layout.WHOLE, specs),
-    )
-    return jax.jit(mapped, donate_argnums=1), params, pages
-
-
 def fed(
-    family: str, mesh: Mesh, page_size: int = PAGE_SIZE
+    family: str, mesh: Mesh, page_size: int = meshes.PAGE_SIZE
 ) -> tuple[list[Any], list[Any], Any]:
     """The logits of the prompts, chunk by chunk, by pages in parts.
 
@@ -79,10 +46,12 @@ def fed(
       Logits of each chunk's rows, the compiled programs, and the pages at the end.
     """
     loaded = checkpoints.load_model(GOLDEN / family)
-    jitted, params, pages = divided(loaded.config, loaded.params, mesh, page_size)
+    jitted, params, pages = meshes.divided(
+        loaded.config, loaded.params, mesh, page_size
+    )
     logits, programs = [], []
-    for first, end in CHUNKS:
-        rows = chunk(first, end)
+    for first, end in meshes.CHUNKS:
+        rows = meshes.chunk(first, end)
         step = jitted.lower(params, pages, rows).compile()
         found, pages = step(params, pages, rows)
         logits.append(np.asarray(found))
@@ -90,44 +59,32 @@ def fed(
     return logits, programs, pages
 
 
-def chunk(first: int, end: int) -> kv_pages.Rows:
-    """Rows from `first` to `end` of both prompts, as far as they go."""
-    each = [np.arange(first, max(first, min(end, n)), dtype=np.int32) for n in LENGTHS]
-    slot = np.repeat(np.arange(2, dtype=np.int32), [len(x) for x in each])
-    position = np.concatenate(each)
-    return kv_pages.Rows(
-        token=jnp.asarray(position + 3 + 20 * slot),
-        position=jnp.asarray(position),
-        slot=jnp.asarray(slot),
-        page_ids=jnp.asarray([[7, 2], [5, -1]], jnp.int32),
-        logit_rows=jnp.arange(len(slot), dtype=jnp.int32),
-    )
-
-
 def check_family(
-    family: str, mesh: Mesh, how: Layout, page_size: int = PAGE_SIZE
+    family: str, mesh: Mesh, how: Layout, page_size: int = meshes.PAGE_SIZE
 ) -> None:
     """Logits of one device, bytes of the formula, and pages in parts."""
     found, programs, pages = fed(family, mesh, page_size)
     loaded = checkpoints.load_model(GOLDEN / family)
-    for slot, length in enumerate(LENGTHS):
+    for slot, length in enumerate(meshes.LENGTHS):
         tokens = jnp.arange(length, dtype=jnp.int32)[None] + 3 + 20 * slot
         whole = transformer.logits(loaded.params, tokens, config=loaded.config)[0]
         mine = np.concatenate(
             [
-                x[np.asarray(chunk(*c).slot) == slot]
-                for x, c in zip(found, CHUNKS, strict=True)
+                x[np.asarray(meshes.chunk(*c).slot) == slot]
+                for x, c in zip(found, meshes.CHUNKS, strict=True)
             ]
         )
         np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-4)
-    for program, rows in zip(programs, (15, 4), strict=True):
+    for program, rows in zip(programs, (16, 4), strict=True):
         sent = collectives.collectives(program.as_text())
-        assert {each.kind for each in sent} <= {"all-reduce", "all-gather"}
+        divides = how.pages > 1 and rows % how.pages == 0
+        assert any(each.kind == "all-to-all" for each in sent) == divides
         words = loaded.config.vocab_size
         padded = dataclasses.replace(
             from_model.describe(loaded.config), vocab_size=words + -words % how.tensor
         )
-        formula = traffic.decode(padded, how, batch=rows, number_bytes=4)
+        sizes = {"rows": rows, "logit_rows": rows, "number_bytes": 4}
+        formula = traffic.prefill(padded, how, **sizes)
         assert all(each.is_sure for each in sent)
         total = sum(each.sent(rank=2) for each in sent)
         assert total == pytest.approx(sum(x.forward for x in formula), rel=1e-12)
@@ -176,9 +133,11 @@ def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("degree", [2, 4, 8])
-def test_answers_are_those_of_one_device(degree: int) -> None:
-    assert answers(make_mesh(context=degree)) == answers(None)
+@pytest.mark.parametrize(("degree", "budget"), [(2, 24), (4, 24), (8, 24), (2, 25)])
+def test_answers_are_those_of_one_device(degree: int, budget: int) -> None:
+    """Where devices divide the rows of mixed passes, and where they do not."""
+    found = answers(make_mesh(context=degree), token_budget=budget)
+    assert found == answers(None)
 
 
 LARGER = dataclasses.replace(
@@ -194,17 +153,26 @@ WAYS = [
 ]
 
 
-def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
-    """Bytes that a device sends in the first chunk: by the program, by the formulas."""
+def program_of(how: Layout, num_layers: int, rows: kv_pages.Rows) -> Any:
+    """The compiled step of a layout."""
     config = dataclasses.replace(LARGER, num_layers=num_layers)
     mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=how.expert)
-    run, *given = divided(config, engines.params(config), mesh)
-    rows = chunk(*CHUNKS[0])
-    program = run.lower(*given, rows).compile()
+    run, *given = meshes.divided(config, engines.params(config), mesh)
+    return run.lower(*given, rows).compile()
+
+
+def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
+    """Bytes that a device sends in the first chunk: by the program, by the formulas."""
+    rows = meshes.chunk(*meshes.CHUNKS[0])
+    program = program_of(how, num_layers, rows)
     found = collectives.collectives(program.as_text())
     assert all(each.is_sure for each in found)
-    formula = traffic.decode(
-        from_model.describe(config), how, batch=len(rows.token), number_bytes=4
+    formula = traffic.prefill(
+        from_model.describe(dataclasses.replace(LARGER, num_layers=num_layers)),
+        how,
+        rows=(num := len(rows.token)),
+        logit_rows=num,
+        number_bytes=4,
     )
     wanted = sum(each.forward for each in formula)
     return sum(each.sent(rank=2) for each in found), wanted
@@ -224,10 +192,11 @@ def test_bytes_grow_with_the_layers(how: Layout) -> None:
     """Two layers and four: twice as much, but for what stands outside of them."""
     (two, wanted_two), (four, wanted_four) = (sent_by(how, num) for num in (2, 4))
     assert (two, four) == (wanted_two, wanted_four)
-    outside = 0.0
-    if how.tensor > 1:  # embeddings added up, logits gathered
-        rows = len(chunk(*CHUNKS[0]).token)
-        outside = rows * LARGER.hidden_size * 4 + rows * 64 * 4 / 2
+    rows, outside = len(meshes.chunk(*meshes.CHUNKS[0]).token), 0.0
+    if how.pages > 1:  # last states
+        outside += rows * LARGER.hidden_size * 4
+    if how.tensor > 1:  # embeddings of own rows added up, logits gathered
+        outside += rows / 2 * LARGER.hidden_size * 4 + rows * 64 * 4 / 2
     assert four - outside == 2 * (two - outside) > 0
 
 
@@ -237,7 +206,7 @@ def test_an_exchange_too_many_is_counted(
     how: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries that are gathered though all have them; answers added up twice."""
-    rows = len(chunk(*CHUNKS[0]).token)
+    rows = len(meshes.chunk(*meshes.CHUNKS[0]).token)
     if how.pages > 1:
         whole, num = api.paged_attention, LARGER.num_q_heads * LARGER.head_dim
 
@@ -311,8 +280,11 @@ def test_pages_are_never_sent_nor_copied() -> None:
         fields = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
         program = engine.core.lower().compile()
-        for each in collectives.collectives(program.as_text()):
-            assert each.kind == "all-reduce"
+        sent = collectives.collectives(program.as_text())
+        # To decode, states are added up; in mixed passes devices divide the rows.
+        kinds = collections.Counter(each.kind for each in sent)
+        assert kinds == {"all-reduce": 2 * 2 + 1, "all-gather": 2, "all-to-all": 2 * 2}
+        for each in sent:
             assert all(num_pages not in sides for _, sides in each.shapes)
         leaves = jax.tree.leaves(engine.core.state.pages)
         pool = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
@@ -333,7 +305,7 @@ def test_attention_of_parts_is_that_of_the_whole(
         num_layers=1,
         num_pages=14,
         num_kv_heads=2,
-        page_size=PAGE_SIZE,
+        page_size=meshes.PAGE_SIZE,
         head_dim=4,
         dtype="float32",
     )
@@ -346,30 +318,37 @@ def test_attention_of_parts_is_that_of_the_whole(
     ancestors = draw.random((15, 5)) < 0.5
     ancestors |= np.tile(np.eye(5, dtype=bool), (3, 1))
     ancestors[slot != 1] = False
+    position, slot = (np.append(x, np.int32(-1)) for x in (position, slot))
+    ancestors = np.pad(ancestors, ((0, 1), (0, 0)))
     tree: Any = {}
     if with_tree:
         context = jnp.asarray([-1, start[1], -1], jnp.int32)
         tree = {"context": context, "ancestors": jnp.asarray(ancestors)}
     rows = kv_pages.Rows(
-        token=jnp.zeros(15, jnp.int32),
+        token=jnp.zeros(16, jnp.int32),
         position=jnp.asarray(position),
         slot=jnp.asarray(slot),
         page_ids=jnp.asarray(draw.permutation(14)[:12].reshape(3, 4), jnp.int32),
-        logit_rows=jnp.arange(15, dtype=jnp.int32),
+        logit_rows=jnp.arange(16, dtype=jnp.int32),
         **tree,
     )
     rows = rows._replace(page_ids=jnp.tile(rows.page_ids, (1, 2))[:, :6])
-    q = jnp.asarray(draw.normal(size=(15, 4, 4)), jnp.float32)
+    q = jnp.asarray(draw.normal(size=(16, 4, 4)), jnp.float32)
 
     def attend(pages: Any, q: Any, rows: Any) -> Any:
-        return interface.attend_written(pages, 0, q, rows, window=window)
+        every = row_parts.WHOLE, row_parts.divide(rows)
+        run = functools.partial(interface.attend_written, pages, 0, q, rows)
+        return [run(window=window, parts=parts) for parts in every]
 
     specs = layout.pages_specs(pages)
     mesh = make_mesh(context=num)
     given = specs, layout.WHOLE, layout.WHOLE
-    run = layout.mapped(attend, mesh, given, layout.WHOLE)
+    run = layout.mapped(attend, mesh, given, [layout.WHOLE, PARTS])
     found = jax.jit(run)(layout.place(pages, specs, mesh), q, rows)
-    np.testing.assert_allclose(found, attend(pages, q, rows), rtol=0, atol=1e-5)
+    # Of all rows on every device, and of each device's own.
+    for one in found:
+        wanted = attend(pages, q, rows)[0]
+        np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -382,9 +361,8 @@ def test_places_are_counted_one_by_one(num: int) -> None:
         found = page_parts.last(place, part=part), page_parts.whole(own, part=part)
         return jax.tree.map(lambda x: x[None], found)
 
-    mesh, spec = make_mesh(context=num), jax.sharding.PartitionSpec("context")
     places = jnp.arange(-1, length, dtype=jnp.int32)
-    run = layout.mapped(count, mesh, (layout.WHOLE,), spec)
+    run = layout.mapped(count, make_mesh(context=num), (layout.WHOLE,), PARTS)
     last, whole = map(np.asarray, jax.jit(run)(places))
     for device in range(num):
         own = [x for x in range(500) if x % (part * num) // part == device]
@@ -395,23 +373,25 @@ def test_places_are_counted_one_by_one(num: int) -> None:
 
 def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
     keys = jax.random.split(jax.random.key(0))
-    out = jax.random.normal(keys[0], (4, 5, 3, 8))
-    lse = jax.random.normal(keys[1], (4, 5, 3)) * 9
+    out = jax.random.normal(keys[0], (4, 8, 3, 8))
+    lse = jax.random.normal(keys[1], (4, 8, 3)) * 9
     lse = lse.at[0].set(-jnp.inf).at[:, 2].set(-jnp.inf)  # a device, a row of nothing
     out = jnp.where(jnp.isneginf(lse)[..., None], jnp.nan, out)
-    spec = jax.sharding.PartitionSpec("context")
 
     def merge(out: Any, lse: Any) -> Any:
-        return api.merge_devices(api.AttentionState(out[0], lse[0]), "context")
+        state = api.AttentionState(out[0], lse[0])
+        ways = api.merge_devices, api.merge_own_rows
+        return [way(state, "context") for way in ways]
 
-    run = layout.mapped(merge, make_mesh(context=4), (spec, spec), layout.WHOLE)
-    found = jax.jit(run)(out, lse)
+    made = [layout.WHOLE, PARTS]
+    run = layout.mapped(merge, make_mesh(context=4), (PARTS, PARTS), made)
     states = [api.AttentionState(*x) for x in zip(out, lse, strict=True)]
     wanted = functools.reduce(api.merge_states, states)
-    np.testing.assert_allclose(found.out, wanted.out, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(found.lse, wanted.lse, rtol=1e-6)
-    assert np.all(np.asarray(found.out)[2] == 0)
-    assert np.all(np.isneginf(np.asarray(found.lse)[2]))
+    for found in jax.jit(run)(out, lse):
+        np.testing.assert_allclose(found.out, wanted.out, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found.lse, wanted.lse, rtol=1e-6)
+        assert np.all(np.asarray(found.out)[2] == 0)
+        assert np.all(np.isneginf(np.asarray(found.lse)[2]))
 
 
 def test_what_does_not_divide_is_refused() -> None:

@@ -37,17 +37,7 @@ CONFIG = EngineConfig(
 KERNELS = {"copy_part", "decode_attention", "merge_one", "one_row", "prefill_attention"}
 
 
-DRAWN = CONFIG.max_slots
-
-
-def formula(how: Layout, rows: int) -> float:
-    """Bytes that a device sends in a step of so many rows, of which 32 are drawn."""
-    model = from_model.describe(LLAMA)
-    every = {num: traffic.decode(model, how, batch=num) for num in (DRAWN, rows)}
-    logits = [x for x in every[DRAWN] if x.name == "logits, all-gather"]
-    rest = [x for x in every[rows] if x.name != "logits, all-gather"]
-    assert len(logits) == 1
-    return sum(each.forward for each in logits + rest)
+DRAWN, ROWS = CONFIG.max_slots, CONFIG.token_budget
 
 
 @pytest.mark.parametrize(
@@ -65,12 +55,25 @@ def test_an_engine_over_four(how: Layout) -> None:
     )
     found = collectives(report.text)
     # A step decodes, one row a slot, or reads prompts as well, rows of the budget.
-    first = next(i for i, x in enumerate(found) if 256 in x.shapes[0][1])
-    for rows, mine in ((DRAWN, found[:first]), (256, found[first:])):
-        kinds = collections.Counter(each.kind for each in mine)
-        a_layer = 2 + 2 * (how.pages > 1)
-        assert kinds == {"all-reduce": 1 + a_layer * LLAMA.num_layers, "all-gather": 1}
-        assert sum(x.sent() / x.trips for x in mine) == formula(how, rows)
+    model, layers, own = from_model.describe(LLAMA), LLAMA.num_layers, ROWS // how.pages
+    first = next(i for i, x in enumerate(found) if own in x.shapes[0][1])
+    decode = traffic.decode(model, how, batch=DRAWN)
+    mixed = traffic.prefill(model, how, rows=ROWS, logit_rows=DRAWN)
+    divides = how.pages > 1
+    wanted = {"all-reduce": 1 + (2 + 2 * divides) * layers, "all-gather": 1}
+    packed = {"all-reduce": 1 + 2 * layers, "all-gather": 1}
+    if divides:  # queries, keys and values; states of attention; the last states
+        packed = {
+            "all-reduce": packed["all-reduce"] + 1,
+            "all-gather": 1 + layers,
+            "all-to-all": 2 * layers,
+        }
+    for formula, kinds, mine in (
+        (decode, wanted, found[:first]),
+        (mixed, packed, found[first:]),
+    ):
+        assert collections.Counter(each.kind for each in mine) == kinds
+        assert sum(x.sent() / x.trips for x in mine) == sum(x.forward for x in formula)
     # K and V are in none of them, and stay where they are.
     assert all(CONFIG.num_pages not in sides for x in found for _, sides in x.shapes)
     pool = engine_programs.bytes_of(pages)

@@ -1,0 +1,125 @@
+"""Rows of mixed passes in parts: which, who computes what of them, and what is kept."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.memory import kv_pages
+from jaxkv.models import row_parts
+from jaxkv.parallel import collectives, layout, make_mesh
+from scaling.costs import traffic
+from scaling.costs.parallelism import Layout
+from scaling.shapes import from_model
+from tests.support import engines, meshes
+
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
+MIXED = meshes.chunk(*meshes.CHUNKS[0])
+"""16 rows."""
+EVENLY = MIXED._replace(
+    position=jnp.asarray([*range(8), *range(5), -1, -1, -1], jnp.int32), slot=None
+)
+"""Eight rows for each slot, as where drafts are verified."""
+SHAPE = re.compile(r"\w+\[([\d,]*)\]")
+
+
+def dots(text: str) -> list[int]:
+    """Multiplications of each product in a compiled program."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\w+\[[\d,]*\])", line)
+        if match is None:
+            continue
+        name, shape = match.groups()
+        inside = SHAPE.match(shape)
+        assert inside is not None
+        sizes[name] = tuple(int(x) for x in inside[1].split(",") if x)
+        if (dot := re.search(r" dot\(.*?%([\w.-]+)[,)]", line)) is not None:
+            along = re.search(r"lhs_contracting_dims=\{(\d+)\}", line)
+            assert along is not None
+            found.append(math.prod(sizes[name]) * sizes[dot[1]][int(along[1])])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num", "rows", "own"), [(4, MIXED, 4), (4, EVENLY, 16)], ids=["mixed", "verified"]
+)
+def test_products_of_a_mixed_pass_are_divided(
+    num: int, rows: kv_pages.Rows, own: int
+) -> None:
+    """In attention's place alone have all devices all rows."""
+    c = dataclasses.replace(engines.MODEL, num_q_heads=8, mlp_size=44)
+    run, *given = meshes.divided(c, engines.params(c), make_mesh(context=num))
+    found = dots(run.lower(*given, rows).compile().as_text())
+    qkv = (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
+    out = c.num_q_heads * c.head_dim * c.hidden_size
+    up, down = 2 * c.mlp_size * c.hidden_size, c.mlp_size * c.hidden_size
+    for weight in (qkv, out, up, down):
+        for each in (4, 16):
+            wanted = c.num_layers if each == own else 0
+            assert found.count(weight * each) == wanted
+
+
+@pytest.mark.thorough
+def test_what_is_kept_of_all_rows_is_that_of_one_device() -> None:
+    """Keys, values, and states for heads that draft, at their places; and bytes."""
+    c, taps, how = engines.MODEL, (0, 2, 1), Layout(pages=2)
+    kept = []
+    for mesh in (make_mesh(), make_mesh(context=how.pages)):
+        run, *given = meshes.divided(c, engines.params(c), mesh, taps=taps)
+        program = run.lower(*given, MIXED).compile()
+        kept.append(program(*given, MIXED)[1])
+    assert np.any(np.asarray(kept[0].features))
+    for one, other in zip(*map(jax.tree.leaves, kept), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    formula = traffic.prefill(
+        from_model.describe(c),
+        how,
+        rows=16,
+        logit_rows=16,
+        num_taps=len(taps),
+        number_bytes=4,
+    )
+    sent = collectives.collectives(program.as_text())
+    total = sum(each.sent(rank=2) for each in sent)
+    assert total == sum(each.forward for each in formula) > 0
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_rows_are_parted_and_put_together(num: int) -> None:
+    """In order; what is not packed, not fast, or does not divide is left whole."""
+
+    def part(x: Any) -> Any:
+        def rows(num: int, slot: Any) -> kv_pages.Rows:
+            return kv_pages.Rows(x[0, :num], x[0, :num], slot, x[:1], x[0, :1])
+
+        packed = rows(8, x[0])
+        wholes = (
+            row_parts.divide(rows(8, None)),
+            row_parts.divide(packed, "reproducible"),
+            row_parts.divide(rows(7, x[0, :7])),
+        )
+        assert {*wholes} == {row_parts.WHOLE}
+        parts, wide = row_parts.divide(packed), x.astype(jnp.bfloat16)
+        assert parts.num == num
+        own = parts.own(wide)
+        picked = parts.pick(own, jnp.asarray([7, 0, 2, 2], jnp.int32))
+        same = [row_parts.WHOLE.own(x), row_parts.WHOLE.whole(x)]
+        return own, [parts.whole(own), picked, *same]
+
+    x = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
+    by_row = jax.sharding.PartitionSpec(None, "context")
+    made = by_row, layout.WHOLE
+    run = layout.mapped(part, make_mesh(context=num), (layout.WHOLE,), made)
+    own, (whole, picked, *same) = jax.jit(run)(x)
+    for found in (own, whole, *same):
+        np.testing.assert_array_equal(found.astype(x.dtype), x)
+    np.testing.assert_array_equal(picked.astype(x.dtype), x[:, [7, 0, 2, 2]])
+    assert picked.dtype == jnp.bfloat16
