@@ -18,8 +18,6 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 from tests.support import engines, meshes
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 MIXED = meshes.chunk(*meshes.CHUNKS[0])
 """16 rows."""
 EVENLY = MIXED._replace(

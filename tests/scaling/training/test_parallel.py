@@ -16,7 +16,7 @@ from scaling.training import meshes, objectives, parallel
 from scaling.training.recipes import StepConfig
 from tests.support.meshes import BATCH, MODEL, SEQ, WINDOWS
 
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "positions": "learned",
         "norm": "layer",
