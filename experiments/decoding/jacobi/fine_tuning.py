@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.decoding.jacobi import blocks, from_text
-from experiments.decoding.speculation import on_text, serving
+from experiments.decoding.speculation import held_out, on_text
 from experiments.framework import (
     Floats,
     Ints,
@@ -50,11 +50,9 @@ TOGETHER = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """What is learnt from, how it is trained, and what is asked of it."""
+class Config(held_out.TextConfig):
+    """What is learnt from, how a model of bytes is trained, and what is asked of it."""
 
-    model: str = "stdlib-bytes"
-    """A folder, or a bundled model, of bytes."""
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
     """The text that it learnt."""
     objective: Consistency = dataclasses.field(default_factory=Consistency)
@@ -75,37 +73,21 @@ class Config:
     """Of held-out text, 512 tokens each, whose bits per byte are compared."""
     num_prompts: int = 4
     """Texts that the engine goes on from, one at a time."""
-    prompt_tokens: int = 128
-    """Of each."""
-    output_tokens: int = 320
-    """Of each answer."""
     num_drafts: tuple[int, ...] = (4, 8, 16)
     """Tokens that the engine's drafter guesses in a step."""
-    rounds: int = 3
-    """Turns of the engine's."""
     steps_per_call: int = 4
     """Steps between two looks of the host."""
-    seed: int = 0
-    """Of guesses, texts and prompts."""
     export: str = ""
     """Folder for the trained model in bfloat16; empty: not written."""
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to learn or to measure."""
+        super().__post_init__()
         validation.at_least(self, "num_texts", "guesses", "num_steps", "batch_size")
-        validation.at_least(self, "num_held_out", "scored_windows", "num_prompts")
-        validation.at_least(self, "prompt_tokens", "rounds", "steps_per_call")
-        validation.at_least(self, "seed", low=0)
+        validation.at_least(self, "num_held_out", "scored_windows")
         validation.above(self, "learning_rate", finite=True)
         validation.ascending(self, "num_drafts", low=1)
-        least = 2 * self.steps_per_call * (1 + self.num_drafts[-1])
-        if self.output_tokens <= least:
-            raise ValueError(f"{self.output_tokens=} must be more than {least}")
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt with its answer."""
-        return self.prompt_tokens + self.output_tokens
+        self.refuse_short_answers(self.num_drafts[-1])
 
     def recipe(self, model: Loaded) -> TrainConfig:
         """How the model is trained."""
@@ -185,10 +167,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     elif config.export:
         _export(config, both[AFTER])
     models = [(name, *_asked(config, each, corpus)) for name, each in both.items()]
+    ways = [(from_text.WAY, num) for num in config.num_drafts]
     runs = [
         (name, *row[1:])
         for name, each in both.items()
-        for row in _decode(config, each, progress)
+        for row in held_out.decode(config, each, [(1, 0.0)], lambda _: ways, progress)
     ]
     return Result(
         Models.of(models),
@@ -263,21 +246,6 @@ def _asked(
     bits = scored.loss / np.log(2) / corpus.bytes_per_token
     steps = float(np.mean([block.steps for block in found]))
     return bits, len(found), sizes.block_tokens, steps
-
-
-def _decode(
-    config: Config, model: Loaded, progress: Progress
-) -> Iterator[tuple[Any, ...]]:
-    """Rows of `Runs`: plain decoding, and Jacobi's of each length, in turns."""
-    ask = Sampling.greedy(max_tokens=config.output_tokens)
-    sizes = config.max_length, config.steps_per_call
-
-    def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
-        how = {"prompt_tokens": config.prompt_tokens, "seed": config.seed}
-        return serving.requests_of(model.tokenizer, config.num_prompts, ask, **how)
-
-    servers = from_text.drafters(model, config.num_drafts, *sizes)
-    return serving.decode([(1, 0.0)], config.rounds, servers, requests, progress)
 
 
 def _export(config: Config, model: Loaded) -> None:

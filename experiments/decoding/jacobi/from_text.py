@@ -8,7 +8,7 @@ engine's own drafter of that name shows what comes of it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.decoding.jacobi import blocks, drawing
-from experiments.decoding.speculation import on_text, serving
+from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.framework import (
     Floats,
     Ints,
@@ -41,17 +41,9 @@ WAY = "Jacobi"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(held_out.TextConfig):
     """The text, the blocks, and how many tokens."""
 
-    model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
-    num_prompts: int = 8
-    """Texts that are continued."""
-    prompt_tokens: int = 128
-    """Of each."""
-    output_tokens: int = 320
-    """Of each answer, which does not end before."""
     lengths: tuple[int, ...] = (4, 8, 16, 32)
     """Tokens of a block."""
     picture_tokens: int = 32
@@ -60,37 +52,17 @@ class Config:
     """0 is greedy."""
     num_drafts: tuple[int, ...] = (4, 8, 16, 32)
     """Tokens that the engine's drafter guesses in a step."""
-    rounds: int = 3
-    """Turns of the engine's."""
     steps_per_call: int = 4
     """Steps between two looks of the host."""
-    seed: int = 0
-    """Of prompts and draws."""
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to measure."""
-        validation.at_least(self, "num_prompts", "prompt_tokens", "picture_tokens")
-        validation.at_least(self, "rounds", "steps_per_call")
-        validation.at_least(self, "seed", low=0)
+        super().__post_init__()
+        validation.at_least(self, "picture_tokens")
         validation.ascending(self, "lengths", "num_drafts", low=1)
         validation.within(self, "temperatures", low=0, high=2)
         longest = max(*self.lengths, self.picture_tokens)
-        calls = 2 * self.steps_per_call * (1 + self.num_drafts[-1])
-        if self.output_tokens <= (least := max(longest, calls)):
-            raise ValueError(f"{self.output_tokens=} must be more than {least}")
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt with its answer."""
-        return self.prompt_tokens + self.output_tokens
-
-    def requests(
-        self, tokenizer: Any, temperature: float
-    ) -> tuple[list[list[int]], list[Sampling]]:
-        """Cuts prompts of code, and says how each is to be continued."""
-        ask = Sampling(temperature=temperature, max_tokens=self.output_tokens)
-        sizes = {"prompt_tokens": self.prompt_tokens, "seed": self.seed}
-        return serving.requests_of(tokenizer, self.num_prompts, ask, **sizes)
+        self.refuse_short_answers(self.num_drafts[-1], longest)
 
 
 PANELS = (2, 2)
@@ -160,14 +132,17 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     answers: dict[float, list[list[int]]] = {}
     found = []
     for temperature, length in progress.track(cases, "blocks of", "lengths"):
-        texts, asks = config.requests(model.tokenizer, temperature)
+        texts, asks = config.requests(model.tokenizer, (1, temperature))
         if temperature not in answers:
             bounds = serving.bounds(1, 0, config.max_length, config.steps_per_call)
             answers[temperature], _ = serving.Server(
                 model, serving.PLAIN, bounds
             ).serve(texts, asks)
         found.append(_found(model, texts, asks, answers[temperature], length))
-    runs = on_text.Runs.of(_decode(config, model, progress))
+    settings = [(1, temperature) for temperature in config.temperatures]
+    ways = [(WAY, num) for num in config.num_drafts]
+    runs = held_out.decode(config, model, settings, lambda _: ways, progress)
+    runs = on_text.Runs.of(runs)
     kind = jax.devices()[0].device_kind
     picture = _picture(config, model)
     return Result(Blocks.of(found), picture, runs, config.output_tokens, kind)
@@ -201,46 +176,9 @@ def _found(
 
 def _picture(config: Config, model: Loaded) -> Picture:
     """The first block of the first text, greedily."""
-    texts, asks = config.requests(model.tokenizer, 0.0)
+    texts, asks = config.requests(model.tokenizer, (1, 0.0))
     [block] = blocks.find(model, texts[:1], asks[:1], config.picture_tokens)
     return Picture.of(zip(block.guesses, block.fixed, strict=True))
-
-
-def _decode(
-    config: Config, model: Loaded, progress: Progress
-) -> Iterator[tuple[Any, ...]]:
-    """Rows of `Runs`."""
-    settings = [(1, temperature) for temperature in config.temperatures]
-
-    def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
-        return config.requests(model.tokenizer, setting[1])
-
-    sizes = config.max_length, config.steps_per_call
-    servers = drafters(model, config.num_drafts, *sizes)
-    return serving.decode(settings, config.rounds, servers, requests, progress)
-
-
-def drafters(
-    model: Loaded, num_drafts: tuple[int, ...], max_length: int, steps_per_call: int
-) -> Callable[[serving.Setting], list[serving.Server]]:
-    """Plain decoding, and Jacobi's with each number of drafts, for any setting."""
-    ways = [(serving.PLAIN, 0), *((WAY, num) for num in num_drafts)]
-
-    def servers(_: serving.Setting) -> list[serving.Server]:
-        return [
-            serving.Server(
-                model, way, serving.bounds(1, num, max_length, steps_per_call)
-            )
-            for way, num in ways
-        ]
-
-    return servers
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists blocks and runs, a row each, and the block that is drawn."""
-    rows = {"blocks": result.blocks.rows(), "runs": result.runs.rows()}
-    return {"device": result.device, **rows, "picture": result.picture.rows()}
 
 
 NOTES = (

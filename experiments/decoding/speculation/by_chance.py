@@ -203,12 +203,6 @@ def _decode(
             yield (case.chance, num, *counts, np.array(step_s), plain_s)
 
 
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists all cases, a row each."""
-    head = {"shape": result.shape, "device": result.device}
-    return {**head, "priced": result.priced.rows()}
-
-
 NOTE = (
     "Times as fast: tokens a step over step / plain step, the median of rounds in "
     "turns. By theory: tokens by formula over the same measured cost. Drafting itself "

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments.decoding.speculation import drawing, serving, theory
-from experiments.decoding.speculation.serving import PLAIN, Server
+from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.tossed import Tossed
 from experiments.framework import (
     Floats,
@@ -41,7 +40,6 @@ from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.models.checkpoints import Loaded
 from jaxkv.progress import QUIET, Progress
-from jaxkv.sampling import Sampling
 
 BOOK = beside(__file__)
 FEW_TOKENS, FEW_STEPS = 128, 1000
@@ -52,17 +50,9 @@ TEMPERATURES = (0.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(held_out.TextConfig):
     """The text, the ways to guess, and how many tokens."""
 
-    model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
-    num_prompts: int = 8
-    """Texts that are continued one at a time."""
-    prompt_tokens: int = 128
-    """Of each."""
-    output_tokens: int = 320
-    """Of each answer, which does not end before."""
     ways: tuple[str, ...] = (LOOKUP, JACOBI, *EXITS)
     """Who guesses."""
     num_drafts: int = 4
@@ -83,34 +73,18 @@ class Config:
     """Of each."""
     coin_batches: int = 6
     """Batches of as many."""
-    rounds: int = 3
-    """Turns of each way."""
-    steps_per_call: int = 8
-    """Steps between two looks of the host."""
-    seed: int = 0
-    """Of prompts and draws."""
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to measure."""
-        validation.at_least(self, "num_prompts", "prompt_tokens", "num_drafts")
-        validation.at_least(self, "rounds", "steps_per_call", "coin_tokens")
-        validation.at_least(self, "coin_batches")
-        validation.at_least(self, "seed", low=0)
+        super().__post_init__()
+        validation.at_least(self, "num_drafts", "coin_tokens", "coin_batches")
         validation.ascending(self, "lengths", "coin_drafts", low=1)
         validation.ascending(self, "batches", low=2)
         validation.within(self, "acceptances", low=0, high=1)
         validation.among(self, "ways", "lengthened", known=(LOOKUP, JACOBI, *EXITS))
-        most = max(self.num_drafts, *self.lengths)
-        # A call that reads the prompt, and one behind it that does not end the answer.
-        if self.output_tokens <= (least := 2 * self.steps_per_call * (1 + most)):
-            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+        self.refuse_short_answers(max(self.num_drafts, *self.lengths))
         if self.num_coins < len(self.coin_drafts):
             raise ValueError(f"{self.num_coins=} must be at least {self.coin_drafts=}")
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt with its answer."""
-        return self.prompt_tokens + self.output_tokens
 
     def cases(self, batch: int, temperature: float) -> list[tuple[str, int]]:
         """Ways beside plain decoding, and their drafts."""
@@ -120,14 +94,6 @@ class Config:
         if temperature == 0:
             found += [(way, num) for way in self.lengthened for num in self.lengths]
         return [*dict.fromkeys(found)]
-
-    def requests(
-        self, tokenizer: Any, num: int, temperature: float, max_tokens: int
-    ) -> tuple[list[list[int]], list[Sampling]]:
-        """Cuts prompts of code, and says how each is to be continued."""
-        ask = Sampling(temperature=temperature, max_tokens=max_tokens)
-        sizes = {"prompt_tokens": self.prompt_tokens, "seed": self.seed}
-        return serving.requests_of(tokenizer, num, ask, **sizes)
 
 
 PANELS = (2, 2)
@@ -268,20 +234,10 @@ def _decode(
         *((num, 0.0) for num in config.batches),
     ]
 
-    def requests(setting: tuple[int, float]) -> tuple[list[list[int]], list[Sampling]]:
-        batch, temperature = setting
-        # Whole batches: as many texts as there are alone, or one batch of more.
-        num = batch * -(-config.num_prompts // batch)
-        return config.requests(model.tokenizer, num, temperature, config.output_tokens)
+    def ways(setting: held_out.Setting) -> list[tuple[str, int]]:
+        return config.cases(*setting)
 
-    def servers(setting: tuple[int, float]) -> list[Server]:
-        made = []
-        for way, num in [(PLAIN, 0), *config.cases(*setting)]:
-            bounds = (setting[0], num, config.max_length, config.steps_per_call)
-            made.append(Server(model, way, serving.bounds(*bounds)))
-        return made
-
-    return serving.decode(settings, config.rounds, servers, requests, progress)
+    return held_out.decode(config, model, settings, ways, progress)
 
 
 def _toss(
@@ -295,17 +251,11 @@ def _toss(
         config.prompt_tokens + config.coin_tokens,
         config.steps_per_call,
     )
-    asked = config.requests(model.tokenizer, num, 1.0, config.coin_tokens)
+    asked = config.cut(model.tokenizer, num, 1.0, config.coin_tokens)
     for chance in progress.track(config.acceptances, "tossing coins", "chances"):
         found = serving.toss(model, chance, drafts, *asked, bounds)
         for num, counts in zip(drafts, found, strict=True):
             yield (chance, num, *counts)
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists all runs, a row each."""
-    runs, coins = result.runs.rows(), result.coins.rows()
-    return {"device": result.device, "runs": runs, "coins": coins}
 
 
 NOTES = (

@@ -1,8 +1,6 @@
 """The engine with and without drafts: what it drew, and what its steps cost."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.bench import turns
 from experiments.bench.decode.ours import CallTimes, watch
-from experiments.harness import prompts
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
-from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
 from jaxkv.speculation import (
@@ -213,83 +208,6 @@ class Server:
         """What all steps of the batch that was served last did."""
         trace = self._engine.trace
         return jax.tree.map(lambda *parts: np.concatenate(parts), *trace)
-
-
-def requests_of(
-    tokenizer: Any, num: int, ask: Sampling, *, prompt_tokens: int, seed: int
-) -> tuple[list[list[int]], list[Sampling]]:
-    """Cuts prompts of held-out code, and says how each is to be continued.
-
-    Answers go on to their last token; `seed` is of the cuts, and the first draws'.
-    """
-    ask = dataclasses.replace(ask, ignore_eos=True)
-    asks = [dataclasses.replace(ask, seed=seed + i) for i in range(num)]
-    rng, sizes = np.random.default_rng(seed), [prompt_tokens] * num
-    found = prompts.held_out(tokenizer, sizes, asks, rng)
-    return [request.tokens for request in found], asks
-
-
-type Setting = tuple[int, float]
-"""Sequences decoded together, and the temperature."""
-
-
-def decode(
-    settings: Iterable[Setting],
-    rounds: int,
-    servers: Callable[[Setting], list[Server]],
-    requests: Callable[[Setting], tuple[list[list[int]], list[Sampling]]],
-    progress: Progress,
-) -> Iterator[tuple[Any, ...]]:
-    """Serves the same requests in turns, by every way; the first one decodes plainly.
-
-    Args:
-      settings: batches and temperatures.
-      rounds: turns of each way.
-      servers: of a setting.
-      requests: of a setting, whole batches.
-      progress: is told of every turn.
-
-    Yields:
-      A row of `Runs` for each setting and way, apart from the first.
-    """
-    batches = []
-
-    def begin(setting: Setting) -> list[Server]:
-        # Many programs at once are more mappings of memory than a process may have.
-        if batches and batches[-1] != setting[0]:
-            jax.clear_caches()
-        batches.append(setting[0])
-        found, (texts, asks) = servers(setting), requests(setting)
-        for server in found:
-            server.serve(texts[: setting[0]], asks[: setting[0]])  # compiles
-        return found
-
-    def measure(setting: Setting, server: Server) -> Any:
-        return server.serve(*requests(setting))
-
-    words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
-    for setting, everyone, found in turns.in_turns(
-        settings, rounds, begin, measure, progress=progress, **words
-    ):
-        plain = found[everyone[0].name]
-        for server in everyone[1:]:
-            ways = server.way, server.num_drafts
-            yield (*ways, *setting, *_compared(found[server.name], plain))
-
-
-def _compared(found: list[Any], plain: list[Any]) -> Iterator[Any]:
-    """A way's rounds beside those of plain decoding; its counts are of the first."""
-    answers, counts = found[0]
-    yield from counts[:4]
-    for rounds in (found, plain):
-        yield np.array([_step_s(counts) for _, counts in rounds])
-    yield sum(map(len, answers))
-    pairs = [zip(a, b, strict=True) for a, b in zip(answers, plain[0][0], strict=True)]
-    yield sum(a != b for pair in pairs for a, b in pair)
-
-
-def _step_s(counts: Counts) -> float:
-    return counts.call_s / counts.call_steps if counts.call_steps else math.nan
 
 
 def given(info: StepInfo, num_drafts: int) -> tuple[int, int]:

@@ -19,21 +19,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.decoding.speculation import on_text, serving
+from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.decoding.speculation_zoo import drawing
 from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
 from experiments.harness import bundled, model_shapes
 from jaxkv import validation
-from jaxkv.models.checkpoints import Loaded
+from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
-from jaxkv.sampling import Sampling
 from jaxkv.speculation import head_folders
 
 BOOK = beside(__file__)
 FEW_TOKENS = 128
 """Below, nothing is said of speeds."""
-NUM_LENGTHS = 2
-"""Numbers of drafts above 0 that an adaptive way chooses from."""
 PUBLISHED = {
     "prompt lookup": "n-gram",
     "lookahead": "lookahead",
@@ -45,19 +42,11 @@ PUBLISHED = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(held_out.TextConfig):
     """The text, the ways, and how many tokens."""
 
-    model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
     draft: str = ""
-    """Another, which drafts where a way says so; empty: no way does."""
-    num_prompts: int = 8
-    """Texts that are continued one at a time."""
-    prompt_tokens: int = 128
-    """Of each."""
-    output_tokens: int = 320
-    """Of each answer, which does not end before."""
+    """Another model, which drafts where a way says so; empty: no way does."""
     ways: tuple[tuple[str, int], ...] = (
         ("n-gram", 3),
         ("n-gram", 15),
@@ -80,20 +69,13 @@ class Config:
     """Sequences decoded together by these."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
-    rounds: int = 3
-    """Turns of each way."""
     adaptive_rounds: int = 9
     """Turns of those that adapt."""
-    steps_per_call: int = 8
-    """Steps between two looks of the host."""
-    seed: int = 0
-    """Of prompts and draws."""
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to measure."""
-        validation.at_least(self, "num_prompts", "prompt_tokens", "rounds")
-        validation.at_least(self, "adaptive_rounds", "steps_per_call")
-        validation.at_least(self, "seed", low=0)
+        super().__post_init__()
+        validation.at_least(self, "adaptive_rounds")
         validation.ascending(self, "batches", low=1)
         validation.within(self, "temperatures", low=0, high=2)
         adapt = {way for way, its in serving.WAYS.items() if its.adaptive}
@@ -107,25 +89,8 @@ class Config:
         drafting = any(way == "draft model" for way, _ in self.ways)
         if drafting != bool(self.draft):
             raise ValueError(f"{self.draft=} goes with the way 'draft model'")
-        most = max([1, *(num for _, num in (*self.ways, *self.adaptive))])
-        # A call that reads the prompt, and one behind it that does not end the answer.
-        if self.output_tokens <= (least := 2 * self.steps_per_call * (1 + most)):
-            raise ValueError(f"{self.output_tokens=} must be more than {least}")
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt with its answer."""
-        return self.prompt_tokens + self.output_tokens
-
-    def requests(
-        self, tokenizer: Any, setting: serving.Setting
-    ) -> tuple[list[list[int]], list[Sampling]]:
-        """Cuts prompts of code, whole batches, and says how each is to be continued."""
-        batch, temperature = setting
-        num = batch * -(-self.num_prompts // batch)
-        ask = Sampling(temperature=temperature, max_tokens=self.output_tokens)
-        sizes = {"prompt_tokens": self.prompt_tokens, "seed": self.seed}
-        return serving.requests_of(tokenizer, num, ask, **sizes)
+        drafts = [num for _, num in (*self.ways, *self.adaptive)]
+        self.refuse_short_answers(max(drafts, default=1))
 
 
 PANELS = (2, 2)
@@ -193,49 +158,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             for way, _ in (*config.ways, *config.adaptive)
         )
     }
+
+    def serve(way: str, bounds: EngineConfig) -> serving.Server:
+        its = heads.get(serving.WAYS[way].method or "")
+        return serving.Server(model, way, bounds, heads=its, draft=draft)
+
+    decode = functools.partial(
+        held_out.decode, config, model, progress=progress, serve=serve
+    )
     alone = [(1, temperature) for temperature in config.temperatures]
-    decode = functools.partial(_decode, config, model, draft, heads)
-    ways = decode(alone, config.ways, config.rounds, progress)
-    ways = on_text.Runs.of(ways)
+    ways = on_text.Runs.of(decode(alone, lambda _: config.ways))
     batches = [(b, t) for b in config.batches for t in config.temperatures]
-    adapting = decode(batches, config.adaptive, config.adaptive_rounds, progress)
+    rounds = config.adaptive_rounds
+    adapting = decode(batches, lambda _: config.adaptive, rounds=rounds)
     adaptive = on_text.Runs.of(adapting)
     kind = jax.devices()[0].device_kind
     return Result(ways, adaptive, config.output_tokens, kind)
-
-
-def _decode(
-    config: Config,
-    model: Loaded,
-    draft: Loaded | None,
-    heads: dict[str, head_folders.Loaded],
-    settings: list[serving.Setting],
-    ways: tuple[tuple[str, int], ...],
-    rounds: int,
-    progress: Progress,
-) -> Iterator[tuple[Any, ...]]:
-    """Rows of `Runs`."""
-
-    def servers(setting: serving.Setting) -> list[serving.Server]:
-        made = []
-        for way, num in ((serving.PLAIN, 0), *ways):
-            lengths = NUM_LENGTHS if serving.WAYS[way].adaptive else 1
-            sizes = setting[0], num, config.max_length, config.steps_per_call, lengths
-            its = heads.get(serving.WAYS[way].method or "")
-            bounds = serving.bounds(*sizes)
-            made.append(serving.Server(model, way, bounds, heads=its, draft=draft))
-        return made
-
-    def requests(setting: serving.Setting) -> tuple[list[list[int]], list[Sampling]]:
-        return config.requests(model.tokenizer, setting)
-
-    return serving.decode(settings, rounds, servers, requests, progress)
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists all runs, a row each."""
-    rows = {"ways": result.ways.rows(), "adaptive": result.adaptive.rows()}
-    return {"device": result.device, **rows}
 
 
 NOTES = (

@@ -1,0 +1,160 @@
+"""Held-out code that a model goes on from, by many ways to decode in turns."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.bench import turns
+from experiments.decoding.speculation import serving
+from experiments.decoding.speculation.serving import PLAIN, Counts, Server
+from experiments.harness import prompts
+from jaxkv import validation
+from jaxkv.engine import EngineConfig
+from jaxkv.models import checkpoints
+from jaxkv.progress import Progress
+from jaxkv.sampling import Sampling
+
+NUM_LENGTHS = 2
+"""Numbers of drafts above 0 that an adaptive way chooses from."""
+
+type Setting = tuple[int, float]
+"""Sequences decoded together, and the temperature."""
+type Requests = tuple[list[list[int]], list[Sampling]]
+"""Prompts, and how each is to be continued."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """Held-out code that a model goes on from, and the turns of all ways to decode."""
+
+    model: str = "stdlib-bytes"
+    """A folder, or a bundled model."""
+    num_prompts: int = 8
+    """Texts that are continued one at a time."""
+    prompt_tokens: int = 128
+    """Of each."""
+    output_tokens: int = 320
+    """Of each answer, which does not end before."""
+    rounds: int = 3
+    """Turns of each way."""
+    steps_per_call: int = 8
+    """Steps between two looks of the host."""
+    seed: int = 0
+    """Of prompts and draws."""
+
+    def __post_init__(self) -> None:
+        """Refuses what leaves nothing to measure."""
+        validation.at_least(self, "num_prompts", "prompt_tokens", "rounds")
+        validation.at_least(self, "steps_per_call")
+        validation.at_least(self, "seed", low=0)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a prompt with its answer."""
+        return self.prompt_tokens + self.output_tokens
+
+    def refuse_short_answers(self, most_drafts: int, least: int = 0) -> None:
+        """Refuses answers whose speed nobody sees.
+
+        A call reads the prompt, and one behind it must not end the answer.
+        """
+        least = max(least, 2 * self.steps_per_call * (1 + most_drafts))
+        if self.output_tokens <= least:
+            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+
+    def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
+        """The engine's, of a way to decode."""
+        num_lengths = NUM_LENGTHS if serving.WAYS[way].adaptive else 1
+        sizes = self.max_length, self.steps_per_call, num_lengths
+        return serving.bounds(batch, num_drafts, *sizes)
+
+    def requests(self, tokenizer: Any, setting: Setting) -> Requests:
+        """Whole batches: as many texts as there are alone, or one batch of more."""
+        batch, temperature = setting
+        num = batch * -(-self.num_prompts // batch)
+        return self.cut(tokenizer, num, temperature, self.output_tokens)
+
+    def cut(
+        self, tokenizer: Any, num: int, temperature: float, max_tokens: int
+    ) -> Requests:
+        """Cuts prompts; answers go on to their last token."""
+        ask = Sampling(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
+        rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
+        found = prompts.held_out(tokenizer, sizes, asks, rng)
+        return [request.tokens for request in found], asks
+
+
+def decode(
+    config: TextConfig,
+    model: checkpoints.Loaded,
+    settings: Iterable[Setting],
+    ways: Callable[[Setting], Iterable[tuple[str, int]]],
+    progress: Progress,
+    *,
+    rounds: int | None = None,
+    serve: Callable[[str, EngineConfig], Server] | None = None,
+) -> Iterator[tuple[Any, ...]]:
+    """Serves the same requests in turns, plainly and by every way.
+
+    Args:
+      config: the requests.
+      model: that answers them.
+      settings: batches and temperatures.
+      ways: of a setting, with their drafts.
+      progress: is told of every turn.
+      rounds: turns of each way; None means the config's.
+      serve: makes the server of a way; None means one of the model alone.
+
+    Yields:
+      A row of `Runs` for each setting and way.
+    """
+    batches = []
+    make = serve or functools.partial(Server, model)
+
+    def requests(setting: Setting) -> Requests:
+        return config.requests(model.tokenizer, setting)
+
+    def begin(setting: Setting) -> list[Server]:
+        # Many programs at once are more mappings of memory than a process may have.
+        if batches and batches[-1] != setting[0]:
+            jax.clear_caches()
+        batches.append(setting[0])
+        both = (PLAIN, 0), *ways(setting)
+        found = [make(way, config.bounds(way, setting[0], num)) for way, num in both]
+        texts, asks = requests(setting)
+        for server in found:
+            server.serve(texts[: setting[0]], asks[: setting[0]])  # compiles
+        return found
+
+    def measure(setting: Setting, server: Server) -> Any:
+        return server.serve(*requests(setting))
+
+    words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
+    for setting, everyone, found in turns.in_turns(
+        settings, rounds or config.rounds, begin, measure, progress=progress, **words
+    ):
+        plain = found[everyone[0].name]
+        for server in everyone[1:]:
+            head = server.way, server.num_drafts, *setting
+            yield (*head, *_compared(found[server.name], plain))
+
+
+def _compared(found: list[Any], plain: list[Any]) -> Iterator[Any]:
+    """A way's rounds beside those of plain decoding; its counts are of the first."""
+    answers, counts = found[0]
+    yield from counts[:4]
+    for rounds in (found, plain):
+        yield np.array([_step_s(counts) for _, counts in rounds])
+    yield sum(map(len, answers))
+    pairs = [zip(a, b, strict=True) for a, b in zip(answers, plain[0][0], strict=True)]
+    yield sum(a != b for pair in pairs for a, b in pair)
+
+
+def _step_s(counts: Counts) -> float:
+    return counts.call_s / counts.call_steps if counts.call_steps else math.nan
