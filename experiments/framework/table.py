@@ -209,9 +209,12 @@ def prefix(kind: Any, name: str) -> str:
 
 
 def metrics(result: Any) -> dict[str, Any]:
-    """What JSON tells of a record: values by key, tables as rows, no arrays."""
+    """What JSON tells of a record: values by key, tables as rows, no arrays.
+
+    Of a result that is a list of rows, these.
+    """
     if not isinstance(result, Record):
-        return {}
+        return {"rows": result} if isinstance(result, list) else {}
     found = {}
     for name, said in result.columns().items():
         value = getattr(result, name)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, Study, beside, ours
+from experiments.framework import Ours, Part, Sheet, beside, ours
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import transformer
@@ -204,16 +204,3 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     ax.set_ylim(0.95, 1.05)
     ax.set_ylabel("formula / count")
     ax.legend(loc="upper left", ncols=2)
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list[dict[str, Any]],
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=lambda rows: {"rows": rows},
-        summary=summary,
-    ),
-)

@@ -11,20 +11,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.counting.lecture_numbers import drawing
-from experiments.counting.lecture_numbers.bounds import Config, Result, run
-from experiments.framework import (
-    Ours,
-    Part,
-    Sheet,
-    Study,
-    beside,
-    ours,
-    table,
-    units,
-)
+from experiments.counting.lecture_numbers import bounds, drawing
+from experiments.counting.lecture_numbers.bounds import Config, Result
+from experiments.framework import Ours, Part, Sheet, beside, ours, table, units
 
+PANELS = (1, 3)
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}
+run, plot = bounds.run, drawing.plot
 
 
 @beside(__file__).judges
@@ -154,17 +147,3 @@ def answers(result: Result) -> dict[str, str]:
             "instead of t, and attention t^3 / 3 pairs instead of t^2 / 2."
         ),
     }
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=drawing.plot,
-        claims=claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(1, 3),
-    ),
-)

@@ -183,12 +183,6 @@ def _formulas(
     return (held, total, step.model / layout.num_devices), sent
 
 
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists all layouts, a row each."""
-    tables = {"ways": result.ways.rows(), "parts": result.parts.rows()}
-    return {"model": result.model, "num_layers": result.num_layers, **tables}
-
-
 def summary(result: Result) -> list[Part]:
     """Tables: what a device has, sends and computes; and what it sends for what."""
     what = f"{result.model}, {result.num_layers} layers"

@@ -384,16 +384,6 @@ def _simulated(
     return float(np.nanmedian(first)), float(np.nanmedian(np.concatenate(pace)))
 
 
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists every load, and what was calibrated."""
-    names = ("different", "answers", "page_bytes", "formula_bytes")
-    return {
-        **{name: getattr(result, name) for name in names},
-        "loads": result.loads.rows(),
-        "costs": result.costs.rows(),
-    }
-
-
 def summary(result: Result) -> list[Part]:
     """Tables: loads, measured and simulated; what was calibrated."""
     return [

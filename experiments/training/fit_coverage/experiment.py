@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, Study, beside, ours, units
+from experiments.framework import Ours, Part, Sheet, beside, ours, units
 from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
 from experiments.training.fit_coverage.surfaces import SOUND
@@ -51,6 +51,8 @@ class Config:
                 f"{self.num_resamples=} at least 20"
             )
 
+
+PANELS, PANEL_SIZE_INCHES = (1, 2), (4.2, 2.6)
 
 CONFIGS = {
     "real": Config(),
@@ -211,18 +213,3 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         )
         parts.append(Sheet(title, ["kind", *keys], rows))
     return parts
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=list[dict[str, Any]],
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=lambda rows: {"rows": rows},
-        summary=summary,
-        panels=(1, 2),
-        panel_size_inches=(4.2, 2.6),
-    ),
-)

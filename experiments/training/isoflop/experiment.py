@@ -19,11 +19,12 @@ import numpy as np
 
 from experiments.cli.fit import command, fitting, grids
 from experiments.cli.fit import report as fit_report
-from experiments.framework import Study, config_json, run_folder
+from experiments.framework import config_json, run_folder
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import drawing, held_out, prediction, report
 from experiments.training.isoflop.outcomes import Line, Points, Rates, Result, optima
-from jaxkv import files, validation
+from jaxkv import validation
+from jaxkv.files import kept
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.fits import result as fits_result
@@ -36,6 +37,9 @@ COSINE = "cosine"
 SMOOTHING = 0.05
 """Decades of FLOPs over which training curves are averaged for their envelope."""
 PREDICTION = "prediction.json"
+PANELS = (2, 3)
+plot = drawing.plot
+claims, metrics, summary = report.claims, report.metrics, report.summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
     Where its folder holds runs it takes them up.
     """
-    with files.kept(config.folder) as folder:
+    with kept(config.folder) as folder:
         return _run(config, folder, progress)
 
 
@@ -257,7 +261,7 @@ def _predict(
     return json.loads(path.read_text("utf-8"))
 
 
-def files_of(result: Result) -> dict[str, str]:
+def files(result: Result) -> dict[str, str]:
     """Keeps the log beside, so that `jaxkv fit` and `plan` can go on from it."""
     return {
         "runs.jsonl": result.runs,
@@ -266,18 +270,3 @@ def files_of(result: Result) -> dict[str, str]:
         "prediction.json": result.prediction,
         "fit.json": result.fit.document,
     }
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=drawing.plot,
-        claims=report.claims,
-        metrics=report.metrics,
-        summary=report.summary,
-        panels=(2, 3),
-        files=files_of,
-    ),
-)

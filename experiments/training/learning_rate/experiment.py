@@ -20,7 +20,6 @@ from experiments.framework import (
     Part,
     Record,
     Sheet,
-    Study,
     Table,
     beside,
     column,
@@ -74,6 +73,8 @@ class Config:
         """The grid of runs."""
         return family.sweep_of(self, seeds=(self.seed,), min_steps=1)
 
+
+PANELS = (1, 2)
 
 CONFIGS = {
     "smoke": Config(
@@ -224,17 +225,3 @@ def summary(result: Result) -> list[Part]:
     numbers = [units.named(*item) for item in metrics(result).items()]
     powers = Sheet("powers through the optima", ("", ""), numbers)
     return [powers, result.best.sheet("optima")]
-
-
-STUDIES = (
-    Study(
-        configs=CONFIGS,
-        result=Result,
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        summary=summary,
-        panels=(1, 2),
-    ),
-)
