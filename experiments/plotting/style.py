@@ -123,6 +123,14 @@ def note(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> N
     ax.annotate(text, at, offset, textcoords="offset points", **look)
 
 
+def ridge(ax: Any, device: str, intensity: float, at: float) -> None:
+    """Draws the operations per byte above which products take the time, not memory."""
+    ax.axhline(intensity, color="0.3", linewidth=0.8, linestyle="--")
+    text = f"{device}: {intensity:.0f}\nmemory binds below"
+    look = {"fontsize": 7, "va": "bottom", "color": "0.3"}
+    note(ax, text, (at, intensity), (3, 2), **look)
+
+
 def titled(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
     """Says what axes show, and what stands on either; more as for `Axes.set`."""
     ax.set(title=title, xlabel=x, ylabel=y, **more)

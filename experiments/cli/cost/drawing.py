@@ -44,8 +44,8 @@ def _flops(ax: Any, case: Case) -> None:
     ax.axvline(case.sequence, color="0.3", linewidth=0.6, linestyle=":")
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0], lengths[-1])
-    ax.set(xlabel="sequence (tokens)", ylabel="forward (GFLOP per token)")
-    ax.set_title(f"{case.model.name}: operations, {case.attention} attention")
+    title = f"{case.model.name}: operations, {case.attention} attention"
+    style.titled(ax, title, "sequence (tokens)", "forward (GFLOP per token)")
     ax.legend(loc="upper left", reverse=True)
 
 
@@ -95,8 +95,8 @@ def _decode(ax: Any, case: Case) -> None:
         color = style.colors()[number]
         ax.plot(batches, [work.intensity for work in works], color=color)
         end = batches[-1], works[-1].intensity
-        look = {"va": "center", "color": color, "annotation_clip": False}
-        _note(ax, f"{context:,}", end, (3, 0), **look)
+        look = {"fontsize": 7, "va": "center", "color": color}
+        style.note(ax, f"{context:,}", end, (3, 0), annotation_clip=False, **look)
     _roof(ax, case, batches)
     ax.set(xlabel="batch (sequences)", title="decoding, by tokens kept of each")
 
@@ -113,15 +113,8 @@ def _prefill(ax: Any, case: Case) -> None:
 def _roof(ax: Any, case: Case, sizes: list[int]) -> None:
     """The ridge: above it products take the time, below it memory."""
     ridge = case.ridge
-    ax.axhline(ridge, color="0.3", linewidth=0.8, linestyle="--")
-    said = f"{case.device.name}: {ridge:.0f}\nmemory binds below"
-    _note(ax, said, (sizes[0], ridge), (3, 2), va="bottom", color="0.3")
+    style.ridge(ax, case.device.name, ridge, sizes[0])
     ax.set_xscale("log", base=2)
     ax.set(yscale="log", ylabel="operations per byte", xlim=(sizes[0], sizes[-1]))
     low, high = ax.get_ylim()
     ax.set_ylim(low, max(high, 3 * ridge))
-
-
-def _note(ax: Any, said: str, at: tuple[float, float], by: Any, **look: Any) -> None:
-    """Writes beside a point, some points away from it."""
-    ax.annotate(said, at, xytext=by, textcoords="offset points", **look)

@@ -43,15 +43,8 @@ def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
         ax.plot(sizes, losses, linewidth=1.4 if times == 1 else 0.8, **look)
         least = int(np.argmin(losses))
         highest = max(highest, float(losses[least]))
-        ax.annotate(
-            f"{flops:.3g} FLOPs",
-            (sizes[least], float(losses[least])),
-            xytext=(0, -7),
-            textcoords="offset points",
-            ha="center",
-            fontsize=5,
-            **look,
-        )
+        at, look = (sizes[least], losses[least]), {"ha": "center", **look}
+        style.note(ax, f"{flops:.3g} FLOPs", at, (0, -7), fontsize=5, **look)
     _mark(ax, num_params, loss)
     floor = case.belief.powers.floor
     low = max(floor, loss - 0.8 * (highest - loss))

@@ -30,10 +30,8 @@ def _latencies(ax: Any, found: Latencies) -> None:
         ax.annotate(f"{100 * low / high:.0f} %", (x + 0.08, middle), va="center")
     names = [str(name).removeprefix("gpt3-") for name in found.model]
     ax.set_xticks(places, names)
-    ax.set_xlim(-0.4, len(names) - 0.4)
-    ax.set_yscale("log")
-    ax.set_ylabel(f"{found.tokens} tokens (s)")
-    ax.set_title("one request: share of the bandwidth")
+    title, y = "one request: share of the bandwidth", f"{found.tokens} tokens (s)"
+    style.titled(ax, title, "", y, xlim=(-0.4, len(names) - 0.4), yscale="log")
     ax.legend(loc="upper right")
 
 
@@ -47,11 +45,9 @@ def _growth(ax: Any, growth: Growth) -> None:
     ):
         ax.plot(growth.length, values, color=color, label=label)
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xlabel("tokens generated")
+    title = "LLaMA-7B with and without a cache"
+    style.titled(ax, title, "tokens generated", "operations", yscale="log")
     ax.set_ylim(top=1e4 * growth.all_without[-1])  # room for the legend
-    ax.set_ylabel("operations")
-    ax.set_title("LLaMA-7B with and without a cache")
     ax.legend(loc="upper left")
 
 
@@ -59,27 +55,11 @@ def _intensity(ax: Any, result: Result) -> None:
     colors = style.colors()
     for i, context in enumerate(CONTEXTS):
         ax.plot(BATCHES, result.intensity[i], color=colors[i + 1])
-        ax.annotate(
-            f"{context:,}",
-            (BATCHES[-1], result.intensity[i][-1]),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            color=colors[i + 1],
-            annotation_clip=False,
-        )
-    ax.axhline(result.ridge, color="0.3", linewidth=0.8, linestyle="--")
-    ax.annotate(
-        f"{result.device}: {result.ridge:.0f}\nmemory binds below",
-        (1, result.ridge),
-        xytext=(3, 2),
-        textcoords="offset points",
-        va="bottom",
-        color="0.3",
-    )
+        end = BATCHES[-1], result.intensity[i][-1]
+        look = {"fontsize": 7, "va": "center", "color": colors[i + 1]}
+        style.note(ax, f"{context:,}", end, (3, 0), annotation_clip=False, **look)
+    style.ridge(ax, result.device, result.ridge, BATCHES[0])
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    title, y = "decoding LLaMA-7B, by tokens kept", "operations per byte"
+    style.titled(ax, title, "batch (sequences)", y, yscale="log")
     ax.set_ylim(top=max(float(result.intensity.max()), 4 * result.ridge))
-    ax.set_xlabel("batch (sequences)")
-    ax.set_ylabel("operations per byte")
-    ax.set_title("decoding LLaMA-7B, by tokens kept")

@@ -149,9 +149,8 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     left.set_xticks(
         range(len(sound)), [f"{row['runs']} runs\n{row['noise']}" for row in sound]
     )
-    left.set_ylim(0.8, 1.0)
-    left.set_ylabel("surfaces whose interval holds the truth")
-    left.set_title("sound surfaces, 90 % intervals", loc="left")
+    left.set(ylim=(0.8, 1.0), ylabel="surfaces whose interval holds the truth")
+    left.set_title("sound surfaces, 90 % intervals")
     left.legend(ncols=3, loc="lower right")
     names = [row["kind"] for row in ill]
     doubted = np.array([row["doubted"] for row in ill])
@@ -161,9 +160,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     right.barh(names, unharmed, left=doubted, color=colors[3], label="covered")
     right.barh(names, neither, left=1 - neither, color=colors[6], label="neither")
     right.invert_yaxis()
-    right.set_xlim(0, 1)
-    right.set_xlabel("share of surfaces")
-    right.set_title("ill-posed surfaces", loc="left")
+    style.titled(right, "ill-posed surfaces", "share of surfaces", "", xlim=(0, 1))
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     look = {"handlelength": 0.8, "handleheight": 0.8, "columnspacing": 1.0}
     right.legend(ncols=3, fontsize=6, **place, **look)

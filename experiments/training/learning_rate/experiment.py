@@ -160,21 +160,12 @@ def plot(axes: Any, result: Result) -> None:
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
             mine = runs.where(width=width, num_tokens=number)
             mine = mine.at(np.argsort(mine.learning_rate))
-            label = f"width {width:.0f}" if line == "-" else None
-            left.plot(
-                mine.learning_rate,
-                mine.loss,
-                line + "o",
-                color=colors[i % 8],
-                label=label,
-                linewidth=0.8,
-            )
-    left.set(
-        title=f"{tokens[-1]:,.0f} tokens (dashed: {tokens[0]:,.0f})",
-        xscale="log",
-        xlabel="learning rate",
-        ylabel="held-out loss [nats/token]",
-    )
+            label = f"width {width:.0f}" if line == "-" else ""
+            x, y, look = mine.learning_rate, mine.loss, {"linewidth": 0.8}
+            style.curve(left, x, y, i % 8, label, line + "o", **look)
+    title = f"{tokens[-1]:,.0f} tokens (dashed: {tokens[0]:,.0f})"
+    loss = "held-out loss [nats/token]"
+    style.titled(left, title, "learning rate", loss, xscale="log")
     exponents = f"width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
     is_known = bool(np.isfinite(powers.of_width))
     for color, number in zip(colors[1:], tokens, strict=False):
@@ -184,13 +175,9 @@ def plot(axes: Any, result: Result) -> None:
         if is_known:
             y = powers.coefficient * x**powers.of_width * number**powers.of_tokens
             right.plot(x, y, color=color, linewidth=0.8)
-    right.set(
-        title=f"rate ~ {exponents}" if is_known else "too few optima",
-        xscale="log",
-        yscale="log",
-        xlabel="width",
-        ylabel="best learning rate",
-    )
+    title = f"rate ~ {exponents}" if is_known else "too few optima"
+    style.titled(right, title, "width", "best learning rate")
+    right.set(xscale="log", yscale="log")
     right.set_xticks(widths, [f"{width:.0f}" for width in widths])
     right.set_xticks([], minor=True)
     for ax in axes:
