@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Part,
-    Sheet,
-    Table,
-    Texts,
-    column,
-    units,
-)
+from experiments.framework import Floats, Ints, Part, Sheet, Table, Texts, column, units
 
 NAMES = ("implementation", "batch", "prompt_tokens")
 RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}

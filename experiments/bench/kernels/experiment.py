@@ -26,14 +26,7 @@ from experiments.bench.peer_process import PeerProcess, start
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
-from pallas_kernels.bench import (
-    Ceilings,
-    GroupedSpec,
-    Spec,
-    problems,
-    sets,
-    timing,
-)
+from pallas_kernels.bench import Ceilings, GroupedSpec, Spec, problems, sets, timing
 
 UNKNOWN = ("seconds", "error", "fraction", "ratio", "excess_s", "target_s", "call_s")
 UNKNOWN += ("plan_s", "plan_per_layer_s", "merge_s", "t0_s")

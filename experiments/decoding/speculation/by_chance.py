@@ -18,14 +18,7 @@ from experiments.bench import turns
 from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN, Server
 from experiments.decoding.speculation.tossed import Tossed
-from experiments.framework import (
-    Ours,
-    Part,
-    Record,
-    beside,
-    column,
-    ours,
-)
+from experiments.framework import Ours, Part, Record, beside, column, ours
 from experiments.framework.table import shown
 from experiments.harness import model_shapes
 from jaxkv import validation

@@ -13,13 +13,7 @@ from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
-from jaxkv.speculation import (
-    Jacobi,
-    Speculation,
-    Synthetic,
-    head_folders,
-    methods,
-)
+from jaxkv.speculation import Jacobi, Speculation, Synthetic, head_folders, methods
 
 PLAIN = "plain"
 

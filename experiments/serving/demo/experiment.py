@@ -29,13 +29,7 @@ from experiments.framework import (
     ours,
     report,
 )
-from experiments.harness import (
-    Request,
-    model_shapes,
-    prompts,
-    showing,
-    streaming,
-)
+from experiments.harness import Request, model_shapes, prompts, showing, streaming
 from experiments.plotting import style, timelines
 from jaxkv.engine import StepInfo
 from jaxkv.models import checkpoints

@@ -30,12 +30,7 @@ from experiments.framework import (
 )
 from experiments.serving.latency_vs_rate import Load, Setting, runs, settings
 from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
-from experiments.serving.memory_waste.drawing import (
-    BATCHES,
-    BOOK,
-    SYSTEMS,
-    USES,
-)
+from experiments.serving.memory_waste.drawing import BATCHES, BOOK, SYSTEMS, USES
 from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress

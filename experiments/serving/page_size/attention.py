@@ -16,16 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.bench.kernels import MAX_ERROR, Run, runs
-from experiments.framework import (
-    Ints,
-    Ours,
-    Record,
-    Table,
-    beside,
-    column,
-    ours,
-    table,
-)
+from experiments.framework import Ints, Ours, Record, Table, beside, column, ours, table
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress

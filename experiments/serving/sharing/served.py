@@ -20,12 +20,7 @@ from experiments.harness import length_distributions, model_shapes, prompts
 from experiments.plotting import boxes, style
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import GREY, INK, NUM_SEQUENCES, Picture
-from experiments.serving.sharing.requests import (
-    PUBLISHED,
-    Prefixes,
-    Readings,
-    Savings,
-)
+from experiments.serving.sharing.requests import PUBLISHED, Prefixes, Readings, Savings
 from experiments.serving.sharing.server import Server
 from jaxkv import validation
 from jaxkv.engine import EngineConfig

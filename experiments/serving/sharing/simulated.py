@@ -37,12 +37,7 @@ from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.picture import GREY
 from experiments.serving.sharing.requests import published_share
-from experiments.serving.sharing.served import (
-    BOOK,
-    DATA,
-    figure_claim,
-    lengths_claims,
-)
+from experiments.serving.sharing.served import BOOK, DATA, figure_claim, lengths_claims
 from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
