@@ -11,7 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.models import ModelConfig, transformer
 from jaxkv.parallel import collectives
+from scaling.costs import traffic
 from scaling.costs.parallelism import Layout
+from scaling.shapes import from_model
 from scaling.training import StepConfig, meshes, parallel
 
 NUMBER_BYTES = 4
@@ -52,10 +54,29 @@ def counted(
     program: Any = jax.jit(gradient).lower(params, windows).compile()
     memory = program.memory_analysis()
     given = memory.argument_size_in_bytes - 4 * windows.size
-    found = collectives.collectives(str(program.as_text()))
     return Counted(
         params=given / NUMBER_BYTES,
-        sent_bytes=sum(each.sent(rank=1) for each in found),
+        sent_bytes=sent_by(program),
         flops=float(program.cost_analysis()["flops"]),
         kept_bytes=float(memory.temp_size_in_bytes),
+    )
+
+
+def sent_by(program: Any) -> float:
+    """Bytes that a device sends by a compiled program's collectives."""
+    found = collectives.collectives(str(program.as_text()))
+    return sum(each.sent(rank=1) for each in found)
+
+
+def sent(
+    shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
+) -> tuple[traffic.Traffic, ...]:
+    """What it sends by the formulas, `batch` sequences over all devices."""
+    return traffic.training(
+        from_model.describe(shape),
+        layout,
+        batch=batch // layout.data,
+        sequence=sequence,
+        number_bytes=NUMBER_BYTES,
+        gradient_bytes=NUMBER_BYTES,
     )

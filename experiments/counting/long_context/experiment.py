@@ -26,8 +26,7 @@ from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import ModelConfig
 from jaxkv.progress import QUIET, Progress
-from scaling.costs import parallelism, traffic
-from scaling.shapes import from_model
+from scaling.costs import parallelism
 from scaling.training import meshes
 
 BOOK = beside(__file__)
@@ -113,13 +112,7 @@ def run(config: Config, progress: Progress = QUIET) -> Ways:
     for words, size in progress.track(jobs, "programs", "compiling"):
         layout = parallelism.parse(words)
         found = divided_steps.counted(config.shape, layout, batch=1, sequence=size)
-        sent = traffic.training(
-            from_model.describe(config.shape),
-            layout,
-            sequence=size,
-            number_bytes=divided_steps.NUMBER_BYTES,
-            gradient_bytes=divided_steps.NUMBER_BYTES,
-        )
+        sent = divided_steps.sent(config.shape, layout, batch=1, sequence=size)
         both = [(x.scheme, x.forward + x.backward) for x in sent]
         own = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
         total = sum(x for _, x in both)

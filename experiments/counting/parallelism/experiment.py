@@ -168,16 +168,11 @@ def _formulas(
     config: Config, layout: Layout, num_layers: int
 ) -> tuple[tuple[float, float, float], tuple[traffic.Traffic, ...]]:
     """The same by the formulas; and what is sent, kind by kind."""
-    shape = from_model.describe(config.shape(num_layers))
-    sent = traffic.training(
-        shape,
-        layout,
-        batch=config.batch // layout.data,
-        sequence=config.sequence,
-        number_bytes=divided_steps.NUMBER_BYTES,
-        gradient_bytes=divided_steps.NUMBER_BYTES,
-    )
-    step = flops.training(shape, batch=config.batch, sequence=config.sequence)
+    model = config.shape(num_layers)
+    shape = from_model.describe(model)
+    sizes = {"batch": config.batch, "sequence": config.sequence}
+    sent = divided_steps.sent(model, layout, **sizes)
+    step = flops.training(shape, **sizes)
     held = float(sum(memory.most_held(shape, layout)))
     total = sum(each.forward + each.backward for each in sent)
     return (held, total, step.model / layout.num_devices), sent

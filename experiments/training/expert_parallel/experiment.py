@@ -37,14 +37,14 @@ from experiments.framework import (
     ours,
     units,
 )
+from experiments.harness import divided_steps
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import Experts, ModelConfig, Params, moe, transformer
-from jaxkv.parallel import collectives, experts
+from jaxkv.parallel import experts
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
-from scaling.costs import parallelism, traffic
-from scaling.shapes import from_model
+from scaling.costs import parallelism
 from scaling.training import (
     OptimizerConfig,
     StepConfig,
@@ -59,8 +59,6 @@ from scaling.training import train as training_train
 PANELS = (1, 2)
 BALANCING = {"with": 0.01, "without": 0.0}
 """Weights of the load-balancing loss."""
-NUMBER_BYTES = 4
-"""Of activations, weights and gradients: float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,19 +278,15 @@ def _dropped(
     for capacity in config.capacities:
         layout = parallelism.parse(f"ep={p},capacity={capacity:g}")
         own = len(windows) // p * config.seq_len
-        sizes = {"top_k": config.top_k, "num_experts": config.num_experts}
-        limit = {"capacity": layout.places(own, **sizes)}
+        chosen = {"top_k": config.top_k, "num_experts": config.num_experts}
+        limit = {"capacity": layout.places(own, **chosen)}
         lost = [
             experts.dropped(_rows(routing, slice(d * own, (d + 1) * own)), **limit)
             for routing in routings
             for d in range(p)
         ]
-        sent = traffic.training(
-            from_model.describe(model),
-            layout,
-            batch=config.batch_size // p,
-            sequence=config.seq_len,
-            number_bytes=NUMBER_BYTES,
+        sent = divided_steps.sent(
+            model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         to_experts = sum(x.forward for x in sent if x.scheme == "expert")
         loss = _loss(model, layout, params, asked)
@@ -340,14 +334,8 @@ def _divide(
         )
         gradient = parallel.gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
-        found = collectives.collectives(str(program.as_text()))
-        formula = traffic.training(
-            from_model.describe(model),
-            layout,
-            batch=config.batch_size // layout.data,
-            sequence=config.seq_len,
-            number_bytes=NUMBER_BYTES,
-            gradient_bytes=NUMBER_BYTES,
+        formula = divided_steps.sent(
+            model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         both = [(x.forward + x.backward, x.scheme) for x in formula]
         steps[words] = functools.partial(program, *given)
@@ -358,7 +346,7 @@ def _divide(
                 layout.num_devices,
                 sum(size for size, scheme in both if scheme != "data"),
                 sum(size for size, _ in both),
-                sum(each.sent(rank=1) for each in found),
+                divided_steps.sent_by(program),
                 _difference(grads, wanted),
             )
         )
