@@ -230,6 +230,15 @@ def make_grouped(
     )
 
 
+def of(
+    spec: Spec | GroupedSpec, *, num_turns: int
+) -> Problem | CopyProblem | GroupedProblem:
+    """Makes the problem of a spec of any kind; a copy needs no turns."""
+    if isinstance(spec, GroupedSpec):
+        return make_grouped(spec, num_turns=num_turns)
+    return make_copy(spec) if spec.kind == "copy" else make(spec, num_turns=num_turns)
+
+
 def _lay_out(
     spec: Spec, lengths: np.ndarray, num_turns: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -56,24 +56,10 @@ def check(size: str, name: str) -> dict[str, Any]:
     if feature in FEATURES:
         return {"implementations": [_check_feature(size, feature, kind)]}
     spec = shapes(size)[name]
-    if isinstance(spec, GroupedSpec):
-        problem: Any = problems.make_grouped(spec, num_turns=1)
-    elif spec.kind == "copy":
-        problem = problems.make_copy(spec)
-    else:
-        problem = problems.make(spec, num_turns=1)
-    rows = []
-    for one in runs.of(spec):
-        if one.is_peer:
-            continue
-        row: dict[str, Any] = {"implementation": one.name}
-        try:
-            error = float(one.prepare(problem).error())
-            row |= {"error": error, "right": bool(error <= MAX_ERROR[spec.dtype])}
-        except Exception as error:  # a refusal, or a compiler's: the others go on
-            said = str(error).strip().split("\n")[0][:200]
-            row["note"] = f"{type(error).__name__}: {said}"
-        rows.append(row)
+    problem = problems.of(spec, num_turns=1)
+    ours = {x.name: x.prepare for x in runs.of(spec) if not x.is_peer}
+    most = MAX_ERROR[spec.dtype]
+    rows = twins.judged(ours, lambda x: float(ours[x](problem).error()), most)
     return {"implementations": rows}
 
 

@@ -105,7 +105,7 @@ def _rotary_write(size: str) -> list[dict[str, Any]]:
         written = (np.asarray(each)[page, :, offset] for each in pages)
         return _worst([q, back.reshape(queries.shape), *written], right)
 
-    return _rows(("reference", "mosaic_gpu"), error, MAX_ERROR[str(case.qkv.dtype)])
+    return judged(("reference", "mosaic_gpu"), error, MAX_ERROR[str(case.qkv.dtype)])
 
 
 def _write(case: _Writes, implementation: Any) -> rotary_write.Rotated:
@@ -152,7 +152,7 @@ def _flash(size: str, *, window: int | None, gradient: bool) -> list[dict[str, A
         return _worst(pull(q, k, v, cotangent), gradients)
 
     most = MAX_ERROR[dtype] * (GRADIENT_ROOM if gradient else 1)
-    return _rows(("reference", "cudnn"), error, most)
+    return judged(("reference", "cudnn"), error, most)
 
 
 def _formula(
@@ -197,7 +197,7 @@ def _worst(found: Iterable[Any], wanted: Iterable[np.ndarray]) -> float:
     return float(np.max(errors))
 
 
-def _rows(
+def judged(
     names: Iterable[str], error: Callable[[Any], float], most: float
 ) -> list[dict[str, Any]]:
     """A row for each implementation, with its error, or why it does not serve here."""

@@ -177,7 +177,8 @@ class _Measurement:
             row = _row(spec, name, is_peer)
             try:
                 with self.budget.spend(name, share):
-                    problem = problem or self._make(spec)
+                    turns = timing.num_turns(spec.bytes, self.kind)
+                    problem = problem or problems.of(spec, num_turns=turns)
                     row |= self._time(spec, prepare(problem))
             except Exception as error:  # of a peer's, of a compiler's: the others go on
                 said = str(error).strip().split("\n")[0][:200]
@@ -189,14 +190,6 @@ class _Measurement:
             if peers and row["seconds"]:
                 row["ratio"] = min(peers) / row["seconds"]
         return rows
-
-    def _make(self, spec: Spec | GroupedSpec) -> Any:
-        turns = timing.num_turns(spec.bytes, self.kind)
-        if isinstance(spec, GroupedSpec):
-            return problems.make_grouped(spec, num_turns=turns)
-        if spec.kind == "copy":
-            return problems.make_copy(spec)
-        return problems.make(spec, num_turns=turns)
 
     def _time(self, spec: Spec | GroupedSpec, run: Run) -> dict[str, Any]:
         """Checks a run and times it: what its row then holds."""

@@ -170,7 +170,7 @@ def _formulas(
     """The same by the formulas; and what is sent, kind by kind."""
     model = config.shape(num_layers)
     shape = from_model.describe(model)
-    sizes = {"batch": config.batch, "sequence": config.sequence}
+    sizes: Any = {"batch": config.batch, "sequence": config.sequence}
     sent = divided_steps.sent(model, layout, **sizes)
     step = flops.training(shape, **sizes)
     held = float(sum(memory.most_held(shape, layout)))
