@@ -23,6 +23,16 @@ class Sheet(NamedTuple):
     note: str = ""
 
 
+def paragraph(title: str, text: str) -> Sheet:
+    """Lays out a text under a title."""
+    return Sheet(title, ("",), [(text,)])
+
+
+def numbered(title: str, lines: Sequence[str]) -> Sheet:
+    """Lays out sentences, each with its number."""
+    return Sheet(title, ("", ""), [(f"{i}.", line) for i, line in enumerate(lines, 1)])
+
+
 class Excerpts(NamedTuple):
     """Texts that a model was given, and how it went on; both of several lines.
 

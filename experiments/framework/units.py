@@ -3,6 +3,7 @@
 from typing import Any
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 _FLOPS = (
@@ -26,6 +27,12 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
     return str(value)
+
+
+def count(value: float, form: str = ".3g", gap: str = "") -> str:
+    """Writes a number of parameters or tokens: 124M."""
+    scale, letter = next((x for x in _COUNTS if value >= x[0]), (1.0, ""))
+    return f"{value / scale:{form}}{gap}{letter}".rstrip()
 
 
 def seconds(value: float | None) -> str:

@@ -199,8 +199,9 @@ class Unread:
         return ForwardResult(logits, pages)
 
 
-def random_pages(pages: Pages, num_drawn: int = 64) -> Pages:
+def random_pages(pages: Pages) -> Pages:
     """Pages full of random numbers, of which a few are drawn and stand again."""
+    num_drawn = 64
 
     def fill(x: jax.Array) -> jax.Array:
         few = jax.random.normal(jax.random.key(0), (num_drawn, *x.shape[2:]))

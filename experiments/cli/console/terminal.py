@@ -34,7 +34,6 @@ class Terminal:
       last_words: what there is after the second Ctrl-C, if the main thread hears of
         nothing because a compiler has it; called from another thread, before the
         process ends.
-      console: where to draw; standard error by default.
       max_seconds: from now on; above 0.
 
     Attributes:
@@ -47,7 +46,6 @@ class Terminal:
     def __init__(
         self,
         last_words: Callable[[], str] = lambda: "interrupted at once",
-        console: rich_console.Console | None = None,
         max_seconds: float = math.inf,
     ) -> None:
         if not max_seconds > 0:
@@ -57,7 +55,7 @@ class Terminal:
         self._last_words = last_words
         self._num_heard = self._num_handled = self._signal = 0
         self._is_left = threading.Event()
-        self._console = console or printing.make_console(stderr=True)
+        self._console = printing.make_console(stderr=True)
         self._bars = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(complete_style="blue", finished_style="blue"),

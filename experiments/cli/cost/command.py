@@ -13,7 +13,7 @@ from experiments.cli.cost import answers as cost_answers
 from experiments.cli.cost import device_tables, drawing, tables
 from experiments.cli.cost.case import Case
 from experiments.cli.run import Output
-from experiments.framework import Sheet, config_json
+from experiments.framework import config_json, report
 from experiments.harness import bundled
 from jaxkv import validation
 from scaling.costs import devices, flops, parallelism, parameters, serving, traffic
@@ -102,7 +102,7 @@ def cost(name: str, options: Options) -> Output:
             options.out, f"cost-{case.model.name}", contents
         )
         lines.append(f"kept in {document['out']}")
-    said = [Sheet(question, ("",), [(answer,)]) for question, answer in answers]
+    said = [report.paragraph(*pair) for pair in answers]
     return Output(document, [*sheets, *said], lines)
 
 

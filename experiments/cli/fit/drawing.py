@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.cli.fit.outcomes import Contour, Curve, Result
+from experiments.framework import units
 from experiments.plotting import colors, plain_log, shades
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
@@ -49,7 +50,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
         ax.plot(flops, loss, color=color, linewidth=0.8)
         if there.any():
             at, side = _free_end(flops[there], loss[there], result.frontier)
-            ax.annotate(f" {_size(size)} ", at, fontsize=5, color=color, ha=side)
+            ax.annotate(f" {units.count(size)} ", at, fontsize=5, color=color, ha=side)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         label = label if x is result.flops else "law"
@@ -178,14 +179,6 @@ def _free_end(
         if y[0] / best[0] > y[-1] / best[1]:
             return (float(x[0]), float(y[0])), "right"
     return (float(x[-1]), float(y[-1])), "left"
-
-
-def _size(num_params: float) -> str:
-    """Writes a size short: 124M."""
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if num_params >= scale:
-            return f"{num_params / scale:.3g}{letter}"
-    return f"{num_params:.3g}"
 
 
 def _say(ax: Any, text: str) -> None:

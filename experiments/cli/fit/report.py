@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.cli.fit.outcomes import Result
 from experiments.framework import Part, Sheet, units
+from experiments.framework.report import numbered
 from scaling.fits import FitResult, goodness
 from scaling.frontiers import Frontier, find, parabola
 from scaling.frontiers.frontier import NEAR
@@ -67,8 +68,8 @@ def summary(result: Result) -> list[Part]:
         parts.append(_held_out(result))
     warnings = [f"{_name(fit)}: {line}" for fit in fits for line in fit["warnings"]]
     warnings = document.get("log_warnings", []) + warnings
-    parts.append(_lines("warnings", warnings + document["frontier_warnings"]))
-    return [*parts, _lines("how the log was read", document["notes"])]
+    parts.append(numbered("warnings", warnings + document["frontier_warnings"]))
+    return [*parts, numbered("how the log was read", document["notes"])]
 
 
 def _keys(fit: dict[str, Any]) -> dict[str, Any]:
@@ -175,11 +176,6 @@ def _held_out(result: Result) -> Sheet:
     note = f"And {left} smaller ones." if left else ""
     heads = ("row", "N", "D", "C", "seen", *(str(law) for law in result.laws))
     return Sheet("held-out runs", heads, rows, note)
-
-
-def _lines(title: str, lines: Sequence[str]) -> Sheet:
-    rows = [(f"{i}.", line) for i, line in enumerate(lines, 1)]
-    return Sheet(title, ("", ""), rows)
 
 
 def _interval(pair: Sequence[float | None] | None) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.cli.plan.command import Options
 from experiments.framework import Sheet, units
+from experiments.framework.report import numbered, paragraph
 from scaling.plan import Belief, Case, budgets
 from scaling.plan.pricing import DAY_S, HOUR_S
 
@@ -19,11 +20,11 @@ def sheets(options: Options, case: Case, told: Told) -> list[Sheet]:
         step._replace(title=f"{number}. {step.title}")
         for number, step in enumerate(_steps(options, case, told), 1)
     ]
-    doubts = [(f"{i}.", line) for i, line in enumerate(told["warnings"], 1)]
+    doubts = told["warnings"]
     return [
         Sheet("plan", ("", ""), list(_plan(told))),
         *steps,
-        *([Sheet("warnings", ("", ""), doubts)] if doubts else []),
+        *([numbered("warnings", doubts)] if doubts else []),
     ]
 
 
@@ -36,8 +37,11 @@ def _plan(told: Told) -> Iterator[tuple[str, str]]:
         low, high = told["flops_interval"]
         most = "no end" if math.isinf(high) else f"{high:.4g}"
         yield level, f"{low:.4g} to {most} FLOPs"
-    yield "parameters N", f"{_big(told['num_params'])} ({told['count']})"
-    yield "tokens D", _big(told["num_tokens"])
+    yield (
+        "parameters N",
+        f"{units.count(told['num_params'], '.4g', ' ')} ({told['count']})",
+    )
+    yield "tokens D", units.count(told["num_tokens"], ".4g", " ")
     yield "tokens per parameter", f"{told['tokens_per_param']:.3g}"
     yield "loss", f"{told['loss']:.4f} nats per token"
     if told["interval"] is not None:
@@ -57,18 +61,18 @@ def _plan(told: Told) -> Iterator[tuple[str, str]]:
 def _steps(options: Options, case: Case, told: Told) -> Iterator[Sheet]:
     if case.offers:
         yield _devices(case, told)
-    yield _words("How many operations?", _operations(options, case))
-    yield _words("Which N and D?", _division(case, told))
+    yield paragraph("How many operations?", _operations(options, case))
+    yield paragraph("Which N and D?", _division(case, told))
     if case.served:
         yield _serving(options, case, told)
     if case.unique_tokens is not None:
         said = _repeating(case, told, case.unique_tokens)
-        yield _words("And if data is limited?", said)
+        yield paragraph("And if data is limited?", said)
     yield _loss(case, told)
     yield _architecture(case, told)
-    yield _words("And if every operation counts?", _exact(case, told))
+    yield paragraph("And if every operation counts?", _exact(case, told))
     if case.offer is not None:
-        yield _words("How long?", _time(told))
+        yield paragraph("How long?", _time(told))
 
 
 def _devices(case: Case, told: Told) -> Sheet:
@@ -338,18 +342,5 @@ def _short(shape: Told) -> str:
     )
 
 
-def _big(value: float) -> str:
-    """Writes a number of parameters or tokens: 47.48 B."""
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.4g} {letter}"
-    return f"{value:.4g}"
-
-
 def _range(ends: tuple[float, float], form: str) -> str:
     return f"{ends[0]:{form}} to {ends[1]:{form}}"
-
-
-def _words(title: str, said: str) -> Sheet:
-    """Lays out a paragraph with a title."""
-    return Sheet(title, ("",), [(said,)])

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.counting.lecture_numbers import bounds, drawing
 from experiments.counting.lecture_numbers.bounds import Config, Result
-from experiments.framework import Ours, Part, Sheet, beside, ours, table, units
+from experiments.framework import Ours, Part, Sheet, beside, ours, report, table, units
 
 PANELS = (1, 3)
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}
@@ -109,8 +109,7 @@ def summary(result: Result) -> list[Part]:
         f"({result.device}). Implied: the share of that bandwidth which the lecture's "
         "time means."
     )
-    said = answers(result).items()
-    spoken = [Sheet(question, ("",), [(answer,)]) for question, answer in said]
+    spoken = [report.paragraph(*pair) for pair in answers(result).items()]
     return [Sheet("one request", heads, rows, note), *spoken]
 
 

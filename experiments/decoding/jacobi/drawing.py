@@ -1,5 +1,6 @@
 """Draws a block as it is found, and what iterating gains."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ def draw(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
         ax.remove()
     _block(figure.add_subplot(grid[0, :]), picture)
     _steps(axes[1, 0], blocks)
-    _speeds(axes[1, 1], runs)
+    temperatures = runs.distinct("temperature")
+    speeds(axes[1, 1], {_kind(x): runs.where(temperature=x) for x in temperatures})
 
 
 def _block(ax: Any, picture: Any) -> None:
@@ -52,8 +54,7 @@ def _steps(ax: Any, blocks: Any) -> None:
     """Steps until a block is found, under the theorem's bound."""
     for nth, temperature in enumerate(blocks.distinct("temperature")):
         here = blocks.where(temperature=temperature)
-        words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        style.curve(ax, here.length, here.steps, (5, 6)[nth % 2], words)
+        style.curve(ax, here.length, here.steps, (5, 6)[nth % 2], _kind(temperature))
     if len(blocks):
         lengths = blocks.distinct("length")
         ax.plot(lengths, lengths, "--", color="0.5", linewidth=0.8, label="at most")
@@ -61,16 +62,18 @@ def _steps(ax: Any, blocks: Any) -> None:
     style.titled(ax, "iterations until nothing changes", "tokens of a block", "mean")
 
 
-def _speeds(ax: Any, runs: Any) -> None:
-    """The engine's tokens a step and speeds, by drafts."""
-    for nth, temperature in enumerate(runs.distinct("temperature")):
-        here = runs.where(temperature=temperature)
+def _kind(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
+def speeds(ax: Any, found: Mapping[str, Any]) -> None:
+    """Draws the engine's tokens a step and speeds, by drafts, of runs by their name."""
+    for nth, (name, runs) in enumerate(found.items()):
         color = (5, 6)[nth % 2]
-        words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        style.curve(ax, here.num_drafts, here.tokens_per_step, color, words, "s:")
-        style.curve(ax, here.num_drafts, here.speed, color, f"{words}, speed")
+        style.curve(ax, runs.num_drafts, runs.tokens_per_step, color, name, "s:")
+        style.curve(ax, runs.num_drafts, runs.speed, color, f"{name}, speed")
     ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
-    if len(runs):
+    if any(map(len, found.values())):
         ax.legend()
     title = "the engine: tokens a step (dotted), times as fast"
     style.titled(ax, title, "drafts a step", "times", ylim=(0, None))

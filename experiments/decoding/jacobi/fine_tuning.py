@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.decoding.jacobi import blocks, from_text
+from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
 from experiments.framework import (
     Floats,
@@ -328,12 +328,5 @@ def plot(axes: Any, result: Result) -> None:
         axes[1].text(place, 0.05, label, ha="center", fontsize=6, color="white")
     length = models.length[0] if len(models) else 0
     style.titled(axes[1], f"blocks of {length}", "", "tokens a step")
-    for nth, name in enumerate((BEFORE, AFTER)):
-        here, color = result.runs.where(way=name), (6, 5)[nth]
-        style.curve(axes[2], here.num_drafts, here.tokens_per_step, color, name, "s:")
-        style.curve(axes[2], here.num_drafts, here.speed, color, f"{name}, speed")
-    axes[2].axhline(1, color="0.6", linewidth=0.8, zorder=0)
-    if len(result.runs):
-        axes[2].legend()
-    title = "the engine: tokens a step (dotted), times as fast"
-    style.titled(axes[2], title, "drafts a step", "times", ylim=(0, None))
+    found = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
+    drawing.speeds(axes[2], found)
