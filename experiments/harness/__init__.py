@@ -26,6 +26,7 @@ __all__ = [
     "prompts",
     "showing",
     "stepping",
+    "stopwatch",
     "streaming",
     "sweep_tables",
 ]

@@ -14,7 +14,6 @@ over all cores of a GPU.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +32,7 @@ from experiments.framework import (
     ours,
     table,
 )
+from experiments.harness import stopwatch
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -181,7 +181,8 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
         )
         calls += [forward, gradient]
         rest.append((program.memory_analysis().temp_size_in_bytes, error))
-    times = _times([functools.partial(call, *arrays) for call in calls], config)
+    ready = [functools.partial(call, *arrays) for call in calls]
+    times = stopwatch.medians(ready, config.repeats)
     return [(*times[:2], *rest[0]), (*times[2:], *rest[1])]
 
 
@@ -217,24 +218,9 @@ def _one_query(context: int, config: Config) -> list[float]:
         functools.partial(jax.jit(attend), q, k, v)
         for attend in (plain_attention, tiled_attention)
     )
-    return _times(
-        [
-            plain,
-            tiled,
-            functools.partial(by_pages, q[0], *pages, ids.astype(np.int32)[None], last),
-        ],
-        config,
-    )
-
-
-def _times(calls: list[Callable], config: Config) -> list[float]:
-    """Median seconds of each, timed in turns after a first call."""
-    taken = np.zeros((1 + config.repeats, len(calls)))
-    for turn, place in np.ndindex(*taken.shape):
-        start = time.perf_counter()
-        jax.block_until_ready(calls[place]())
-        taken[turn, place] = time.perf_counter() - start
-    return np.median(taken[1:], axis=0).tolist()
+    tables = ids.astype(np.int32)[None]
+    found = functools.partial(by_pages, q[0], *pages, tables, last)
+    return stopwatch.medians([plain, tiled, found], config.repeats)
 
 
 def metrics(result: Result) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from experiments.framework import (
     table,
     units,
 )
-from experiments.harness import bundled
+from experiments.harness import bundled, stopwatch
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOPS, Counted
@@ -254,7 +254,7 @@ def time_both(
         prefix = jnp.asarray(tokens[None, :length], jnp.int32)
         call = functools.partial(_whole, model.params, prefix, config=model.config)
         drawn = int(call())  # and compiles
-        seconds = min(_seconds(call) for _ in range(repeats))
+        seconds = min(stopwatch.timed(call)[0] for _ in range(repeats))
         rows.append((seconds, drawn == tokens[length]))
     done = np.array(lengths[: len(rows)], np.int64)
     found = np.array(rows, float).reshape(-1, 2)
@@ -309,9 +309,3 @@ def _next(
 def _whole(params: Any, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
     logits = transformer.logits(params, tokens, config=config)
     return jnp.argmax(logits[0, -1]).astype(jnp.int32)
-
-
-def _seconds(call: Any) -> float:
-    start_s = time.perf_counter()
-    call().block_until_ready()
-    return time.perf_counter() - start_s

@@ -7,8 +7,7 @@ NumPy arrays and back.
 """
 
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,8 +18,9 @@ from jaxtyping import Float
 from experiments.framework import Ints, Table, column
 from experiments.framework.table import shown
 from experiments.harness import Request
+from experiments.harness.stopwatch import timed
 from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, requests, step
+from jaxkv.engine import EngineConfig, requests
 from jaxkv.engine.state import NOBODY, Queue, init
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
 from jaxkv.models import checkpoints, paged
@@ -89,6 +89,7 @@ def measure(
             queue_capacity=2,
             token_budget=num_tokens,
             submit_width=1,
+            steps_per_call=1,
             max_swap_pages=num_pages + 1,
             numerics=numerics,
         )
@@ -103,12 +104,6 @@ def measure(
     return Moves.of(rows)
 
 
-_step = jax.jit(
-    functools.partial(step.run_steps, num_steps=1),
-    static_argnames=("config", "forward"),
-    donate_argnames="state",
-)
-_submit = jax.jit(requests.submit, static_argnames="config", donate_argnames="state")
 _drain = jax.jit(requests.drain, donate_argnames="state")
 
 
@@ -129,9 +124,10 @@ def _time_reading(
             eos_ids=model.eos_ids,
             width=config.submit_width,
         )
-        state, _ = _submit(state, asked, config=config)
-        read = functools.partial(_step, config=config, forward=forward, policy=policy)
-        took_s, (state, info) = _timed(read, model.params, state, clock)
+        state, _ = programs.LOCAL.submit(state, asked, config=config)
+        rules: dict[str, Any] = {"forward": forward, "policy": policy}
+        read = functools.partial(programs.LOCAL.run_steps, config=config, **rules)
+        took_s, (state, info) = timed(read, model.params, state, clock)
         if info.num_rows.sum() != len(request.tokens):
             raise RuntimeError("the tokens were not read in one step")
         state, _ = _drain(state)
@@ -202,9 +198,9 @@ def _time_moves(
     before = _first_layer(pages, table)
     out_s, in_s = [], []
     for _ in range(repeats + 1):
-        took_s, (staging, pool, table) = _timed(_leave, pages, staging, pool, table)
+        took_s, (staging, pool, table) = timed(_leave, pages, staging, pool, table)
         out_s.append(took_s)
-        took_s, (pages, staging, pool, table) = _timed(
+        took_s, (pages, staging, pool, table) = timed(
             _return, pages, staging, pool, table
         )
         in_s.append(took_s)
@@ -241,7 +237,7 @@ def _time_host(
             sequence[: len(waiting)] = waiting
             num = jnp.asarray(len(waiting), jnp.int32)
             state = state._replace(queue=Queue(jnp.asarray(sequence), num))
-            took_s, state = _timed(space.exchange, state)
+            took_s, state = timed(space.exchange, state)
             if space.num_used != num_away:
                 raise RuntimeError(f"{space.num_used=} pages with the host")
             times_s.append(took_s)
@@ -260,10 +256,3 @@ def _staging(pages: kv_pages.Pages, config: EngineConfig) -> swap_buffer.Staging
 def _first_layer(pages: kv_pages.Pages, table: page_table.Table) -> np.ndarray:
     found = kv_pages.gather(pages, 0, table.page_ids)
     return np.stack([np.asarray(x) for x in found])
-
-
-def _timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    jax.block_until_ready(args)
-    started = time.perf_counter()
-    found = jax.block_until_ready(call(*args))
-    return time.perf_counter() - started, found

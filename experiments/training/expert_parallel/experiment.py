@@ -13,9 +13,7 @@ uneven experts and devices are, and what each capacity drops and costs.
 
 import dataclasses
 import functools
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,7 +35,7 @@ from experiments.framework import (
     ours,
     units,
 )
-from experiments.harness import divided_steps
+from experiments.harness import divided_steps, stopwatch
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import Experts, ModelConfig, Params, moe, transformer
@@ -323,7 +321,7 @@ def _divide(
     asked = jnp.asarray(windows[: config.batch_size])
     one = jax.jit(parallel.gradient(model, StepConfig()))
     wanted = one(params, asked)[1]
-    rows, steps = [], {}
+    rows, steps = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parallelism.parse(words)
         mesh = meshes.make_mesh(layout)
@@ -338,8 +336,8 @@ def _divide(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         both = [(x.forward + x.backward, x.scheme) for x in formula]
-        steps[words] = functools.partial(program, *given)
-        grads = meshes.gather(model, layout, steps[words]()[1])
+        steps.append(functools.partial(program, *given))
+        grads = meshes.gather(model, layout, steps[-1]()[1])
         rows.append(
             (
                 words,
@@ -350,8 +348,8 @@ def _divide(
                 _difference(grads, wanted),
             )
         )
-    times = _timed(steps, config.rounds)
-    return [(*row, times[row[0]]) for row in rows]
+    times = stopwatch.medians(steps, config.rounds)
+    return [(*row, step_s) for row, step_s in zip(rows, times, strict=True)]
 
 
 def _difference(found: Params, wanted: Params) -> float:
@@ -360,17 +358,6 @@ def _difference(found: Params, wanted: Params) -> float:
         float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     )
-
-
-def _timed(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turns."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            jax.block_until_ready(step())
-            taken[name].append(time.perf_counter() - started)
-    return {name: statistics.median(each) for name, each in taken.items()}
 
 
 def metrics(result: Result) -> dict[str, Any]:
