@@ -182,9 +182,12 @@ def _asks(options: Options) -> list[Any]:
         if value not in (nothing, getattr(Options, name)):
             why = "beam search draws nothing" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
-    how: dict[str, Any] = {name: getattr(options, name) for name in _OF_SAMPLING}
+    # Options of draws have the names that `Sampling` has for them.
+    given, known = vars(options), {x.name for x in dataclasses.fields(Sampling)}
+    how: dict[str, Any] = {name: given[name] for name in given if name in known}
     how["early_stopping"] = _EARLY_STOPPING[options.early_stopping]
-    asks = [Sampling(**how, seed=options.seed + i) for i in range(len(options.prompt))]
+    ask, seeds = Sampling(**how), range(len(options.prompt))
+    asks = [dataclasses.replace(ask, seed=options.seed + i) for i in seeds]
     num_sequences = asks[0].num_sequences
     if num_sequences > MAX_ANSWERS:
         kind = "beams for" if is_search else "answers to"
@@ -194,19 +197,6 @@ def _asks(options: Options) -> list[Any]:
     return asks
 
 
-_OF_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_tokens",
-    "stop",
-    "n",
-    "best_of",
-    "beam_width",
-    "length_penalty",
-)
-"""Options that `Sampling` has by the same name."""
 _EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
 _ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
 """Options of draws, and the values by which they are off."""
