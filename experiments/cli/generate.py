@@ -215,16 +215,15 @@ def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
 
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
-    from jaxkv.engine import state
     from jaxkv.serving import loading
     from jaxkv.serving.engine import Engine
-    from jaxkv.speculation import head_folders, methods
+    from jaxkv.speculation import head_folders
 
     folder, mesh = bundled.folder_of(model), _mesh(options.parallel)
     # As long a part of every page as a whole one on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
     loaded = loading.read(folder, dtype=options.dtype, mesh=mesh)
-    tokenizer, shape = loaded.tokenizer, loaded.config
+    tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise ValueError(f"{folder}: has no tokenizer that reads text")
     if options.chat:
@@ -234,7 +233,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         prompts = [tokenizer.encode(text) for text in options.prompt]
     # Powers of two: few configurations, so that a later start finds its programs.
     longest = max(map(len, prompts)) + options.max_tokens
-    max_length = min(_power_of_two(max(longest, 256)), shape.max_positions)
+    max_length = min(_power_of_two(max(longest, 256)), loaded.config.max_positions)
     num_beams = options.beam_width or 0
     num_sequences = max(options.n, options.best_of or 0, num_beams)
     max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
@@ -243,7 +242,20 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         raise ValueError(
             f"--draft-model {options.draft_model}: needs --speculate draft-model"
         )
-    bounds = state.EngineConfig(
+    draft = heads = None
+    if options.draft_model is not None:
+        draft = bundled.folder_of(options.draft_model)
+    if options.heads is not None or options.speculate in head_folders.KINDS:
+        heads = options.heads or bundled.heads_of(model, str(options.speculate))
+    engine = Engine.load(
+        folder,
+        loaded=loaded,
+        dtype=options.dtype,
+        speculate=options.speculate,
+        draft_folder=draft,
+        heads_folder=heads,
+        adaptive=options.adaptive,
+        mesh=mesh,
         num_pages=max_slots * -(-max_length // page_size),
         page_size=page_size,
         max_slots=max_slots,
@@ -252,37 +264,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
         max_drafts=0 if options.speculate is None else _at_least_one(options.drafts),
-        num_lengths=methods.NUM_LENGTHS if options.adaptive else 1,
     )
-    draft = heads = None
-    if options.draft_model is not None:
-        draft = bundled.folder_of(options.draft_model)
-    if options.heads is not None or options.speculate in head_folders.KINDS:
-        heads = options.heads or bundled.heads_of(model, str(options.speculate))
-    served = loading.serve(
-        folder,
-        loaded,
-        bounds,
-        dtype=options.dtype,
-        speculate=options.speculate,
-        draft_folder=draft,
-        heads_folder=heads,
-        adaptive=options.adaptive,
-        mesh=mesh,
-    )
-    engine = Engine(
-        served.params,
-        served.forward,
-        served.pages,
-        bounds,
-        speculation=served.speculation,
-        tokenizer=tokenizer,
-        eos_ids=loaded.eos_ids,
-        vocab_size=shape.vocab_size,
-        mesh=mesh,
-    )
-    if options.adaptive:
-        engine.tune()
     return engine, prompts
 
 

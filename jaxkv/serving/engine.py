@@ -113,6 +113,7 @@ class Engine:
         cls,
         folder: Any,
         *,
+        loaded: Any = None,
         dtype: str = "float32",
         scan_layers: bool = False,
         speculate: str | None = None,
@@ -127,6 +128,8 @@ class Engine:
 
         Args:
           folder: with config.json, safetensors and, for text, tokenizer.json.
+          loaded: what `loading.read` found there, of this `dtype` and `mesh`; None
+            reads it.
           dtype: of weights and pages.
           scan_layers: whether to stack the weights and scan over the layers, see
             `transformer.stack_layers`, rather than to unroll them: the same answers,
@@ -158,7 +161,7 @@ class Engine:
         scan_layers = validation.boolean("scan_layers", scan_layers)
         adaptive = validation.boolean("adaptive", adaptive)
         config = loading.bounds(fields, speculate=speculate, adaptive=adaptive)
-        model = loading.read(folder, dtype=dtype, mesh=mesh)
+        model = loaded or loading.read(folder, dtype=dtype, mesh=mesh)
         served = loading.serve(
             folder,
             model,

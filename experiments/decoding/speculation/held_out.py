@@ -18,9 +18,7 @@ from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-
-NUM_LENGTHS = 2
-"""Numbers of drafts above 0 that an adaptive way chooses from."""
+from jaxkv.speculation import methods
 
 type Setting = tuple[int, float]
 """Sequences decoded together, and the temperature."""
@@ -69,7 +67,7 @@ class TextConfig:
 
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
         """The engine's, of a way to decode."""
-        num_lengths = NUM_LENGTHS if serving.WAYS[way].adaptive else 1
+        num_lengths = methods.NUM_LENGTHS if serving.WAYS[way].adaptive else 1
         sizes = self.max_length, self.steps_per_call, num_lengths
         return serving.bounds(batch, num_drafts, *sizes)
 
