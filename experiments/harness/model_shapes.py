@@ -86,6 +86,19 @@ def load_with_text(model: str, *, max_length: int) -> checkpoints.Loaded:
     return loaded
 
 
+def bounds(
+    batch: int, max_length: int, *, page_size: int = 16, **more: Any
+) -> EngineConfig:
+    """An engine's for a batch: slots, pages and places in the queue for all of it.
+
+    What else, or other, its fields are is said by name.
+    """
+    each = ("max_slots", "max_sequences", "queue_capacity", "submit_width")
+    fields: dict[str, Any] = dict.fromkeys(each, batch)
+    fields |= {"num_pages": batch * -(-max_length // page_size)} | more
+    return EngineConfig(page_size=page_size, max_length=max_length, **fields)
+
+
 def engine(
     model: checkpoints.Loaded,
     bounds: EngineConfig,

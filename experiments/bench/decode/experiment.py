@@ -288,15 +288,11 @@ def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
     num_rows = batch * context
     num_steps = -(-num_rows // config.token_budget)
     budget = max(batch, -(-num_rows // num_steps))
-    return state.EngineConfig(
-        num_pages=batch * -(-length // config.page_size),
+    return model_shapes.bounds(
+        batch,
+        length,
         page_size=config.page_size,
-        max_slots=batch,
-        max_length=length,
-        max_sequences=batch,
-        queue_capacity=batch,
         token_budget=budget,
-        submit_width=batch,
         steps_per_call=config.steps_per_call,
         max_drafts=0 if config.speculate is None else config.drafts,
     )

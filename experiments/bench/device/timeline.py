@@ -15,7 +15,6 @@ import jax
 
 from experiments.bench.decode.ours import Ours
 from experiments.harness import model_shapes
-from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints, transformer
 
 NAMES = ("layers-2", "layers-8")
@@ -43,15 +42,8 @@ def measure(size: str, name: str) -> dict[str, Any]:
     params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
     batch, context, num_tokens = (32, 1024, 64) if is_real else (2, 8, 16)
     length = context + 17 + num_tokens
-    bounds = EngineConfig(
-        num_pages=batch * -(-length // 16),
-        max_slots=batch,
-        max_length=length,
-        max_sequences=batch,
-        queue_capacity=batch,
-        submit_width=batch,
-        token_budget=max(batch, 256 if is_real else 8),
-    )
+    budget = max(batch, 256 if is_real else 8)
+    bounds = model_shapes.bounds(batch, length, token_budget=budget)
     ours = Ours(checkpoints.Loaded(shape, params, None, ()), bounds, dtype)
     prompts = [[0] * context] * batch
     quiet = ours.decode(prompts, num_tokens, 10.0)

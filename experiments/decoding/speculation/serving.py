@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from experiments.bench.decode.ours import CallTimes, watch
+from experiments.harness import model_shapes
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
@@ -112,15 +113,10 @@ def bounds(
     num_lengths: int = 1,
 ) -> EngineConfig:
     """An engine's, in which nobody lacks a page, nor rows for his drafts."""
-    page_size = 16
-    return EngineConfig(
-        num_pages=batch * -(-(max_length + num_drafts) // page_size),
-        page_size=page_size,
-        max_slots=batch,
-        max_length=max_length,
-        max_sequences=batch,
-        queue_capacity=batch,
-        submit_width=batch,
+    return model_shapes.bounds(
+        batch,
+        max_length,
+        num_pages=batch * -(-(max_length + num_drafts) // 16),
         token_budget=max(128, batch * (1 + num_drafts)),
         max_drafts=num_drafts,
         num_lengths=num_lengths,

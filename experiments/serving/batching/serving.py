@@ -8,7 +8,6 @@ import numpy as np
 from experiments.harness import model_shapes, prompts
 from experiments.serving.batching import sweeps
 from experiments.serving.batching.sweeps import PAGE_SIZE, SYSTEMS, Config, Run
-from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
@@ -73,11 +72,10 @@ def _engine(
 ) -> Engine:
     """An engine whose pool holds the longest sequence in every slot."""
     num = max(config.num_requests, slots)
-    bounds = EngineConfig(
-        num_pages=slots * -(-config.longest // PAGE_SIZE),
+    bounds = model_shapes.bounds(
+        slots,
+        config.longest,
         page_size=PAGE_SIZE,
-        max_slots=slots,
-        max_length=config.longest,
         max_sequences=num,
         queue_capacity=num,
         submit_width=num,

@@ -33,12 +33,11 @@ from experiments.framework import (
     table,
     units,
 )
-from experiments.harness import bundled, stopwatch
+from experiments.harness import bundled, model_shapes, stopwatch
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOPS, Counted
 from jaxkv import decoding, validation
-from jaxkv.engine import EngineConfig
 from jaxkv.models import ModelConfig, checkpoints, paged, transformer
 from jaxkv.progress import QUIET, Progress
 from scaling.shapes import huggingface, published
@@ -265,16 +264,8 @@ def _draw(
     model: checkpoints.Loaded, start: int, num: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws `num` tokens behind the first: all tokens, and the least time of each."""
-    pages = -(-num // PAGE_SIZE)
-    bounds = EngineConfig(
-        num_pages=pages,
-        page_size=PAGE_SIZE,
-        max_slots=1,
-        max_length=pages * PAGE_SIZE,
-        max_sequences=1,
-        queue_capacity=1,
-        token_budget=1,
-    )
+    length = -(-num // PAGE_SIZE) * PAGE_SIZE
+    bounds = model_shapes.bounds(1, length, page_size=PAGE_SIZE, token_budget=1)
     forward = paged.PagedForward(model.config)
     taken = []
     for _ in range(repeats + 1):  # the first one compiles

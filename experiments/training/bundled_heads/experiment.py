@@ -22,15 +22,13 @@ from experiments.framework import (
     column,
     environment,
 )
-from experiments.harness import bundled
+from experiments.harness import bundled, model_shapes
 from experiments.plotting import style
 from experiments.training.bundled_model import experiment as bundled_model
 from jaxkv import validation
-from jaxkv.engine import EngineConfig
-from jaxkv.models import Params, checkpoints, paged
+from jaxkv.models import Params, checkpoints
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from jaxkv.serving.engine import Engine
 from jaxkv.speculation import eagle, head_folders, medusa
 from scaling.corpora import corpora
 from scaling.training import TrainConfig, drafting_heads, objectives
@@ -207,15 +205,8 @@ def score(
     held_out = corpora.open(recipe.run.corpus).held_out
     half, num = recipe.run.seq_len // 2, config.num_answers
     pieces = objectives.stream_windows(held_out, seq_len=half - 1, num_windows=num)
-    bounds = EngineConfig(
-        num_pages=16 * -(-2 * half // 16), max_slots=16, max_length=2 * half
-    )
-    engine = Engine(
-        target.params,
-        paged.PagedForward(target.config),
-        paged.make_pages(target.config, bounds),
-        bounds,
-    )
+    bounds = model_shapes.bounds(16, 2 * half, max_sequences=64, queue_capacity=64)
+    engine = model_shapes.engine(target, bounds, has_text=False)
     done = engine.generate(
         pieces.tolist(), Sampling.greedy(max_tokens=half, ignore_eos=True)
     )
