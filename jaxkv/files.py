@@ -23,9 +23,9 @@ BESIDE_BYTES = 2**20
 """Room that arrays on disk take beside their numbers, with some to spare."""
 
 
-def read_text(path: Path) -> str:
+def read_text(path: str | Path) -> str:
     """Reads a text file of `MAX_CHARACTERS` at most."""
-    with blaming(path), path.open(encoding="utf-8") as file:
+    with blaming(path), Path(path).open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"holds over {MAX_CHARACTERS:,} characters")
@@ -62,7 +62,7 @@ def parse_object(text: str, where: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def blaming(path: Path, *others: type[Exception]) -> Generator[None]:
+def blaming(path: str | Path, *others: type[Exception]) -> Generator[None]:
     """Turns what goes wrong with a file into one ValueError line that names it.
 
     Args:

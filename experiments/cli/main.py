@@ -23,6 +23,7 @@ from experiments.cli import compilation_cache, joining, run
 from experiments.cli.console import interrupts, outputs
 from experiments.cli.run import Output
 from experiments.framework import config_json, refused, registry
+from jaxkv import files
 
 
 def main(args: list[str] | None = None) -> int:
@@ -144,7 +145,7 @@ def _fit(args: list[str]) -> Output:
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
     base = fit_command.Config(log=log)
     if (file := _value_of(flags, "--config")) is not None:
-        text = config_json.read_text(file)
+        text = files.read_text(file)
         base = config_json.config_loads(fit_command.Config, text, file)
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
@@ -161,7 +162,7 @@ def _fit(args: list[str]) -> Output:
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         from experiments.framework import run_folder
 
-        text = config_json.read_text(out / "fit.json")
+        text = files.read_text(out / "fit.json")
         run_folder.write(Path(config.log) / "fit.json", text)
     return answer
 
@@ -262,7 +263,7 @@ def _experiment(name: str, args: list[str], prog: str) -> Output:
     if (file := _value_of(flags, "--config")) is not None:
         if is_named:
             raise ValueError(f"{prog}: both {name} and --config {file}; which?")
-        base = experiment.config_loads(config_json.read_text(file), file)
+        base = experiment.config_loads(files.read_text(file), file)
     description = f"{experiment.question} Configs: {', '.join(configs)}."
     return run.run(experiment, *_changed(base, flags, f"{prog} [CONFIG]", description))
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 from experiments.cli import parsing
 from experiments.cli.run import Output
 from experiments.framework import Claim, config_json, registry, report
+from jaxkv import files
 
 RECORDS = Path(__file__).parents[1] / "records"
 PAGE = Path(__file__).parents[1] / "RESULTS.md"
@@ -77,7 +78,7 @@ def read(run: Path, root: Path) -> Record:
     """Reads one run folder."""
     try:
         env, claimed = (
-            json.loads(config_json.read_text(run / f"{name}.json"))
+            json.loads(files.read_text(run / f"{name}.json"))
             for name in ("env", "claims")
         )
         for name, kind in _OF_ENV.items():
@@ -85,7 +86,7 @@ def read(run: Path, root: Path) -> Record:
         claims = [_claim(x) for x in claimed]
         experiment = registry.load(str(env["experiment"]))
         where = run / "config.json"
-        ours = experiment.config_loads(config_json.read_text(where), str(where))
+        ours = experiment.config_loads(files.read_text(where), str(where))
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None
     names = (name for name, config in experiment.configs.items() if config == ours)

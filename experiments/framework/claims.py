@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from experiments.framework import config_json
+from jaxkv import files
 
 Verdict = Literal["holds", "fails", "differs"]
 Relation = Literal["equal", "at_least", "at_most"]
@@ -241,7 +242,7 @@ class Book:
     def _read(self) -> tuple[dict[str, str], dict[str, Said]]:
         """Words, and claims by id."""
         try:
-            found = tomllib.loads(config_json.read_text(self.path))
+            found = tomllib.loads(files.read_text(self.path))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{self.path}: cannot be read: {error}") from None
         words = {name: x for name, x in found.items() if isinstance(x, str)}

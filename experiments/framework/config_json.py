@@ -12,27 +12,6 @@ from typing import Any
 
 from jaxkv import files
 
-MAX_CHARACTERS = 2**26
-"""Of a file that is read whole: far more than any config takes."""
-
-
-def read_text(path: str | Path) -> str:
-    """Reads a file of UTF-8.
-
-    Raises:
-      ValueError: it cannot be read, is no text, or holds over `MAX_CHARACTERS`, as a
-        device may; one line that names it.
-    """
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    if len(text) > MAX_CHARACTERS:
-        said = f"it holds over {MAX_CHARACTERS:,} characters"
-        raise ValueError(f"{path}: cannot be read: {said}")
-    return text
-
 
 def plain(value: Any) -> Any:
     """Reduces a value to what JSON knows: dicts, lists, strings, numbers, booleans.

@@ -261,15 +261,15 @@ def read(folder: Path, experiment: Experiment) -> Run:
       ValueError: a file is missing, or is not what it should be.
     """
     path = folder / "config.json"
-    config = experiment.config_loads(config_json.read_text(path), str(path))
+    config = experiment.config_loads(files.read_text(path), str(path))
     study = experiment.study_of(config)
     env_path = folder / "env.json"
-    env = files.parse_object(config_json.read_text(env_path), env_path)
+    env = files.read_json(env_path)
     if list in (study.result, typing.get_origin(study.result)):
         path = folder / "runs.jsonl"
         result: Any = [
             files.parse_object(line, path)
-            for line in config_json.read_text(path).splitlines()
+            for line in files.read_text(path).splitlines()
         ]
     else:
         result = _load_arrays(folder / "result.npz", study.result)
@@ -328,7 +328,7 @@ def _move(source: Path, target: Path) -> None:
 def _env(folder: Path) -> dict[str, Any]:
     path = folder / "env.json"
     # The run has started the devices by now; before it, asking would have.
-    env = files.parse_object(config_json.read_text(path), path)
+    env = files.read_json(path)
     return env | {"devices": environment.devices()}
 
 

@@ -13,7 +13,7 @@ from experiments.cli.console import terminal
 from experiments.cli.run import Output
 from experiments.framework import Sheet, config_json, units
 from experiments.harness import sweep_tables
-from jaxkv import parallel
+from jaxkv import files, parallel
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.parallel import processes
@@ -90,7 +90,7 @@ def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
     if path.suffix != ".json" and not path.exists():
         line = config_json.unknown("config", name, shipped)
         raise ValueError(f"{line}, or the path of a JSON file")
-    return config_json.config_loads(config_type, config_json.read_text(path), name)
+    return config_json.config_loads(config_type, files.read_text(path), name)
 
 
 def _printed(config: Any) -> Output:

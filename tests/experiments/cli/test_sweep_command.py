@@ -111,7 +111,7 @@ def test_bad_input_is_one_line(command: str, jaxkv: Command) -> None:
     for args, message in [
         ("", "which config?"),
         ("smok", "did you mean smoke"),
-        ("missing.json", "cannot be read"),
+        ("missing.json", "missing.json: no such file"),
         ("odd.json", "unknown field"),
         ("smoke --exekutor x", "--ex"),
         ("smoke --max-seconds 0", "--max-seconds 0: must be above 0"),
