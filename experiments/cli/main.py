@@ -160,10 +160,8 @@ def _fit(args: list[str]) -> Output:
     experiment = fit_command.experiment(config.log)
     answer = _lift_metrics(run.run(experiment, config, out, max_seconds))
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
-        from experiments.framework import run_folder
-
         text = files.read_text(out / "fit.json")
-        run_folder.write(Path(config.log) / "fit.json", text)
+        files.write_aside(Path(config.log) / "fit.json", text)
     return answer
 
 

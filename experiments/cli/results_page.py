@@ -143,9 +143,7 @@ def claims(folder: Path | None, write: Path | None) -> Output:
     records = find(RECORDS if folder is None else folder)
     lines = []
     if write is not None:
-        from experiments.framework import run_folder
-
-        run_folder.write(write, page(records))
+        files.write_aside(write, page(records))
         lines.append(f"page: {write}")
     told = ("experiment", "config", "folder", "claims")
     document = [{name: getattr(x, name) for name in told} for x in records]

@@ -119,7 +119,7 @@ def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) ->
     folder = folder or new_folder(None, name)
     with contextlib.closing(locking.WriterLock(folder)):
         for file, content in contents.items():
-            write(folder / file, content)
+            files.write_aside(folder / file, content)
     return folder
 
 
@@ -179,8 +179,8 @@ def begin(folder: Path, experiment: Experiment, config: Any) -> None:
         if _is_run(folder):
             (folder / EARLIER).mkdir()
             _move(folder, folder / EARLIER)
-        write(folder / "config.json", config_json.config_dumps(config))
-        write(folder / "env.json", config_json.dumps(env))
+        files.write_aside(folder / "config.json", config_json.config_dumps(config))
+        files.write_aside(folder / "env.json", config_json.dumps(env))
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
 
@@ -203,7 +203,7 @@ def has_result(folder: Path) -> bool:
 def mark(folder: Path, status: Status) -> None:
     """Notes in `env.json` what became of a run that has no result."""
     env = _env(folder) | {"status": status}
-    write(folder / "env.json", config_json.dumps(env))
+    files.write_aside(folder / "env.json", config_json.dumps(env))
 
 
 def finish(
@@ -228,23 +228,23 @@ def finish(
     """
     if isinstance(result, list):
         rows = (config_json.dumps(row, indent=None) + "\n" for row in result)
-        write(folder / "runs.jsonl", "".join(rows))
+        files.write_aside(folder / "runs.jsonl", "".join(rows))
     else:
         arrays = _flatten(result)
         files.write_aside(
             folder / "result.npz", lambda file: np.savez_compressed(file, **arrays)
         )
     run = read(folder, experiment)
-    write(folder / "claims.json", config_json.dumps(run.claims))
+    files.write_aside(folder / "claims.json", config_json.dumps(run.claims))
     for name, text in run.study.files(run.result).items():
-        write(folder / name, text)
+        files.write_aside(folder / name, text)
     draw(run)
     status: Status = "interrupted" if interrupted else "done"
     env = _env(folder) | {"status": status, "duration_s": duration_s}
     report = framework_report.report(experiment.question, run.config, env, run.parts)
-    write(folder / "report.md", report)
+    files.write_aside(folder / "report.md", report)
     # The last word: whoever reads "done" finds everything else.
-    write(folder / "env.json", config_json.dumps(env))
+    files.write_aside(folder / "env.json", config_json.dumps(env))
     discard_earlier(folder)
     return run._replace(env=env)
 
@@ -295,16 +295,7 @@ def draw(run: Run) -> None:
         size_inches=run.study.panel_size_inches,
     )
     for name, content in figures.items():
-        write(run.folder / name, content)
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Writes a file aside and renames it into place.
-
-    Raises:
-      ValueError: it cannot be written; the file is as it was.
-    """
-    files.write_aside(path, content)
+        files.write_aside(run.folder / name, content)
 
 
 def _drop_empty(folder: Path) -> None:

@@ -19,12 +19,12 @@ import numpy as np
 
 from experiments.cli.fit import command, fitting, grids
 from experiments.cli.fit import report as fit_report
-from experiments.framework import config_json, run_folder
+from experiments.framework import config_json
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import drawing, held_out, prediction, report
 from experiments.training.isoflop.outcomes import Line, Points, Rates, Result, optima
 from jaxkv import validation
-from jaxkv.files import kept
+from jaxkv.files import kept, write_aside
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.fits import result as fits_result
@@ -257,7 +257,7 @@ def _predict(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; name another folder"
             )
-    run_folder.write(path, config_json.dumps(made))
+    write_aside(path, config_json.dumps(made))
     return json.loads(path.read_text("utf-8"))
 
 

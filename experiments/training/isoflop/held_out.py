@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.framework import config_json, environment, run_folder
+from experiments.framework import config_json, environment
+from jaxkv import files
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.text import tokenizer
@@ -63,7 +64,7 @@ def train(
         records = [_record(sweep, corpus, *each) for each in tried.values()]
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
-        run_folder.write(path, config_json.dumps(best | {"tried": losses}))
+        files.write_aside(path, config_json.dumps(best | {"tried": losses}))
     record = json.loads(path.read_text("utf-8"))
     run, result = tried[record["learning_rate"]]
     if config.keep_models and record["status"] == "done":

@@ -12,6 +12,7 @@ import pytest
 from experiments.framework import config_json, run_folder
 from experiments.framework.claims import Relation, judge
 from experiments.framework.study import Experiment
+from jaxkv import files
 from tests.support.refusals import refused
 
 FILES = {
@@ -151,9 +152,9 @@ def test_a_missing_array_is_named(tmp_path: Path, experiment: Experiment) -> Non
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    run_folder.write(path, "old")
+    files.write_aside(path, "old")
     with pytest.raises(ValueError, match=r"config.json: cannot be written: 'utf-8'"):
-        run_folder.write(path, "\ud800")
+        files.write_aside(path, "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
