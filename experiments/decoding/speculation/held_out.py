@@ -68,8 +68,9 @@ class TextConfig:
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
         """The engine's, of a way to decode."""
         num_lengths = methods.NUM_LENGTHS if serving.WAYS[way].adaptive else 1
-        sizes = self.max_length, self.steps_per_call, num_lengths
-        return serving.bounds(batch, num_drafts, *sizes)
+        return serving.bounds(
+            batch, num_drafts, self.max_length, self.steps_per_call, num_lengths
+        )
 
     def requests(self, tokenizer: Any, setting: Setting) -> Requests:
         """Whole batches: as many texts as there are alone, or one batch of more."""

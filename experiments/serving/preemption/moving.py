@@ -8,7 +8,7 @@ NumPy arrays and back.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +125,9 @@ def _time_reading(
             width=config.submit_width,
         )
         state, _ = programs.LOCAL.submit(state, asked, config=config)
-        rules: dict[str, Any] = {"forward": forward, "policy": policy}
-        read = functools.partial(programs.LOCAL.run_steps, config=config, **rules)
+        read = functools.partial(
+            programs.LOCAL.run_steps, config=config, forward=forward, policy=policy
+        )
         took_s, (state, info) = timed(read, model.params, state, clock)
         if info.num_rows.sum() != len(request.tokens):
             raise RuntimeError("the tokens were not read in one step")

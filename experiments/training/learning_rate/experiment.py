@@ -161,8 +161,8 @@ def plot(axes: Any, result: Result) -> None:
             mine = runs.where(width=width, num_tokens=number)
             mine = mine.at(np.argsort(mine.learning_rate))
             label = f"width {width:.0f}" if line == "-" else ""
-            x, y, look = mine.learning_rate, mine.loss, {"linewidth": 0.8}
-            style.curve(left, x, y, i % 8, label, line + "o", **look)
+            x, y, mark = mine.learning_rate, mine.loss, f"{line}o"
+            style.curve(left, x, y, i % 8, label, mark, linewidth=0.8)
     title = f"{tokens[-1]:,.0f} tokens (dashed: {tokens[0]:,.0f})"
     loss = "held-out loss [nats/token]"
     style.titled(left, title, "learning rate", loss, xscale="log")
