@@ -1,3 +1,3 @@
 """Speculative decoding."""
 
-__all__ = ["experiment", "held_out", "on_text", "serving"]
+__all__ = ["drawing", "experiment", "held_out", "on_text", "serving"]

@@ -20,7 +20,9 @@ def draw(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     greedy = runs.where(temperature=0.0)
     alone = runs.where(batch=1)
     _lengths(axes[0, 0], alone.where(temperature=0.0))
-    _ways(axes[0, 1], alone.where(num_drafts=num_drafts))
+    ways = alone.where(num_drafts=num_drafts)
+    names, label = ways.way.tolist(), "times as fast as plain decoding"
+    bars(axes[0, 1], ways, names, [COLORS[x] for x in names], "speed", label)
     _batches(axes[1, 0], greedy.where(way="n-gram", num_drafts=num_drafts))
     _coins(axes[1, 1], coins)
 
@@ -43,25 +45,24 @@ def _lengths(ax: Any, runs: Any) -> None:
         ax.legend()
 
 
-def _ways(ax: Any, runs: Any) -> None:
-    """Speeds by way, greedy and drawn."""
-    ways = runs.distinct("way")
-    height = 0.38
+def bars(
+    ax: Any, runs: Any, names: list[str], colors: list[int], field: str, label: str
+) -> None:
+    """Draws a number of every run, by its name, greedy and, faint, drawn."""
+    order, height, values = [*dict.fromkeys(names)], 0.4, getattr(runs, field)
     for nth, temperature in enumerate((0.0, 1.0)):
-        here = runs.where(temperature=temperature)
-        place = np.array([ways.index(way) for way in here.way]) + height * (nth - 0.5)
-        colors = [style.colors()[COLORS[way]] for way in here.way]
-        bars = ax.barh(place, here.speed, 0.9 * height, color=colors)
-        for bar in bars:
-            bar.set_alpha(1.0 - 0.5 * nth)
-        kind = "greedy" if temperature == 0 else "temperature 1"
-        labels = [f"{speed:.2f}  {kind}" for speed in here.speed]
-        ax.bar_label(bars, labels, fontsize=6, padding=2)
-    ax.set_yticks(range(len(ways)), ways)
+        here = np.flatnonzero(runs.temperature == temperature)
+        if not here.size:
+            continue
+        place = [order.index(names[i]) + height * (nth - 0.5) for i in here]
+        look = {"color": [style.colors()[colors[i]] for i in here]}
+        drawn = ax.barh(place, values[here], 0.9 * height, alpha=1 - nth / 2, **look)
+        ax.bar_label(drawn, [f"{x:.2f}" for x in values[here]], fontsize=5, padding=2)
+    ax.set_yticks(range(len(order)), order, fontsize=6)
     ax.invert_yaxis()
     ax.axvline(1, color="0.6", linewidth=0.8)
-    ax.margins(x=0.35)
-    style.titled(ax, "one sequence", "times as fast as plain decoding", "")
+    ax.margins(x=0.15)
+    style.titled(ax, "one sequence; faint: temperature 1", label, "")
 
 
 def _batches(ax: Any, runs: Any) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.decoding.speculation.drawing import bars
 from experiments.plotting import style
 
 KINDS = {
@@ -25,34 +26,15 @@ def draw(axes: Any, ways: Any, adaptive: Any) -> None:
     _batches(axes[1, 1], adaptive)
 
 
-def _color(way: str) -> Any:
-    kind = next(kind for kind in KINDS if way.startswith(kind))
-    return style.colors()[KINDS[kind]]
-
-
-def _names(runs: Any) -> list[str]:
-    return [f"{way}, {num}" for way, num in zip(runs.way, runs.num_drafts, strict=True)]
-
-
 def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
-    """A number of every way, greedy and drawn."""
-    names, height = [*dict.fromkeys(_names(runs))], 0.4
-    for nth, temperature in enumerate((0.0, 1.0)):
-        here = runs.where(temperature=temperature)
-        if not len(here):
-            continue
-        place = [names.index(name) + height * (nth - 0.5) for name in _names(here)]
-        colors = [_color(way) for way in here.way]
-        values = getattr(here, field)
-        bars = ax.barh(place, values, 0.9 * height, color=colors)
-        for bar in bars:
-            bar.set_alpha(1.0 - 0.5 * nth)
-        ax.bar_label(bars, [f"{x:.2f}" for x in values], fontsize=5, padding=2)
-    ax.set_yticks(range(len(names)), names, fontsize=6)
-    ax.invert_yaxis()
-    ax.axvline(1, color="0.6", linewidth=0.8)
-    ax.margins(x=0.15)
-    style.titled(ax, "one sequence; faint: temperature 1", label, "")
+    """A number of every way with its drafts."""
+    ways = runs.way.tolist()
+    names = [f"{way}, {num}" for way, num in zip(ways, runs.num_drafts, strict=True)]
+    bars(ax, runs, names, [KINDS[_kind(way)] for way in ways], field, label)
+
+
+def _kind(way: str) -> str:
+    return next(kind for kind in KINDS if way.startswith(kind))
 
 
 def _costs(ax: Any, runs: Any) -> None:
@@ -76,7 +58,7 @@ def _batches(ax: Any, runs: Any) -> None:
             here = runs.where(way=way, temperature=temperature)
             here = here.at(np.argsort(here.batch))
             line = "o-" if temperature == 0 else "s:"
-            kind = next(kind for kind in KINDS if way.startswith(kind))
+            kind = _kind(way)
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{kind}, {words}"
             style.curve(ax, here.batch, here.speed, KINDS[kind], label, line)
