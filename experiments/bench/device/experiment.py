@@ -69,6 +69,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     left_s = getattr(progress, "left_s", math.inf)
     end_s = parts.now_s() + min(config.max_s, left_s) - SPARE_S
     with files.kept(config.folder) as folder:
+        folder.mkdir(parents=True, exist_ok=True)
         call = _Call(Kept(folder / FILE), end_s, progress)
         asked = [
             part
