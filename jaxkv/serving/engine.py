@@ -161,7 +161,9 @@ class Engine:
         scan_layers = validation.boolean("scan_layers", scan_layers)
         adaptive = validation.boolean("adaptive", adaptive)
         config = loading.bounds(fields, speculate=speculate, adaptive=adaptive)
-        model = loaded or loading.read(folder, dtype=dtype, mesh=mesh)
+        model = loaded
+        if model is None:
+            model = loading.read(folder, dtype=dtype, mesh=mesh)
         served = loading.serve(
             folder,
             model,
