@@ -80,15 +80,21 @@ def score(
 
 
 def reweigh(
-    state: Softmax, scores: Float[Array, "*queries places"], seen: Bool[Array, "..."]
+    state: Softmax,
+    scores: Float[Array, "*queries places"],
+    seen: Bool[Array, "..."] | None,
 ) -> tuple[Float[Array, "*queries places"], Softmax]:
-    """Weights of a block under the new maximum, and the old state scaled to it."""
-    lowest = jnp.asarray(jnp.finfo(scores.dtype).min, scores.dtype)
-    scores = jnp.where(seen, scores, lowest)
+    """Weights of a block under the new maximum, and the old state scaled to it.
+
+    `seen` None: every query sees every place.
+    """
+    if seen is not None:
+        lowest = jnp.asarray(jnp.finfo(scores.dtype).min, scores.dtype)
+        scores = jnp.where(seen, scores, lowest)
     top = jnp.maximum(state.top, scores.max(-1))
-    weights = jnp.where(
-        seen, jnp.exp(scores - top[..., None]), jnp.zeros((), scores.dtype)
-    )
+    weights = jnp.exp(scores - top[..., None])
+    if seen is not None:
+        weights = jnp.where(seen, weights, jnp.zeros((), scores.dtype))
     decay = jnp.exp(state.top - top)
     total = state.total * decay + weights.sum(-1)
     return weights, Softmax(top, total, state.out * decay[..., None])

@@ -151,6 +151,19 @@ class Drafter(Protocol):
         """
         return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
+    def rests(
+        self, memory: Any, state: EngineState, config: EngineConfig
+    ) -> Bool[Array, ""] | None:
+        """Whether nobody would be drafted for in the steps that follow.
+
+        They can then be those of an engine that never drafts. None: never.
+        """
+        return None
+
+    def rested(self, memory: Any, num_steps: int) -> Any:
+        """Takes note of so many steps without drafts, whose verdicts were not told."""
+        return memory
+
     def propose(
         self,
         params: Any,

@@ -4,6 +4,7 @@
 Python to be jitted, mapped or scanned at the caller's rim. No step looks at the host.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -79,6 +80,9 @@ class StepInfo(NamedTuple):
     num_drafts: Int32[Array, " slots"] | None = None
     """Drafts among the tokens fed; of these `num_emitted` less one were accepted. None
     without speculation."""
+    rests: Bool[Array, ""] | None = None
+    """Whether nobody is to be drafted for behind this call, see `Drafter.rests`; None
+    where the drafter never rests."""
 
 
 def step(
@@ -288,23 +292,32 @@ def run_steps(
     eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
     speculation: Speculation | None = None,
+    may_draft: bool = True,
     num_steps: int | None = None,
 ) -> tuple[EngineState, StepInfo]:
     """Runs several steps as one program; arguments are those of `step`.
 
     Requests that arrive after `clock`, in seconds and microseconds, are not admitted.
-    There are `num_steps`, static; None means `config.steps_per_call`. Donate the state.
+    Without `may_draft`, static, the steps are those of an engine that never drafts,
+    whatever `speculation` is; where `StepInfo.rests` says so, that is faster. There are
+    `num_steps`, static; None means `config.steps_per_call`. Donate the state.
 
     Returns:
       The new state, and the stacked infos of all steps.
     """
     params, state, clock = arrays.on_device((params, state, clock))
+    state = state._replace(clock=clock)
+    drafter = None if speculation is None else speculation.drafter
+    length = config.steps_per_call if num_steps is None else num_steps
+    own = config
+    if not may_draft:
+        own, speculation = dataclasses.replace(config, max_drafts=0), None
 
     def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
         state, info = step(
             params,
             state,
-            config=config,
+            config=own,
             forward=forward,
             policy=policy,
             eviction=eviction,
@@ -314,13 +327,34 @@ def run_steps(
         with jax.named_scope("info"):
             return state, arrays.side_by_side(info)
 
-    state, infos = lax.scan(
-        body,
-        state._replace(clock=clock),
-        None,
-        length=config.steps_per_call if num_steps is None else num_steps,
-    )
-    return state, infos()
+    state, infos = lax.scan(body, state, None, length=length)
+    return _rested(state, infos(), drafter, may_draft, config)
+
+
+@jax.named_scope("rest")
+def _rested(
+    state: EngineState,
+    infos: StepInfo,
+    drafter: Drafter | None,
+    may_draft: bool,
+    config: EngineConfig,
+) -> tuple[EngineState, StepInfo]:
+    """Tells a call of plain steps like others, and whether the drafter rests now."""
+    if drafter is None:
+        return state, infos
+    num_steps = infos.enough.shape[0]
+    if not may_draft:
+        wide = ((0, 0), (0, 0), (0, config.max_drafts))
+        infos = infos._replace(
+            tokens=jnp.pad(infos.tokens, wide),
+            logprobs=jnp.pad(infos.logprobs, wide),
+            num_drafts=jnp.zeros_like(infos.num_rows),
+        )
+        state = state._replace(memory=drafter.rested(state.memory, num_steps))
+    rests = drafter.rests(state.memory, state, config)
+    if rests is not None:
+        infos = infos._replace(rests=jnp.broadcast_to(rests, (num_steps,)))
+    return state, infos
 
 
 def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:

@@ -9,6 +9,7 @@ it must know, its tracker counts.
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -101,6 +102,7 @@ class EngineCore:
         self.on_dispatch: Callable[[Call], Any] | None = None
         """Is told of every call, to note times say."""
         self._asked = False  # by the device, to move swapped pages
+        self._rests = False  # the drafter, by what was read last
         self._num_steps = 0  # read so far
         self._keep_trace, self._started = keep_trace, time.perf_counter()
         # Never held while the device is waited for, nor by a stream that was left.
@@ -199,28 +201,44 @@ class EngineCore:
             all_samples = np.full_like(ids, -1)
             return self._programs.drain(state, ids, all_samples, self._eviction)[0]
 
-        run = tuning.Programs(lambda state: self.run_steps(state)[0], submit, withdraw)
+        def run(state: EngineState, may_draft: bool) -> EngineState:
+            return self.run_steps(state, may_draft=may_draft)[0]
+
         self.compile()
         with self._lock, self._all_or_lost():
-            self.state = tuning.tune(self.state, run, self.config, plan)
+            ways = tuning.Programs(run, submit, withdraw)
+            self.state = tuning.tune(self.state, ways, self.config, plan)
+            self._rests = False
 
-    def run_steps(self, state: EngineState, now: float = 0.0) -> Any:
+    def run_steps(
+        self, state: EngineState, now: float = 0.0, *, may_draft: bool = True
+    ) -> Any:
         """Runs the steps of a call on a state, which they consume."""
         return self._programs.run_steps(
-            self.params, state, from_seconds(now), **self._rules()
+            self.params, state, from_seconds(now), **self._rules(may_draft)
         )
 
-    def lower(self) -> Any:
+    def lower(self, *, may_draft: bool = True) -> Any:
         """The program of the steps, traced."""
         clock = from_seconds(0.0)
         return self._programs.run_steps.lower(
-            self.params, self.state, clock, **self._rules()
+            self.params, self.state, clock, **self._rules(may_draft)
         )
 
-    def _rules(self) -> dict[str, Any]:
+    def _rules(self, may_draft: bool) -> dict[str, Any]:
         """What the steps run by, besides parameters, state and clock."""
-        changing = {"policy": self.policy, "eviction": self._eviction}
+        changing: dict[str, Any] = {"policy": self.policy, "eviction": self._eviction}
+        if not may_draft:
+            changing["may_draft"] = False
         return self.static | changing
+
+    def _can_rest(self) -> bool:
+        """Whether there is a program of plain steps beside the one that drafts."""
+        speculation, state = self.static["speculation"], self.state
+        if speculation is None:
+            return False
+        rests = functools.partial(speculation.drafter.rests, config=self.config)
+        return jax.eval_shape(rests, state.memory, state) is not None
 
     def compile(self) -> None:
         """Makes the programs, all before one of them consumes the state.
@@ -232,9 +250,10 @@ class EngineCore:
             return
         blank = self._requests([])
         names = np.full(self.config.max_sequences, -1, np.int32)
+        ways = (True, False) if self._can_rest() else (True,)
         lowered = (
             self._programs.submit.lower(self.state, blank, config=self.config),
-            self.lower(),
+            *(self.lower(may_draft=may) for may in ways),
             self._programs.drain.lower(self.state, names, names, self._eviction),
         )
         for program in lowered:
@@ -261,7 +280,9 @@ class EngineCore:
                         self.state, requests, config=config
                     )
                     tracker.hand_over(batch)
-                self.state, info = self.run_steps(self.state, self.now())
+                self.state, info = self.run_steps(
+                    self.state, self.now(), may_draft=not self._rests
+                )
                 self.unread.append(call := Call(info=info))
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
@@ -300,6 +321,7 @@ class EngineCore:
                 invariants.refuse(info.violations, first_step=self._num_steps)
             self._num_steps += len(info.enough)
             self._asked |= bool(info.asks_host[-1])
+            self._rests = info.rests is not None and bool(info.rests[-1])
             if self._keep_trace:
                 waiting = info.num_waiting + call.num_pending
                 self.trace.append(info._replace(num_waiting=waiting))

@@ -78,7 +78,7 @@ def _bring_in(
 
 
 _RUN: Any = {
-    "static_argnames": ("config", "forward", "logits_fn", "speculation"),
+    "static_argnames": ("config", "forward", "logits_fn", "speculation", "may_draft"),
     "donate_argnames": "state",
     "compiler_options": devices.COMPILER_OPTIONS,
 }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from jaxkv import validation
 from jaxkv.engine import EngineConfig, EngineState
@@ -19,15 +19,17 @@ from jaxkv.sampling import Sampling
 from jaxkv.serving import request_batch
 from jaxkv.speculation.adaptive import Costs, Learned, with_costs
 
-_ROUNDS = 3
-"""Turns of every length, if there is room."""
+_ROUNDS, _MOST_ROUNDS = 3, 9
+"""Turns of every length at least, and at most."""
+_SECONDS = 1.0
+"""Of turns of a batch, behind which no more than the least follow."""
 
 
 class Programs(NamedTuple):
     """What an engine runs; each consumes the state."""
 
-    run: Callable[[EngineState], EngineState]
-    """Steps of one call."""
+    run: Callable[[EngineState, bool], EngineState]
+    """`run(state, may_draft)`: steps of one call."""
     submit: Callable[..., EngineState]
     """`submit(state, requests)`."""
     withdraw: Callable[..., EngineState]
@@ -40,7 +42,7 @@ class Measurement(NamedTuple):
     context: int
     """Tokens of every sequence when it begins."""
     rounds: int
-    """Turns of every length."""
+    """Turns of every length for which there is room at once, at least 1."""
 
 
 def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measurement:
@@ -73,7 +75,7 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
         raise ValueError(
             f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
         )
-    return Measurement(context, min(_ROUNDS, room(context) // each))
+    return Measurement(context, room(context) // each)
 
 
 def _steps_of_reading(context: int, config: EngineConfig) -> int:
@@ -114,27 +116,53 @@ def _measure(
     plan: Measurement,
     num: int,
 ) -> tuple[EngineState, Float[np.ndarray, " lengths"]]:
-    """Seconds of a step in which `num` sequences decode, with each length of drafts."""
+    """Seconds of a step in which `num` sequences decode, with each length of drafts.
+
+    Medians over turns: the first is slower, and others may be disturbed.
+    """
+    rounds, names, begun = [], _names(config, num), time.perf_counter()
+    while len(rounds) < _MOST_ROUNDS:
+        if len(rounds) >= _ROUNDS and time.perf_counter() - begun > _SECONDS:
+            break
+        if len(rounds) % plan.rounds == 0:
+            state = programs.withdraw(state, names)
+            state = _decoding(state, programs, config, plan, num)
+        found = []
+        for column in range(1 + len(config.lengths)):
+            state = jax.block_until_ready(_forced(state, column))
+            start = time.perf_counter()
+            state = jax.block_until_ready(programs.run(state, column > 0))
+            found.append(time.perf_counter() - start)
+        rounds.append(found)
+    state = programs.withdraw(state, names)
+    return state, np.median(rounds, axis=0) / config.steps_per_call
+
+
+def _decoding(
+    state: EngineState,
+    programs: Programs,
+    config: EngineConfig,
+    plan: Measurement,
+    num: int,
+) -> EngineState:
+    """Submits sequences to an idle engine, and goes on until all of them decode."""
     most = config.max_length - plan.context
     ask = Sampling(temperature=0.0, max_tokens=most, prefix_cache=False)
-    names = np.full(config.max_sequences, -1, np.int32)
-    names[:num] = np.arange(num)
     width = max(config.submit_width, config.max_slots)
     prompts, asks = [[0] * plan.context] * num, [ask] * num
     requests = request_batch.make_requests(prompts, asks, config=config, width=width)
     state = programs.submit(_forced(state, 0), requests)
-    calls = _steps_of_reading(plan.context, config) // config.steps_per_call
-    for _ in range(calls):
-        state = programs.run(state)
+    for _ in range(_steps_of_reading(plan.context, config) // config.steps_per_call):
+        state = programs.run(state, False)
         if np.sum(np.asarray(state.table.length) > plan.context) == num:
             break
-    seconds = np.full((plan.rounds, 1 + len(config.lengths)), np.inf)
-    for turn, column in np.ndindex(seconds.shape):
-        state = jax.block_until_ready(_forced(state, column))
-        start = time.perf_counter()
-        state = jax.block_until_ready(programs.run(state))
-        seconds[turn, column] = time.perf_counter() - start
-    return programs.withdraw(state, names), seconds.min(axis=0) / config.steps_per_call
+    return state
+
+
+def _names(config: EngineConfig, num: int) -> Int32[np.ndarray, " sequences"]:
+    """The names of so many requests, as `withdraw` takes them."""
+    names = np.arange(config.max_sequences, dtype=np.int32)
+    return np.where(names < num, names, -1)
 
 
 def _forced(state: EngineState, length: int) -> EngineState:

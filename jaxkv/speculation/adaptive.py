@@ -134,6 +134,21 @@ class Adaptive(Drafter):
         wanted = jnp.where(memory.forced >= 0, config.max_drafts, wanted)
         return jnp.minimum(wanted, memory.lengths[chosen])
 
+    def rests(
+        self, memory: Learned, state: EngineState, config: EngineConfig
+    ) -> Bool[Array, ""]:
+        """Where no drafts pay, for who runs and for who may come; nor are any tried."""
+        running = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
+        soon = jnp.minimum(running + state.queue.length, config.max_slots)
+        now = jnp.where(running > 0, running, soon)
+        pays = (memory.best[now] > 0) | (memory.best[soon] > 0)
+        chosen = ~pays & (memory.idle < self.patience)
+        return jnp.where(memory.forced >= 0, memory.forced == 0, chosen)
+
+    def rested(self, memory: Learned, num_steps: int) -> Learned:
+        """Counts them, as drafts are tried again after many."""
+        return memory._replace(idle=memory.idle + num_steps)
+
     def propose(
         self,
         params: Any,

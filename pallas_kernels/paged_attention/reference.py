@@ -6,6 +6,8 @@ a row does not see changes none of its bits. Places that no row sees may hold an
 NaN included, and table entries of which no row sees a place are not followed.
 """
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -21,13 +23,14 @@ from pallas_kernels.paged_attention.page_blocks import Memory
 BLOCK = 64
 """Positions that are gathered and summed together."""
 MAX_BLOCK = 256
-"""The same for few rows, where starting an operation costs more than its work."""
+"""The same for few rows, where starting an operation costs more than its work, and for
+many, of places that all of them see: nothing is masked."""
 FEW_SLOTS, FEW_QUERIES = 4, 6
 """Slots, and queries of a KV head, up to which a CPU multiplies keys and values with
 query after query faster than with all at once."""
 TILE, MAX_TILE = 64, 128
 """Rows of one slot that share a gather in `attend_per_tile`, and where slots have so
-many rows each as the other. Bits are the same."""
+many rows each as the other. Only there are blocks wide; else bits are the same."""
 
 
 class View(NamedTuple):
@@ -124,6 +127,7 @@ def attend_per_tile(
     assert view.slots is not None
     rows, kv_heads, group, head_dim = q.shape
     size = MAX_TILE if rows >= MAX_TILE * view.page_ids.shape[0] else TILE
+    is_wide = size == MAX_TILE and view.window is None
     starts, num_tiles = _tiles(view.slots, size)
     # Padding lets the last tile read as many; padded rows have slot -1, seen by none.
     pad = lambda x, fill: jnp.pad(  # noqa: E731
@@ -133,9 +137,15 @@ def attend_per_tile(
     )
     q, slots, positions = pad(q, 0), pad(view.slots, -1), pad(view.positions, -1)
     ancestors = None if view.ancestors is None else pad(view.ancestors, False)
-    slopes = None if terms.slopes is None else terms.slopes[:, :, None, None]
-    sinks = None if terms.sinks is None else terms.sinks[:, :, None]
+    # Queries of a KV head lie on one axis: XLA's loops over two are slower.
+    slopes, sinks = terms.slopes, terms.sinks
+    slopes = None if slopes is None else jnp.repeat(slopes, size, axis=1)[:, :, None]
+    sinks = None if sinks is None else jnp.repeat(sinks, size, axis=1)
     dtype = page_blocks.type_of_products(q.dtype, memory)
+    factor = 1.0
+    if math.frexp(terms.scale)[0] == 0.5 and dtype != np.float16:
+        # A power of two gives the same bits, and queries are fewer than products.
+        factor, terms = terms.scale, terms._replace(scale=1.0)
 
     def tile(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         cut = lambda x: lax.dynamic_slice_in_dim(x, starts[index], size)  # noqa: E731
@@ -154,44 +164,53 @@ def attend_per_tile(
         first = jnp.maximum(first, 0)
         queries = cut(q).astype(dtype).transpose(1, 2, 0, 3)
         queries = queries.reshape(kv_heads, group * size, head_dim)
+        queries = queries * jnp.asarray(factor, dtype)
 
-        def block(index: Array, state: Softmax) -> Softmax:
-            places = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-            seen = _visible(places, here)
-            used = jnp.any(seen, axis=0, keepdims=True)
+        def block(width: int, all_see: bool, index: Array, state: Softmax) -> Softmax:
+            places = index * width + jnp.arange(width, dtype=jnp.int32)
+            seen, used = None, jnp.ones((1, width), jnp.bool_)
+            if not all_see:
+                seen = _visible(places, here)
+                used = jnp.any(seen, axis=0, keepdims=True)
+                seen = jnp.tile(seen, (group, 1))[None]
             read = page_blocks.read(memory, here.page_ids, index, used, dtype)
-            scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
+            scales = [_expand(x, 2) for x in (read.k_scales, read.v_scales)]
             products = jnp.einsum(
                 "hqd,htd->hqt",
                 queries,
                 read.k[0],
                 preferred_element_type=state.top.dtype,
-            ).reshape(kv_heads, group, size, BLOCK)
+            )
+            distance = places[None, :] - jnp.tile(here.positions, group)[:, None]
             scores = online_softmax.score(
                 products,
                 terms,
                 slopes=slopes,
-                distance=(places[None, :] - here.positions[:, None])[None, None],
+                distance=distance[None],
                 k_scales=None if scales[0] is None else scales[0][0],
             )
-            weights, state = online_softmax.reweigh(state, scores, seen[None, None])
+            weights, state = online_softmax.reweigh(state, scores, seen)
             v_scales = None if scales[1] is None else scales[1][0]
             weights = online_softmax.scaled(weights, v_scales).astype(dtype)
             out = jnp.einsum(
                 "hqt,htd->hqd",
-                weights.reshape(kv_heads, group * size, BLOCK),
+                weights,
                 read.v[0],
                 preferred_element_type=state.out.dtype,
             )
-            return state._replace(out=state.out + out.reshape(state.out.shape))
+            return state._replace(out=state.out + out)
 
-        state = lax.fori_loop(
-            first // BLOCK,
-            last // BLOCK + 1,
-            block,
-            online_softmax.start((kv_heads, group, size), head_dim, q.dtype),
-        )
+        state = online_softmax.start((kv_heads, group * size), head_dim, q.dtype)
+        begin, end = first // BLOCK, last // BLOCK + 1
+        if is_wide:
+            seen_by_all = jnp.min(jnp.where(mine, _seen_by_all(here), end * BLOCK))
+            num_wide = seen_by_all // MAX_BLOCK
+            wide = functools.partial(block, MAX_BLOCK, True)
+            state = lax.fori_loop(0, num_wide, wide, state)
+            begin = num_wide * (MAX_BLOCK // BLOCK)
+        state = lax.fori_loop(begin, end, functools.partial(block, BLOCK, False), state)
         out, lse = online_softmax.finish(state, sinks, q.dtype)
+        out, lse = (x.reshape(kv_heads, group, size, *x.shape[2:]) for x in (out, lse))
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
         def put(whole: Array, part: Array) -> Array:
@@ -254,6 +273,14 @@ def _first_seen(view: View) -> Int[Array, " rows"]:
     return jnp.maximum(view.positions - view.window + 1, 0)
 
 
+def _seen_by_all(view: View) -> Int[Array, " rows"]:
+    """How many places, from the first on, each row sees; without a window."""
+    if view.ancestors is None or view.context is None:
+        return view.positions + 1
+    has_tree = (view.positions >= 0) & (view.context >= 0)
+    return jnp.where(has_tree, view.context, view.positions + 1)
+
+
 def _visible(places: Int[Array, " places"], view: View) -> Bool[Array, "rows places"]:
     """Whether each row sees each place; `context` may be the same for all rows."""
     place, position = places[None, :], view.positions[:, None]
@@ -271,5 +298,5 @@ def _visible(places: Int[Array, " places"], view: View) -> Bool[Array, "rows pla
     return seen
 
 
-def _expand(x: Array | None, axes: tuple[int, ...]) -> Array | None:
+def _expand(x: Array | None, axes: int | tuple[int, ...]) -> Array | None:
     return None if x is None else jnp.expand_dims(x, axes)

@@ -92,7 +92,14 @@ FAST_COMPILE = {
 _compiled = functools.partial(
     jax.jit,
     engine_step.run_steps,
-    static_argnames=("config", "forward", "logits_fn", "speculation", "num_steps"),
+    static_argnames=(
+        "config",
+        "forward",
+        "logits_fn",
+        "speculation",
+        "may_draft",
+        "num_steps",
+    ),
     donate_argnames="state",
 )
 run_steps = _compiled(compiler_options=FAST_COMPILE)
@@ -298,7 +305,9 @@ def serve(
     waiting, infos = list(asks), []
     # Left out where there is none, so that the program is that of all other tests.
     rare = {"logits_fn": logits_fn, "speculation": speculation}
-    changed = {name: value for name, value in rare.items() if value is not None}
+    changed: dict[str, Any] = {
+        name: value for name, value in rare.items() if value is not None
+    }
     outcomes: dict[Name, Outcome] = {}
     num += len(names_of(waiting))
     weights = params(model) if weights is None else weights
@@ -329,6 +338,8 @@ def serve(
         )
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])
+        if infos[-1].rests is not None:
+            changed["may_draft"] = not infos[-1].rests[-1]
         if host is not None and infos[-1].asks_host[-1]:
             state = host.exchange(state)
         state, sequences = drain(state)

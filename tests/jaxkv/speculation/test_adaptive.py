@@ -1,9 +1,12 @@
 """As many drafts as pay: what is chosen, what is learnt, and tuned engines."""
 
 import dataclasses
+import functools
+from collections import Counter
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.serving import programs
 from jaxkv.speculation import Adaptive, Coupled, Jacobi, NGram, Synthetic, adaptive
 from jaxkv.speculation.adaptive import Costs
-from tests.support import engines
+from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask
 
 CONFIG = EngineConfig(max_slots=6, max_drafts=12, num_lengths=3, token_budget=100)
@@ -143,6 +146,123 @@ def test_what_is_always_accepted_is_always_asked() -> None:
     assert (drafts_of(1.0, patience=10)[1:-2] == 4).all()
 
 
+@pytest.mark.parametrize(
+    ("running", "queued", "paying", "rests"),
+    [
+        (1, 0, [], True),
+        (1, 0, [1], False),
+        (1, 0, [2, 6], True),
+        (1, 1, [2], False),  # another one may come
+        (2, 1, [2], False),  # and may not
+        (0, 1, [1], False),
+        (0, 1, [0, 2], True),  # nobody runs, and one may come
+        (6, 40, [6], False),
+    ],
+)
+def test_it_rests_where_no_drafts_pay_for_who_runs_or_may_come(
+    running: int, queued: int, paying: list[int], rests: bool
+) -> None:
+    config = dataclasses.replace(CONFIG, max_length=64)
+    drafter, state = Adaptive(NGram(), patience=9), engines.start(config)
+    slots = jnp.where(jnp.arange(6, dtype=jnp.int32) < running, 0, -1)
+    state = state._replace(
+        slots=state.slots._replace(sequence=slots),
+        queue=state.queue._replace(length=jnp.int32(queued)),
+    )
+    best = jnp.zeros(7, jnp.int32).at[jnp.asarray(paying, jnp.int32)].set(1)
+    memory = drafter.init(CONFIG)._replace(best=best)
+
+    def of(**changes: int) -> bool:
+        said = {name: jnp.int32(value) for name, value in changes.items()}
+        return bool(drafter.rests(memory._replace(**said), state, CONFIG))
+
+    assert of(idle=8) is rests
+    assert of(idle=9) is False
+    assert of(idle=9, forced=0) is True
+    assert of(idle=0, forced=1) is False
+    assert int(drafter.rested(memory, 4).idle) == 4
+
+
+@pytest.mark.thorough
+def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
+    plain, config = engines.TIGHT, dataclasses.replace(engines.TIGHT, max_drafts=2)
+    speculation = Speculation(Adaptive(Jacobi(), patience=1000), Coupled())
+    asks = [
+        Ask(100, [5, 7, 5], Sampling(max_tokens=20, temperature=1.0, logprobs=2)),
+        Ask(101, [9] * 14, Sampling(max_tokens=9, temperature=0.0)),
+        Ask(102, [3, 1], Sampling(max_tokens=12, n=2)),
+    ]
+    state = engines.start(config, speculation=speculation)
+    batches = state.memory.costs.batches
+    costs = Costs(batches, jnp.asarray([[1, 99]] * len(batches), "float32"))
+    memory = adaptive.with_costs(state.memory, costs)
+    drafting = engines.serve(
+        asks,
+        config,
+        state=state._replace(memory=memory),
+        speculation=speculation,
+    )
+    ours, theirs = drafting.info, engines.serve(asks, plain).info
+    assert ours.num_drafts is not None
+    assert not ours.num_drafts.any()
+    assert ours.rests is not None
+    assert ours.rests[: -config.steps_per_call].all()  # then nobody is left
+    assert not ours.tokens[:, :, 1:].any()
+    # The first call may draft, so its program is another.
+    np.testing.assert_allclose(ours.logprobs[:, :, :1], theirs.logprobs, atol=1e-6)
+    ours = ours._replace(
+        tokens=ours.tokens[:, :, :1],
+        logprobs=theirs.logprobs,
+        num_drafts=None,
+        rests=None,
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def scans_of(jaxpr: Any) -> list[Counter[str]]:
+    """Operations of the outermost scans, those inside them counted too."""
+
+    def inside(each: Any) -> list[Any]:
+        inner = jax.extend.core.jaxprs_in_params(each.params)
+        return [getattr(one, "jaxpr", one) for one in inner]
+
+    def count(jaxpr: Any) -> Counter[str]:
+        names: Counter[str] = Counter()
+        for each in jaxpr.eqns:
+            names[each.primitive.name] += 1
+            for one in inside(each):
+                names += count(one)
+        return names
+
+    found = []
+    for each in jaxpr.eqns:
+        of = count if each.primitive.name == "scan" else None
+        for one in inside(each):
+            found += [of(one)] if of else scans_of(one)
+    return found
+
+
+def test_steps_of_a_call_that_rests_are_plain_ones() -> None:
+    """What is traced for them is what is for an engine that never drafts."""
+
+    def traced(may_draft: bool, **how: Any) -> Counter[str]:
+        run, arguments, _ = engine_programs.steps(8, **how)
+        run = functools.partial(run, may_draft=may_draft)
+        (found,) = scans_of(jax.make_jaxpr(run)(*arguments).jaxpr)
+        return found
+
+    config = dataclasses.replace(engine_programs.CONFIG, max_drafts=2)
+    speculation = Speculation(Adaptive(Jacobi()), Coupled())
+    rests, drafts = (
+        traced(may, config=config, speculation=speculation) for may in (False, True)
+    )
+    plain = traced(True)
+    for each in (plain, rests):  # they keep leaves in order, and there are more leaves
+        del each["optimization_barrier"]
+    assert rests == plain
+    assert drafts.total() > 1.2 * rests.total()
+
+
 def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
     config = dataclasses.replace(
         engines.SERVED, max_drafts=2, num_lengths=2, debug=False, **changes
@@ -165,6 +285,10 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     num_programs = run._cache_size()
     guessed = np.array(engine.core.state.memory.costs.steps)
     engine.tune()
+    assert (
+        run._cache_size() == num_programs + 1
+    )  # plain steps, compiled with the others
+    engine.tune()
     state = jax.tree.map(np.asarray, engine.core.state)
     assert not state.pool.ref.any()
     assert (state.slots.sequence < 0).all()
@@ -172,7 +296,7 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     assert (state.memory.costs.steps > 0).all()
     assert (state.memory.costs.steps != guessed).any()
     after = engine.generate(prompts, ask)
-    assert run._cache_size() == num_programs
+    assert run._cache_size() == num_programs + 1
     for one, other in zip(before, after, strict=True):
         assert one.answers[0].tokens == other.answers[0].tokens
 

@@ -81,6 +81,34 @@ def test_the_size_of_a_tile_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     assert_same(*found)
 
 
+HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)
+
+
+@pytest.mark.parametrize("names", [(), ("softcap", "alibi"), ("sinks", "scale")])
+@pytest.mark.parametrize("start", [0, 255, 300])
+def test_many_rows_read_wide_blocks(start: int, names: tuple[str, ...]) -> None:
+    """Wide ones up to the first place that one of a tile's rows does not see."""
+    case = make_case(
+        np.random.default_rng(start), [(start, 280)], page_size=16, padding=3, **HEADS
+    )
+    assert len(case.q) >= reference.MAX_TILE
+    every = features(np.random.default_rng(8), None) | {"scale": 0.125}
+    chosen: dict[str, Any] = {name: every[name] for name in names}
+    check(attend(*case, **chosen), oracle(case, **chosen))
+
+
+@pytest.mark.parametrize("context", [255, 256, 300, -1])
+def test_a_tree_behind_wide_blocks(context: int) -> None:
+    """Rows see the places before the tree, and some of its own; -1: there is none."""
+    rng = np.random.default_rng(2)
+    case = make_case(rng, [(173, 130)], page_size=16, **HEADS)
+    ancestors = rng.random((130, 303 - max(context, 0))) < 0.5
+    root = np.array([context], np.int32)
+    tree: dict[str, Any] = dict(context=root, ancestors=ancestors)
+    found = attend(*case, **tree)
+    check(found, oracle(case, **(tree if context >= 0 else {})))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_random_shapes_equal_the_oracle(seed: int) -> None:
@@ -105,9 +133,6 @@ def test_random_shapes_equal_the_oracle(seed: int) -> None:
     case = make_case(rng, ones, decode=True, **sizes)
     expected = oracle(case, window=window, scale=scale)
     check(attend(*case, window=window, scale=scale), expected)
-
-
-HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)
 
 
 def features(rng: np.random.Generator, window: int | None) -> dict[str, Any]:
