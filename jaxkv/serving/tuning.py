@@ -56,7 +56,7 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
     """
     if not isinstance(state.memory, Learned):
         raise ValueError("only a drafter that is Adaptive has costs to be measured")
-    each = config.steps_per_call * sum(1 + length for length in (0, *config.lengths))
+    each = config.steps_per_call * sum(1 + length for length in (0, 0, *config.lengths))
 
     def room(context: int) -> int:
         """Tokens left to the calls of all lengths."""
@@ -105,7 +105,8 @@ def tune(
         state, found = _measure(state, programs, config, plan, int(num))
         table.append(found)
     assert isinstance(state.memory, Learned)
-    costs = Costs(*(jnp.asarray(x, jnp.float32) for x in (batches, table)))
+    asked, *steps = np.asarray(table, np.float32).T
+    costs = Costs(jnp.asarray(batches), jnp.stack(steps, axis=1), jnp.asarray(asked))
     return state._replace(memory=with_costs(state.memory, costs))
 
 
@@ -115,8 +116,11 @@ def _measure(
     config: EngineConfig,
     plan: Measurement,
     num: int,
-) -> tuple[EngineState, Float[np.ndarray, " lengths"]]:
-    """Seconds of a step in which `num` sequences decode, with each length of drafts.
+) -> tuple[EngineState, Float[np.ndarray, " ways"]]:
+    """Seconds of a step in which `num` sequences decode.
+
+    First where drafts are asked for and nothing is found, then without drafts, then
+    with each length of them.
 
     Medians over turns: the first is slower, and others may be disturbed.
     """
@@ -128,10 +132,11 @@ def _measure(
             state = programs.withdraw(state, names)
             state = _decoding(state, programs, config, plan, num)
         found = []
-        for column in range(1 + len(config.lengths)):
-            state = jax.block_until_ready(_forced(state, column))
+        for length in (0, *range(1 + len(config.lengths))):
+            state = jax.block_until_ready(_forced(state, length))
+            may_draft = length > 0 or not found
             start = time.perf_counter()
-            state = jax.block_until_ready(programs.run(state, column > 0))
+            state = jax.block_until_ready(programs.run(state, may_draft))
             found.append(time.perf_counter() - start)
         rounds.append(found)
     state = programs.withdraw(state, names)

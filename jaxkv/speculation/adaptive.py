@@ -38,6 +38,8 @@ class Costs(NamedTuple):
     steps: Float32[Array, "batches lengths"]
     """Of each batch without drafts, and with each of `EngineConfig.lengths`, in any
     unit."""
+    asked: Float32[Array, " batches"]
+    """Of each batch where drafts are asked for and nothing is found."""
 
 
 class Learned(NamedTuple):
@@ -80,7 +82,7 @@ class Adaptive(Drafter):
     """Who guesses."""
     half_life: float = 64.0
     """Observations after which one counts half, above 0."""
-    patience: int = 64
+    patience: int = 128
     """Steps without drafts after which some are tried, at least 1."""
 
     def __post_init__(self) -> None:
@@ -102,6 +104,7 @@ class Adaptive(Drafter):
         lengths = jnp.asarray((0, *config.lengths), jnp.int32)
         batches = jnp.asarray(_batches(config), jnp.float32)
         rows = batches[:, None] * (1 + lengths.astype(jnp.float32))[None, :]
+        steps = 1 + rows / _ROWS_FREE
 
         def number(value: float) -> Array:
             return jnp.full((), value, jnp.float32)
@@ -109,7 +112,7 @@ class Adaptive(Drafter):
         memory = Learned(
             inner=self.drafter.init(config),
             lengths=lengths,
-            costs=Costs(batches, 1 + rows / _ROWS_FREE),
+            costs=Costs(batches, steps, steps[:, 0]),
             accepted=jnp.full((config.max_drafts,), 6.0, jnp.float32),
             judged=jnp.full((config.max_drafts,), 8.0, jnp.float32),
             found=number(8.0),
@@ -209,8 +212,7 @@ def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
     """Finds what gives the most tokens per second to `num` sequences.
 
     A draft is accepted with the chance of its place, if all before it are (Leviathan et
-    al., eq. 1, has one chance for all); where nothing is found to be drafted, a step
-    costs what one without drafts does. Drafts must pay by a margin: what is known of
+    al., eq. 1, has one chance for all). Drafts must pay by a margin: what is known of
     chances and costs is not exact.
 
     Returns:
@@ -228,8 +230,10 @@ def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
         ]
     )
     some = 1 - (1 - finds) ** num
-    cost = some * cost + (1 - some) * cost[0]
-    plain = 1 + _MARGIN * (memory.lengths == 0).astype(jnp.float32)
+    nothing = jnp.interp(num, costs.batches, costs.asked)
+    is_plain = memory.lengths == 0
+    cost = jnp.where(is_plain, cost, some * cost + (1 - some) * nothing)
+    plain = 1 + _MARGIN * is_plain.astype(jnp.float32)
     return jnp.argmax(plain * (1 + finds * gain) / cost).astype(jnp.int32)
 
 

@@ -29,7 +29,8 @@ def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.Learned:
     memory = Adaptive(NGram()).init(CONFIG)
     costs = memory.costs
     if steps is not None:
-        costs = Costs(costs.batches, jnp.asarray(steps, "float32"))
+        steps = jnp.asarray(steps, "float32")
+        costs = Costs(costs.batches, steps, 1.1 * steps[:, 0])
     places = jnp.ones(CONFIG.max_drafts, "float32")
     return memory._replace(
         costs=costs,
@@ -59,8 +60,8 @@ def test_what_is_chosen_gives_the_most_tokens_a_second(seed: int) -> None:
         tokens = 1 + finds * reached[:length].sum()
         costs = [np.interp(num, (1, 2, 4, 6), steps[:, c]) for c in (column, 0)]
         some = 1 - (1 - finds) ** num
-        rate = tokens / (some * costs[0] + (1 - some) * costs[1])
-        rate *= 1 if column else 1.05
+        rate = tokens / (some * costs[0] + (1 - some) * 1.1 * costs[1])
+        rate = rate if column else 1.05 * tokens / costs[0]
         if rate > most + 1e-6:
             best, most = column, rate
     chosen = adaptive.choose(learned(chance, finds, steps), jnp.float32(num))
@@ -193,8 +194,8 @@ def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
         Ask(102, [3, 1], Sampling(max_tokens=12, n=2)),
     ]
     state = engines.start(config, speculation=speculation)
-    batches = state.memory.costs.batches
-    costs = Costs(batches, jnp.asarray([[1, 99]] * len(batches), "float32"))
+    costs = state.memory.costs
+    costs = costs._replace(steps=jnp.ones_like(costs.steps).at[:, 1:].set(99))
     memory = adaptive.with_costs(state.memory, costs)
     drafting = engines.serve(
         asks,
