@@ -224,7 +224,6 @@ def numbers() -> dict[str, list[str]]:
     ways = [f"openchat, {x}: " for x in ("mixed only", "chunks only", "both")]
     split = "OPT-13B, prompts of 512 and answers of 64 tokens: two GPUs that read"
     train, fits = rows("bench_train"), {x["method"]: x for x in rows("bench_fit")}
-    decode = [x for x in rows("bench_decode") if x["implementation"] == "jaxkv"]
     kernels = {
         x["spec"]: x["ratio"]
         for x in rows("bench_kernels")
@@ -241,10 +240,12 @@ def numbers() -> dict[str, list[str]]:
         [ours] = [x["tokens_per_s"] for x in here if x["implementation"] == "jaxkv"]
         return ours / max(theirs)
 
-    def ranged(key: str, behind: int = 0, sequences: int = 0) -> list[str]:
-        """Ratios of the second machine, with the ends of their rounds."""
+    def ranged(
+        key: str, *, of: str = "bench_decode", behind: int = 0, sequences: int = 0
+    ) -> list[str]:
+        """Ratios of a machine, with the ends of their rounds."""
         found = []
-        for row in rows("bench_decode_xeon"):
+        for row in rows(of):
             here = behind in (0, row["prompt_tokens"])
             here &= sequences in (0, row["batch"])
             if here and row["implementation"] == "jaxkv" and row[key] is not None:
@@ -255,6 +256,7 @@ def numbers() -> dict[str, list[str]]:
     def written(form: str, values: list[float], between: str = ", ") -> str:
         return between.join(form.format(x) for x in values)
 
+    xeon = "bench_decode_xeon"
     said = json.loads((RECORDS / "isoflop" / "prediction.json").read_text("utf-8"))
     gain = claimed("isoflop", "the law predicts a larger run's loss")[0]
     came = (said["predicted"] - gain * said["best_fitted_loss"]) / (1 - gain)
@@ -287,12 +289,14 @@ def numbers() -> dict[str, list[str]]:
         ],
         "mixtures against dense": [written("{:.2f}", claimed("experts", SEVENTH))],
         "LSTM against": [written("{:.1f}", claimed("rivals", "lstm, to equal loss"))],
-        "decode, 1, 8, 32": [written("{:.2f}", [x["ratio"] for x in decode])],
-        "prefill, the same": [written("{:.2f}", [x["prefill_ratio"] for x in decode])],
-        "Xeon (AVX-512), behind 128": ranged("ratio", behind=128),
-        "there, behind 768": ranged("ratio", behind=768),
-        "there, behind 2,048": ranged("ratio", behind=2048),
-        "there, prefill of": ranged("prefill_ratio", sequences=1),
+        "decode behind 128": ranged("ratio", behind=128),
+        "decode behind 768": ranged("ratio", behind=768),
+        "decode behind 2,048": ranged("ratio", behind=2048),
+        "prefill of 128": ranged("prefill_ratio", sequences=1),
+        "Xeon (AVX-512), behind 128": ranged("ratio", of=xeon, behind=128),
+        "there, behind 768": ranged("ratio", of=xeon, behind=768),
+        "there, behind 2,048": ranged("ratio", of=xeon, behind=2048),
+        "there, prefill of": ranged("prefill_ratio", of=xeon, sequences=1),
         "training, width": [written("{:.2f}", [faster(x) for x in (16, 32, 64, 128)])],
         "4,000 bootstrap fits": [f"{fits['NumPy gradient + SciPy BFGS']['ratio']:.0f}"],
         "simulated steps a second": [f"{np.divide(*steps.values()):.1f}"],

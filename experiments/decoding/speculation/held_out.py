@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.bench import turns
 from experiments.decoding.speculation import serving
-from experiments.decoding.speculation.serving import PLAIN, Counts, Server
+from experiments.decoding.speculation.serving import PLAIN, WAYS, Counts, Server
 from experiments.harness import prompts
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
@@ -128,7 +128,9 @@ def decode(
         found = [make(way, config.bounds(way, setting[0], num)) for way, num in both]
         texts, asks = requests(setting)
         for server in found:
-            server.serve(texts[: setting[0]], asks[: setting[0]])  # compiles
+            # What adapts is measured when it has.
+            num = len(texts) if WAYS[server.way].adaptive else setting[0]
+            server.serve(texts[:num], asks[:num])  # compiles
         return found
 
     def measure(setting: Setting, server: Server) -> Any:
@@ -145,9 +147,13 @@ def decode(
 
 
 def _compared(found: list[Any], plain: list[Any]) -> Iterator[Any]:
-    """A way's rounds beside those of plain decoding; its counts are of the first."""
-    answers, counts = found[0]
-    yield from counts[:4]
+    """A way's rounds beside those of plain decoding; its counts are their means.
+
+    They are the same in every round, but of ways that learn meanwhile.
+    """
+    answers, _ = found[0]
+    for each in list(zip(*(counts for _, counts in found), strict=True))[:4]:
+        yield round(np.mean(each))
     for rounds in (found, plain):
         yield np.array([_step_s(counts) for _, counts in rounds])
     yield sum(map(len, answers))
