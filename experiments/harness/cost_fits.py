@@ -13,6 +13,8 @@ from experiments.harness import cost_models
 def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.CostModel:
     """Fits a run folder's rows: a step and its tokens to read, a step and its batch.
 
+    Where prompts of several lengths were read, the squares of these count, too.
+
     Args:
       folder: of a run of `bench decode`.
       implementation: whose rows.
@@ -34,8 +36,9 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     read = np.isfinite(prefill_rate)  # long prompts of large batches are not read
     tokens = (batch * prompt)[read]
     steps = np.ceil(tokens / ran.config.token_budget)
-    prefill, off_prefill = _nonnegative(
-        np.stack([steps, tokens], 1), tokens / prefill_rate[read]
+    (squares, *prefill), off_prefill = _nonnegative(
+        np.stack([batch[read] * prompt[read] ** 2, steps, tokens], 1),
+        tokens / prefill_rate[read],
     )
     # A step, its mean tokens attended to, and its batch.
     context = batch * (prompt + output / 2)
@@ -46,7 +49,7 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     prompts = ", ".join(f"{x:.0f}" for x in np.unique(prompt))
     return cost_models.CostModel(
         name=f"measured:{folder}",
-        cost=cost_models.linear((*prefill, 0.0), tuple(decode), scale=1.0),
+        cost=cost_models.linear((*prefill, squares), tuple(decode), scale=1.0),
         source=f"{implementation}, {ran.config.model}, on {ran.env['cpu']}, "
         f"{', '.join(ran.env['devices'])}",
         validity=f"batches of {batches}, prompts of {prompts} and "

@@ -83,10 +83,14 @@ def test_a_measured_run_gives_back_its_own_times() -> None:
     folder = RECORDS / "bench_decode"
     found = cost_fits.measured(folder)
     assert found.error is not None
-    assert 0 < found.error < 0.1
+    assert 0 < found.error < 0.15
     assert "AMD EPYC" in found.source
     step = work(num_decodes=8, decode_context=8 * 192)
-    np.testing.assert_allclose(found.cost(step), 0.041649, rtol=found.error + 1e-6)
+    np.testing.assert_allclose(found.cost(step), 0.040603, rtol=found.error + 1e-6)
+    # A prompt of 2,048 tokens in four steps, at 510 tokens a second.
+    whole = work(num_prompt_rows=2048)._replace(prompt_squares=jnp.float32(2048**2))
+    seconds = found.cost(whole) + 3 * found.cost.prefill[0]
+    np.testing.assert_allclose(seconds, 2048 / 510, rtol=found.error + 0.01)
     with pytest.raises(ValueError, match="no rows of somebody"):
         cost_fits.measured(folder, implementation="somebody")
 
