@@ -292,7 +292,7 @@ def numbers() -> dict[str, list[str]]:
         "decode behind 128": ranged("ratio", behind=128),
         "decode behind 768": ranged("ratio", behind=768),
         "decode behind 2,048": ranged("ratio", behind=2048),
-        "prefill of 128": ranged("prefill_ratio", sequences=1),
+        "| prefill of 128": ranged("prefill_ratio", sequences=1),
         "Xeon (AVX-512), behind 128": ranged("ratio", of=xeon, behind=128),
         "there, behind 768": ranged("ratio", of=xeon, behind=768),
         "there, behind 2,048": ranged("ratio", of=xeon, behind=2048),
