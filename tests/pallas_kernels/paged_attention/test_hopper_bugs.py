@@ -1,5 +1,7 @@
 """Bugs seeded into the kernels: the emulator notices every one of them."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,28 @@ TO_DECODE = make_case([(64, 1)], page_size=64, kv_heads=3, group=1)
 CHUNK = make_case([(120, 2)], page_size=64, kv_heads=1, group=3)
 
 
+TRIES = 25
+"""Emulations in one of which a bug must be noticed: which accesses meet is up to the
+emulator's threads. Of the last wait of the prefill kernel one run in three tells."""
+
+
 def decode(stages: int = 2) -> Any:
     return run(TO_DECODE, Tiling(num_programs=1, stages=stages))
 
 
 def prefill() -> Any:
     return run_prefill(CHUNK, Tiling(num_programs=1, stages=2, block_rows=128))
+
+
+def notices(emulated: Callable[[], Any]) -> bool:
+    """Whether the emulator says that there is a bug."""
+    try:
+        emulated()
+    except RuntimeError as error:
+        if not re.search(NOTICED, str(error)):
+            raise
+        return True
+    return False
 
 
 K_FULL = "plgpu.barrier_wait(shared.k_full.at[stage])"
@@ -77,9 +95,9 @@ def test_bugs_of_the_decode_kernel_are_caught(
     monkeypatch: pytest.MonkeyPatch, removed: str, added: str
 ) -> None:
     seed_bug(monkeypatch, decode_body, removed, added)
-    with pytest.raises(RuntimeError, match=NOTICED):
-        # With few stages, keys that are not free yet hold the queries back, too.
-        decode(stages=6 if "q_free" in removed else 2)
+    # With few stages, keys that are not free yet hold the queries back, too.
+    stages = 6 if "q_free" in removed else 2
+    assert any(notices(lambda: decode(stages)) for _ in range(TRIES))
 
 
 @pytest.mark.thorough
@@ -88,8 +106,7 @@ def test_bugs_of_the_prefill_kernel_are_caught(
     monkeypatch: pytest.MonkeyPatch, removed: str, added: str
 ) -> None:
     seed_bug(monkeypatch, prefill_body, removed, added)
-    with pytest.raises(RuntimeError, match=NOTICED):
-        prefill()
+    assert any(notices(prefill) for _ in range(TRIES))
 
 
 @pytest.mark.thorough
