@@ -227,10 +227,8 @@ class EngineCore:
 
     def _rules(self, may_draft: bool) -> dict[str, Any]:
         """What the steps run by, besides parameters, state and clock."""
-        changing: dict[str, Any] = {"policy": self.policy, "eviction": self._eviction}
-        if not may_draft:
-            changing["may_draft"] = False
-        return self.static | changing
+        changing = {"policy": self.policy, "eviction": self._eviction}
+        return self.static | changing | {"may_draft": may_draft}
 
     def _can_rest(self) -> bool:
         """Whether there is a program of plain steps beside the one that drafts."""

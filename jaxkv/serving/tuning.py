@@ -105,8 +105,10 @@ def tune(
         state, found = _measure(state, programs, config, plan, int(num))
         table.append(found)
     assert isinstance(state.memory, Learned)
-    asked, *steps = np.asarray(table, np.float32).T
-    costs = Costs(jnp.asarray(batches), jnp.stack(steps, axis=1), jnp.asarray(asked))
+    undrafted, *steps = np.asarray(table, np.float32).T
+    costs = Costs(
+        jnp.asarray(batches), jnp.stack(steps, axis=1), jnp.asarray(undrafted)
+    )
     return state._replace(memory=with_costs(state.memory, costs))
 
 
@@ -119,8 +121,8 @@ def _measure(
 ) -> tuple[EngineState, Float[np.ndarray, " ways"]]:
     """Seconds of a step in which `num` sequences decode.
 
-    First where drafts are asked for and nothing is found, then without drafts, then
-    with each length of them.
+    First without drafts in the program that may draft, then in the plain one, then with
+    each length of them.
 
     Medians over turns: the first is slower, and others may be disturbed.
     """

@@ -38,8 +38,9 @@ class Costs(NamedTuple):
     steps: Float32[Array, "batches lengths"]
     """Of each batch without drafts, and with each of `EngineConfig.lengths`, in any
     unit."""
-    asked: Float32[Array, " batches"]
-    """Of each batch where drafts are asked for and nothing is found."""
+    undrafted: Float32[Array, " batches"]
+    """Of each batch in the program that may draft, without any: about what one costs in
+    which nothing is found."""
 
 
 class Learned(NamedTuple):
@@ -230,7 +231,7 @@ def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
         ]
     )
     some = 1 - (1 - finds) ** num
-    nothing = jnp.interp(num, costs.batches, costs.asked)
+    nothing = jnp.interp(num, costs.batches, costs.undrafted)
     is_plain = memory.lengths == 0
     cost = jnp.where(is_plain, cost, some * cost + (1 - some) * nothing)
     plain = 1 + _MARGIN * is_plain.astype(jnp.float32)
