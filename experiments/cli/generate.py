@@ -73,8 +73,8 @@ class Options:
     """Guesses tokens and has the model check several in a step: from the text so far,
     from its own last guesses or what it wrote looking ahead, by its first layers, by
     --draft-model, or by --heads. The answers are the same, mostly sooner."""
-    drafts: int = 4
-    """Tokens guessed in a step, at least 1."""
+    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
+    """Tokens guessed in a step at most, at least 1."""
     adaptive: bool = False
     """Whether no more is guessed than pays, which is measured first."""
     draft_model: Annotated[str | None, parsing.without("none")] = None
@@ -243,6 +243,13 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
             f"--draft-model {options.draft_model}: needs --speculate draft-model"
         )
     draft = heads = None
+    bounds: dict[str, Any] = {}
+    if options.drafts is not None:
+        bounds["max_drafts"] = options.drafts
+    if options.speculate is None:
+        bounds["max_drafts"] = 0
+    elif options.drafts is not None and options.drafts < 1:
+        raise ValueError(f"--drafts {options.drafts}: must be at least 1")
     if options.draft_model is not None:
         draft = bundled.folder_of(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
@@ -263,7 +270,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
         max_stop_tokens=max(4, len(loaded.eos_ids)),
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
-        max_drafts=0 if options.speculate is None else _at_least_one(options.drafts),
+        **bounds,
     )
     return engine, prompts
 
@@ -291,12 +298,6 @@ def _mesh(parallel: str) -> Any:
         return None
     count_cpu_as(layout.num_devices)
     return make_mesh(tensor=layout.tensor, context=layout.pages, expert=layout.expert)
-
-
-def _at_least_one(drafts: int) -> int:
-    if drafts < 1:
-        raise ValueError(f"--drafts {drafts}: must be at least 1")
-    return drafts
 
 
 def _power_of_two(at_least: int) -> int:

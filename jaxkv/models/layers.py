@@ -25,6 +25,9 @@ type Numerics = Literal["fast", "reproducible"]
 MANY = 96
 """Rows from which on CPUs multiply faster with the rows first: see `Linear.by_rows`."""
 
+FEW = range(2, 5)
+"""Numbers of rows that CPUs multiply faster by weights `[in, out]` in their caches."""
+
 
 def multiply(
     weight: Float[Array, "outputs inputs"],
@@ -50,11 +53,25 @@ def multiply(
 
 
 class Linear(nnx.Module):
-    """`weight @ x + bias` with the contracted axis last in the weight."""
+    """`weight @ x + bias` with the contracted axis last in the weight.
 
-    def __init__(self, *shape, axes, rngs, std=0.02, bias=False, dtype=jnp.float32):
+    With `for_few` it has the weight a second time, that axis first: see
+    `transformer.for_few_rows`.
+    """
+
+    def __init__(
+        self,
+        *shape,
+        axes,
+        rngs,
+        std=0.02,
+        bias=False,
+        dtype=jnp.float32,
+        for_few=False,
+    ):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
+        self.transposed = nnx.Param(normal) if for_few else None
         self.num_inputs = shape[-1]
         self.bias = (
             nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
@@ -62,6 +79,10 @@ class Linear(nnx.Module):
 
     def term(self, x: Float[Array, "inputs rows"]) -> Float[Array, "outputs rows"]:
         """Multiplies every column by what this device has, without the bias."""
+        if self.transposed is not None and x.shape[1] in FEW:
+            # Else XLA turns the product round.
+            rows = jax.lax.optimization_barrier(x.T) @ self.transposed[...]
+            return jax.lax.optimization_barrier(rows).T
         return multiply(self.weight[...].reshape(-1, x.shape[0]), x)
 
     def __call__(self, x: Float[Array, "inputs rows"]) -> Float[Array, "..."]:
@@ -201,9 +222,9 @@ class Mixture(nnx.Module):
 class Layer(nnx.Module):
     """Pre-norm attention, then an MLP or a mixture, added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, *, rngs, dtype):
+    def __init__(self, config: ModelConfig, index: int, *, rngs, dtype, for_few=False):
         c = config
-        make = functools.partial(Linear, rngs=rngs, dtype=dtype)
+        make = functools.partial(Linear, rngs=rngs, dtype=dtype, for_few=for_few)
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
         self.attention_norm, self.mlp_norm = norm(), norm()
         # Fused, KV head by KV head: the group's queries, the key, the value.

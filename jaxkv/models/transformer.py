@@ -57,11 +57,18 @@ class Transformer(nnx.Module):
     """Embeddings, layers, final norm and output head of a `ModelConfig`.
 
     Scanned, it has one layer of each kind, whose parameters are those of all layers of
-    that kind on a leading axis: see `stack_layers`.
+    that kind on a leading axis: see `stack_layers`. With `for_few` layers have their
+    weights twice: see `for_few_rows`.
     """
 
     def __init__(
-        self, config: ModelConfig, *, rngs: Any, dtype=jnp.float32, scanned=False
+        self,
+        config: ModelConfig,
+        *,
+        rngs: Any,
+        dtype=jnp.float32,
+        scanned=False,
+        for_few=False,
     ):
         c = config
         table = functools.partial(Linear, rngs=rngs, dtype=dtype)
@@ -73,9 +80,8 @@ class Transformer(nnx.Module):
                 axes=(None, "hidden"),
             )
         wanted = [kind.start for kind in _kinds(c)] if scanned else range(c.num_layers)
-        self.layers = nnx.List(
-            [Layer(c, index, rngs=rngs, dtype=dtype) for index in wanted]
-        )
+        layer = functools.partial(Layer, rngs=rngs, dtype=dtype, for_few=for_few)
+        self.layers = nnx.List([layer(c, index) for index in wanted])
         self.final_norm = Norm(c.hidden_size, c, kind=c.norm, dtype=dtype)
         if not c.tie_embeddings:
             self.head = table(c.vocab_size, c.hidden_size, axes=("vocab", "hidden"))
@@ -224,19 +230,21 @@ def _split(
     config: ModelConfig,
     dtype: DTypeLike,
     rngs: drawing.Recorder | None = None,
+    *,
     scanned: bool = False,
+    for_few: bool = False,
 ) -> tuple[Any, Any]:
     """The graph of a model, and the shapes of its parameters."""
     rngs = drawing.Recorder() if rngs is None else rngs
-    build = functools.partial(
-        Transformer, config, rngs=rngs, dtype=dtype, scanned=scanned
-    )
+    form = {"scanned": scanned, "for_few": for_few}
+    build = functools.partial(Transformer, config, rngs=rngs, dtype=dtype, **form)
     return nnx.split(nnx.eval_shape(build), nnx.Param)
 
 
 def merge(config: ModelConfig, params: Params) -> Transformer:
-    """The model with these parameters, stacked or not."""
-    graph, _ = _split(config, jnp.float32, scanned=is_stacked(params))
+    """The model with these parameters, stacked, for few rows or neither."""
+    scanned, for_few = is_stacked(params), is_for_few(params)
+    graph, _ = _split(config, jnp.float32, scanned=scanned, for_few=for_few)
     return nnx.merge(graph, nnx.State(params))
 
 
@@ -280,6 +288,39 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
         index: _at(params["layers"][number], place)
         for number, kind in enumerate(_kinds(config))
         for place, index in enumerate(kind)
+    }
+    return {**params, "layers": layers}
+
+
+def is_for_few(params: Params) -> bool:
+    """Whether the parameters are as `for_few_rows` returns them."""
+    return "transposed" in params["layers"][0]["qkv"]
+
+
+def for_few_rows(params: Params) -> Params:
+    """Adds the layers' weights a second time, as `[in, out]`, for products of few rows.
+
+    On a CPU 2 to 4 rows take 0.5 to 0.9 of the time that way, as far as weights lie in
+    its caches; one row, and more of them, are multiplied by `[out, in]`.
+
+    Args:
+      params: of a model without mixtures, stacked or not. They stay.
+
+    Returns:
+      The same tree with "transposed" beside "weight" of each product in a layer. Every
+      function of this package takes either.
+    """
+
+    def both(part: Params) -> Params:
+        if "weight" not in part:
+            return part
+        weight = part["weight"]
+        return {**part, "transposed": weight.reshape(-1, weight.shape[-1]).T}
+
+    each = jax.vmap(both) if is_stacked(params) else both
+    layers = {
+        index: {name: each(part) for name, part in layer.items()}
+        for index, layer in params["layers"].items()
     }
     return {**params, "layers": layers}
 

@@ -24,10 +24,11 @@ def bounds(fields: dict[str, Any], *, speculate: str | None, adaptive: bool) -> 
     Raises:
       ValueError: a field cannot be used.
     """
+    if adaptive:
+        most = methods.MAX_ADAPTIVE_DRAFTS
+        fields = {"max_drafts": most, "num_lengths": methods.NUM_LENGTHS} | fields
     if speculate is not None:
         fields = {"max_drafts": methods.MAX_DRAFTS} | fields
-    if adaptive:
-        fields = {"num_lengths": methods.NUM_LENGTHS} | fields
     return EngineConfig(**fields)
 
 

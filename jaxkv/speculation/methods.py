@@ -3,10 +3,14 @@
 import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
+from jax.sharding import SingleDeviceSharding
+
 from jaxkv import validation
 from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, transformer
+from jaxkv.models.layers import FEW
 from jaxkv.speculation import (
     draft_model,
     eagle_drafting,
@@ -20,6 +24,7 @@ from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled
+from pallas_kernels import devices
 
 type Method = Literal[
     "ngram", "jacobi", "lookahead", "early-exit", "draft-model", "medusa", "eagle"
@@ -29,10 +34,17 @@ METHODS: tuple[str, ...] = get_args(Method.__value__)
 """Prompt lookup; Jacobi and lookahead decoding; the first layers of the model; a
 smaller model; heads that were trained for the model, of two kinds."""
 
-MAX_DRAFTS = 4
-"""Drafts of a sequence in a step where nobody says how many."""
+MAX_DRAFTS = 3
+"""Drafts of a sequence in a step where nobody says how many: with the token before them
+4 rows, as many as CPUs multiply at once."""
+MAX_ADAPTIVE_DRAFTS = 7
+"""The same where their number adapts: to 8 rows, to 4 or to one."""
 NUM_LENGTHS = 2
 """Numbers of drafts above 0 to choose from, where it adapts and nobody says."""
+
+
+CACHED_BYTES = 16 * 1024**2
+"""Of weights that lie in the caches of most CPUs."""
 
 
 class Model(NamedTuple):
@@ -95,6 +107,7 @@ def serve(
         raise ValueError(f"{kind} heads do not go with speculate={method!r}")
     if method is None and adaptive:
         raise ValueError(f"{adaptive=} goes with a method to speculate")
+    model = _for_few_rows(model, bounds)
     if heads is not None:
         served = _with_heads(model, heads, bounds, dtype)
     else:
@@ -108,6 +121,26 @@ def serve(
     if adaptive and speculation is not None:
         speculation = speculation._replace(drafter=Adaptive(speculation.drafter))
     return dataclasses.replace(served, speculation=speculation)
+
+
+def _for_few_rows(model: Model, bounds: Any) -> Model:
+    """Has small weights twice, where a CPU multiplies few rows and loses none by it."""
+    numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
+    leaves = jax.tree.leaves(model.params)
+    pays = (
+        devices.current().platform == "cpu"
+        and any(number in FEW for number in numbers)
+        and bounds.numerics == "fast"
+        and model.config.experts is None
+        and all(
+            isinstance(getattr(leaf, "sharding", None), SingleDeviceSharding)
+            for leaf in leaves
+        )
+        and sum(leaf.nbytes for leaf in leaves) <= CACHED_BYTES
+    )
+    if not pays:
+        return model
+    return model._replace(params=jax.jit(transformer.for_few_rows)(model.params))
 
 
 def _speculating(
@@ -175,6 +208,7 @@ def _beside(
             f"the draft model's {draft.config.vocab_size=} must be the served model's "
             f"{model.config.vocab_size}"
         )
+    draft = _for_few_rows(draft, bounds)
     own = paged.PagedForward(draft.config, bounds.numerics)
     beside = paged.make_pages(draft.config, bounds, dtype=dtype)
     drafter = draft_model.DraftModel(own, beside=True)

@@ -77,7 +77,7 @@ class Config:
     """Rows that a prefill step feeds at most."""
     speculate: Literal["ngram", "jacobi", "early-exit"] | None = None
     """How our engine guesses tokens; it generates the same ones."""
-    drafts: int = 4
+    drafts: int = 3
     """Tokens guessed in a step, where any are."""
     steps_per_call: int = 16
     """Steps between two looks of the host."""

@@ -63,8 +63,8 @@ class Config(held_out.TextConfig):
     )
     """Ways, with the drafts of a step: with the token before them 4, 8 or 16 rows, as
     many as CPUs multiply at once."""
-    adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 4),)
-    """Ways that adapt, with the most drafts of a step."""
+    adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 7),)
+    """Ways that adapt, with the most drafts of a step: to 8 rows, to 4 or to one."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     """Sequences decoded together by these."""
     temperatures: tuple[float, ...] = (0.0, 1.0)

@@ -184,6 +184,29 @@ def test_half_precision_weights_give_float32_logits() -> None:
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
 
 
+def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
+    """Of 2 to 4 rows by the second form alone; stacked they are each layer's own."""
+    config, params = engines.MODEL, engines.params()
+    twice = transformer.for_few_rows(params)
+    stacked = transformer.stack_layers(config, params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        transformer.for_few_rows(stacked),
+        transformer.stack_layers(config, twice),
+    )
+    layer, other = (transformer.merge(config, x).layers[1] for x in (params, twice))
+    rng = np.random.default_rng(0)
+    for number in (1, 2, 4, 5):
+        for name in ("qkv", "out", "up", "down"):
+            once, again = getattr(layer, name), getattr(other, name)
+            x = jnp.asarray(rng.normal(size=(once.num_inputs, number)), "float32")
+            np.testing.assert_allclose(again(x), once(x), rtol=1e-5, atol=1e-6)
+            again.weight[...] = jnp.zeros_like(again.weight[...])
+            by_second = bool(np.any(again(x)))
+            assert by_second == (1 < number < 5)
+            again.weight[...] = once.weight[...]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama3", "qwen2_moe"])
 def test_scanned_layers_answer_as_unrolled_ones(name: str) -> None:

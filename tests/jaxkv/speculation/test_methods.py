@@ -260,6 +260,23 @@ def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
     assert exits.drafter.forward == paged.PagedForward(MODEL, layers=(0,))
 
 
+def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
+    """Not where bits are promised, or no step has so few."""
+
+    def has_both(**fields: Any) -> bool:
+        bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
+        model = methods.Model(MODEL, engines.params())
+        made = methods.serve(model, bounds, dtype="float32")
+        return transformer.is_for_few(made.params)
+
+    assert has_both(max_slots=2)
+    assert not has_both(max_slots=1)
+    assert has_both(max_slots=1, max_drafts=7, num_lengths=2)
+    assert not has_both(max_slots=1, max_drafts=7)
+    assert not has_both(max_slots=5)
+    assert not has_both(max_slots=2, numerics="reproducible")
+
+
 @pytest.mark.slow
 def test_rejection_keeps_the_law_on_text() -> None:
     """20,032 answers of the bundled model: pairs of tokens, the second one drafted."""
