@@ -26,8 +26,9 @@ from jaxkv.memory import Pages
 class NGram(Drafter):
     """Drafts what followed the latest of the longest matches of the last tokens."""
 
-    shortest: int = 2
-    """Tokens that must match at least, at least 1."""
+    shortest: int = 3
+    """Tokens that must match at least, at least 1: shorter matches of bytes cost more
+    in rows that are fed in vain than they gain."""
     longest: int = 4
     """Tokens that are compared at most, at least `shortest`."""
 
