@@ -127,7 +127,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"turn_s": 0.0}, "turn_s=0.0"),
         ({"rounds": 0}, "rounds=0"),
         ({"output_tokens": 16}, "self.output_tokens=16 must be more than"),
-        ({"speculate": "ngram", "output_tokens": 80}, "must be more than 80"),
+        ({"speculate": "ngram", "output_tokens": 64}, "must be more than 64"),
         ({"token_budget": 16}, "self.token_budget=16"),
     ],
     "chatbot": [
