@@ -243,13 +243,10 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
             f"--draft-model {options.draft_model}: needs --speculate draft-model"
         )
     draft = heads = None
-    bounds: dict[str, Any] = {}
-    if options.drafts is not None:
-        bounds["max_drafts"] = options.drafts
-    if options.speculate is None:
-        bounds["max_drafts"] = 0
-    elif options.drafts is not None and options.drafts < 1:
+    if options.drafts is not None and options.drafts < 1:
         raise ValueError(f"--drafts {options.drafts}: must be at least 1")
+    drafts = options.drafts if options.speculate is not None else 0
+    bounds: dict[str, Any] = {} if drafts is None else {"max_drafts": drafts}
     if options.draft_model is not None:
         draft = bundled.folder_of(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:

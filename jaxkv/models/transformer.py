@@ -308,7 +308,7 @@ def for_few_rows(params: Params) -> Params:
 
     Returns:
       The same tree with "transposed" beside "weight" of each product in a layer. Every
-      function of this package takes either.
+      forward pass takes either, and checkpoints have them once.
     """
 
     def both(part: Params) -> Params:
@@ -323,6 +323,14 @@ def for_few_rows(params: Params) -> Params:
         for index, layer in params["layers"].items()
     }
     return {**params, "layers": layers}
+
+
+def weights_once(params: Params) -> Params:
+    """The inverse of `for_few_rows`; other parameters as they are."""
+    if not isinstance(params, dict):
+        return params
+    kept = [name for name in params if name != "transposed"]
+    return {name: weights_once(params[name]) for name in kept}
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = "float32"):

@@ -223,11 +223,12 @@ def _weight_files(folder: Path) -> list[Path]:
 def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.ndarray]:
     """Returns the parameters as a list, in the order of `tensors.leaves`.
 
-    Their layers may be stacked.
+    Their layers may be stacked, and have their weights twice.
 
     Raises:
       ValueError: if their tree or a shape is not that of the configuration.
     """
+    params = transformer.weights_once(params)
     expected = transformer.param_shapes(config, stacked=True)
     alike = jax.tree.structure(params) == jax.tree.structure(expected)
     if not (alike and transformer.is_stacked(params)):

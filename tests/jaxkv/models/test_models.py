@@ -14,6 +14,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.models import checkpoints, layers, transformer
 from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models.huggingface import weights
 from scaling.training import transformer_rows
 from tests.support import engines
 from tests.support.folders import GOLDEN
@@ -188,6 +189,8 @@ def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
     """Of 2 to 4 rows by the second form alone; stacked they are each layer's own."""
     config, params = engines.MODEL, engines.params()
     twice = transformer.for_few_rows(params)
+    again = weights.checked_params(config, twice)
+    assert len(again) == len(jax.tree.leaves(params)) < len(jax.tree.leaves(twice))
     stacked = transformer.stack_layers(config, params)
     jax.tree.map(
         np.testing.assert_array_equal,
