@@ -16,6 +16,7 @@ __all__ = [
     "layers",
     "moe",
     "paged",
+    "param_forms",
     "partition",
     "rotary",
     "row_parts",

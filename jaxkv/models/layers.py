@@ -56,7 +56,7 @@ class Linear(nnx.Module):
     """`weight @ x + bias` with the contracted axis last in the weight.
 
     With `for_few` it has the weight a second time, that axis first: see
-    `transformer.for_few_rows`.
+    `param_forms.for_few_rows`.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models import drawing, moe, partition, rotary
+from jaxkv.models import drawing, moe, param_forms, partition, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Layer, Linear, Norm, Numerics, multiply
@@ -57,8 +57,8 @@ class Transformer(nnx.Module):
     """Embeddings, layers, final norm and output head of a `ModelConfig`.
 
     Scanned, it has one layer of each kind, whose parameters are those of all layers of
-    that kind on a leading axis: see `stack_layers`. With `for_few` layers have their
-    weights twice: see `for_few_rows`.
+    that kind on a leading axis: see `param_forms.stack_layers`. With `for_few` layers
+    have their weights twice: see `param_forms.for_few_rows`.
     """
 
     def __init__(
@@ -79,7 +79,11 @@ class Transformer(nnx.Module):
                 c.hidden_size,
                 axes=(None, "hidden"),
             )
-        wanted = [kind.start for kind in _kinds(c)] if scanned else range(c.num_layers)
+        wanted = (
+            [kind.start for kind in param_forms.kinds(c)]
+            if scanned
+            else range(c.num_layers)
+        )
         layer = functools.partial(Layer, rngs=rngs, dtype=dtype, for_few=for_few)
         self.layers = nnx.List([layer(c, index) for index in wanted])
         self.final_norm = Norm(c.hidden_size, c, kind=c.norm, dtype=dtype)
@@ -156,7 +160,7 @@ class Transformer(nnx.Module):
           The last state, the carry, the routings, and what went into each layer.
         """
         routings, before = [], []
-        for kind in _kinds(self.config):
+        for kind in param_forms.kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
             one = jax.jit(functools.partial(_run_layer, run, graph))
             for index in kind if only is None else [i for i in kind if i in only]:
@@ -173,7 +177,9 @@ class Transformer(nnx.Module):
           As `_unroll`; what went into each layer only if `tapped`.
         """
         routings, before = [], []
-        for kind, layer in zip(_kinds(self.config), self.layers, strict=True):
+        for kind, layer in zip(
+            param_forms.kinds(self.config), self.layers, strict=True
+        ):
             graph, weights = nnx.split(layer)
 
             def one(carried: Any, each: Any, graph: Any = graph) -> Any:
@@ -183,7 +189,7 @@ class Transformer(nnx.Module):
             indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
             with jax.named_scope("layers"):
                 (x, carry), found = jax.lax.scan(one, (x, carry), (indices, weights))
-            every = [_at(found, number) for number in range(len(kind))]
+            every = [param_forms.at(found, number) for number in range(len(kind))]
             routings += [routing for routing, _ in every if routing is not None]
             before += [state for _, state in every]
         return x, carry, routings, before
@@ -215,17 +221,6 @@ def _run_layer(run: Callable, graph: Any, carried: Any, each: Any) -> Any:
     return (x, carry), routing
 
 
-def _kinds(config: ModelConfig) -> list[range]:
-    """Layers of equal shapes, which stand side by side: dense ones, then mixtures."""
-    dense = config.experts.num_dense_layers if config.experts else config.num_layers
-    both = range(dense), range(dense, config.num_layers)
-    return [kind for kind in both if kind]
-
-
-def _at(tree: Any, index: int) -> Any:
-    return jax.tree.map(lambda x: x[index], tree)
-
-
 def _split(
     config: ModelConfig,
     dtype: DTypeLike,
@@ -243,94 +238,9 @@ def _split(
 
 def merge(config: ModelConfig, params: Params) -> Transformer:
     """The model with these parameters, stacked, for few rows or neither."""
-    scanned, for_few = is_stacked(params), is_for_few(params)
+    scanned, for_few = param_forms.is_stacked(params), param_forms.is_for_few(params)
     graph, _ = _split(config, jnp.float32, scanned=scanned, for_few=for_few)
     return nnx.merge(graph, nnx.State(params))
-
-
-def is_stacked(params: Params) -> bool:
-    """Whether the parameters are as `stack_layers` returns them."""
-    return params["layers"][0]["attention_norm"]["scale"].ndim == 2
-
-
-def stack_layers(config: ModelConfig, params: Params) -> Params:
-    """Puts the parameters of equal layers side by side, for a scan over the layers.
-
-    A program then has one layer of a kind, however many there are: it compiles in a
-    fraction of the time. It runs more slowly: on a CPU because products with slices of
-    stacked weights do; on a GPU because loops around such slices stay out of CUDA
-    graphs, so that the host is asked in every step.
-
-    Args:
-      config: the model's shape.
-      params: as `init_params` or `checkpoints.load_model` return them. They stay, so
-        that twice the memory is taken while somebody holds them.
-
-    Returns:
-      The same tree with one entry in "layers" for each kind of layer, the dense ones
-      and the mixtures, whose arrays lead with an axis of layers. Every function of this
-      package takes either.
-    """
-    if is_stacked(params):
-        return params
-    stacked = {}
-    for number, kind in enumerate(_kinds(config)):
-        layers = [params["layers"][index] for index in kind]
-        stacked[number] = jax.tree.map(lambda *x: jnp.stack(x), *layers)
-    return {**params, "layers": stacked}
-
-
-def unstack_layers(config: ModelConfig, params: Params) -> Params:
-    """The inverse of `stack_layers`: an entry in "layers" for every layer."""
-    if not is_stacked(params):
-        return params
-    layers = {
-        index: _at(params["layers"][number], place)
-        for number, kind in enumerate(_kinds(config))
-        for place, index in enumerate(kind)
-    }
-    return {**params, "layers": layers}
-
-
-def is_for_few(params: Params) -> bool:
-    """Whether the parameters are as `for_few_rows` returns them."""
-    return "transposed" in params["layers"][0]["qkv"]
-
-
-def for_few_rows(params: Params) -> Params:
-    """Adds the layers' weights a second time, as `[in, out]`, for products of few rows.
-
-    On a CPU 2 to 4 rows take 0.5 to 0.9 of the time that way, as far as weights lie in
-    its caches; one row, and more of them, are multiplied by `[out, in]`.
-
-    Args:
-      params: of a model without mixtures, stacked or not. They stay.
-
-    Returns:
-      The same tree with "transposed" beside "weight" of each product in a layer. Every
-      forward pass takes either, and checkpoints have them once.
-    """
-
-    def both(part: Params) -> Params:
-        if "weight" not in part:
-            return part
-        weight = part["weight"]
-        return {**part, "transposed": weight.reshape(-1, weight.shape[-1]).T}
-
-    each = jax.vmap(both) if is_stacked(params) else both
-    layers = {
-        index: {name: each(part) for name, part in layer.items()}
-        for index, layer in params["layers"].items()
-    }
-    return {**params, "layers": layers}
-
-
-def weights_once(params: Params) -> Params:
-    """The inverse of `for_few_rows`; other parameters as they are."""
-    if not isinstance(params, dict):
-        return params
-    kept = [name for name in params if name != "transposed"]
-    return {name: weights_once(params[name]) for name in kept}
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = "float32"):
@@ -363,19 +273,19 @@ def param_shapes(
 ) -> Params:
     """The same tree holding `jax.ShapeDtypeStruct`s; allocates nothing.
 
-    If `stacked`, that of `stack_layers`.
+    If `stacked`, that of `param_forms.stack_layers`.
     """
     shapes = nnx.to_pure_dict(_split(config, jnp.dtype(dtype))[1])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     if not stacked:
         return shapes
-    return jax.eval_shape(functools.partial(stack_layers, config), shapes)
+    return jax.eval_shape(functools.partial(param_forms.stack_layers, config), shapes)
 
 
 def param_axes(config: ModelConfig, *, stacked: bool = False) -> Params:
     """The same tree holding each parameter's logical axis names, for meshes.
 
-    If `stacked`, that of `stack_layers`, whose leading axis is called "layers".
+    If `stacked`, that of `param_forms.stack_layers`, whose leading axis is "layers".
     """
     _, state = _split(config, jnp.float32, scanned=stacked)
     is_param = lambda x: isinstance(x, nnx.Variable)  # noqa: E731

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from jaxkv.models import ModelConfig, Params, transformer
+from jaxkv.models import ModelConfig, Params, param_forms, transformer
 from jaxkv.models.partition import EXPERT, TENSOR
 from jaxkv.parallel import layout
 from jaxkv.speculation import head_folders
@@ -201,8 +201,8 @@ def place_params(
 
 
 def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
-    """`transformer.stack_layers` of divided parameters; `config` is `fit`'s."""
-    stacked = transformer.stack_layers(config, params)
+    """`param_forms.stack_layers` of divided parameters; `config` is `fit`'s."""
+    stacked = param_forms.stack_layers(config, params)
     if mesh is None:
         return stacked
     specs = param_specs(transformer.param_axes(config, stacked=True), mesh)

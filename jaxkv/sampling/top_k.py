@@ -99,6 +99,9 @@ def candidates(
     if num < 1:
         raise ValueError(f"max_candidates={num} must be at least 1")
     num = min(num, logits.shape[1])
+    if num == 1:
+        top, token = argmax(logits)
+        return top[:, None], token[:, None]
     blocks = _blocks(logits)
     rows, num_blocks, size = blocks.shape
     if num_blocks <= 2 * num:

@@ -132,7 +132,7 @@ class Engine:
             reads it.
           dtype: of weights and pages.
           scan_layers: whether to stack the weights and scan over the layers, see
-            `transformer.stack_layers`, rather than to unroll them: the same answers,
+            `param_forms.stack_layers`, rather than to unroll them: the same answers,
             compiled sooner where the layers are many, but slower on a CPU, and on a GPU
             the host takes part in every step.
           speculate: one of `speculation.methods.METHODS`, with `max_drafts` tokens

@@ -136,9 +136,8 @@ class Eagle(Drafter):
             nodes, own = run.deeper(own, chosen, name, offset, depth)
             found.append(nodes)
             offset += beam
-        drafts = _choose(found, granted, config.max_drafts)
-        if self.branching == 1:
-            drafts = drafts._replace(parents=None)
+        choose = _chain if self.branching == 1 else _tree
+        drafts = choose(found, granted, config.max_drafts)
         return memory, state.pages._replace(beside=own), drafts
 
 
@@ -245,7 +244,9 @@ class _Run(NamedTuple):
             )
             said = model.logits(ran.last)
             ranked = draws.coupled(said, asked, rows.position + 1)
-            values, token = top_k.candidates(jax.nn.log_softmax(ranked), width)
+            # Of one guess it is not asked how likely it is.
+            law = ranked if width == 1 else jax.nn.log_softmax(ranked)
+            values, token = top_k.candidates(law, width)
             values = values.reshape(num_slots, -1).astype(nodes.score.dtype)
             nodes = nodes._replace(
                 token=token.reshape(num_slots, -1),
@@ -268,6 +269,8 @@ class _Run(NamedTuple):
 
 def _likeliest(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:
     """The best guesses of a depth, and which they are."""
+    if nodes.token.shape[1] == 1:
+        return nodes, jnp.zeros_like(nodes.token)
     _, index = lax.top_k(nodes.score, num)
 
     def pick(x: Array) -> Array:
@@ -277,7 +280,17 @@ def _likeliest(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {nu
     return jax.tree.map(pick, nodes), index.astype(jnp.int32)
 
 
-def _choose(
+def _chain(
+    found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
+) -> Drafts:
+    """Drafts the one guess of each depth."""
+    token = jnp.concatenate([nodes.token for nodes in found], axis=1)[:, :max_drafts]
+    num = token.shape[1]
+    blank = ((0, 0), (0, max_drafts - num))
+    return Drafts(num=jnp.minimum(granted, num), tokens=jnp.pad(token, blank))
+
+
+def _tree(
     found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
 ) -> Drafts:
     """Drafts the likeliest of all guesses.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxkv import validation
-from jaxkv.models import ModelConfig, Params, transformer
+from jaxkv.models import ModelConfig, Params, param_forms, transformer
 
 MOST_SETS = 64
 """Sets of layers that are tried one by one."""
@@ -104,7 +104,7 @@ def search(
     validation.integer("max_drafts", max_drafts, low=1)
     if config.num_layers < 2:
         raise ValueError(f"{config.num_layers=} must be at least 2, to leave one out")
-    if transformer.is_stacked(params):
+    if param_forms.is_stacked(params):
         raise ValueError("a search for layers needs layers that are not stacked")
 
     def judge(layers: tuple[int, ...]) -> Found:

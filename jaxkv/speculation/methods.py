@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxkv import validation
 from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
 from jaxkv.memory import Pages
-from jaxkv.models import Forward, ModelConfig, Params, paged, transformer
+from jaxkv.models import Forward, ModelConfig, Params, paged, param_forms
 from jaxkv.models.layers import FEW
 from jaxkv.speculation import (
     draft_model,
@@ -140,7 +140,7 @@ def _for_few_rows(model: Model, bounds: Any) -> Model:
     )
     if not pays:
         return model
-    return model._replace(params=jax.jit(transformer.for_few_rows)(model.params))
+    return model._replace(params=jax.jit(param_forms.for_few_rows)(model.params))
 
 
 def _speculating(
@@ -156,7 +156,7 @@ def _speculating(
     if draft is not None:
         return _beside(served, model, draft, bounds, dtype)
     if method == "early-exit":
-        if transformer.is_stacked(model.params):
+        if param_forms.is_stacked(model.params):
             raise ValueError("'early-exit' needs layers that are not stacked")
         if layers is None:
             layers = max(1, model.config.num_layers // 2)

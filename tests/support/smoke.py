@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from experiments.cli import run as cli_run
 from experiments.framework import registry, run_folder
 from experiments.framework.claims import Claim
@@ -141,11 +139,5 @@ def run(name: str) -> run_folder.Run:
     config = experiment.configs["smoke"]
     config = dataclasses.replace(config, **CHANGES.get(name, lambda _: {})(config))
     out = folder() / "runs" / name
-    option = "jax_disable_most_optimizations"
-    before = jax.config.values[option]
-    jax.config.update(option, True)
-    try:
-        cli_run.run(experiment, config, out)
-    finally:
-        jax.config.update(option, before)
+    cli_run.run(experiment, config, out)
     return run_folder.read(out, experiment)

@@ -73,7 +73,7 @@ class Config(held_out.TextConfig):
     """Of held-out text, 512 tokens each, whose bits per byte are compared."""
     num_prompts: int = 4
     """Texts that the engine goes on from, one at a time."""
-    num_drafts: tuple[int, ...] = (4, 8, 16)
+    num_drafts: tuple[int, ...] = (3, 7, 15)
     """Tokens that the engine's drafter guesses in a step."""
     steps_per_call: int = 4
     """Steps between two looks of the host."""

@@ -50,7 +50,7 @@ class Config(held_out.TextConfig):
     """Of the block that is drawn, the first of the first text."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """0 is greedy."""
-    num_drafts: tuple[int, ...] = (4, 8, 16, 32)
+    num_drafts: tuple[int, ...] = (3, 7, 15, 31)
     """Tokens that the engine's drafter guesses in a step."""
     steps_per_call: int = 4
     """Steps between two looks of the host."""

@@ -49,14 +49,14 @@ def bars(
     ax: Any, runs: Any, names: list[str], colors: list[int], field: str, label: str
 ) -> None:
     """Draws a number of every run, by its name, greedy and, faint, drawn."""
-    order, height, values = [*dict.fromkeys(names)], 0.4, getattr(runs, field)
+    order, height, values = [*dict.fromkeys(names)], 0.46, getattr(runs, field)
     for nth, temperature in enumerate((0.0, 1.0)):
         here = np.flatnonzero(runs.temperature == temperature)
         if not here.size:
             continue
         place = [order.index(names[i]) + height * (nth - 0.5) for i in here]
         look = {"color": [style.colors()[colors[i]] for i in here]}
-        drawn = ax.barh(place, values[here], 0.9 * height, alpha=1 - nth / 2, **look)
+        drawn = ax.barh(place, values[here], 0.85 * height, alpha=1 - nth / 2, **look)
         ax.bar_label(drawn, [f"{x:.2f}" for x in values[here]], fontsize=5, padding=2)
     ax.set_yticks(range(len(order)), order, fontsize=6)
     ax.invert_yaxis()

@@ -55,9 +55,9 @@ class Config(held_out.TextConfig):
 
     ways: tuple[str, ...] = (LOOKUP, JACOBI, *EXITS)
     """Who guesses."""
-    num_drafts: int = 4
+    num_drafts: int = 3
     """Tokens guessed in a step where ways and batches are compared."""
-    lengths: tuple[int, ...] = (1, 2, 4, 8, 12)
+    lengths: tuple[int, ...] = (1, 2, 3, 7, 15)
     """Tokens guessed in a step where that is what differs."""
     lengthened: tuple[str, ...] = (LOOKUP, "early exit, 1 layer")
     """Ways of which that is asked."""

@@ -48,7 +48,9 @@ def _costs(ax: Any, runs: Any) -> None:
     ax.plot([1, top], [1, top], "--", color="0.5", linewidth=0.8, label="even")
     title = "one sequence, greedy: below the line it pays"
     style.titled(ax, title, "tokens a step", "cost of a step, in plain ones")
-    ax.legend(fontsize=6)
+    # Room for the legend above all points.
+    ax.set_ylim(top=1.3 * max([top, *runs.cost]))
+    ax.legend(fontsize=6, ncols=4, loc="upper left")
 
 
 def _batches(ax: Any, runs: Any) -> None:

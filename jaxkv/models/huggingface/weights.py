@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jaxkv import validation
 from jaxkv.files import blaming, read_json
-from jaxkv.models import transformer
+from jaxkv.models import param_forms, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import tensors as huggingface_tensors
 from jaxkv.models.huggingface.tensors import (
@@ -228,10 +228,10 @@ def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.n
     Raises:
       ValueError: if their tree or a shape is not that of the configuration.
     """
-    params = transformer.weights_once(params)
+    params = param_forms.weights_once(params)
     expected = transformer.param_shapes(config, stacked=True)
     alike = jax.tree.structure(params) == jax.tree.structure(expected)
-    if not (alike and transformer.is_stacked(params)):
+    if not (alike and param_forms.is_stacked(params)):
         expected = transformer.param_shapes(config)
     if jax.tree.structure(params) != jax.tree.structure(expected):
         raise ValueError("params is not the tree of this config's parameters")
@@ -245,7 +245,7 @@ def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.n
                 f"params{jax.tree_util.keystr(path)} has shape {array.shape}, "
                 f"config asks for {spec.shape}"
             )
-    return jax.tree.leaves(transformer.unstack_layers(config, params))
+    return jax.tree.leaves(param_forms.unstack_layers(config, params))
 
 
 def save_params(

@@ -79,7 +79,7 @@ def test_what_leaves_nothing_to_learn_is_refused() -> None:
         Config(num_texts=0)
     with pytest.raises(ValueError, match=r"learning_rate=0\.0 must be above 0"):
         Config(learning_rate=0.0)
-    with pytest.raises(ValueError, match="output_tokens=100 must be more than 136"):
+    with pytest.raises(ValueError, match="output_tokens=100 must be more than 128"):
         Config(output_tokens=100)
 
 

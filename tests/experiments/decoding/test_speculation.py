@@ -98,8 +98,8 @@ def test_each_case_is_measured_once() -> None:
     config = Config()
     alone = config.cases(1, 0.0)
     assert len(alone) == len(set(alone)) == 4 + 2 * len(config.lengths) - 2
-    assert config.cases(1, 1.0) == [(way, 4) for way in config.ways]
-    assert config.cases(8, 0.0) == [("n-gram", 4)]
+    assert config.cases(1, 1.0) == [(way, 3) for way in config.ways]
+    assert config.cases(8, 0.0) == [("n-gram", 3)]
 
 
 @pytest.fixture(scope="module")

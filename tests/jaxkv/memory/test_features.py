@@ -13,7 +13,7 @@ from jaxkv.engine.state import init
 from jaxkv.memory import features, kv_pages
 from jaxkv.memory.kv_pages import Rows
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.models import paged, transformer
+from jaxkv.models import paged, param_forms, transformer
 from jaxkv.scheduling import fcfs
 from tests.support import asks as workloads
 from tests.support import engines
@@ -27,7 +27,7 @@ def states_of(tokens: Any, stacked: bool = False) -> np.ndarray:
     """What is tapped of every token of whole sequences."""
     params = engines.params()
     if stacked:
-        params = transformer.stack_layers(MODEL, params)
+        params = param_forms.stack_layers(MODEL, params)
     model = transformer.merge(MODEL, params)
     found = transformer.read(model, jnp.asarray(tokens), taps=TAPS)
     return np.asarray(jnp.concatenate(found.taps)).T.reshape(*np.shape(tokens), -1)

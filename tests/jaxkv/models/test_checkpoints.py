@@ -16,7 +16,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, param_forms, transformer
 from jaxkv.models.config import ModelConfig, RopeScaling
 from jaxkv.models.huggingface import configs
 from jaxkv.models.huggingface.tensors import embed_and_head
@@ -108,10 +108,10 @@ def test_what_was_loaded_is_saved_as_transformers_saved_it(
 @pytest.mark.parametrize("name", ["llama", "qwen2_moe"])
 def test_stacked_layers_are_saved_as_any_others(name: str, tmp_path: Path) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
-    stacked = transformer.stack_layers(config, params)
-    assert transformer.is_stacked(stacked)
-    assert transformer.stack_layers(config, stacked) is stacked
-    back = transformer.unstack_layers(config, stacked)
+    stacked = param_forms.stack_layers(config, params)
+    assert param_forms.is_stacked(stacked)
+    assert param_forms.stack_layers(config, stacked) is stacked
+    back = param_forms.unstack_layers(config, stacked)
     jax.tree.map(np.testing.assert_array_equal, back, params)
     folder = checkpoints.save_model(tmp_path / "m", config, stacked)
     again = checkpoints.load_model(folder)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Int32
 
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, param_forms, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface.families import FAMILIES
 from tests.support import engines
@@ -57,7 +57,7 @@ def test_every_family_is_here() -> None:
 def test_logits_and_greedy_tokens_agree(name: str) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
     expected = np.load(GOLDEN / name / "expected.npz")
-    for layers in (params, transformer.stack_layers(config, params)):
+    for layers in (params, param_forms.stack_layers(config, params)):
         logits = full_logits(layers, jnp.asarray(expected["ids"]), config=config)
         assert logits.dtype == jnp.float32
         np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.models import checkpoints, layers, transformer
+from jaxkv.models import checkpoints, layers, param_forms, transformer
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import weights
 from scaling.training import transformer_rows
@@ -139,7 +139,7 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
     assert hash(config) == hash(ModelConfig(**vars(config)))
     params = transformer.init_params(config, jax.random.key(0))
     if stacked:
-        params = transformer.stack_layers(config, params)
+        params = param_forms.stack_layers(config, params)
     shapes = transformer.param_shapes(config, stacked=stacked)
     assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
         lambda x: x.shape, shapes
@@ -188,14 +188,14 @@ def test_half_precision_weights_give_float32_logits() -> None:
 def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
     """Of 2 to 4 rows by the second form alone; stacked they are each layer's own."""
     config, params = engines.MODEL, engines.params()
-    twice = transformer.for_few_rows(params)
+    twice = param_forms.for_few_rows(params)
     again = weights.checked_params(config, twice)
     assert len(again) == len(jax.tree.leaves(params)) < len(jax.tree.leaves(twice))
-    stacked = transformer.stack_layers(config, params)
+    stacked = param_forms.stack_layers(config, params)
     jax.tree.map(
         np.testing.assert_array_equal,
-        transformer.for_few_rows(stacked),
-        transformer.stack_layers(config, twice),
+        param_forms.for_few_rows(stacked),
+        param_forms.stack_layers(config, twice),
     )
     layer, other = (transformer.merge(config, x).layers[1] for x in (params, twice))
     rng = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import checkpoints, param_forms, transformer
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import layer_search
 from tests.support import engines
@@ -108,6 +108,6 @@ def test_what_cannot_be_searched_is_refused() -> None:
     one = dataclasses.replace(THREE, num_layers=1)
     with pytest.raises(ValueError, match="num_layers=1 must be at least 2"):
         layer_search.search(params, tokens, config=one)
-    stacked = transformer.stack_layers(THREE, params)
+    stacked = param_forms.stack_layers(THREE, params)
     with pytest.raises(ValueError, match="layers that are not stacked"):
         layer_search.search(stacked, tokens, config=THREE)

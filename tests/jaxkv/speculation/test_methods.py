@@ -13,7 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv.engine.drafting import Speculation
-from jaxkv.models import checkpoints, paged, transformer
+from jaxkv.models import checkpoints, paged, param_forms, transformer
 from jaxkv.sampling import Sampling
 from jaxkv.serving import programs
 from jaxkv.speculation import (
@@ -267,7 +267,7 @@ def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
         model = methods.Model(MODEL, engines.params())
         made = methods.serve(model, bounds, dtype="float32")
-        return transformer.is_for_few(made.params)
+        return param_forms.is_for_few(made.params)
 
     assert has_both(max_slots=2)
     assert not has_both(max_slots=1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import Experts, ModelConfig, transformer
+from jaxkv.models import Experts, ModelConfig, param_forms, transformer
 from jaxkv.parallel import collectives
 from scaling.costs import parallelism, traffic
 from scaling.costs import stages as costs_stages
@@ -71,7 +71,7 @@ def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
         has_aux=True,
     )(params)
     np.testing.assert_allclose(loss, whole, rtol=1e-5)
-    grads = transformer.unstack_layers(config, jax.tree.map(np.asarray, grads))
+    grads = param_forms.unstack_layers(config, jax.tree.map(np.asarray, grads))
     for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
     check_bytes(config, how, program)
