@@ -182,6 +182,7 @@ def _asks(options: Options) -> list[Any]:
         if value not in (nothing, getattr(Options, name)):
             why = "beam search draws nothing" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
+    _check_drafting(options)
     # Options of draws have the names that `Sampling` has for them.
     given, known = vars(options), {x.name for x in dataclasses.fields(Sampling)}
     how: dict[str, Any] = {name: given[name] for name in given if name in known}
@@ -201,6 +202,12 @@ _EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
 _ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
 """Options of draws, and the values by which they are off."""
 _ONLY_SEARCHES = (("length_penalty", 1), ("early_stopping", "false"))
+_ONLY_DRAFTS = (
+    ("drafts", "METHOD"),
+    ("draft_model", "draft-model"),
+    ("heads", "medusa, or eagle"),
+)
+"""Options of speculation, and the methods that they go with."""
 
 
 def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
@@ -211,6 +218,16 @@ def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
     if len(completions) == 1 and completions[0]["score"] is not None:
         said += f"; score {completions[0]['score']:.3f}"
     return f"[{said}]"
+
+
+def _check_drafting(options: Options) -> None:
+    """Refuses what says how to guess where nothing is guessed, and no draft at all."""
+    if options.drafts is not None and options.drafts < 1:
+        raise ValueError(f"--drafts {options.drafts}: must be at least 1")
+    for name, method in _ONLY_DRAFTS:
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if options.speculate is None and value is not None:
+            raise ValueError(f"{flag} {value}: needs --speculate {method}")
 
 
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
@@ -238,15 +255,10 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     num_sequences = max(options.n, options.best_of or 0, num_beams)
     max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
     max_slots = max(max_slots, _power_of_two(num_sequences))
-    if options.speculate is None and options.draft_model is not None:
-        raise ValueError(
-            f"--draft-model {options.draft_model}: needs --speculate draft-model"
-        )
     draft = heads = None
-    if options.drafts is not None and options.drafts < 1:
-        raise ValueError(f"--drafts {options.drafts}: must be at least 1")
-    drafts = options.drafts if options.speculate is not None else 0
-    bounds: dict[str, Any] = {} if drafts is None else {"max_drafts": drafts}
+    bounds: dict[str, Any] = {}
+    if options.drafts is not None:
+        bounds["max_drafts"] = options.drafts
     if options.draft_model is not None:
         draft = bundled.folder_of(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
