@@ -103,7 +103,9 @@ def _one_line(framed: str) -> str:
             sections[-1].append(line)
         elif sections[-1]:
             sections.append([])
-    said = re.sub(r"^Error parsing (settings(\.|: )?)?", "", " ".join(sections[0]))
+    said = re.sub(
+        r"^Error parsing (settings(\.|: )?|[A-Z]\w*: )?", "", " ".join(sections[0])
+    )
     said = re.sub("'None', |, 'None'", "", said)  # which no flag takes
     near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]
     if near and "Perhaps you meant" in framed:

@@ -31,7 +31,7 @@ def folder_of(model: str) -> Path:
         return Path(model)
     if model not in names():
         line = config_json.unknown("model", model, names())
-        raise ValueError(f"{line}, or the path of a folder")
+        raise ValueError(f"{line} (or the path of a folder)")
     return FOLDER / model
 
 

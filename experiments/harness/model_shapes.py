@@ -66,7 +66,7 @@ def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loade
         folder = bundled.folder_of(model)
     except ValueError:
         line = config_json.unknown("model", model, [*bundled.names(), *RANDOM])
-        raise ValueError(f"{line}, or the path of a folder") from None
+        raise ValueError(f"{line} (or the path of a folder)") from None
     return checkpoints.load_model(folder, dtype=dtype)
 
 

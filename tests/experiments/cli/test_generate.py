@@ -74,7 +74,10 @@ def test_heads_that_do_not_fit_are_refused(jaxkv: Command, tiny: str) -> None:
     for words, line in (
         (f"{tiny} --speculate eagle --heads {folder}", "a model with hidden_size=160"),
         (f"{tiny} --speculate eagle", "no eagle heads ship with it"),
-        (f"stdlib-bytes --heads {folder}", "eagle heads do not go with speculate=None"),
+        (
+            f"stdlib-bytes --speculate ngram --heads {folder}",
+            "do not go with speculate",
+        ),
     ):
         assert_refused(jaxkv, f"{words} --prompt a", line)
 
