@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from experiments.cli import parsing
-from experiments.cli.console import terminal
+from experiments.cli.console import interrupts, terminal
 from experiments.cli.run import Output
 from experiments.framework import Sheet, config_json, units
 from experiments.harness import sweep_tables
@@ -156,11 +156,13 @@ def train(name: str, options: TrainOptions) -> Output:
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
     if result.status == "stopped":
-        lines = [f"{bars.reason}; the same command goes on"]
+        why = bars.reason if bars.status else "the first process was stopped"
+        lines = [f"{why}; the same command goes on"]
     if result.status == "diverged":
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
     rows = [units.named(key, value) for key, value in document.items() if key != "out"]
-    status = {"done": 0, "stopped": bars.status, "diverged": 1}[result.status]
+    stopped = bars.status or interrupts.AGAIN
+    status = {"done": 0, "stopped": stopped, "diverged": 1}[result.status]
     return Output(document, [Sheet("run", ("", ""), rows)], lines, status)
 
 

@@ -24,8 +24,10 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def start(num: int, *words: str) -> list[subprocess.Popen[str]]:
-    """Starts `jaxkv` with these words, `num` times."""
+def start(
+    num: int, *words: str, first: tuple[str, ...] = ()
+) -> list[subprocess.Popen[str]]:
+    """Starts `jaxkv` with these words, `num` times; with some more the first one."""
     port = free_port()
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return [
@@ -35,6 +37,7 @@ def start(num: int, *words: str) -> list[subprocess.Popen[str]]:
                 "-m",
                 "experiments.cli.main",
                 *words,
+                *(first if index == 0 else ()),
                 "--coordinator",
                 f"127.0.0.1:{port}",
                 "--num-processes",
@@ -109,7 +112,8 @@ def test_a_lost_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> N
     assert started[0].returncode == 1
     assert re.search("jaxkv: another process has ended: .*Gloo", said)
     before = max(int(x.name) for x in kept.iterdir() if x.name.isdecimal())
-    again = start(2, *words, "--json", "--max-seconds", "15")
+    # The others stop with the first one, and say so, whatever their own clocks say.
+    again = start(2, *words, "--json", first=("--max-seconds", "15"))
     printed, _ = again[0].communicate(timeout=120)
     again[1].communicate(timeout=120)
     assert [each.returncode for each in again] == [75, 75]
