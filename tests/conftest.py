@@ -109,11 +109,21 @@ def _compile_fast() -> None:
         return type(found).ParseFromString(found.SerializeAsString() + added)
 
     compiler.get_compile_options = make  # ty: ignore[invalid-assignment]
-    jax.devices()  # after which XLA does not read variables: those are for processes
-    os.environ.update(_FAST)
 
 
 _compile_fast()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_compile_fast() -> None:
+    """Has the processes that tests start compile fast, too.
+
+    Not before tests begin: workers of the test run inherit variables, and would have
+    no program as served.
+    """
+    jax.devices()  # after which XLA reads no variables: they are for others
+    os.environ.update(_FAST)
+
 
 _MAPS = Path("/proc/self/maps")
 _num_tests = itertools.count(1)
