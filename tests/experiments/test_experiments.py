@@ -277,13 +277,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],
     "jacobi": [
-        ({"output_tokens": 264}, "self.output_tokens=264 must be more than 264"),
+        ({"output_tokens": 256}, "self.output_tokens=256 must be more than 256"),
         ({"lengths": (8, 4)}, "lengths=(8, 4) must be ascending"),
         ({"picture_tokens": 0}, "picture_tokens=0 must be at least 1"),
         ({"temperatures": (3.0,)}, "must be in [0, 2]"),
     ],
     "speculation": [
-        ({"output_tokens": 208}, "self.output_tokens=208 must be more than 208"),
+        ({"output_tokens": 256}, "self.output_tokens=256 must be more than 256"),
         ({"ways": ("medusa",)}, "must be of"),
         ({"batches": (1, 2)}, "batches=(1, 2) must be ascending, from 2"),
         ({"acceptances": (1.5,)}, "must be in [0, 1]"),

@@ -142,7 +142,9 @@ def test_nobody_new_comes_in_until_all_preempted_are_done(hold_new: bool) -> Non
     assert (overtaken == 0) == hold_new
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize(
+    "chunk_size", [pytest.param(None, marks=pytest.mark.thorough), 2]
+)
 def test_several_answers_leave_and_return_together(chunk_size: int | None) -> None:
     """Half read or forked: the prompt is computed once all the same."""
     asks = crowd(4)

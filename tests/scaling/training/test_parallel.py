@@ -168,7 +168,7 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
-        ("ep=4,gather", MIXTURE),
+        pytest.param("ep=4,gather", MIXTURE, marks=pytest.mark.thorough),
         ("ep=2,dp=4,capacity=4", MIXTURE),
         pytest.param("tp=2,sp", SHARED, marks=pytest.mark.thorough),
         pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.thorough),
@@ -208,7 +208,7 @@ def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
                 ("tp=2,sp", OTHERS["gpt2"]),
                 ("tp=2,sp", SHARED),
                 ("tp=2", SHARED),
-                ("ep=4,gather", MIXTURE),
+                pytest.param("ep=4,gather", MIXTURE, marks=pytest.mark.thorough),
                 ("ep=2,dp=4,capacity=4", MIXTURE),
                 ("ep=2,dp=4,gather", BALANCED),
             )
