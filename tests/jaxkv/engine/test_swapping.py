@@ -160,7 +160,9 @@ def test_several_answers_leave_and_return_together(chunk_size: int | None) -> No
     assert run.info.num_rows.sum() == once
 
 
-@pytest.mark.parametrize("at_host", [False, True])
+@pytest.mark.parametrize(
+    "at_host", [pytest.param(False, marks=pytest.mark.thorough), True]
+)
 def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
     asks = [
         each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))

@@ -323,7 +323,7 @@ def misses_what_it_has(state: EngineState) -> EngineState:
 @pytest.mark.parametrize(
     "wrong",
     [
-        forgets_whose_it_is,
+        pytest.param(forgets_whose_it_is, marks=pytest.mark.thorough),
         keeps_what_it_should_not,
         evicts_the_latest,
         misses_what_it_has,

@@ -208,7 +208,7 @@ def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
                 ("tp=2,sp", OTHERS["gpt2"]),
                 ("tp=2,sp", SHARED),
                 ("tp=2", SHARED),
-                pytest.param("ep=4,gather", MIXTURE, marks=pytest.mark.thorough),
+                ("ep=4,gather", MIXTURE),
                 ("ep=2,dp=4,capacity=4", MIXTURE),
                 ("ep=2,dp=4,gather", BALANCED),
             )
