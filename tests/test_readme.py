@@ -261,6 +261,7 @@ def numbers() -> dict[str, list[str]]:
     gain = claimed("isoflop", "the law predicts a larger run's loss")[0]
     came = (said["predicted"] - gain * said["best_fitted_loss"]) / (1 - gain)
     span = [kernels[f"decode-b8-1k-32x8-{x}-float32"] for x in ("p16", "p64-uniform")]
+    adapts, worst, eagle = claimed("speculation_zoo", *SPECULATION)
     return {
         "fig. 2:": [written("{:.0f}", claimed("memory_waste", *parts))],
         "fig. 12,": [written("{:.2f}", claimed("latency_vs_rate", *oracle))],
@@ -300,6 +301,7 @@ def numbers() -> dict[str, list[str]]:
         "training, width": [written("{:.2f}", [faster(x) for x in (16, 32, 64, 128)])],
         "4,000 bootstrap fits": [f"{fits['NumPy gradient + SciPy BFGS']['ratio']:.0f}"],
         "simulated steps a second": [f"{np.divide(*steps.values()):.1f}"],
+        "speculation over": [f"{adapts:.2f}, {worst:.2f}; {eagle:.2f}"],
         "attention: decode": [
             written("{:.2f}", span, " and "),
             f"{kernels['decode-b1-1k-9x3d64-p16-float32']:.2f}",
@@ -308,6 +310,12 @@ def numbers() -> dict[str, list[str]]:
     }
 
 
+ADAPTS = "a length that adapts against plain decoding"
+SPECULATION = [
+    f"{ADAPTS}, over batches",
+    f"{ADAPTS}: the worst",
+    "a trained drafter of",
+]
 TRANSLATIONS = [f"translations that begin with the same {x} tokens" for x in (80, 341)]
 CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
 SEVENTH = "a mixture needs a seventh of the dense model's compute"
