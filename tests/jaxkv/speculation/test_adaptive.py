@@ -243,6 +243,7 @@ def scans_of(jaxpr: Any) -> list[Counter[str]]:
     return found
 
 
+@pytest.mark.thorough
 def test_steps_of_a_call_that_rests_are_plain_ones() -> None:
     """What is traced for them is what is for an engine that never drafts."""
 
