@@ -79,11 +79,8 @@ class Transformer(nnx.Module):
                 c.hidden_size,
                 axes=(None, "hidden"),
             )
-        wanted = (
-            [kind.start for kind in param_forms.kinds(c)]
-            if scanned
-            else range(c.num_layers)
-        )
+        firsts = [kind.start for kind in param_forms.kinds(c)]
+        wanted = firsts if scanned else range(c.num_layers)
         layer = functools.partial(Layer, rngs=rngs, dtype=dtype, for_few=for_few)
         self.layers = nnx.List([layer(c, index) for index in wanted])
         self.final_norm = Norm(c.hidden_size, c, kind=c.norm, dtype=dtype)

@@ -66,7 +66,8 @@ class _Nodes(NamedTuple):
 
     token: Int32[Array, "slots n"]
     score: Float[Array, "slots n"]
-    """Log-probability of the way to each; -inf where there is none."""
+    """Log-probability of the way to each; of chains, which have no other ways, any
+    number; -inf where there is none."""
     parent: Int32[Array, "slots n"]
     """Which of all guesses each one's parent is, 0 the root, the others from 1 on."""
     state: Float[Array, "slots n hidden"]
@@ -244,7 +245,7 @@ class _Run(NamedTuple):
             )
             said = model.logits(ran.last)
             ranked = draws.coupled(said, asked, rows.position + 1)
-            # Of one guess it is not asked how likely it is.
+            # Of a chain nobody asks how likely it is.
             law = ranked if width == 1 else jax.nn.log_softmax(ranked)
             values, token = top_k.candidates(law, width)
             values = values.reshape(num_slots, -1).astype(nodes.score.dtype)
