@@ -50,7 +50,7 @@ def _costs(ax: Any, runs: Any) -> None:
     style.titled(ax, title, "tokens a step", "cost of a step, in plain ones")
     # Room for the legend above all points.
     ax.set_ylim(top=1.3 * max([top, *runs.cost]))
-    ax.legend(fontsize=6, ncols=4, loc="upper left")
+    ax.legend(fontsize=6, ncols=3, columnspacing=1.0, loc="upper left")
 
 
 def _batches(ax: Any, runs: Any) -> None:
