@@ -143,7 +143,11 @@ def allocate(
 
 
 def cheapest(
-    powers: TwoPowers, target: float, *, inference_tokens: float = 0.0
+    powers: TwoPowers,
+    target: float,
+    *,
+    inference_tokens: float = 0.0,
+    repeating: Repeating | None = None,
 ) -> Optimum:
     """Finds the model of a given loss that is cheapest to train and serve.
 
@@ -156,6 +160,8 @@ def cheapest(
       powers: of the loss.
       target: the loss, above the floor.
       inference_tokens: D_inf, at least 0.
+      repeating: limit on unique tokens; no limit by default. Under a limit the model
+        is the best one of the smallest budget that reaches the loss (`needed`).
 
     Raises:
       ValueError: no model has so small a loss.
@@ -171,7 +177,11 @@ def cheapest(
         data = math.log(powers.B) - powers.beta * log_tokens
         return inner - float(np.logaddexp(sizes, data))
 
-    return _where_zero(powers, inference_tokens, excess)
+    free = _where_zero(powers, inference_tokens, excess)
+    if repeating is None or free.num_tokens <= repeating.unique_tokens:
+        return free
+    how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
+    return allocate(powers, needed(powers, target, **how), **how)
 
 
 def needed(

@@ -70,7 +70,7 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     free = told["compute_optimum"]
     flops = free["num_params"] * free["num_tokens"] * 6
     path = [
-        budgets.allocate(powers, flops * times)[:2]
+        budgets.allocate(powers, flops * times, repeating=case.repeating)[:2]
         for times in np.geomspace(_SPAN**-2, _SPAN**2, 61)
     ]
     look = {"color": "0.3", "linewidth": 0.8, "label": "cheapest to train"}
@@ -97,8 +97,7 @@ def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
     colors = style.colors()
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
-    def line(powers: TwoPowers, name: str, served: float = 0.0, **look: Any) -> None:
-        how: Any = {"inference_tokens": served}
+    def line(powers: TwoPowers, name: str, how: Any, **look: Any) -> None:
         optima = [budgets.allocate(powers, x, **how) for x in flops.tolist()]
         ratios = [x.num_tokens / x.num_params for x in optima]
         ax.plot(flops, ratios, **look)
@@ -109,10 +108,12 @@ def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
     for name, constants in published.CONSTANTS.items():
         if name != case.belief.name:
             powers = budgets.two_powers(published.CHINCHILLA, constants)
-            line(powers, name, color=_GREY, linewidth=0.7)
-    line(case.belief.powers, law, color=colors[5])
+            line(powers, name, {}, color=_GREY, linewidth=0.7)
+    limit = {"repeating": case.repeating}
+    line(case.belief.powers, law, limit, color=colors[5])
     if case.served:
-        line(case.belief.powers, "with serving", case.served, color=colors[6])
+        both = limit | {"inference_tokens": case.served}
+        line(case.belief.powers, "with serving", both, color=colors[6])
     _mark(ax, case.flops, told["tokens_per_param"])
     ax.set(xscale="log", yscale="log", xlabel="budget [FLOP]")
     ax.set(ylabel="tokens per parameter", title="tokens per parameter")

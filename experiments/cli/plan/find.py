@@ -24,6 +24,7 @@ def find(options: Options, case: Case) -> dict[str, Any]:
     """
     belief, powers, unique = case.belief, case.belief.powers, case.unique_tokens
     free, best = budgets.allocate(powers, case.flops), case.allocate()
+    training_only = case._replace(served=0.0).allocate()
     design, (other, tokens, loss) = _designs(case, best)
     sure = spread.of_optimum(case, best)
     train = case.bill(6 * best.num_params * best.num_tokens)
@@ -58,7 +59,8 @@ def find(options: Options, case: Case) -> dict[str, Any]:
         ),
         "compute_optimum": _optimum(free),
         "inference_tokens": options.inference_tokens,
-        "equal_loss": _equal_loss(case, free) if case.served else None,
+        "training_optimum": _optimum(training_only),
+        "equal_loss": _equal_loss(case, training_only) if case.served else None,
         "num_unique_tokens": unique,
         "epochs": unique and max(1.0, best.num_tokens / unique),
         "architecture": _architecture(case, best, design),
@@ -182,12 +184,20 @@ def _optimum(optimum: Optimum) -> dict[str, float]:
     return optimum._asdict() | {"tokens_per_param": ratio}
 
 
-def _equal_loss(case: Case, free: Optimum) -> dict[str, float]:
-    """The cheapest to train and serve among models as good as the compute optimum."""
-    powers, served = case.belief.powers, case.served
-    equal = budgets.cheapest(powers, free.loss, inference_tokens=served)
+def _equal_loss(case: Case, training_only: Optimum) -> dict[str, float]:
+    """Finds the cheapest model to train and serve at the loss of another design.
+
+    Args:
+      case: with tokens to serve.
+      training_only: the best design when training takes the whole budget, under the
+        same limit on unique tokens.
+    """
+    served, target = case.served, training_only.loss
+    how: Any = {"inference_tokens": served, "repeating": case.repeating}
+    equal = budgets.cheapest(case.belief.powers, target, **how)
     flops, usual = (
-        budgets.operations(x.num_params, x.num_tokens, served) for x in (equal, free)
+        budgets.operations(x.num_params, x.num_tokens, served)
+        for x in (equal, training_only)
     )
     return _optimum(equal) | {
         "flops": flops,

@@ -149,7 +149,7 @@ def _serving(options: Options, case: Case, told: Told) -> Sheet:
     served, serve = case.served, options.serve_mfu
     rows = []
     models = {
-        "training only": told["compute_optimum"],
+        "training only": told["training_optimum"],
         "same loss": told["equal_loss"],
         "the plan": told,
     }
@@ -174,7 +174,7 @@ def _serving(options: Options, case: Case, told: Told) -> Sheet:
         "arXiv:2401.00448)."
     )
     if options.unique_tokens is not None:
-        note += " Repetition, below, is part of it."
+        note += f" No row has more than {options.unique_tokens:.4g} unique tokens."
     heads = ("", "N", "D", "loss", "to train", "to serve", "both")
     return Sheet("And what serving costs?", heads, rows, note)
 

@@ -155,6 +155,24 @@ def test_serving_and_repetition(jaxkv: Command) -> None:
     assert "with new data it were" in said
 
 
+def test_designs_of_equal_loss_respect_the_unique_tokens(jaxkv: Command) -> None:
+    args = "--flops 1e22 --law hoffmann --inference-tokens 1e12"
+    free, limited = planned(jaxkv, args), planned(jaxkv, f"{args} --unique-tokens 2e10")
+    assert limited["compute_optimum"] == free["compute_optimum"]
+    assert free["training_optimum"] == free["compute_optimum"]
+    training = limited["training_optimum"]
+    assert training["num_params"] == pytest.approx(4.266e9, rel=1e-3)
+    assert training["num_tokens"] == pytest.approx(3.907e11, rel=1e-3)
+    assert training["loss"] == pytest.approx(2.2154, abs=5e-5)
+    same = limited["equal_loss"]
+    assert same["loss"] == pytest.approx(training["loss"], rel=1e-9)
+    assert same["num_params"] < training["num_params"]
+    assert 0 < same["saved"] < 0.2
+    said = told(jaxkv, f"{args} --unique-tokens 2e10")
+    assert "training only 4.266e+09 3.907e+11 2.2154" in said
+    assert "same loss 3.443e+09 5.139e+11 2.2154" in said
+
+
 def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
     found = planned(jaxkv, args)

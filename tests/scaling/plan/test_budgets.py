@@ -157,6 +157,26 @@ def test_enough_data_leaves_the_closed_form() -> None:
     assert few.loss > budgets.allocate(C4, 1e22, **served).loss
 
 
+@pytest.mark.parametrize("unique", [2e9, 2e10, 2e11])
+def test_the_cheapest_model_under_a_limit_on_unique_tokens(unique: float) -> None:
+    repeating, served = Repeating(unique), 1e12
+    target = budgets.allocate(C4, 1e22, repeating=repeating).loss
+    how: Any = {"inference_tokens": served, "repeating": repeating}
+    found = budgets.cheapest(C4, target, **how)
+    assert found.loss == pytest.approx(target, rel=1e-9)
+    # A dense search: for every N the fewest tokens that reach the loss.
+    sizes = found.num_params * np.geomspace(0.3, 3, 601)
+    low, high = np.full(sizes.size, 0.0), np.full(sizes.size, math.log(1e16))
+    for _ in range(80):
+        middle = (low + high) / 2
+        is_above = budgets.loss(C4, sizes, np.exp(middle), repeating) > target
+        low, high = np.where(is_above, middle, low), np.where(is_above, high, middle)
+    least = np.nanmin(budgets.operations(sizes, np.exp(high), served))
+    spent = budgets.operations(found.num_params, found.num_tokens, served)
+    assert spent == pytest.approx(least, rel=1e-4)
+    assert spent <= least * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "coefficients", "line"),
     [
