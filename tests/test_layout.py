@@ -69,6 +69,7 @@ DOORS = {
     "jinja2": ("jaxkv/text/chat_templates.py",),
     "rich": ("experiments/*", "scaling/training/train.py"),
     "ray": ("scaling/sweeps/executors.py",),
+    "pyarrow": ("jaxkv/files/columnar.py",),
     "jax.experimental.pallas": (
         "pallas_kernels/paged_attention/hopper/*.py",
         "pallas_kernels/*/*mosaic_gpu.py",

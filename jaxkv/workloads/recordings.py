@@ -1,23 +1,23 @@
 """Requests that somebody recorded: files of them, checked row by row.
 
-    Azure       CSV  TIMESTAMP, ContextTokens, GeneratedTokens
-    BurstGPT    CSV  Timestamp, Request tokens, Response tokens (and others)
-    plain       CSV  arrival_s, prompt_tokens, output_tokens
-    Mooncake    JSON lines  timestamp (ms), input_length, output_length, hash_ids
+    Azure       TIMESTAMP (a date), ContextTokens, GeneratedTokens
+    BurstGPT    Timestamp (s), Request tokens, Response tokens (and others)
+    plain       arrival_s, prompt_tokens, output_tokens
+    Mooncake    timestamp (ms), input_length, output_length, hash_ids
     ShareGPT    JSON, a list of conversations; texts without times
 
-A file is known by its columns. Nothing is put right in silence: a row that no server
-could have seen is refused, with its line and the reason, and what is left out because
-the caller asked for it is counted.
+A file is any table (`jaxkv.files.tables`: CSV, JSON lines, Parquet, ...) with these
+columns. Dates without a zone are in UTC. Nothing is put right in silence: a row that no
+server could have seen is refused, with its line and the reason, and what is left out
+because the caller asked for it is counted.
 
 Sources: Patel et al. 2024 (Splitwise), arXiv:2311.18677; Wang et al. 2024 (BurstGPT),
 arXiv:2401.17644; Qin et al. 2025 (Mooncake), FAST.
 """
 
-import csv
 import math
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Float, Int32, Int64
 
 from jaxkv import files
+from jaxkv.files import tables
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.lengths import LONGEST, Lengths
 
@@ -46,6 +47,8 @@ class Recording(NamedTuple):
     ids are equal, so is everything up to there. None where nobody recorded them."""
     num_empty: int
     """Requests that failed, without any output, and were left out."""
+    doubts: tuple[str, ...] = ()
+    """Sentences about times that look like those of another unit."""
 
     @property
     def rate(self) -> float:
@@ -75,7 +78,7 @@ class Recording(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What a row says, and where it stands."""
+    """A checked request, its position in the file, and its time as written."""
 
     line: int
     arrival_s: float
@@ -85,7 +88,7 @@ class _Row(NamedTuple):
 
 
 def read(path: Path, *, skip_empty: bool = False) -> Recording:
-    """Reads a recording: a CSV or JSON lines, known by its columns.
+    """Reads a recording, whose kind is known by its columns.
 
     Args:
       path: the file.
@@ -94,15 +97,22 @@ def read(path: Path, *, skip_empty: bool = False) -> Recording:
 
     Raises:
       ValueError: the file cannot be read or is of no known kind; a row lacks a number,
-        has one out of range, or arrives before the row ahead of it; nothing is left.
-        One line that names the file, and the line in it.
+        has one out of range, or arrives before the row ahead of it; some dates have a
+        zone and some have none; nothing is left. One line that names the file, and the
+        line in it.
     """
-    text = _text(path)
-    rows = _json_lines if text.lstrip()[:1] == "{" else _csv
+    try:
+        table = tables.read(path, keep_lists=True, allow_partial=False)
+    except tables.RaggedError as error:
+        raise ValueError(
+            f"{path}: line {error.line}: {error.num_cells} cells, the header has "
+            f"{error.num_names}"
+        ) from None
     kept: list[_Row] = []
     num_empty, before = 0, None
     try:
-        for row in rows(text):
+        kind = _kind(table)
+        for row in _rows(table, kind):
             _check(row, before)
             before = row
             if skip_empty and row.output == 0:
@@ -113,15 +123,17 @@ def read(path: Path, *, skip_empty: bool = False) -> Recording:
                 kept.append(row)
         if not kept:
             raise ValueError("holds no requests")
-    except (ValueError, csv.Error) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     ids = [row.chunk_ids for row in kept if row.chunk_ids is not None]
+    arrival_s = np.array([row.arrival_s for row in kept])
     return Recording(
-        arrival_s=np.array([row.arrival_s for row in kept]),
+        arrival_s=arrival_s,
         prompt=np.array([row.prompt for row in kept], np.int32),
         output=np.array([row.output for row in kept], np.int32),
         chunk_ids=tuple(np.array(x, np.int64) for x in ids) if ids else None,
         num_empty=num_empty,
+        doubts=_doubts(table, kind, arrival_s),
     )
 
 
@@ -163,7 +175,7 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
 
     Source: the choice of turns is that of vLLM's `benchmarks/benchmark_serving.py`.
     """
-    entries = files.parse_json(_text(path), path)
+    entries = files.parse_json(tables.read_text(path), path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: holds {type(entries).__name__}, not a list")
     found = []
@@ -186,79 +198,146 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
 
 
 class _Kind(NamedTuple):
-    """A kind of CSV: its columns, and how its times are read."""
+    """Columns of a kind of recording, and the unit of its times."""
 
     time: str
     prompt: str
     output: str
-    seconds: Callable[[str], float]
+    seconds: Callable[[Any], float]
 
 
-def _since_1970(cell: str) -> float:
-    return datetime.fromisoformat(cell).timestamp()
+def _float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _milliseconds(value: Any) -> float:
+    return _float(value) / 1e3
+
+
+def _since_1970(cell: Any) -> float:
+    moment = datetime.fromisoformat(cell)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp()
 
 
 _KINDS = (
     _Kind("TIMESTAMP", "ContextTokens", "GeneratedTokens", _since_1970),
-    _Kind("Timestamp", "Request tokens", "Response tokens", float),
-    _Kind("arrival_s", "prompt_tokens", "output_tokens", float),
+    _Kind("Timestamp", "Request tokens", "Response tokens", _float),
+    _Kind("arrival_s", "prompt_tokens", "output_tokens", _float),
+    _Kind("timestamp", "input_length", "output_length", _milliseconds),
 )
+_MOONCAKE = _KINDS[-1]
 
 
-def _csv(text: str) -> Iterator[_Row]:
-    """Reads a CSV of any known kind."""
-    lines = csv.reader(text.splitlines(keepends=True), strict=True)
-    names = [cell.strip() for cell in next(lines, [])]
-    kind = next((k for k in _KINDS if {*k[:3]} <= {*names}), None)
+def _kind(table: tables.RawTable) -> _Kind:
+    """Finds the kind that has most of its columns in the table.
+
+    Raises:
+      ValueError: no kind has its columns there, or two columns have one name.
+    """
+    names = {*table.names}
+    kind = next((kind for kind in _KINDS if {*kind[:3]} <= names), None)
+    if kind is None and _MOONCAKE.time in names:
+        kind = _MOONCAKE  # a row that lacks a number is named
     if kind is None:
+        for name in table.repeated:
+            if any(name in kind[:3] for kind in _KINDS):
+                raise ValueError(f"two columns are named {name!r}")
         known = "; ".join(", ".join(k[:3]) for k in _KINDS)
-        raise ValueError(f"its columns are {', '.join(names)}; known are: {known}")
+        said = ", ".join(table.names)
+        raise ValueError(f"its columns are {said}; known are: {known}")
+    return kind
+
+
+def _rows(table: tables.RawTable, kind: _Kind) -> Iterator[_Row]:
+    """Reads the rows of a kind, with times from the first row's, or from 0 s."""
     start = 0.0 if kind.time == "arrival_s" else None
-    for cells in lines:
-        line = lines.line_num
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) != len(names):
-            raise ValueError(
-                f"line {line}: {len(cells)} cells, the header has {len(names)}"
-            )
-        row = dict(zip(names, cells, strict=True))
-        seconds = _number(row, kind.time, line, kind.seconds)
+    if kind.seconds is _since_1970:
+        _check_zones(table, kind.time)
+    for row in table.rows:
+        line = row.line or row.number
+        seconds = _number(row.cells, kind.time, line, kind.seconds)
         start = seconds if start is None else start
-        yield _Row(
-            line,
-            seconds - start,
-            _number(row, kind.prompt, line, int),
-            _number(row, kind.output, line, int),
-            None,
-        )
-
-
-def _json_lines(text: str) -> Iterator[_Row]:
-    """Reads Mooncake's lines."""
-    start = None
-    for line, content in enumerate(text.splitlines(), 1):
-        if not content.strip():
-            continue
-        row = files.parse_object(content, f"line {line}")
-        seconds = _number(row, "timestamp", line, _milliseconds)
-        start = seconds if start is None else start
-        prompt = _number(row, "input_length", line, _whole)
+        prompt = _number(row.cells, kind.prompt, line, _whole)
         yield _Row(
             line,
             seconds - start,
             prompt,
-            _number(row, "output_length", line, _whole),
-            _chunk_ids(row, prompt, line),
+            _number(row.cells, kind.output, line, _whole),
+            _chunk_ids(row.cells, prompt, line) if kind is _MOONCAKE else None,
         )
 
 
-def _milliseconds(value: Any) -> float:
-    return float(value) / 1e3
+def _check_zones(table: tables.RawTable, name: str) -> None:
+    """Refuses dates of which some have a zone and some have none.
+
+    Raises:
+      ValueError: names the first row that is unlike the first one.
+    """
+    first: tuple[bool, int] | None = None
+    for row in table.rows:
+        cell, line = str(row.cells.get(name)), row.line or row.number
+        # Of ISO 8601 only the zone has these after the hour.
+        has_zone = any(mark in cell[10:] for mark in "+-Zz")
+        first = first or (has_zone, line)
+        if has_zone != first[0]:
+            has = "has a zone" if has_zone else "has no zone"
+            raise ValueError(
+                f"line {line}: {name}={cell!r} {has}, unlike line {first[1]}"
+            )
+
+
+_LONG_GAP_S = 60.0
+"""Mean time between requests above which whole seconds may be milliseconds."""
+_HIGH_RATE, _HIGH_RATE_OF_FRACTIONS = 1e3, 50.0
+"""Requests per second above which milliseconds may be seconds; whole and other ones."""
+_EPOCH_S, _EPOCH_MS = (1e9, 1e10), 1e11
+"""Times since 1970: seconds of the years 2001 to 2286; least milliseconds of 1973."""
+
+
+def _doubts(
+    table: tables.RawTable, kind: _Kind, arrival_s: Float[np.ndarray, " requests"]
+) -> tuple[str, ...]:
+    """Doubts times that look like those of another unit."""
+    said = [line for name, line in table.doubtful.items() if name in kind[:3]]
+    if kind.seconds is _since_1970:
+        return tuple(said)
+    name, num = kind.time, arrival_s.size
+    span = float(arrival_s[-1] - arrival_s[0])
+    first = _float(table.rows[0].cells[name])
+    if kind.seconds is _float:
+        is_whole = not np.any((arrival_s - arrival_s[0]) % 1)
+        is_long = num > 2 and is_whole and span > _LONG_GAP_S * (num - 1)
+        if first >= _EPOCH_MS or is_long:
+            said.append(
+                f"{name} is read as seconds: {num:,} requests in {span:,.4g} s; are "
+                "they milliseconds?"
+            )
+    else:
+        has_fractions = np.any(arrival_s * 1e3 % 1 > 1e-6)
+        most = _HIGH_RATE_OF_FRACTIONS if has_fractions else _HIGH_RATE
+        is_short = num > 2 and 0 < span * most < num - 1
+        if _EPOCH_S[0] <= first < _EPOCH_S[1] or is_short:
+            said.append(
+                f"{name} is read as milliseconds: {num:,} requests in {span:,.4g} s; "
+                "are they seconds?"
+            )
+    return tuple(said)
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool) or int(value) != value:
+    """Reads a whole number, such as 10, "10", 10.0, "10.0" or "1e3"."""
+    if isinstance(value, bool):
+        raise ValueError
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            value = float(value)
+    if int(value) != value:
         raise ValueError
     return int(value)
 
@@ -310,10 +389,3 @@ def _check(row: _Row, before: _Row | None) -> None:
         raise ValueError(f"line {row.line}: the prompt has {row.prompt} tokens")
     if not 0 <= row.output <= LONGEST:
         raise ValueError(f"line {row.line}: the output has {row.output} tokens")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None

@@ -14,4 +14,5 @@ __all__ = [
     "doubts",
     "files",
     "log",
+    "rules",
 ]

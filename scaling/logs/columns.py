@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv import validation
-from scaling.logs import files
-from scaling.logs.files import RawRow, RawTable
+from scaling.logs import files, rules
+from scaling.logs.files import RawTable
+from scaling.logs.rules import parse_number as parse
 
 FLOPS_PER_PARAM_AND_TOKEN = 6.0
 """`C = 6 N D`: 2 forward and 4 backward. Kaplan et al. 2020, arXiv:2001.08361, 2.1."""
@@ -37,6 +38,32 @@ _KNOWN_AS = {
 }
 """Columns that need no flag, the first that is there; a flag overrules them."""
 
+_SPELLINGS = {
+    "num_params": re.compile(
+        r"(n|num|numberof|total|model|modelnum|modeltotal)?param(eter)?s(total)?"
+        r"|(model)?param(eter)?count|modelsize"
+    ),
+    "num_tokens": re.compile(
+        r"(n|num|numberof|total)?(train|training|trained|seen|consumed)?tokens"
+        r"(seen|trained|processed|consumed|total)?|(train|training)?tokencount"
+    ),
+    "flops": re.compile(
+        r"(n|num|numberof|total)?(train|training)?(compute)?flops?(total|budget)?"
+        r"|(total|train|training)?compute(budget)?"
+    ),
+    "loss": re.compile(
+        r"(final)?(val|valid|validation|eval|evaluation|test)?(loss|crossentropy)"
+        r"|loss(final|val|valid|validation|eval|test)"
+    ),
+    "run": re.compile(r"run(id)?"),
+}
+"""Names without a flag when no column is in `_KNOWN_AS`: lower-case letters and digits
+of the column's name."""
+_GROUP_OF_NAME = re.compile(r"^(config|summary|hparams|args|metrics)[./]")
+_UNIT_OF_NAME = re.compile(
+    r"\s*[(\[][^)\]]*[)\]]\s*$|[\s_]+(k|m|b|bn|thousands?|millions?|billions?)$"
+)
+
 STEPS = ("step", "steps", "num_steps", "iteration", "iterations", "iter", "global_step")
 """What tells the last row of a run, where neither tokens nor FLOPs do."""
 
@@ -49,8 +76,6 @@ FIELDS = {
 }
 FLAGS = {meaning: f"--{field}" for meaning, field in FIELDS.items()}
 """Of `Columns`, and of the command line, by meaning."""
-
-_SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,10 +115,12 @@ class Roles(NamedTuple):
     Attributes:
       names: the column by its meaning: those of `Log.columns`, and `run`.
       notes: which were guessed, in sentences.
+      rivals: columns of which each could have a meaning, where several could.
     """
 
     names: dict[str, str]
     notes: list[str]
+    rivals: Mapping[str, list[str]] = {}
 
 
 def read(
@@ -116,50 +143,65 @@ def read(
       ValueError: a column is missing, or a cell is not a number above 0.
     """
     names, notes, needs = roles.names, [*roles.notes], [*needs]
-    found = _sizes(table, columns, names)
+    sources = _sources(table, columns, names)
     _refuse_missing(table, roles, needs)
-    if len(found) > 1:
-        notes += _derive(found)
-    if "loss" in names:
-        unit = columns.loss_unit
-        found["loss"] = numbers(table, names["loss"], None) * unit
-        if unit != 1:
-            notes.append(f"the loss is {names['loss']} times {unit:.6g}")
-    values = {name: found[name] for name in LETTERS if name in found}
+    there = {*sources} | ({*SIZES} if len({*SIZES} & {*sources}) > 1 else set())
     for need in needs:
-        if need not in values:
-            name, unit = _scaled(columns.others.get(need, need), table)
-            if name not in table.names:
-                raise ValueError(
-                    f"{table.path}: the law reads {need}; name its column with "
-                    f"--columns {need}=COLUMN; there is {', '.join(table.names)}"
-                )
-            values[need] = numbers(table, name, unit)
-            if unit == 1 and columns.d_unit != 1 and need.endswith("_tokens"):
-                notes.append(
-                    f"{need} is {name} as it stands; {name}*{columns.d_unit:g} would "
-                    "have the unit of D"
-                )
+        if need in there:
+            continue
+        name, unit = _scaled(columns.others.get(need, need), table)
+        if name not in table.names:
+            raise ValueError(
+                f"{table.path}: the law reads {need}; name its column with "
+                f"--columns {need}=COLUMN; there is {', '.join(table.names)}"
+            )
+        sources[need] = name, unit
+        names[need] = name
+        if unit == 1 and columns.d_unit != 1 and need.endswith("_tokens"):
+            notes.append(
+                f"{need} is {name} as it stands; {name}*{columns.d_unit:g} would "
+                "have the unit of D"
+            )
+    found = _numbers(table, sources)
+    if len({*SIZES} & {*found}) > 1:
+        notes[len(roles.notes) : 0] = _derive(found)
+    if "loss" in found and (unit := columns.loss_unit) != 1:
+        found["loss"] *= unit
+        notes.append(f"the loss is {names['loss']} times {unit:.6g}")
+    order = (*LETTERS, *(x for x in found if x not in LETTERS))
+    values = {name: found[name] for name in order if name in found}
     labels = [str(row.number) for row in table.rows]
     if "run" in names:
         labels = [str(row.cells.get(names["run"])) for row in table.rows]
     return values, labels, notes
 
 
-def _sizes(
+def _sources(
     table: RawTable, columns: Columns, names: Mapping[str, str]
-) -> dict[str, Float[np.ndarray, " runs"]]:
-    """Reads what there is of N, D and C."""
-    units = {x: getattr(columns, f"{FIELDS[x]}_unit") for x in SIZES}
-    for meaning, unit in units.items():
-        if unit != 1 and meaning not in names:
+) -> dict[str, tuple[str, float | None]]:
+    """Finds columns and units of N, D, C and the loss, as far as there are any."""
+    found: dict[str, tuple[str, float | None]] = {}
+    for meaning in SIZES:
+        unit = getattr(columns, f"{FIELDS[meaning]}_unit")
+        if meaning in names:
+            found[meaning] = names[meaning], unit
+        elif unit != 1:
             flag = FLAGS[meaning]
             raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
-    return {
-        meaning: numbers(table, names[meaning], unit)
-        for meaning, unit in units.items()
-        if meaning in names
+    if "loss" in names:
+        found["loss"] = names["loss"], None
+    return found
+
+
+def units(
+    table: RawTable, columns: Columns, names: Mapping[str, str]
+) -> dict[str, float]:
+    """Gives the unit of each column that a flag declares another unit than 1 for."""
+    found = {
+        names[x]: getattr(columns, f"{FIELDS[x]}_unit") for x in LETTERS if x in names
     }
+    found |= dict(_scaled(name, table) for name in columns.others.values())
+    return {name: unit for name, unit in found.items() if unit != 1}
 
 
 def loss_of(table: RawTable, roles: Roles) -> str:
@@ -188,6 +230,9 @@ def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
         return
     said = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
     what = "two of N, D and C are needed"
+    for meaning, rivals in roles.rivals.items():
+        if meaning in missing:
+            what = f"{LETTERS[meaning]} may be {' or '.join(rivals)}; {what}"
     if len([x for x in wanted if x in SIZES]) == 1:
         what = f"the law reads {LETTERS[missing[0]]} ({FLAGS[missing[0]]} COLUMN)"
     raise ValueError(
@@ -218,7 +263,7 @@ def find(table: RawTable, columns: Columns) -> Roles:
       columns: what is called what.
 
     Raises:
-      ValueError: a column that was named is not there.
+      ValueError: a column that was named is not there, or two columns have its name.
     """
     said = {meaning: getattr(columns, field) for meaning, field in FIELDS.items()}
     for meaning in LETTERS:
@@ -232,29 +277,59 @@ def find(table: RawTable, columns: Columns) -> Roles:
     known = dict(_KNOWN_AS)
     if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep of ours has them all
         known["num_params"] = (ours,)
-    names, guessed = {}, []
+    every = (*table.names, *sorted(table.repeated))
+    names, guessed, rivals = {}, [], {}
     for meaning, name in said.items():
         if name:
-            if name not in table.names:
+            if name not in every:
                 raise ValueError(
                     f"{table.path}: {FLAGS[meaning]} {name}: no such column; there is "
                     f"{', '.join(table.names)}"
                 )
             names[meaning] = name
             continue
-        found = [name for name in known[meaning] if name in table.names]
+        found = [name for name in known[meaning] if name in every]
+        if not found and known[meaning] == _KNOWN_AS[meaning]:
+            found = _spelt(meaning, every)
         if meaning == "loss" and not found:
-            found = [name for name in table.names if "loss" in name.lower()]
+            found = [name for name in every if "loss" in name.lower()]
             found = found if len(found) == 1 else []
-        if found:
+        if found and found[0] not in known[meaning] and len(found) > 1:
+            rivals[meaning] = found
+        elif found:
             names[meaning] = found[0]
             letter = LETTERS.get(meaning)
             if letter and found[0] not in (meaning, ours, letter):
                 guessed.append(f"{letter} is {found[0]}")
+    for name in names.values():
+        if name in table.repeated:
+            raise ValueError(f"{table.path}: two columns are named {name!r}")
     notes = [f"by their names, {', '.join(guessed)}"] if guessed else []
     if names.get("num_params") not in (None, *_COLUMN_OF_COUNT.values()):
         notes.append(f"N is taken to count {columns.count} parameters (--count)")
-    return Roles(names, notes)
+    return Roles(names, notes, rivals)
+
+
+def _spelt(meaning: str, names: Iterable[str]) -> list[str]:
+    """Finds columns whose names mean something in another spelling.
+
+    Of several, those without a unit in the name come first and are the only ones; of
+    several losses the one in the order of `_KNOWN_AS`.
+    """
+    found: dict[bool, list[str]] = {False: [], True: []}
+    for name in names:
+        plain = _GROUP_OF_NAME.sub("", name.strip().lower())
+        bare = _UNIT_OF_NAME.sub("", plain)
+        for is_cut, text in enumerate(dict.fromkeys((plain, bare))):
+            if _SPELLINGS[meaning].fullmatch(re.sub(r"[^a-z0-9]", "", text)):
+                found[bool(is_cut)].append(name)
+                break
+    several = found[False] or found[True]
+    if meaning == "loss" and len(several) > 1:
+        spelt = {re.sub(r"[^a-z0-9]", "", x.lower()): x for x in several}
+        order = [re.sub("_", "", x).lower() for x in _KNOWN_AS["loss"]]
+        several = [spelt[x] for x in order if x in spelt][:1] or several
+    return several
 
 
 def column(table: RawTable, roles: Roles, name: str, flag: str) -> str:
@@ -294,43 +369,62 @@ def numbers(
     Raises:
       ValueError: a cell is missing, no number, or not above 0 and finite.
     """
-    return np.asarray([_number(table, row, name, unit) for row in table.rows])
+    return _numbers(table, {name: (name, unit)})[name]
 
 
-def _number(table: RawTable, row: RawRow, name: str, unit: float | None) -> float:
-    cell = row.cells.get(name)
-    value = parse(cell, unit)
-    if value is None or not 0 < value < math.inf:
-        if cell is None or cell == "":
-            what = f"{name} is missing"
-        elif value is None:
-            what = f"{name} is {cell!r}, not a number"
-        else:
-            what = f"{name} is {cell}, must be above 0 and finite"
+def _numbers(
+    table: RawTable, sources: Mapping[str, tuple[str, float | None]]
+) -> dict[str, Float[np.ndarray, " runs"]]:
+    """Reads columns of positive numbers, given their names and units.
+
+    Raises:
+      ValueError: cells are missing, no numbers, or not above 0 and finite; one line
+        that counts them by column, and a rule that leaves all such rows out.
+    """
+    found: dict[str, np.ndarray] = {}
+    faults: dict[tuple[str, str], int] = {}
+    bad_rows: dict[int, str] = {}
+    for key, (name, unit) in sources.items():
+        cells = [row.cells.get(name) for row in table.rows]
+        values = [parse(cell, unit) for cell in cells]
+        found[key] = np.array([math.nan if x is None else x for x in values])
+        is_good = (found[key] > 0) & (found[key] < math.inf)
+        for place in map(int, np.flatnonzero(~is_good)):
+            cell, value = cells[place], values[place]
+            if cell is None or cell == "":
+                kind = what = "missing"
+            elif value is None:
+                kind, what = "no number", f"{cell!r}, not a number"
+            else:
+                kind, what = "not above 0", f"{cell}, must be above 0 and finite"
+            faults[name, kind] = faults.get((name, kind), 0) + 1
+            bad_rows.setdefault(place, f"{name} is {what}")
+    if not bad_rows:
+        return found
+    rows = [table.rows[place] for place in sorted(bad_rows)]
+    if len(rows) == 1:
+        [what] = bad_rows.values()
         raise ValueError(
-            f"{table.path}: {row.place}: {what}; --ignore 'row == {row.number}' "
-            "leaves it out"
+            f"{table.path}: {rows[0].place}: {what}; --ignore "
+            f"'row == {rows[0].number}' leaves it out"
         )
-    return value
+    said = ", ".join(f"{name} is {kind} in {n}" for (name, kind), n in faults.items())
+    names = [*dict.fromkeys(name for name, _ in faults)]
+    raise ValueError(
+        f"{table.path}: {len(rows)} of {len(table.rows)} rows cannot be read: {said}, "
+        f"first in {rows[0].place}; {_way_out(table, rows, names)}"
+    )
 
 
-def parse(cell: files.Cell, unit: float | None) -> float | None:
-    """Reads 1.5e9, or 1.5B where the unit is 1; None if it is neither."""
-    if isinstance(cell, bool) or cell is None:
-        return None
-    if isinstance(cell, int | float):
-        try:
-            return float(cell) * (unit or 1.0)
-        except OverflowError:  # JSON's whole numbers have no largest
-            return math.inf
-    match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([KMBGTkmbgt]?)", cell)
-    try:
-        value = float(match[1] if match else cell.replace("_", "x"))
-    except ValueError:
-        return None
-    if match and match[2]:
-        return value * _SCALES[match[2].upper()] if unit == 1 else None
-    return value * (unit or 1.0)
+def _way_out(table: RawTable, rows: list[files.RawRow], names: list[str]) -> str:
+    """Suggests a rule that leaves out the rows that cannot be read."""
+    if len(rows) == len(table.rows):
+        return "is it another column?"
+    rule = " or ".join(f"{rules.quote(name)} is invalid" for name in names)
+    test = rules.parse(rule, names)
+    if not all(test(row.cells) for row in rows):  # such as 3M where no unit may be
+        rule = " or ".join(f"row == {row.number}" for row in rows)
+    return f"--ignore '{rule}' leaves them out"
 
 
 def _derive(found: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:

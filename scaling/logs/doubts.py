@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from scaling.logs import rules
 from scaling.logs.columns import FIELDS, FLAGS, LETTERS, SIZES, Columns, parse
-from scaling.logs.log import Log
+from scaling.logs.log import NOT_COMPLETED, Log, letters
 
 _GROUPS = re.compile(
     r"experiment|(^|_)data(_?set)?(_|$)|dataset|corpus|famil|arch|variant|setting|sweep|optimi[sz]er"
@@ -21,10 +22,14 @@ _GROUPS = re.compile(
 """Names of what parts runs that no one law may describe."""
 _MARKS = re.compile(
     r"outlier|exclud|discard|drop(?!out)|ignore|skip|invalid|diverged|failed|unstable"
+    r"|crash"
 )
 """Names of what marks runs that are not to be fitted."""
+_COMPLETE = re.compile(r"(is_?|has_?)?(finished|completed?|converged|succe(ss|eded))")
+"""Names of what marks runs that are to be fitted."""
 _RATES = ("learning_rate", "lr", "max_lr", "peak_lr", "base_lr", "batch_size", "batch")
 _TRUE = {"1", "true", "yes", "y", "t", "1.0", "x"}
+_FALSE = {"0", "false", "no", "n", "f", "0.0"}
 _BITS = re.compile(
     r"(^|_|\b)(bits?|bpb|bpc|bpt|bpw)(_|\b|$)|bits_per|per_byte|per_char"
 )
@@ -64,9 +69,9 @@ def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
         for name in log.names
         if name not in taken and not any(name in text for text in used)
     ]
-    said = []
+    said = [line for name, line in log.doubtful.items() if name in taken]
     for name in free:
-        said += [*_groups(log, name), *_marks(log, name)]
+        said += [*_groups(log, name), *_marks(log, name), *_states(log, name)]
     said += [*_repeated(log, free), *_rates(log, free), *_checkpoints(log)]
     return said if log.source.is_dir() else [*said, *_units(log, columns)]
 
@@ -89,9 +94,12 @@ def _groups(log: Log, name: str) -> Iterator[str]:
 
 
 def _marks(log: Log, name: str) -> Iterator[str]:
+    marks = _TRUE
     if not _MARKS.search(name.lower()):
-        return
-    marked = [cell for cell in _cells(log, name) if cell.lower() in _TRUE]
+        if not _COMPLETE.fullmatch(name.strip().lower()):
+            return
+        marks = _FALSE
+    marked = [cell for cell in _cells(log, name) if cell.lower() in marks]
     if marked and len({*_cells(log, name)}) > 1:
         verb = (
             "1 run, which is" if len(marked) == 1 else f"{len(marked)} runs, which are"
@@ -100,6 +108,21 @@ def _marks(log: Log, name: str) -> Iterator[str]:
             f"{name} is not used, and marks {verb} fitted with the others: --ignore "
             f"{_rule(name, marked[0])} leaves such out"
         )
+
+
+def _states(log: Log, name: str) -> Iterator[str]:
+    """Points at runs that did not complete, by a column of any name."""
+    cells = _cells(log, name)
+    words = [*dict.fromkeys(x for x in cells if NOT_COMPLETED.fullmatch(letters(x)))]
+    if not words:
+        return
+    num = sum(cell in words for cell in cells)
+    runs = "1 run is" if num == 1 else f"{num} runs are"
+    rule = " or ".join(f'{rules.quote(name)} == "{x}"' for x in words[:3])
+    yield (
+        f"{name} is not used, and {runs} {' or '.join(words[:3])} there: --ignore "
+        f"'{rule}' leaves such out"
+    )
 
 
 def _repeated(log: Log, free: Sequence[str]) -> Iterator[str]:
@@ -196,8 +219,7 @@ def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
 def _rule(name: str, cell: str) -> str:
     """A rule that selects what has a cell, quoted for a shell."""
     value = f'"{cell}"' if parse(cell, None) is None else cell
-    is_plain = re.fullmatch(r"[^\W\d][\w.]*", name) is not None
-    return f"'{name if is_plain else f'`{name}`'} == {value}'"
+    return f"'{rules.quote(name)} == {value}'"
 
 
 def _shell(name: str) -> str:

@@ -9,6 +9,7 @@ later, or a rule leaves it out, and then `notes` counts it.
 
 import collections
 import math
+import re
 from collections.abc import (
     Callable,
     Hashable,
@@ -28,7 +29,18 @@ from scaling.logs import columns as logs_columns
 from scaling.logs.columns import STEPS, Columns, Roles, find, loss_of, numbers, parse
 from scaling.logs.files import RawRow, RawTable
 
-_COMPLETED = {"completed", "complete", "done", "finished"}
+_STATES = re.compile(r"(run|job|final)?(status|state)")
+"""Columns of the state of a run: the letters of their names in lower case."""
+_COMPLETED = {
+    *("completed", "complete", "done", "finished", "success", "succeeded"),
+    *("successful", "ok"),
+}
+NOT_COMPLETED = re.compile(
+    r"crash(ed)?|fail(ed|ure)?|error(ed)?|running|pending|queued|kill(ed)?|cancell?ed"
+    r"|aborted|preempt(ed|ing)|diverged|oom|outofmemory|time(d)?out|interrupted"
+    r"|stopped|terminated|incomplete|unfinished|paused|starting|started"
+)
+"""States of runs that did not complete: their letters in lower case."""
 
 
 class Log(NamedTuple):
@@ -45,6 +57,8 @@ class Log(NamedTuple):
       curves: the training curves, rows labelled like `runs`; None if there are none.
       notes: what was derived, left out or assumed, in sentences.
       roles: the file's columns by their meaning, such as "num_params" or "run".
+      units: what a 1 in a column of the file means, where a flag says so.
+      doubtful: by column, a sentence about cells that can be read in two ways.
     """
 
     source: Path
@@ -55,6 +69,8 @@ class Log(NamedTuple):
     curves: "Log | None"
     notes: tuple[str, ...]
     roles: Mapping[str, str]
+    units: Mapping[str, float] = {}
+    doubtful: Mapping[str, str] = {}
 
     @property
     def has_one_row_per_run(self) -> bool:
@@ -94,17 +110,21 @@ class Log(NamedTuple):
         """Tells which rows a rule selects.
 
         Args:
-          rule: as `rules` reads it, over the file's columns as they are written,
-            `row`, and `num_params`, `num_tokens`, `flops` and `loss` in SI units.
+          rule: as `rules` reads it, over `row`, the file's columns as they are written,
+            those that were read as numbers in the units of `columns`, and `num_params`,
+            `num_tokens`, `flops` and `loss`.
 
         Raises:
           ValueError: it is no rule, or cannot be asked of a row.
         """
         test = rules.parse(rule, (*self.names, "row", *self.columns))
+        read = {self.roles[x]: y for x, y in self.columns.items() if x in self.roles}
         found = []
         for i, row in enumerate(self.raw):
             ours = {name: column[i] for name, column in self.columns.items()}
-            found.append(_ask(test, row, {**ours, **row.cells, "row": row.number}))
+            named = {name: column[i] for name, column in read.items()}
+            cells = {**ours, **row.cells, **named, "row": row.number}
+            found.append(_ask(test, row, cells))
         return np.asarray(found, bool)
 
     def take(self, mask: Bool[np.ndarray, " runs"]) -> "Log":
@@ -154,9 +174,10 @@ def read(
     if is_sweep and not (path / files.RUNS).exists():
         raise ValueError(f"{path}: holds no {files.RUNS}; name a file")
     table = files.read(path / files.RUNS if is_sweep else path)
-    rows, notes = _leave_out(table, ignore)
-    table = table._replace(rows=rows)
     roles = find(table, columns)
+    units = logs_columns.units(table, columns, roles.names)
+    rows, notes = _leave_out(table, ignore, units)
+    table = table._replace(rows=rows)
     if last_of:
         table = _last(table, roles, last_of, notes)
     if best_of:
@@ -172,6 +193,8 @@ def read(
         curves=None,
         notes=(*notes, *said),
         roles=roles.names,
+        units=units,
+        doubtful=table.doubtful,
     )
     log = log._replace(notes=log.notes + _twins(log, is_sweep))
     if is_sweep and {best_rates.CELL, best_rates.RATE} <= {*table.names}:
@@ -251,27 +274,51 @@ def _keep(table: RawTable, places: list[int], said: str, notes: list[str]) -> Ra
     return table._replace(rows=[table.rows[i] for i in places])
 
 
-def _leave_out(table: RawTable, ignore: str) -> tuple[list[RawRow], list[str]]:
+def _leave_out(
+    table: RawTable, ignore: str, units: Mapping[str, float]
+) -> tuple[list[RawRow], list[str]]:
     """Leaves out what a rule ignores and what was not completed, and counts them."""
     rows, notes = table.rows, list(table.notes)
     if ignore:
         test = rules.parse(ignore, (*table.names, "row"))
-        kept = [
-            row for row in rows if not _ask(test, row, {**row.cells, "row": row.number})
-        ]
+
+        def is_kept(row: RawRow) -> bool:
+            read = {x: parse(row.cells.get(x), unit) for x, unit in units.items()}
+            numbers = {name: x for name, x in read.items() if x is not None}
+            return not _ask(test, row, {**row.cells, **numbers, "row": row.number})
+
+        kept = [row for row in rows if is_kept(row)]
         notes.append(f"{_rows(len(rows) - len(kept))} left out by {ignore!r}")
         rows = kept
-    if "status" in table.names:
-        states = [str(row.cells.get("status")).lower() for row in rows]
-        others = collections.Counter(s for s in states if s not in _COMPLETED)
-        if others:
+    for name in table.names:
+        states = [str(row.cells.get(name)) for row in rows]
+        if not _are_states(name, states):
+            continue
+        places = [i for i, state in enumerate(states) if letters(state) in _COMPLETED]
+        if num_left := len(rows) - len(places):
+            others = collections.Counter(
+                state.lower() for state in states if letters(state) not in _COMPLETED
+            )
             said = ", ".join(f"{n} {state}" for state, n in others.items())
-            notes.append(f"{_rows(sum(others.values()))} left out by status: {said}")
-        pairs = zip(rows, states, strict=True)
-        rows = [row for row, state in pairs if state in _COMPLETED]
+            notes.append(f"{_rows(num_left)} left out by {name}: {said}")
+        rows = [rows[i] for i in places]
     if not rows:
         raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
     return rows, notes
+
+
+def letters(text: str) -> str:
+    """Reduces text to its letters and digits in lower case."""
+    return re.sub(r"[\W_]", "", text.lower())
+
+
+def _are_states(name: str, cells: list[str]) -> bool:
+    """Whether a column has states of runs, and not such as California."""
+    if name == "status":  # of our sweeps
+        return True
+    words = {*map(letters, cells)}
+    is_known = bool(words & _COMPLETED) or any(map(NOT_COMPLETED.fullmatch, words))
+    return is_known and _STATES.fullmatch(letters(name)) is not None
 
 
 def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:

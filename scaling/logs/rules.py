@@ -3,14 +3,17 @@
     rule        := term {"or" term}
     term        := factor {"and" factor}
     factor      := "not" factor | "(" rule ")" | value operator value
+                 | value "is" ("missing" | "invalid")
     operator    := "<" | "<=" | ">" | ">=" | "==" | "!="
     value       := number | 'text' | "text" | column | `a column of any name`
 
-A rule is read, never evaluated as a program. Numbers compare with numbers; text is
-equal to text or not; true is 1 and false is 0. What is no number is neither below nor
-above anything, and asking is an error.
+A rule is read, never evaluated as a program. Numbers compare with numbers, and 1.5B is
+1.5e9; text is equal to text or not; true is 1 and false is 0. What is no number is
+neither below nor above anything, and asking is an error. A cell is missing if it is
+empty, and invalid unless it is a number above 0 and finite.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -112,6 +115,8 @@ class _Reader:
 
     def _comparison(self) -> Test:
         left_text, left = self._value()
+        if self._take("is"):
+            return self._state(left)
         token = self._peek()
         if token is None or token.text not in {*_ORDERS, "==", "!="}:
             raise self._error("needs a comparison such as <= before", self._here())
@@ -133,6 +138,13 @@ class _Reader:
             return order(x, y)
 
         return test
+
+    def _state(self, value: _Value) -> Test:
+        if self._take("missing"):
+            return lambda row: value(row) in (None, "")
+        if self._take("invalid"):
+            return lambda row: not 0 < (_number(value(row)) or 0.0) < math.inf
+        raise self._error("needs missing or invalid before", self._here())
 
     def _value(self) -> tuple[str, _Value]:
         token = self._peek()
@@ -171,11 +183,42 @@ class _Reader:
 _WORDS = {"and", "or", "not"}
 
 
+def quote(name: str) -> str:
+    """Writes a column's name as a rule needs it."""
+    is_plain = re.fullmatch(r"[^\W\d][\w.]*", name) and name not in _WORDS
+    return name if is_plain else f"`{name}`"
+
+
+def mentions(rule: str, name: str) -> bool:
+    """Whether a rule, or several with spaces between them, names a column."""
+    tokens = _TOKEN.finditer(rule)
+    return any(
+        (token["name"] or (token["quoted"] or "")[1:-1]) == name for token in tokens
+    )
+
+
 def _number(value: Any) -> float | None:
-    """Reads a cell as a number; None if it is none."""
-    if value is None:
+    """Reads a cell as a number, true as 1; None if it is none."""
+    return float(value) if isinstance(value, bool) else parse_number(value, 1.0)
+
+
+_SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def parse_number(cell: Any, unit: float | None) -> float | None:
+    """Reads 1.5e9, or 1.5B where the unit is 1; None if it is neither."""
+    if isinstance(cell, bool) or cell is None:
         return None
+    if isinstance(cell, int | float):
+        try:
+            return float(cell) * (unit or 1.0)
+        except OverflowError:  # JSON's whole numbers have no largest
+            return math.inf
+    match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([KMBGTkmbgt]?)", cell)
     try:
-        return float(value)
-    except (ValueError, OverflowError):
+        value = float(match[1] if match else cell.replace("_", "x"))
+    except ValueError:
         return None
+    if match and match[2]:
+        return value * _SCALES[match[2].upper()] if unit == 1 else None
+    return value * (unit or 1.0)

@@ -19,12 +19,13 @@ class Config:
     """A log, what its columns mean, and what to fit to which rows."""
 
     log: str
-    """CSV with a header, JSON lines, a JSON array, or the folder of a sweep."""
+    """CSV with a header, JSON lines, a JSON array, Parquet, Arrow or .npz, packed or
+    not, or the folder of a sweep."""
     law: str = "chinchilla"
     """Laws to fit, with commas between them; the first one is what `plan` reads."""
     where: str = ""
-    """Rule for the rows to fit, such as 'N <= 4e8 and seed == 0'; the others are held
-    out and scored."""
+    """Rule for the rows to fit, such as 'N <= 4e8 and seed == 0', in the units that
+    --n-unit and others declare; the other rows are held out and scored."""
     hold_out: str = ""
     """Rule for the rows to hold out and score."""
     ignore: str = ""

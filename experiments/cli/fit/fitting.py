@@ -15,7 +15,7 @@ from jaxkv.progress import QUIET, Progress
 from scaling.fits import FitResult, goodness
 from scaling.fits.fit import abridged, predict, to_json
 from scaling.laws import Law, published
-from scaling.logs import SIZES, Log, doubts
+from scaling.logs import SIZES, Log, doubts, rules
 from scaling.logs.columns import Columns
 from scaling.logs.log import read
 from scaling.sweeps import folder
@@ -172,6 +172,10 @@ def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
         yield f"the objective over the plane is not drawn: above {most:,} rows"
     if num_rows > (most := drawing.MAX_DOTS):
         yield f"the figure's dots are {most:,} of {num_rows:,} rows"
+    said = " ".join((config.where, config.hold_out, config.ignore))
+    for name, unit in log.units.items():
+        if rules.mentions(said, name):
+            yield f"rules compare {name} times {unit:g}, as its flag says"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"
     num_raw = sum(row.cells.get("decayed") is False for row in log.raw)

@@ -1,8 +1,10 @@
 """Workloads: laws keep what they promise, files are read whole or refused by line."""
 
+import gzip
 import inspect
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,103 @@ def test_a_bad_row_is_named(tmp_path: Path, text: str, line: str) -> None:
         recordings.read(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_dates_without_a_zone_are_utc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        header = AZURE.partition("\n")[0]
+        # The nights in which clocks change in Europe and in America.
+        dates = [
+            [
+                "2023-10-29 01:59:59.0000000",
+                "2023-10-29T02:30:00",
+                "2023-10-29 03:00:01",
+            ],
+            ["2023-03-12 01:59:59", "2023-03-12 02:30:00", "2023-03-12 03:00:01"],
+            ["2023-10-29 01:59:59Z", "2023-10-29 04:30:00+02", "2023-10-29T03:00:01Z"],
+        ]
+        for each in dates:
+            rows = [header, *(f"{date},10,5" for date in each)]
+            found = recordings.read(write(tmp_path, "\n".join(rows)))
+            assert found.arrival_s.tolist() == [0.0, 1801.0, 3602.0]
+            assert not found.doubts
+        for mixed, line in (
+            ("2024-05-10 00:00:00+00:00,1,5\n2024-05-10 00:00:01,1,6", "has no zone"),
+            ("2024-05-10 00:00:00,1,5\n2024-05-10 00:00:01Z,1,6", "has a zone"),
+        ):
+            path = write(tmp_path, f"{header}\n{mixed}\n")
+            with pytest.raises(ValueError, match=f"line 3: .*{line}, unlike line 2"):
+                recordings.read(path)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
+    plain = PLAIN.replace(" ", "").replace("\n\n", "\n")
+    expected = recordings.read(write(tmp_path, plain))
+    lines = [
+        {"arrival_s": 1.5, "prompt_tokens": 3.0, "output_tokens": 4},
+        {"arrival_s": 1.5, "prompt_tokens": 5, "output_tokens": 6.0},
+    ]
+    text = "\n".join(map(json.dumps, lines))
+    for each in (
+        plain.replace(",", ";"),
+        "sep=;\r\n" + plain.replace(",", ";"),
+        "# by a script\n" + plain,
+        "\ufeff" + plain.replace("1.5,3,4", "1.5,3.0,4e0"),
+        plain.replace("tokens\n", "tokens,note,x,x\n")
+        .replace("4\n", "4,a\u2028b,1,2\n")
+        .replace("6\n", "6,a\u0085b,1,3\n"),
+        text,
+        "\ufeff" + text.replace("\n", "\r\n"),
+    ):
+        found = recordings.read(write(tmp_path, each))
+        for name in ("arrival_s", "prompt", "output"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    path = write(
+        tmp_path, MOONCAKE.replace('"hash_ids"', '"x": "a\u2028b", "hash_ids"')
+    )
+    plain_path = tmp_path / "packed"
+    plain_path.write_bytes(gzip.compress(path.read_bytes()))
+    for each in (path, plain_path):
+        assert recordings.read(each).prompt.tolist() == [600, 1100, 512]
+    repeated = plain.replace("output_tokens", "prompt_tokens")
+    with pytest.raises(ValueError, match="two columns are named 'prompt_tokens'"):
+        recordings.read(write(tmp_path, repeated))
+
+
+@pytest.mark.parametrize(
+    ("times", "unit", "doubt"),
+    [
+        ([0, 900, 2100, 2500], "s", "are they milliseconds?"),
+        ([1_700_000_000_000, 1_700_000_000_900], "s", "are they milliseconds?"),
+        ([0.0, 0.9, 2.1, 2.5], "s", ""),
+        ([0, 40, 118, 124], "s", ""),
+        ([0.0, 130.5, 310.25, 400.0], "s", ""),
+        ([0, 900, 2100, 2500], "ms", ""),
+        ([0.0, 0.9, 2.1, 2.5], "ms", "are they seconds?"),
+        ([1_700_000_000, 1_700_000_005], "ms", "are they seconds?"),
+        ([0, 0, 0], "ms", ""),
+        ([0, 1, 2, 2], "ms", "are they seconds?"),
+    ],
+)
+def test_times_of_another_unit_are_doubted(
+    tmp_path: Path, times: list[float], unit: str, doubt: str
+) -> None:
+    text = "arrival_s,prompt_tokens,output_tokens\n"
+    text += "".join(f"{x},1,1\n" for x in times)
+    if unit == "ms":
+        row = {"input_length": 1, "output_length": 1, "hash_ids": [0]}
+        text = "".join(json.dumps({"timestamp": x} | row) + "\n" for x in times)
+    found = recordings.read(write(tmp_path, text)).doubts
+    assert len(found) == bool(doubt)
+    assert doubt in "".join(found)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

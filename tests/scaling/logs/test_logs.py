@@ -143,7 +143,7 @@ def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
             "cannot be read: Compressed file en",
         ),
         (gzip.compress(b"PK\x03\x04", mtime=0), "cannot be read: it is a zip archive"),
-        (b"PAR1\x15\x04", "it is Parquet; CSV and JSON are read, gzipped or not"),
+        (b"PAR1\x15\x04", "cannot be read: it is Parquet, "),
         ("N,D".encode("utf-16"), "it is text in UTF-16, not UTF-8"),
     ],
 )
@@ -381,3 +381,147 @@ def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:
             test({"a": cell})
     assert rules.parse("a == 1", ["a"])({"a": True})
     assert rules.parse("a != 1", ["a"])({"a": None})
+
+
+GRID = [
+    (n, d, round(1.69 + 406.4 / n**0.34 + 410.7 / d**0.28, 5))
+    for n in (1e7, 3e7, 1e8, 3e8)
+    for d in (2e8, 6e8, 2e9, 6e9)
+]
+
+
+def grid(names: str, *more: str, scale: float = 1.0) -> str:
+    """A log of 16 runs, with further columns that are equal in all rows."""
+    rows = [",".join(map(str, (n / scale, d, x, *more))) for n, d, x in GRID]
+    return "\n".join([names, *rows]) + "\n"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "model_size,tokens_seen,val/loss",
+        "Model Size,Training Tokens,Final Loss",
+        "n_params,D,eval/loss",
+        "config.n_params,config.train_tokens,summary.loss",
+        "modelSize,trainTokens,Val Loss",
+        "Parameters,total tokens,Validation Loss",
+        "param_count,tokens_total,test_loss",
+        "params (total),tokens [count],loss (nats)",
+        "num_parameters,tokensSeen,L",
+    ],
+)
+def test_columns_are_found_in_any_spelling(tmp_path: Path, names: str) -> None:
+    log = read(write(tmp_path, grid(names)))
+    assert [log.roles[x] for x in ("num_params", "num_tokens", "loss")] == names.split(
+        ","
+    )
+    assert log.columns["num_params"][0] == 1e7
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_budget", "Training FLOP", "Training compute (FLOP)", "trainFLOPs"]
+)
+def test_compute_is_found_in_any_spelling(tmp_path: Path, name: str) -> None:
+    log = read(write(tmp_path, f"N,{name},loss\n1e7,6e16,3\n2e7,6e16,2\n"))
+    assert log.columns["num_tokens"][0] == 1e9
+    assert f"C is {name}" in log.notes[0]
+
+
+def test_names_that_could_mean_the_same_are_not_guessed(tmp_path: Path) -> None:
+    path = write(tmp_path, "model_size,total_params,D,loss\n1,2,3,4\n2,3,4,5\n")
+    with refused("N may be model_size or total_params; two of N, D and C are needed"):
+        read(path)
+    assert read(path, Columns(n="model_size")).columns["num_params"][0] == 1
+    both = write(tmp_path, "N,D,train/loss,val/loss\n1,2,3,4\n2,3,4,5\n")
+    assert read(both).roles["loss"] == "val/loss"
+    unit = write(tmp_path, "Params (M),D,loss\n70.5,1e9,4\n80,2e9,3\n")
+    [doubt] = doubts.find(read(unit), Columns())
+    assert "N (Params (M)) is 70.5 to 80: parameters? --n-unit 1e+06" in doubt
+
+
+def test_repeated_names_matter_where_they_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "N,x,D,x,loss\n1,2,3,4,5\n2,3,4,5,6\n")
+    assert read(path).columns.keys() >= {"num_params", "num_tokens", "loss"}
+    with refused("two columns are named 'x'"):
+        read(path, Columns(c="x"))
+
+
+@pytest.mark.parametrize(
+    "name", ["State", "status", "STATUS", "run_state", "Run State", "Status "]
+)
+def test_runs_that_did_not_complete_are_left_out(tmp_path: Path, name: str) -> None:
+    states = ["finished", "Finished", "crashed", "RUNNING", "Failed", "killed"]
+    rows = [f"{s},{n},{d},{x}" for s, (n, d, x) in zip(states, GRID, strict=False)]
+    log = read(write(tmp_path, "\n".join([f"{name},N,D,loss", *rows]) + "\n"))
+    assert len(log.runs) == 2
+    said = f"4 rows left out by {name.strip()}: 1 crashed, 1 running, 1 failed, 1 kill"
+    assert any(said in note for note in log.notes)
+
+
+def test_other_columns_of_states_are_pointed_at(tmp_path: Path) -> None:
+    places = write(tmp_path, "State,N,D,loss\nCA,1,2,3\nNY,2,3,4\n")
+    assert len(read(places).runs) == 2
+    text = "N,D,loss,outcome\n1e7,2e9,3,converged\n2e7,3e9,2,Crashed\n"
+    [doubt] = doubts.find(read(write(tmp_path, text)), Columns())
+    assert doubt.startswith("outcome is not used, and 1 run is Crashed there: --ignore")
+    rule = doubt.partition("--ignore '")[2].partition("'")[0]
+    assert len(read(tmp_path / "log.csv", ignore=rule).runs) == 1
+    text = "N,D,loss,is_finished\n1e7,2e9,3,True\n2e7,3e9,2,False\n"
+    [doubt] = doubts.find(read(write(tmp_path, text)), Columns())
+    assert "--ignore 'is_finished == \"False\"'" in doubt
+
+
+def test_bad_rows_are_counted_in_a_line_with_one_rule(tmp_path: Path) -> None:
+    rows = "1e7,2e8,3\n1e7,,\n-1,2e8,2\n1e7,6e8,nan\n2e7,6e8,x\n3e7,6e8,2\n"
+    path = write(tmp_path, f"N,D,val loss\n{rows}")
+    line = (
+        "4 of 6 rows cannot be read: N is not above 0 in 1, D is missing in 1, "
+        "val loss is missing in 1, val loss is not above 0 in 1, val loss is no number "
+        "in 1, first in row 2 (line 3); --ignore '"
+    )
+    with pytest.raises(ValueError, match="leaves them out") as caught:
+        read(path)
+    assert line in str(caught.value)
+    rule = str(caught.value).partition("--ignore '")[2].partition("' leaves")[0]
+    assert rule == "N is invalid or D is invalid or `val loss` is invalid"
+    assert [row.number for row in read(path, ignore=rule).raw] == [1, 6]
+    missing = read(path, ignore="`val loss` is missing or row > 2")
+    assert [row.number for row in missing.raw] == [1]
+    # Where a suffix may not be, the rows are listed.
+    units = write(tmp_path, "N,D,loss\n1M,2,3\n2M,3,4\n3,4,5\n")
+    with refused("--ignore 'row == 1 or row == 2' leaves them out"):
+        read(units, Columns(n="N", n_unit=1e6))
+    words = write(tmp_path, "N,D,loss\na,2,3\nb,3,4\n")
+    with refused("N is no number in 2, first in row 1 (line 2); is it another column?"):
+        read(words)
+
+
+def test_rules_compare_in_the_units_that_flags_declare(tmp_path: Path) -> None:
+    path = write(tmp_path, grid("params,D,loss", scale=1e6))
+    columns = Columns(n="params", n_unit=1e6, loss_unit=0.5)
+    log = read(path, columns)
+    for rule, num in (
+        ("params > 5e7", 8),
+        ("params <= 3e8 and params >= 1e8", 8),
+        ("num_params > 5e7", 8),
+        ("loss < 1.7", 3),
+    ):
+        assert log.select(rule).sum() == num, rule
+    assert len(read(path, columns, ignore="params > 5e7").runs) == 8
+    assert log.units == {"params": 1e6, "loss": 0.5}
+    # A suffix is a unit as well.
+    path = write(tmp_path, "N,D,loss\n70M,1e9,3\n0.5B,2e9,2\n")
+    assert read(path).select("N > 1e8").tolist() == [False, True]
+    assert read(path).select("N == '70M'").tolist() == [True, False]
+    others = Columns(others={"num_unique_tokens": "U*1e9"})
+    path = write(tmp_path, "N,D,loss,U\n1e6,1e9,3,1\n1e6,2e9,2,2\n")
+    log = read(path, others, needs=["num_params", "num_unique_tokens"])
+    assert log.select("U > 1e9").tolist() == [False, True]
+
+
+def test_numbers_that_can_be_read_in_two_ways_are_doubted(tmp_path: Path) -> None:
+    text = "N;D;loss;x\n1000000;1e9;5,331;2,345\n2000000;2e9;4,821;2,346\n"
+    log = read(write(tmp_path, text))
+    np.testing.assert_array_equal(log.columns["loss"], [5.331, 4.821])
+    [doubt] = doubts.find(log, Columns())
+    assert doubt.startswith("loss: 5,331 is read as 5.331")

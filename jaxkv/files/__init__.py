@@ -16,6 +16,25 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+__all__ = [
+    "BESIDE_BYTES",
+    "MAX_CHARACTERS",
+    "aside",
+    "blaming",
+    "check_replaceable",
+    "kept",
+    "make_sure_of_room",
+    "parse_json",
+    "parse_object",
+    "read_json",
+    "read_text",
+    "silencing_orbax",
+    "system_reason",
+    "tables",
+    "write_aside",
+    "writing",
+]
+
 MAX_CHARACTERS = 2**28
 """Of a text: far more than any tokenizer takes."""
 

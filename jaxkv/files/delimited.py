@@ -1,0 +1,292 @@
+"""Rows of delimited text: CSV and its relatives, however a program wrote them.
+
+The delimiter is the one of comma, tab, semicolon and pipe that gives every row the same
+number of cells. Excel's first line `sep=;` names it. Lines that begin with # are
+comments. Decimal commas become points where they cannot be thousands.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+_DELIMITERS = ",\t;|"
+_SEP = re.compile(r'\s*"?sep=(.)\1*"?\1*\s*', re.IGNORECASE)
+_MAX_SAMPLE = 200
+"""Rows in which numbers are counted, to choose between delimiters."""
+
+_SUFFIX = r"(?:[eE][-+]?\d+)?\s*[KMBGTkmbgt]?"
+_DECIMAL = re.compile(rf"[-+]?(?:\d+|\d{{1,3}}(?:\.\d{{3}})+),\d+{_SUFFIX}")
+_THOUSANDS = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:,\d{{3}})+(?:\.\d+)?{_SUFFIX}")
+_DOTTED = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:\.\d{{3}})+{_SUFFIX}")
+_NUMBER = re.compile(rf"[-+]?(?:\d+[.,]?\d*|[.,]\d+){_SUFFIX}")
+
+
+class Delimited(NamedTuple):
+    """Rows of text.
+
+    Attributes:
+      names: cells of the header.
+      rows: number of the line on which a row begins, and as many cells as `names`.
+      notes: remarks, in sentences.
+      doubtful: by column, a sentence about numbers that can be read in two ways.
+    """
+
+    names: list[str]
+    rows: list[tuple[int, list[str]]]
+    notes: tuple[str, ...]
+    doubtful: Mapping[str, str]
+
+
+class RaggedError(ValueError):
+    """A row has more or fewer cells than the header.
+
+    Attributes:
+      row: its position, from 1.
+      line: the line on which it begins.
+      num_cells: number of its cells.
+      num_names: number of cells of the header.
+    """
+
+    def __init__(self, row: int, line: int, num_cells: int, num_names: int) -> None:
+        super().__init__(
+            f"row {row} (line {line}) has {num_cells} cells, the header has {num_names}"
+        )
+        self.row, self.line = row, line
+        self.num_cells, self.num_names = num_cells, num_names
+
+
+def read(text: str) -> Delimited:
+    """Reads text with a header.
+
+    Raises:
+      RaggedError: a row has another number of cells than the header.
+      ValueError: a quoted cell has no end, or text follows the end of one.
+    """
+    match = _SEP.fullmatch(text.partition("\n")[0].rstrip("\r"))
+    num_skipped = 1 if match else 0
+    delimiter = match[1] if match else _find_delimiter(text)
+    reader = _Reader(text, delimiter, num_skipped)
+    names: list[str] = []
+    rows: list[tuple[int, list[str]]] = []
+    for line, cells in reader:
+        if not names:
+            names = cells
+        elif len(cells) != len(names):
+            raise RaggedError(len(rows) + 1, line, len(cells), len(names))
+        else:
+            rows.append((line, cells))
+    doubtful: dict[str, str] = {}
+    # In plain CSV a comma inside of a cell needs quotes.
+    if "," in text and (delimiter != "," or '"' in text):
+        doubtful = _read_commas(names, rows, delimiter)
+    return Delimited(names, rows, _note(reader.comments), doubtful)
+
+
+def _note(comments: list[int]) -> tuple[str, ...]:
+    if not comments:
+        return ()
+    lines = "comment line" if len(comments) == 1 else "comment lines"
+    some = ", ".join(map(str, comments[:3])) + (", ..." if len(comments) > 3 else "")
+    return (f"{len(comments)} {lines} left out (line {some})",)
+
+
+class _Reader:
+    """Iterates over records, header first; leaves out blank lines and comments.
+
+    Attributes:
+      comments: numbers of the lines left out as comments, so far.
+    """
+
+    def __init__(self, text: str, delimiter: str, num_skipped: int = 0) -> None:
+        self.comments: list[int] = []
+        self._text, self._num_skipped = text, num_skipped
+        self._format: dict[str, Any] = {
+            "delimiter": delimiter,
+            "strict": True,
+            "skipinitialspace": True,
+        }
+        self._is_first_line = True  # of a record
+        self._line = 0
+        self._has_header = False
+        self._labels: bool | None = None
+        self._last_comment = ""
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        records = csv.reader(self._lines(), **self._format)
+        while True:
+            self._is_first_line = True
+            try:
+                cells = next(records, None)
+            except csv.Error as error:
+                raise ValueError(f"line {self._line}: {error}") from None
+            if cells is None:
+                break
+            cells = [cell.strip() for cell in cells]
+            if not any(cells):
+                continue
+            line = self._line
+            if self._has_header:
+                self._labels = self._labels or False
+            elif header := self._commented_header(cells):
+                self._labels = False
+                yield self.comments.pop(), header
+            self._has_header = True
+            yield line, cells
+        if not self._has_header and (header := self._commented_header([])):
+            yield self.comments.pop(), header
+
+    def _lines(self) -> Iterator[str]:
+        lines = io.StringIO(self._text, newline="")
+        for number, line in enumerate(lines, 1):
+            if number <= self._num_skipped:
+                continue
+            if self._is_first_line:
+                self._line = number
+                if (
+                    "#" in line
+                    and line.lstrip()[0] == "#"
+                    and not self._are_labels(lines)
+                ):
+                    self._last_comment = line
+                    self.comments.append(number)
+                    continue
+            self._is_first_line = False
+            yield line
+
+    def _are_labels(self, lines: io.StringIO) -> bool:
+        """Whether # begins every row, as it does before issue numbers."""
+        if self._labels is None and self._has_header:
+            place = lines.tell()
+            self._labels = all(not x.strip() or x.lstrip()[0] == "#" for x in lines)
+            lines.seek(place)
+        return bool(self._labels)
+
+    def _commented_header(self, first: list[str]) -> list[str]:
+        """Reads the comment above the first row as its header, if it is one."""
+        if not self._last_comment:
+            return []
+        try:
+            cells = next(
+                csv.reader([self._last_comment.lstrip("# \t")], **self._format)
+            )
+        except (csv.Error, StopIteration):
+            return []
+        cells = [cell.strip() for cell in cells]
+        is_header = len(cells) > 1 and not any(map(_NUMBER.fullmatch, cells))
+        if first:
+            is_header &= len(cells) == len(first)
+            is_header &= any(map(_NUMBER.fullmatch, first))
+        return cells if is_header else []
+
+
+def _find_delimiter(text: str) -> str:
+    """Finds the delimiter that gives all rows the same number of cells, above 1.
+
+    Where several do, or none, the one with more rows of that kind, then with more
+    columns of numbers, then with more cells.
+    """
+    lines = (line.strip() for line in io.StringIO(text, newline=""))
+    heads: list[str] = []
+    for line in filter(None, lines):
+        heads = [*heads[-1:], line]
+        if not line.startswith("#"):
+            break
+    known = [mark for mark in _DELIMITERS if any(mark in line for line in heads)]
+    if len(known) < 2:
+        return known[0] if known else ","
+    return max(known, key=lambda mark: _rate(text, mark))
+
+
+def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
+    """Rates a delimiter; of two the greater is better."""
+    num_names, num_rows, num_same = 0, 0, 0
+    is_number: list[bool] = []
+    try:
+        for _, cells in _Reader(text, delimiter):
+            if not num_names:
+                num_names = len(cells)
+                is_number = [True] * num_names
+                continue
+            num_rows += 1
+            num_same += len(cells) == num_names
+            if num_rows <= _MAX_SAMPLE:
+                pairs = zip(is_number, cells, strict=False)
+                is_number = [x and bool(_NUMBER.fullmatch(y)) for x, y in pairs]
+            elif num_same < num_rows:
+                break
+    except ValueError:
+        num_same = 0
+    if num_names < 2:
+        return False, 0.0, 0, 0
+    share = num_same / max(num_rows, 1)
+    return num_same == num_rows, share, sum(is_number), num_names
+
+
+def _read_commas(
+    names: list[str], rows: list[tuple[int, list[str]]], delimiter: str
+) -> dict[str, str]:
+    """Rewrites numbers with commas in place, where all of a column can be read.
+
+    A comma is decimal or parts thousands. A column in which each cell could be both is
+    read like the columns in which one cannot; without such, as decimal unless the
+    delimiter is a comma.
+
+    Returns:
+      The columns that may be wrong, with a sentence for each.
+    """
+    kinds: dict[int, str] = {}
+    for place in range(len(names)):
+        cells = {cells[place] for _, cells in rows if "," in cells[place]}
+        decimal = {cell for cell in cells if _DECIMAL.fullmatch(cell)}
+        thousands = {cell for cell in cells if _THOUSANDS.fullmatch(cell)}
+        if cells and cells <= decimal | thousands:
+            is_decimal, is_thousands = bool(cells - thousands), bool(cells - decimal)
+            if not (is_decimal and is_thousands):
+                kinds[place] = (
+                    "decimal" if is_decimal else "thousands" if is_thousands else ""
+                )
+    sure = {kind for kind in kinds.values() if kind}
+    usual = sure.pop() if len(sure) == 1 else ""
+    doubtful = {}
+    for place, name in enumerate(names):
+        kind = kinds.get(place)
+        if kind is None:
+            if usual == "decimal":
+                doubtful |= _read_points(name, place, rows)
+            continue
+        is_open = not (kind or usual)
+        kind = kind or usual or ("thousands" if delimiter == "," else "decimal")
+        for _, cells in rows:
+            cell = cells[place]
+            if "," not in cell:
+                continue
+            plain = cell.replace(",", "")
+            if kind == "decimal":
+                plain = cell.replace(".", "").replace(",", ".")
+            if is_open and name not in doubtful:
+                doubtful[name] = (
+                    f"{name}: {cell} is read as {plain}: is its comma decimal, or "
+                    "between thousands? Write numbers with a point"
+                )
+            cells[place] = plain
+    return doubtful
+
+
+def _read_points(
+    name: str, place: int, rows: list[tuple[int, list[str]]]
+) -> dict[str, str]:
+    """Reads points between thousands in a file whose commas are decimal."""
+    cells = {cells[place] for _, cells in rows if "." in cells[place]}
+    if not cells or not all(map(_DOTTED.fullmatch, cells)):
+        return {}
+    if all(cell.count(".") == 1 for cell in cells):
+        some = min(cells)
+        return {
+            name: f"{name}: {some} is read with a decimal point, and other columns "
+            "have decimal commas: is it between thousands?"
+        }
+    for _, row in rows:
+        row[place] = row[place].replace(".", "")
+    return {}

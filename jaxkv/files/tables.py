@@ -1,0 +1,196 @@
+"""Tables in files of any usual kind: CSV, JSON, Parquet, Arrow, NumPy; packed or not.
+
+Cells are returned as they are written; callers give columns a meaning and check them.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxkv.files import columnar, delimited, packed
+from jaxkv.files.delimited import RaggedError as RaggedError
+from jaxkv.files.raw_table import Cell as Cell
+from jaxkv.files.raw_table import RawRow as RawRow
+from jaxkv.files.raw_table import RawTable as RawTable
+
+MAX_BYTES = 2**30
+"""Default limit on a file's size, unpacked."""
+
+_FOREIGN = {
+    b"\x89HDF": "HDF5",
+    b"SQLite format 3": "SQLite",
+    b"\xff\xfe": "text in UTF-16, not UTF-8",
+    b"\xfe\xff": "text in UTF-16, not UTF-8",
+}
+"""How files of kinds that are not read begin."""
+
+
+def read(
+    path: Path,
+    *,
+    max_bytes: int = MAX_BYTES,
+    keep_lists: bool = False,
+    allow_partial: bool = True,
+) -> RawTable:
+    """Reads a table; its first bytes decide what kind of file it is.
+
+    Args:
+      path: a CSV with a header (`delimited`), JSON lines, a JSON array of objects,
+        Parquet, Arrow, Feather, or .npz with a vector for each column; packed by gzip,
+        bzip2, xz or zstd, or not. Objects inside of JSON objects become columns
+        `outer.inner`. Parquet, Arrow, Feather and zstd need pyarrow.
+      max_bytes: limit on the size, packed and unpacked.
+      keep_lists: keeps cells that are lists; they are left out otherwise.
+      allow_partial: leaves out the last JSON line, with a note, if it is cut short.
+
+    Raises:
+      RaggedError: a CSV's row has another number of cells than its header.
+      ValueError: the file cannot be read; one line that names it and the place.
+    """
+    data = _read_bytes(path, max_bytes)
+    try:
+        if columnar.find(data):
+            found = columnar.read(data, max_bytes)
+            columns = [
+                (name, column)
+                for name, column in found.values
+                if keep_lists or not any(isinstance(x, list) for x in column)
+            ]
+            names = [name for name, _ in columns]
+            cells = zip(*(column for _, column in columns), strict=True)
+            return _table(path, names, ((0, row) for row in cells), found.notes)
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    text = _decode(path, data)
+    start = next((mark for mark in text if not mark.isspace()), "")
+    if start == "{":
+        rows, notes = _json_lines(path, text, keep_lists, allow_partial)
+    elif start == "[":
+        rows, notes = _json_array(path, text, keep_lists), ()
+    else:
+        try:
+            csv = delimited.read(text)
+        except RaggedError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        table = _table(path, csv.names, csv.rows, csv.notes)
+        return table._replace(doubtful=csv.doubtful)
+    names = tuple(dict.fromkeys(name for row in rows for name in row.cells))
+    return RawTable(path, names, rows, notes)
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Reads text in UTF-8, packed or not, with or without a byte order mark.
+
+    Raises:
+      ValueError: the file is of another kind, or larger than `max_bytes`; one line.
+    """
+    data = _read_bytes(path, max_bytes)
+    if kind := columnar.find(data):
+        raise ValueError(f"{path}: cannot be read: it is {kind}, not text")
+    return _decode(path, data)
+
+
+def _read_bytes(path: Path, max_bytes: int) -> bytes:
+    try:
+        return packed.read(path, max_bytes)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def _decode(path: Path, data: bytes) -> str:
+    try:
+        for start, kind in _FOREIGN.items():
+            if data.startswith(start):
+                raise ValueError(f"it is {kind}")
+        return data.decode("utf-8-sig")
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def _table(
+    path: Path, header: Any, lines: Any, notes: tuple[str, ...] = ()
+) -> RawTable:
+    """Makes rows of cells, and sets columns of one name with different cells apart."""
+    names, lines = [*header], [*lines]
+    repeated = {name for name in names if names.count(name) > 1}
+    for name in [*repeated]:
+        places = [i for i, each in enumerate(names) if each == name]
+        if all(len({cells[i] for i in places}) == 1 for _, cells in lines):
+            repeated.discard(name)
+    kept = [(i, name) for i, name in enumerate(names) if name not in repeated]
+    rows = [
+        RawRow(number, line, {name: cells[i] for i, name in kept})
+        for number, (line, cells) in enumerate(lines, 1)
+    ]
+    unique = tuple(dict.fromkeys(name for _, name in kept))
+    return RawTable(path, unique, rows, notes, frozenset(repeated))
+
+
+def _json_lines(
+    path: Path, text: str, keep_lists: bool, allow_partial: bool
+) -> tuple[list[RawRow], tuple[str, ...]]:
+    rows: list[RawRow] = []
+    # Strings may hold U+2028 and U+0085, at which `splitlines` splits.
+    lines = text.removesuffix("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            cells = dict(_flat(value, keep_lists)) if isinstance(value, dict) else {}
+        except ValueError as error:
+            if not rows and _is_json(text):
+                raise ValueError(
+                    f"{path}: is one JSON object; a list of them is read, or one a line"
+                ) from None
+            is_cut = number == len(lines) and not text.endswith("\n")
+            if is_cut and allow_partial:  # the program that wrote it was killed
+                note = f"the last line ({number}) is not whole, and is left out"
+                return rows, (note,)
+            raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path}: line {number}: nested too deeply") from None
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{path}: line {number}: holds {type(value).__name__}, not an object"
+            )
+        rows.append(RawRow(len(rows) + 1, number, cells))
+    return rows, ()
+
+
+def _json_array(path: Path, text: str, keep_lists: bool) -> list[RawRow]:
+    rows: list[RawRow] = []
+    try:
+        for number, value in enumerate(json.loads(text), 1):
+            if not isinstance(value, dict):
+                kind = type(value).__name__
+                raise TypeError(f"row {number} is {kind}, not an object")
+            rows.append(RawRow(number, 0, dict(_flat(value, keep_lists))))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
+    return rows
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _flat(
+    value: dict[str, Any], keep_lists: bool, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _flat(inner, keep_lists, f"{prefix}{name}.")
+        elif keep_lists or not isinstance(inner, list):
+            yield prefix + name, inner
