@@ -1,5 +1,6 @@
 """What is doubtful about a fit: starts that disagree, walls, free directions."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,15 +97,23 @@ def shape(problem: Problem, matrix: Float[np.ndarray, "free free"]) -> Shape:
     return Shape(1 / max(float(ratio[0]), 1e-17), flat)
 
 
-def collinear(problem: Problem) -> tuple[str, str] | None:
-    """Names two inputs of which one follows from the other in these runs."""
+def collinear(
+    problem: Problem, share_left: float = _COLLINEAR
+) -> tuple[str, str] | None:
+    """Names two inputs of which one follows from the other in these runs.
+
+    Args:
+      problem: with the runs.
+      share_left: spread of one input, given the other, over its whole spread, below
+        which it follows.
+    """
     logs, names = problem.seen.logs, problem.law.inputs
     for i in range(len(logs)):
         for j in range(i):
             a, b = (x - x.mean() for x in (logs[i], logs[j]))
             spread = np.sqrt(np.mean(a * a) * np.mean(b * b))
             share = abs(float(np.mean(a * b))) / max(spread, 1e-300)
-            if 1 - min(share, 1.0) ** 2 < _COLLINEAR**2:
+            if 1 - min(share, 1.0) ** 2 < share_left**2:
                 return names[j], names[i]
     return None
 
@@ -115,6 +124,12 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
     said = []
     if n < _FEW * k:
         said.append(f"{n} points are few for {k} coefficients: intervals are rough")
+    if names := rising(problem):
+        return [
+            *said,
+            f"{problem.law.target} rises with {' and '.join(names)}, and "
+            f"{problem.law.name} only falls: is it a loss?",
+        ]
     if result.status in ("max_iter", "abnormal"):
         said.append(f"the best start ended as {result.status}: this may be no optimum")
     if pair := collinear(problem):
@@ -122,24 +137,7 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
             f"{pair[1]} follows from {pair[0]} in these runs, so their terms cannot be "
             "told apart: vary them separately"
         )
-    for name in result.bounds_hit:
-        why = "where the search ends: the data does not identify it"
-        if name in problem.limits:
-            why = "at the bound that was set: the data asks for another value"
-        said.append(f"{name}={result.coefficients[name]:.4g} is {why}")
-    at_walls = np.zeros((1, len(problem.free)))
-    if result.samples is not None:
-        at_walls = _at_walls(result.samples, *problem.box) & problem.free
-    names = problem.law.coefficients
-    for name, share in zip(names, at_walls.mean(0), strict=True):
-        if name not in result.bounds_hit and share > _WALL_SHARE:
-            where = "where the search ends"
-            if name in problem.limits:
-                where = "at the bound that was set"
-            said.append(
-                f"{name} is {where} in {share:.0%} of the resamples: the data hardly "
-                "identifies it"
-            )
+    said += _walls(problem, result)
     if result.condition_number > _ILL and not result.bounds_hit:
         said.append(
             f"condition number {result.condition_number:.0e}: "
@@ -147,7 +145,15 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
         )
     said += _wide(problem, result)
     given = {*problem.given}
-    if (floor := problem.law.floor) and floor not in {*result.bounds_hit, *given}:
+    floor, target = problem.law.floor, problem.seen.target
+    if floor in given:
+        num_below = int(np.sum(target < np.log(result.coefficients[floor])))
+        if num_below:
+            said.append(
+                f"{floor}={result.coefficients[floor]:.4g} is given, and above "
+                f"{num_below} of {n} {problem.law.target} values"
+            )
+    if floor and floor not in {*result.bounds_hit, *given}:
         least = result.ranges[problem.law.target][0]
         if result.intervals[floor][0] < _SMALL_FLOOR * least:
             said.append(
@@ -160,6 +166,64 @@ def warnings(problem: Problem, result: FitResult) -> list[str]:
         said.append(
             f"{num_far} of {n} {points} far off the law: outliers, or another law"
         )
+    return said
+
+
+def rising(problem: Problem) -> list[str]:
+    """Names the inputs of a law that only falls, if its target rises with all of them.
+
+    It does where least squares of logarithms give no input a falling slope, and explain
+    half of the target's variance.
+    """
+    law, seen = problem.law, problem.seen
+    falls = any(c.low > 0 and not c.log for c in law.coordinates)
+    falls |= any(c.high < 0 and not c.log for c in law.coordinates)
+    if not falls or seen.num_points < 3 + len(seen.logs):
+        return []
+    x = seen.logs - seen.logs.mean(1, keepdims=True)
+    y = seen.target - seen.target.mean()
+    slopes = np.linalg.lstsq(x.T, y, rcond=1e-6)[0]
+    left = y - slopes @ x
+    is_rising = (slopes >= 0).all() and left @ left < 0.5 * (y @ y)
+    return list(law.inputs) if is_rising else []
+
+
+def _walls(problem: Problem, result: FitResult) -> list[str]:
+    """Names coefficients that ended at a wall, and those that do in resamples."""
+    names, said = problem.law.coefficients, []
+    ends = {
+        False: ("where the search ends", "the data does not identify"),
+        True: ("at the bound that was set", "the data asks for another value"),
+    }
+    for is_set, (where, why) in ends.items():
+        hit = [x for x in result.bounds_hit if (x in problem.limits) is is_set]
+        listed = ", ".join(f"{x}={result.coefficients[x]:.4g}" for x in hit)
+        are, them = ("is", "it") if len(hit) == 1 else ("are", "them")
+        if hit:
+            said.append(f"{listed} {are} {where}: {why}{'' if is_set else f' {them}'}")
+    if result.samples is None:
+        return said
+    at_walls = _at_walls(result.samples, *problem.box) & problem.free
+    shares = dict(zip(names, at_walls.mean(0), strict=True))
+    for is_set, (where, _) in ends.items():
+        hit = [
+            x
+            for x, share in shares.items()
+            if x not in result.bounds_hit
+            and share > _WALL_SHARE
+            and (x in problem.limits) is is_set
+        ]
+        if len(hit) == 1:
+            said.append(
+                f"{hit[0]} is {where} in {shares[hit[0]]:.0%} of the resamples: the "
+                "data hardly identifies it"
+            )
+        elif hit:
+            listed = ", ".join(f"{x} in {shares[x]:.0%}" for x in hit)
+            said.append(
+                f"{where} are, of the resamples, {listed}: the data hardly identifies "
+                "them"
+            )
     return said
 
 
@@ -184,9 +248,16 @@ def _misfit(problem: Problem, result: FitResult) -> list[str]:
     return said
 
 
-def held_out(score: HeldOut) -> list[str]:
-    """Says where runs that were held out contradict the intervals."""
+def held_out(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
+    """Says where runs that were held out contradict the intervals.
+
+    Args:
+      score: of those runs.
+      warnings: of the fit; with a target that rises, its intervals are in doubt.
+    """
     covered = score.covered
+    if any("only falls: is it a loss?" in line for line in warnings):
+        return []
     if covered is None or not goodness.coverage_in_doubt(covered, score.num_points):
         return []
     return [
@@ -197,7 +268,7 @@ def held_out(score: HeldOut) -> list[str]:
 
 def _wide(problem: Problem, result: FitResult) -> list[str]:
     """Names exponents of which the intervals leave nearly everything open."""
-    said = []
+    said, open_ = [], []
     for coordinate in problem.law.coordinates:
         name = coordinate.name
         if coordinate.log or coordinate.low * coordinate.high <= 0:
@@ -209,7 +280,9 @@ def _wide(problem: Problem, result: FitResult) -> list[str]:
         if name not in result.bounds_hit and (
             ends[0] * ends[1] <= 0 or high > _WIDE_RATIO * low
         ):
-            said.append(f"{name} may be {ends[0]:.3g} or {ends[1]:.3g}: hardly known")
+            open_.append(f"{name} may be {ends[0]:.3g} or {ends[1]:.3g}")
+    if open_:
+        said.append(f"{', '.join(open_)}: hardly known")
     if "a" in result.exponent_intervals:
         low, high = result.exponent_intervals["a"]
         if high - low > _WIDE_SHARE:

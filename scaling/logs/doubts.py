@@ -70,8 +70,12 @@ def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
         if name not in taken and not any(name in text for text in used)
     ]
     said = [line for name, line in log.doubtful.items() if name in taken]
-    for name in free:
-        said += [*_groups(log, name), *_marks(log, name), *_states(log, name)]
+    for kind in (_groups, _marks, _states):
+        found = {name: line for name in free for line in kind(log, name)}
+        if found:  # one line for each kind of doubt
+            first, *others = found
+            same = f"; the same holds for {', '.join(others)}" if others else ""
+            said.append(found[first] + same)
     said += [*_repeated(log, free), *_rates(log, free), *_checkpoints(log)]
     return said if log.source.is_dir() else [*said, *_units(log, columns)]
 
@@ -185,10 +189,14 @@ def _units(log: Log, columns: Columns) -> Iterator[str]:
                 f"{math.log(2):.6f} if it is bits per token; of bits per byte or "
                 "character, times how many of them a token has"
             )
-    for meaning in SIZES:
-        if meaning in log.roles:
-            unit = getattr(columns, f"{FIELDS[meaning]}_unit")
-            yield from _size(log, meaning, unit)
+    sizes = [
+        line
+        for meaning in SIZES
+        if meaning in log.roles
+        for line in _size(log, meaning, getattr(columns, f"{FIELDS[meaning]}_unit"))
+    ]
+    if sizes:
+        yield "; ".join(sizes)
     if {*SIZES} <= log.roles.keys():
         n, d, c = (log.columns[x] for x in SIZES)
         ratio = float(np.exp(np.log(c / (6 * n * d)).mean()))

@@ -120,6 +120,7 @@ def _document(
     rules = (config.where, config.hold_out, config.ignore)
     picks = (config.last_of, config.best_of, config.by)
     used = [x for x in (*rules, *picks, *config.columns) if x]
+    seen = log.take(is_fitted)
     notes, frontiers, warnings, shifts = [], [], [], []
     for part in parts:
         group = {"group": part.label} if config.by else {}
@@ -127,8 +128,7 @@ def _document(
         every = [*part.found.frontiers, *part.found.windows]
         frontiers += [report.frontier_json(each) | group for each in every]
         warnings += map(part.say, part.found.warnings)
-        for fit in part.fits:
-            warnings += map(part.say, report.against(fit, part.found))
+        warnings += map(part.say, report.disjoint(part.fits, part.found))
         if shift := report.expected_shift(part.found):
             shifts.append(part.say(shift))
     notes += [
@@ -141,7 +141,7 @@ def _document(
         "others": others,
         **({"by": config.by} if config.by else {}),
         "log": config.log,
-        "log_warnings": [*unfitted, *doubts.find(log, _columns(config), used)],
+        "log_warnings": [*unfitted, *doubts.find(seen, _columns(config), used)],
         "count": log.count,
         "shape": folder.shape(Path(config.log)),
         "notes": [*log.notes, *_choices(config, log, is_fitted), *notes],
@@ -178,9 +178,10 @@ def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
             yield f"rules compare {name} times {unit:g}, as its flag says"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"
-    num_raw = sum(row.cells.get("decayed") is False for row in log.raw)
-    if 0 < num_raw < len(log.raw):
-        yield f"{num_raw} of {len(log.raw)} runs ended before their rate was decayed"
+    seen = log.take(is_fitted)
+    num_raw = sum(row.cells.get("decayed") is False for row in seen.raw)
+    if 0 < num_raw < num_fitted:
+        yield f"{num_raw} of {num_fitted} runs ended before their rate was decayed"
     if not log.has_one_row_per_run:
         yield (
             f"{len({*log.runs})} runs in {len(log.runs)} rows: all rows are fitted, "

@@ -152,7 +152,7 @@ def _fit(
     except ValueError:  # such as one size among the small runs
         return fit
     assert held_out is not None
-    doubts = diagnostics.held_out(held_out)
+    doubts = diagnostics.held_out(held_out, fit.warnings)
     return fit._replace(held_out=held_out, warnings=[*fit.warnings, *doubts])
 
 

@@ -1,6 +1,8 @@
 """What a fit says: the keys of its document, and tables and sentences for a person."""
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,6 @@ from experiments.framework import Part, Sheet, units
 from experiments.framework.report import numbered
 from scaling.fits import FitResult, goodness
 from scaling.frontiers import Frontier, find, parabola
-from scaling.frontiers.frontier import NEAR
 
 MAX_ROWS = 25
 """Held-out runs in a table; the largest by compute where there are more."""
@@ -66,7 +67,11 @@ def summary(result: Result) -> list[Part]:
         parts.append(_frontiers(document))
     if not result.is_fitted.all():
         parts.append(_held_out(result))
-    warnings = [f"{_name(fit)}: {line}" for fit in fits for line in fit["warnings"]]
+    names: dict[str, list[str]] = {}
+    for fit in fits:
+        for line in fit["warnings"]:
+            names.setdefault(line, []).append(_name(fit))
+    warnings = [f"{', '.join(several)}: {line}" for line, several in names.items()]
     warnings = document.get("log_warnings", []) + warnings
     parts.append(numbered("warnings", warnings + document["frontier_warnings"]))
     return [*parts, numbered("how the log was read", document["notes"])]
@@ -86,12 +91,12 @@ def _name(fit: dict[str, Any]) -> str:
 def _coefficients(fit: dict[str, Any]) -> Sheet:
     rows = []
     for name, value in fit["coefficients"].items():
-        interval = _interval(fit["intervals"].get(name))
+        interval = _interval(fit["intervals"].get(name), value)
         if name in fit.get("fixed", {}):
             interval = "given"
         rows.append((name, _short(value), interval))
     for name, value in fit["exponents"].items():
-        interval = _interval(fit["exponent_intervals"].get(name))
+        interval = _interval(fit["exponent_intervals"].get(name), share=True)
         rows.append((_OPTIMA[name], _short(value), interval))
     level = f"{fit['level']:.0%} interval"
     note = f"{fit['formula']}. {fit['source']}."
@@ -148,7 +153,7 @@ def _frontiers(document: dict[str, Any]) -> Sheet:
             ", ".join(filter(None, (each["method"], each.get("group")))),
             f"{each['num_minima']} of {each['num_budgets']}",
             units.cell(each["a"]),
-            _interval(each["a_interval"]),
+            _interval(each["a_interval"], share=True),
             units.cell(each["b"]),
             units.cell(each["loss_exponent"]),
         )
@@ -178,10 +183,39 @@ def _held_out(result: Result) -> Sheet:
     return Sheet("held-out runs", heads, rows, note)
 
 
-def _interval(pair: Sequence[float | None] | None) -> str:
-    if pair is None or None in pair:
+def _interval(
+    pair: Sequence[float | None] | None,
+    value: float | None = None,
+    *,
+    share: bool = False,
+) -> str:
+    """Writes an interval; "unknown" where it leaves nearly everything open.
+
+    Args:
+      pair: the ends; None where there is no interval.
+      value: the estimate.
+      share: whether the number can only be in (0, 1).
+    """
+    if pair is None:
         return "-"
-    return " to ".join(map(_short, pair))
+    low, high = (math.nan if x is None else x for x in pair)
+    if not is_known(low, high, value) or (share and high - low > _OPEN):
+        return "unknown"
+    return f"{_short(low)} to {_short(high)}"
+
+
+_OPEN = 0.9
+"""Width of an interval of an exponent in (0, 1) that leaves it open."""
+_FAR = 1e4
+"""Ratio of an end of an interval to the estimate from which it leaves it open."""
+
+
+def is_known(low: float, high: float, value: float | None = None) -> bool:
+    """Whether an interval has finite ends, the upper one within reach."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return False
+    most = max(abs(low), abs(high))
+    return value is None or most <= _FAR * max(abs(value), 1e-3)
 
 
 def _short(value: float | None) -> str:
@@ -236,28 +270,42 @@ def expected_shift(found: find.Found) -> str:
     )
 
 
-def against(fit: FitResult, found: find.Found) -> list[str]:
-    """Warns where a law's optimum and a frontier's grow differently.
+def disjoint(fits: Sequence[FitResult], found: find.Found) -> list[str]:
+    """Warns where methods give the optimum's growth intervals that do not overlap.
 
     Args:
-      fit: of a law; one without an optimum is not compared.
+      fits: of laws; one without an optimum, or at a wall, is not compared.
       found: the frontiers with intervals; an envelope, whose runs are not decayed, is
-        left out.
+        left out. Where they contradict each other, a warning of theirs tells.
     """
-    said, ours = [], fit.exponent_intervals.get("a")
-    for each in found.frontiers:
-        theirs = each.num_params
-        if (
-            ours is None
-            or not (theirs and theirs.interval)
-            or each.method == find.ENVELOPE
-        ):
-            continue
-        low, high = theirs.interval
-        apart = abs(fit.exponents["a"] - theirs.exponent)
-        if apart > NEAR and (low > ours[1] or high < ours[0]):
-            said.append(
-                f"{fit.law} has N* grow as C^{fit.exponents['a']:.3f}, {each.method} "
-                f"as C^{theirs.exponent:.3f}, outside of each other's intervals"
-            )
-    return said
+    laws = [
+        (fit.law, fit.exponents["a"], fit.exponent_intervals["a"])
+        for fit in fits
+        if "a" in fit.exponent_intervals and not fit.bounds_hit
+    ]
+    methods = [
+        (each.method, each.num_params.exponent, each.num_params.interval)
+        for each in found.frontiers
+        if each.num_params and each.num_params.interval and each.method != find.ENVELOPE
+    ]
+    if any("contradict each other" in line for line in found.doubts):
+        pairs = [*itertools.combinations(laws, 2), *itertools.product(laws, methods)]
+    else:
+        pairs = [*itertools.combinations([*laws, *methods], 2)]
+    apart = [
+        pair
+        for pair in pairs
+        if abs(pair[0][1] - pair[1][1]) > _NEAR
+        and max(pair[0][2][0], pair[1][2][0]) > min(pair[0][2][1], pair[1][2][1])
+    ]
+    if not apart:
+        return []
+    listed = "; ".join(
+        f"{name} {value:.3f} ({low:.3f} to {high:.3f})"
+        for name, value, (low, high) in dict.fromkeys(x for pair in apart for x in pair)
+    )
+    return [f"intervals of a, N* ~ C^a, do not overlap: {listed}"]
+
+
+_NEAR = 0.02
+"""Difference of exponents that never matters."""

@@ -343,4 +343,12 @@ def _short(shape: Told) -> str:
 
 
 def _range(ends: tuple[float, float], form: str) -> str:
-    return f"{ends[0]:{form}} to {ends[1]:{form}}"
+    """Writes an interval; "unknown" where its ends are infinite or too far apart."""
+    low, high = ends
+    if not (math.isfinite(low) and math.isfinite(high)) or high > _OPEN * abs(low):
+        return "unknown"
+    return f"{low:{form}} to {high:{form}}"
+
+
+_OPEN = 1e8
+"""Ratio of the ends of an interval that leaves everything open."""

@@ -1,6 +1,7 @@
 """`jaxkv fit`: from a log to coefficients, doubts, frontiers, and a folder."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 from matplotlib import pyplot as plt
 
 from experiments.cli.fit import command as fit_command
-from experiments.cli.fit import drawing, fitting, grids
+from experiments.cli.fit import drawing, fitting, grids, report
 from experiments.cli.fit.report import metrics, summary
 from experiments.training.fit_coverage import surfaces
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json
-from scaling.frontiers import find
+from scaling.frontiers import Frontier, find
+from scaling.frontiers.frontier import Minima, PowerLaw
 from scaling.laws.published import CHINCHILLA
 from scaling.logs.log import read
 from tests.support import traces
@@ -418,3 +420,58 @@ def test_bad_input_is_one_line_and_status_2(
     Path("log.csv").write_text("N,D,loss\n1,2,3\n4,5,3\n1,7,2\n")
     assert_refused(jaxkv, f"fit {args}", line)
     assert not Path("runs").exists()
+
+
+@pytest.mark.thorough
+def test_rows_that_are_not_fitted_are_not_doubted(tmp_path: Path) -> None:
+    rows = ["params,D,val/loss,lr,kept"]
+    for n in (10, 30, 100, 300):
+        for d in (2e8, 6e8, 2e9, 6e9):
+            rows.append(f"{n},{d},{loss(n * 1e6, d):.6f},1,yes")
+            rows += [f"{n},{d},{2 * loss(n * 1e6, d):.6f},2,no"] * (n == 300)
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(rows))
+    config: dict[str, Any] = {"log": str(path), "bootstrap": 0, "n_unit": 1e6}
+    config["n"] = "params"
+    ruled = fit_command.Config(**config, where="kept == 'yes' and params < 2.5e8")
+    document = json.loads(fitting.run(ruled).document)
+    assert document["num_points"] == 12
+    assert not document["log_warnings"]
+    note = "rules compare params times 1e+06, as its flag says"
+    assert note in document["notes"]
+
+
+def test_intervals_that_leave_everything_open_are_unknown() -> None:
+    written = report._interval
+    assert written((0.3, 0.4), 0.35) == "0.3 to 0.4"
+    assert written((1e-9, 1.8), 1.6) == "1e-09 to 1.8"
+    for pair in ((1e-300, 1e300), (3.0, math.inf), (None, 2.0), (-math.inf, 1.0)):
+        assert written(pair, 400.0) == "unknown"
+    assert written((-3.0, 4.1), share=True) == "unknown"
+    assert written((0.42, 0.5), share=True) == "0.42 to 0.5"
+    assert written(None) == "-"
+
+
+def test_intervals_that_do_not_overlap_are_pointed_out() -> None:
+    data = {
+        "num_params": np.repeat([1e7, 3e7, 1e8, 3e8], 4),
+        "num_tokens": np.tile([2e8, 6e8, 2e9, 6e9], 4),
+    }
+    data["loss"] = loss(*data.values())
+    found = fits_fit.fit(CHINCHILLA, data)
+    law = PowerLaw(1.0, 0.6, (0.58, 0.62))
+    minima = Minima.nowhere(1, 2, 0)
+    flops = np.array([1e18, 1e19])
+    parabola = Frontier("parabola", flops, minima, law, None, None, 10, ())
+    near = parabola._replace(
+        method="akima", num_params=PowerLaw(1.0, 0.595, (0.59, 0.6))
+    )
+    envelope = parabola._replace(method=find.ENVELOPE)
+    apart = find.Found(find._NO_GROUPS, [parabola, near, envelope], [], None, [], [])
+    [line] = report.disjoint([found], apart)
+    assert line.startswith("intervals of a, N* ~ C^a, do not overlap: chinchilla 0.5")
+    assert "parabola 0.600 (0.580 to 0.620); akima 0.595 (0.590 to 0.600)" in line
+    assert find.ENVELOPE not in line
+    assert not report.disjoint([], apart)
+    other = parabola._replace(method="x", num_params=PowerLaw(1.0, 0.5, (0.49, 0.51)))
+    assert report.disjoint([], apart._replace(frontiers=[parabola, other]))

@@ -10,6 +10,7 @@ import pytest
 
 from experiments.training.fit_coverage import surfaces
 from scaling.fits import (
+    diagnostics,
     fit,
     intervals,
     levenberg_marquardt,
@@ -17,7 +18,9 @@ from scaling.fits import (
     prediction,
     profile,
 )
+from scaling.fits.result import HeldOut
 from scaling.laws import evaluation, published
+from tests.support.refusals import refused
 
 # Fits run for longer than they compile.
 pytestmark = pytest.mark.usefixtures("compiled_as_served")
@@ -380,3 +383,96 @@ def test_bad_data_is_refused(data: dict, reason: str) -> None:
 def test_bad_options_are_refused(options: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         fit.fit(CHINCHILLA, spoilt(), **options)
+
+
+def nearly_collinear(seed: int) -> dict[str, np.ndarray]:
+    """Runs whose tokens are, or nearly are, 20 times their parameters."""
+    rng = np.random.default_rng(1000 + seed)
+    n = int(rng.choice([8, 8, 10, 12, 16, 24]))
+    num_params = 10 ** np.sort(rng.uniform(6.5, 9.5, n))
+    jitter = rng.choice([0, 0, 0.02, 0.1, 0.3])
+    num_tokens = 20 * num_params * np.exp(jitter * rng.standard_normal(n))
+    noise = rng.choice([0.002, 0.01, 0.03, 0.06])
+    loss = 1.69 + 406.4 / num_params**0.34 + 410.7 / num_tokens**0.28
+    loss *= np.exp(noise * rng.standard_normal(n))
+    return {"num_params": num_params, "num_tokens": num_tokens, "loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("seed", "least"),
+    [
+        (15, 1.0634773e-5),
+        pytest.param(13, 4.2365113e-5, marks=pytest.mark.thorough),
+        pytest.param(14, 1.0962686e-4, marks=pytest.mark.thorough),
+        pytest.param(23, 2.6524317e-5, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_best_optimum_of_a_collinear_set_is_found(seed: int, least: float) -> None:
+    found = fit.fit(CHINCHILLA, nearly_collinear(seed))
+    assert found.objective == pytest.approx(least, rel=2e-6)
+    assert len(found.statuses) > 27
+
+
+@pytest.mark.thorough
+def test_no_optimum_of_collinear_sets_is_missed() -> None:
+    """Against 1,024 other starts, of which the best 128 go on to the end."""
+    for seed in range(24, 29):
+        data = nearly_collinear(seed)
+        found = fit.fit(CHINCHILLA, data)
+        seen = observations.observe(CHINCHILLA, data)
+        problem = levenberg_marquardt.Problem(CHINCHILLA, seen)
+        weights = np.tile(problem.seen.weights, (1024, 1))
+        starts = np.random.default_rng(seed).uniform(*problem.box, (1024, 5))
+        ends = levenberg_marquardt.solve(problem, weights, starts)
+        for _ in range(4):
+            best = ends.coordinates[np.argsort(ends.objective)[:128]]
+            ends = levenberg_marquardt.solve(
+                problem, weights[:128], best, tolerance=1e-16
+            )
+        assert found.objective <= ends.objective.min() * (1 + 1e-8), seed
+
+
+def sixteen_runs(noise: float = 0.0) -> dict[str, np.ndarray]:
+    """A grid of four sizes and four numbers of tokens."""
+    n, d = map(np.ravel, np.meshgrid([1e7, 3e7, 1e8, 3e8], [2e8, 6e8, 2e9, 6e9]))
+    loss = 1.69 + 406.4 / n**0.34 + 410.7 / d**0.28
+    loss *= np.exp(noise * np.random.default_rng(0).standard_normal(16))
+    return {"num_params": n, "num_tokens": d, "loss": loss}
+
+
+def test_a_target_that_rises_is_doubted_once() -> None:
+    data = sixteen_runs(0.001)
+    accuracy = data | {"loss": 0.9 - data["loss"] / 10}
+    warning = "loss rises with num_params and num_tokens, and chinchilla only falls"
+    found = fit.fit(CHINCHILLA, accuracy)
+    (said,) = [x for x in found.warnings if "points are few" not in x]
+    assert said.startswith(warning)
+    # Nor is it doubted again by runs that were held out.
+    score = HeldOut(40, 0.1, 0.2, 0.1, 0.1)
+    assert not diagnostics.held_out(score, found.warnings)
+    assert diagnostics.held_out(score)
+    assert not fit.fit(CHINCHILLA, data).warnings
+
+
+def test_a_floor_above_every_loss_is_refused() -> None:
+    data = sixteen_runs()
+    most = f"{data['loss'].max():.6g}"
+    line = f"E=6 must be in (0, {most}): it is above every loss"
+    with refused(line):
+        fit.fit(CHINCHILLA, data, fixed={"E": 6.0})
+    with refused(line):
+        fit.fit(CHINCHILLA, data, bounds={"E": (6.0, 7.0)})
+    found = fit.fit(CHINCHILLA, data, fixed={"E": 3.5})
+    num_below = int((data["loss"] < 3.5).sum())
+    assert f"E=3.5 is given, and above {num_below} of 16 loss values" in found.warnings
+
+
+def test_coefficients_at_walls_share_a_line() -> None:
+    bounds = {"alpha": (0.5, 0.6), "beta": (0.5, 0.6)}
+    found = fit.fit(CHINCHILLA, sixteen_runs(), bounds=bounds)
+    assert found.bounds_hit == ["alpha", "beta"]
+    [line] = [x for x in found.warnings if "at the bound" in x]
+    assert line == (
+        "alpha=0.5, beta=0.5 are at the bound that was set: the data asks for another "
+        "value"
+    )

@@ -525,3 +525,19 @@ def test_numbers_that_can_be_read_in_two_ways_are_doubted(tmp_path: Path) -> Non
     np.testing.assert_array_equal(log.columns["loss"], [5.331, 4.821])
     [doubt] = doubts.find(log, Columns())
     assert doubt.startswith("loss: 5,331 is read as 5.331")
+
+
+def test_a_kind_of_doubt_is_one_line(tmp_path: Path) -> None:
+    text = """N,D,loss,dataset,arch,failed,outlier
+70,2,3,a,x,True,False
+80,3,2,a,y,False,True
+90,4,2.5,b,x,False,False
+95,5,2.6,b,y,False,False
+"""
+    groups, marks, sizes = doubts.find(read(write(tmp_path, text)), Columns())
+    assert groups.startswith("dataset is not used, and parts the runs (a, b)")
+    assert groups.endswith("; the same holds for arch")
+    assert marks.startswith("failed is not used, and marks 1 run")
+    assert marks.endswith("; the same holds for outlier")
+    assert "N (N) is 70 to 95: parameters?" in sizes
+    assert "; D (D) is 2 to 5: tokens?" in sizes
