@@ -31,6 +31,7 @@ FLOORS = {
         "simulation speculation",
         "parallel",
         "serving",
+        "server",
         "disaggregation",
     ),
     "scaling": (

@@ -298,6 +298,10 @@ class EngineCore:
             [record.sampling for record in batch],
             config=self.config,
             request_ids=[record.request_id for record in batch],
+            key_ids=[
+                record.request_id if record.key_id is None else record.key_id
+                for record in batch
+            ],
             arrivals_s=[record.arrival_s for record in batch],
             eos_ids=self._eos_ids,
             width=max(self.config.submit_width, self.config.max_slots),

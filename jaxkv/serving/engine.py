@@ -243,6 +243,7 @@ class Engine:
         *,
         request_id: int | None = None,
         arrival_s: float | None = None,
+        key_id: int | None = None,
     ) -> int:
         """Takes a request; it runs while `stream` or `generate` does.
 
@@ -256,6 +257,9 @@ class Engine:
             if it brings no seed; None takes the next unused number.
           arrival_s: when it may be admitted, in seconds since the engine was made; None
             means now.
+          key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
+            None. Requests that run at the same time may share it. None means
+            `request_id`.
 
         Returns:
           The request id.
@@ -268,11 +272,14 @@ class Engine:
         tokens = self._checked(prompt, ask)
         if arrival_s is not None:
             arrival_s = validation.seconds("arrival_s", arrival_s)
+        if key_id is not None:
+            key_id = refusals.request_name("key_id", key_id)
         if request_id is not None:
             request_id = refusals.request_name("request_id", request_id)
         else:
             request_id = self._next_id()
-        self.core.add([self._record(request_id, tokens, ask, arrival_s)])
+        record = self._record(request_id, tokens, ask, arrival_s, key_id=key_id)
+        self.core.add([record])
         return request_id
 
     def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
@@ -381,11 +388,13 @@ class Engine:
         ask: Sampling,
         arrival_s: float | None = None,
         *,
+        key_id: int | None = None,
         is_quiet: bool = False,
     ) -> Record:
         """Makes what the host will keep of a request."""
         return Record(
             request_id=request_id,
+            key_id=key_id,
             prompt=tokens,
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,

@@ -17,6 +17,7 @@ def make_requests(
     *,
     config: EngineConfig,
     request_ids: Sequence[int] | None = None,
+    key_ids: Sequence[int] | None = None,
     arrivals_s: Sequence[float] | None = None,
     eos_ids: tuple[int, ...] = (),
     width: int | None = None,
@@ -28,6 +29,8 @@ def make_requests(
       asks: how to draw each one's answers.
       config: the engine's bounds.
       request_ids: the callers' names; None counts from 0.
+      key_ids: numbers that key the draws of requests without a seed; None means
+        `request_ids`.
       arrivals_s: when each may be admitted; None means at once.
       eos_ids: end tokens of the model.
       width: rows of the result, one for each sequence, those beyond them unused; None
@@ -41,7 +44,14 @@ def make_requests(
         of everything for each prompt.
     """
     known, asks = _checked_pairs(prompts, asks)
-    names, arrivals_s = _names_and_times(len(prompts), request_ids, arrivals_s)
+    num = len(prompts)
+    names = _names(
+        "request_ids", range(num) if request_ids is None else request_ids, num
+    )
+    key_ids = names if key_ids is None else _names("key_ids", key_ids, num)
+    arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
+    _check_length("arrivals_s", arrivals_s, num)
+    arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
     # Which request each row belongs to, and which of its sequences it is.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
@@ -54,8 +64,8 @@ def make_requests(
         return np.concatenate([values[np.array(owner, int)], rest])
 
     keys = [
-        random_keys.request_key(ask.seed, config.seed, name)
-        for ask, name in zip(asks, names, strict=True)
+        random_keys.request_key(ask.seed, config.seed, key_id)
+        for ask, key_id in zip(asks, key_ids, strict=True)
     ]
     ends = [_ends(ask, eos_ids, config) for ask in asks]
     prompt_scored = column([ask.prompt_logprobs for ask in asks], bool)
@@ -110,17 +120,15 @@ def _limits(
     ]
 
 
-def _names_and_times(
-    num: int, request_ids: Sequence[int] | None, arrivals_s: Sequence[float] | None
-) -> tuple[list[int], list[float]]:
-    """One name and one time for each of so many requests."""
-    request_ids = range(num) if request_ids is None else request_ids
-    arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
-    for name, values in (("request_ids", request_ids), ("arrivals_s", arrivals_s)):
-        if len(values) != num:
-            raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
-    names = [refusals.request_name("request_ids", x) for x in request_ids]
-    return names, [validation.seconds("arrivals_s", x) for x in arrivals_s]
+def _names(name: str, values: Sequence[int], num: int) -> list[int]:
+    """Checks one whole number in [0, 2**31) for each of `num` requests."""
+    _check_length(name, values, num)
+    return [refusals.request_name(name, x) for x in values]
+
+
+def _check_length(name: str, values: Sequence[Any], num: int) -> None:
+    if len(values) != num:
+        raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
 
 
 def _ends(

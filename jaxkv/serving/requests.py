@@ -40,6 +40,8 @@ class Record:
     end_tokens: tuple[int, ...]
     """Tokens that end an answer and are not part of its text."""
     parts: list[Part]
+    key_id: int | None = None
+    """Number that keys the draws without a seed; None means `request_id`."""
     is_quiet: bool = False
     """Whether no events tell of it: its caller waits for the completion."""
     completion: Completion | None = None

@@ -1,0 +1,209 @@
+"""An engine for asyncio code: one thread runs it, any event loop asks it."""
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxkv import validation
+from jaxkv.sampling import Sampling
+from jaxkv.serving import Engine, Event
+
+SWITCH_S = 1e-4
+"""Seconds for `sys.setswitchinterval` in a process that serves. A step may take less
+than Python's default interval of 5 ms, and the event loop would wait for it."""
+
+
+class _Listener(NamedTuple):
+    """The receiver of the events of one request."""
+
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event | None]
+    """None once the engine has failed or is closed."""
+
+
+class AsyncEngine:
+    """Serves one engine to asyncio code on any event loop. Implements `Backend`.
+
+    Owns the only thread that runs the engine; nothing else may call its `stream` or
+    `generate`.
+
+    Args:
+      engine: the engine.
+      model_name: name of the model, as HTTP clients see it.
+    """
+
+    def __init__(self, engine: Engine, *, model_name: str = "model"):
+        self.engine, self.model_name = engine, model_name
+        self._names = itertools.count()
+        self._listeners: dict[int, _Listener] = {}
+        self._failure: str | None = None
+        self._is_closed = False
+        self._has_work = threading.Event()
+        # One thread: requests arrive in the order of the calls, and a cancellation
+        # always comes after the submission that it cancels. Both may wait for the
+        # engine's lock, which an event loop must not.
+        self._calls = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-submit")
+        self._thread = threading.Thread(target=self._run, name="jaxkv-engine")
+        self._thread.daemon = True
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer; None without text."""
+        return self.engine.tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer that a request may have."""
+        return self.engine.config.max_length
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are not complete."""
+        return len(self._listeners)
+
+    def status(self) -> dict[str, Any]:
+        """Returns counts for monitoring, see `Backend.status`."""
+        return {"is_ready": self._reason() is None, "running": self.num_running}
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        *,
+        key_id: int | None = None,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[Event]:
+        """Answers a prompt, see `Backend.stream`."""
+        loop, due = asyncio.get_running_loop(), None
+        if deadline_s is not None:
+            due = loop.time() + validation.seconds("deadline_s", deadline_s)
+        name, is_complete = next(self._names), False
+        if key_id is None:
+            key_id = name
+        listener = _Listener(loop, asyncio.Queue())
+        # Registered before the reason is looked up, or a failure between the two would
+        # reach no one.
+        self._listeners[name] = listener
+        try:
+            self._refuse_if_over()
+            args = prompt, sampling, name, key_id
+            taken = loop.run_in_executor(self._calls, self._submit, *args)
+            await _within(taken, due, deadline_s)
+            while not is_complete:
+                event = await _within(listener.events.get(), due, deadline_s)
+                if event is None:
+                    self._refuse_if_over()
+                    continue
+                is_complete = event.completion is not None
+                yield event
+        finally:
+            self._listeners.pop(name, None)
+            if not is_complete and self._reason() is None:
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self._calls.submit(self._cancel, name)
+
+    async def run[T](self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function in a thread: one of the engine's that may take long.
+
+        Raises:
+          RuntimeError: the engine has failed or is closed.
+        """
+        self._refuse_if_over()
+        return await asyncio.to_thread(function, *args)
+
+    def close(self) -> None:
+        """Ends the engine's thread. Streams that still run raise a RuntimeError."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._has_work.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._calls.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "AsyncEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(
+        self, prompt: str | Sequence[int], sampling: Sampling, name: int, key_id: int
+    ) -> None:
+        self.engine.submit(prompt, sampling, request_id=name, key_id=key_id)
+        self._has_work.set()
+
+    def _cancel(self, name: int) -> None:
+        self.engine.cancel(name)
+        self._has_work.set()
+
+    def _reason(self) -> str | None:
+        """Why there are no answers any more; None while there are."""
+        closed = "the engine is closed" if self._is_closed else None
+        return self._failure or closed
+
+    def _refuse_if_over(self) -> None:
+        if (reason := self._reason()) is not None:
+            raise RuntimeError(reason)
+
+    def _run(self) -> None:
+        """Runs the engine while it has work."""
+        core = self.engine.core
+        try:
+            while not self._is_closed:
+                self._has_work.wait()
+                self._has_work.clear()
+                while core.owes() and not self._is_closed:
+                    core.turn()
+                    self._deliver(core.tracker.events)
+        except Exception as error:
+            line = str(error).partition("\n")[0]
+            self._failure = f"the engine has failed; {type(error).__name__}: {line}"
+        for loop, events in list(self._listeners.values()):
+            _call(loop, events.put_nowait, None)
+
+    def _deliver(self, events: collections.deque[Event]) -> None:
+        """Hands the events of one engine call to each loop in one call."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Event]]] = {}
+        while events:
+            event = events.popleft()
+            if (listener := self._listeners.get(event.request_id)) is not None:
+                by_loop.setdefault(listener.loop, []).append((listener.events, event))
+        for loop, pairs in by_loop.items():
+            if not _call(loop, _put_all, pairs):
+                for name in {event.request_id for _, event in pairs}:
+                    self._listeners.pop(name, None)
+                    self.engine.cancel(name)
+
+
+def _put_all(pairs: list[tuple[asyncio.Queue[Event | None], Event]]) -> None:
+    for queue, event in pairs:
+        queue.put_nowait(event)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:
+    """Has a loop call a function soon; returns False if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _within[T](
+    work: Awaitable[T], due: float | None, deadline_s: float | None
+) -> T:
+    """Awaits something until a time of the loop's clock; the error names the limit."""
+    try:
+        async with asyncio.timeout_at(due):
+            return await work
+    except TimeoutError:
+        raise TimeoutError(
+            f"{deadline_s=} passed before the request was complete"
+        ) from None

@@ -1,0 +1,74 @@
+"""The interface between the HTTP application and the system that serves a model."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from jaxkv.sampling import Sampling
+from jaxkv.serving import Event
+
+
+class OverloadedError(RuntimeError):
+    """No room for another request now; a later one may find some."""
+
+
+class Backend(Protocol):
+    """Serves one model to asyncio code: an engine, or a router of several.
+
+    The application calls it from one event loop.
+    """
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model, as /v1/models lists it."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model, as `Engine` takes it; None without text."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer that a request may have."""
+        ...
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        *,
+        key_id: int | None = None,
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[Event]:
+        """Answers a prompt.
+
+        Closing the iterator early, or cancelling the task that waits for it, cancels
+        the request.
+
+        Args:
+          prompt: text, or token ids.
+          sampling: how to draw.
+          key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
+            None; None takes a number of the backend's own. The same number gives the
+            same tokens.
+          deadline_s: seconds from now by which the request must be complete, above 0;
+            None means no limit.
+
+        Yields:
+          Events; the last one has the completion. Their `request_id` is the backend's.
+
+        Raises:
+          ValueError: the request cannot be served; raised before the first event.
+          TimeoutError: the deadline has passed.
+          OverloadedError: there is no room now; raised before the first event.
+          RuntimeError: the backend has failed or is closed.
+        """
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Returns counts for monitoring, as plain JSON values.
+
+        "running" (requests that are not complete) and "is_ready" are always there.
+        Numbers and booleans at the top level become metrics.
+        """
+        ...

@@ -1,0 +1,209 @@
+"""One thread runs an engine for asyncio code: tokens, deadlines, failures."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Event, Sampling
+from jaxkv.server import AsyncEngine, Backend
+from tests.support import engines
+from tests.support.folders import TOKENIZED
+
+PROMPTS = [np.random.default_rng(i).integers(5, 60, 3 + i).tolist() for i in range(6)]
+ASK = Sampling(max_tokens=12, ignore_eos=True)
+LONG = Sampling(max_tokens=50, ignore_eos=True)
+
+
+def make_engine() -> jaxkv.Engine:
+    return jaxkv.Engine.load(TOKENIZED, **vars(engines.SERVED))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[AsyncEngine]:
+    with AsyncEngine(make_engine(), model_name="tiny") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    """Answers of a plain engine whose request ids are 10, 11, ..."""
+    engine = make_engine()
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(prompt, ASK, request_id=10 + i)
+    done = {x.request_id: x.completion for x in engine.stream() if x.completion}
+    return [done[10 + i].tokens for i in range(len(PROMPTS))]
+
+
+async def events_of(backend: Backend, prompt: Any, ask: Sampling, **more: Any):
+    return [event async for event in backend.stream(prompt, ask, **more)]
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    assert [event.completion is None for event in events[:-1]] == [True] * (
+        len(events) - 1
+    )
+    tokens = [token for event in events for token in event.tokens]
+    completion = events[-1].completion
+    assert completion is not None
+    assert completion.tokens == tokens
+    return tokens
+
+
+def wait_until_idle(served: AsyncEngine) -> None:
+    end = time.monotonic() + 20
+    while served.engine.core.owes() or served.num_running:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_key_id_keys_the_draws_whatever_the_request_id(wanted) -> None:
+    engine = make_engine()
+    for i, prompt in enumerate(PROMPTS):
+        # Two requests at a time share a key: names are unique, keys need not be.
+        engine.submit(prompt, ASK, request_id=500 - i, key_id=10 + i)
+        engine.submit(prompt, ASK, key_id=10 + i)
+    done = [x.completion for x in engine.stream() if x.completion]
+    found = sorted((500 - x.request_id, x.tokens) for x in done if x.request_id > 400)
+    assert [tokens for _, tokens in found] == wanted
+    assert sorted(x.tokens for x in done if x.request_id < 400) == sorted(wanted)
+
+
+@pytest.mark.parametrize("key_id", [-1, 2**31, True])
+def test_what_is_no_key_id_is_refused(key_id: Any) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError, match=r"^key_id="):
+        engine.submit([5], ASK, key_id=key_id)
+    assert not engine.core.owes()
+
+
+def test_a_stream_has_the_tokens_of_a_plain_engine(served, wanted) -> None:
+    async def ask_all() -> list[list[Event]]:
+        asks = (events_of(served, x, ASK, key_id=10 + i) for i, x in enumerate(PROMPTS))
+        return await asyncio.gather(*asks)
+
+    # On a loop of its own each time, and on two loops at once.
+    assert [tokens_of(x) for x in asyncio.run(ask_all())] == wanted
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(asyncio.run(ask_all())))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[tokens_of(x) for x in each] for each in found] == [wanted] * 2
+    assert served.num_running == 0
+
+
+def test_text_goes_in_and_comes_out(served) -> None:
+    events = asyncio.run(events_of(served, "hello", ASK))
+    assert "".join(event.text for event in events) == events[-1].completion.text
+    with pytest.raises(ValueError, match="prompt is empty"):
+        asyncio.run(events_of(served, [], ASK))
+    assert served.num_running == 0
+
+
+def test_leaving_a_stream_cancels_its_request(served) -> None:
+    async def leave() -> None:
+        async with contextlib.aclosing(served.stream(PROMPTS[0], LONG)) as events:
+            async for _ in events:
+                break
+        task = asyncio.create_task(events_of(served, PROMPTS[1], LONG))
+        await asyncio.sleep(0)  # its submission is on the way
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    wait_until_idle(served)
+
+
+def test_a_deadline_ends_a_request(served, wanted) -> None:
+    with pytest.raises(TimeoutError, match=r"^deadline_s=0\.001 passed before"):
+        asyncio.run(events_of(served, PROMPTS[0], LONG, deadline_s=0.001))
+    with pytest.raises(ValueError, match=r"^deadline_s="):
+        asyncio.run(events_of(served, PROMPTS[0], ASK, deadline_s=-1))
+    wait_until_idle(served)
+    events = asyncio.run(events_of(served, PROMPTS[0], ASK, key_id=10, deadline_s=60.0))
+    assert tokens_of(events) == wanted[0]
+
+
+def test_a_loop_that_is_gone_takes_no_one_along(served, wanted) -> None:
+    loop = asyncio.new_event_loop()
+    stream = served.stream(PROMPTS[0], LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()  # without closing the stream
+    events = asyncio.run(events_of(served, PROMPTS[2], ASK, key_id=12))
+    assert tokens_of(events) == wanted[2]
+    wait_until_idle(served)
+
+
+def test_all_events_of_a_call_come_in_one_wake_up(served) -> None:
+    async def count() -> tuple[int, int]:
+        loop, calls = asyncio.get_running_loop(), []
+        send = loop.call_soon_threadsafe
+
+        def noted(function: Any, *args: Any, **more: Any) -> Any:
+            calls.append(getattr(function, "__name__", ""))
+            return send(function, *args, **more)
+
+        loop.call_soon_threadsafe = noted
+        found = await asyncio.gather(*(events_of(served, x, LONG) for x in PROMPTS[:3]))
+        return calls.count("_put_all"), sum(map(len, found))
+
+    num_calls, num_events = asyncio.run(count())
+    assert num_calls < num_events
+
+
+def test_other_calls_run_in_a_thread(served) -> None:
+    assert asyncio.run(served.run(threading.get_ident)) != threading.get_ident()
+
+
+def test_a_failure_reaches_each_stream_once_and_later_calls_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = AsyncEngine(make_engine())
+
+    def fail(*_: Any) -> None:
+        raise FloatingPointError("the device is gone\nand more")
+
+    async def ask() -> list[Any]:
+        asks = [events_of(served, x, LONG) for x in PROMPTS[:3]]
+        return await asyncio.gather(*asks, return_exceptions=True)
+
+    monkeypatch.setattr(served.engine.core, "read", fail)
+    failures = asyncio.run(ask())
+    assert [type(failure) for failure in failures] == [RuntimeError] * 3
+    said = "the engine has failed; FloatingPointError: the device is gone"
+    assert {str(failure) for failure in failures} == {said}
+    assert served.status() == {"is_ready": False, "running": 0}
+    for again in (events_of(served, [5], ASK), served.run(int)):
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            asyncio.run(again)
+    served.close()
+
+
+def test_closing_ends_what_runs() -> None:
+    served = AsyncEngine(make_engine())
+
+    async def close() -> None:
+        stream = served.stream(PROMPTS[0], LONG)
+        await anext(stream)
+        await asyncio.to_thread(served.close)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(close())
+    served.close()
+    assert not served._thread.is_alive()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        asyncio.run(events_of(served, [5], ASK))
