@@ -191,7 +191,8 @@ class Sequences(NamedTuple):
     logprobs: Float[Array, "sequences max_length"]
     """Log-probability of each token given those before it, where kept; else 0."""
     top_ids: Int32[Array, "sequences max_length max_logprobs"]
-    """Most likely tokens at each place of the answer, where kept."""
+    """Most likely tokens at each place, where kept; at prompt places only where
+    `prompt_scored`, too."""
     top_logprobs: Float[Array, "sequences max_length max_logprobs"]
     """Their log-probabilities."""
     score: Float[Array, " sequences"]

@@ -68,7 +68,8 @@ class Sampling:
     """Alternatives reported with each token's log-probability, at least 0; None
     reports neither."""
     prompt_logprobs: bool = False
-    """Whether the prompt's tokens get log-probabilities, too."""
+    """Whether the prompt's tokens get log-probabilities, too, and the alternatives that
+    `logprobs` asks for."""
 
     prefix_cache: bool = True
     """Whether the request may start on cached pages of its first tokens, and leave its

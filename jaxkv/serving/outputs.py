@@ -40,6 +40,9 @@ class Completion(NamedTuple):
     """The `n` answers: in order of sample, best first with `best_of` and beams."""
     prompt_logprobs: list[float | None] | None
     """Log-probability of each prompt token, None for the first, if asked for."""
+    prompt_top_logprobs: list[dict[int, float] | None] | None
+    """Most likely tokens at each place of the prompt, None at the first, if asked for:
+    with `prompt_logprobs` and `logprobs` of at least 1."""
     arrival_s: float
     """When the request came."""
     first_token_s: float | None

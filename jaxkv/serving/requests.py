@@ -1,6 +1,7 @@
 """What the host keeps of a request while it runs: its answers so far."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class Record:
     num_preempted: int = 0
     num_swapped: int = 0
     prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
     def extend(
         self,
@@ -138,10 +140,15 @@ class Record:
                 setattr(self, name, max(getattr(self, name), times))
             if ask.prompt_logprobs and sample == 0:
                 scores = np.asarray(drained.logprobs)[row, 1:num]
-                self.prompt_logprobs = [None, *map(float, scores)]
+                scores = list(map(float, scores))
+                self.prompt_logprobs = [None, *scores]
+                if ask.logprobs:
+                    known = zip(self.prompt[1:], scores, strict=True)
+                    found = _most_likely(drained, row, 1, known, ask.logprobs)
+                    self.prompt_top_logprobs = [None, *found]
             if ask.logprobs:
-                answer = slice(num, num + len(part.tokens))
-                top_logprobs = _most_likely(drained, row, answer, ask.logprobs)
+                known = zip(part.tokens, part.logprobs, strict=True)
+                top_logprobs = _most_likely(drained, row, num, known, ask.logprobs)
         part.answer = FinishedAnswer(
             tokens=part.tokens,
             text=None if part.stream is None else part.text,
@@ -171,6 +178,7 @@ class Record:
             request_id=self.request_id,
             answers=found[: self.sampling.n],
             prompt_logprobs=self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
             arrival_s=self.arrival_s,
             first_token_s=self.first_token_s,
             finish_s=self.finish_s,
@@ -182,12 +190,24 @@ class Record:
 
 
 def _most_likely(
-    drained: state.Sequences, row: int, places: slice, num: int
+    drained: state.Sequences,
+    row: int,
+    start: int,
+    known: Iterable[tuple[int, float]],
+    num: int,
 ) -> list[dict[int, float]]:
-    """The `num` most likely tokens at places of a sequence, by token id."""
-    ids = np.asarray(drained.top_ids)[row, places, :num]
-    values = np.asarray(drained.top_logprobs)[row, places, :num]
-    return [
-        dict(zip(names.tolist(), scores.tolist(), strict=True))
-        for names, scores in zip(ids, values, strict=True)
-    ]
+    """The `num` most likely tokens at places of a sequence from `start` on, by id.
+
+    `known` are the tokens at these places and their log-probabilities. Where such a
+    token is among the most likely, its value is the same float: the device computes the
+    two in different passes, which may differ by rounding.
+    """
+    ids, values = np.asarray(drained.top_ids), np.asarray(drained.top_logprobs)
+    found = []
+    for place, (token, logprob) in enumerate(known, start):
+        names, scores = ids[row, place, :num].tolist(), values[row, place, :num]
+        best = dict(zip(names, scores.tolist(), strict=True))
+        if token in best:
+            best[token] = logprob
+        found.append(best)
+    return found

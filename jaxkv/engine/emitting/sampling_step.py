@@ -247,9 +247,8 @@ def _score(
     logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
-    scored = jnp.where(drawn.scored, sequence, NOBODY)
-    s = _with_alternatives(s, drawn, (scored, place), config)
-    return state._replace(sequences=s)
+    at = jnp.where(drawn.scored, sequence, NOBODY), place
+    return state._replace(sequences=_with_alternatives(s, drawn, at, result, config))
 
 
 def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
@@ -289,19 +288,33 @@ def _with_alternatives(
     s: Sequences,
     drawn: _Drawn,
     at: tuple[Int32[Array, " rows"], Int32[Array, " rows"]],
+    result: model_runner.Fed,
     config: EngineConfig,
 ) -> Sequences:
-    """Keeps the most likely tokens where they are asked for."""
+    """Keeps the most likely tokens where they are asked for, also at prompt places."""
     if not config.max_logprobs:
         return s
 
-    def of_all() -> tuple[Array, Array]:
-        return sampler.top_logprobs(drawn.logits(), config.max_logprobs)
+    def top(asked: Array, logits: Callable[[], Array]) -> tuple[Array, Array]:
+        def of_all() -> tuple[Array, Array]:
+            return sampler.top_logprobs(logits(), config.max_logprobs)
 
-    shapes = jax.eval_shape(of_all)
-    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    ids, values = lax.cond(jnp.any(drawn.scored), of_all, lambda: blank)
+        shapes = jax.eval_shape(of_all)
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.cond(jnp.any(asked), of_all, lambda: blank)
+
+    found = *at, *top(drawn.scored, drawn.logits)
+    if config.num_logit_rows > config.max_slots:
+        reader = result.spare_sequence
+        scored = arrays.take(s.scored, reader, fill=False)
+        own = jnp.where(scored, reader, NOBODY), result.spare_position + 1
+        own = *own, *top(scored, lambda: result.logits[config.max_slots :])
+        # One write for both: each put is a launch.
+        found = tuple(jnp.concatenate(pair) for pair in zip(found, own, strict=True))
+    sequence, place, ids, values = found
     return s._replace(
-        top_ids=arrays.put(s.top_ids, at, ids),
-        top_logprobs=arrays.put(s.top_logprobs, at, values.astype(jnp.float32)),
+        top_ids=arrays.put(s.top_ids, (sequence, place), ids),
+        top_logprobs=arrays.put(
+            s.top_logprobs, (sequence, place), values.astype(jnp.float32)
+        ),
     )

@@ -372,6 +372,14 @@ def test_scores(engine: jaxkv.Engine) -> None:
     assert of_prompt.logprobs is None
     assert own.top_logprobs is None
     assert own.prompt_logprobs is None
+    assert of_prompt.prompt_top_logprobs is top.prompt_top_logprobs is None
+    assert both.prompt_top_logprobs is not None
+    assert both.prompt_top_logprobs[0] is None
+    assert len(both.prompt_top_logprobs) == len(prompt)
+    for row, best in zip(law, both.prompt_top_logprobs[1:], strict=False):
+        assert best is not None
+        assert list(best) == np.argsort(-row, kind="stable")[:2].tolist()
+        assert list(best.values()) == pytest.approx(-np.sort(-row)[:2], abs=1e-4)
     for each, num in ((both, 2), (top, 1)):
         assert each.top_logprobs is not None
         for row, best in zip(law[begin:-1], each.top_logprobs, strict=True):
@@ -901,3 +909,26 @@ def test_beams_are_refused_beside_a_logits_fn() -> None:
     engine = make_engine(max_beams=2, logits_fn=lambda answer, logits: logits)
     with pytest.raises(ValueError, match="must be None in an engine with a logits_fn"):
         engine.submit([1, 2], Sampling(beam_width=2))
+
+
+def test_a_token_among_the_most_likely_has_one_value(engine: jaxkv.Engine) -> None:
+    """Clients find out by == whether a prompt is what the model would write."""
+    ask = Sampling.greedy(max_tokens=20, logprobs=1, prompt_logprobs=True)
+    [first] = engine.generate([the_tokenizer().encode("def f(x):")], ask)
+    prompt = [*the_tokenizer().encode("def f(x):"), *first.tokens]
+    begin = len(prompt) - len(first.tokens)
+    [again] = engine.generate([prompt], ask)
+    assert again.prompt_logprobs is not None
+    assert again.prompt_top_logprobs is not None
+    for tokens, own, tops in (
+        (first.tokens, first.logprobs, first.top_logprobs),
+        (again.tokens, again.logprobs, again.top_logprobs),
+        (
+            first.tokens,
+            again.prompt_logprobs[begin:],
+            again.prompt_top_logprobs[begin:],
+        ),
+    ):
+        assert own is not None
+        assert tops is not None
+        assert [{x: y} for x, y in zip(tokens, own, strict=True)] == tops
