@@ -71,6 +71,9 @@ DOORS = {
     "rich": ("experiments/*", "scaling/training/train.py"),
     "ray": ("scaling/sweeps/executors.py",),
     "pyarrow": ("jaxkv/files/columnar.py",),
+    "fastapi": ("jaxkv/server/app.py",),
+    "starlette": ("jaxkv/server/app.py",),
+    "uvicorn": ("jaxkv/server/http_server.py",),
     "jax.experimental.pallas": (
         "pallas_kernels/paged_attention/hopper/*.py",
         "pallas_kernels/*/*mosaic_gpu.py",

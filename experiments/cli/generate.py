@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import sys
 import time
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 from experiments.cli import parsing
 from experiments.cli.console import interrupts, writing
@@ -182,7 +183,7 @@ def _asks(options: Options) -> list[Any]:
         if value not in (nothing, getattr(Options, name)):
             why = "beam search draws nothing" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
-    _check_drafting(options)
+    check_drafting(options)
     # Options of draws have the names that `Sampling` has for them.
     given, known = vars(options), {x.name for x in dataclasses.fields(Sampling)}
     how: dict[str, Any] = {name: given[name] for name in given if name in known}
@@ -220,8 +221,12 @@ def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
     return f"[{said}]"
 
 
-def _check_drafting(options: Options) -> None:
-    """Refuses what says how to guess where nothing is guessed, and no draft at all."""
+def check_drafting(options: Any) -> None:
+    """Refuses what says how to guess where nothing is guessed, and no draft at all.
+
+    Raises:
+      ValueError: an option means nothing beside another.
+    """
     if options.drafts is not None and options.drafts < 1:
         raise ValueError(f"--drafts {options.drafts}: must be at least 1")
     for name, method in _ONLY_DRAFTS:
@@ -232,17 +237,9 @@ def _check_drafting(options: Options) -> None:
 
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
-    from jaxkv.serving import loading
-    from jaxkv.serving.engine import Engine
-    from jaxkv.speculation import head_folders
-
-    folder, mesh = bundled.folder_of(model), _mesh(options.parallel)
-    # As long a part of every page as a whole one on one device.
-    page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
-    loaded = loading.read(folder, dtype=options.dtype, mesh=mesh)
+    read = read_model(model, options)
+    loaded, page_size = read.loaded, read.page_size
     tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"{folder}: has no tokenizer that reads text")
     if options.chat:
         messages = [[{"role": "user", "content": text}] for text in options.prompt]
         prompts = [tokenizer.encode_chat(message) for message in messages]
@@ -255,33 +252,79 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     num_sequences = max(options.n, options.best_of or 0, num_beams)
     max_slots = min(_power_of_two(len(prompts) * num_sequences), 8)
     max_slots = max(max_slots, _power_of_two(num_sequences))
+    engine = load_engine(
+        read,
+        options,
+        num_pages=max_slots * -(-max_length // page_size),
+        max_slots=max_slots,
+        max_length=max_length,
+        max_beams=_power_of_two(num_beams) if num_beams else 0,
+        steps_per_call=STEPS_PER_CALL,
+    )
+    return engine, prompts
+
+
+class ReadModel(NamedTuple):
+    """A model that was read from its folder."""
+
+    name: str
+    """Path of the folder, or name of a bundled model."""
+    folder: Path
+    mesh: Any
+    """Devices that it is divided over; None for one."""
+    page_size: int
+    loaded: Any
+    """`checkpoints.Loaded`; has a tokenizer."""
+
+
+def read_model(model: str, options: Any) -> ReadModel:
+    """Reads a model as `--dtype` and `--parallel` ask.
+
+    Raises:
+      ValueError: it cannot be used, or has no tokenizer.
+    """
+    from jaxkv.serving import loading
+
+    folder, mesh = bundled.folder_of(model), _mesh(options.parallel)
+    # As long a part of every page as a whole one on one device.
+    page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
+    loaded = loading.read(folder, dtype=options.dtype, mesh=mesh)
+    if loaded.tokenizer is None:
+        raise ValueError(f"{folder}: has no tokenizer that reads text")
+    return ReadModel(model, folder, mesh, page_size, loaded)
+
+
+def load_engine(read: ReadModel, options: Any, **bounds: Any) -> Any:
+    """Makes an engine of a model, with the speculation that the options ask for.
+
+    Args:
+      read: the model.
+      options: those of a command that takes the flags of speculation.
+      **bounds: fields of `EngineConfig`, `page_size` apart.
+    """
+    from jaxkv.serving.engine import Engine
+    from jaxkv.speculation import head_folders
+
     draft = heads = None
-    bounds: dict[str, Any] = {}
+    bounds = {"max_stop_tokens": max(4, len(read.loaded.eos_ids))} | bounds
     if options.drafts is not None:
         bounds["max_drafts"] = options.drafts
     if options.draft_model is not None:
         draft = bundled.folder_of(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
-        heads = options.heads or bundled.heads_of(model, str(options.speculate))
-    engine = Engine.load(
-        folder,
-        loaded=loaded,
+        heads = options.heads or bundled.heads_of(read.name, str(options.speculate))
+    return Engine.load(
+        read.folder,
+        loaded=read.loaded,
         dtype=options.dtype,
         speculate=options.speculate,
         draft_folder=draft,
         heads_folder=heads,
         adaptive=options.adaptive,
-        mesh=mesh,
-        num_pages=max_slots * -(-max_length // page_size),
-        page_size=page_size,
-        max_slots=max_slots,
-        max_length=max_length,
-        max_stop_tokens=max(4, len(loaded.eos_ids)),
-        max_beams=_power_of_two(num_beams) if num_beams else 0,
-        steps_per_call=STEPS_PER_CALL,
+        mesh=read.mesh,
+        page_size=read.page_size,
         **bounds,
     )
-    return engine, prompts
 
 
 def _mesh(parallel: str) -> Any:

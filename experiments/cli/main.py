@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from experiments.cli import compilation_cache, joining, run
 from experiments.cli.console import interrupts, outputs
@@ -50,8 +50,9 @@ def main(args: list[str] | None = None) -> int:
     _prepare_streams(as_json)
     try:
         # Whatever else a library prints must not stand beside the document.
+        documents = sys.stdout if as_json else None
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-            answer = _dispatch(args)
+            answer = _dispatch(args, documents)
         if answer is not None and joining.speaks():
             _print(answer, as_json)
         sys.stdout.flush()
@@ -80,13 +81,18 @@ def _prepare_streams(as_json: bool) -> None:
         sys.stdout.reconfigure(encoding="utf-8")
 
 
-def _dispatch(args: list[str]) -> Output | None:
-    """Finds the command that the first word names, and calls it with the others."""
+def _dispatch(args: list[str], documents: TextIO | None) -> Output | None:
+    """Finds the command that the first word names, and calls it with the others.
+
+    `documents` is the stream for JSON documents; None without `--json`.
+    """
     compilation_cache.keep_programs()
     args = joining.join(args)
     try:
         name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
         joining.check(name)
+        if name == "serve":  # reports before it ends
+            return _serve(args[1:], documents)
         return _COMMANDS[name].call(args[1:])
     except SystemExit:  # help was asked for, and has been printed
         return None
@@ -123,6 +129,21 @@ def _generate(args: list[str]) -> Output:
         f"MODEL is a folder, or the name of a bundled model: {known}.",
     )
     return generate.generate(model, options)
+
+
+def _serve(args: list[str], documents: TextIO | None = None) -> Output:
+    from experiments.cli import serve
+    from experiments.harness import bundled
+
+    known = ", ".join(bundled.names())
+    model, options = _subject(
+        args,
+        serve.Options,
+        "jaxkv serve MODEL",
+        f"which model? A folder, or one of: {known}",
+        f"MODEL is a folder, or the name of a bundled model: {known}.",
+    )
+    return serve.serve(model, options, documents)
 
 
 def _cost(args: list[str]) -> Output:
@@ -230,6 +251,7 @@ _COMMANDS = {
     "list": Command("the experiments and their configs", _list),
     "run": Command("run an experiment and keep its folder", _run),
     "generate": Command("continue text with a model", _generate),
+    "serve": Command("serve a model over HTTP, by OpenAI's API", _serve),
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
     "train": Command("train one model", _train),

@@ -8,6 +8,8 @@ __all__ = [
     "AsyncEngine",
     "Backend",
     "OverloadedError",
+    "app",
     "async_engine",
     "backend",
+    "http_server",
 ]

@@ -31,6 +31,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     **special_tokens: str,
 ) -> str:
     """Renders a conversation as Hugging Face's tokenizers do.
@@ -39,6 +40,7 @@ def render(
       template: its text, or a list of named ones of which "default" counts.
       messages: in order, each with at least "role" and "content".
       add_generation_prompt: whether to open the assistant's next turn.
+      tools: JSON descriptions of functions, as the template expects them.
       **special_tokens: texts by role, such as `bos_token`.
 
     Raises:
@@ -57,10 +59,12 @@ def render(
     try:
         # Through JSON, so that the template can reach no object of ours.
         plain = json.loads(json.dumps([dict(message) for message in messages]))
+        described = None if tools is None else [dict(tool) for tool in tools]
         program = _environment().from_string(text, globals=helpers)
         with _counted_steps():
             return program.render(
                 messages=plain,
+                tools=json.loads(json.dumps(described)),
                 add_generation_prompt=add_generation_prompt,
                 **special_tokens,
             )

@@ -102,13 +102,18 @@ class _Chats:
     encode: Callable[..., list[int]]
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Renders a conversation as the text the model was trained on.
 
         Args:
           messages: in order, each with at least "role" and "content".
           add_generation_prompt: whether to open the assistant's next turn.
+          tools: JSON descriptions of functions, for templates that know of them.
 
         Raises:
           ValueError: if there is no template, if a message lacks role or content, or if
@@ -118,14 +123,19 @@ class _Chats:
             self.settings.get("chat_template"),
             messages,
             add_generation_prompt=add_generation_prompt,
+            tools=tools,
             **self.special_tokens,
         )
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Returns the token ids of `apply_chat_template`'s text."""
-        text = self.apply_chat_template(messages, add_generation_prompt)
+        text = self.apply_chat_template(messages, add_generation_prompt, tools=tools)
         return self.encode(text, add_special_tokens=False)
 
     @property

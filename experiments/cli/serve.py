@@ -1,0 +1,253 @@
+"""Serves a model over HTTP, by OpenAI's API: `jaxkv serve`.
+
+Only the standard library is imported up here: `--help` needs the options alone.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+from experiments.cli import generate, parsing
+from experiments.cli.console import interrupts
+from experiments.cli.run import Output
+
+API_KEY = "JAXKV_API_KEY"
+"""The environment variable with the key, where `--api-key` is not given."""
+_DEFAULT_LENGTH = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Where to listen, and the bounds of the engine."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; beyond loopback, put a proxy with TLS in front."""
+    port: int = 8000
+    """0 takes a free one, which is printed."""
+    api_key: Annotated[str | None, parsing.without(f"${API_KEY}, or generated")] = None
+    """Token that clients send; at least 8 visible ASCII characters. Other users of the
+    machine see the command line: the environment variable is the better place."""
+    name: Annotated[str | None, parsing.without("that of MODEL")] = None
+    """Name of the model for clients."""
+    max_requests: int = 256
+    """Prompts in progress, queued ones included; more are refused with status 503."""
+    deadline_s: float = 600.0
+    """Seconds that a request may take, unless it has a deadline of its own."""
+    grace_s: float = 10.0
+    """Seconds that requests in progress have to end when the server is stopped."""
+    max_length: Annotated[int | None, parsing.without("1024, or the model's")] = None
+    """Tokens of a prompt and its answer."""
+    max_slots: int = 8
+    """Sequences that run at once."""
+    num_pages: Annotated[int | None, parsing.without("enough for all slots")] = None
+    """Pages of K and V, of 16 tokens each."""
+    token_budget: int = 64
+    """Tokens that a step reads at most, at least --max-slots."""
+    steps_per_call: int = generate.STEPS_PER_CALL
+    """Tokens that a stream gets at a time; more of them are served faster."""
+    max_logprobs: int = 5
+    """Alternatives that a request may ask for with each token; 0 leaves them out, and
+    the log-probabilities of prompts."""
+    max_beams: int = 0
+    """Widest beam search; 0 leaves it out."""
+    max_stop_tokens: int = 16
+    """Token ids that can end an answer, the model's own included."""
+    prefix_cache: bool = True
+    """Whether requests share the K and V of the tokens that they begin with."""
+    seed: int = 0
+    """Of the draws of requests that bring no seed."""
+    speculate: Annotated[
+        Literal[
+            "ngram",
+            "jacobi",
+            "lookahead",
+            "early-exit",
+            "draft-model",
+            "medusa",
+            "eagle",
+        ]
+        | None,
+        parsing.without("one token a step"),
+    ] = None
+    """As `jaxkv generate` has it, like the next four."""
+    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
+    """Tokens guessed in a step at most, at least 1."""
+    adaptive: bool = False
+    """Whether no more is guessed than pays, which is measured first."""
+    draft_model: Annotated[str | None, parsing.without("none")] = None
+    """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
+    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
+    """A folder of heads that were trained for the model, for medusa and eagle."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and pages."""
+    parallel: str = ""
+    """How the model is divided, as `jaxkv cost` has it."""
+
+
+def serve(model: str, options: Options, documents: TextIO | None = None) -> Output:
+    """Serves a model until Ctrl-C or SIGTERM.
+
+    Args:
+      model: a folder, or the name of a bundled model.
+      options: where to listen, and the bounds of the engine.
+      documents: receives a line of JSON once requests are answered; None prints the
+        same for a person.
+
+    Returns:
+      What was served, with status 130 after Ctrl-C and 143 after SIGTERM.
+
+    Raises:
+      ValueError: the model, an option, or the address cannot be used.
+    """
+    for name in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"jaxkv serve needs {name}: install the extra 'serve', "
+                "pip install 'jaxkv[serve]'"
+            )
+    from jaxkv.sampling import Sampling
+    from jaxkv.server import SWITCH_S, AsyncEngine, http_server
+
+    key, is_given = _key(options)
+    generate.check_drafting(options)
+    _check_times(options)
+    read = generate.read_model(model, options)
+    with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
+        engine = generate.load_engine(read, options, **_bounds(read, options))
+        # Compiles all programs, before anyone waits.
+        engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
+        # From here on the event loop and the engine take turns.
+        sys.setswitchinterval(SWITCH_S)
+        name = options.name or Path(model).name
+        with AsyncEngine(engine, model_name=name) as backend:
+            return run(
+                backend, taken, options, None if is_given else key, key, documents
+            )
+
+
+def run(
+    backend: Any,
+    taken: Any,
+    options: Any,
+    shown_key: str | None,
+    key: str,
+    documents: TextIO | None,
+) -> Output:
+    """Serves a backend on a socket until a signal; closes neither before it.
+
+    Args:
+      backend: a `jaxkv.server.Backend` with a `close`.
+      taken: the socket.
+      options: with `max_requests`, `deadline_s` and `grace_s`.
+      shown_key: the key, if it is to be printed.
+      key: the token that clients send.
+      documents: as in `serve`.
+
+    Returns:
+      What was served, with the status of the signal.
+    """
+    from jaxkv.server import app, http_server
+
+    service = app.Service(
+        backend,
+        api_key=key,
+        max_requests=options.max_requests,
+        deadline_s=options.deadline_s,
+    )
+    url = http_server.url_of(taken)
+    signals: list[int] = []
+
+    async def serve_app() -> None:
+        loop, wished = asyncio.get_running_loop(), asyncio.Event()
+
+        def hear(number: int) -> None:
+            if signals:  # the second one is meant
+                interrupts.leave(status=interrupts.status_of(number))
+            signals.append(number)
+            loop.call_soon_threadsafe(wished.set)
+
+        async def stop() -> None:
+            await wished.wait()
+            await service.stop(options.grace_s)
+            # What is left gets one clear error.
+            await asyncio.to_thread(backend.close)
+
+        def on_ready() -> None:
+            fields = {"url": url, "model": backend.model_name, "pid": os.getpid()}
+            if documents is not None:
+                shown = {} if shown_key is None else {"api_key": shown_key}
+                print(json.dumps(fields | shown), file=documents, flush=True)
+                return
+            print(f"serving {backend.model_name} at {url}/v1", flush=True)
+            if shown_key is not None:
+                print(f"api key: {shown_key}", flush=True)
+
+        with interrupts.handling(lambda number, frame: None, hear):
+            await http_server.serve(app.make_app(service), taken, stop, on_ready)
+
+    asyncio.run(serve_app())
+    counts = {name: x for name, x in service.counters.items() if "{" not in name}
+    num, tokens = (
+        counts.get("requests_total", 0),
+        counts.get("completion_tokens_total", 0),
+    )
+    print(f"[{num:,.0f} requests, {tokens:,.0f} tokens]", file=sys.stderr)
+    status = interrupts.status_of(signals[0]) if signals else 1
+    return Output({"url": url} | counts, [], [], status)
+
+
+def _key(options: Options) -> tuple[str, bool]:
+    """The key that clients send, and whether the caller chose it.
+
+    Raises:
+      ValueError: it is too short, or cannot be sent in a header.
+    """
+    given = options.api_key
+    if given is None:
+        given = os.environ.get(API_KEY)
+    if given is None:
+        return secrets.token_urlsafe(24), False
+    if len(given) < 8 or not all("!" <= x <= "~" for x in given):
+        raise ValueError("--api-key must have at least 8 characters, all visible ASCII")
+    return given, True
+
+
+def _check_times(options: Options) -> None:
+    for name in ("grace_s", "deadline_s"):
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if not 0 <= value <= 86400:
+            raise ValueError(f"{flag} {value}: must be in [0, 86400]")
+    if not 0 <= options.port <= 65535:
+        raise ValueError(f"--port {options.port}: must be in [0, 65535]")
+
+
+def _bounds(read: generate.ReadModel, options: Options) -> dict[str, Any]:
+    """The engine's bounds."""
+    longest = read.loaded.config.max_positions
+    max_length = options.max_length
+    if max_length is None:
+        max_length = min(_DEFAULT_LENGTH, longest)
+    if max_length > longest:
+        raise ValueError(
+            f"--max-length {max_length}: must be at most {longest}, the model's"
+        )
+    slots, num_pages = options.max_slots, options.num_pages
+    if num_pages is None:
+        num_pages = slots * -(-max_length // read.page_size)
+    # Rows with logits for the log-probabilities of prompts.
+    rows = slots + options.token_budget if options.max_logprobs else 0
+    names = ("token_budget", "steps_per_call", "max_logprobs", "max_beams")
+    names += ("max_stop_tokens", "prefix_cache", "seed")
+    return {name: getattr(options, name) for name in names} | {
+        "max_length": max_length,
+        "max_slots": slots,
+        "num_pages": num_pages,
+        "max_logit_rows": rows,
+    }

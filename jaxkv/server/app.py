@@ -1,0 +1,506 @@
+"""The HTTP application: OpenAI's routes, health, metrics, over any backend."""
+
+import asyncio
+import collections
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from typing import Any
+
+import fastapi
+from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+
+from jaxkv import validation
+from jaxkv.server import openai_requests
+from jaxkv.server.backend import Backend, OverloadedError
+from jaxkv.server.openai_requests import ApiError, GenerationRequest, api_error
+from jaxkv.server.openai_responses import Writer
+from jaxkv.serving import Completion, Event
+
+MAX_BODY_BYTES = 16 << 20
+BODY_S = 30.0
+"""Seconds in which the body of a request must arrive."""
+SEND_S = 60.0
+"""Seconds in which a client must take a chunk of a stream, or it counts as gone."""
+_STOPPING = "the server is stopping"
+
+
+class Service:
+    """The state of one application: its backend, its bounds, its counters.
+
+    Args:
+      backend: the system that answers.
+      api_key: token that clients send as "Authorization: Bearer ..."; None asks for
+        none.
+      max_requests: prompts that may be in progress; more are refused with 503.
+      deadline_s: seconds that a request may take that does not say.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        api_key: str | None,
+        max_requests: int = 256,
+        deadline_s: float = 600.0,
+    ):
+        if backend.tokenizer is None:
+            raise ValueError(f"{backend.model_name} has no tokenizer, which text needs")
+        self.backend, self._api_key = backend, api_key
+        self._max_requests = validation.integer("max_requests", max_requests, low=1)
+        self.deadline_s = validation.number(
+            "deadline_s",
+            deadline_s,
+            low=0.001,
+            high=openai_requests.MAX_DEADLINE_S,
+            hint=f"in [0.001, {openai_requests.MAX_DEADLINE_S:g}]",
+        )
+        self.is_stopping = False
+        self.num_running = 0
+        """Prompts in progress."""
+        self.counters: collections.defaultdict[str, float] = collections.defaultdict(
+            float
+        )
+
+    def authorize(self, request: Request) -> None:
+        """Checks the bearer token, in constant time.
+
+        Raises:
+          ApiError: it is missing or wrong.
+        """
+        if self._api_key is None:
+            return
+        given = request.headers.get("authorization", "")
+        kind, _, token = given.partition(" ")
+        # Of bytes: text beyond ASCII has no constant-time comparison.
+        is_same = secrets.compare_digest(token.strip().encode(), self._api_key.encode())
+        if kind.lower() != "bearer" or not is_same:
+            raise ApiError(
+                401,
+                "the header 'Authorization: Bearer KEY' is missing or has a wrong key",
+                code="invalid_api_key",
+            )
+
+    @contextlib.contextmanager
+    def admitted(self, num: int) -> Generator[None]:
+        """Counts prompts as in progress.
+
+        Raises:
+          OverloadedError: there are too many.
+        """
+        if self.is_stopping:
+            raise OverloadedError(_STOPPING)
+        if num > self._max_requests:
+            raise ApiError(
+                400,
+                f"{num} prompts must be at most {self._max_requests}",
+                param="prompt",
+            )
+        if self.num_running + num > self._max_requests:
+            raise OverloadedError(
+                f"{self.num_running} requests are in progress, of at most "
+                f"{self._max_requests}; try again later"
+            )
+        self.num_running += num
+        try:
+            yield
+        finally:
+            self.num_running -= num
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new requests, and waits for those in progress."""
+        self.is_stopping = True
+        due = time.monotonic() + grace_s
+        while self.num_running and time.monotonic() < due:
+            await asyncio.sleep(0.02)
+
+    async def events(self, ask: GenerationRequest) -> AsyncGenerator[tuple[int, Event]]:
+        """Answers all prompts at once; yields events with the index of the prompt."""
+        queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+
+        async def pump(i: int) -> None:
+            try:
+                async with contextlib.aclosing(self._stream(ask, i)) as events:
+                    async for event in events:
+                        queue.put_nowait((i, event))
+            except Exception as error:
+                queue.put_nowait((i, error))
+
+        if len(ask.prompts) == 1:
+            async with contextlib.aclosing(self._stream(ask, 0)) as events:
+                async for event in events:
+                    yield 0, event
+            return
+        tasks = [asyncio.create_task(pump(i)) for i in range(len(ask.prompts))]
+        try:
+            left = len(tasks)
+            while left:
+                i, event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                left -= event.completion is not None
+                yield i, event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self, ask: GenerationRequest, i: int) -> AsyncGenerator[Event]:
+        """The events of one prompt, which are counted."""
+        begin, first_s = time.perf_counter(), None
+        stream: Any = self.backend.stream(
+            ask.prompts[i], ask.samplings[i], deadline_s=ask.deadline_s
+        )
+        async with contextlib.aclosing(stream) as events:
+            async for event in events:
+                if first_s is None:
+                    first_s = time.perf_counter() - begin
+                if (done := event.completion) is not None:
+                    num = sum(len(answer.tokens) for answer in done.answers)
+                    for name, value in (
+                        ("requests_total", 1),
+                        ("prompt_tokens_total", len(ask.prompts[i])),
+                        ("cached_tokens_total", done.num_cached),
+                        ("completion_tokens_total", num),
+                        ("first_token_seconds_total", first_s),
+                        ("request_seconds_total", time.perf_counter() - begin),
+                    ):
+                        self.counters[name] += value
+                yield event
+
+    def status(self) -> dict[str, Any]:
+        """Returns counts of the application and of its backend."""
+        own = {"in_progress": self.num_running, "is_stopping": self.is_stopping}
+        counts = dict(self.counters)
+        model = {
+            "model": self.backend.model_name,
+            "max_length": self.backend.max_length,
+        }
+        return model | own | counts | {"backend": self.backend.status()}
+
+    def metrics(self) -> str:
+        """Returns the counts as Prometheus' text format has them."""
+        lines = []
+        gauges = {"in_progress": self.num_running}
+        for name, value in self.backend.status().items():
+            if isinstance(value, int | float):
+                gauges[f"backend_{name}"] = value
+        for kind, values in (("gauge", gauges), ("counter", self.counters)):
+            for name, value in sorted(values.items()):
+                full = f"jaxkv_{name}".partition("{")
+                if not lines or lines[-1].partition("{")[0] != full[0]:
+                    lines.append(f"# TYPE {full[0]} {kind}")
+                number = float(value)
+                lines.append(f"{''.join(full)} {number:.10g}")
+        return "\n".join([*lines, ""])
+
+
+def make_app(service: Service) -> fastapi.FastAPI:
+    """Returns the application; `service` is also its `state.service`.
+
+    /health and /metrics answer without the key; every other route needs it.
+    """
+    app = fastapi.FastAPI(
+        title="jaxkv", openapi_url=None, docs_url=None, redoc_url=None
+    )
+    app.state.service = service
+    backend = service.backend
+
+    def authorize(request: Request) -> None:
+        service.authorize(request)
+
+    async def authorized(request: Request) -> None:
+        authorize(request)
+
+    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorized)])
+
+    @app.exception_handler(ApiError)
+    async def refuse(request: Request, error: Exception) -> Response:
+        del request
+        return _error_response(service, error)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        line = f"{request.method} {request.url.path}: {error.detail}"
+        return _error_response(service, ApiError(error.status_code, line))
+
+    @app.get("/health")
+    async def health() -> Response:
+        is_ready = backend.status()["is_ready"] and not service.is_stopping
+        status = "ok" if is_ready else "unavailable"
+        return _json_response({"status": status}, 200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(service.metrics(), media_type=kind)
+
+    @guarded.get("/status")
+    async def status() -> Response:
+        return _json_response(service.status())
+
+    model = {
+        "id": backend.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "jaxkv",
+        "max_model_len": backend.max_length,
+    }
+
+    @guarded.get("/v1/models")
+    async def models() -> Response:
+        return _json_response({"object": "list", "data": [model]})
+
+    @guarded.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        if name != backend.model_name:
+            shown = validation.shown(name)
+            raise ApiError(404, f"there is no model {shown}", code="model_not_found")
+        return _json_response(model)
+
+    @guarded.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _answer(request, service, openai_requests.parse_completion)
+
+    @guarded.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _answer(request, service, openai_requests.parse_chat)
+
+    # Of vLLM: clients such as lm-eval read a tokenizer this way.
+    @guarded.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        tokenizer = backend.tokenizer
+        names = {"bos_token": None, "eos_token": None} | tokenizer.special_tokens
+        template = tokenizer.settings.get("chat_template")
+        return _json_response(names | {"chat_template": template})
+
+    @guarded.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        given = openai_requests.read_object(await _body(request))
+        return _json_response(await _checked(openai_requests.tokenize, given, backend))
+
+    @guarded.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        given = openai_requests.read_object(await _body(request))
+        return _json_response(
+            await _checked(openai_requests.detokenize, given, backend)
+        )
+
+    app.include_router(guarded)
+    return app
+
+
+async def _answer(
+    request: Request,
+    service: Service,
+    parse: Callable[..., GenerationRequest],
+) -> Response:
+    """Carries out a request for answers; a client that leaves cancels it."""
+    body = await _body(request)
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    ask = await _checked(parse, body, headers, service.backend, service.deadline_s)
+    backend = service.backend
+    writer = Writer(ask, backend.model_name, backend.tokenizer)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(service.admitted(len(ask.prompts)))
+            if not ask.is_streamed:
+                work = _complete(service, ask, writer)
+                response = _json_response(await _unless_gone(request, work))
+                service.counters['responses_total{code="200"}'] += 1
+                return response
+            events = service.events(ask)
+            # Awaited before the status goes out: what cannot be served is known then.
+            first = await _unless_gone(request, anext(events))
+        except _Gone:
+            service.counters["disconnects_total"] += 1
+            return Response(status_code=499)
+        except Exception as error:
+            raise api_error(error) from error
+        lines = _lines(first, events, writer, len(ask.prompts))
+        return _EventStream(lines, service, stack.pop_all())
+
+
+async def _complete(
+    service: Service, ask: GenerationRequest, writer: Writer
+) -> dict[str, Any]:
+    found: dict[int, Completion] = {}
+    async with contextlib.aclosing(service.events(ask)) as events:
+        async for i, event in events:
+            if event.completion is not None:
+                found[i] = event.completion
+    return writer.document([found[i] for i in range(len(ask.prompts))])
+
+
+async def _lines(
+    first: tuple[int, Event],
+    events: AsyncGenerator[tuple[int, Event]],
+    writer: Writer,
+    num_prompts: int,
+) -> AsyncGenerator[bytes]:
+    """The lines of a stream of server-sent events."""
+    found: dict[int, Completion] = {}
+    try:
+        async with contextlib.aclosing(events):
+            for prompt in range(num_prompts):
+                for chunk in writer.opening(prompt):
+                    yield _line(chunk)
+            pair: tuple[int, Event] | None = first
+            while pair is not None:
+                prompt, event = pair
+                for chunk in writer.chunks(prompt, event):
+                    yield _line(chunk)
+                if event.completion is not None:
+                    found[prompt] = event.completion
+                pair = await anext(events, None)
+        for chunk in writer.closing([found[i] for i in range(num_prompts)]):
+            yield _line(chunk)
+    except Exception as error:
+        yield _line(api_error(error).document)
+    else:
+        yield b"data: [DONE]\n\n"
+
+
+def _line(document: dict[str, Any]) -> bytes:
+    return b"data: " + _dumps(document) + b"\n\n"
+
+
+class _Gone(Exception):
+    """The client has closed the connection."""
+
+
+async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Returns once the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
+    """Awaits something; cancels it if the client leaves.
+
+    Raises:
+      _Gone: the client has left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _Gone
+        return task.result()
+    finally:
+        await _cancelled(task, gone)
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks and waits for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _EventStream(Response):
+    """Server-sent events; a client that leaves, or takes none, ends them."""
+
+    def __init__(
+        self,
+        lines: AsyncGenerator[bytes],
+        service: Service,
+        stack: contextlib.ExitStack,
+    ):
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._lines, self._service, self._stack = lines, service, stack
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def write() -> None:
+            start = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start"} | start)
+            async for line in self._lines:
+                body = {"type": "http.response.body", "body": line, "more_body": True}
+                async with asyncio.timeout(SEND_S):
+                    await send(body)
+            await send({"type": "http.response.body", "body": b""})
+
+        del scope
+        writer = asyncio.ensure_future(write())
+        gone = asyncio.ensure_future(_gone(receive))
+        with self._stack:
+            try:
+                await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+                is_whole = writer.done() and writer.exception() is None
+                name = (
+                    'responses_total{code="200"}' if is_whole else "disconnects_total"
+                )
+                self._service.counters[name] += 1
+            finally:
+                await _cancelled(writer, gone)
+                await self._lines.aclose()
+
+
+async def _body(request: Request) -> bytes:
+    """Reads the body of a request.
+
+    Raises:
+      ApiError: it is too large, or takes too long.
+    """
+    parts, num = [], 0
+    length = request.headers.get("content-length", "0")
+    try:
+        is_large = int(length) > MAX_BODY_BYTES
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream() if not is_large else _nothing():
+                parts.append(part)
+                num += len(part)
+                if is_large := num > MAX_BODY_BYTES:
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than {BODY_S:g} s") from None
+    if is_large:
+        raise ApiError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
+    return b"".join(parts)
+
+
+async def _nothing() -> AsyncGenerator[bytes]:
+    return
+    yield
+
+
+async def _checked[T](function: Callable[..., T], *args: Any) -> T:
+    """Calls a function in a thread: a text or a template may take long to encode.
+
+    Raises:
+      ApiError: the request is refused.
+    """
+    try:
+        return await asyncio.to_thread(function, *args)
+    except ValueError as error:
+        raise api_error(error) from error
+
+
+def _dumps(document: Any) -> bytes:
+    # ASCII: an error may quote half a surrogate pair, which UTF-8 cannot carry.
+    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _json_response(document: Any, status: int = 200) -> Response:
+    return Response(_dumps(document), status, media_type="application/json")
+
+
+def _error_response(service: Service, error: Exception) -> Response:
+    answer = api_error(error)
+    service.counters[f'responses_total{{code="{answer.status}"}}'] += 1
+    response = _json_response(answer.document, answer.status)
+    if answer.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    elif answer.status == 503:
+        response.headers["retry-after"] = "1"
+    elif answer.status in (500, 504):
+        # OpenAI's client would repeat a request that took its whole deadline.
+        response.headers["x-should-retry"] = "false"
+    return response

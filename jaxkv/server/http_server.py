@@ -1,0 +1,143 @@
+"""Runs an application on a socket: uvicorn, with bounds on idle connections."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Callable, Generator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+IDLE_S = 10.0
+"""Seconds after which a connection without a request is closed; at most twice that."""
+MOST_DESCRIPTORS = 65536
+_SPARE_DESCRIPTORS = 64
+"""Descriptors kept for anything but connections."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes an address; connections wait until `serve` runs.
+
+    Args:
+      host: name or address of an interface.
+      port: in [0, 65535]; 0 takes a free one.
+
+    Raises:
+      ValueError: the address cannot be had.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        taken = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error}") from None
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
+    return taken
+
+
+def url_of(taken: socket.socket) -> str:
+    """Returns the address of a socket as clients write it."""
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_descriptor_limit() -> int:
+    """Raises this process's soft limit on open files; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+class _Protocol(H11Protocol):
+    """Closes connections that ask for nothing.
+
+    uvicorn closes idle connections after a response; one that never sends a whole
+    request would stay for good, and take a descriptor.
+    """
+
+    max_connections = MOST_DESCRIPTORS
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._seen: Any = self
+        self._timer = self.loop.call_later(IDLE_S, self._check)
+        if len(self.connections) > self.max_connections:
+            others: Any = self.connections - {self}
+            next((x for x in others if x.is_idle), self).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is in progress."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _check(self) -> None:
+        if self.is_idle and self._seen is self.cycle:
+            self.transport.abort()
+            return
+        self._seen = self.cycle
+        self._timer = self.loop.call_later(IDLE_S, self._check)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to its caller."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+async def serve(
+    app: Any, taken: socket.socket, stop: Callable[[], Any], on_ready: Callable[[], Any]
+) -> None:
+    """Serves an application until a stop is over.
+
+    Args:
+      app: the ASGI application.
+      taken: the socket, as `listen` returns it; is closed at the end.
+      stop: returns an awaitable that ends when the server may: it waits for the wish
+        to stop, and for the requests in progress.
+      on_ready: is called once connections are answered.
+    """
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    most = raise_descriptor_limit() - _SPARE_DESCRIPTORS
+    protocol = type("Protocol", (_Protocol,), {"max_connections": most})
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=5,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve(sockets=[taken]))
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(0.01)
+        if not running.done():
+            on_ready()
+            await stop()
+    finally:
+        server.should_exit = True
+        await running

@@ -1,0 +1,240 @@
+"""OpenAI's answers: documents and chunks of a stream, made from completions."""
+
+import dataclasses
+import math
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxkv.server.openai_requests import ApiError, GenerationRequest
+from jaxkv.serving import Completion, Event
+from jaxkv.serving.outputs import FinishedAnswer
+from jaxkv.text import NUM_BYTES
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LOWEST = -9999.0
+"""Log-probability that stands for minus infinity, which JSON has no number for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """Makes the documents of one request.
+
+    Args:
+      request: the request.
+      model: name of the model.
+      tokenizer: of the model.
+    """
+
+    request: GenerationRequest
+    model: str
+    tokenizer: Any
+    name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def document(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Returns the document of a request that is not streamed."""
+        choices = []
+        for prompt, completion in enumerate(completions):
+            for place, answer in enumerate(completion.answers):
+                text, logprobs = self._text(prompt, answer), None
+                if self.request.logprobs is not None:
+                    logprobs = self._logprobs(prompt, completion, answer)
+                body: dict[str, Any] = {"text": text}
+                if self.request.kind == "chat":
+                    message = {"role": "assistant", "content": text, "refusal": None}
+                    body = {"message": message}
+                choices.append(
+                    {
+                        "index": self._index(prompt, place),
+                        **body,
+                        "logprobs": logprobs,
+                        "finish_reason": finish_reason(answer.reason),
+                    }
+                )
+        kind = "chat.completion" if self.request.kind == "chat" else "text_completion"
+        usage = self.usage(completions)
+        return self._head(kind) | {"choices": choices, "usage": usage}
+
+    def opening(self, prompt: int) -> Iterable[dict[str, Any]]:
+        """Yields the chunks that precede the tokens of a prompt's answers."""
+        for place in range(self.request.samplings[prompt].n):
+            if self.request.kind == "chat":
+                yield self._chunk(prompt, place, {"role": "assistant", "content": ""})
+            elif self.request.echoes is not None:
+                yield self._chunk(prompt, place, self.request.echoes[prompt])
+
+    def chunks(self, prompt: int, event: Event) -> Iterable[dict[str, Any]]:
+        """Yields the chunks of an event.
+
+        The last ones have the log-probabilities of whole answers: those of
+        alternatives are known only then.
+        """
+        if event.text and not self.request.drops_answer:
+            is_chat = self.request.kind == "chat"
+            delta = {"content": event.text} if is_chat else event.text
+            yield self._chunk(prompt, event.sample, delta)
+        if event.completion is not None:
+            for place, answer in enumerate(event.completion.answers):
+                logprobs = None
+                if self.request.logprobs is not None:
+                    logprobs = self._logprobs(prompt, event.completion, answer)
+                delta = {} if self.request.kind == "chat" else ""
+                reason = finish_reason(answer.reason)
+                yield self._chunk(prompt, place, delta, logprobs, reason)
+
+    def closing(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
+        """Yields the chunk that ends a stream, where usage is asked for."""
+        if self.request.has_usage:
+            usage = self.usage(completions)
+            yield self._head(self._chunk_kind) | {"choices": [], "usage": usage}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Returns the number of tokens of prompts and answers."""
+        prompt = sum(map(len, self.request.prompts))
+        answers = [answer for each in completions for answer in each.answers]
+        num = sum(len(each.tokens) for each in answers)
+        num = 0 if self.request.drops_answer else num
+        cached = sum(each.num_cached for each in completions)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": num,
+            "total_tokens": prompt + num,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _index(self, prompt: int, place: int) -> int:
+        return prompt * self.request.samplings[prompt].n + place
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.request.kind == "chat" else "cmpl"
+        return {
+            "id": f"{prefix}-{self.name}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
+    @property
+    def _chunk_kind(self) -> str:
+        is_chat = self.request.kind == "chat"
+        return "chat.completion.chunk" if is_chat else "text_completion"
+
+    def _chunk(
+        self,
+        prompt: int,
+        place: int,
+        delta: Any,
+        logprobs: Any = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        name = "delta" if self.request.kind == "chat" else "text"
+        choice = {"index": self._index(prompt, place), name: delta}
+        choice |= {"logprobs": logprobs, "finish_reason": reason}
+        usage = {"usage": None} if self.request.has_usage else {}
+        return self._head(self._chunk_kind) | {"choices": [choice]} | usage
+
+    def _text(self, prompt: int, answer: FinishedAnswer) -> str:
+        echo = "" if self.request.echoes is None else self.request.echoes[prompt]
+        return echo if self.request.drops_answer else echo + (answer.text or "")
+
+    def _logprobs(
+        self, prompt: int, completion: Completion, answer: FinishedAnswer
+    ) -> dict[str, Any]:
+        tokens: list[int] = []
+        own: list[float | None] = []
+        tops: list[dict[int, float] | None] = []
+        num = self.request.logprobs
+        if not self.request.drops_answer:
+            tokens, own = list(answer.tokens), list(answer.logprobs or [])
+            tops = list(answer.top_logprobs or [{} for _ in tokens])
+        if self.request.kind == "chat":
+            rows = zip(tokens, own, tops, strict=True)
+            return {"content": [self._entry(*row) for row in rows], "refusal": None}
+        offsets = []
+        if self.request.echoes is not None:
+            begun = self.request.prompts[prompt]
+            offsets = self._offsets(begun, 0, len(self.request.echoes[prompt]))
+            tokens = begun + tokens
+            own = (completion.prompt_logprobs or []) + own
+            none = [None, *[{} for _ in begun[1:]]]
+            tops = (completion.prompt_top_logprobs or none) + tops
+        text = self._text(prompt, answer)
+        start = len(text) - len(answer.text or "")
+        offsets += self._offsets(tokens[len(offsets) :], start, len(text))
+        return {
+            "tokens": [self.piece(token) for token in tokens],
+            "token_logprobs": [_json_number(x) for x in own],
+            "top_logprobs": [
+                None if x is None else self._best(x, token, logprob)
+                for x, token, logprob in zip(tops, tokens, own, strict=True)
+            ]
+            if num
+            else None,
+            "text_offset": offsets,
+        }
+
+    def _best(
+        self, top: dict[int, float], token: int, logprob: float | None
+    ) -> dict[str, float | None]:
+        """The most likely tokens by text, the one that follows always among them."""
+        found: dict[str, float | None] = {}
+        for each, value in (top | {token: logprob}).items():
+            # Best first: of two tokens with one text the better one stays.
+            found.setdefault(self.piece(each), _json_number(value))
+        return found
+
+    def _entry(
+        self, token: int, logprob: float | None, top: dict[int, float] | None
+    ) -> dict[str, Any]:
+        """A token of a chat answer, with its alternatives."""
+
+        def one(token: int, logprob: float | None) -> dict[str, Any]:
+            piece = self.piece(token)
+            raw = list(piece.encode())
+            if piece.startswith("bytes:"):
+                raw = [token]
+            return {"token": piece, "logprob": _json_number(logprob), "bytes": raw}
+
+        best = [one(*pair) for pair in (top or {}).items()]
+        return one(token, logprob) | {"top_logprobs": best}
+
+    def _offsets(self, tokens: Sequence[int], start: int, end: int) -> list[int]:
+        """Places of tokens in the text of a choice, which begins them at `start`."""
+        stream, found = self.tokenizer.stream(), []
+        for token in tokens:
+            found.append(min(start, end))
+            start += len(stream.push(token))
+        return found
+
+    def piece(self, token: int) -> str:
+        """Returns the text of one token; of half a character, a name of its own."""
+        text = self.tokenizer.decode([token], skip_special_tokens=False)
+        if text and REPLACEMENT not in text:
+            return text
+        core = getattr(self.tokenizer, "core", None)
+        if core is not None:
+            return core.id_to_token(token) or f"<|{token}|>"
+        return f"bytes:\\x{token:02x}" if token < NUM_BYTES else f"<|{token}|>"
+
+
+def finish_reason(reason: str) -> str:
+    """Returns OpenAI's word for why an answer has ended.
+
+    Raises:
+      ApiError: it is not complete.
+    """
+    if reason in ("stop", "length"):
+        return reason
+    why = {"nan": "the model's logits are not all finite"}
+    line = why.get(reason, f"the answer was {reason}")
+    raise ApiError(500, line, kind="server_error")
+
+
+def _json_number(value: float | None) -> float | None:
+    """A log-probability as JSON has it."""
+    if value is None or math.isnan(value):
+        return None
+    return max(value, LOWEST)
