@@ -391,6 +391,8 @@ _PLAIN = ("--out", "--config", "--max-seconds")
 
 
 def _print(answer: Output, as_json: bool) -> None:
+    if as_json and not answer.document:  # it was printed before
+        return
     if as_json:
         print(config_json.dumps(answer.document))
         return

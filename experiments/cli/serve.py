@@ -101,7 +101,7 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
         same for a person.
 
     Returns:
-      What was served, with status 130 after Ctrl-C and 143 after SIGTERM.
+      An output without a document; the status is 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
       ValueError: the model, an option, or the address cannot be used.
@@ -117,8 +117,8 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
 
     key, is_given = _key(options)
     generate.check_drafting(options)
-    _check_times(options)
     read = generate.read_model(model, options)
+    _check(options, read.loaded.config.max_positions)
     with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
         engine = generate.load_engine(read, options, **_bounds(read, options))
         # Compiles all programs, before anyone waits.
@@ -151,7 +151,7 @@ def run(
       documents: as in `serve`.
 
     Returns:
-      What was served, with the status of the signal.
+      An output without a document, with the status of the signal.
     """
     from jaxkv.server import app, http_server
 
@@ -200,7 +200,7 @@ def run(
     )
     print(f"[{num:,.0f} requests, {tokens:,.0f} tokens]", file=sys.stderr)
     status = interrupts.status_of(signals[0]) if signals else 1
-    return Output({"url": url} | counts, [], [], status)
+    return Output({}, [], [], status)
 
 
 def _key(options: Options) -> tuple[str, bool]:
@@ -219,25 +219,27 @@ def _key(options: Options) -> tuple[str, bool]:
     return given, True
 
 
-def _check_times(options: Options) -> None:
-    for name in ("grace_s", "deadline_s"):
+def _check(options: Options, longest: int) -> None:
+    """Refuses options that are out of their ranges; the engine checks its own."""
+    for name, low, high in (
+        ("port", 0, 65535),
+        ("grace_s", 0, 86400),
+        ("deadline_s", 0.001, 86400),
+        ("max_requests", 1, 1_000_000),
+        ("max_length", 2, longest),
+        ("max_slots", 1, 1_000_000),
+        ("num_pages", 1, 2**31 - 1),
+    ):
         value, flag = getattr(options, name), "--" + name.replace("_", "-")
-        if not 0 <= value <= 86400:
-            raise ValueError(f"{flag} {value}: must be in [0, 86400]")
-    if not 0 <= options.port <= 65535:
-        raise ValueError(f"--port {options.port}: must be in [0, 65535]")
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{flag} {value}: must be in [{low}, {high}]")
 
 
 def _bounds(read: generate.ReadModel, options: Options) -> dict[str, Any]:
     """The engine's bounds."""
-    longest = read.loaded.config.max_positions
     max_length = options.max_length
     if max_length is None:
-        max_length = min(_DEFAULT_LENGTH, longest)
-    if max_length > longest:
-        raise ValueError(
-            f"--max-length {max_length}: must be at most {longest}, the model's"
-        )
+        max_length = min(_DEFAULT_LENGTH, read.loaded.config.max_positions)
     slots, num_pages = options.max_slots, options.num_pages
     if num_pages is None:
         num_pages = slots * -(-max_length // read.page_size)

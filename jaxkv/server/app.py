@@ -110,6 +110,12 @@ class Service:
         finally:
             self.num_running -= num
 
+    def error_of(self, error: Exception) -> ApiError:
+        """Returns the answer to an exception of a request in progress."""
+        if self.is_stopping and type(error) is RuntimeError:
+            error = OverloadedError(_STOPPING)
+        return api_error(error)
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new requests, and waits for those in progress."""
         self.is_stopping = True
@@ -218,6 +224,7 @@ def make_app(service: Service) -> fastapi.FastAPI:
     guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorized)])
 
     @app.exception_handler(ApiError)
+    @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
         del request
         return _error_response(service, error)
@@ -320,8 +327,8 @@ async def _answer(
             service.counters["disconnects_total"] += 1
             return Response(status_code=499)
         except Exception as error:
-            raise api_error(error) from error
-        lines = _lines(first, events, writer, len(ask.prompts))
+            raise service.error_of(error) from error
+        lines = _lines(first, events, writer, service)
         return _EventStream(lines, service, stack.pop_all())
 
 
@@ -340,10 +347,11 @@ async def _lines(
     first: tuple[int, Event],
     events: AsyncGenerator[tuple[int, Event]],
     writer: Writer,
-    num_prompts: int,
+    service: Service,
 ) -> AsyncGenerator[bytes]:
     """The lines of a stream of server-sent events."""
     found: dict[int, Completion] = {}
+    num_prompts = len(writer.request.prompts)
     try:
         async with contextlib.aclosing(events):
             for prompt in range(num_prompts):
@@ -360,7 +368,7 @@ async def _lines(
         for chunk in writer.closing([found[i] for i in range(num_prompts)]):
             yield _line(chunk)
     except Exception as error:
-        yield _line(api_error(error).document)
+        yield _line(service.error_of(error).document)
     else:
         yield b"data: [DONE]\n\n"
 

@@ -1,7 +1,7 @@
 """The interface between the HTTP application and the system that serves a model."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Event
@@ -11,6 +11,7 @@ class OverloadedError(RuntimeError):
     """No room for another request now; a later one may find some."""
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Serves one model to asyncio code: an engine, or a router of several.
 

@@ -165,7 +165,7 @@ class Writer:
         start = len(text) - len(answer.text or "")
         offsets += self._offsets(tokens[len(offsets) :], start, len(text))
         return {
-            "tokens": [self.piece(token) for token in tokens],
+            "tokens": [self._piece(token)[0] for token in tokens],
             "token_logprobs": [_json_number(x) for x in own],
             "top_logprobs": [
                 None if x is None else self._best(x, token, logprob)
@@ -183,7 +183,7 @@ class Writer:
         found: dict[str, float | None] = {}
         for each, value in (top | {token: logprob}).items():
             # Best first: of two tokens with one text the better one stays.
-            found.setdefault(self.piece(each), _json_number(value))
+            found.setdefault(self._piece(each)[0], _json_number(value))
         return found
 
     def _entry(
@@ -192,10 +192,7 @@ class Writer:
         """A token of a chat answer, with its alternatives."""
 
         def one(token: int, logprob: float | None) -> dict[str, Any]:
-            piece = self.piece(token)
-            raw = list(piece.encode())
-            if piece.startswith("bytes:"):
-                raw = [token]
+            piece, raw = self._piece(token)
             return {"token": piece, "logprob": _json_number(logprob), "bytes": raw}
 
         best = [one(*pair) for pair in (top or {}).items()]
@@ -209,15 +206,20 @@ class Writer:
             start += len(stream.push(token))
         return found
 
-    def piece(self, token: int) -> str:
-        """Returns the text of one token; of half a character, a name of its own."""
+    def _piece(self, token: int) -> tuple[str, list[int] | None]:
+        """The text of one token and its bytes; of half a character a name of its own.
+
+        The bytes are None where the tokenizer does not show them.
+        """
         text = self.tokenizer.decode([token], skip_special_tokens=False)
         if text and REPLACEMENT not in text:
-            return text
+            return text, list(text.encode())
         core = getattr(self.tokenizer, "core", None)
         if core is not None:
-            return core.id_to_token(token) or f"<|{token}|>"
-        return f"bytes:\\x{token:02x}" if token < NUM_BYTES else f"<|{token}|>"
+            return core.id_to_token(token) or f"<|{token}|>", None
+        if token < NUM_BYTES:
+            return f"bytes:\\x{token:02x}", [token]
+        return f"<|{token}|>", None
 
 
 def finish_reason(reason: str) -> str:

@@ -207,3 +207,44 @@ def test_closing_ends_what_runs() -> None:
     assert not served._thread.is_alive()
     with pytest.raises(RuntimeError, match="the engine is closed"):
         asyncio.run(events_of(served, [5], ASK))
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_an_engine_answers_over_http_with_its_own_tokens(served) -> None:
+    pytest.importorskip("fastapi", reason="needs the extra 'serve'")
+    pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
+    from tests.support import http_serving
+
+    engine = make_engine()
+    ask = Sampling.greedy(max_tokens=8, logprobs=1, prompt_logprobs=True)
+    plain = engine.generate(PROMPTS[:3], ask)
+    drawn = engine.generate(["hello"], Sampling(max_tokens=8, seed=5, n=2))[0]
+    with http_serving.serving(served) as front:
+        fields = dict(max_tokens=8, temperature=0, logprobs=1, echo=True)
+        found = front.completion(prompt=PROMPTS[:3], **fields)["choices"]
+        for prompt, choice, done in zip(PROMPTS, found, plain, strict=False):
+            scores, num = choice["logprobs"], len(prompt) + len(done.tokens)
+            assert {len(column) for column in scores.values()} == {num}
+            assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+            own = scores["token_logprobs"][len(prompt) :]
+            # As lm-eval finds out whether a continuation is the greedy one.
+            tops = scores["top_logprobs"][len(prompt) :]
+            assert own == [max(top.values()) for top in tops]
+            assert own == pytest.approx(done.logprobs, abs=1e-5)
+            assert choice["text"].endswith(done.text or "?")
+        found = front.completion(prompt="hello", max_tokens=8, seed=5, n=2)["choices"]
+        assert [x["text"] for x in found] == [x.text for x in drawn.answers]
+        chunks = front.chunks(
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=8,
+            seed=5,
+        )
+        prompt = served.tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+        [done] = engine.generate([prompt], Sampling(max_tokens=8, seed=5))
+        parts = [x["choices"][0]["delta"].get("content", "") for x in chunks[:-1]]
+        assert "".join(parts) == done.text
+        line = "logprobs=3 must be at most config.max_logprobs=2"
+        _, error = front.error("/v1/completions", {"prompt": "a", "logprobs": 3})
+        assert line in error["message"]
+    wait_until_idle(served)

@@ -1,0 +1,162 @@
+"""`jaxkv serve`: a process that answers over HTTP, and ends as it is asked to."""
+
+import contextlib
+import importlib.util
+import json
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from http import client
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import engines, folders
+from tests.support.commands import Command, assert_refused
+
+HAS_EXTRA = all(map(importlib.util.find_spec, ("fastapi", "uvicorn")))
+KEY = "a-secret-key"
+
+
+def test_without_the_extra_it_is_named(
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, *args: Any) -> Any:
+        return None if name == "uvicorn" else find(name, *args)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    needs = "fastapi" if find("fastapi") is None else "uvicorn"
+    line = f"jaxkv serve needs {needs}: install the extra 'serve'"
+    assert_refused(jaxkv, "serve stdlib-bytes", line)
+
+
+@pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'serve'")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--api-key short", "--api-key must have at least 8 characters"),
+        ("--port 65536", "--port 65536: must be in [0, 65535]"),
+        ("--grace-s -1", "--grace-s -1.0: must be in [0, 86400]"),
+        ("--deadline-s 0", "--deadline-s 0.0: must be in [0.001, 86400]"),
+        ("--max-requests 0", "--max-requests 0: must be in [1, 1000000]"),
+        ("--drafts 2", "--drafts 2: needs --speculate"),
+        ("--max-length 2000", "--max-length 2000: must be in [2, 128]"),
+        ("--max-length 0", "--max-length 0: must be in [2, 128]"),
+        ("--max-slots 0", "--max-slots 0: must be in [1, 1000000]"),
+        ("--token-budget 4", "token_budget=4"),
+        ("--host no.such.host.invalid", "--host no.such.host.invalid --port 8000: "),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    jaxkv: Command, words: str, line: str
+) -> None:
+    assert_refused(jaxkv, f"serve {folders.TOKENIZED} {words}", line)
+
+
+class Server:
+    """A process of `jaxkv serve`, after it has printed its status."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self.process = process
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        self.status = json.loads(line)
+        self.address = "127.0.0.1", int(self.status["url"].rpartition(":")[2])
+
+    def connect(self) -> client.HTTPConnection:
+        return client.HTTPConnection(*self.address, timeout=60)
+
+    def begin(self, **fields: Any) -> client.HTTPConnection:
+        connection = self.connect()
+        head = {"Authorization": f"Bearer {KEY}"}
+        connection.request("POST", "/v1/completions", json.dumps(fields), head)
+        return connection
+
+    def text(self, **fields: Any) -> str:
+        with contextlib.closing(self.begin(**fields)) as connection:
+            response = connection.getresponse()
+            document = json.loads(response.read())
+        assert response.status == 200, document
+        return document["choices"][0]["text"]
+
+    def metric(self, name: str) -> float:
+        with contextlib.closing(self.connect()) as connection:
+            connection.request("GET", "/metrics")
+            rows = connection.getresponse().read().decode().splitlines()
+        return float(dict(row.rsplit(" ", 1) for row in rows).get(name, 0))
+
+    def wait_until_idle(self) -> None:
+        end = time.monotonic() + 60
+        names = "jaxkv_in_progress", "jaxkv_backend_running"
+        while any(map(self.metric, names)):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'serve'")
+def test_a_server_outlives_its_clients_and_ends_when_asked(
+    tmp_path: Path, popen: Callable[..., subprocess.Popen[str]]
+) -> None:
+    model = engines.save_tiny_model(tmp_path / "tiny", max_positions=4096)
+    code = (
+        "import os, resource, sys\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+        f"os.environ['JAXKV_API_KEY'] = {KEY!r}\n"
+        "from experiments.cli import main\n"
+        "sys.exit(main.main())"
+    )
+    flags = "--port 0 --json --grace-s 0.5 --max-length 4000 --max-slots 4".split()
+    server = Server(popen("-c", code, "serve", model, *flags))
+    assert server.status.keys() == {"url", "model", "pid"}  # the key was given
+    assert (server.status["model"], server.status["pid"]) == (
+        "tiny",
+        server.process.pid,
+    )
+    asked = dict(prompt="def f(", max_tokens=12, seed=5)
+    text = server.text(**asked)
+    # Clients that leave, before and after the first token.
+    endless = dict(prompt="x", max_tokens=3900, ignore_eos=True)
+    for stream in (False, True):
+        gone = [server.begin(**endless, stream=stream) for _ in range(6)]
+        if stream:
+            assert gone[0].getresponse().read(6) == b"data: "
+        for connection in gone:
+            connection.close()
+    server.wait_until_idle()
+    assert server.metric("jaxkv_disconnects_total") == 12
+    # 1,100 connections that ask for nothing, from a process that may have 256.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = hard == resource.RLIM_INFINITY or hard > 2600
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2500 if room else soft, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for i in range(1100 if room else 200):
+            idle = stack.enter_context(socket.create_connection(server.address))
+            idle.sendall(b"POST /v1/comp" * (i % 2))
+        begin = time.monotonic()
+        assert server.text(**asked) == text
+        assert time.monotonic() - begin < 5
+    assert server.process.poll() is None
+    # What is in progress when it is stopped gets one clear error.
+    connection = server.begin(**endless, stream=True)
+    response = connection.getresponse()
+    assert response.read(6) == b"data: "
+    server.process.send_signal(signal.SIGTERM)
+    *_, last = response.read().decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == (
+        "the server is stopping"
+    )
+    connection.close()
+    out, err = server.process.communicate(timeout=60)
+    assert (server.process.returncode, out) == (143, "")
+    assert err.startswith("[")
+    assert err.count("\n") == 1
