@@ -127,7 +127,7 @@ WRITTEN = (
 
 
 COMMANDS = ("bench", "claims", "cost", "demo", "fit", "generate", "list", "plan")
-COMMANDS = (*COMMANDS, "run", "sweep", "train")
+COMMANDS = (*COMMANDS, "run", "serve", "sweep", "train")
 
 
 @pytest.mark.parametrize("page", PAGES)

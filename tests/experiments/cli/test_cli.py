@@ -215,6 +215,7 @@ def test_a_full_disk_is_one_line_and_status_2(
         "plan",
         "cost",
         "generate",
+        "serve",
         "claims",
         "fit",
         "demo",
@@ -235,6 +236,7 @@ def test_help_lists_and_costs_import_nothing_heavy() -> None:
         "--help",
         "run --help",
         "generate --help",
+        "serve --help",
         "list --json",
         "cost deepseek-v3 --json",
     )
