@@ -64,6 +64,8 @@ class Service:
         self.counters: collections.defaultdict[str, float] = collections.defaultdict(
             float
         )
+        self.responses: collections.Counter[int] = collections.Counter()
+        """Answers by HTTP status."""
 
     def authorize(self, request: Request) -> None:
         """Checks the bearer token, in constant time.
@@ -179,28 +181,29 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         """Returns counts of the application and of its backend."""
-        own = {"in_progress": self.num_running, "is_stopping": self.is_stopping}
-        counts = dict(self.counters)
-        model = {
+        return {
             "model": self.backend.model_name,
             "max_length": self.backend.max_length,
+            "in_progress": self.num_running,
+            "is_stopping": self.is_stopping,
+            **self.counters,
+            "responses": {str(status): num for status, num in self.responses.items()},
+            "backend": self.backend.status(),
         }
-        return model | own | counts | {"backend": self.backend.status()}
 
     def metrics(self) -> str:
         """Returns the counts as Prometheus' text format has them."""
-        lines = []
-        gauges = {"in_progress": self.num_running}
+        gauges: dict[str, float] = {"in_progress": self.num_running}
         for name, value in self.backend.status().items():
             if isinstance(value, int | float):
-                gauges[f"backend_{name}"] = value
+                gauges[f"backend_{name}"] = float(value)
+        lines = []
         for kind, values in (("gauge", gauges), ("counter", self.counters)):
             for name, value in sorted(values.items()):
-                full = f"jaxkv_{name}".partition("{")
-                if not lines or lines[-1].partition("{")[0] != full[0]:
-                    lines.append(f"# TYPE {full[0]} {kind}")
-                number = float(value)
-                lines.append(f"{''.join(full)} {number:.10g}")
+                lines += [f"# TYPE jaxkv_{name} {kind}", f"jaxkv_{name} {value:.10g}"]
+        lines.append("# TYPE jaxkv_responses_total counter")
+        for status, num in sorted(self.responses.items()):
+            lines.append(f'jaxkv_responses_total{{code="{status}"}} {num}')
         return "\n".join([*lines, ""])
 
 
@@ -318,7 +321,7 @@ async def _answer(
             if not ask.is_streamed:
                 work = _complete(service, ask, writer)
                 response = _json_response(await _unless_gone(request, work))
-                service.counters['responses_total{code="200"}'] += 1
+                service.responses[200] += 1
                 return response
             events = service.events(ask)
             # Awaited before the status goes out: what cannot be served is known then.
@@ -441,11 +444,10 @@ class _EventStream(Response):
         with self._stack:
             try:
                 await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
-                is_whole = writer.done() and writer.exception() is None
-                name = (
-                    'responses_total{code="200"}' if is_whole else "disconnects_total"
-                )
-                self._service.counters[name] += 1
+                if writer.done() and writer.exception() is None:
+                    self._service.responses[200] += 1
+                else:
+                    self._service.counters["disconnects_total"] += 1
             finally:
                 await _cancelled(writer, gone)
                 await self._lines.aclose()
@@ -502,7 +504,7 @@ def _json_response(document: Any, status: int = 200) -> Response:
 
 def _error_response(service: Service, error: Exception) -> Response:
     answer = api_error(error)
-    service.counters[f'responses_total{{code="{answer.status}"}}'] += 1
+    service.responses[answer.status] += 1
     response = _json_response(answer.document, answer.status)
     if answer.status == 401:
         response.headers["www-authenticate"] = "Bearer"

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-IDLE_S = 10.0
+IDLE_S = 30.0
 """Seconds after which a connection without a request is closed; at most twice that."""
 MOST_DESCRIPTORS = 65536
 _SPARE_DESCRIPTORS = 64
@@ -33,13 +33,15 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         taken = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error}") from None
+        raise ValueError(f"{host}:{port} cannot be listened on: {error}") from None
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
     except OSError as error:
         taken.close()
-        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
+        raise ValueError(
+            f"{host}:{port} cannot be listened on: {error.strerror}"
+        ) from None
     return taken
 
 
@@ -127,7 +129,7 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=60,
+        timeout_keep_alive=int(2 * IDLE_S) + 1,  # never before ours
         timeout_graceful_shutdown=5,
     )
     server = _Server(config)

@@ -138,6 +138,9 @@ class Outcome(NamedTuple):
     """Of the prompt from its second token on, where asked for; else zeros."""
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    prompt_top_ids: np.ndarray
+    """At the prompt's places from the second on, where kept; else zeros."""
+    prompt_top_logprobs: np.ndarray
     first_token_s: float
     finish_s: float
     num_recomputed: int
@@ -386,6 +389,8 @@ def outcomes_of(sequences: Sequences) -> dict[Name, Outcome]:
             prompt_logprobs=s.logprobs[row, 1:start],
             top_ids=s.top_ids[row, start:end],
             top_logprobs=s.top_logprobs[row, start:end],
+            prompt_top_ids=s.top_ids[row, 1:start],
+            prompt_top_logprobs=s.top_logprobs[row, 1:start],
             first_token_s=float(s.first_token[row] @ np.array([1, 1e-6])),
             finish_s=float(s.finish[row] @ np.array([1, 1e-6])),
             num_recomputed=int(s.num_recomputed[row]),

@@ -50,7 +50,10 @@ def test_without_the_extra_it_is_named(
         ("--max-length 0", "--max-length 0: must be in [2, 128]"),
         ("--max-slots 0", "--max-slots 0: must be in [1, 1000000]"),
         ("--token-budget 4", "token_budget=4"),
-        ("--host no.such.host.invalid", "--host no.such.host.invalid --port 8000: "),
+        (
+            "--host no.such.host.invalid",
+            "no.such.host.invalid:8000 cannot be listened on: ",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

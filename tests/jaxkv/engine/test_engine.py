@@ -58,10 +58,17 @@ def test_scores_equal_those_of_a_full_forward_pass(chunk_size, watermark) -> Non
         np.testing.assert_allclose(got.logprobs, answer, rtol=0, atol=1e-4)
         prompt = scores[: num - 1] if asked.prompt_logprobs else 0
         np.testing.assert_allclose(got.prompt_logprobs, prompt, rtol=0, atol=1e-4)
-        if asked.logprobs is not None:
-            best = np.sort(law[num - 1 : -1], axis=1)[:, ::-1][:, : TIGHT.max_logprobs]
-            np.testing.assert_allclose(got.top_logprobs, best, rtol=0, atol=1e-4)
-            theirs = np.take_along_axis(law[num - 1 : -1], got.top_ids, axis=1)
+        if asked.logprobs is None:
+            assert not got.prompt_top_logprobs.any()
+            continue
+        rows = [(law[num - 1 : -1], got.top_ids, got.top_logprobs)]
+        if asked.prompt_logprobs:
+            tops = got.prompt_top_ids, got.prompt_top_logprobs
+            rows.append((law[: num - 1], *tops))
+        for expected, ids, values in rows:
+            best = np.sort(expected, axis=1)[:, ::-1][:, : TIGHT.max_logprobs]
+            np.testing.assert_allclose(values, best, rtol=0, atol=1e-4)
+            theirs = np.take_along_axis(expected, ids, axis=1)
             np.testing.assert_allclose(theirs, best, rtol=0, atol=1e-4)
 
 

@@ -44,7 +44,9 @@ def test_models_health_and_status(served: Serving) -> None:
     assert [status, json.loads(body)["data"][0]["id"]] == [200, "scripted"]
     assert json.loads(served.ask("/v1/models/scripted")[1])["max_model_len"] == 64
     assert served.error("/v1/models/x", None)[1]["code"] == "model_not_found"
-    assert json.loads(served.ask("/status")[1])["backend"]["is_ready"] is True
+    status = json.loads(served.ask("/status")[1])
+    assert status["backend"]["is_ready"] is True
+    assert status["responses"]["404"] >= 1
 
 
 def test_metrics_count_in_prometheus_text(served: Serving) -> None:
@@ -317,6 +319,17 @@ def test_a_body_has_a_bound(served: Serving, monkeypatch: pytest.MonkeyPatch) ->
     served.completion(prompt="a")
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxkv.server.app.BODY_S", 0.05)
+    with socket.create_connection(("127.0.0.1", served.port)) as taken:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+        key = f"Authorization: Bearer {http_serving.KEY}\r\n\r\n"
+        taken.sendall(f"{head}{key}".encode())
+        assert taken.recv(12) == b"HTTP/1.1 408"
+
+
 def test_failures_have_one_clear_error(served: Serving, backend: Scripted) -> None:
     line = "the backend is broken"
     assert served.error(COMPLETIONS, {"prompt": "fail"})[1]["message"] == line
@@ -451,7 +464,9 @@ def test_an_address_that_cannot_be_had_is_refused() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         for host in ("127.0.0.1", "no such host"):
-            with pytest.raises(ValueError, match=f"^--host {host} --port {port}: "):
+            with pytest.raises(
+                ValueError, match=f"^{host}:{port} cannot be listened on: "
+            ):
                 http_server.listen(host, port)
         assert http_server.url_of(taken) == f"http://127.0.0.1:{port}"
 

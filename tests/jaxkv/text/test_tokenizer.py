@@ -229,3 +229,14 @@ def test_templates_have_what_they_count_on() -> None:
         bos_token="<s>",
     )
     assert text == '{"role": "user", "content": "<Ω&>"}4<s>'
+
+
+def test_tools_reach_a_template_that_asks_for_them() -> None:
+    template = (
+        "{% if tools is not none %}{{ tools[0].name }}{% endif %}{{ messages|length }}"
+    )
+    tokenizer = ByteTokenizer(256)
+    tokenizer.settings["chat_template"] = template
+    tools = [{"name": "look"}]
+    assert tokenizer.encode_chat(USER) == list(b"1")
+    assert tokenizer.encode_chat(USER, tools=tools) == list(b"look1")
