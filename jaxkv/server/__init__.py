@@ -12,4 +12,6 @@ __all__ = [
     "async_engine",
     "backend",
     "http_server",
+    "openai_requests",
+    "openai_responses",
 ]

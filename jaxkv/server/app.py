@@ -218,13 +218,10 @@ def make_app(service: Service) -> fastapi.FastAPI:
     app.state.service = service
     backend = service.backend
 
-    def authorize(request: Request) -> None:
+    async def authorize(request: Request) -> None:
         service.authorize(request)
 
-    async def authorized(request: Request) -> None:
-        authorize(request)
-
-    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorized)])
+    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorize)])
 
     @app.exception_handler(ApiError)
     @app.exception_handler(Exception)

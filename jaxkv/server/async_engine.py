@@ -83,7 +83,7 @@ class AsyncEngine:
         loop, due = asyncio.get_running_loop(), None
         if deadline_s is not None:
             due = loop.time() + validation.seconds("deadline_s", deadline_s)
-        name, is_complete = next(self._names), False
+        name, is_complete = next(self._names) % validation.INT32, False
         if key_id is None:
             key_id = name
         listener = _Listener(loop, asyncio.Queue())

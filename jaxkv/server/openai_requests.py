@@ -137,9 +137,11 @@ def parse_chat(
     given = _fields(body, "chat", backend)
     messages = _messages(_taken(given, "messages", _needed))
     tools = _taken(given, "tools", _tools)
+    if given.get("tool_choice") == "none":
+        tools = None
     wants = _taken(given, "logprobs", validation.boolean, False)
     num_tops = _taken(given, "top_logprobs", validation.integer)
-    if num_tops is not None and not wants:
+    if num_tops and not wants:
         raise ApiError(
             400, f"top_logprobs={num_tops} needs logprobs=true", param="top_logprobs"
         )
@@ -185,7 +187,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "audio": (),
     "prediction": (),
@@ -319,11 +321,11 @@ def _common(
         raise ApiError(
             400, "include_obfuscation=True is not supported", param="stream_options"
         )
-    ranked = [name for name in ("best_of", "beam_width") if name in given]
-    if is_streamed and ranked:
-        raise ApiError(
-            400, f"{ranked[0]} is not supported with stream=true", param=ranked[0]
-        )
+    # Which answers are kept is known only at the end.
+    ranks = {"best_of": given.get("n", 1), "beam_width": None}
+    for name, unranked in ranks.items():
+        if is_streamed and name in given and given[name] != unranked:
+            raise ApiError(400, f"{name} is not supported with stream=true", param=name)
     limit = given.get("deadline_s", headers.get(DEADLINE_HEADER, deadline_s))
     return fields | {
         "is_streamed": is_streamed,

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 
-from jaxkv.server import http_server
-from tests.support import http_serving
+from jaxkv.server import http_server, openai_requests
+from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -162,9 +162,11 @@ def test_a_chat(served: Serving, backend: Scripted) -> None:
     # What is left of max_length, where no limit is given.
     assert served.ask(CHAT, {"messages": HI})[0] == 200
     assert backend.asked[-1][1].max_tokens == 64 - len(b"[user]hi")
-    tool = {"type": "function", "function": {"name": "look"}}
-    assert served.ask(CHAT, {"messages": HI, "tools": [tool]})[0] == 200
-    assert bytes(backend.asked[-1][0]) == b"[user]hilook"
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for choice, prompt in (("auto", b"[user]hilook"), ("none", b"[user]hi")):
+        more = {"tools": tools, "tool_choice": choice}
+        assert served.ask(CHAT, {"messages": HI} | more)[0] == 200
+        assert bytes(backend.asked[-1][0]) == prompt
 
 
 def test_a_chat_is_streamed(served: Serving) -> None:
@@ -477,3 +479,39 @@ def test_a_tokenizer_is_read_over_http(served: Serving) -> None:
     assert found["tokens"] == [104, 195, 169]
     found = json.loads(served.ask("/detokenize", {"tokens": found["tokens"]})[1])
     assert found == {"prompt": "hé"}
+
+
+def test_the_page_names_every_field() -> None:
+    page = (folders.ROOT / "jaxkv/server/README.md").read_text(encoding="utf-8")
+    for names in (
+        openai_requests._SAMPLING,
+        openai_requests._NO_EFFECT,
+        openai_requests._COMMON[2:],  # not model and stream
+        *openai_requests._OWN.values(),
+    ):
+        assert not [name for name in names if f"`{name}`" not in page.replace(".", "`")]
+
+
+def test_the_openai_client(served: Serving) -> None:
+    openai: Any = pytest.importorskip("openai")
+    url = f"http://127.0.0.1:{served.port}/v1"
+    with openai.OpenAI(base_url=url, api_key=http_serving.KEY) as client:
+        [model] = client.models.list().data
+        done = client.completions.create(model=model.id, prompt=["ab", "x"], n=2)
+        assert [x.text for x in done.choices] == ["bc", "bbc", "y", "yy"]
+        parts = client.completions.create(model=model.id, prompt="abc", stream=True)
+        assert "".join(x.choices[0].text for x in parts) == "bcd"
+        fields = dict(model=model.id, messages=HI, logprobs=True, top_logprobs=2)
+        chat = client.chat.completions.create(**fields)
+        assert chat.choices[0].message.content == "\\vtfs^ij"
+        assert len(chat.choices[0].logprobs.content[0].top_logprobs) == 2
+        with client.chat.completions.stream(**fields) as stream:
+            final = stream.get_final_completion().choices[0]
+        assert final.message.content == "\\vtfs^ij"
+        assert len(final.logprobs.content) == 8
+        with pytest.raises(openai.BadRequestError, match="temperature=-1") as error:
+            client.completions.create(model=model.id, prompt="a", temperature=-1.0)
+        assert error.value.param == "temperature"
+        fails = client.completions.create(model=model.id, prompt="fail", stream=True)
+        with pytest.raises(openai.APIError, match="the backend is broken"):
+            list(fails)
