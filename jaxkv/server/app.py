@@ -36,7 +36,7 @@ class Service:
       api_key: token that clients send as "Authorization: Bearer ..."; None asks for
         none.
       max_requests: prompts that may be in progress; more are refused with 503.
-      deadline_s: seconds that a request may take that does not say.
+      deadline_s: seconds that a request without a deadline of its own may take.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def parse_completion(
       body: JSON.
       headers: by lower-case name.
       backend: the system that will answer.
-      deadline_s: seconds that a request may take that does not say.
+      deadline_s: seconds that a request without a deadline of its own may take.
 
     Raises:
       ApiError: a field is unknown, refused, or out of its range.

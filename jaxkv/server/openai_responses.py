@@ -14,7 +14,7 @@ from jaxkv.text import NUM_BYTES
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LOWEST = -9999.0
-"""Log-probability that stands for minus infinity, which JSON has no number for."""
+"""Log-probability in place of minus infinity, which JSON has no number for."""
 
 
 @dataclasses.dataclass(frozen=True)

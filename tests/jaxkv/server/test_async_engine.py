@@ -182,8 +182,8 @@ def test_a_failure_reaches_each_stream_once_and_later_calls_at_once(
     monkeypatch.setattr(served.engine.core, "read", fail)
     failures = asyncio.run(ask())
     assert [type(failure) for failure in failures] == [RuntimeError] * 3
-    said = "the engine has failed; FloatingPointError: the device is gone"
-    assert {str(failure) for failure in failures} == {said}
+    line = "the engine has failed; FloatingPointError: the device is gone"
+    assert {str(failure) for failure in failures} == {line}
     assert served.status() == {"is_ready": False, "running": 0}
     for again in (events_of(served, [5], ASK), served.run(int)):
         with pytest.raises(RuntimeError, match="the engine has failed"):

@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP: what is answered, what is refused, who is cut off."""
+"""OpenAI's API over HTTP: answers, refusals, disconnects, bounds."""
 
 import contextlib
 import json
@@ -452,9 +452,9 @@ def test_stopping_lets_requests_end_or_gives_one_clear_error() -> None:
         status, error = served.error(COMPLETIONS, {"prompt": "a"})
         assert (status, error["message"]) == (503, "the server is stopping")
         backend.go.set()
-        said = b""
-        while b"[DONE]" not in said:
-            said += taken.recv(4096)
+        received = b""
+        while b"[DONE]" not in received:
+            received += taken.recv(4096)
         taken.close()
         served.stop()
         with pytest.raises(OSError):  # noqa: PT011 - refused, or reset
