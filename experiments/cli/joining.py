@@ -111,9 +111,14 @@ def is_loss(error: Exception) -> bool:
     return is_joined and ("Gloo" in str(error) or "NCCL" in str(error))
 
 
-def leave(status: int) -> int:
-    """Ends a process that failed to join, or joined: others are not waited for."""
-    if status in (1, 2) and is_asked(sys.argv[1:]):
+def leave(status: int, *, at_once: bool = False) -> int:
+    """Ends a process that failed to join, or joined: others are not waited for.
+
+    Args:
+      status: to end with.
+      at_once: True if the others did not agree to end, whatever the status.
+    """
+    if (at_once or status in (1, 2)) and is_asked(sys.argv[1:]):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -61,7 +61,8 @@ def main(args: list[str] | None = None) -> int:
         return 1 if error.is_left else _complain(error, 1)
     except KeyboardInterrupt as error:
         status = getattr(error, "status", interrupts.STATUS)
-        return _complain(str(error) or "interrupted", status)
+        _complain(str(error) or "interrupted", status)
+        return joining.leave(status, at_once=True)
     except Exception as error:
         if joining.is_loss(error):
             reason = str(error).partition("\n")[0]

@@ -17,7 +17,6 @@ same pages. Where KV heads were copied, the pages are those of so many heads.
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -33,11 +32,13 @@ from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.files import (
     aside,
     blaming,
+    check_digests,
     check_replaceable,
     make_sure_of_room,
     read_json,
     silencing_orbax,
 )
+from jaxkv.files import digests as _digests
 from jaxkv.memory import Pages
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
@@ -140,12 +141,7 @@ def load_state(
     if different := _differences(saved["arrays"], _described(like)):
         raise ValueError(f"{folder}: holds other arrays: {different}")
     # Orbax finds a file gone or cut off, but believes a changed byte of a large array.
-    files = _digests(folder / ARRAYS)
-    for name in [*saved["files"], *files]:
-        if files.get(name, ABSENT) != saved["files"].get(name):
-            what = "is damaged" if name in files else "is missing"
-            what = what if name in saved["files"] else f"is not listed in {HEADER}"
-            raise ValueError(f"{folder / ARRAYS / name}: {what}")
+    check_digests(folder / ARRAYS, saved["files"], HEADER)
     shapes = {
         # Orbax reads into NumPy if it is shown NumPy; this takes no memory.
         name: np.broadcast_to(np.zeros((), x.dtype), x.shape)
@@ -189,16 +185,6 @@ def _by_name(state: EngineState) -> dict[str, Any]:
 def _described(state: EngineState) -> dict[str, str]:
     """Type and shape of each array."""
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in _by_name(state).items()}
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file below a folder, by its path from there."""
-    digests = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with blaming(path), path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        digests[path.relative_to(folder).as_posix()] = digest
-    return digests
 
 
 def _differences(

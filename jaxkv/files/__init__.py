@@ -6,13 +6,14 @@ written appears whole or not at all: nobody ever meets half of it.
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,6 +41,10 @@ MAX_CHARACTERS = 2**28
 
 BESIDE_BYTES = 2**20
 """Room that arrays on disk take beside their numbers, with some to spare."""
+
+DIGESTS = "SHA256SUMS"
+"""Name of the file that lists a folder's digests; `sha256sum -c` checks it too."""
+_SEAL = b"# SHA-256 of the lines above: "
 
 
 def read_text(path: str | Path) -> str:
@@ -111,13 +116,16 @@ def system_reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def silencing_orbax() -> Generator[None]:
-    """Keeps Orbax from telling at length, thread by thread, what it raises as well."""
-    logger = logging.getLogger("absl")
-    before, logger.disabled = logger.disabled, True
+    """Disables the logs of Orbax's threads, which repeat the errors that it raises."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, is_disabled in zip(loggers, before, strict=True):
+            logger.disabled = is_disabled
 
 
 def make_sure_of_room(folder: Path, num_bytes: int) -> None:
@@ -204,17 +212,18 @@ def check_replaceable(folder: Path, header: str, what: str, overwrite: bool) -> 
 
 
 @contextlib.contextmanager
-def aside(folder: Path, *errors: type[Exception]) -> Generator[Path]:
+def aside(folder: Path, *errors: type[Exception], comfort: str = "") -> Generator[Path]:
     """Gives a new folder to fill, which then takes the place of `folder`.
 
     Args:
       folder: where the files will be.
       *errors: what a library raises where there is no room, beside `OSError`.
+      comfort: the end of the line of an error, after the reason.
 
     Raises:
       ValueError: it cannot be written, in one line; what was there before is kept.
     """
-    with writing(folder, *errors):
+    with writing(folder, *errors, comfort=comfort):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as new:
             yield new
@@ -241,6 +250,69 @@ def _replacing(folder: Path) -> Generator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of every file below a folder, by its path from there."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with blaming(path), path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[path.relative_to(folder).as_posix()] = digest
+    return found
+
+
+def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> None:
+    """Compares the files below a folder with their digests.
+
+    Args:
+      folder: the folder.
+      listed: the digests that the files should have, by path.
+      where: name of the file that lists them, for messages.
+
+    Raises:
+      ValueError: a file is damaged, missing or not listed; names the first.
+    """
+    found = digests(folder)
+    for name in [*listed, *found]:
+        if name not in found:
+            raise ValueError(f"{folder / name}: is missing")
+        if name not in listed:
+            raise ValueError(f"{folder / name}: is not listed in {where}")
+        if found[name] != listed[name]:
+            raise ValueError(f"{folder / name}: is damaged")
+
+
+def seal(folder: Path) -> None:
+    """Writes `DIGESTS`, the list of all files below a folder; `check_seal` reads it."""
+    lines = [f"{digest}  {name}\n" for name, digest in digests(folder).items()]
+    (folder / DIGESTS).write_bytes(_sealed("".join(lines).encode()))
+
+
+def check_seal(folder: Path) -> None:
+    """Compares the files below a folder with the list that `seal` wrote.
+
+    Raises:
+      ValueError: the list or a file is damaged or missing, or a file is not listed;
+        names the first.
+    """
+    path = folder / DIGESTS
+    if not path.exists():
+        raise ValueError(f"{path}: is missing; without it no file is believed")
+    with blaming(path):
+        data = path.read_bytes()
+    lines = data.rpartition(_SEAL)[0]
+    if data != _sealed(lines):
+        raise ValueError(f"{path}: is damaged")
+    pairs = (line.partition("  ") for line in lines.decode().split("\n")[:-1])
+    own = {DIGESTS: hashlib.sha256(data).hexdigest()}
+    listed = {name: digest for digest, _, name in pairs}
+    check_digests(folder, listed | own, DIGESTS)
+
+
+def _sealed(lines: bytes) -> bytes:
+    """The lines and one with their own digest: a flipped bit here has a name, too."""
+    return lines + _SEAL + hashlib.sha256(lines).hexdigest().encode() + b"\n"
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """Several processes that are one program: JAX's own runtime, on one machine or many.
 
-All run the same program on the same inputs, each with its devices of the mesh. What
-only one may do, write files and decide when to stop, the first does, and tells the
-others.
+All run the same program on the same inputs, each with its devices of the mesh. The
+first one writes files; any of them may ask to stop (`gather`), and all stop together.
 """
 
 import contextlib
@@ -12,6 +11,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import validation
@@ -177,4 +177,27 @@ def agree[T](tree: T) -> T:
         return tree
     from jax.experimental import multihost_utils
 
-    return multihost_utils.broadcast_one_to_all(jax.tree.map(np.asarray, tree))
+    def bits(x: np.ndarray) -> np.ndarray:
+        # A sum over processes would turn -0.0 into 0.0.
+        is_float = jnp.issubdtype(x.dtype, jnp.floating) and x.itemsize <= 4
+        return x.view(f"u{x.itemsize}") if is_float else x
+
+    own = jax.tree.map(np.asarray, tree)
+    given = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, own))
+
+    def back(x: np.ndarray, like: np.ndarray) -> np.ndarray:
+        return x if bits(like) is like else x.view(like.dtype)
+
+    return jax.tree.map(back, given, own)
+
+
+def gather(number: int) -> list[int]:
+    """Returns the numbers of all processes, in their order.
+
+    Every process must call it.
+    """
+    if num() == 1:
+        return [number]
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(np.int32(number)).tolist()

@@ -106,9 +106,25 @@ class SweepFolder:
         self._lock.close()
 
     def header(self) -> dict[str, Any]:
-        """Reads sweep.json; empty if there is none."""
+        """Reads sweep.json; empty if there is none.
+
+        Raises:
+          ValueError: it is not as `write_header` leaves it.
+        """
         path = self.path / HEADER
-        return files.read_json(path) if path.exists() else {}
+        if not path.exists():
+            return {}
+        header = files.read_json(path)
+        if not isinstance(header.get("config"), dict):
+            raise ValueError(f"{path}: config must be a JSON object")
+        for name in ("corpus_digest", "reason"):
+            if not isinstance(header.get(name), str):
+                raise ValueError(f"{path}: {name}={header.get(name)!r} must be a text")
+        if header.get("mode") not in ("loop", "vmap"):
+            raise ValueError(
+                f"{path}: mode={header.get('mode')!r} must be 'loop' or 'vmap'"
+            )
+        return header
 
     def write_header(self, header: dict[str, Any]) -> None:
         """Replaces sweep.json, in one piece."""

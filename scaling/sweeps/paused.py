@@ -2,6 +2,7 @@
 
 trunk, branch   states, as `training.save` writes them
 half.json       what else `branching.Half` holds
+SHA256SUMS      the digest of each file, checked before any is read
 """
 
 import json
@@ -32,6 +33,7 @@ def save(folder: Path, half: Half) -> None:
                 kept = lanes._replace(state=None, alive=lanes.alive.tolist())
                 rest[name] = kept._asdict()
         (new / _REST).write_text(json.dumps(rest), "utf-8")
+        files.seal(new)
 
 
 def load(folder: Path, like: TrainState) -> Half | None:
@@ -58,6 +60,7 @@ def load(folder: Path, like: TrainState) -> Half | None:
         )
 
     try:
+        files.check_seal(folder)
         rest = files.read_json(folder / _REST)
         trunk = lanes("trunk")
         if trunk is None:

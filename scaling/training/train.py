@@ -8,9 +8,8 @@ for bit where the unbroken run would have.
 import contextlib
 import dataclasses
 import math
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxkv.files import make_sure_of_room, silencing_orbax, system_reason
+from jaxkv import files
 from jaxkv.models import transformer
 from jaxkv.parallel import processes
 from jaxkv.progress import QUIET, Progress
@@ -40,6 +39,8 @@ __all__ = [
 ]
 
 
+STATE = "state"
+"""Where in a checkpoint Orbax's arrays are."""
 _ALONE = ocp.options.MultiprocessingOptions(active_processes={0})
 """The first process reads and writes."""
 
@@ -77,12 +78,18 @@ def train(
     start: Path | None = None,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
+    resume: Literal["last", "previous"] = "last",
 ) -> Result:
     """Trains a model in a folder, or takes up the run that the folder holds.
 
-    A checkpoint is written aside and renamed, so there is always a whole one. A killed
-    run loses at most `checkpoint_every` steps; Ctrl-C, or `progress.stopped`, loses at
-    most `report_every`: the run then saves and returns.
+    A checkpoint is written aside and renamed, with the SHA-256 of each of its files. A
+    killed run loses at most `checkpoint_every` steps; Ctrl-C, or `progress.stopped` in
+    any process, loses at most `report_every`: the run then saves and returns.
+
+    A run goes on under any layout and in any number of processes: parameters are taken
+    up bit for bit, and later losses agree to `run_folder.TOLERANCE`. Where a layout
+    decides more than rounding, with `capacity` or for a mixture of experts with
+    accumulation, it must be the same.
 
     Args:
       config: the run.
@@ -91,13 +98,16 @@ def train(
         and step count are continued under this run's schedule and text.
       objective: what is minimised.
       progress: who is told.
+      resume: `last`: from the last checkpoint; `previous`: from the newest one that is
+        whole, damaged ones after it being removed, with a warning.
 
     Returns:
       What was reached.
 
     Raises:
       ValueError: the folder holds another run, another process is writing there, the
-        text is missing or too short, or there is nothing to start from.
+        text is missing or too short, there is nothing to start from, or the checkpoint
+        to go on from is damaged.
     """
     processes.check_all_used(config.how.layout.num_devices)
     corpus = corpora.open(config.corpus)
@@ -112,7 +122,7 @@ def train(
         described["objective"] = repr(objective)
     folder = run_folder.RunFolder(out, described, int(state.step))
     with contextlib.closing(folder):
-        return _train(config, corpus, folder, state, objective, progress)
+        return _train(config, corpus, folder, state, objective, progress, resume)
 
 
 def _train(
@@ -122,13 +132,17 @@ def _train(
     state: TrainState,
     objective: objectives.Objective,
     progress: Progress,
+    resume: Literal["last", "previous"],
 ) -> Result:
     """Trains from a state, or from the last checkpoint if there is one."""
-    if (last := folder.last_step()) is not None:
-        state = restore(folder.checkpoint(last), state)
+    last = folder.newest_checkpoint(resume)
+    if last is not None:
+        state = _read_arrays(last, state)
+    layout = dataclasses.asdict(config.how.layout)
+    curve = folder.go_on(last, int(state.step), processes.num(), layout)
     state, first_step = processes.agree((state, folder.first_step))
     run = _Run(config, corpus, state, int(first_step), objective, progress)
-    run.curve = folder.read_curve(int(state.step))
+    run.curve = curve
     try:
         for line in run.reports():
             folder.report(line)
@@ -248,7 +262,7 @@ class _Run:
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
         started = time.monotonic()
         while (taken := int(self._state.step)) < config.num_steps:
-            if processes.agree(self._progress.stopped):
+            if any(processes.gather(int(self._progress.stopped))):
                 self.status = "stopped"
                 return
             end = _next_stop(taken, config)
@@ -287,55 +301,69 @@ def restore(checkpoint: Path, like: TrainState) -> TrainState:
     """Reads a checkpoint, for a state of the same model and optimizer.
 
     Raises:
-      ValueError: it is missing, broken, or of another model or optimizer.
+      ValueError: it is missing, of another model or optimizer, or a file of it is
+        damaged, missing or not listed.
     """
     checkpoint = Path(checkpoint).absolute()
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint}: no such checkpoint")
+    files.check_seal(checkpoint)
+    return _read_arrays(checkpoint, like)
+
+
+def _read_arrays(checkpoint: Path, like: TrainState) -> TrainState:
+    """Reads the arrays of a checkpoint that is known to be whole."""
     if processes.num() > 1:  # of a process alone, not of the mesh
         like = jax.tree.map(np.asarray, like)
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
-        with ocp.StandardCheckpointer(multiprocessing_options=_ALONE) as reader:
-            return reader.restore(checkpoint, shapes)
+        with (
+            files.silencing_orbax(),
+            ocp.StandardCheckpointer(multiprocessing_options=_ALONE) as reader,
+        ):
+            return reader.restore(checkpoint / STATE, shapes)
     except (ValueError, KeyError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{checkpoint}: cannot be continued: {reason}") from error
 
 
-def save(checkpoint: Path, state: TrainState) -> None:
+def save(
+    checkpoint: Path, state: TrainState, texts: Mapping[str, str] | None = None
+) -> None:
     """Writes a checkpoint that `restore` will read, whole or not at all.
 
-    The folder is not there; the one it is in is.
+    The list of its files with their SHA-256 is written last, before the folder gets its
+    name.
+
+    Args:
+      checkpoint: the folder; the one it is in is there.
+      state: the state.
+      texts: further files of the checkpoint, by name.
 
     Raises:
       ValueError: there is no room, or it must not be written.
     """
-    checkpoint = Path(checkpoint).absolute()
-    try:
+    comfort = "; what was saved before is kept, and the same command goes on"
+    with files.aside(Path(checkpoint).absolute(), ValueError, comfort=comfort) as new:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        make_sure_of_room(checkpoint.parent, num_bytes)
+        files.make_sure_of_room(new, num_bytes)
         if processes.num() > 1:
             state = jax.tree.map(np.asarray, state)
         with (
-            silencing_orbax(),
+            files.silencing_orbax(),
             ocp.StandardCheckpointer(multiprocessing_options=_ALONE) as writer,
         ):
-            writer.save(checkpoint, state)
-    except (OSError, ValueError) as error:
-        for half in checkpoint.parent.glob(f"{checkpoint.name}.orbax-*"):
-            shutil.rmtree(half, ignore_errors=True)
-        raise ValueError(
-            f"{checkpoint}: cannot be written: {system_reason(error)}; what was saved "
-            "before is kept, and the same command goes on"
-        ) from error
+            writer.save(new / STATE, state)
+        for name, text in (texts or {}).items():
+            (new / name).write_text(text, encoding="utf-8")
+        files.seal(new)
 
 
 def _save(folder: run_folder.RunFolder, state: TrainState) -> Path:
     """Writes a checkpoint unless it is there."""
     path = folder.checkpoint(int(state.step))
     if not path.exists():
-        save(path, state)
+        save(path, state, folder.texts())
     folder.prune()
     return path
 

@@ -43,9 +43,14 @@ class TrainOptions:
     )
     parallel: Annotated[str | None, parsing.without("as the config says")] = None
     """How steps are divided over devices, as `jaxkv cost` has it: tp=2,pp=2,dp=2. A CPU
-    counts as many as are asked for."""
+    counts as many as are asked for. A run goes on under another layout, or in another
+    number of processes: parameters are restored bit for bit, and later losses agree to
+    a relative 1e-4 (1e-2 in bfloat16)."""
     zero: Annotated[int | None, parsing.without("as the config says")] = None
     """1: devices that have the same parameters divide the optimizer's moments."""
+    resume: Literal["last", "previous"] = "last"
+    """The checkpoint to go on from: `last` refuses a damaged one; `previous` takes the
+    newest whole one, and removes damaged ones after it."""
     print_config: bool = False
     """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
 
@@ -107,7 +112,8 @@ def train(name: str, options: TrainOptions) -> Output:
 
     Returns:
       The folder, the losses and the model; status 130 if it was ended early, 143 if
-      by SIGTERM, 75 if by the clock, 1 if it diverged.
+      by SIGTERM, 75 if by the clock, 1 if it diverged. A process that another one
+      stopped has the status of the first process that was asked to stop.
 
     Raises:
       ValueError: there is no such config, or `training.train` refuses it.
@@ -124,7 +130,7 @@ def train(name: str, options: TrainOptions) -> Output:
         return f"interrupted at once; the last checkpoint is in {out}"
 
     with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
-        result = training_train.train(config, out, progress=bars)
+        result = training_train.train(config, out, progress=bars, resume=options.resume)
         bars.show("scoring")
         per_step = architectures.training_flops(
             config.model, batch=config.batch_size, sequence=config.seq_len
@@ -155,13 +161,15 @@ def train(name: str, options: TrainOptions) -> Output:
                 document["model"] = _save(config, out / MODEL, result.params)
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
+    stopped = bars.status or interrupts.AGAIN
     if result.status == "stopped":
-        why = bars.reason if bars.status else "the first process was stopped"
+        asked = processes.gather(bars.status)
+        stopped = bars.status or next(filter(None, asked), interrupts.AGAIN)
+        why = bars.reason if bars.status else "another process was stopped"
         lines = [f"{why}; the same command goes on"]
     if result.status == "diverged":
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
     rows = [units.named(key, value) for key, value in document.items() if key != "out"]
-    stopped = bars.status or interrupts.AGAIN
     status = {"done": 0, "stopped": stopped, "diverged": 1}[result.status]
     return Output(document, [Sheet("run", ("", ""), rows)], lines, status)
 
