@@ -297,8 +297,8 @@ def check_seal(folder: Path) -> None:
         names the first.
     """
     path = folder / DIGESTS
-    if not path.exists():
-        raise ValueError(f"{path}: is missing; without it no file is believed")
+    if not path.is_file():
+        raise ValueError(f"{path}: is missing; no file is believed without it")
     with blaming(path):
         data = path.read_bytes()
     lines = data.rpartition(_SEAL)[0]

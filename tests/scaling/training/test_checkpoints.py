@@ -1,0 +1,380 @@
+"""Checkpoints: each file is whole or named, and a run goes on where it can."""
+
+import dataclasses
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxkv import files
+from jaxkv.parallel import processes
+from scaling.corpora import corpora
+from scaling.costs import parallelism
+from scaling.sweeps import branching, paused
+from scaling.training import run_folder, step, train
+from scaling.training.recipes import OptimizerConfig, StepConfig, TrainConfig
+from scaling.training.step import TrainState
+from tests.support import texts
+from tests.support.impatience import Stopping
+from tests.support.refusals import refused
+from tests.support.shapes import SMALL
+
+MODEL = dataclasses.replace(SMALL, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    pattern = texts.write_functions(tmp_path_factory.mktemp("corpus") / "text")
+    return TrainConfig(
+        model=MODEL,
+        corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
+        optimizer=OptimizerConfig(kind="adamw"),
+        batch_size=4,
+        seq_len=16,
+        num_steps=12,
+        warmup_steps=3,
+        cooldown_steps=4,
+        learning_rate=1e-2,
+        report_every=3,
+        checkpoint_every=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def state(config: TrainConfig) -> TrainState:
+    """A state after three steps, with numbers of every sign."""
+    begun = step.init(config.model, config.optimizer, jnp.int32(0))
+    moved = jax.tree.map(lambda x: x.at[..., :1].set(-0.0), begun.params)
+    return begun._replace(params=moved, step=jnp.int32(3))
+
+
+def raw(state: TrainState) -> list[bytes]:
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+
+
+def all_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def damages(path: Path, rng: random.Random, num: int = 6) -> Iterator[str]:
+    """Damages a file in so many ways, one after the other, and puts it right again."""
+    whole = path.read_bytes()
+    place = rng.randrange(len(whole))
+    flipped = bytearray(whole)
+    flipped[place] ^= 1 << rng.randrange(8)
+    ways = {
+        "flipped": bytes(flipped),
+        "cut off": whole[:place],
+        "empty": b"",
+        "longer": whole + b"\n",
+        "missing": None,
+        "a folder": None,
+    }
+    for what in rng.sample([*ways], num):
+        path.unlink()
+        if (data := ways[what]) is not None:
+            path.write_bytes(data)
+        elif what == "a folder":
+            path.mkdir()
+        yield what
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(whole)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Another one in every run of the tests."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"{seed=}")
+    return random.Random(seed)
+
+
+def test_every_damaged_file_is_named_in_a_line(
+    state: TrainState,
+    tmp_path: Path,
+    rng: random.Random,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "3"
+    train.save(folder, state)
+    assert raw(train.restore(folder, state)) == raw(state)
+    paths = all_files(folder)
+    assert len(paths) > 10
+    for path in paths:
+        for _ in damages(path, rng):
+            with refused(f"{path}: is "):
+                train.restore(folder, state)
+    for extra in ("one", "state/d/more", ".hidden"):
+        (folder / extra).write_text("")
+        with refused(f"{folder / extra}: is not listed in SHA256SUMS"):
+            train.restore(folder, state)
+        (folder / extra).unlink()
+    assert raw(train.restore(folder, state)) == raw(state)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_checkpoint_without_digests_is_refused(
+    state: TrainState, tmp_path: Path
+) -> None:
+    """As earlier versions wrote them, the arrays in the folder itself."""
+    with files.silencing_orbax(), ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "3", state)
+    with refused(f"{tmp_path / '3' / 'SHA256SUMS'}: is missing"):
+        train.restore(tmp_path / "3", state)
+
+
+def test_the_list_of_digests_is_that_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("abc")
+    files.seal(tmp_path)
+    line, seal = (tmp_path / files.DIGESTS).read_text().splitlines()
+    # FIPS 180-2, appendix B.1.
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert line == f"{abc}  a/b"
+    assert seal.startswith("# ")  # which sha256sum skips
+    files.check_seal(tmp_path)
+
+
+def test_another_model_is_refused_without_noise(
+    config: TrainConfig,
+    state: TrainState,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    train.save(tmp_path / "3", state)
+    wider = dataclasses.replace(MODEL, mlp_size=32, num_layers=2)
+    like = step.init(wider, config.optimizer, jnp.int32(0))
+    with refused(f"{tmp_path / '3'}: cannot be continued: "):
+        train.restore(tmp_path / "3", like)
+    assert capfd.readouterr().err == ""
+
+
+def test_every_damaged_file_of_a_paused_sweep_is_named(
+    state: TrainState, tmp_path: Path, rng: random.Random
+) -> None:
+    lanes = branching.Lanes(state, 3, np.ones(1, bool), (((1.5, 5.0),),), 0.25)
+    half, folder = branching.Half(1, lanes, lanes), tmp_path / "group"
+    paused.save(folder, half)
+    found = paused.load(folder, state)
+    assert found is not None
+    assert found.branch is not None
+    assert raw(found.branch.state) == raw(state)
+    assert found.trunk._replace(state=state, alive=lanes.alive) == lanes
+    paths = all_files(folder)
+    assert len(paths) > 20
+    for path in paths:
+        for _ in damages(path, rng, 1):
+            line = f"{folder}: cannot be continued; delete it: {path}: is "
+            with refused(line):
+                paused.load(folder, state)
+    (folder / "more").write_text("")
+    with refused(f"{folder / 'more'}: is not listed"):
+        paused.load(folder, state)
+
+
+def outcome[T](call: Callable[..., T], *args: Any) -> tuple[T | None, str]:
+    """What a call returns; or None, and the line that refuses."""
+    try:
+        return call(*args), ""
+    except ValueError as error:
+        line = str(error)
+    assert "\n" not in line
+    return None, line
+
+
+LINE = {"step": 3, "tokens": 192, "epoch": 0.1, "loss": 5.0, "duration_s": 1.0}
+
+
+@pytest.fixture
+def begun(config: TrainConfig, state: TrainState, tmp_path: Path) -> Path:
+    """The folder of a run with checkpoints of steps 0 and 3; no program is compiled."""
+    out = tmp_path / "out"
+    stopped = train.train(config, out, progress=Stopping(0))
+    assert stopped.checkpoint == out / "checkpoints" / "0"
+    run = (stopped.checkpoint / run_folder.RUN).read_text()
+    curve = json.dumps(LINE) + "\n"
+    notes = {run_folder.RUN: run, run_folder.CURVE: curve}
+    train.save(out / "checkpoints" / "3", state, notes)
+    (out / run_folder.CURVE).write_text(curve)
+    return out
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def go_on(config: TrainConfig, out: Path, **settings: Any) -> train.Result:
+    """Takes a run up, and stops it before its next step."""
+    return train.train(config, out, progress=Stopping(0), **settings)
+
+
+def test_the_newest_whole_checkpoint_is_gone_on_from(
+    config: TrainConfig, state: TrainState, begun: Path, rng: random.Random
+) -> None:
+    for resume in ("last", "previous"):
+        found = go_on(config, begun, resume=resume)
+        assert raw(found.state) == raw(state)
+        assert found.curve == [LINE]
+    path = begun / "checkpoints" / "3" / "state" / "_METADATA"
+    for _ in damages(path, rng):
+        with refused(f"{path}: is ", "; --resume previous goes on from the newest"):
+            go_on(config, begun)
+    assert names(begun) == ["0", "3"]
+    path.write_text("")
+    with pytest.warns(
+        UserWarning, match=r"/3/state/_METADATA: is .*; going on from .*"
+    ):
+        found = go_on(config, begun, resume="previous")
+    assert (int(found.state.step), found.curve) == (0, [])
+    assert names(begun) == ["0"]
+    assert (begun / run_folder.CURVE).read_text() == ""
+    (begun / "checkpoints" / "0" / files.DIGESTS).unlink()
+    with refused("0/SHA256SUMS: is missing", "no checkpoint is whole"):
+        go_on(config, begun, resume="previous")
+    assert names(begun) == ["0"]
+
+
+def test_a_checkpoint_of_another_step_is_refused(
+    config: TrainConfig, begun: Path
+) -> None:
+    (begun / "checkpoints" / "3").rename(begun / "checkpoints" / "6")
+    with refused("checkpoints/6: holds the state of step=3"):
+        go_on(config, begun)
+
+
+def test_files_next_to_the_checkpoints_change_no_run(
+    config: TrainConfig, state: TrainState, begun: Path, rng: random.Random
+) -> None:
+    """The curve is that of the checkpoint; a damaged config is refused."""
+    for name in ("config.json", run_folder.CURVE):
+        path, num_refused = begun / name, 0
+        whole = path.read_bytes()
+        for what in damages(path, rng):
+            found, line = outcome(go_on, config, begun)
+            if found is None:
+                assert str(path) in line or "holds another run" in line
+                num_refused += 1
+            else:
+                assert what != "missing" or name == run_folder.CURVE
+                assert raw(found.state) == raw(state)
+                assert found.curve == [LINE]
+        assert path.read_bytes() == whole
+        assert num_refused >= 4 if name == "config.json" else num_refused == 1
+
+
+def test_the_first_step_is_that_of_the_checkpoint(
+    config: TrainConfig, begun: Path
+) -> None:
+    path = begun / "config.json"
+    changed = json.loads(path.read_text()) | {"first_step": 1}
+    path.write_text(json.dumps(changed))
+    with refused(f"{path}: first_step=1 must be 0"):
+        go_on(config, begun)
+
+
+def test_another_layout_takes_up_the_same_bits(
+    config: TrainConfig, state: TrainState, begun: Path
+) -> None:
+    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    divided = dataclasses.replace(config, how=StepConfig(layout=layout))
+    said = r"up to 3 were divided as num_processes=1, later ones as tensor=2,data=2"
+    with pytest.warns(UserWarning, match=said):
+        found = go_on(divided, begun)
+    assert raw(found.state) == raw(state)
+    assert raw(go_on(config, begun).state) == raw(state)
+
+
+def test_a_layout_that_decides_more_than_rounding_is_kept(tmp_path: Path) -> None:
+    def described(experts: object, accumulation: int, **layout: Any) -> dict[str, Any]:
+        full = dataclasses.asdict(parallelism.Layout(**layout))
+        how = {"dtype": "float32", "accumulation": accumulation, "layout": full}
+        return {"model": {"experts": experts}, "how": how}
+
+    folders = map(str, itertools.count())
+
+    def is_same(before: dict[str, Any], now: dict[str, Any]) -> bool:
+        out = tmp_path / next(folders)
+        run_folder.RunFolder(out, before, 0).close()
+        folder, line = outcome(run_folder.RunFolder, out, now, 0)
+        if folder is None:
+            assert "holds another run; differs in ['how.layout" in line
+            return False
+        folder.close()
+        return True
+
+    assert is_same(described(None, 4), described(None, 4, tensor=2, data=2, zero=1))
+    mixture: Any = {"num_experts": 4}
+    assert is_same(described(mixture, 1), described(mixture, 1, data=2))
+    assert not is_same(described(mixture, 2), described(mixture, 2, data=2))
+    dropping = described(mixture, 1, data=4, expert=4, capacity=1.25)
+    assert not is_same(dropping, described(mixture, 1, data=4, expert=4, gather=True))
+    assert not is_same(described(mixture, 1), dropping)
+    assert not is_same(dropping, described(mixture, 1, data=4, expert=2, capacity=1.25))
+
+
+def test_numbers_of_one_process_are_its_own() -> None:
+    assert processes.gather(3) == [3]
+
+
+@pytest.mark.thorough
+def test_losses_after_a_change_of_layout_agree(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    unbroken = train.train(config, tmp_path / "unbroken")
+    out = tmp_path / "changed"
+    half = train.train(config, out, progress=Stopping(2, "show"))
+    assert int(half.state.step) == 4
+    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    divided = dataclasses.replace(config, how=StepConfig(layout=layout))
+    with pytest.warns(UserWarning, match="agree with those of the unbroken run"):
+        found = train.train(divided, out)
+    assert found.status == "done"
+    for line, expected in zip(found.curve, unbroken.curve, strict=True):
+        assert line["step"] == expected["step"]
+        rel = run_folder.TOLERANCE["float32"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=rel)
+    kept = json.loads((out / "checkpoints" / "12" / run_folder.RUN).read_text())
+    assert [each["first_step"] for each in kept["divided"]] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "num",
+    [
+        pytest.param(60, marks=pytest.mark.thorough),
+        pytest.param(1000, marks=pytest.mark.slow),
+    ],
+)
+def test_no_damage_ends_in_other_weights(
+    num: int,
+    config: TrainConfig,
+    tmp_path: Path,
+    rng: random.Random,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Any file of a folder: a line that names it, or the run as it was."""
+    whole = train.train(config, tmp_path / "whole")
+    out, num_refused = tmp_path / "out", 0
+    paths = [x.relative_to(tmp_path / "whole") for x in all_files(tmp_path / "whole")]
+    for _ in range(num):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", out)
+        name = rng.choice(paths)
+        what = next(damages(out / name, rng, 1))
+        found, line = outcome(train.train, config, out)
+        if found is None:
+            assert str(out) in line, (name, what)
+            num_refused += 1
+        else:
+            assert raw(found.state) == raw(whole.state), (name, what)
+            assert found.curve == whole.curve, (name, what)
+    assert num_refused > num // 5  # what is found at once, or has not been read
+    assert capfd.readouterr().err == ""
