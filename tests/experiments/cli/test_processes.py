@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from experiments.framework import config_json
+from jaxkv import files
 from jaxkv.parallel import processes
 from scaling.sweeps import family
 from scaling.training import train
@@ -118,6 +121,120 @@ def test_a_lost_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> N
     again[1].communicate(timeout=120)
     assert [each.returncode for each in again] == [75, 75]
     assert int(Path(json.loads(printed)["checkpoint"]).name) > before
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A config of a run that does not end by itself."""
+    config = tmp_path_factory.mktemp("configs") / "long.json"
+    endless = {"num_steps": 10**6, "checkpoint_every": 500}
+    given = json.loads(config_json.config_dumps(family.TRAININGS["smoke"]))
+    config.write_text(json.dumps(given | endless))
+    return str(config)
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    limit = time.monotonic() + 200
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def steps_of(checkpoints: Path) -> list[int]:
+    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted(int(path.name) for path in found if path.name.isdecimal())
+
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("after", "sent", "statuses"),
+    [
+        # Of two processes, the one that is not asked has the status of the other.
+        pytest.param("curve.jsonl", [(1, INT)], (130, 130), marks=pytest.mark.thorough),
+        pytest.param("curve.jsonl", [(1, TERM)], (143, 143), marks=pytest.mark.slow),
+        pytest.param("curve.jsonl", [(0, TERM)], (143, 143), marks=pytest.mark.slow),
+        # At different times, with different statuses.
+        pytest.param(
+            "curve.jsonl", [(1, INT), (0, TERM)], (143, 130), marks=pytest.mark.slow
+        ),
+        # While it compiles, and while it saves.
+        pytest.param("config.json", [(1, INT)], (130, 130), marks=pytest.mark.slow),
+        pytest.param("checkpoints/.5*", [(1, INT)], (130, 130), marks=pytest.mark.slow),
+        pytest.param("checkpoints/.5*", [(0, INT)], (130, 130), marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_any_process_stops_all_with_a_checkpoint(
+    after: str,
+    sent: list[tuple[int, signal.Signals]],
+    statuses: tuple[int, int],
+    long: str,
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "run"
+    started = start(2, "train", long, "--parallel", "dp=2", "--out", str(out))
+    wait_for(lambda: [*out.glob(after)])
+    for index, number in sent:
+        started[index].send_signal(number)
+        time.sleep(0.02)
+    both = [each.communicate(timeout=120) for each in started]
+    assert tuple(each.returncode for each in started) == statuses, both
+    asked = {index for index, _ in sent}
+    for index, (printed, err) in enumerate(both):
+        assert ("stopping after this piece" in err) == (index in asked)
+        assert "Traceback" not in err
+        assert (printed == "") == (index > 0)
+    why = "interrupted" if 0 in asked else "another process was stopped"
+    assert both[0][0].splitlines()[-1] == f"{why}; the same command goes on"
+    kept = out / "checkpoints"
+    assert not [path for path in kept.iterdir() if not path.name.isdecimal()]
+    files.check_seal(kept / str(steps_of(kept)[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_second_signal_ends_all_at_once(
+    index: int, long: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    started = start(2, "train", long, "--parallel", "dp=2", "--out", str(out))
+    wait_for((out / "curve.jsonl").exists)
+    for _ in range(2):
+        started[index].send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    began = time.monotonic()
+    for each in started:
+        each.communicate(timeout=60)
+    assert time.monotonic() - began < 40
+    assert started[index].returncode == 130
+    assert started[1 - index].returncode in (1, 130)  # the piece was just over
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
+    config = tmp_path / "mine.json"
+    given = json.loads(config_json.config_dumps(family.TRAININGS["smoke"]))
+    config.write_text(json.dumps(given | {"num_steps": 400, "checkpoint_every": 100}))
+    words = ("train", str(config), "--json")
+    run = ("--out", str(tmp_path / "run"))
+    two = start(2, *words, *run, "--parallel", "dp=2", "--zero", "1")
+    wait_for(lambda: steps_of(tmp_path / "run" / "checkpoints"))
+    two[1].send_signal(signal.SIGINT)
+    printed, _ = two[0].communicate(timeout=120)
+    two[1].communicate(timeout=120)
+    assert json.loads(printed)["status"] == "stopped"
+    step = steps_of(tmp_path / "run" / "checkpoints")[-1]
+    assert 100 <= step < 400
+    four = start(4, *words, *run, "--parallel", "dp=4", first=("--max-seconds", "1e-9"))
+    both = [each.communicate(timeout=240) for each in four]
+    assert [each.returncode for each in four] == [75] * 4, both
+    assert steps_of(tmp_path / "run" / "checkpoints")[-1] == step
+    (one,) = answers(start(1, *words, *run))
+    (whole,) = answers(start(1, *words, "--out", str(tmp_path / "whole")))
+    found, expected = json.loads(one), json.loads(whole)
+    for name in ("train_loss", "loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 @pytest.mark.parametrize(
