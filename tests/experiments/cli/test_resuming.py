@@ -30,7 +30,7 @@ def test_a_damaged_checkpoint_is_one_line(jaxkv: Command) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    way = "--resume previous goes on from the newest whole checkpoint"
+    way = f"--resume previous (or deleting {folder}) goes on from the newest whole"
     assert_refused(jaxkv, STOPPED, f"{path}: is damaged; {way}")
     assert_refused(jaxkv, f"{STOPPED} --resume previous", "no checkpoint is whole")
     (folder / "SHA256SUMS").unlink()
@@ -49,11 +49,11 @@ def test_other_devices_go_on_with_losses_that_agree(jaxkv: Command) -> None:
     document(jaxkv, "train", "half.json", "--out", "run")
     whole_config = Path("whole/config.json").read_text()
     Path("run/config.json").write_text(whole_config)
-    said = "up to 20 were divided as num_processes=1, later ones as data=4,.* 0.0001$"
+    said = "up to 20 were divided as num_processes=1, later ones as data=4,.* 0.002, "
     divided = ("--parallel", "dp=4", "--zero", "1")
     with pytest.warns(UserWarning, match=said):
         found = document(jaxkv, "train", "mine.json", "--out", "run", *divided)
     for name in ("train_loss", "loss"):
         assert found[name] == pytest.approx(whole[name], rel=1e-4)
     page = " ".join(jaxkv("train", "--help")[1].replace("│", " ").split())
-    assert "to a relative 1e-4 (1e-2 in bfloat16)" in page
+    assert "later losses agree to a relative 2e-3" in page
