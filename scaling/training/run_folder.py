@@ -26,7 +26,7 @@ run started from, and how its steps were divided."""
 TOLERANCE = 2e-3
 """Largest relative difference of later losses where a run goes on under another layout
 or in another number of processes: sums round otherwise. Training amplifies that, at a
-learning rate near divergence to 5e-2; `jaxkv/parallel/README.md` has measured values."""
+learning rate near divergence to 5e-2; `jaxkv/parallel/README.md` has measurements."""
 
 _NUM_KEPT = 2
 

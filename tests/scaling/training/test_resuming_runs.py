@@ -348,8 +348,8 @@ def test_losses_after_a_change_of_layout_agree(
 @pytest.mark.parametrize(
     "num",
     [
-        pytest.param(60, marks=pytest.mark.thorough),
-        pytest.param(1000, marks=pytest.mark.slow),
+        pytest.param(25, marks=pytest.mark.thorough),
+        pytest.param(400, marks=pytest.mark.slow),
     ],
 )
 def test_no_damage_ends_in_other_weights(
