@@ -61,7 +61,8 @@ class Engine:
           forward: the model.
           pages: its K and V arrays; the engine consumes them.
           config: the bounds.
-          tokenizer: with `encode`, `stream` and `eos_ids`; needed for text.
+          tokenizer: a `text.Tokenizer` or `text.ByteTokenizer`, or an object with
+            their `encode`, `stream`, `stop_search` and `eos_ids`; needed for text.
           eos_ids: tokens that end an answer; None takes the tokenizer's.
           vocab_size: token ids must lie below it; None does not check.
           policy: who runs; None means `fcfs.fcfs()`.
@@ -399,12 +400,17 @@ class Engine:
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,
             end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
-            parts=[
-                Part(stream=None if self.tokenizer is None else self.tokenizer.stream())
-                for _ in range(ask.num_sequences)
-            ],
+            parts=[self._part(tokens, ask) for _ in range(ask.num_sequences)],
             is_quiet=is_quiet,
         )
+
+    def _part(self, tokens: list[int], ask: Sampling) -> Part:
+        """Makes what the host will keep of an answer; its text goes on the prompt's."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return Part(stream=None)
+        search = tokenizer.stop_search(ask.stop, tokens) if ask.stop else None
+        return Part(stream=tokenizer.stream(tokens), search=search)
 
     def _checked(self, prompt: object, ask: object) -> list[int]:
         """The tokens of a prompt, after all of the request was checked."""

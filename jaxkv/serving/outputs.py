@@ -16,7 +16,9 @@ class FinishedAnswer(NamedTuple):
     tokens: list[int]
     """Its tokens, one that ended it included."""
     text: str | None
-    """The text without stop strings and end tokens; None without a tokenizer."""
+    """The text without stop strings and end tokens: the decode of prompt and answer,
+    less the beginning that it shares with the decode of the prompt, see
+    `text.TextStream`. None without a tokenizer."""
     reason: str
     """"stop", "length", "cancelled", or "nan" where the model broke down: its logits
     were not all finite."""

@@ -18,6 +18,8 @@ class Part:
 
     stream: Any
     """Incremental decoder; None without a tokenizer."""
+    search: Any = None
+    """A `StopSearch` of its text; None if there are no stop strings."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -79,7 +81,7 @@ class Record:
             part.logprobs.append(logprob)
             if part.stream is not None and token not in self.end_tokens:
                 part.text += part.stream.push(token)
-                if self._stops(part):
+                if part.search is not None and self._stops(part, token):
                     reason = "stop"
                     break
         else:
@@ -101,19 +103,19 @@ class Record:
         self._finishes(part)
 
     def _finishes(self, part: Part) -> bool:
-        """Adds what the decoder held back; tells whether that made a stop string."""
+        """Adds what the decoder held back; True if that made a stop string."""
         if part.stream is None:
             return False
         part.text += part.stream.finish()
-        return self._stops(part)
+        return part.search is not None and self._stops(part, None)
 
-    def _stops(self, part: Part) -> bool:
+    def _stops(self, part: Part, token: int | None) -> bool:
         """Cuts the text at the first stop string, if there is one."""
-        found = [part.text.find(stop) for stop in self.sampling.stop]
-        found = [place for place in found if place >= 0]
-        if found:
-            part.text = part.text[: min(found)]
-        return bool(found)
+        tail = part.stream.tail()
+        place = part.search.push(part.text, tail, token)
+        if place is not None:
+            part.text = (part.text + tail)[:place]
+        return place is not None
 
     def close(self, sample: int, drained: state.Sequences | None, row: int) -> None:
         """Takes what the device kept in a row of its sequences; None: never there."""

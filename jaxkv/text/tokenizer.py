@@ -5,7 +5,7 @@ Two tokenizers with the same methods: `Tokenizer` around a `tokenizer.json`, and
 is read and written in `models/checkpoints.py`.
 """
 
-import codecs
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,16 +13,19 @@ from typing import Any
 import tokenizers
 
 from jaxkv.text import chat_templates
+from jaxkv.text.stop_strings import StopSearch
+from jaxkv.text.streams import (
+    BYTES,
+    CLEANUP,
+    Decode,
+    StreamDecoder,
+    TextStream,
+    stage_makers,
+)
 
 NUM_BYTES = 256
 # A byte vocabulary may have a few special tokens after the 256 bytes, never many.
 MAX_BYTE_VOCAB = 264
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# At most three bytes of a UTF-8 character can be there while the fourth is missing.
-MAX_HELD = 3
-# Token ids that decode to no whole character for so long are not text: let them go.
-MAX_PENDING = 32
 
 SPECIAL_TOKENS = (
     "bos_token",
@@ -35,61 +38,8 @@ SPECIAL_TOKENS = (
 )
 
 
-class TextStream:
-    """Decodes one token at a time and never gives out half a character.
-
-    What `push` returned so far plus `finish` is the text of all tokens whenever their
-    bytes are valid UTF-8. Where they are not, replacement characters stand in.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
-        self._decode = decode
-        self._ids: list[int] = []
-        # Text is decoded from `_start`, one clean boundary before the last one
-        # (`_clean`), because some decoders treat the first token of a text apart.
-        self._start = 0
-        self._clean = 0
-        self._num_sent = 0  # characters of the text from `_start` that are out
-
-    def push(self, token: int) -> str:
-        """Adds a token; returns the characters that are now certain, often one word."""
-        self._ids.append(int(token))
-        text = self._decode(self._ids[self._start :])
-        if len(self._ids) - self._clean > MAX_PENDING:
-            new = text[self._num_sent :]
-            self._start = self._clean = len(self._ids)
-            self._num_sent = 0
-        elif not text.endswith(REPLACEMENT):
-            new = text[self._num_sent :]
-            self._start, self._clean = self._clean, len(self._ids)
-            self._num_sent = len(self._decode(self._ids[self._start :]))
-        else:
-            num_held = len(text) - len(text.rstrip(REPLACEMENT))
-            stable = len(text) - min(num_held, MAX_HELD)
-            new = text[self._num_sent : stable]
-            self._num_sent = max(self._num_sent, stable)
-        return new
-
-    def finish(self) -> str:
-        """Returns what was held back: replacement characters for a cut character."""
-        text = self._decode(self._ids[self._start :])[self._num_sent :]
-        self._ids, self._start, self._clean, self._num_sent = [], 0, 0, 0
-        return text
-
-
-class ByteStream:
-    """The `TextStream` of byte tokens: an incremental UTF-8 decoder."""
-
-    def __init__(self):
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        """Adds a token; returns the character it completes, if it does."""
-        return self._decoder.decode(_bytes_of([token]))
-
-    def finish(self) -> str:
-        """Returns a replacement character if a character was cut off."""
-        return self._decoder.decode(b"", final=True)
+_CLEANUP = "clean_up_tokenization_spaces"
+_FORCED_CLEANUP = f"{_CLEANUP}_for_bpe_even_though_it_will_corrupt_output"
 
 
 class _Chats:
@@ -175,9 +125,19 @@ class ByteTokenizer(_Chats):
         del skip_special_tokens  # ids past 255 have no text of their own
         return _bytes_of(ids).decode("utf-8", errors="replace")
 
-    def stream(self) -> ByteStream:
-        """Returns a decoder that takes one token at a time."""
-        return ByteStream()
+    def stream(
+        self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> TextStream:
+        """Returns a decoder that takes one token at a time; see `TextStream`."""
+        del skip_special_tokens
+        return TextStream(_BYTE_TOKENS, context)
+
+    def stop_search(
+        self, stops: Sequence[str], context: Sequence[int] = ()
+    ) -> StopSearch:
+        """Returns a search for stop strings in an answer."""
+        del context  # tokens that are no bytes have no text
+        return StopSearch(stops)
 
     def files(self) -> dict[str, str]:
         """Returns the files that describe it: none, the vocabulary's size does."""
@@ -237,13 +197,70 @@ class Tokenizer(_Chats):
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the ids' text; broken UTF-8 becomes replacement characters."""
-        return self.core.decode(
+        text = self.core.decode(
             [int(token) for token in ids], skip_special_tokens=skip_special_tokens
         )
+        for pattern, new in self._replaced:
+            text = text.replace(pattern, new)
+        return text
 
-    def stream(self) -> TextStream:
-        """Returns a decoder that takes one token at a time."""
-        return TextStream(self.decode)
+    def stream(
+        self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> TextStream:
+        """Returns a decoder that takes one token at a time.
+
+        Args:
+          context: tokens before the text, such as a prompt; see `TextStream`.
+          skip_special_tokens: as `decode` takes it.
+        """
+        shared = self._skipping if skip_special_tokens else self._showing
+        return TextStream(shared, context)
+
+    def stop_search(
+        self, stops: Sequence[str], context: Sequence[int] = ()
+    ) -> StopSearch:
+        """Returns a search for stop strings in an answer.
+
+        Args:
+          stops: the strings; they may contain special tokens.
+          context: tokens before the answer, as `stream` takes them.
+        """
+        special = [x for x in stops if any(y in x for y in self._special_texts)]
+        if not special:
+            return StopSearch(stops)
+        shown = self.stream(context, skip_special_tokens=False)
+        return StopSearch(stops, special, shown)
+
+    @functools.cached_property
+    def _special_texts(self) -> frozenset[str]:
+        added = self.core.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    @functools.cached_property
+    def _skipping(self) -> StreamDecoder:
+        return self._stream_decoder(self._special_texts)
+
+    @functools.cached_property
+    def _showing(self) -> StreamDecoder:
+        return self._stream_decoder(frozenset())
+
+    def _stream_decoder(self, hidden: frozenset[str]) -> StreamDecoder:
+        def piece_of(token: int) -> str | None:
+            text = self.core.id_to_token(token)
+            return None if text in hidden else text
+
+        decoder = self.core.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        stages = stage_makers(state, _decode_of, self._replaced)
+        return StreamDecoder(piece_of, stages)
+
+    @property
+    def _replaced(self) -> tuple[tuple[str, str], ...]:
+        """Patterns that are replaced in a decoded text, as transformers does."""
+        is_asked = self.settings.get(_CLEANUP)
+        is_bpe = isinstance(self.core.model, tokenizers.models.BPE)
+        does_it = is_asked and (not is_bpe or self.settings.get(_FORCED_CLEANUP))
+        return CLEANUP if does_it else ()
 
     def special_ids(self, name: str) -> list[int]:
         """Returns the id of the token with a role, such as `eos_token`, or nothing."""
@@ -274,6 +291,22 @@ def _utf8(text: str) -> bytes:
 def _bytes_of(ids: Iterable[int]) -> bytes:
     """The bytes among token ids."""
     return bytes(int(token) for token in ids if 0 <= token < NUM_BYTES)
+
+
+def _byte_piece(token: int) -> bytes | None:
+    return bytes([token]) if 0 <= token < NUM_BYTES else None
+
+
+_BYTE_TOKENS = StreamDecoder(_byte_piece, BYTES)
+
+
+def _decode_of(state: Mapping[str, Any]) -> Decode:
+    """The decoder of the library whose state this is, as a `tokenizer.json` has it."""
+    model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
+    document = {"version": "1.0", "added_tokens": [], "model": model, "decoder": state}
+    core = tokenizers.Tokenizer.from_str(json.dumps(dict.fromkeys(parts) | document))
+    return core.decoder.decode
 
 
 def _one_line(error: BaseException) -> str:

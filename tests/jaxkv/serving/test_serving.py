@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import jaxkv
 from jaxkv import Sampling
 from jaxkv.models import checkpoints, paged
 from jaxkv.serving import requests
-from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
+from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
 from tests.support import engines
+from tests.support import tokenizers as tokenizers_support
 from tests.support.folders import TOKENIZED
 
 BOUNDS = engines.SERVED
@@ -321,6 +323,46 @@ def test_text_that_may_become_a_stop_string_is_held_back(engine: jaxkv.Engine) -
     assert shown == text
 
 
+def test_text_of_other_tokenizers(
+    engine: jaxkv.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same token ids, whose texts are bytes, words and special tokens.
+    tokenizer = tokenizers_support.tokenizer_of(tokenizers_support.DECODERS["llama"])
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    prompts = [the_tokenizer().encode(prompt) for prompt in PROMPTS]
+    ask = dataclasses.replace(SEVERAL, stop=("</s>", "日"))
+    for prompt in prompts:
+        engine.submit(prompt, ask)
+    told = listen(engine)
+    for prompt, completion in zip(prompts, told.done.values(), strict=True):
+        for each in completion.answers:
+            text = tokenizers_support.text_after(tokenizer, prompt, each.tokens)
+            name = completion.request_id, each.sample
+            assert each.text == told.text[name] == text.partition("日")[0]
+
+
+@pytest.mark.parametrize("place", [3, 8])
+def test_a_special_token_as_a_stop_string(
+    engine: jaxkv.Engine, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    prompt, answer = the_tokenizer().encode("x"), list(greedy_answer("x"))
+    vocab = {f"▁{i}": i for i in range(320)}
+    stop = "<|im_end|>"
+    vocab[stop] = vocab.pop(f"▁{answer[place]}")
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, stop))
+    core.decoder = tokenizers.decoders.Metaspace()
+    core.add_special_tokens([stop])
+    tokenizer = Tokenizer(core)
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    engine.submit(prompt, Sampling.greedy(max_tokens=24, stop=(stop,)))
+    told = listen(engine)
+    [done] = told.done.values()
+    assert done.reason == "stop"
+    assert done.tokens == answer[: answer.index(answer[place]) + 1]
+    text = tokenizers_support.text_after(tokenizer, prompt, done.tokens)
+    assert done.text == told.text[done.request_id, 0] == text
+
+
 def test_end_tokens_are_no_text(engine: jaxkv.Engine) -> None:
     answer = greedy_answer("import os\n")
     token = answer[6]
@@ -540,23 +582,25 @@ def test_what_broke_off_is_never_the_best() -> None:
     assert record.complete().answers[0].score == -6.0
 
 
-HALVES = {1: b"Hi", 2: b"!\xe2\x82", 3: b"\xac"}
-"""Tokens that end within a character."""
+def halves() -> Tokenizer:
+    """Tokens that end within a character: "Hi", "!" and two bytes of one, its third."""
+    vocab = {"Hi": 1, "!âĤ": 2, "¬": 3}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "Hi"))
+    core.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(core)
 
 
 def record_of(**fields: Any) -> requests.Record:
-    """A request whose only answer is made of `HALVES`."""
-
-    def decode(ids: Any) -> str:
-        return b"".join(HALVES[i] for i in ids).decode("utf-8", errors="replace")
-
+    """A request whose only answer is made of `halves`."""
+    sampling, tokenizer = Sampling(**fields), halves()
+    search = tokenizer.stop_search(sampling.stop)
     return requests.Record(
         request_id=0,
         prompt=[1],
-        sampling=Sampling(**fields),
+        sampling=sampling,
         arrival_s=0.0,
         end_tokens=(),
-        parts=[requests.Part(stream=TextStream(decode))],
+        parts=[requests.Part(stream=tokenizer.stream(), search=search)],
     )
 
 
@@ -585,7 +629,7 @@ def test_half_a_character_at_the_end_is_told_as_such() -> None:
     record.close(0, None, 0)
     [answer] = record.complete().answers
     assert (answer.text, answer.reason) == ("Hi!\ufffd", "cancelled")
-    assert answer.text == record.parts[0].stream._decode(answer.tokens)
+    assert answer.text == halves().decode(answer.tokens)
 
 
 def test_scores_of_several_answers(engine: jaxkv.Engine) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.text import chat_templates
-from jaxkv.text.tokenizer import ByteTokenizer, TextStream, Tokenizer
+from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
 from tests.support.folders import TOKENIZED
 
 FOLDER = TOKENIZED
@@ -123,7 +123,7 @@ def test_streams_keep_spaces_and_byte_fallback() -> None:
 
 def test_a_stream_does_not_wait_for_ever() -> None:
     tokenizer = Tokenizer(sentencepiece_like())
-    stream = TextStream(tokenizer.decode)
+    stream = tokenizer.stream()
     parts = [stream.push(3 + 0x80) for _ in range(200)]
     assert len("".join(parts)) > 150
     assert stream.push(1).endswith("world")

@@ -1,0 +1,76 @@
+"""Stop strings: where an answer is cut, found while its text grows.
+
+A stop string is looked for in the text of the answer. One that contains the text of a
+special token is looked for in the text that shows special tokens, and the answer is cut
+at the same token.
+"""
+
+from collections.abc import Sequence
+
+from jaxkv.text.streams import TextStream
+
+
+class StopSearch:
+    """Looks for stop strings in one answer.
+
+    Args:
+      stops: the stop strings.
+      special_stops: those that contain the text of a special token.
+      stream: decoder of the answer that shows special tokens; None without
+        `special_stops`.
+    """
+
+    def __init__(
+        self,
+        stops: Sequence[str],
+        special_stops: Sequence[str] = (),
+        stream: TextStream | None = None,
+    ):
+        self._stops, self._special_stops = stops, special_stops
+        self._stream = stream
+        self._num_final, self._shown = 0, ""
+        # Characters with and without special tokens after 0, 1, 2, ... tokens.
+        self._lengths = [(0, 0)]
+
+    def push(self, final: str, tail: str, token: int | None) -> int | None:
+        """Takes a token; returns the number of characters before a stop string.
+
+        Args:
+          final: the answer's text that no later token changes.
+          tail: the rest of its text, which later tokens may change.
+          token: the last token; None at the end of the answer.
+
+        Returns:
+          Where final and tail together are cut; None without a stop string.
+        """
+        text = final + tail
+        places = _places(text, self._stops, self._num_final)
+        self._num_final = len(final)
+        if self._stream is not None:
+            places += self._special_places(len(text), token, self._stream)
+        return min(places, default=None)
+
+    def _special_places(
+        self, length: int, token: int | None, stream: TextStream
+    ) -> list[int]:
+        num_final = len(self._shown)
+        self._shown += stream.finish() if token is None else stream.push(token)
+        shown = self._shown + stream.tail()
+        self._lengths.append((len(shown), length))
+        found = _places(shown, self._special_stops, num_final)
+        return [self._place_in_text(min(found))] if found else []
+
+    def _place_in_text(self, place: int) -> int:
+        """Where the text without special tokens has a place of the text with them."""
+        pairs = zip(self._lengths, self._lengths[1:], strict=False)
+        for (_, before), (shown_after, after) in pairs:
+            if shown_after > place:
+                # A hidden token adds no characters: its places are all `before`.
+                return max(before, after - (shown_after - place))
+        raise AssertionError("no token has the stop string")
+
+
+def _places(text: str, stops: Sequence[str], num_known: int) -> list[int]:
+    """Where stop strings begin that end after the first `num_known` characters."""
+    found = [text.find(stop, max(0, num_known - len(stop) + 1)) for stop in stops]
+    return [place for place in found if place >= 0]

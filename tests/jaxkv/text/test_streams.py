@@ -1,0 +1,163 @@
+"""Text token by token against the library's decode of the whole."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from jaxkv.text import ByteTokenizer
+from jaxkv.text.streams import TextStream
+from tests.support.tokenizers import (
+    DECODERS,
+    ids_of,
+    random_ids,
+    text_after,
+    tokenizer_of,
+)
+
+
+def streamed(stream: TextStream, ids: list[int]) -> str:
+    return "".join(map(stream.push, ids)) + stream.finish()
+
+
+def check_random_answers(name: str, num: int, **settings: Any) -> None:
+    tokenizer, rng = tokenizer_of(DECODERS[name], **settings), random.Random(name)
+    for _ in range(num):
+        answer = random_ids(rng, tokenizer, rng.choice((0, 1, 2, 3, 5, 8, 13, 30)))
+        prompt = random_ids(rng, tokenizer, rng.choice((0, 1, 2, 3, 6, 12, 30)))
+        skip = rng.random() < 0.7
+        whole = tokenizer.decode(answer, skip_special_tokens=skip)
+        stream = tokenizer.stream(skip_special_tokens=skip)
+        assert streamed(stream, answer) == whole, (prompt, answer)
+        assert streamed(stream, answer) == whole  # a finished one is as new
+        stream = tokenizer.stream(prompt, skip_special_tokens=skip)
+        expected = text_after(tokenizer, prompt, answer, skip)
+        assert streamed(stream, answer) == expected, (prompt, answer)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_random_answers(name: str) -> None:
+    check_random_answers(name, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+def test_many_random_answers(name: str) -> None:
+    check_random_answers(name, 20_000)
+
+
+def test_spaces_are_cleaned_up_where_the_settings_ask_for_it() -> None:
+    check_random_answers("word piece", 20, clean_up_tokenization_spaces=True)
+    tokenizer = tokenizer_of(None, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode(ids_of(tokenizer, "a", ".", "b")) == "a. b"
+
+
+def test_random_bytes() -> None:
+    tokenizer, rng = ByteTokenizer(260), random.Random(0)
+    for _ in range(100):
+        data = "a日é😀".encode() if rng.random() < 0.5 else rng.randbytes(8)
+        ids = [token + 200 * (rng.random() < 0.1) for token in data]
+        ids = [min(token, 259) for token in ids]
+        cut = rng.randrange(len(ids) + 1)
+        assert streamed(tokenizer.stream(), ids) == tokenizer.decode(ids)
+        expected = text_after(tokenizer, ids[:cut], ids[cut:])
+        assert streamed(tokenizer.stream(ids[:cut]), ids[cut:]) == expected
+
+
+@pytest.mark.parametrize(
+    ("decoder", "prompt", "answer", "text"),
+    [
+        ("llama", [], ["bytes:日本"], "日本"),
+        ("llama", ["▁a"], ["▁ab▁"], " ab "),
+        ("llama", [], ["▁ab▁"], "ab "),
+        ("llama", ["▁a", "</s>"], ["▁a"], " a"),
+        ("gemma", ["a"], ["▁", "bytes:é", "</s>", "bytes:é"], " éé"),
+        ("metaspace", [], ["▁a", "</s>", "▁ab▁"], "a ab "),
+        ("metaspace", ["<s>"], ["▁a"], "a"),
+        ("word piece", ["do"], ["not", "##a", "."], " nota."),
+        ("bpe", ["a</w>"], ["a</w>", "a"], " a a"),
+        ("byte level", ["Ġa"], ["Ġa", "æĹ", "¥"], " a日"),
+        ("none", ["a"], ["b", "</s>", "b"], " b b"),
+    ],
+)
+def test_known_answers(
+    decoder: str, prompt: list[str], answer: list[str], text: str
+) -> None:
+    tokenizer = tokenizer_of(DECODERS[decoder])
+    before, ids = ids_of(tokenizer, *prompt), ids_of(tokenizer, *answer)
+    assert streamed(tokenizer.stream(before), ids) == text
+    assert text_after(tokenizer, before, ids) == text
+
+
+@pytest.mark.parametrize(
+    ("cut", "more", "text"),
+    [
+        ("bytes:日", [], ""),
+        ("bytes:日", ["bytes:本"], "本"),
+        ("bytes:日", ["a"], "a"),
+        ("<0xE6>", ["<0x97>", "<0xA5>", "a"], "日a"),
+        ("<0xE6>", ["a"], "a"),
+        # One broken byte breaks those of the prompt, too: no text is shared.
+        ("bytes:日", ["<0xFF>"], "\ufffd" * 4),
+    ],
+)
+def test_a_prompt_that_ends_in_bytes(cut: str, more: list[str], text: str) -> None:
+    tokenizer = tokenizer_of(DECODERS["llama"])
+    prompt, answer = ids_of(tokenizer, "▁a", cut), ids_of(tokenizer, *more)
+    assert streamed(tokenizer.stream(prompt), answer) == text
+    assert text_after(tokenizer, prompt, answer) == text
+
+
+def test_text_is_given_out_as_soon_as_it_is_final() -> None:
+    def pieces(decoder: str, *texts: str) -> list[str]:
+        tokenizer = tokenizer_of(DECODERS[decoder])
+        stream = tokenizer.stream()
+        return [stream.push(token) for token in ids_of(tokenizer, *texts)]
+
+    assert pieces("llama", "a", "bytes:é", "▁a") == ["a", "", "", "é a"]
+    assert pieces("llama", "<0xFF>", "<0xC3>", "a") == ["\ufffd", "\ufffd", "a"]
+    assert pieces("llama", "<0xC3>", "<0xFF>") == ["", "\ufffd\ufffd"]
+    assert pieces("byte level", "a", "æĹ", "¥", "Ġa") == ["a", "", "日", " a"]
+    assert pieces("metaspace", "▁a", "</s>", "▁") == ["a", "", " "]
+    assert pieces("bpe", "a</w>", "b") == ["", "a "]
+
+
+def test_text_held_back_can_be_seen() -> None:
+    tokenizer = tokenizer_of(DECODERS["llama"])
+    stream = tokenizer.stream(ids_of(tokenizer, "bytes:日"))
+    seen = []
+    for token in ids_of(tokenizer, "bytes:本語", "a"):
+        assert stream.push(token) == ("本語a" if len(seen) == 6 else "")
+        seen.append(stream.tail())
+    # Without the character that is not complete.
+    assert seen == ["", "", "本", "本", "本", "本語", ""]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("decoder", "texts"),
+    [
+        ("llama", ["<0x80>"]),
+        ("llama", ["bytes:日"]),
+        ("byte level", ["æ"]),
+        ("metaspace", ["</s>"]),
+        ("expression over tokens", ["aa"]),
+    ],
+)
+def test_time_grows_with_the_number_of_tokens_alone(
+    decoder: str, texts: list[str]
+) -> None:
+    tokenizer = tokenizer_of(DECODERS[decoder])
+    ids = ids_of(tokenizer, *texts)
+
+    def seconds(num: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            stream, start = tokenizer.stream(), time.process_time()
+            streamed(stream, ids * num)
+            best = min(best, time.process_time() - start)
+        return best
+
+    # Ten times as many tokens take ten times as long, not a hundred times.
+    assert seconds(6_000) < 40 * seconds(600)
