@@ -173,17 +173,20 @@ def _load_tokenizer(
     folder: Path, config: ModelConfig
 ) -> tuple[Tokenizer | ByteTokenizer | None, tuple[int, ...]]:
     """Reads the tokenizer, and the tokens that end a text."""
-    settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            settings |= read_json(folder / name)
-    if (folder / "chat_template.jinja").exists():
-        settings["chat_template"] = read_text(folder / "chat_template.jinja")
+    settings = _read_if_there(folder / "tokenizer_config.json") or {}
+    settings |= _chat_templates(folder)
     eos_ids = _configured_eos_ids(folder)
     tokenizer = None
     if (path := folder / "tokenizer.json").exists():
+        special_map = _read_if_there(folder / "special_tokens_map.json")
+        added_tokens = _read_if_there(folder / "added_tokens.json")
         with blaming(path):
-            tokenizer = Tokenizer.from_json(read_text(path), settings=settings)
+            tokenizer = Tokenizer.from_json(
+                read_text(path),
+                settings=settings,
+                special_map=special_map,
+                added_tokens=added_tokens,
+            )
         if eos_ids is None:
             eos_ids = tokenizer.special_ids("eos_token")
     elif NUM_BYTES <= config.vocab_size <= MAX_BYTE_VOCAB and not any(
@@ -196,6 +199,24 @@ def _load_tokenizer(
     if tokenizer is not None:
         tokenizer.eos_ids = known
     return tokenizer, known
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    return read_json(path) if path.exists() else None
+
+
+def _chat_templates(folder: Path) -> dict[str, Any]:
+    """The setting of the chat templates that have files of their own; may be empty."""
+    paths = {"default": folder / "chat_template.jinja"}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        paths[path.stem] = path
+    found = {name: read_text(path) for name, path in paths.items() if path.exists()}
+    if not found:
+        return {}
+    if [*found] == ["default"]:
+        return {"chat_template": found["default"]}
+    named = [{"name": name, "template": text} for name, text in found.items()]
+    return {"chat_template": named}
 
 
 def _configured_eos_ids(folder: Path) -> list[int] | None:

@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import json
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 MAX_STEPS = 5_000_000
 """Lines of Python that a template may run: some seconds of work, and a hundred times
@@ -32,57 +33,115 @@ def render(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **special_tokens: str,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
 ) -> str:
-    """Renders a conversation as Hugging Face's tokenizers do.
+    """Renders a conversation as transformers 5.24 does.
 
     Args:
-      template: its text, or a list of named ones of which "default" counts.
-      messages: in order, each with at least "role" and "content".
+      template: its text, or a list of templates with names: "tool_use" where tools are
+        given, or else "default".
+      messages: in order, at least one; each with "role" and "content", or with other
+        keys in place of the content, such as "tool_calls". Keys that are None count as
+        missing.
       add_generation_prompt: whether to open the assistant's next turn.
-      tools: JSON descriptions of functions, as the template expects them.
-      **special_tokens: texts by role, such as `bos_token`.
+      tools: the functions that the model may call, as JSON schemas.
+      documents: texts that the model may quote.
+      **variables: of the template: the texts of special tokens, such as `bos_token`,
+        and any other. Those that are not passed are undefined, save that `tools` and
+        `documents` are None.
 
     Raises:
-      ValueError: if there is no template, or something else in its place, if a message
-        lacks role or content, or if the template refuses the messages, is itself
-        broken, or runs for longer than `MAX_STEPS`.
+      ValueError: there is no template, or an object of another type in its place; a
+        message lacks role or content; a variable is an option of transformers' own; or
+        the template refuses the messages, is broken, or runs for longer than
+        `MAX_STEPS`.
     """
-    text = _text_of(template)
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise ValueError("messages must be a list, each with a role and a content")
-    for number, message in enumerate(messages):
-        named = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
-        if not named:
-            raise ValueError(f"message {number} must have a role and a content")
-    helpers = dict(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    text = _text_of(template, tools is not None)
+    _check_messages(messages)
+    for name in variables:
+        if name in _OPTIONS:
+            raise ValueError(f"{name} is no variable of a chat template")
+    for name, value in ("tools", tools), ("documents", documents):
+        is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if value is not None and not (
+            is_list and all(isinstance(entry, Mapping) for entry in value)
+        ):
+            raise ValueError(f"{name} must be a list of mappings, or None")
+    conversation = [
+        _with_reasoning({key: x for key, x in message.items() if x is not None})
+        for message in messages
+    ]
+    given = dict(variables, messages=conversation, tools=tools, documents=documents)
+    given["add_generation_prompt"] = add_generation_prompt
+    helpers: dict[str, Any] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": _Namespace,
+    }
     try:
         # Through JSON, so that the template can reach no object of ours.
-        plain = json.loads(json.dumps([dict(message) for message in messages]))
-        described = None if tools is None else [dict(tool) for tool in tools]
+        plain = json.loads(json.dumps(given, default=dict))
         program = _environment().from_string(text, globals=helpers)
         with _counted_steps():
-            return program.render(
-                messages=plain,
-                tools=json.loads(json.dumps(described)),
-                add_generation_prompt=add_generation_prompt,
-                **special_tokens,
-            )
-    except Exception as error:  # whatever a stranger's program raises
+            return program.render(plain)
+    except Exception as error:  # a template may raise any exception
         line = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the chat template failed: {line}") from None
 
 
-def _text_of(template: Any) -> str:
-    """The text of a template, or of the one of several that is named "default".
+_OPTIONS = frozenset(
+    (
+        "conversation",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
+"""Keywords of transformers' `apply_chat_template` that no template sees."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message may have its reasoning, the first one preferred."""
+
+
+def _check_messages(messages: object) -> None:
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not messages:
+        raise ValueError("messages must be a list, each with a role and a content")
+    for number, message in enumerate(messages):
+        named = isinstance(message, Mapping) and "role" in message and len(message) > 1
+        if not named:
+            raise ValueError(
+                f"message {number} must have a role and a content, or tool calls"
+            )
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose reasoning has the two names that templates read."""
+    found = [message[name] for name in _REASONING if name in message]
+    if not found:
+        return message
+    return {"thinking": found[0]} | message | {"reasoning_content": found[0]}
+
+
+def _text_of(template: Any, has_tools: bool) -> str:
+    """The text of a template, or of one of several that have names.
 
     Raises:
       ValueError: there is none.
     """
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, Mapping)]
-        found = [x.get("template") for x in named if x.get("name") == "default"]
-        template = found[-1] if found else None
+        found = {entry.get("name"): entry.get("template") for entry in named}
+        wanted = "tool_use" if has_tools and "tool_use" in found else "default"
+        template = found.get(wanted)
     if template is None:
         raise ValueError("this model has no chat template: give it plain text")
     if not isinstance(template, str):
@@ -146,13 +205,42 @@ def _size(value: Any) -> int:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is plain."""
+    """`{% generation %}` marks the assistant's text for training.
+
+    The text is rendered as it is, with variables of its own, as by transformers.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_text")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's `namespace`, which takes no name that begins with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any):
+        # Without a name for self, which may be a variable of the template.
+        self, *values = args
+        attributes = dict(*values, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"namespace has no variable {name!r}")
 
 
 def _environment() -> jinja2.Environment:
@@ -174,6 +262,18 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

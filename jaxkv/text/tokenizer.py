@@ -7,12 +7,13 @@ is read and written in `models/checkpoints.py`.
 
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
-from jaxkv.text import chat_templates
+from jaxkv.text import chat_templates, special_tokens
 from jaxkv.text.stop_strings import StopSearch
 from jaxkv.text.streams import (
     BYTES,
@@ -26,17 +27,6 @@ from jaxkv.text.streams import (
 NUM_BYTES = 256
 # A byte vocabulary may have a few special tokens after the 256 bytes, never many.
 MAX_BYTE_VOCAB = 264
-
-SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-
 
 _CLEANUP = "clean_up_tokenization_spaces"
 _FORCED_CLEANUP = f"{_CLEANUP}_for_bpe_even_though_it_will_corrupt_output"
@@ -56,43 +46,48 @@ class _Chats:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
     ) -> str:
         """Renders a conversation as the text the model was trained on.
 
         Args:
-          messages: in order, each with at least "role" and "content".
+          messages: in order, each with "role" and "content", or with other keys in
+            place of the content, such as "tool_calls".
           add_generation_prompt: whether to open the assistant's next turn.
-          tools: JSON descriptions of functions, for templates that know of them.
+          chat_template: a template, or the name of one of the model's; None means the
+            model's own.
+          **variables: of the template, such as `tools`, `documents` and
+            `enable_thinking`; see `chat_templates.render`.
 
         Raises:
           ValueError: if there is no template, if a message lacks role or content, or if
             the template refuses the messages or is itself broken.
         """
+        template = self.settings.get("chat_template")
+        if chat_template is not None:
+            named = template if isinstance(template, list) else []
+            found = [x for x in named if x.get("name") == chat_template]
+            template = found[-1].get("template") if found else chat_template
+        known: dict[str, Any] = {**self.special_tokens, **variables}
         return chat_templates.render(
-            self.settings.get("chat_template"),
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            **self.special_tokens,
+            template, messages, add_generation_prompt=add_generation_prompt, **known
         )
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
-        """Returns the token ids of `apply_chat_template`'s text."""
-        text = self.apply_chat_template(messages, add_generation_prompt, tools=tools)
+        """Returns the token ids of `apply_chat_template`'s text, with its arguments."""
+        text = self.apply_chat_template(messages, add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False)
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """The texts of the special tokens that have a role, such as `bos_token`."""
-        texts = {name: token_text(self.settings.get(name)) for name in SPECIAL_TOKENS}
-        return {name: text for name, text in texts.items() if text is not None}
+        return special_tokens.roles(self.settings)
 
 
 class ByteTokenizer(_Chats):
@@ -165,19 +160,42 @@ class Tokenizer(_Chats):
         self.core = core
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.settings = dict(settings or {})
+        self._has_warned = False
 
     @classmethod
-    def from_json(cls, text: str, **kwargs: Any) -> "Tokenizer":
-        """Builds it from the text of a `tokenizer.json`.
+    def from_json(
+        cls,
+        text: str,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        special_map: Mapping[str, Any] | None = None,
+        added_tokens: Mapping[str, Any] | None = None,
+        eos_ids: Iterable[int] = (),
+    ) -> "Tokenizer":
+        """Builds it from the content of a folder's files, see `special_tokens`.
+
+        Args:
+          text: of `tokenizer.json`.
+          settings: of `tokenizer_config.json`.
+          special_map: of `special_tokens_map.json`.
+          added_tokens: of `added_tokens.json`.
+          eos_ids: the tokens that end a text.
 
         Raises:
-          ValueError: if the `tokenizers` library cannot read it.
+          ValueError: the `tokenizers` library cannot read it, or a file names a token
+            without text.
         """
         try:
             core = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"not a tokenizer: {_one_line(error)}") from None
-        return cls(core, **kwargs)
+        present = json.loads(text).get("added_tokens") or []
+        named = special_tokens.read(settings or {}, special_map, added_tokens, present)
+        core.add_tokens(
+            [tokenizers.AddedToken(x.content, **x.flags) for x in named.tokens]
+        )
+        core.encode_special_tokens = bool(named.settings.get("split_special_tokens"))
+        return cls(core, eos_ids=eos_ids, settings=named.settings)
 
     @property
     def vocab_size(self) -> int:
@@ -193,7 +211,23 @@ class Tokenizer(_Chats):
             such as a first token; False for a chat template's output, which has it.
         """
         _utf8(text)
-        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        found = self.core.encode(text, add_special_tokens=add_special_tokens)
+        ids = found.ids
+        if add_special_tokens and ids[:1] == ids[1:2] and not self._has_warned:
+            self._warn_of_two(found)
+        return ids
+
+    def _warn_of_two(self, found: tokenizers.Encoding) -> None:
+        """Warns, once, of a text that begins with the token put in front of it."""
+        # Empty texts have no tokens; the mask marks those that were put around a text.
+        if found.special_tokens_mask[:2] == [1, 0]:
+            self._has_warned = True
+            first = found.tokens[0]
+            warnings.warn(
+                f"the text begins with {first!r}, and the tokenizer puts another one "
+                "first: encode it with add_special_tokens=False, or use encode_chat",
+                stacklevel=3,
+            )
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the ids' text; broken UTF-8 becomes replacement characters."""
@@ -233,8 +267,14 @@ class Tokenizer(_Chats):
 
     @functools.cached_property
     def _special_texts(self) -> frozenset[str]:
-        added = self.core.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+        # A token that was special once stays hidden, whatever its flag is later.
+        def is_hidden(token: int) -> bool:
+            shown = self.core.decode([token], skip_special_tokens=False)
+            return self.core.decode([token]) != shown
+
+        added = self.core.get_added_tokens_decoder().items()
+        hidden = [each for token, each in added if each.special or is_hidden(token)]
+        return frozenset(each.content for each in hidden)
 
     @functools.cached_property
     def _skipping(self) -> StreamDecoder:
@@ -273,12 +313,6 @@ class Tokenizer(_Chats):
             "tokenizer.json": self.core.to_str(pretty=True),
             "tokenizer_config.json": json.dumps(self.settings, indent=2) + "\n",
         }
-
-
-def token_text(token: Any) -> str | None:
-    """Returns a token's text from the two ways `tokenizer_config.json` writes one."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
 
 
 def _utf8(text: str) -> bytes:

@@ -579,6 +579,35 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     assert refusal(folder).startswith("FOLDER/tokenizer.json: not a tokenizer")
 
 
+def test_tokens_that_other_files_name(tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / "tokenized", tmp_path / "t")
+    change_config(folder, eos_token_id=None)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"eos_token": None}
+    path.write_text(json.dumps(settings))
+    special_map = {"eos_token": "<|role|>", "pad_token": {"content": "<pad>"}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special_map))
+    (folder / "added_tokens.json").write_text('{"<pad>": 320, "<think>": 321}')
+    loaded = checkpoints.load_model(folder)
+    tokenizer = loaded.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    assert loaded.eos_ids == (2,)
+    assert tokenizer.encode("<think><pad>", add_special_tokens=False) == [321, 320]
+    assert tokenizer.decode([321, 320]) == "<think>"
+
+    (folder / "chat_template.jinja").write_text("d")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    tokenizer = checkpoints.load_model(folder).tokenizer
+    assert tokenizer is not None
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat) == "d"
+    assert tokenizer.apply_chat_template(chat, tools=[]) == "t"
+
+    (folder / "added_tokens.json").write_text('{"<pad>": "x"}')
+    assert "token id 'x' must be a whole number" in refusal(folder)
+
+
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert checkpoints.load_model(GOLDEN / "llama").tokenizer is None
     params = transformer.init_params(SMALL, jax.random.key(0))

@@ -1,0 +1,188 @@
+"""Special and added tokens that a folder names outside of its `tokenizer.json`.
+
+Three files may name them: `tokenizer_config.json`, and in older folders
+`special_tokens_map.json` and `added_tokens.json`. The rules are those of transformers
+5.24: the two older files count only where `tokenizer_config.json` has no
+`added_tokens_decoder`, and then `special_tokens_map.json` has precedence.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""Roles that every tokenizer knows."""
+
+EXTRA = "extra_special_tokens"
+_OLD_EXTRA = "additional_special_tokens"
+_ROLES = "model_specific_special_tokens"
+"""Setting: role -> token, of roles that only some models know."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class AddedToken(NamedTuple):
+    """A token that is looked for in a text before anything else."""
+
+    content: str
+    """Its text."""
+    flags: Mapping[str, bool]
+    """How it is looked for, and whether it is special, as the library names it."""
+
+
+class NamedTokens(NamedTuple):
+    """What the files name."""
+
+    settings: dict[str, Any]
+    """The settings, with those of `special_tokens_map.json` where they count."""
+    tokens: list[AddedToken]
+    """Tokens to add to the tokenizer, in order."""
+
+
+def read(
+    settings: Mapping[str, Any],
+    special_map: Mapping[str, Any] | None,
+    added: Mapping[str, Any] | None,
+    present: Sequence[Mapping[str, Any]],
+) -> NamedTokens:
+    """Reads the tokens that the files name.
+
+    Args:
+      settings: the content of `tokenizer_config.json`.
+      special_map: of `special_tokens_map.json`; None without that file.
+      added: of `added_tokens.json`: text -> id; None without that file.
+      present: the added tokens of `tokenizer.json`.
+
+    Raises:
+      ValueError: an entry has no text, or an id is no number.
+    """
+    settings = dict(settings)
+    if not isinstance(settings.get(EXTRA) or [], list | Mapping):
+        raise ValueError(f"{EXTRA}={settings[EXTRA]!r} must be a list or an object")
+    if not settings.get(EXTRA) and _OLD_EXTRA in settings:
+        settings[EXTRA] = settings.pop(_OLD_EXTRA)
+    own = [name for name in _own(settings) if isinstance(settings[name], str)]
+    _take_roles(settings, {name: settings.pop(name) for name in own})
+    by_id: dict[int, AddedToken] = {}
+    by_text: dict[str, AddedToken] = {}
+
+    def note(name: Any, token: AddedToken) -> None:
+        by_id[_id(name)] = by_text[token.content] = token
+
+    # The tokenizer has these tokens afterwards, and keeps them.
+    listed = settings.pop("added_tokens_decoder", None)
+    if listed is not None:
+        if not isinstance(listed, Mapping):
+            raise ValueError(f"added_tokens_decoder={listed!r} must be an object")
+        for name, entry in listed.items():
+            note(name, _token("added_tokens_decoder", entry))
+    else:
+        for key, value in (special_map or {}).items():
+            settings[key] = _from_map(key, value, settings)
+        _take_roles(settings, {})
+        plain = [*map(settings.get, SPECIAL_TOKENS), *(settings.get(EXTRA) or [])]
+        # Those that `tokenizer_config.json` writes with flags do not count here.
+        texts = {text_of(entry) for entry in plain if not _has_type(entry)}
+        for text, name in (added or {}).items():
+            is_special = text in texts
+            flags = {"normalized": not is_special, "special": is_special}
+            note(name, AddedToken(text, flags))
+        for entry in present:
+            note(entry.get("id"), _token("added_tokens", entry))
+    if EXTRA not in settings and _OLD_EXTRA in settings:
+        settings[EXTRA] = settings.pop(_OLD_EXTRA)
+    tokens = [by_id[name] for name in sorted(by_id)]
+    known = {token.content for token in tokens}
+    known.update(str(entry.get("content")) for entry in present)
+    entries = [*_entries(settings).items()]
+    entries += [(EXTRA, entry) for entry in settings.get(EXTRA) or []]
+    # A token may come as a text and with flags: the library takes the later of the two.
+    once: list[Any] = []
+    for name, entry in entries:
+        if entry is not None and entry not in once:
+            once.append(entry)
+            more = _token(name, entry)
+            if name in SPECIAL_TOKENS:
+                # One with the id of another token has left its flags here.
+                more = by_text.get(more.content, more)
+            tokens += [more] if more.content not in known else []
+    named = set(roles(settings).values())
+    tokens = [
+        token._replace(flags={**token.flags, "special": True})
+        if token.content in named
+        else token
+        for token in tokens
+    ]
+    return NamedTokens(settings, tokens)
+
+
+def roles(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of the tokens that have a role, such as `bos_token`."""
+    texts = {name: text_of(value) for name, value in _entries(settings).items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def text_of(token: Any) -> str | None:
+    """Returns a token's text from the two ways in which a file may write one."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _own(settings: Mapping[str, Any]) -> list[str]:
+    """Names of roles that only some models know, such as `image_token`."""
+    # Not every name that ends so has a token: `add_bos_token` has True or False.
+    names = [name for name in settings if name.endswith("_token")]
+    return [x for x in names if x not in SPECIAL_TOKENS and text_of(settings[x])]
+
+
+def _entries(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens that have a role, as the settings write them."""
+    names = (*SPECIAL_TOKENS, *_own(settings))
+    return {name: settings.get(name) for name in names} | (settings.get(_ROLES) or {})
+
+
+def _take_roles(settings: dict[str, Any], roles: dict[str, Any]) -> None:
+    """Puts roles, and extra tokens that have names, into a setting of their own."""
+    extra = settings.get(EXTRA)
+    roles |= settings.pop(EXTRA) if isinstance(extra, Mapping) else {}
+    if roles:
+        settings[_ROLES] = (settings.get(_ROLES) or {}) | roles
+
+
+def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
+    """A setting of `special_tokens_map.json`: its tokens are special."""
+    if key != EXTRA:
+        return {**value, "special": True} if isinstance(value, Mapping) else value
+    if not isinstance(value, list):
+        return value
+    known = list(settings.get(EXTRA) or [])
+    more = [{**x, "special": True} if isinstance(x, Mapping) else x for x in value]
+    return known + [token for token in more if token not in known]
+
+
+def _has_type(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and "__type" in entry
+
+
+def _token(name: str, entry: Any) -> AddedToken:
+    """A token as a file has it: a text, which is special, or a text with flags."""
+    text = text_of(entry)
+    if text is None:
+        raise ValueError(f"{name}={entry!r} must be a text, or an object with content")
+    if isinstance(entry, str):
+        return AddedToken(text, {"special": True})
+    flags = {name: bool(entry[name]) for name in _FLAGS if name in entry}
+    return AddedToken(text, flags)
+
+
+def _id(name: Any) -> int:
+    try:
+        return int(name)
+    except (TypeError, ValueError):
+        raise ValueError(f"token id {name!r} must be a whole number") from None

@@ -1,0 +1,180 @@
+"""Writes `named_tokens.json` and `chats.json` with transformers (run by hand).
+
+`named_tokens.json`: folders of a tokenizer whose special and added tokens are named in
+one or several files, at random, and what transformers reads there: all added tokens
+with their flags, the roles, the end token, and some texts encoded and decoded.
+
+`chats.json`: chat templates, their arguments and the rendered text.
+
+    python tests/golden/make_tokens.py
+"""
+
+import json
+import pathlib
+import random
+import tempfile
+from typing import Any
+
+import tokenizers
+import transformers
+
+HERE = pathlib.Path(__file__).parent
+NUM_FOLDERS = 24
+WORDS = ("a", "b", "c", ".", "'s", "hello", "[UNK]", "<s>", "</s>", "<mask>")
+TOKENS = ("<s>", "</s>", "<pad>", "<tool>", "<think>", "<new 1>", "<image>", "hello")
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TEXTS = ("a<tool> hello<think>b", "<s>a <new 1> </s>.", "hello 's <image><pad> c")
+
+
+def flagged(rng: random.Random, **more: str) -> dict[str, Any]:
+    flags = {name: rng.random() < 0.3 for name in FLAGS}
+    return {"content": rng.choice(TOKENS), **flags, **more}
+
+
+def entry(rng: random.Random) -> Any:
+    typed = flagged(rng, __type="AddedToken")
+    return rng.choice((rng.choice(TOKENS), rng.choice(TOKENS), typed, None))
+
+
+def random_files(rng: random.Random) -> dict[str, dict[str, Any]]:
+    """The files that name tokens, by the names that the tests give them."""
+    settings: dict[str, Any] = {}
+    for role in (*ROLES, "image_token"):
+        if rng.random() < 0.4:
+            settings[role] = entry(rng)
+    if rng.random() < 0.4:
+        settings["additional_special_tokens"] = rng.sample(TOKENS, rng.randrange(3))
+    if rng.random() < 0.4:
+        names = rng.sample(TOKENS, 2)
+        as_object = dict(zip(("video_token", "x"), names, strict=True))
+        settings["extra_special_tokens"] = rng.choice((names, as_object, []))
+    if rng.random() < 0.4:
+        settings["added_tokens_decoder"] = {
+            str(10 + i): flagged(rng) for i in rng.sample(range(6), rng.randrange(4))
+        }
+    if rng.random() < 0.2:
+        settings["split_special_tokens"] = True
+    settings["clean_up_tokenization_spaces"] = rng.random() < 0.5
+    files = {"tokenizer_config": settings}
+    if rng.random() < 0.5:
+        untyped = flagged(rng)
+        untyped.pop("special")
+        found: dict[str, Any] = {}
+        found |= {role: rng.choice(TOKENS) for role in ROLES if rng.random() < 0.4}
+        found[rng.choice(ROLES)] = untyped
+        if rng.random() < 0.4:
+            found["additional_special_tokens"] = rng.sample(TOKENS, 2)
+        files["special_tokens_map"] = found
+    if rng.random() < 0.5:
+        some = rng.sample(TOKENS, 3)
+        files["added_tokens"] = {text: 10 + i for i, text in enumerate(some)}
+    return files
+
+
+def random_core(rng: random.Random) -> tokenizers.Tokenizer:
+    vocab = {word: i for i, word in enumerate(WORDS)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    for text in rng.sample(TOKENS, rng.randrange(4)):
+        add = rng.choice((core.add_tokens, core.add_special_tokens))
+        add([tokenizers.AddedToken(text, lstrip=rng.random() < 0.3)])
+    return core
+
+
+def named_tokens(seed: int) -> dict[str, Any]:
+    """One folder and what transformers reads there."""
+    rng = random.Random(seed)
+    core, files = random_core(rng), random_files(rng)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        core.save(str(folder / "tokenizer.json"))
+        for file, content in files.items():
+            (folder / f"{file}.json").write_text(json.dumps(content))
+        found = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = [rng.choices(range(len(found)), k=8) for _ in range(3)]
+    return {
+        "core": json.loads(core.to_str()),
+        "files": files,
+        "added": {
+            token: [text.content, *(getattr(text, name) for name in FLAGS)]
+            for token, text in sorted(found.added_tokens_decoder.items())
+        },
+        "roles": dict(found.special_tokens_map),
+        "eos": found.eos_token_id,
+        "encoded": [[text, found.encode(text)] for text in TEXTS],
+        "decoded": [
+            [each, found.decode(each), found.decode(each, skip_special_tokens=True)]
+            for each in ids
+        ],
+    }
+
+
+CALL = {"function": {"name": "f", "arguments": {"x": "<1>", "y": [1, 2.5, None]}}}
+USER = {"role": "user", "content": "hi"}
+TURNS = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+LOOP = "{% for m in messages %}"
+CHATS: list[tuple[Any, list[dict[str, Any]], dict[str, Any]]] = [
+    ("{% if tools is not none %}T{% else %}-{% endif %}{{ tools }}", [USER], {}),
+    ("{{ documents is none }}{{ documents is defined }}", [USER], {}),
+    ("{{ enable_thinking is defined }}", [USER], {}),
+    ("{{ enable_thinking }}", [USER], {"enable_thinking": False}),
+    ("{{ tools | tojson(indent=2) }}", [USER], {"tools": [CALL]}),
+    ("{{ documents[0].title }}", [USER], {"documents": [{"title": "<é>"}]}),
+    (LOOP + "{{ m.role }}:{{ m.content }}{{ m.tool_calls }};{% endfor %}", TURNS, {}),
+    (LOOP + "{% if m.content is defined %}c{% endif %}{% endfor %}", TURNS, {}),
+    (LOOP + "{{ m.tool_calls | tojson }}{% endfor %}", TURNS[1:], {}),
+    (LOOP + "{{ m | tojson(sort_keys=true) }}{% endfor %}", [USER], {}),
+    ("{{ messages | tojson(separators=(',', ':')) }}", TURNS, {}),
+    ("{{ messages | tojson(true) }}", [{"role": "user", "content": "é<"}], {}),
+    (LOOP + "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}"
+     "{% endfor %}", TURNS, {}),
+    (LOOP + "{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}", TURNS,
+     {}),
+    ("{% set ns = namespace(a=1, self=2) %}{% set ns.a = 3 %}{{ ns.a }}", [USER], {}),
+    ("{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}", [USER], {}),
+    ("{{ bos_token }}", [USER], {"bos_token": "<other>"}),
+    (LOOP + "{{ m.reasoning_content }}{{ m.thinking }}{% endfor %}",
+     [{"role": "assistant", "content": "a", "reasoning": "why"}], {}),
+    ("{{ dict(a=1) }}{{ range(3) | list }}{{ (1, 2) }}{{ 'a' ~ none }}", [USER], {}),
+    ([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}],
+     [USER], {}),
+    ([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}],
+     [USER], {"tools": [CALL]}),
+    ([{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}],
+     [USER], {"chat_template": "rag"}),
+]  # fmt: skip
+"""Templates, messages, and further arguments."""
+
+
+def chat(
+    template: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """A chat and its text."""
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=template,
+    )
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **arguments
+    )
+    return {
+        "template": template,
+        "messages": messages,
+        "arguments": arguments,
+        "text": text,
+    }
+
+
+def write(name: str, cases: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    (HERE / name).write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    write("named_tokens.json", [named_tokens(seed) for seed in range(NUM_FOLDERS)])
+    write("chats.json", [chat(*case) for case in CHATS])
