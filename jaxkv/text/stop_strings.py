@@ -43,7 +43,7 @@ class StopSearch:
         Returns:
           Where final and tail together are cut; None without a stop string.
         """
-        text = final + tail
+        text = final + tail if tail else final
         places = _places(text, self._stops, self._num_final)
         self._num_final = len(final)
         if self._stream is not None:

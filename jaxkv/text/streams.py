@@ -18,7 +18,6 @@ in proportion to n.
 """
 
 import codecs
-import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -67,6 +66,12 @@ class _Stage:
         """
         del is_over
         return ()
+
+    def copy(self) -> Any:
+        """Returns a stage in the same state."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
 
 
 class _Each(_Stage):
@@ -120,9 +125,9 @@ class _ByteRuns(_Stage):
         self._text: list[str] = []  # its complete characters, while it is valid
         self._partial = b""
 
-    def __copy__(self) -> "_ByteRuns":
-        other = _ByteRuns()
-        vars(other).update(vars(self), _text=list(self._text))
+    def copy(self) -> Any:
+        other = super().copy()
+        other._text = list(self._text)
         return other
 
     def push(self, piece: str) -> Sequence[str]:
@@ -214,7 +219,7 @@ class _ReplaceText(_Stage):
         return (self._content.join([*before, rest[:end]]),)
 
     def held(self, is_over: bool) -> Sequence[str]:
-        return (self._last,)
+        return (self._last,) if self._last else ()
 
 
 class _Whole(_Stage):
@@ -224,8 +229,8 @@ class _Whole(_Stage):
         self._decode, self._is_joined = decode, is_joined
         self._pieces: list[str] = []
 
-    def __copy__(self) -> "_Whole":
-        other = _Whole(self._decode, self._is_joined)
+    def copy(self) -> Any:
+        other = super().copy()
         other._pieces = list(self._pieces)
         return other
 
@@ -281,8 +286,11 @@ class TextStream:
 
     def _held(self, is_over: bool) -> str:
         pieces: Sequence[Any] = ()
-        for stage in map(copy.copy, self._stages):
-            made = [new for each in pieces for new in stage.push(each)]
+        for stage in self._stages:
+            made: list[Any] = []
+            if pieces:
+                stage = stage.copy()
+                made = [new for each in pieces for new in stage.push(each)]
             pieces = [*made, *stage.held(is_over)]
         return "".join(pieces)
 
