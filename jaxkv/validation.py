@@ -8,11 +8,16 @@ are given it, and the names of fields, with dots where they are fields of fields
 """
 
 import dataclasses
+import difflib
+import functools
+import inspect
 import math
+import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 INT32 = 2**31
@@ -29,6 +34,75 @@ def shown(value: object) -> str:
     except Exception:  # whatever a stranger's object raises, or an int of 5,000 digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+class UnknownKeyword(TypeError, ValueError):
+    """A keyword that a function does not have.
+
+    A TypeError, as Python's own is, and a ValueError, as every refusal is.
+    """
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> str:
+    """Formats the message for a name that is not one of the choices.
+
+    Args:
+      kind: what is named, such as "experiment".
+      name: the name that was passed.
+      choices: the names that exist.
+
+    Returns:
+      One line with up to three near names, or with every choice if none is near.
+    """
+    names = list(choices)
+    near = difflib.get_close_matches(name, names, cutoff=0.5)
+    every = ", ".join(names) or "(there are none)"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"one of: {every}"
+    return f"unknown {kind} {name!r}; {hint}"
+
+
+def check_keywords(
+    function: str, given: Mapping[str, Any], known: Iterable[str]
+) -> None:
+    """Checks the names of keyword arguments.
+
+    Args:
+      function: what a message calls the function.
+      given: the keyword arguments.
+      known: the names that the function has.
+
+    Raises:
+      UnknownKeyword: names the first unknown keyword and the nearest known ones.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "see its help"
+            raise UnknownKeyword(
+                f"{function}() got an unexpected keyword argument {name!r}; {hint}"
+            )
+
+
+def suggests_keywords[T: Callable[..., Any]](function: T) -> T:
+    """Decorates a function or class, to refuse a misspelt keyword with a suggestion."""
+    if isinstance(function, type):
+        own: Any = function
+        own.__init__ = _suggesting(own.__init__, own.__name__)
+        return function
+    return _suggesting(function, getattr(function, "__qualname__", "function"))
+
+
+def _suggesting(function: Any, title: str) -> Any:
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **fields: Any) -> Any:
+        if not fields.keys() <= known:
+            check_keywords(title, fields, sorted(known - {"self", "cls"}))
+        return function(*args, **fields)
+
+    return checked
 
 
 def integer(
@@ -130,13 +204,27 @@ def by_type(owner: Any, **bounds: int | tuple[int, int]) -> dict[str, Any]:
     """
     return {
         field.name: _of_type(
-            f"self.{field.name}",
+            f"{field.name}",
             getattr(owner, field.name),
             field.type,
             bounds.get(field.name),
         )
         for field in dataclasses.fields(owner)
     }
+
+
+def settle(owner: Any, **bounds: int | tuple[int, int]) -> None:
+    """Checks every field of a frozen config; NumPy's and JAX's numbers become Python's.
+
+    Arguments are those of `by_type`. The config is then hashable, and can be written to
+    a file.
+
+    Raises:
+      ValueError: names the first field that has another value.
+    """
+    for name, value in by_type(owner, **bounds).items():
+        if type(getattr(owner, name)) not in (bool, int, float, str):
+            object.__setattr__(owner, name, value)
 
 
 def at_least(owner: object, *names: str, low: int | float = 1) -> None:
@@ -219,6 +307,74 @@ def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> N
             raise ValueError(f"{name}={shown(values)} must be {some} {allowed}")
 
 
+def instance(name: str, value: object, *kinds: Any) -> Any:
+    """Checks that a value is an object of one of several types.
+
+    A class is refused, although it has the methods of a protocol.
+
+    Raises:
+      ValueError: it is of another type.
+    """
+    if isinstance(value, type) or not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        wanted = wanted.replace("NoneType", "None")
+        raise ValueError(f"{name}={shown(value)} must be a {wanted}")
+    return value
+
+
+def path(name: str, value: object) -> Path:
+    """Checks the path of a file or folder, which need not exist.
+
+    Raises:
+      ValueError: it is neither text nor an `os.PathLike` of text.
+    """
+    if isinstance(value, str | os.PathLike) and not isinstance(value, type):
+        try:
+            return Path(value)
+        except TypeError:  # a path of bytes
+            pass
+    raise ValueError(f"{name}={shown(value)} must be a path, a str or os.PathLike")
+
+
+def integers(
+    name: str, value: object, *, low: int = 0, below: int = INT32
+) -> tuple[int, ...]:
+    """Checks a sequence of whole numbers in `[low, below)`.
+
+    Raises:
+      ValueError: it is no such sequence, or shows the first number out of range.
+    """
+    try:
+        found = tokens(name, value).tolist()
+    except ValueError:
+        found = None
+    if found is None or not all(low <= x < below for x in found):
+        allowed = f" in [{low}, {below - 1}]" if low > -INT32 else ""
+        raise ValueError(
+            f"{name}={shown(value)} must be a sequence of whole numbers{allowed}"
+        )
+    return tuple(found)
+
+
+def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:
+    """Checks a sequence of token ids of a vocabulary; None means all of int32.
+
+    Returns:
+      The ids, an int32 NumPy array `[tokens]`.
+
+    Raises:
+      ValueError: it is no such sequence, or shows the first id out of range.
+    """
+    import numpy as np
+
+    ids = tokens(name, value)
+    top = INT32 if vocab_size is None else vocab_size
+    outside = ids[(ids < 0) | (ids >= top)]
+    if outside.size:
+        raise ValueError(f"{name}: token id {outside[0]} must be in [0, {top})")
+    return ids.astype(np.int32)
+
+
 def tokens(name: str, value: object) -> Any:
     """Checks a sequence of token ids, as yet of any size.
 
@@ -262,9 +418,11 @@ def floating(name: str, value: Any) -> Any:
       ValueError: it is none.
     """
     import jax.numpy as jnp
+    import numpy as np
 
     try:
-        dtype = jnp.dtype(value)
+        # NumPy takes a number for its type.
+        dtype = None if isinstance(value, np.generic) else jnp.dtype(value)
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -305,14 +463,16 @@ def _of_type(
         low = 1 if low is None else low
         hint = f"at least {low},{ending}" if ending else ""
         return integer(name, value, low=low, below=below, hint=hint)
+    if get_origin(kind) is tuple and get_args(kind) == (int, ...):
+        return integers(name, value, low=-INT32)
+    if get_origin(kind) is Callable:
+        return instance(name, value, Callable)
     if kind is float:
         least, hint = math.ulp(0.0), "above 0 and finite"
         if isinstance(bounds, int):
             least, hint = bounds, f"at least {bounds}"
         return number(name, value, low=least, high=sys.float_info.max, hint=hint)
-    if not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} must be a {kind.__name__}{ending}")
-    return value
+    return instance(name, value, kind, *([type(None)] if ending else []))
 
 
 def _entries(

@@ -3,7 +3,8 @@
 import os
 import re
 from collections.abc import MutableMapping
-from pathlib import Path
+
+from jaxkv import files
 
 MIN_COMPILE_TIME_S = 0.2
 """Programs that compile faster are not worth a file."""
@@ -21,8 +22,7 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     if "JAX_COMPILATION_CACHE_DIR" in environ:
         return
-    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(base) / "jaxkv")
+    environ["JAX_COMPILATION_CACHE_DIR"] = str(files.cache_folder(environ))
     environ.setdefault(
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", str(MIN_COMPILE_TIME_S)
     )

@@ -1,7 +1,6 @@
 """JSON in and out: plain values from anything we hold, configs back from JSON."""
 
 import dataclasses
-import difflib
 import json
 import math
 import types
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv import files
+from jaxkv.validation import unknown
 
 
 def plain(value: Any) -> Any:
@@ -71,19 +71,6 @@ def config_loads[T](config_type: type[T], text: str, where: str) -> T:
         or one that the config refuses; one line that says where.
     """
     return restore(config_type, files.parse_json(text, where), where)
-
-
-def unknown(kind: str, name: str, choices: Iterable[str]) -> str:
-    """Says that a name of a kind, such as "experiment", is not known.
-
-    Returns:
-      One line with up to three near names, or with every choice if none is near.
-    """
-    names = list(choices)
-    near = difflib.get_close_matches(name, names, cutoff=0.5)
-    every = ", ".join(names) or "(there are none)"
-    hint = f"did you mean {' or '.join(near)}?" if near else f"one of: {every}"
-    return f"unknown {kind} {name!r}; {hint}"
 
 
 def restore(hint: Any, value: Any, where: str) -> Any:

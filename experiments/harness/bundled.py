@@ -1,38 +1,24 @@
-"""Where models lie: folders on disk, and the small ones that ship with the project."""
+"""The models that ship with the project, and the heads that draft for them."""
 
-import json
 from pathlib import Path
 
-from experiments.framework import config_json
+from jaxkv import files
 
 FOLDER = Path(__file__).parents[1] / "models"
 
 
 def names() -> list[str]:
     """Lists the models that ship with the project, without heads that draft for one."""
-    return sorted(
-        path.parent.name
-        for path in FOLDER.glob("*/config.json")
-        if "architectures" in json.loads(path.read_text("utf-8"))
-    )
+    return sorted(files.bundled_models())
 
 
 def folder_of(model: str) -> Path:
-    """Finds a model.
-
-    Args:
-      model: the path of a Hugging Face folder, or the name of a bundled model. Where
-        both exist, the path wins.
+    """Finds a model, see `jaxkv.files.model_folder`.
 
     Raises:
-      ValueError: there is neither; the line gives the nearest names.
+      ValueError: there is none of this path or name.
     """
-    if model and Path(model).is_dir():
-        return Path(model)
-    if model not in names():
-        line = config_json.unknown("model", model, names())
-        raise ValueError(f"{line} (or the path of a folder)")
-    return FOLDER / model
+    return files.model_folder(model)
 
 
 def heads_of(model: str, kind: str) -> Path:

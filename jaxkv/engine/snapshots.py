@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxkv import validation
 from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.files import (
     aside,
@@ -48,6 +49,7 @@ ABSENT = "absent"
 """What a message says of a field or an array that one side does not have."""
 
 
+@validation.suggests_keywords
 def save_state(
     folder: str | os.PathLike[str],
     state: EngineState,
@@ -75,7 +77,7 @@ def save_state(
         of the configuration, if pages of it are in the memory of the host or on devices
         of another process, or if there is no room for it.
     """
-    folder = Path(folder).absolute()
+    folder = validation.path("folder", folder).absolute()
     leaves = jax.tree.leaves(state)
     if not all(getattr(x, "is_fully_addressable", True) for x in leaves):
         raise ValueError(
@@ -106,6 +108,7 @@ def save_state(
     return folder
 
 
+@validation.suggests_keywords
 def load_state(
     folder: str | os.PathLike[str],
     config: EngineConfig,
@@ -130,7 +133,7 @@ def load_state(
       ValueError: names the folder and what is wrong with it: missing, damaged, of
         another configuration or of another model's pages.
     """
-    folder = Path(folder).absolute()
+    folder = validation.path("folder", folder).absolute()
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such snapshot")
     saved = _read_header(folder / HEADER)

@@ -31,6 +31,7 @@ REASONS = (None, "stop", "length", "cancelled", "nan")
 NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The static bounds of an engine. Each one fixes a shape, none a policy."""
@@ -102,27 +103,31 @@ class EngineConfig:
             "max_drafts",
         )
         bounds = {"max_length": 2, "seed": (0, 2**64), **dict.fromkeys(off, 0)}
-        plain = validation.by_type(self, **bounds)
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+        validation.settle(self, **bounds)
         if self.token_budget < self.max_slots:
             raise ValueError(
-                f"{self.token_budget=} must be at least {self.max_slots=}, "
+                f"token_budget={self.token_budget} must be at least "
+                f"max_slots={self.max_slots}, "
                 "one row for each decoding slot"
             )
         if self.max_logit_rows and self.max_logit_rows < self.max_slots:
             raise ValueError(
-                f"{self.max_logit_rows=} must be 0 or at least {self.max_slots=}"
+                f"max_logit_rows={self.max_logit_rows} must be 0 or at least "
+                f"max_slots={self.max_slots}"
             )
         if self.queue_capacity + self.max_slots >= validation.INT32:
             raise ValueError(
-                f"{self.queue_capacity=} and {self.max_slots=} must stay below 2**31"
+                f"queue_capacity={self.queue_capacity} and "
+                f"max_slots={self.max_slots} must stay below 2**31"
             )
         if self.max_beams > self.max_slots:
-            raise ValueError(f"{self.max_beams=} must be in [0, {self.max_slots=}]")
+            raise ValueError(
+                f"max_beams={self.max_beams} must be in [0, max_slots={self.max_slots}]"
+            )
         if self.max_drafts >= self.max_length:
             raise ValueError(
-                f"{self.max_drafts=} must be in [0, {self.max_length=}): a draft takes "
+                f"max_drafts={self.max_drafts} must be in [0, "
+                f"max_length={self.max_length}): a draft takes "
                 "a token place"
             )
 

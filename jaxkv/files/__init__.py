@@ -5,8 +5,10 @@ written appears whole or not at all: nobody ever meets half of it.
 """
 
 import contextlib
+import difflib
 import errno
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -45,6 +47,64 @@ BESIDE_BYTES = 2**20
 DIGESTS = "SHA256SUMS"
 """Name of the file that lists a folder's digests; `sha256sum -c` checks it too."""
 _SEAL = b"# SHA-256 of the lines above: "
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Returns the user's folder for compiled programs, which may be deleted any time.
+
+    It is `jaxkv` in `$XDG_CACHE_HOME`, or in `~/.cache`.
+
+    Args:
+      environ: the environment variables.
+    """
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxkv")
+
+
+def bundled_models() -> dict[str, Path]:
+    """Returns the folders of the models that ship with the project, by name.
+
+    They are data of the package `experiments`, which is located and not imported: this
+    package works without it, and has then no bundled models.
+    """
+    spec = importlib.util.find_spec("experiments")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return {
+        path.parent.name: path.parent
+        for folder in folders
+        for path in sorted(Path(folder, "models").glob("*/config.json"))
+        # Drafting heads have no architecture of their own.
+        if "architectures" in json.loads(path.read_text("utf-8"))
+    }
+
+
+def model_folder(model: str | os.PathLike[str]) -> Path:
+    """Finds the folder of a model.
+
+    Args:
+      model: the path of a Hugging Face folder, or the name of a bundled model. Where
+        both exist, the path wins.
+
+    Raises:
+      ValueError: there is neither. The line has the nearest names, or the command that
+        downloads a model from the Hugging Face Hub.
+    """
+    path, known = Path(model), bundled_models()
+    if os.fspath(model) and path.is_dir():
+        return path
+    if not isinstance(model, str) or path.is_absolute():
+        raise ValueError(f"{path}: no such folder")
+    if model in known:
+        return known[model]
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
+        raise ValueError(
+            f"{model}: no such folder; if it is a model of the Hugging Face Hub, run "
+            f"`hf download {model} --local-dir {path.name}` and give {path.name!r}"
+        )
+    near = difflib.get_close_matches(model, known, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(near)}?" if near else f"one of: {', '.join(known)}"
+    )
+    raise ValueError(f"unknown model {model!r}; {hint} (or the path of a folder)")
 
 
 def read_text(path: str | Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
+from jaxkv import validation
 from jaxkv.files import aside, blaming, check_replaceable, read_json, read_text
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import configs, weights
@@ -43,12 +44,13 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     Raises:
       ValueError: if the file is missing, broken, or of a model that is not supported.
     """
-    path = Path(path)
+    path = validation.path("path", path)
     path = path / "config.json" if path.is_dir() else path
     with blaming(path):
         return configs.from_hf(read_json(path))
 
 
+@validation.suggests_keywords
 def load_model(
     folder: str | os.PathLike[str],
     *,
@@ -71,7 +73,7 @@ def load_model(
       ValueError: names the file and what is wrong with it: missing, truncated, not
         supported, a tensor missing, unexpected, of another shape or not finite.
     """
-    folder, dtype = Path(folder), weights.checked_dtype(dtype)
+    folder, dtype = validation.path("folder", folder), weights.checked_dtype(dtype)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     config = read_config(folder)
@@ -80,6 +82,7 @@ def load_model(
     return Loaded(config, params, *_load_tokenizer(folder, config))
 
 
+@validation.suggests_keywords
 def save_model(
     folder: str | os.PathLike[str],
     config: ModelConfig,
@@ -116,16 +119,16 @@ def save_model(
       ValueError: if something else is in the folder's place, if the parameters are not
         the configuration's, or if its family has no place for a field.
     """
-    folder = Path(folder).absolute()
-    if max_shard_bytes < 1:
-        raise ValueError(f"{max_shard_bytes=} must be at least 1")
+    folder = validation.path("folder", folder).absolute()
+    validation.integer("max_shard_bytes", max_shard_bytes, low=1, below=2**63)
     check_replaceable(folder, "config.json", "model", overwrite)
     stored = None if dtype is None else weights.checked_dtype(dtype)
     arrays = weights.checked_params(config, params)
     stored = stored or arrays[0].dtype
     if eos_ids is None:
         eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    eos_ids = list(eos_ids)
+    known = validation.token_ids("eos_ids", list(eos_ids), vocab_size=config.vocab_size)
+    eos_ids = known.tolist()
     raw = configs.to_hf(config) | {
         "dtype": stored.name,
         "bos_token_id": None,
@@ -155,7 +158,8 @@ def load_tree(
     Raises:
       ValueError: as `load_model` does.
     """
-    return weights.load_tree(Path(folder), shapes, weights.checked_dtype(dtype))
+    folder = validation.path("folder", folder)
+    return weights.load_tree(folder, shapes, weights.checked_dtype(dtype))
 
 
 def save_tree(

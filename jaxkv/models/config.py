@@ -20,6 +20,7 @@ type FamilyName = Literal[
 """Families of models whose folders are read and written."""
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched to reach further than a model was trained.
@@ -38,9 +39,10 @@ class RopeScaling:
 
     def __post_init__(self):
         """Refuses what stretches nothing."""
-        validation.by_type(self)
+        validation.settle(self)
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture in place of the MLP: a token meets `top_k` of the experts.
@@ -68,13 +70,16 @@ class Experts:
 
     def __post_init__(self):
         """Refuses counts that cannot be."""
-        validation.by_type(self, shared_size=0, num_dense_layers=0, balance_weight=0)
+        validation.settle(self, shared_size=0, num_dense_layers=0, balance_weight=0)
         if self.top_k > self.num_experts:
-            raise ValueError(f"{self.top_k=} must be at most {self.num_experts=}")
+            raise ValueError(
+                f"top_k={self.top_k} must be at most num_experts={self.num_experts}"
+            )
         if self.shared_gate and not self.shared_size:
-            raise ValueError(f"{self.shared_gate=} needs shared experts")
+            raise ValueError(f"shared_gate={self.shared_gate!r} needs shared experts")
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only transformer; hashable, so a static argument."""
@@ -115,21 +120,25 @@ class ModelConfig:
 
     def __post_init__(self):
         """Refuses shapes that cannot be."""
-        validation.by_type(self, position_offset=0)
+        validation.settle(self, position_offset=0)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
+                f"num_q_heads={self.num_q_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
             )
         if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"{self.head_dim=} must be even for rotary positions")
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even for rotary positions"
+            )
         if self.experts is None:
             return
         if self.experts.num_dense_layers >= self.num_layers:
             raise ValueError(
-                f"{self.experts.num_dense_layers=} must be below {self.num_layers=}"
+                f"experts.num_dense_layers={self.experts.num_dense_layers} must be "
+                f"below num_layers={self.num_layers}"
             )
         if self.mlp_bias:
-            raise ValueError(f"{self.mlp_bias=}: experts have no biases")
+            raise ValueError(f"mlp_bias={self.mlp_bias!r}: experts have no biases")
 
     def check_length(self, length: int, name: str) -> None:
         """Refuses sequences longer than a table of positions; warns of others too long.

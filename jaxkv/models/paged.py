@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxkv import validation
 from jaxkv.memory import features, kv_pages
 from jaxkv.models import interface, rotary, row_parts, transformer
 from jaxkv.models.config import ModelConfig
@@ -97,18 +98,23 @@ class PagedForward:
         Raises:
           ValueError: names them.
         """
+        validation.settle(self)
         for layer in self.layers or ():
             if not 0 <= layer < self.config.num_layers:
                 raise ValueError(
-                    f"{self.layers=} must be in [0, {self.config.num_layers=})"
+                    f"layers={self.layers!r} must be in [0, "
+                    f"config.num_layers={self.config.num_layers})"
                 )
         for tap in self.taps:
             if not 0 <= tap <= self.config.num_layers:
                 raise ValueError(
-                    f"{self.taps=} must be in [0, {self.config.num_layers=}]"
+                    f"taps={self.taps!r} must be in [0, "
+                    f"config.num_layers={self.config.num_layers}]"
                 )
         if self.taps and self.layers is not None:
-            raise ValueError(f"{self.taps=} needs all layers, not {self.layers=}")
+            raise ValueError(
+                f"taps={self.taps!r} needs all layers, not layers={self.layers!r}"
+            )
 
     def __call__(
         self, params: Params, pages: kv_pages.Pages, rows: kv_pages.Rows

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jaxkv import validation
 from jaxkv.engine import EngineState
 from jaxkv.memory import Pages, Staging, page_parts
 from jaxkv.memory.page_parts import CONTEXT
@@ -24,6 +25,21 @@ _HEADS = PartitionSpec(None, None, TENSOR, CONTEXT)
 """Of a leaf of K or V, `[layers, pages, kv_heads, page_size, ...]`, and its scales."""
 _FEATURES = PartitionSpec(None, None, None, CONTEXT)
 """Of features, `[1, pages, 2, page_size, half]`."""
+
+
+def check_mesh(mesh: object) -> None:
+    """Refuses anything but a mesh with the axes of `make_mesh`, or None.
+
+    Raises:
+      ValueError: it is not a mesh, or has another axis.
+    """
+    validation.instance("mesh", mesh, Mesh, type(None))
+    known = (TENSOR, CONTEXT, EXPERT)
+    if isinstance(mesh, Mesh) and not {*mesh.axis_names} <= {*known}:
+        raise ValueError(
+            f"mesh.axis_names={mesh.axis_names} must be of {known}, see "
+            "parallel.make_mesh"
+        )
 
 
 def degree_of(mesh: Mesh) -> int:

@@ -26,6 +26,7 @@ def count_cpu_as(num: int) -> None:
             jax.config.update("jax_num_cpu_devices", num)
 
 
+@validation.suggests_keywords
 def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
     """A mesh of the first `tensor * context * expert` devices, for an engine.
 

@@ -19,6 +19,7 @@ type _Check = Callable[[str, object], Any]
 """Takes a field's name and value; returns the value, or says what is wrong with it."""
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How one request wants its tokens drawn, and what ends it."""
@@ -86,15 +87,13 @@ class Sampling:
         for name, check in _CHECKS.items():
             # What passes is Python's own number, also where it was NumPy's.
             value = getattr(self, name)
-            plain = check(f"self.{name}", value)
+            plain = check(name, value)
             if plain is not value:
                 object.__setattr__(self, name, plain)
         for name in ("best_of", "beam_width"):
             num = getattr(self, name)
             if num is not None and num < self.n:
-                raise ValueError(
-                    f"self.{name}={num} must be None or at least {self.n=}"
-                )
+                raise ValueError(f"{name}={num} must be None or at least n={self.n}")
         if self.beam_width is not None and not self._only_searches():
             raise ValueError(
                 "beam search takes no best_of, penalties, logprobs or stop strings"
@@ -171,8 +170,8 @@ _CHECKS: dict[str, _Check] = {
     "frequency_penalty": _ANY,
     "seed": _or_none(_count(below=2**64, hint="None or an integer in [0, 2**64)")),
     "n": _count(1),
-    "best_of": _or_none(_count(hint="None or at least self.n")),
-    "beam_width": _or_none(_count(hint="None or at least self.n")),
+    "best_of": _or_none(_count(hint="None or at least n")),
+    "beam_width": _or_none(_count(hint="None or at least n")),
     "length_penalty": _number(-10.0, 10.0, "in [-10, 10]"),
     "early_stopping": lambda name, value: validation.choice(
         name, value, (True, False, "never")

@@ -29,9 +29,9 @@ from jaxkv.memory import Eviction, Pages, Prefix, invariants
 from jaxkv.models import interface as models_interface
 from jaxkv.scheduling import interface as scheduling_interface
 from jaxkv.serving import (
+    compilation_cache,
     host_swap,
     interrupts,
-    prefixes,
     programs,
     request_batch,
     tuning,
@@ -108,6 +108,8 @@ class EngineCore:
         # Never held while the device is waited for, nor by a stream that was left.
         self._lock = threading.RLock()
         self._compiled: set[Any] = set()  # kinds of policies
+        self.compile_s = 0.0
+        """Seconds that compilation has taken so far."""
         self._lost: BaseException | None = None
 
     def now(self) -> float:
@@ -179,7 +181,9 @@ class EngineCore:
 
     def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
         """Puts pages into the prefix cache, see `Engine.bring_prefix`."""
-        prefix, whole = prefixes.padded(prefix, pages, self.state.pages, self.config)
+        prefix, whole = request_batch.pad_pages(
+            prefix, pages, self.state.pages, self.config
+        )
         with self._lock, interrupts.signals():
             self._refuse_if_lost()
             with self._all_or_lost():
@@ -246,6 +250,13 @@ class EngineCore:
         kind = jax.tree.structure(self.policy)
         if kind in self._compiled:
             return
+        begun = time.perf_counter()
+        with compilation_cache.noticing():
+            self._compile()
+        self.compile_s += time.perf_counter() - begun
+        self._compiled.add(kind)
+
+    def _compile(self) -> None:
         blank = self._requests([])
         names = np.full(self.config.max_sequences, -1, np.int32)
         ways = (True, False) if self._can_rest() else (True,)
@@ -256,7 +267,6 @@ class EngineCore:
         )
         for program in lowered:
             program.compile()
-        self._compiled.add(kind)
 
     def dispatch(self) -> None:
         """Hands over what there is room for, then starts the next steps."""

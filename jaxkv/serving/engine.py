@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,10 +15,11 @@ from jaxkv.engine import EngineConfig, step
 from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import Eviction, Pages
 from jaxkv.models import interface as models_interface
+from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.scheduling import interface as scheduling_interface
-from jaxkv.serving import prefixes, refusals
+from jaxkv.serving import compilation_cache, refusals, request_batch
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import Part, Record
@@ -36,6 +39,7 @@ class Engine:
     debug mode, the engine is lost: every later use says so in a `RuntimeError`.
     """
 
+    @validation.suggests_keywords
     def __init__(
         self,
         params: Any,
@@ -85,12 +89,22 @@ class Engine:
             `host_pages` is below 0.
         """
         refusals.check_parts(
-            config, pages, forward, policy, eviction, logits_fn, speculation
+            config,
+            pages,
+            forward,
+            policy,
+            eviction,
+            logits_fn,
+            speculation,
+            tokenizer,
+            mesh,
         )
+        if vocab_size is not None:
+            vocab_size = validation.integer("vocab_size", vocab_size, low=1)
         if host_pages is None:
             host_pages = config.num_pages
         self.tokenizer = tokenizer
-        self._eos_ids = refusals.end_tokens(eos_ids, tokenizer, config)
+        self._eos_ids = refusals.end_tokens(eos_ids, tokenizer, config, vocab_size)
         self._vocab_size, self._changes_logits = vocab_size, logits_fn is not None
         self._ids = itertools.count()
         self.core = EngineCore(
@@ -125,10 +139,15 @@ class Engine:
         mesh: Mesh | None = None,
         **fields: Any,
     ) -> "Engine":
-        """Serves a Hugging Face folder.
+        """Serves a Hugging Face folder, or a bundled model.
+
+        Compiled programs are kept in the user's cache folder for the next process,
+        unless JAX's persistent compilation cache is configured already;
+        `JAX_ENABLE_COMPILATION_CACHE=false` disables that.
 
         Args:
-          folder: with config.json, safetensors and, for text, tokenizer.json.
+          folder: the path of a folder with config.json, safetensors and, for text,
+            tokenizer.json; or the name of a bundled model, such as "stdlib-bytes".
           loaded: what `loading.read` found there, of this `dtype` and `mesh`; None
             reads it.
           dtype: of weights and pages.
@@ -155,10 +174,18 @@ class Engine:
           ValueError: the folder or a field is not usable; the message says why.
         """
         own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
+        bounds = [field.name for field in dataclasses.fields(EngineConfig)]
+        known = [*bounds, *own, *inspect.signature(cls.load).parameters]
+        validation.check_keywords("Engine.load", fields, known)
         rest = {name: fields.pop(name) for name in own if name in fields}
         # Flax and tokenizers load only here.
+        from jaxkv.models import checkpoints
         from jaxkv.serving import loading
 
+        folder = loading.folder_of("folder", folder)
+        validation.instance("loaded", loaded, checkpoints.Loaded, type(None))
+        layout.check_mesh(mesh)
+        compilation_cache.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
         adaptive = validation.boolean("adaptive", adaptive)
         config = loading.bounds(fields, speculate=speculate, adaptive=adaptive)
@@ -226,17 +253,30 @@ class Engine:
 
     @policy.setter
     def policy(self, policy: scheduling_interface.Policy) -> None:
-        self.core.policy = policy
+        """Sets the policy of the next steps; None means `fcfs.fcfs()`.
+
+        Raises:
+          ValueError: it is not a policy.
+        """
+        kinds = (scheduling_interface.Policy, type(None))
+        policy = validation.instance("policy", policy, *kinds)
+        self.core.policy = fcfs.fcfs() if policy is None else policy
 
     @property
     def trace(self) -> list[step.StepInfo]:
         """Step infos of the calls read so far, as NumPy arrays, where they are kept."""
         return self.core.trace
 
+    @property
+    def compile_s(self) -> float:
+        """Seconds that compilation has taken so far, tracing included."""
+        return self.core.compile_s
+
     def now(self) -> float:
         """Seconds since the engine was made."""
         return self.core.now()
 
+    @validation.suggests_keywords
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -283,6 +323,7 @@ class Engine:
         self.core.add([record])
         return request_id
 
+    @validation.suggests_keywords
     def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
         """Copies the cached pages that tokens begin with, for another engine's pool.
 
@@ -294,10 +335,13 @@ class Engine:
           The K and V arrays, those of as many pages, NumPy's; and how many there are.
 
         Raises:
-          ValueError: there is no prefix cache, or there are too many tokens.
+          ValueError: there is no prefix cache, there are too many tokens, one is not
+            of the vocabulary, or the salt is out of range.
         """
-        return self.core.take_prefix(prefixes.of_tokens(tokens, salt, self.config))
+        prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
+        return self.core.take_prefix(prefix)
 
+    @validation.suggests_keywords
     def bring_prefix(self, tokens: Sequence[int], pages: Any, *, salt: int = 0) -> int:
         """Puts pages into the prefix cache, as another engine's `take_prefix` gave.
 
@@ -312,9 +356,10 @@ class Engine:
           How many pages of the prefix are cached now.
 
         Raises:
-          ValueError: there is no prefix cache, or the arrays do not fit this engine's.
+          ValueError: there is no prefix cache, the arrays do not fit this engine's, a
+            token is not of the vocabulary, or the salt is out of range.
         """
-        prefix = prefixes.of_tokens(tokens, salt, self.config)
+        prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         return self.core.bring_prefix(prefix, pages)
 
     def cancel(self, request_id: int) -> None:
@@ -325,6 +370,7 @@ class Engine:
         """
         self.core.cancel(refusals.request_name("request_id", request_id))
 
+    @validation.suggests_keywords
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jaxkv import files, validation
 from jaxkv.engine import EngineConfig
 from jaxkv.engine.state import init
 from jaxkv.memory import Pages
@@ -30,6 +32,16 @@ def bounds(fields: dict[str, Any], *, speculate: str | None, adaptive: bool) -> 
     if speculate is not None:
         fields = {"max_drafts": methods.MAX_DRAFTS} | fields
     return EngineConfig(**fields)
+
+
+def folder_of(name: str, folder: Any) -> Path:
+    """Finds the folder of a model by path or by the name of a bundled one.
+
+    Raises:
+      ValueError: there is none; the message calls the argument `name`.
+    """
+    validation.path(name, folder)
+    return files.model_folder(folder)
 
 
 def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Loaded:
@@ -77,10 +89,12 @@ def serve(
         params = tensor.stack_layers(loaded.config, params, mesh)
     draft = None
     if draft_folder is not None:
+        draft_folder = folder_of("draft_folder", draft_folder)
         small = read(draft_folder, dtype=dtype, mesh=mesh)
         draft = methods.Model(small.config, small.params)
     heads = None
     if heads_folder is not None:
+        heads_folder = validation.path("heads_folder", heads_folder)
         shape = checkpoints.read_config(folder)
         heads = head_folders.load(heads_folder, shape, dtype=dtype)
         heads = heads if mesh is None else tensor.place_heads(heads, mesh)

@@ -1,16 +1,17 @@
 """What an engine refuses, each in one line that says what would do."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
-from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
+from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Drafter, Speculation, Verifier
 from jaxkv.memory import Eviction, Pages
 from jaxkv.models import interface as models_interface
+from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import interface as scheduling_interface
 
@@ -23,8 +24,10 @@ def check_parts(
     eviction: object,
     logits_fn: object,
     speculation: object,
+    tokenizer: object,
+    mesh: object,
 ) -> None:
-    """Refuses parts of an engine that are something else."""
+    """Refuses parts of an engine that have another type."""
     for name, value, kinds in (
         ("config", config, (EngineConfig,)),
         ("pages", pages, (Pages,)),
@@ -33,13 +36,14 @@ def check_parts(
         ("eviction", eviction, (Eviction, type(None))),
         ("logits_fn", logits_fn, (Callable, type(None))),
         ("speculation", speculation, (Speculation, type(None))),
+        ("tokenizer", tokenizer, (TextTokenizer, type(None))),
     ):
-        # A class has the methods of its objects, and is none of them.
-        if not isinstance(value, kinds) or isinstance(value, type):
-            wanted = " or ".join(kind.__name__ for kind in kinds)
-            wanted = wanted.replace("NoneType", "None")
-            raise ValueError(f"{name}={validation.shown(value)} must be a {wanted}")
+        validation.instance(name, value, *kinds)
+    layout.check_mesh(mesh)
     assert isinstance(config, EngineConfig)
+    if isinstance(speculation, Speculation):
+        validation.instance("speculation.drafter", speculation.drafter, Drafter)
+        validation.instance("speculation.verifier", speculation.verifier, Verifier)
     if (speculation is None) != (config.max_drafts == 0):
         raise ValueError(
             f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
@@ -49,17 +53,35 @@ def check_parts(
         raise ValueError(REPRODUCIBLE_TREES)
 
 
+@runtime_checkable
+class TextTokenizer(Protocol):
+    """The methods of a tokenizer that an engine uses."""
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Tokens that end an answer."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a prompt."""
+        ...
+
+    def stream(self) -> Any:
+        """Returns a decoder with `push(token)` and `finish()`."""
+        ...
+
+
 def end_tokens(
-    eos_ids: object, tokenizer: Any, config: EngineConfig
+    eos_ids: object, tokenizer: Any, config: EngineConfig, vocab_size: int | None
 ) -> tuple[int, ...]:
-    """The tokens that end an answer: those given, or else the tokenizer's.
+    """Returns the tokens that end an answer: `eos_ids`, or else the tokenizer's.
 
     Raises:
-      ValueError: they are no tokens, or more than `max_stop_tokens`.
+      ValueError: they are no tokens of the vocabulary, or more than `max_stop_tokens`.
     """
     if eos_ids is None:
         eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    eos_ids = validation.tokens("eos_ids", eos_ids).tolist()
+    eos_ids = validation.token_ids("eos_ids", eos_ids, vocab_size=vocab_size).tolist()
     if len(eos_ids) > config.max_stop_tokens:
         raise ValueError(f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}")
     return tuple(eos_ids)

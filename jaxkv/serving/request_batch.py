@@ -1,12 +1,15 @@
-"""Requests lined up for the device, as NumPy arrays."""
+"""Requests and cached prefixes lined up for the device, as NumPy arrays."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests
+from jaxkv.memory import Pages, Prefix
 from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
 from jaxkv.serving import outputs, refusals
 
@@ -90,6 +93,66 @@ def make_requests(
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
     )
+
+
+def prefix_of(
+    tokens: Sequence[int], salt: int, config: EngineConfig, vocab_size: int | None
+) -> Prefix:
+    """Returns the full pages of tokens, as the compiled programs take them.
+
+    Raises:
+      ValueError: there is no prefix cache, there are too many tokens, a token is not of
+        the vocabulary, or the salt is not in [0, 2**32).
+    """
+    if not config.prefix_cache:
+        raise ValueError(f"{config.prefix_cache=} must be True")
+    own = validation.token_ids("tokens", tokens, vocab_size=vocab_size)
+    salt = validation.integer("salt", salt, below=2**32)
+    if len(own) > config.max_length:
+        raise ValueError(f"{len(own)=} must be at most {config.max_length=}")
+    # The last token is always fed.
+    num_pages = max(len(own) - 1, 0) // config.page_size
+    padded = np.zeros(config.max_length, np.int32)
+    padded[: len(own)] = own
+    return Prefix(jnp.asarray(padded), jnp.int32(num_pages), jnp.uint32(salt))
+
+
+def pad_pages(
+    prefix: Prefix, pages: Any, mine: Pages, config: EngineConfig
+) -> tuple[Prefix, Any]:
+    """Pages that were sent, as many as a sequence may have; the prefix says how many.
+
+    Args:
+      prefix: the tokens, of which the first pages are sent.
+      pages: K and V arrays, as `Engine.take_prefix` gives them.
+      mine: those of the engine that takes them.
+      config: its bounds.
+
+    Raises:
+      ValueError: the arrays do not fit the engine's.
+    """
+    most, leaves = int(prefix.num_pages), jax.tree.leaves(pages)
+    fits = jax.tree.structure(pages) == jax.tree.structure(mine) and all(
+        isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim > 1 for leaf in leaves
+    )
+    num = {leaf.shape[1] for leaf in leaves} if fits else set()
+    if len(num) != 1 or not 0 <= (count := num.pop()) <= most:
+        shown = validation.shown(pages) if not fits else "..."
+        raise ValueError(
+            f"pages={shown} must be arrays as take_prefix returns them, of at most "
+            f"{most} pages"
+        )
+    width = config.max_pages_per_slot - count
+
+    def fill(own: Any, sent: Any) -> np.ndarray:
+        wanted = (own.shape[0], count, *own.shape[2:])
+        if sent.shape != wanted or sent.dtype != own.dtype:
+            raise ValueError(
+                f"pages of {sent.dtype} {sent.shape} must be {own.dtype} {wanted}"
+            )
+        return np.pad(sent, [(0, 0), (0, width), *[(0, 0)] * (own.ndim - 2)])
+
+    return prefix._replace(num_pages=jnp.int32(count)), jax.tree.map(fill, mine, pages)
 
 
 def _unused_rows(width: int | None, num: int) -> int:

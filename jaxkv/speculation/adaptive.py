@@ -72,6 +72,7 @@ class Learned(NamedTuple):
     """Which length to take whatever it brings, to measure its cost; -1 to choose."""
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Drafter):
     """Has another drafter guess, as much as pays.
@@ -92,8 +93,7 @@ class Adaptive(Drafter):
         Raises:
           ValueError: says which.
         """
-        validation.above(self, "half_life", finite=True)
-        validation.integer("patience", self.patience, low=1)
+        validation.settle(self)
 
     @property
     def width(self) -> int:

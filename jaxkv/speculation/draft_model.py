@@ -54,6 +54,7 @@ class Beside:
         return result._replace(pages=result.pages._replace(beside=own))
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Drafter):
     """Drafts what a model draws, one token after the other."""
@@ -66,6 +67,14 @@ class DraftModel(Drafter):
     couples: bool = True
     """Whether it draws by the noise that the target draws by, for `Coupled`; else by
     noise of its own, and tells the law, for `Rejection`."""
+
+    def __post_init__(self) -> None:
+        """Checks the type of every field.
+
+        Raises:
+          ValueError: a field has another type; the message shows it.
+        """
+        validation.settle(self)
 
     def propose(
         self,
@@ -160,7 +169,8 @@ def self_speculative(forward: PagedForward, layers: Sequence[int]) -> DraftModel
     Raises:
       ValueError: there is none, one is not the target's, or they are not in order.
     """
-    layers = tuple(validation.integer("layer", layer) for layer in layers)
+    num_layers = forward.config.num_layers
+    layers = validation.integers("layers", layers, below=num_layers)
     if not layers or list(layers) != sorted(set(layers)):
         raise ValueError(f"{layers=} must be one layer at least, each once, in order")
     return DraftModel(dataclasses.replace(forward, layers=layers))

@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxkv import validation
 from jaxkv.models import ModelConfig, Params, partition, rotary, transformer
 from jaxkv.models.layers import multiply
 from jaxkv.models.transformer import Transformer
@@ -28,6 +29,7 @@ _SHARED = ("embed", "embed_positions", "head")
 """Parameters that are the target's."""
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleConfig:
     """The shape of the drafter."""
@@ -43,9 +45,10 @@ class EagleConfig:
         Raises:
           ValueError: shows them.
         """
+        validation.settle(self)
         most = self.target.num_layers
         if not self.taps or not all(0 <= tap <= most for tap in self.taps):
-            raise ValueError(f"{self.taps=} must be some in [0, {most}]")
+            raise ValueError(f"taps={self.taps!r} must be some in [0, {most}]")
 
     @property
     def layer(self) -> ModelConfig:

@@ -76,6 +76,7 @@ class _Nodes(NamedTuple):
     """Of the parent: which of the fed guesses lie on its way, itself among them."""
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Eagle(Drafter):
     """Drafts the likeliest guesses of an EAGLE drafter.
@@ -98,12 +99,12 @@ class Eagle(Drafter):
         Raises:
           ValueError: shows them.
         """
-        validation.integer("branching", self.branching, low=1)
+        validation.settle(self)
         most = 1
         for beam in self.beams:
             most *= self.branching
             if not 1 <= beam <= most:
-                raise ValueError(f"{self.beams=} must be in [1, {most}] there")
+                raise ValueError(f"beams={self.beams!r} must be in [1, {most}] there")
             most = beam
 
     @property
@@ -122,7 +123,7 @@ class Eagle(Drafter):
         """Feeds the last known token, then depth by depth the likeliest guesses."""
         if sum(self.beams) > config.max_drafts:
             raise ValueError(
-                f"sum of {self.beams=} must be at most {config.max_drafts=}"
+                f"sum of beams={self.beams!r} must be at most {config.max_drafts=}"
             )
         row = jnp.maximum(state.slots.sequence, 0)
         root = jnp.where(granted > 0, state.sequences.num_tokens[row] - 1, -1)

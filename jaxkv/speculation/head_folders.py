@@ -69,7 +69,7 @@ def load(
       ValueError: names the folder and what is wrong with it: missing, damaged, no
         heads, or those of another model.
     """
-    folder = Path(folder)
+    folder = validation.path("folder", folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     path = folder / "config.json"
@@ -139,7 +139,7 @@ def save(
     Raises:
       ValueError: something else is in the folder's place, or a value is too large.
     """
-    folder = Path(folder).absolute()
+    folder = validation.path("folder", folder).absolute()
     check_replaceable(folder, "config.json", "heads", overwrite)
     kind = kind_of(config)
     raw: dict[str, Any] = {"model_type": kind}

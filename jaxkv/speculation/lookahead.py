@@ -42,6 +42,7 @@ class Iterated(NamedTuple):
     """Slots whose whole window is fed in this step."""
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookahead(Drafter):
     """Drafts n-grams that the model wrote while it looked ahead.
@@ -65,8 +66,7 @@ class Lookahead(Drafter):
         Raises:
           ValueError: says which.
         """
-        for name, low in (("columns", 1), ("ngram", 2), ("candidates", 1)):
-            validation.integer(name, getattr(self, name), low=low)
+        validation.settle(self, ngram=2)
         validation.integer("entries", self.entries, low=self.columns)
 
     @property
@@ -88,7 +88,8 @@ class Lookahead(Drafter):
         if config.max_drafts < self.num_drafts:
             raise ValueError(
                 f"{config.max_drafts=} must be at least {self.num_drafts}: "
-                f"({self.columns=} + {self.candidates=}) * ({self.ngram=} - 1)"
+                f"(columns={self.columns} + candidates={self.candidates}) * "
+                f"(ngram={self.ngram} - 1)"
             )
         num = config.max_sequences
         return Iterated(

@@ -29,6 +29,7 @@ from jaxkv.speculation.draft_model import Both, rows_of
 from jaxkv.speculation.static_tree import Topology
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaConfig:
     """The shape of the heads."""
@@ -46,8 +47,7 @@ class MedusaConfig:
         Raises:
           ValueError: shows the field.
         """
-        for name in ("num_heads", "num_blocks"):
-            validation.integer(f"self.{name}", getattr(self, name), low=1)
+        validation.settle(self)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -118,6 +118,7 @@ class WithHeads:
         return self.target(params.target, pages, rows)
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Medusa(Drafter):
     """Drafts the best guesses of all heads, laid out as a tree that is always the same.
@@ -136,6 +137,7 @@ class Medusa(Drafter):
         Raises:
           ValueError: says which.
         """
+        validation.settle(self)
         depth, num = max(self.topology.depths), self.config.num_heads
         if depth > num:
             raise ValueError(f"the tree is {depth} deep, there are {num} heads")

@@ -98,8 +98,12 @@ def serve(
         raise ValueError(
             "a draft model goes with the method 'draft-model', and only it"
         )
-    if layers is not None and method != "early-exit":
-        raise ValueError(f"{layers=} goes with the method 'early-exit' alone")
+    if layers is not None:
+        layers = _layers(layers, model.config.num_layers)
+        if method != "early-exit":
+            raise ValueError(
+                f"draft_layers={layers} needs speculate='early-exit', not {method!r}"
+            )
     kind = None if heads is None else head_folders.kind_of(heads.config)
     if kind is None and method in head_folders.KINDS:
         raise ValueError(f"speculate={method!r} needs heads that were trained for it")
@@ -121,6 +125,29 @@ def serve(
     if adaptive and speculation is not None:
         speculation = speculation._replace(drafter=Adaptive(speculation.drafter))
     return dataclasses.replace(served, speculation=speculation)
+
+
+def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
+    """Checks which layers draft, or how many of the first.
+
+    Raises:
+      ValueError: they are not the model's, or not in order.
+    """
+    try:
+        number = validation.integer("", layers, low=1, below=num_layers + 1)
+        return tuple(range(number))
+    except ValueError:
+        pass
+    try:
+        found = validation.integers("", layers, below=num_layers)
+    except ValueError:
+        found = ()
+    if not found or list(found) != sorted({*found}):
+        raise ValueError(
+            f"draft_layers={validation.shown(layers)} must be a whole number in "
+            f"[1, {num_layers}], or some of the layers [0, {num_layers - 1}] in order"
+        )
+    return found
 
 
 def _for_few_rows(model: Model, bounds: Any) -> Model:
@@ -150,7 +177,7 @@ def _speculating(
     draft: Model | None,
     bounds: Any,
     dtype: str,
-    layers: int | tuple[int, ...] | None,
+    layers: tuple[int, ...] | None,
 ) -> Served:
     """Has a method guess."""
     if draft is not None:
@@ -159,11 +186,7 @@ def _speculating(
         if param_forms.is_stacked(model.params):
             raise ValueError("'early-exit' needs layers that are not stacked")
         if layers is None:
-            layers = max(1, model.config.num_layers // 2)
-        if isinstance(layers, int):
-            if not 1 <= layers <= (high := model.config.num_layers):
-                raise ValueError(f"{layers=} must be in [1, {high}]")
-            layers = tuple(range(layers))
+            layers = tuple(range(max(1, model.config.num_layers // 2)))
         own = paged.PagedForward(model.config, bounds.numerics)
         drafter = draft_model.self_speculative(own, layers)
     elif method == "lookahead":

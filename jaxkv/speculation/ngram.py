@@ -22,6 +22,7 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class NGram(Drafter):
     """Drafts what followed the latest of the longest matches of the last tokens."""
@@ -38,7 +39,7 @@ class NGram(Drafter):
         Raises:
           ValueError: says which.
         """
-        validation.integer("shortest", self.shortest, low=1)
+        validation.settle(self)
         validation.integer("longest", self.longest, low=self.shortest)
 
     def propose(

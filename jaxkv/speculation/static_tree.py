@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from jaxkv import validation
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """A tree of guesses, its nodes in order of storage."""
@@ -33,17 +34,21 @@ class Topology:
         Raises:
           ValueError: says why.
         """
+        validation.settle(self)
         if not self.parents or len(self.parents) != len(self.ranks):
-            raise ValueError(f"{self.parents=} and {self.ranks=} must be of equal size")
+            raise ValueError(
+                f"parents={self.parents!r} and ranks={self.ranks!r} must be of equal "
+                "size"
+            )
         for index, parent in enumerate(self.parents):
             if not 0 <= parent <= index:
                 raise ValueError(
-                    f"{self.parents=}: parents stand before their children"
+                    f"parents={self.parents!r}: parents stand before their children"
                 )
         if len({*zip(self.parents, self.ranks, strict=True)}) < len(self.ranks):
-            raise ValueError(f"{self.ranks=} must differ between siblings")
+            raise ValueError(f"ranks={self.ranks!r} must differ between siblings")
         if min(self.ranks) < 0:
-            raise ValueError(f"{self.ranks=} must be at least 0")
+            raise ValueError(f"ranks={self.ranks!r} must be at least 0")
 
     @property
     def depths(self) -> tuple[int, ...]:

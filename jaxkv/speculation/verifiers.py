@@ -60,6 +60,7 @@ class Coupled:
         return _ruling(equal, drawn.token, drawn.invalid)
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rejection:
     """Accepts drafts at random, so that tokens come out under the model's own law.
@@ -85,7 +86,7 @@ class Rejection:
         Raises:
           ValueError: it is not True or False.
         """
-        validation.boolean("self.replacement", self.replacement)
+        validation.boolean("replacement", self.replacement)
 
     @property
     def is_lossless(self) -> bool:
@@ -180,6 +181,7 @@ def _try(
     return chance, jnp.where(changed[:, None], rest, target)
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Typical:
     """Accepts a draft that is not too unlikely: the law is not the model's own.
@@ -205,7 +207,7 @@ class Typical:
         """
         for name in ("epsilon", "delta"):
             bounds = {"low": math.ulp(0.0), "high": 1.0, "hint": "in (0, 1]"}
-            value = validation.number(f"self.{name}", getattr(self, name), **bounds)
+            value = validation.number(name, getattr(self, name), **bounds)
             object.__setattr__(self, name, value)
 
     @property
@@ -256,6 +258,7 @@ class Typical:
         return passes.astype(target.dtype)
 
 
+@validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Synthetic:
     """Accepts any draft with a given probability: to measure what acceptance is worth.
@@ -273,7 +276,7 @@ class Synthetic:
           ValueError: it is out of its range; the message shows it.
         """
         value = validation.number(
-            "self.acceptance", self.acceptance, low=0.0, high=1.0, hint="in [0, 1]"
+            "acceptance", self.acceptance, low=0.0, high=1.0, hint="in [0, 1]"
         )
         object.__setattr__(self, "acceptance", value)
 

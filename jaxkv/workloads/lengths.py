@@ -48,7 +48,7 @@ class Fixed:
         """Refuses what no request has."""
         hint = f"in [1, {LONGEST}], whole"
         tokens, below = self.tokens, LONGEST + 1
-        validation.integer("self.tokens", tokens, low=1, below=below, hint=hint)
+        validation.integer("tokens", tokens, low=1, below=below, hint=hint)
 
     @property
     def mean(self) -> float:
@@ -72,9 +72,11 @@ class Uniform:
     def __post_init__(self) -> None:
         """Refuses an empty range."""
         for name in ("low", "high"):
-            validation.integer(f"self.{name}", getattr(self, name))
+            validation.integer(name, getattr(self, name))
         if not 1 <= self.low <= self.high <= LONGEST:
-            raise ValueError(f"{self.low, self.high=} must be in order, from 1")
+            raise ValueError(
+                f"low, high={(self.low, self.high)} must be in order, from 1"
+            )
 
     @property
     def mean(self) -> float:
@@ -100,7 +102,7 @@ class LogNormal:
         _check_mean(self.mean)
         largest = sys.float_info.max
         sigma, hint = self.sigma, "at least 0"
-        validation.number("self.sigma", sigma, low=0.0, high=largest, hint=hint)
+        validation.number("sigma", sigma, low=0.0, high=largest, hint=hint)
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
         """Draws lengths that are not yet rounded."""
@@ -121,7 +123,7 @@ class Gamma:
         """Refuses what is no law."""
         _check_mean(self.mean)
         low, high = math.ulp(0.0), sys.float_info.max
-        validation.number("self.shape", self.shape, low=low, high=high, hint="above 0")
+        validation.number("shape", self.shape, low=low, high=high, hint="above 0")
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
         """Draws lengths that are not yet rounded."""

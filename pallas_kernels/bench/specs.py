@@ -85,10 +85,11 @@ class Spec:
         """Refuses shapes without sense."""
         for name in ("batch", "rows", "page_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"self.{name}={getattr(self, name)} must be above 0")
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.shared % self.page_size or not 0 <= self.shared <= self.context:
             raise ValueError(
-                f"{self.shared=} must be whole pages within {self.context=}"
+                f"shared={self.shared!r} must be whole pages within "
+                f"context={self.context}"
             )
 
     @property
@@ -169,9 +170,11 @@ class GroupedSpec:
     def __post_init__(self) -> None:
         """Refuses shapes without sense."""
         if self.tokens < 1:
-            raise ValueError(f"{self.tokens=} must be above 0")
+            raise ValueError(f"tokens={self.tokens} must be above 0")
         if not 1 <= self.experts.top <= self.experts.groups:
-            raise ValueError(f"{self.experts.top=} must be in [1, experts.groups]")
+            raise ValueError(
+                f"experts.top={self.experts.top} must be in [1, experts.groups]"
+            )
 
     @property
     def name(self) -> str:

@@ -44,14 +44,12 @@ class Tiling:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         if self.tile < 64 or self.tile % 64:
-            raise ValueError(f"{self.tile=} must be a multiple of 64")
+            raise ValueError(f"tile={self.tile} must be a multiple of 64")
         if self.block_rows not in (64, 128):
-            raise ValueError(f"{self.block_rows=} must be 64 or 128")
+            raise ValueError(f"block_rows={self.block_rows} must be 64 or 128")
         for name in ("stages", "q_stages", "num_programs", "min_tiles"):
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"self.{name}={getattr(self, name)} must be at least 1"
-                )
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 def default_tiling(

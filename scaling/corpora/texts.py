@@ -80,12 +80,14 @@ class CorpusConfig:
         """Refuses a split that leaves a side empty, and impossible tokens."""
         validation.within(self, "held_out", low=0, high=1, ends="()")
         if self.tokenizer == "bytes" and self.vocab_size != VOCAB_SIZE:
-            raise ValueError(f"{self.vocab_size=} of bytes must be {VOCAB_SIZE}")
+            raise ValueError(
+                f"vocab_size={self.vocab_size} of bytes must be {VOCAB_SIZE}"
+            )
         if self.tokenizer == "bpe" and not (
             VOCAB_SIZE < self.vocab_size <= MAX_VOCAB_SIZE
         ):
             raise ValueError(
-                f"{self.vocab_size=} of byte pairs must be in "
+                f"vocab_size={self.vocab_size} of byte pairs must be in "
                 f"({VOCAB_SIZE}, {MAX_VOCAB_SIZE}]"
             )
         validation.at_least(self, "num_unique_tokens", low=0)

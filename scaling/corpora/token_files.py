@@ -40,7 +40,7 @@ class TokenFileConfig:
         for path in filter(None, (self.train, self.held_out)):
             if Path(path).suffix not in (".bin", ".npy"):
                 raise ValueError(f"{path}: a file of tokens ends in .bin or .npy")
-        validation.choice("self.dtype", self.dtype, ("uint16", "uint32"))
+        validation.choice("dtype", self.dtype, ("uint16", "uint32"))
         validation.at_least(self, "vocab_size", low=2)
         validation.within(self, "held_out_share", low=0, high=1, ends="()")
         validation.at_least(self, "bytes_per_token", "num_unique_tokens", low=0)

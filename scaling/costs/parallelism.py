@@ -51,7 +51,7 @@ class Layout:
             self, "tensor", "pipeline", "ulysses", "ring", "expert", "data", "pages"
         )
         if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"{self.zero=} must be 0, 1, 2 or 3")
+            raise ValueError(f"zero={self.zero} must be 0, 1, 2 or 3")
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence (sp) divides the sequence over the devices of tensor (tp), "
@@ -63,7 +63,7 @@ class Layout:
         if how and self.expert == 1:
             raise ValueError(f"{how[0]} says how tokens reach experts, and expert=1")
         if len(how) > 1:
-            raise ValueError(f"{self.capacity=} and gather exclude each other")
+            raise ValueError(f"capacity={self.capacity} and gather exclude each other")
         if self.copies % self.expert:
             raise ValueError(
                 f"expert={self.expert} must divide data x ring x ulysses={self.copies}"

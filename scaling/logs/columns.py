@@ -105,7 +105,7 @@ class Columns:
 
     def __post_init__(self) -> None:
         if self.count not in get_args(Count):
-            raise ValueError(f"{self.count=} must be one of {get_args(Count)}")
+            raise ValueError(f"count={self.count!r} must be one of {get_args(Count)}")
         validation.above(self, "n_unit", "d_unit", "c_unit", "loss_unit", finite=True)
 
 

@@ -36,7 +36,8 @@ class HeadAttention:
         validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
+                f"num_q_heads={self.num_q_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
             )
 
     @property
@@ -78,7 +79,7 @@ class LatentAttention:
         names = ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
         validation.at_least(self, *names)
         if self.q_rank is not None and self.q_rank < 1:
-            raise ValueError(f"{self.q_rank=} must be at least 1, or None")
+            raise ValueError(f"q_rank={self.q_rank} must be at least 1, or None")
 
     @property
     def num_kv_heads(self) -> int:
@@ -115,7 +116,9 @@ class Experts:
         """Refuses counts that cannot be."""
         validation.at_least(self, "num_experts", "top_k", "size")
         if self.top_k > self.num_experts:
-            raise ValueError(f"{self.top_k=} must be at most {self.num_experts=}")
+            raise ValueError(
+                f"top_k={self.top_k} must be at most num_experts={self.num_experts}"
+            )
         validation.at_least(self, "shared_size", low=0)
 
 
@@ -164,7 +167,9 @@ class Description:
             if len(values) == 1:
                 values *= self.num_layers
             if len(values) != self.num_layers:
-                raise ValueError(f"{len(values)} {name} for {self.num_layers=}")
+                raise ValueError(
+                    f"{len(values)} {name} for num_layers={self.num_layers}"
+                )
             object.__setattr__(self, name, values)
         if any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"{min(w for w in self.windows if w)=} must be at least 1")

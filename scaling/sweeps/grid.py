@@ -77,13 +77,13 @@ class SweepConfig:
     def __post_init__(self) -> None:
         """Refuses grids that are none."""
         if not self.models:
-            raise ValueError(f"{self.models=} must name a model")
+            raise ValueError(f"models={self.models!r} must name a model")
         if not (self.budgets or self.num_tokens):
             raise ValueError("budgets or num_tokens must not be empty")
         validation.above(self, "budgets", "num_tokens", "learning_rates", finite=True)
         validation.ascending(self, "learning_rates")
         if not self.seeds or len({*self.seeds}) < len(self.seeds):
-            raise ValueError(f"{self.seeds=} must be different ones")
+            raise ValueError(f"seeds={self.seeds!r} must be different ones")
         validation.at_least(
             self, "base_width", "batch_size", "seq_len", "num_eval_windows"
         )
@@ -93,13 +93,15 @@ class SweepConfig:
         validation.within(self, "cooldown", low=0, high=1)
         low, high = self.tokens_per_param
         if not 0 <= low < high:
-            raise ValueError(f"{self.tokens_per_param=} must rise from 0 or more")
+            raise ValueError(
+                f"tokens_per_param={self.tokens_per_param!r} must rise from 0 or more"
+            )
         validation.above(self, "cpus_per_run")
         validation.at_least(self, "gpus_per_run", low=0)
         for model in self.models:
             if self.seq_len > model.max_positions:
                 raise ValueError(
-                    f"{self.seq_len=} must be at most {model.max_positions=}"
+                    f"seq_len={self.seq_len} must be at most {model.max_positions=}"
                 )
         if not cells(self):
             raise ValueError(f"no run is left: {_why_none(self)}")

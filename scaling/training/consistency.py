@@ -64,7 +64,7 @@ class Consistency(objectives.Objective):
     def check(self, seq_len: int, layout: Layout) -> None:
         """Refuses windows that are no records, and more than one device."""
         if seq_len != self.record_tokens:
-            raise ValueError(f"{seq_len=} must be {self.record_tokens=}")
+            raise ValueError(f"{seq_len=} must be record_tokens={self.record_tokens}")
         if layout.num_devices > 1:
             raise ValueError(f"{layout=} must be one device, to train consistency")
 

@@ -67,7 +67,8 @@ class StepConfig:
         validation.at_least(self, "accumulation")
         if self.remat and self.layout.pipeline > 1:
             raise ValueError(
-                f"{self.remat=} must be False with pipeline stages, which compute "
+                f"remat={self.remat!r} must be False with pipeline stages, which "
+                "compute "
                 "again anyway"
             )
 
@@ -79,8 +80,9 @@ class StepConfig:
         """
         if batch_size % (self.accumulation * self.layout.data):
             raise ValueError(
-                f"{batch_size=} must be a multiple of {self.accumulation=} times "
-                f"{self.layout.data=}"
+                f"{batch_size=} must be a multiple of "
+                f"accumulation={self.accumulation} times "
+                f"layout.data={self.layout.data}"
             )
 
     def cast(self, params: Params) -> Params:
@@ -136,20 +138,25 @@ class TrainConfig:
         meshes.check(self.model, layout, sequence_length=self.seq_len)
         if self.optimizer.kind == "adafactor" and layout.num_devices > layout.data:
             raise ValueError(
-                f"{self.optimizer.kind=} looks at whole parameters: {layout=} must "
+                f"optimizer.kind={self.optimizer.kind!r} looks at whole parameters: "
+                f"{layout=} must "
                 "divide data alone"
             )
         if self.optimizer.kind == "adafactor" and layout.zero:
-            raise ValueError(f"{self.optimizer.kind=} must have {layout.zero=} 0")
+            raise ValueError(
+                f"optimizer.kind={self.optimizer.kind!r} must have {layout.zero=} 0"
+            )
         validation.within(self, "final_share", low=0, high=1)
         validation.above(self, "learning_rate")
         if self.seq_len > self.model.max_positions:
             raise ValueError(
-                f"{self.seq_len=} must be at most {self.model.max_positions=}"
+                f"seq_len={self.seq_len} must be at most "
+                f"model.max_positions={self.model.max_positions}"
             )
         if self.model.vocab_size < self.corpus.vocab_size:
             raise ValueError(
-                f"{self.model.vocab_size=} must be at least {self.corpus.vocab_size=}"
+                f"model.vocab_size={self.model.vocab_size} must be at least "
+                f"corpus.vocab_size={self.corpus.vocab_size}"
             )
 
     @property

@@ -273,7 +273,7 @@ SAMPLING_TYPES: dict[str, list[Any]] = {
 def test_a_sampling_says_which_field_is_of_another_type(name: str) -> None:
     for value in SAMPLING_TYPES[name]:
         message = refusal(lambda value=value: api.Sampling(**{name: value}))
-        assert f"self.{name}={validation.shown(value)} must be " in message
+        assert f"{name}={validation.shown(value)} must be " in message
     assert SAMPLING_TYPES.keys() == {x.name for x in dataclasses.fields(Sampling)}
 
 
@@ -285,7 +285,7 @@ def test_bounds_say_which_field_is_of_another_type(field: Any) -> None:
     tries += [1, 0] if isinstance(field.default, bool) else [True, np.bool_(True)]
     for value in tries:
         message = refusal(lambda value=value: api.EngineConfig(**{field.name: value}))
-        shown = f"self.{field.name}={validation.shown(value)}"
+        shown = f"{field.name}={validation.shown(value)}"
         assert message.startswith(f"{shown} must be ")
 
 
@@ -388,15 +388,15 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "drop": (lambda: api.fcfs(preemption="drop"), "preemption='drop' must be 'recompu"),
     "no page": (lambda: bounds(num_pages=0), "num_pages=0 must be at least 1"),
     "slots": (lambda: bounds(max_slots=0), "max_slots=0 must be at least 1"),
-    "short": (lambda: bounds(max_length=1), "self.max_length=1 must be at least 2"),
+    "short": (lambda: bounds(max_length=1), "max_length=1 must be at least 2"),
     "budget": (
         lambda: bounds(token_budget=3),
-        "self.token_budget=3 must be at least self.max_slots=8",
+        "token_budget=3 must be at least max_slots=8",
     ),
-    "logits": (lambda: bounds(max_logit_rows=3), "self.max_logit_rows=3 must be 0 or"),
+    "logits": (lambda: bounds(max_logit_rows=3), "max_logit_rows=3 must be 0 or"),
     "logprobs": (lambda: bounds(max_logprobs=-1), "max_logprobs=-1 must be at least 0"),
-    "drafts": (lambda: bounds(max_drafts=-1), "self.max_drafts=-1 must be at least 0"),
-    "seed": (lambda: bounds(seed=-1), "self.seed=-1 must be in"),
+    "drafts": (lambda: bounds(max_drafts=-1), "max_drafts=-1 must be at least 0"),
+    "seed": (lambda: bounds(seed=-1), "seed=-1 must be in"),
     "other pages": (lambda: started(num_pages=5), "must be config.num_pages=5"),
     "other size": (lambda: started(page_size=5), "must be config.page_size=5"),
     "no layer": (lambda: model(num_layers=0), "num_layers=0 must be at least 1"),
@@ -457,21 +457,21 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: api.poisson(np.random.default_rng(0), rate=1.0, num=1.5),
         "num=1.5 must be a whole number",
     ),
-    "law": (lambda: api.Fixed(tokens=1.5), "self.tokens=1.5 must be in"),
+    "law": (lambda: api.Fixed(tokens=1.5), "tokens=1.5 must be in"),
     "mean": (lambda: api.Gamma(mean="9", shape=1.0), "mean='9' must be"),
     "model": (
         lambda: dataclasses.replace(engines.MODEL, num_layers=1.5),
-        "self.num_layers=1.5 must be a whole number",
+        "num_layers=1.5 must be a whole number",
     ),
     "theta": (
         lambda: dataclasses.replace(engines.MODEL, rope_theta=math.inf),
-        "self.rope_theta=inf must be above 0 and finite",
+        "rope_theta=inf must be above 0 and finite",
     ),
     "experts": (
         lambda: api.Experts(num_experts=2, top_k=1, size="8"),
-        "self.size='8' must be a whole number",
+        "size='8' must be a whole number",
     ),
-    "scaling": (lambda: RopeScaling(factor=0.0), "self.factor=0.0 must be above 0"),
+    "scaling": (lambda: RopeScaling(factor=0.0), "factor=0.0 must be above 0"),
 }
 
 

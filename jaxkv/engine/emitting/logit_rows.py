@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkv import validation
 from jaxkv.engine.state import TILE, EngineConfig, EngineState
 from jaxkv.sampling import Params
 
@@ -30,6 +32,34 @@ type LogitsFn = Callable[
 ]
 """Changes logits before penalties and cut-offs: masks, biases, grammars. Beams do not
 pass through it, so the facade refuses them beside one."""
+
+
+def change(
+    logits_fn: LogitsFn | None, answer: Answer, raw: Float[Array, "rows vocab"]
+) -> Float[Array, "rows vocab"]:
+    """Returns the logits as changed by a `logits_fn`; None changes none.
+
+    Raises:
+      ValueError: the function returns another shape, or numbers that are not floating.
+    """
+    if logits_fn is None:
+        return raw
+    logits: Any = logits_fn(answer, raw)
+    found = f"{logits.dtype}{list(logits.shape)}" if _is_array(logits) else None
+    if found is None or logits.shape != raw.shape or not _is_floating(logits):
+        raise ValueError(
+            f"logits_fn returned {found or validation.shown(logits)}, and must return "
+            f"{raw.dtype}{list(raw.shape)}, the shape of its argument"
+        )
+    return logits
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _is_floating(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 class LogitRows(NamedTuple):

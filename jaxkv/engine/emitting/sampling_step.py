@@ -157,7 +157,7 @@ def _draw(
 
     def of_rows(*leaves: Any) -> sampler.Draw:
         answer, raw, params, scored = leaves
-        logits = raw if logits_fn is None else logits_fn(answer, raw)
+        logits = logit_rows.change(logits_fn, answer, raw)
 
         def asked() -> sampler.Draw:
             known = answer.num_tokens

@@ -119,7 +119,7 @@ def _judge(
         answer: Answer, raw: Array, params: Params, children: Array, law: Array | None
     ) -> tuple[Ruling, Array]:
         known = answer.num_tokens
-        logits = raw if logits_fn is None else logits_fn(answer, raw)
+        logits = logit_rows.change(logits_fn, answer, raw)
         logits = sampler.penalise(
             logits, answer.tokens, answer.prompt_length, known, params
         )

@@ -57,13 +57,15 @@ class LanguageConfig:
     def __post_init__(self):
         """Refuses languages that cannot be, or whose entropy cannot be computed."""
         if self.kind not in ("zipf", "markov", "kgram", "hidden_markov"):
-            raise ValueError(f"{self.kind=} is no kind of language")
+            raise ValueError(f"kind={self.kind!r} is no kind of language")
         validation.within(self, "vocab_size", low=2, high=2**16)
         validation.at_least(self, "order", "num_states", "num_tokens", "num_held_out")
         amounts = ("exponent", "sharpness", "seed", "num_unique_tokens")
         validation.within(self, *amounts, low=0, high=math.inf, ends="[)")
         if min(self.mixture, default=0) <= 0 or abs(sum(self.mixture) - 1) > 1e-9:
-            raise ValueError(f"{self.mixture=} must be positive shares that sum to 1")
+            raise ValueError(
+                f"mixture={self.mixture!r} must be positive shares that sum to 1"
+            )
         if self.num_contexts > MAX_CONTEXTS:
             raise ValueError(
                 f"{self.num_contexts} contexts of {self.kind} are too many: at most "

@@ -166,8 +166,8 @@ def test_halves_of_features_are_whole() -> None:
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ({"taps": (3,)}, r"self.taps=\(3,\) must be in \[0, "),
-        ({"taps": (-1,)}, r"self.taps=\(-1,\) must be in \[0, "),
+        ({"taps": (3,)}, r"taps=\(3,\) must be in \[0, "),
+        ({"taps": (-1,)}, r"taps=\(-1,\) must be in \[0, "),
         ({"taps": (1,), "layers": (0,)}, "needs all layers"),
     ],
 )

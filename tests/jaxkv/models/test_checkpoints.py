@@ -329,7 +329,7 @@ def test_windows_of_mistral() -> None:
 
 def test_a_config_that_is_not_supported_is_refused_by_its_file(llama: Path) -> None:
     change_config(llama, head_dim=7)
-    assert refusal(llama).startswith("FOLDER/config.json: self.head_dim=7 must be even")
+    assert refusal(llama).startswith("FOLDER/config.json: head_dim=7 must be even")
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"intermediate_size": None}, "intermediate_size is missing"),
         (
             {"num_key_value_heads": 3},
-            "self.num_q_heads=4 must be a multiple of self.num_kv",
+            "num_q_heads=4 must be a multiple of num_kv",
         ),
-        ({"head_dim": 7}, "self.head_dim=7 must be even"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
         (
             {"head_dim": None, "hidden_size": 30},
             "hidden size 30 must be a multiple of heads=4",
@@ -219,7 +219,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "mixtral": [
         ({"num_local_experts": 0}, "num_local_experts=0 must be a "),
-        ({"num_experts_per_tok": 7}, "self.top_k=7 must be at most"),
+        ({"num_experts_per_tok": 7}, "top_k=7 must be at most"),
         ({"router_aux_loss_coef": -1}, "router_aux_loss_coef=-1 must"),
         ({"num_experts": 5}, "num_experts=5 contradicts num_local_experts"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),

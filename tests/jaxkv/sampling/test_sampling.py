@@ -52,9 +52,9 @@ def rows_of(tree: Any, rows: Any) -> Any:
         ({"temperature": -0.1}, ">= 0 and finite"),
         ({"top_p": 1.01}, "in (0, 1]"),
         ({"n": 0}, "at least 1"),
-        ({"best_of": 2, "n": 3}, "None or at least self.n=3"),
-        ({"beam_width": 0}, "None or at least self.n=1"),
-        ({"beam_width": 2, "n": 3}, "None or at least self.n=3"),
+        ({"best_of": 2, "n": 3}, "None or at least n=3"),
+        ({"beam_width": 0}, "None or at least n=1"),
+        ({"beam_width": 2, "n": 3}, "None or at least n=3"),
         ({"length_penalty": 11.0}, "in [-10, 10]"),
         ({"early_stopping": "now"}, "True, False"),
         ({"max_tokens": 0}, "at least 1"),
@@ -62,7 +62,7 @@ def rows_of(tree: Any, rows: Any) -> Any:
 )
 def test_what_a_field_must_be_is_told(fields: dict[str, Any], range_: str) -> None:
     name, value = next(iter(fields.items()))
-    line = f"self.{name}={value!r} must be {range_}"
+    line = f"{name}={value!r} must be {range_}"
     with pytest.raises(ValueError, match=re.escape(line)):
         Sampling(**fields)
 

@@ -316,7 +316,7 @@ def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
         ),
         ({"vocab_size": None}, "with vocab_size=None, the model served has 61"),
         ({"num_hidden_layers": 4}, "with num_hidden_layers=4, the model served has 2"),
-        ({"taps": [0, 3]}, r"self.taps=\(0, 3\) must be some in \[0, 2\]"),
+        ({"taps": [0, 3]}, r"taps=\(0, 3\) must be some in \[0, 2\]"),
         ({"taps": []}, "must be some in"),
         ({"taps": [0]}, "fuse.weight has shape"),
         ({"taps": "all"}, "taps='all' must be a whole number"),
@@ -362,8 +362,8 @@ def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
         ),
         (lambda: EagleConfig(target=MODEL, taps=(3,)), r"must be some in \[0, 2\]"),
         (lambda: Eagle(EAGLE, (1,), 0), "branching=0 must be at least 1"),
-        (lambda: Eagle(EAGLE, (2,), 1), r"self.beams=\(2,\) must be in \[1, 1\]"),
-        (lambda: Eagle(EAGLE, (0,), 2), r"self.beams=\(0,\) must be in \[1, 2\]"),
+        (lambda: Eagle(EAGLE, (2,), 1), r"beams=\(2,\) must be in \[1, 1\]"),
+        (lambda: Eagle(EAGLE, (0,), 2), r"beams=\(0,\) must be in \[1, 2\]"),
     ],
 )
 def test_what_there_is_not_is_refused(make: Any, line: str) -> None:

@@ -238,7 +238,7 @@ def served(method: str | None, **how: Any) -> methods.Served:
         ),
         (
             lambda: dataclasses.replace(engines.TIGHT, max_drafts=64),
-            "self.max_drafts=64 must be in [0, self.max_length=64)",
+            "max_drafts=64 must be in [0, max_length=64)",
         ),
     ],
 )

@@ -563,16 +563,16 @@ def test_typical_equals_numpy() -> None:
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: Typical(epsilon=0.0), "self.epsilon=0.0 must be in (0, 1]"),
-        (lambda: Typical(epsilon=1.5), "self.epsilon=1.5 must be in (0, 1]"),
-        (lambda: Typical(delta=np.nan), "self.delta=nan must be in (0, 1]"),
+        (lambda: Typical(epsilon=0.0), "epsilon=0.0 must be in (0, 1]"),
+        (lambda: Typical(epsilon=1.5), "epsilon=1.5 must be in (0, 1]"),
+        (lambda: Typical(delta=np.nan), "delta=nan must be in (0, 1]"),
         (
             lambda: Typical(delta="much"),  # ty: ignore[invalid-argument-type]
-            "self.delta='much' must be a number, in (0, 1]",
+            "delta='much' must be a number, in (0, 1]",
         ),
         (
             lambda: Rejection(replacement=1),  # ty: ignore[invalid-argument-type]
-            "self.replacement=1 must be True or False",
+            "replacement=1 must be True or False",
         ),
     ],
 )

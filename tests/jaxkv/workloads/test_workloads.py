@@ -138,10 +138,10 @@ TWO = np.array([1, 2])
         (lambda: make(TWO, TWO, TWO[:1]), "columns of one length"),
         (lambda: SHAREGPT.draw(rng(), 0), "num=0 must be at least 1"),
         (lambda: Gamma(mean=0.0, shape=1.0), "mean=0.0 must be in"),
-        (lambda: Gamma(mean=9.0, shape=0.0), "self.shape=0.0 must be above 0"),
-        (lambda: LogNormal(mean=9.0, sigma=-1.0), "self.sigma=-1.0 must be at least 0"),
+        (lambda: Gamma(mean=9.0, shape=0.0), "shape=0.0 must be above 0"),
+        (lambda: LogNormal(mean=9.0, sigma=-1.0), "sigma=-1.0 must be at least 0"),
         (lambda: Uniform(low=3, high=2), "must be in order"),
-        (lambda: Fixed(tokens=0), "self.tokens=0 must be in"),
+        (lambda: Fixed(tokens=0), "tokens=0 must be in"),
     ],
 )
 def test_what_is_no_workload_is_refused(build: Any, line: str) -> None:

@@ -149,7 +149,7 @@ def test_copies_read_no_target() -> None:
 
 def test_shapes_without_sense_are_refused() -> None:
     make: Any = inspect.unwrap(Spec)
-    with pytest.raises(ValueError, match=r"self\.batch=0"):
+    with pytest.raises(ValueError, match=r"batch=0"):
         make(kind="decode", batch=0)
-    with pytest.raises(ValueError, match=r"self\.shared=24 must be whole pages"):
+    with pytest.raises(ValueError, match=r"shared=24 must be whole pages"):
         make(kind="prefix", batch=1, context=40, shared=24)

@@ -211,11 +211,11 @@ def test_the_bundled_model_reads_as_both() -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 100,000"),
         ({"hidden_size": 10**400}, "hidden_size must be at most 1,099,511,627,776"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole"),
-        ({"num_key_value_heads": 3}, "self.num_kv_heads=3"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or"),
         (
             {"model_type": "mixtral", "num_experts_per_tok": 9},
-            "self.top_k=9 must be at most self.num_experts=8",
+            "top_k=9 must be at most num_experts=8",
         ),
         (
             {"model_type": "gemma2", "layer_types": ["sliding_attention"]},

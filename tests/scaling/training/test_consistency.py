@@ -175,7 +175,7 @@ def test_what_cannot_be_learnt_is_refused() -> None:
         Consistency(block_tokens=0)
     with pytest.raises(ValueError, match="text_tokens=1 must be at least 2"):
         Consistency(text_tokens=1)
-    with pytest.raises(ValueError, match=r"seq_len=9 must be self.record_tokens=16"):
+    with pytest.raises(ValueError, match=r"seq_len=9 must be record_tokens=16"):
         OBJECTIVE.check(9, Layout())
     with pytest.raises(ValueError, match="must be one device"):
         OBJECTIVE.check(16, Layout(data=2))
