@@ -116,6 +116,7 @@ def generate(model: str, options: Options) -> Output:
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
     write, start_s = writing.Writer(headings, whole=is_ranked), time.perf_counter()
+    tuned_s = engine.compile_s  # before the answers
     if is_search:
         print("[searching: no text before the end]", file=sys.stderr)
 
@@ -153,8 +154,11 @@ def generate(model: str, options: Options) -> Output:
                     write_all(i)
     write.finish()
     completions = [each for answers in found for each in answers[:num_kept]]
-    print(_summary(completions, time.perf_counter() - start_s), file=sys.stderr)
-    return Output({"completions": completions}, [], [], status)
+    compile_s = engine.compile_s
+    duration_s = time.perf_counter() - start_s - (compile_s - tuned_s)
+    print(_summary(completions, duration_s, compile_s), file=sys.stderr)
+    document = {"completions": completions, "compile_s": compile_s}
+    return Output(document, [], [], status)
 
 
 _TOLD = ("text", "tokens", "reason", "sample", "score")
@@ -211,13 +215,16 @@ _ONLY_DRAFTS = (
 """Options of speculation, and the methods that they go with."""
 
 
-def _summary(completions: list[dict[str, Any]], duration_s: float) -> str:
-    """Says in a line how it ended, and how well a single answer scores."""
+def _summary(
+    completions: list[dict[str, Any]], duration_s: float, compile_s: float = 0.0
+) -> str:
+    """Formats why the answers ended, the time without compilation, and a score."""
     num = sum(len(each["tokens"]) for each in completions)
     reasons = ", ".join(dict.fromkeys(each["reason"] for each in completions))
     said = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
     if len(completions) == 1 and completions[0]["score"] is not None:
         said += f"; score {completions[0]['score']:.3f}"
+    said += f"; compiled in {compile_s:.1f} s" if compile_s else ""
     return f"[{said}]"
 
 

@@ -103,6 +103,7 @@ def _carry_out(
 
     if (num := getattr(config, "mesh_devices", 1)) > 1:
         parallel.count_cpu_as(num)  # before anybody asks how many there are
+    experiment.study_of(config).prepare()
     run_folder.begin(folder, experiment, config)
     started = time.monotonic()
     if getattr(config, "folder", "") == run_folder.OUT:

@@ -2,8 +2,8 @@
 
 A study has its own config, result, run, figure and claims. It is a module with what
 `Study` lists: `CONFIGS`, `run(config, progress)`, which says what it returns,
-`plot(axes, result)`, and as needed `claims`, `metrics`, `summary`, `files`, `PANELS`,
-`PANEL_SIZE_INCHES` and `SWITCH`. An experiment's module is its only study, or lists
+`plot(axes, result)`, and as needed `claims`, `metrics`, `summary`, `files`, `prepare`,
+`PANELS`, `PANEL_SIZE_INCHES` and `SWITCH`. An experiment's module is its only study, or lists
 them, `STUDIES = (measured, simulated)`; `registry` has its name, its question and the
 names of its configs.
 """
@@ -36,6 +36,7 @@ class Study(NamedTuple):
       panels: rows and columns of axes of its figure; `plot` gets an array of several.
       panel_size_inches: width and height of each.
       files: further files of a result, as text by name in `run_folder.FILES`.
+      prepare: is called before JAX starts its devices, to change its settings.
       switch: the name of a field, and whether it was set, by which older config.json
         files, which have the fields of all studies, ask for this one.
     """
@@ -50,6 +51,7 @@ class Study(NamedTuple):
     panels: tuple[int, int] = (1, 1)
     panel_size_inches: tuple[float, float] = style.PANEL_SIZE_INCHES
     files: Callable[[Any], dict[str, str]] = lambda result: {}
+    prepare: Callable[[], None] = lambda: None
     switch: tuple[str, bool] | None = None
 
     @property
@@ -118,7 +120,7 @@ def of_module(module: Any) -> tuple[Study, ...]:
 
 
 def _of_functions(module: Any) -> Study:
-    functions = ("plot", "claims", "metrics", "summary", "files")
+    functions = ("plot", "claims", "metrics", "summary", "files", "prepare")
     values = ("CONFIGS", "PANELS", "PANEL_SIZE_INCHES", "SWITCH")
     # A module that it imports may have the name of a function, `files` say.
     found = {x: f for x in functions if callable(f := getattr(module, x, None))}

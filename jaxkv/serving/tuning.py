@@ -4,6 +4,7 @@ The engine's own program runs with the number of drafts forced, on sequences tha
 withdrawn afterwards: nothing is compiled for it, and nothing is left behind.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -56,7 +57,7 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
     """
     if not isinstance(state.memory, Learned):
         raise ValueError("only a drafter that is Adaptive has costs to be measured")
-    each = config.steps_per_call * sum(1 + length for length in (0, 0, *config.lengths))
+    each = _tokens_of_calls(config)
 
     def room(context: int) -> int:
         """Tokens left to the calls of all lengths."""
@@ -66,7 +67,7 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
     if not fits:
         raise ValueError(
             f"{config.max_length=} leaves no room for calls of {config.steps_per_call=}"
-            f" with up to {config.max_drafts=}"
+            f" with up to {config.max_drafts=}: {_remedy(config)}"
         )
     if context is None:
         context = min(config.max_length // 2, fits[-1])
@@ -76,6 +77,25 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
             f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
         )
     return Measurement(context, room(context) // each)
+
+
+def _tokens_of_calls(config: EngineConfig) -> int:
+    """Tokens of a sequence in one call of every length."""
+    return config.steps_per_call * sum(1 + length for length in (0, 0, *config.lengths))
+
+
+def _remedy(config: EngineConfig) -> str:
+    """The settings with which the smallest measurement has room, one at a time."""
+
+    def needed(config: EngineConfig) -> int:
+        return _tokens_of_calls(config) + _steps_of_reading(1, config) + 2
+
+    least = f"adaptive=True needs max_length={needed(config)} or more"
+    for steps in range(config.steps_per_call - 1, 0, -1):
+        shorter = dataclasses.replace(config, steps_per_call=steps)
+        if needed(shorter) <= config.max_length:
+            return f"{least}, or steps_per_call={steps} or less"
+    return least
 
 
 def _steps_of_reading(context: int, config: EngineConfig) -> int:

@@ -99,11 +99,12 @@ def serve(
             "a draft model goes with the method 'draft-model', and only it"
         )
     if layers is not None:
-        layers = _layers(layers, model.config.num_layers)
         if method != "early-exit":
             raise ValueError(
-                f"draft_layers={layers} needs speculate='early-exit', not {method!r}"
+                f"draft_layers={validation.shown(layers)} goes with the method "
+                "'early-exit' alone"
             )
+        layers = _layers(layers, model.config.num_layers)
     kind = None if heads is None else head_folders.kind_of(heads.config)
     if kind is None and method in head_folders.KINDS:
         raise ValueError(f"speculate={method!r} needs heads that were trained for it")
@@ -144,8 +145,8 @@ def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
         found = ()
     if not found or list(found) != sorted({*found}):
         raise ValueError(
-            f"draft_layers={validation.shown(layers)} must be a whole number in "
-            f"[1, {num_layers}], or some of the layers [0, {num_layers - 1}] in order"
+            f"draft_layers={validation.shown(layers)} must be in [1, {num_layers}], a "
+            f"number of layers, or some of the layers [0, {num_layers - 1}] in order"
         )
     return found
 

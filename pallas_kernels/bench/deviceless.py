@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 _TARGET = Path(__file__).parents[1] / "h200.txtpb"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
 _TOOLKITS = ("/usr/local/cuda",)
+_DRIVER = Path("/dev/nvidiactl")
+"""A file that is there where NVIDIA's driver runs."""
 _LIBDEVICE = Path("nvvm", "libdevice", "libdevice.10.bc")
 _INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async\b",
@@ -71,6 +74,23 @@ class Report(NamedTuple):
     text: str
 
 
+def prepare() -> None:
+    """Finds the compiler in `.venv/deviceless`, and has JAX load it without a GPU.
+
+    Changes `sys.path`, and on a machine without a GPU JAX's settings: call it before
+    JAX has started its devices. Where the compiler is installed among the other
+    packages, or the settings are made already, they stay as they are.
+    """
+    folder = Path(sys.prefix, "deviceless")
+    if not _is_installed(_PLUGINS[0]) and folder.is_dir():
+        sys.path.append(str(folder))
+    if not _DRIVER.exists():
+        # JAX would look for a GPU's libraries, and drop the plugin without them.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        if not jax.config.values["jax_platforms"]:
+            jax.config.update("jax_platforms", "cpu")
+
+
 def available() -> str | None:
     """Says why nothing can be compiled here, or None where it can.
 
@@ -79,7 +99,7 @@ def available() -> str | None:
     if any(not _is_installed(name) for name in _PLUGINS):
         return (
             "jax's CUDA plugin is not installed; `make setup DEVICELESS=1` puts one "
-            "into .venv/deviceless, to be named in PYTHONPATH"
+            "into .venv/deviceless"
         )
     if _toolkit() is None:
         return (
@@ -98,12 +118,18 @@ def make_mesh(axes: Mapping[str, int]) -> Mesh:
     if (reason := available()) is not None:
         raise RuntimeError(f"cannot compile for an H200: {reason}")
     sizes = tuple(axes.values())
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=_TARGET.read_text("utf-8"),
-        # Slices of hosts, hosts of a slice, devices of a host.
-        topology=f"1x1x{math.prod(sizes)}",
-    )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=_TARGET.read_text("utf-8"),
+            # Slices of hosts, hosts of a slice, devices of a host.
+            topology=f"1x1x{math.prod(sizes)}",
+        )
+    except NotImplementedError:
+        raise RuntimeError(
+            "cannot compile for an H200: JAX started its devices without the CUDA "
+            "plugin; call deviceless.prepare() before, in a new process"
+        ) from None
     return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=tuple(axes))
 
 

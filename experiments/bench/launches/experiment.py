@@ -20,7 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Ours, Record, Table, beside, column, ours
+from experiments.framework import (
+    Ours,
+    Record,
+    Sheet,
+    Table,
+    beside,
+    column,
+    config_json,
+    ours,
+    report,
+)
 from experiments.framework.table import Floats, Ints, Texts
 from experiments.plotting import style
 from jaxkv import validation
@@ -184,8 +194,14 @@ class Launches(Record):
         return found
 
 
+def prepare() -> None:
+    """Has JAX load the compiler for GPUs, before it starts its devices."""
+    deviceless.prepare()
+
+
 def run(config: Config, progress: Progress = QUIET) -> Launches:
     """Compiles every depth; ended early, it has those that are done."""
+    prepare()
     if (reason := deviceless.available()) is not None:
         raise ValueError(f"cannot compile for an H200: {reason}")
     counts, waits, compiled, found = Counts.of([]), Waits.of([]), [], (0, 0, 0)
@@ -194,7 +210,7 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
         with tempfile.TemporaryDirectory() as folder:
             program, arguments, pool = _program(config, depth)
             cpu_s, wall_s = time.process_time(), time.perf_counter()
-            report = deviceless.compile(
+            compiler_report = deviceless.compile(
                 program,
                 *arguments,
                 donate_argnums=1,
@@ -205,8 +221,8 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
             if len(counts):
                 continue
             plan = launches.read(Path(folder))
-        copies = weight_copies(report.text, arguments[0])
-        found = copies, pool, report.alias_bytes
+        copies = weight_copies(compiler_report.text, arguments[0])
+        found = copies, pool, compiler_report.alias_bytes
         routes = (*ROUTES, FILLING) if cached else ROUTES
         counts = count(plan, 1 if config.scanned else depth, routes)
         waits = Waits.of(_waits(plan))
@@ -306,8 +322,11 @@ def metrics(result: Launches) -> dict[str, Any]:
         "target": TARGET,
         "flags": ", ".join(f"{k}={v}" for k, v in devices.COMPILER_OPTIONS.items()),
         **parts,
+        **{f"per_{which}": result.per(which) for which in ("layer", "forward", "step")},
+        "parts": {path: _parts(result, path) for path in parts},
         "loops_outside_graphs": len(outside),
         "weight_copies": result.weight_copies,
+        "compile_s": float(result.compiled.wall_s.sum()),
         **{
             f"compile_{layers}_layers_s": wall_s
             for layers, wall_s in zip(
@@ -317,6 +336,20 @@ def metrics(result: Launches) -> dict[str, Any]:
             )
         },
     }
+
+
+def summary(result: Launches) -> list[Sheet]:
+    """The tables of a report: each count once."""
+    repeated = ("per_layer", "per_forward", "per_step", "parts", "compile_s")
+    shown = {k: v for k, v in metrics(result).items() if k not in repeated}
+    return [*report.metric_sheets(config_json.plain(shown))]
+
+
+def _parts(result: Launches, path: str) -> dict[str, int]:
+    """Launches of each part of a step beside the forward pass, for one path."""
+    rows = result.counts.where(path=path)
+    found = zip(rows.part.tolist(), rows.launches.tolist(), strict=True)
+    return {part: int(num) for part, num in found if part not in ("layer", "forward")}
 
 
 def plot(ax: Any, result: Launches) -> None:
