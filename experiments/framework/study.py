@@ -3,9 +3,9 @@
 A study has its own config, result, run, figure and claims. It is a module with what
 `Study` lists: `CONFIGS`, `run(config, progress)`, which says what it returns,
 `plot(axes, result)`, and as needed `claims`, `metrics`, `summary`, `files`, `prepare`,
-`PANELS`, `PANEL_SIZE_INCHES` and `SWITCH`. An experiment's module is its only study, or lists
-them, `STUDIES = (measured, simulated)`; `registry` has its name, its question and the
-names of its configs.
+`PANELS`, `PANEL_SIZE_INCHES` and `SWITCH`. An experiment's module is its only study, or
+lists them, `STUDIES = (measured, simulated)`; `registry` has its name, its question and
+the names of its configs.
 """
 
 import dataclasses
