@@ -124,6 +124,16 @@ class Table(Record):
         if len({*lengths.values()}) > 1:
             raise ValueError(f"columns of {type(self).__name__} differ: {lengths}")
 
+    def to_dataframe(self) -> Any:
+        """Returns a data frame with the columns.
+
+        Raises:
+          ImportError: neither pandas nor polars is installed.
+        """
+        from jaxkv.workloads import dataframes
+
+        return dataframes.make(parts(self))
+
     def __len__(self) -> int:
         """Rows."""
         return len(next(iter(parts(self).values())))

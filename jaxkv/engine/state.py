@@ -285,6 +285,17 @@ class EngineState(NamedTuple):
     memory: Any = None
     """What a drafter remembers, if the engine has one; a pytree of arrays."""
 
+    def __repr__(self) -> str:
+        """One line with the sizes, of arrays and of their shapes alike."""
+        leaves = [x for x in jax.tree.leaves(tuple(self)) if hasattr(x, "dtype")]
+        num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
+        table, ref = self.table.page_ids, self.pool.ref
+        sizes = [getattr(x, "shape", "?") for x in (table, ref)]
+        return (
+            f"EngineState(table={sizes[0]}, pool={sizes[1]}, {len(leaves)} arrays, "
+            f"{num_bytes:,} bytes)"
+        )
+
 
 def init(
     config: EngineConfig, pages: kv_pages.Pages, memory: Any = None

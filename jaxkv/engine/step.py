@@ -84,6 +84,11 @@ class StepInfo(NamedTuple):
     """Whether nobody is to be drafted for behind this call, see `Drafter.rests`; None
     where the drafter never rests."""
 
+    def __repr__(self) -> str:
+        """One line: how many steps and slots."""
+        shape = getattr(self.num_rows, "shape", ())
+        return f"StepInfo({' x '.join(map(str, shape))} slots)"
+
 
 def step(
     params: Any,

@@ -4,7 +4,7 @@ from jaxkv.memory.demand import Size, pages_for
 from jaxkv.memory.invariants import InvariantError
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
-from jaxkv.memory.page_table import Table
+from jaxkv.memory.page_table import PageTableView, Table
 from jaxkv.memory.prefix_cache import Prefixes
 from jaxkv.memory.prefix_eviction import Eviction, Uses
 from jaxkv.memory.prefix_transfer import Prefix
@@ -14,6 +14,7 @@ __all__ = [
     "NO_PAGE",
     "Eviction",
     "InvariantError",
+    "PageTableView",
     "Pages",
     "Pool",
     "Prefix",

@@ -5,6 +5,7 @@ cover, and `NO_PAGE` beyond. Tables and pool move together: every operation that
 or unmaps a page takes and returns both, so that counts always equal uses.
 """
 
+import collections
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, validation
 from jaxkv.memory import demand, page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
+
+_MOST_SHOWN = 16
+"""Page ids of a slot that the text form shows."""
 
 
 class Table(NamedTuple):
@@ -24,6 +28,78 @@ class Table(NamedTuple):
     """Tokens whose K and V are written and accepted."""
     ahead: Int32[Array, " slots"]
     """Token places beyond `length` that are reserved, or written provisionally."""
+
+
+class SlotPages(NamedTuple):
+    """The pages of one slot, on the host."""
+
+    slot: int
+    request_id: int
+    """The caller's name for its request."""
+    sample: int
+    """Index of the sequence within the request."""
+    num_tokens: int
+    """Tokens whose K and V are written."""
+    page_ids: tuple[int, ...]
+    """Its pages in token order; reserved ones may follow the written ones."""
+
+
+class PageTableView(NamedTuple):
+    """A page table on the host, for people: it prints as text and as HTML."""
+
+    slots: tuple[SlotPages, ...]
+    """The occupied slots."""
+    page_size: int
+    """Tokens of a page."""
+    num_pages: int
+    """Pages of the pool."""
+
+    @property
+    def num_uses(self) -> collections.Counter[int]:
+        """How many slots use each page, by page id."""
+        return collections.Counter(x for slot in self.slots for x in slot.page_ids)
+
+    @property
+    def title(self) -> str:
+        """A line with the number of pages in use, and of those that slots share."""
+        uses = self.num_uses
+        shared = sum(num > 1 for num in uses.values())
+        return (
+            f"{len(uses)} of {self.num_pages} pages of {self.page_size} tokens in use, "
+            f"{shared} shared"
+        )
+
+    def __str__(self) -> str:
+        """A line per slot; a page that slots share has a star."""
+        uses, lines = self.num_uses, [self.title]
+        if self.slots:
+            lines.append("slot  request  sample  tokens  pages")
+        for slot in self.slots:
+            pages = [f"{x}*" if uses[x] > 1 else f"{x}" for x in slot.page_ids]
+            hidden = len(pages) - _MOST_SHOWN
+            more = f" ... {hidden} more" if hidden > 0 else ""
+            lines.append(
+                f"{slot.slot:4}  {slot.request_id:7}  {slot.sample:6}  "
+                f"{slot.num_tokens:6}  {' '.join(pages[:_MOST_SHOWN])}{more}"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks; pages that slots share are bold."""
+        uses = self.num_uses
+        head = "".join(
+            f"<th>{name}</th>"
+            for name in ("slot", "request", "sample", "tokens", "pages")
+        )
+        rows = []
+        for slot in self.slots:
+            pages = [f"<b>{x}</b>" if uses[x] > 1 else f"{x}" for x in slot.page_ids]
+            cells = [*map(str, slot[:4]), " ".join(pages)]
+            rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+        body = "".join(f"<tr>{row}</tr>" for row in (head, *rows))
+        return f"<table><caption>{self.title}</caption>{body}</table>"
 
 
 class Copies(NamedTuple):

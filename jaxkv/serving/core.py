@@ -8,12 +8,14 @@ it must know, its tracker counts.
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,17 +23,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, EngineState, step
+from jaxkv.engine import EngineConfig, EngineState, snapshots, step
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import Sequences, init
-from jaxkv.memory import Eviction, Pages, Prefix, invariants
+from jaxkv.memory import (
+    NO_PAGE,
+    Eviction,
+    Pages,
+    PageTableView,
+    Prefix,
+    invariants,
+    page_table,
+)
 from jaxkv.models import interface as models_interface
+from jaxkv.parallel import layout
 from jaxkv.scheduling import interface as scheduling_interface
 from jaxkv.serving import (
     compilation_cache,
     host_swap,
     interrupts,
+    outputs,
     programs,
     request_batch,
     tuning,
@@ -49,6 +61,8 @@ class Call:
 
     info: step.StepInfo
     drained: Sequences | None = None
+    table: Any = None
+    """Copies of page ids, lengths and sequences of the slots, after its last step."""
     num_pending: int = 0
     """Requests that waited on the host meanwhile, if a trace is kept."""
 
@@ -83,7 +97,8 @@ class EngineCore:
           ValueError: the pages do not fit the configuration, or the mesh.
         """
         self.params, self.config, self.policy = params, config, policy
-        self.trace: list[step.StepInfo] = []
+        self.trace = outputs.Trace()
+        self._table: Call | None = None  # of the last call that was read
         self._eviction, self._eos_ids = eviction, eos_ids
         self.static: dict[str, Any] = {
             "config": config,
@@ -95,6 +110,7 @@ class EngineCore:
         memory = None if speculation is None else speculation.drafter.init(config)
         state = init(config, pages, memory)
         self._programs, self.state = programs.place(params, state, mesh)
+        self._mesh = mesh
         self._host = host_swap.HostSpace(host_pages, self._programs.move)
         self.tracker = RequestTracker(config)
         self.unread: collections.deque[Call] = collections.deque()
@@ -191,6 +207,50 @@ class EngineCore:
                     self.state, prefix, whole, self._eviction
                 )
         return int(cached)
+
+    def save(self, folder: Any, *, overwrite: bool) -> Path:
+        """Writes the state, see `Engine.save`."""
+        with self._lock:
+            self._refuse_if_lost()
+            self._refuse_if_busy("saved")
+            return snapshots.save_state(
+                folder, self.state, self.config, overwrite=overwrite
+            )
+
+    def restore(self, folder: Any) -> None:
+        """Reads a state, see `Engine.restore`."""
+        with self._lock:
+            self._refuse_if_lost()
+            self._refuse_if_busy("restored")
+            old = self.state
+            new = snapshots.load_state(folder, self.config, old.pages, old.memory)
+            if self._mesh is not None:
+                new = layout.place_state(new, self._mesh)
+            self.state, self._table = new, None
+            self._rests = False
+
+    def fork(self, memo: dict[int, Any]) -> "EngineCore":
+        """Copies the engine, see `Engine.fork`; objects of the memo are shared."""
+        with self._lock:
+            self._refuse_if_lost()
+            while self.unread:
+                self.read(self.unread[0])
+            other = copy.copy(self)
+            with interrupts.signals():
+                other.state = jax.device_put(self.state, may_alias=False)
+                other.tracker = copy.deepcopy(self.tracker, memo)
+            other.trace = outputs.Trace(self.trace)
+            other.unread, other._lock = collections.deque(), threading.RLock()
+            other._compiled, other.on_dispatch = {*self._compiled}, None
+            other._host = self._host.copy()
+        return other
+
+    def _refuse_if_busy(self, what: str) -> None:
+        if self.tracker.records or self.unread:
+            num = len(self.tracker.records)
+            raise ValueError(
+                f"{num} requests are not complete; an engine must be idle to be {what}"
+            )
 
     def tune(self, context: int | None) -> None:
         """Measures what drafts cost, see `Engine.tune`."""
@@ -291,7 +351,7 @@ class EngineCore:
                 self.state, info = self.run_steps(
                     self.state, self.now(), may_draft=not self._rests
                 )
-                self.unread.append(call := Call(info=info))
+                self.unread.append(call := Call(info=info, table=self._copy_table()))
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
                 if (named := tracker.next_cancels()) is not None:
@@ -341,6 +401,40 @@ class EngineCore:
             if call.drained is not None:
                 self.tracker.collect(call.drained, self.now())
             self.unread.popleft()
+            self._table = call
+
+    def _copy_table(self) -> Any:
+        """Copies what `page_table` shows, before the next call consumes the state."""
+        state = self.state
+        arrays = (state.table.page_ids, state.table.length, state.slots.sequence)
+        if not all(x.is_fully_addressable for x in arrays):
+            return None
+        # No program, and the device is not waited for.
+        return jax.device_put(arrays, may_alias=False)
+
+    def page_table(self) -> PageTableView:
+        """Builds the view of `Engine.page_table`."""
+        slots, call = [], self._table
+        if call is not None and call.table is None:
+            raise ValueError("a page table needs all devices to be of this process")
+        if call is not None:
+            page_ids, lengths, sequences = map(np.asarray, call.table)
+            names, samples = (
+                np.asarray(x)[-1] for x in (call.info.request_id, call.info.sample)
+            )
+            for slot in np.flatnonzero(sequences >= 0).tolist():
+                pages = page_ids[slot][page_ids[slot] != NO_PAGE]
+                slots.append(
+                    page_table.SlotPages(
+                        slot,
+                        int(names[slot]),
+                        int(samples[slot]),
+                        int(lengths[slot]),
+                        tuple(pages.tolist()),
+                    )
+                )
+        config = self.config
+        return PageTableView(tuple(slots), config.page_size, config.num_pages)
 
     @contextlib.contextmanager
     def _all_or_lost(self) -> Generator[None]:

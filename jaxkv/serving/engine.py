@@ -2,10 +2,12 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -13,13 +15,13 @@ from jax.sharding import Mesh
 from jaxkv import validation
 from jaxkv.engine import EngineConfig, step
 from jaxkv.engine.drafting import Speculation
-from jaxkv.memory import Eviction, Pages
+from jaxkv.memory import Eviction, Pages, PageTableView
 from jaxkv.models import interface as models_interface
 from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
 from jaxkv.scheduling import interface as scheduling_interface
-from jaxkv.serving import compilation_cache, refusals, request_batch
+from jaxkv.serving import compilation_cache, outputs, refusals, request_batch
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import Part, Record
@@ -263,7 +265,7 @@ class Engine:
         self.core.policy = fcfs.fcfs() if policy is None else policy
 
     @property
-    def trace(self) -> list[step.StepInfo]:
+    def trace(self) -> outputs.Trace:
         """Step infos of the calls read so far, as NumPy arrays, where they are kept."""
         return self.core.trace
 
@@ -271,6 +273,69 @@ class Engine:
     def compile_s(self) -> float:
         """Seconds that compilation has taken so far, tracing included."""
         return self.core.compile_s
+
+    def save(self, folder: Any, *, overwrite: bool = False) -> Path:
+        """Writes the state of an idle engine: pages, prefix cache, drafter's memory.
+
+        Args:
+          folder: where to; `restore` reads it.
+          overwrite: whether to replace a snapshot that is there.
+
+        Raises:
+          ValueError: requests are not complete, or as `save_state`.
+        """
+        overwrite = validation.boolean("overwrite", overwrite)
+        return self.core.save(folder, overwrite=overwrite)
+
+    def restore(self, folder: Any) -> None:
+        """Replaces the state of an idle engine by a saved one, as often as wished.
+
+        The engine serves the same parameters with the same bounds as the saved one. It
+        then gives the same answers, bit for bit, to requests of the same ids or seeds.
+
+        Raises:
+          ValueError: requests are not complete, or as `load_state`.
+        """
+        self.core.restore(folder)
+
+    def fork(self, *, policy: scheduling_interface.Policy | None = None) -> "Engine":
+        """Copies the engine with all requests, which go on in both.
+
+        Parameters and compiled programs are shared; the pages are copied.
+
+        Args:
+          policy: of the copy; None keeps this one's.
+
+        Raises:
+          ValueError: it is not a policy.
+        """
+        other = copy.copy(self)
+        # A bound method of the tokenizer is part of every decoder of text.
+        memo = {} if self.tokenizer is None else {id(self.tokenizer): self.tokenizer}
+        other.core = self.core.fork(memo)
+        first = self._next_id()
+        self._ids, other._ids = itertools.count(first), itertools.count(first)
+        if policy is not None:
+            other.policy = policy
+        return other
+
+    def page_table(self) -> PageTableView:
+        """Returns the page table as of the last call whose events were delivered.
+
+        The device may be two calls ahead: the view shows it when those calls are read,
+        so that in a `stream` tables and events belong together. It prints as text, and
+        as a table in notebooks.
+        """
+        return self.core.page_table()
+
+    def __repr__(self) -> str:
+        """One line with the bounds and the number of requests."""
+        config, num = self.config, len(self.core.tracker.records)
+        return (
+            f"Engine({config.num_pages} pages of {config.page_size}, "
+            f"{config.max_slots} slots of {config.max_length} tokens, "
+            f"{num} request{'' if num == 1 else 's'})"
+        )
 
     def now(self) -> float:
         """Seconds since the engine was made."""

@@ -72,6 +72,12 @@ class HostSpace:
         self._kept: dict[int, tuple[np.ndarray, Pages]] = {}
         self._is_compiled = False
 
+    def copy(self) -> "HostSpace":
+        """Returns a space with the same pages, which are never changed in place."""
+        other = HostSpace(self.num_pages, self._move)
+        other._kept, other._is_compiled = {**self._kept}, self._is_compiled
+        return other
+
     @property
     def num_used(self) -> int:
         """Pages that are here."""

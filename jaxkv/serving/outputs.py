@@ -1,13 +1,16 @@
 """What the host tells of requests: events, answers, completions."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.engine.step import StepInfo
 from jaxkv.sampling import Sampling
+from jaxkv.workloads import dataframes
 
 
 class FinishedAnswer(NamedTuple):
@@ -60,6 +63,15 @@ class Completion(NamedTuple):
     num_swapped: int
     """How many of these kept its pages."""
 
+    def __repr__(self) -> str:
+        """One line: the first answer, and how many there are."""
+        text = "" if self.text is None else f", text={validation.shown(self.text)}"
+        more = f", {len(self.answers)} answers" if len(self.answers) > 1 else ""
+        return (
+            f"Completion(request_id={self.request_id}, {len(self.tokens)} tokens"
+            f"{text}, reason={self.reason!r}{more})"
+        )
+
     @property
     def tokens(self) -> list[int]:
         """Tokens of the first answer."""
@@ -84,6 +96,26 @@ class Completion(NamedTuple):
     def top_logprobs(self) -> list[dict[int, float]] | None:
         """Alternatives to the tokens of the first answer."""
         return self.answers[0].top_logprobs
+
+
+class Trace(list[StepInfo]):
+    """The step infos of an engine's calls, as NumPy arrays."""
+
+    def __repr__(self) -> str:
+        """One line: how many calls and steps."""
+        num_steps = sum(len(info.enough) for info in self)
+        return f"Trace({len(self)} calls, {num_steps} steps)"
+
+    def to_dataframe(self) -> Any:
+        """Returns a data frame with a row per step, counts summed over slots.
+
+        Raises:
+          ImportError: neither pandas nor polars is installed.
+        """
+        if not self:
+            return dataframes.make({"step": []})
+        info = jax.tree.map(lambda *x: np.concatenate(x), *self)
+        return dataframes.make(dataframes.per_row(info._asdict(), ("step",)))
 
 
 class Event(NamedTuple):

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxkv import clock
 from jaxkv.simulation.state import Events, Simulation
-from jaxkv.workloads import Workload
+from jaxkv.workloads import Workload, dataframes
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +34,17 @@ class Outcome:
     """Tokens computed again."""
     rejected: Bool[np.ndarray, "*members requests"]
     """Requests that can never be served: they do not fit the engine even alone."""
+
+    def to_dataframe(self) -> Any:
+        """Returns a data frame with a row per request, of every member.
+
+        Raises:
+          ImportError: neither pandas nor polars is installed.
+        """
+        names = [field.name for field in dataclasses.fields(Outcome)]
+        values = {name: getattr(self, name) for name in names}
+        axes = ("member", "request")[-np.ndim(self.arrival_s) :]
+        return dataframes.make(dataframes.per_row(values, axes))
 
 
 def read(

@@ -1,7 +1,7 @@
 """What simulations come to, as NumPy arrays with a leading axis of members."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from jaxkv.engine import NOBODY
 from jaxkv.simulation import step
 from jaxkv.simulation.outcomes import Outcome
-from jaxkv.workloads import metrics
+from jaxkv.workloads import dataframes, metrics
 
 
 class Means(NamedTuple):
@@ -62,6 +62,20 @@ class Trace(NamedTuple):
     def member(self, index: int) -> "Trace":
         """That of one member alone."""
         return jax.tree.map(lambda x: x[index], self)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"Trace({' x '.join(map(str, self.start_s.shape))} steps)"
+
+    def to_dataframe(self) -> Any:
+        """Returns a data frame with a row per step, counts summed over slots.
+
+        Raises:
+          ImportError: neither pandas nor polars is installed.
+        """
+        axes = ("member", "step")[-np.ndim(self.start_s) :]
+        values = {"start_s": self.start_s} | self.info._asdict()
+        return dataframes.make(dataframes.per_row(values, axes))
 
 
 @jax.tree_util.register_dataclass

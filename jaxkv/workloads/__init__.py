@@ -10,6 +10,7 @@ __all__ = [
     "Objectives",
     "Workload",
     "arrivals",
+    "dataframes",
     "lengths",
     "load_curves",
     "metrics",

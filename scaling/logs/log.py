@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxkv.workloads import dataframes
 from scaling.logs import best_rates, files, rules
 from scaling.logs import columns as logs_columns
 from scaling.logs.columns import STEPS, Columns, Roles, find, loss_of, numbers, parse
@@ -71,6 +72,14 @@ class Log(NamedTuple):
     roles: Mapping[str, str]
     units: Mapping[str, float] = {}
     doubtful: Mapping[str, str] = {}
+
+    def to_dataframe(self) -> Any:
+        """Returns a data frame with a row per run: its label and the columns.
+
+        Raises:
+          ImportError: neither pandas nor polars is installed.
+        """
+        return dataframes.make({"run": list(self.runs)} | self.columns)
 
     @property
     def has_one_row_per_run(self) -> bool:

@@ -1,0 +1,59 @@
+"""Data frames of traces, results and logs, where pandas or polars is installed."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+LIBRARIES = ("pandas", "polars")
+"""Libraries that make data frames; the first that is installed is used."""
+
+
+def make(columns: Mapping[str, Any]) -> Any:
+    """Returns a data frame of equally long columns.
+
+    Args:
+      columns: arrays or sequences by name; an array of several axes becomes a column
+        of lists.
+
+    Raises:
+      ImportError: neither pandas nor polars is installed.
+    """
+    for name in LIBRARIES:
+        try:
+            library = importlib.import_module(name)
+        except ImportError:
+            continue
+        plain = {key: _plain(value) for key, value in columns.items()}
+        return library.DataFrame(plain)
+    raise ImportError(
+        "to_dataframe() needs pandas or polars; `pip install pandas` installs one"
+    )
+
+
+def per_row(values: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the columns of arrays that share their leading axes, a row per entry.
+
+    Arrays with further axes are summed over these if they are counts (`num_...`), and
+    left out otherwise.
+
+    Args:
+      values: arrays by name; None is left out.
+      axes: names of the leading axes, which become columns of indices.
+    """
+    found = {key: np.asarray(x) for key, x in values.items() if x is not None}
+    found = {key: x for key, x in found.items() if x.ndim >= len(axes)}
+    shape = next(iter(found.values())).shape[: len(axes)]
+    grid = np.indices(shape).reshape(len(axes), -1)
+    columns: dict[str, Any] = dict(zip(axes, grid, strict=True))
+    for key, x in found.items():
+        rest = tuple(range(len(axes), x.ndim))
+        if not rest or key.startswith("num_"):
+            columns[key] = x.sum(axis=rest).reshape(-1) if rest else x.reshape(-1)
+    return columns
+
+
+def _plain(value: Any) -> Any:
+    array = isinstance(value, np.ndarray) and value.ndim > 1
+    return value.tolist() if array else value
