@@ -1,5 +1,9 @@
 """What a step launches on a GPU only falls; how it is counted is worked by hand."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,9 +12,11 @@ import pytest
 
 from experiments.bench.launches import experiment
 from experiments.bench.launches.experiment import CONFIGS, Launches
+from experiments.cli import run
+from experiments.framework import registry, run_folder, study
 from pallas_kernels.bench import deviceless
 from pallas_kernels.bench.launches import Route, Thunk
-from tests.support import smoke
+from tests.support import folders, smoke
 
 WHY_NOT = deviceless.available()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -132,6 +138,95 @@ def test_without_the_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(deviceless, "available", lambda: "there is none")
     with pytest.raises(ValueError, match=r"cannot compile for an H200: there is none"):
         experiment.run(CONFIGS["smoke"])
+
+
+def test_the_document_has_each_count_by_path() -> None:
+    counts = experiment.count(PLAN, 2)
+    waits = experiment.Waits.of([("emit/draw", "Conditional", 0)])
+    compiled = experiment.Compiled.of([(2, 3.0, 1.5), (8, 9.0, 4.5)])
+    found = experiment.metrics(Launches(counts, waits, compiled, False, 0, 1, 1))
+    assert found["per_layer"] == {"greedy": 2, "sampled": 2, "mixed": 0}
+    assert found["per_forward"] == {"greedy": 3, "sampled": 3, "mixed": 1}
+    assert found["per_step"] == {"greedy": 3, "sampled": 4, "mixed": 3}
+    assert found["compile_s"] == 6.0
+    assert found["loops_outside_graphs"] == 1
+    for path, parts in found["parts"].items():
+        assert sum(parts.values()) == found["per_step"][path]
+        assert {"counts", "emit", "other"} < parts.keys()
+        # What the document had before.
+        assert found[path]["step"] == found["per_step"][path]
+        assert found[path]["layer"] == found["per_layer"][path]
+    assert found["compile_8_layers_s"] == 4.5
+    told = experiment.summary(Launches(counts, waits, compiled, False, 0, 1, 1))
+    assert "per_layer" not in str(told)
+
+
+def test_settings_are_made_before_devices_are_asked_for(
+    experiment_with_all: study.Experiment,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    [launches] = registry.load("bench_launches").studies
+    assert launches.prepare is experiment.prepare
+    calls, begin = [], run_folder.begin
+    made_up = experiment_with_all.studies[0]._replace(prepare=lambda: calls.append(1))
+    monkeypatch.setattr(
+        run_folder, "begin", lambda *given: (calls.append(2), begin(*given))
+    )
+    whole = experiment_with_all._replace(studies=(made_up,))
+    run.run(whole, made_up.configs["smoke"], tmp_path / "out")
+    assert calls == [1, 2]
+
+
+@pytest.fixture(name="experiment_with_all")
+def _experiment_with_all(request: pytest.FixtureRequest) -> study.Experiment:
+    """The fixture `experiment`, whose name is a module's here."""
+    return request.getfixturevalue("experiment")
+
+
+def test_the_compiler_is_found_where_setup_puts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(deviceless, "_is_installed", lambda name: False)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    monkeypatch.setattr(deviceless, "_DRIVER", tmp_path / "driver")
+    deviceless.prepare()
+    assert sys.path == []
+    (tmp_path / "deviceless").mkdir()
+    deviceless.prepare()
+    assert sys.path == [str(tmp_path / "deviceless")]
+    assert os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
+    # With a GPU JAX's own checks are of use.
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    (tmp_path / "driver").touch()
+    deviceless.prepare()
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+
+
+STARTED = """if True:
+    from pallas_kernels.bench import deviceless
+    deviceless.prepare()
+    assert deviceless.available() is None
+    import jax
+    assert jax.devices()[0].platform == "cpu"
+    assert deviceless.make_mesh({"device": 1}).size == 1
+"""
+
+
+@needs_compiler
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_named", [False, True])
+def test_jax_starts_with_the_compiler_and_without_a_gpu(is_named: bool) -> None:
+    taken = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "PYTHONPATH")
+    variables = {k: v for k, v in os.environ.items() if k not in taken}
+    folder = [str(Path(sys.prefix, "deviceless"))] if is_named else []
+    variables["PYTHONPATH"] = os.pathsep.join([str(folders.ROOT), *folder])
+    words = [sys.executable, "-c", STARTED]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_route_is_told_by_the_innermost_name() -> None:

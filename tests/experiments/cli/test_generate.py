@@ -39,7 +39,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def completions(called: Command, *args: str) -> list[dict[str, Any]]:
-    return document(called, *args)["completions"]
+    found = document(called, *args)
+    assert found["compile_s"] > 0
+    return found["completions"]
 
 
 @pytest.mark.thorough
@@ -342,6 +344,11 @@ def test_a_folder_comes_before_a_bundled_name(
     assert bundled.folder_of("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
     (tmp_path / "stdlib-bytes").mkdir()
     assert bundled.folder_of("stdlib-bytes") == Path("stdlib-bytes")
+
+
+def test_compilation_is_told_apart_from_speed() -> None:
+    found = generate._summary([{"tokens": [1], "reason": "stop", "score": None}], 2, 6)
+    assert found == "[stop; 1 tokens in 2.0 s; compiled in 6.0 s]"
 
 
 def test_programs_are_kept_where_nobody_said_otherwise(tmp_path: Path) -> None:
