@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxkv.memory import InvariantError
     from jaxkv.models import Forward, ForwardResult, attend
     from jaxkv.sampling import Sampling
-    from jaxkv.scheduling import Counts, Plan, Policy, schedule, static
+    from jaxkv.scheduling import Counts, Plan, Policy, plan_in_order, schedule, static
     from jaxkv.scheduling.fcfs import fcfs
     from jaxkv.serving import Completion, Engine, Event, make_requests
 
@@ -66,6 +66,7 @@ _HOMES = {
     "init": "engine.state",
     "load_state": "engine.snapshots",
     "make_requests": "serving.request_batch",
+    "plan_in_order": "scheduling.interface",
     "run_steps": "engine.step",
     "save_state": "engine.snapshots",
     "schedule": "scheduling.interface",
@@ -98,6 +99,7 @@ __all__ = [
     "init",
     "load_state",
     "make_requests",
+    "plan_in_order",
     "run_steps",
     "save_state",
     "schedule",

@@ -105,6 +105,13 @@ def packed(ids: Int32[Array, " n"], num: int | None = None) -> Int32[Array, " nu
     return put(nobody, ranks(ids >= 0), ids)
 
 
+def before_first(marked: Bool[Array, " n"]) -> Bool[Array, " n"]:
+    """Marks the entries before the first marked one; all if none is."""
+    # A reduction, which costs less than a cumulative sum.
+    index = jnp.arange(marked.shape[0], dtype=jnp.int32)
+    return index < jnp.min(jnp.where(marked, index, marked.shape[0]))
+
+
 def inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
     """The place of each index in a permutation of few: compares each with all."""
     index = jnp.arange(order.shape[0], dtype=jnp.int32)

@@ -135,8 +135,10 @@ def _of_head(
     fresh = demand.to_begin(s.num_tokens[None, :], common, head.waits, page_size=size)
     fresh += found.num_idle - found.num_tokens // size
     back = swapping.num_wanted(state, head.row, head.waits, config)
+    # A policy skips unmarked rows, so the queue ends at one that cannot be admitted.
+    ready = head.has_arrived & ~swapping.on_host(state, head.row)
     return dict(
-        waiting=head.has_arrived & ~swapping.on_host(state, head.row),
+        waiting=arrays.before_first(~ready),
         waiting_tokens=head.num_tokens,
         waiting_cached=found.num_tokens,
         waiting_slots=head.num_slots,

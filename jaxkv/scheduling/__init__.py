@@ -1,6 +1,13 @@
 """What a policy sees and decides, and the policies shipped."""
 
-from jaxkv.scheduling.interface import NO_LIMIT, Counts, Plan, Policy, schedule
+from jaxkv.scheduling.interface import (
+    NO_LIMIT,
+    Counts,
+    Plan,
+    Policy,
+    plan_in_order,
+    schedule,
+)
 from jaxkv.scheduling.static_batching import static
 
 __all__ = [
@@ -11,6 +18,7 @@ __all__ = [
     "chunked_prefill",
     "fcfs",
     "interface",
+    "plan_in_order",
     "schedule",
     "static",
     "static_batching",

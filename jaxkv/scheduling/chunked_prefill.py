@@ -40,14 +40,15 @@ class Reading(NamedTuple):
 
     def plan(self, counts: Counts) -> Plan:
         """Decides as `FCFS` does, then keeps out whom the rules do."""
-        c, plan = counts, self.inner.plan(counts)
+        c = interface.skip_unmarked(counts)
+        plan = self.inner.plan(c)
         running = jnp.sum(c.running & ~plan.preempt, dtype=jnp.int32)
         slots = jnp.cumsum(c.waiting_slots, dtype=jnp.int32)
         admit = plan.admit & (running + slots <= self.max_running)
         is_whole = plan.head_rows == c.waiting_tokens - c.waiting_cached
         admit &= is_whole | c.waiting_swapped | ~self.whole
-        # Nobody overtakes one who is kept out.
-        admit = jnp.cumsum(~admit, dtype=jnp.int32) == 0
+        # No request is admitted before an earlier one that is kept out.
+        admit = interface.admissible(c, admit)
         head_rows = jnp.where(admit, plan.head_rows, 0)
         reads = c.running & (c.num_tokens - c.length > 1) & (plan.num_rows > 0)
         is_reading = jnp.any(head_rows > 0) | jnp.any(reads)

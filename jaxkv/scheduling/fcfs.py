@@ -2,7 +2,6 @@
 
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -44,20 +43,12 @@ class FCFS(NamedTuple):
 
     def plan(self, counts: Counts) -> Plan:
         """Grows the running, preempts some, admits the next."""
+        counts = interface.skip_unmarked(counts)
         if self.cached_first is None:
             return self._plan(counts)
+        plain = self._replace(cached_first=None)
         order = _order(counts, self.cached_first)
-        plan = self._plan(_by_order(counts, order))
-        back = (
-            jnp.zeros_like(order)
-            .at[order]
-            .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-        )
-        return plan._replace(
-            admit=plan.admit[back],
-            head_places=plan.head_places[back],
-            head_rows=plan.head_rows[back],
-        )
+        return interface.plan_in_order(plain, counts, order)
 
     def _plan(self, c: Counts) -> Plan:
         """Decides, the waiting requests being in the order in which they may enter."""
@@ -81,11 +72,11 @@ class FCFS(NamedTuple):
             admit &= c.waiting_preempted | ~(self.hold & away)
         admit &= jnp.cumsum(c.waiting_pages, dtype=jnp.int32) <= limit
         admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free_slots
-        num_rows, head_rows = interface.share_budget(
-            c, runs, _leading(admit), self.chunk_size
-        )
-        # Whoever gets no row waits, and so does everybody behind.
-        admit = _leading(admit & ((head_rows > 0) | c.waiting_swapped))
+        admit = interface.admissible(c, admit)
+        num_rows, head_rows = interface.share_budget(c, runs, admit, self.chunk_size)
+        # A request that gets no row waits, and so do those after it.
+        admit &= (head_rows > 0) | c.waiting_swapped
+        admit = interface.admissible(c, admit)
         swap = jnp.zeros_like(preempt)
         if self.swap is not None:
             swap = _swapped(c, preempt & self.swap)
@@ -184,24 +175,9 @@ def _order(counts: Counts, cached_first: Bool[Array, ""]) -> Int32[Array, " head
     return jnp.argsort(-key, stable=True).astype(jnp.int32)
 
 
-def _by_order(counts: Counts, order: Int32[Array, " head"]) -> Counts:
-    """The counts with the waiting requests in another order."""
-    waiting = {
-        name: jax.tree.map(lambda x: x[order], value)
-        for name, value in counts._asdict().items()
-        if name.startswith("waiting")
-    }
-    return counts._replace(**waiting)
-
-
 def _swapped(counts: Counts, preempt: Bool[Array, " order"]) -> Bool[Array, " order"]:
     """The preempted, in order, as far as there is room for all their pages."""
     pages = jnp.where(preempt, counts.swap_pages, 0)
     fits = jnp.cumsum(pages, dtype=jnp.int32) <= counts.free_swap_pages
     has_any = interface.any_of_group(counts, pages > 0)
     return preempt & has_any & ~interface.any_of_group(counts, preempt & ~fits)
-
-
-def _leading(mask: Bool[Array, " n"]) -> Bool[Array, " n"]:
-    """The marked entries before the first one that is not."""
-    return jnp.cumsum(~mask, dtype=jnp.int32) == 0

@@ -11,6 +11,7 @@ A policy is a NamedTuple: its type is its kind (static), its fields are its para
 import functools
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -53,8 +54,10 @@ class Counts(NamedTuple):
     scored_prompt: Bool[Array, " order"]
     """Sequences whose next rows want the log-probabilities of prompt tokens."""
     waiting: Bool[Array, " head"]
-    """Requests at the head of the queue, in order, that have arrived and whose pages,
-    if they were swapped out, are within reach."""
+    """Requests at the head of the queue, in order, that can be admitted. The engine
+    marks them up to the first that has not arrived, or whose swapped pages are still in
+    host memory. A policy that wraps another one may unmark more: unmarked rows are
+    skipped, whatever their other fields are."""
     waiting_tokens: Int32[Array, " head"]
     """Tokens each of them has to feed before its next token is drawn; of several
     sequences, those with which all begin."""
@@ -139,6 +142,58 @@ def schedule(counts: Counts, policy: Policy) -> Plan:
     return plan
 
 
+def plan_in_order(policy: Policy, counts: Counts, order: Int32[Array, " head"]) -> Plan:
+    """Plans as `policy` does with the waiting requests in another order.
+
+    A policy with priorities sorts the queue by them and passes the result to `fcfs`:
+    the first marked request that does not fit then blocks those of lower priority. The
+    queue itself keeps its order.
+
+    Args:
+      policy: the rule that decides.
+      counts: the counts, with the queue in order of arrival.
+      order: all rows of the queue once, in the order in which they may be admitted, as
+        `jnp.argsort(key, stable=True)` returns it.
+
+    Returns:
+      The plan, its rows those of `counts`.
+    """
+    waiting = {
+        name: jax.tree.map(lambda x: x[order], value)
+        for name, value in counts._asdict().items()
+        if name.startswith("waiting")
+    }
+    plan = policy.plan(counts._replace(**waiting))
+    row = jnp.arange(order.size, dtype=jnp.int32)
+    back = jnp.zeros_like(row).at[order].set(row, unique_indices=True)
+    return plan._replace(
+        admit=plan.admit[back],
+        head_places=plan.head_places[back],
+        head_rows=plan.head_rows[back],
+    )
+
+
+def skip_unmarked(counts: Counts) -> Counts:
+    """Makes requests that `Counts.waiting` does not mark count 0 of everything.
+
+    Every policy here begins with it, so that sums over the queue are of marked ones.
+    """
+    waiting = {
+        name: jnp.where(counts.waiting, value, jnp.zeros_like(value))
+        for name, value in counts._asdict().items()
+        if name.startswith("waiting")
+    }
+    return counts._replace(**waiting)
+
+
+def admissible(counts: Counts, fits: Bool[Array, " head"]) -> Bool[Array, " head"]:
+    """Marks the waiting requests before the first one that does not fit.
+
+    Rows that `Counts.waiting` does not mark block no request.
+    """
+    return counts.waiting & arrays.before_first(counts.waiting & ~fits)
+
+
 def wishes(
     wanted: Int32[Array, " n"],
     *,
@@ -204,7 +259,7 @@ def share_budget(
     """Shares the token budget: one row for each decoding sequence, then the prompts.
 
     `runs` marks places that run in this step, `admit` requests that could join
-    them; one prompt feeds `chunk_size` rows at most.
+    them, a part of `Counts.waiting`; one prompt feeds `chunk_size` rows at most.
 
     Returns:
       Rows of the places, and of the waiting requests.

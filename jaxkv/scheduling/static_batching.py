@@ -24,7 +24,7 @@ class Static(NamedTuple):
 
     def plan(self, counts: interface.Counts) -> interface.Plan:
         """Runs the batch, or admits the next one."""
-        c = counts
+        c = interface.skip_unmarked(counts)
         busy = jnp.any(c.running | c.held)
         longest = jnp.asarray(c.max_length, jnp.int32)
         each = demand.pages_for(longest, page_size=c.page_size)
@@ -32,7 +32,7 @@ class Static(NamedTuple):
         each = jnp.clip(each, 1, jnp.maximum(c.free_pages, 1))
         slots = jnp.cumsum(c.waiting_slots, dtype=jnp.int32)
         fits = (slots * each <= c.free_pages) & (slots <= c.running.shape[0])
-        first = jnp.arange(slots.shape[0], dtype=jnp.int32) == 0
+        first = jnp.cumsum(c.waiting, dtype=jnp.int32) == 1
         admit = c.waiting & ~busy & (fits | first)
         # Its own sequences have their pages, but not those forked since, nor those that
         # another policy let in: whoever of these finds none is preempted and waits.

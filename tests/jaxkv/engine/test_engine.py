@@ -175,6 +175,15 @@ def test_nobody_is_admitted_before_arrival() -> None:
         assert outcomes[name].finish_s == pytest.approx(seconds, abs=1e-9)
 
 
+def test_no_request_overtakes_one_that_has_not_arrived() -> None:
+    """The engine marks the queue up to it, since policies skip unmarked rows."""
+    asks = [greedy(1, [4, 5], 2, arrival_s=5.0), greedy(2, [4, 5, 6], 2)]
+    state, info = run_on(engines.submitted(asks, TIGHT), 1.0)
+    assert not present(info, 3)
+    _, info = run_on(state, 5.0)
+    assert present(info, 0) == {1, 2}
+
+
 def test_ends() -> None:
     free = engines.plain([greedy(1, [9, 8, 7], 12)], TIGHT)[1][0]
     middle = free[5]

@@ -1,14 +1,14 @@
 """Plans worked by hand: counts in, decisions out."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.scheduling import chunked_prefill, interface, static_batching
 from jaxkv.scheduling import fcfs as scheduling_fcfs
-from jaxkv.scheduling import interface, static_batching
 from jaxkv.scheduling.fcfs import fcfs
 from tests.support import mutation
 from tests.support.mutation import Bug
@@ -73,9 +73,45 @@ def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
     check(plan_of(c, fcfs()), places=[8], num_rows=[1])
 
 
-def test_nobody_overtakes_a_request_that_has_not_arrived() -> None:
-    c = counts(waiting=[3, 1], free_pages=9, arrived=[False, True])
-    check(plan_of(c, fcfs()))
+MASKABLE = {
+    "fcfs": fcfs(),
+    "every rule": fcfs(stackable=True, preemption="swap", cached_first=True),
+    "chunked": chunked_prefill.reading(max_running=2),
+    "whole prompts": chunked_prefill.reading(whole=True, first=True),
+    "static": static_batching.static(),
+}
+
+
+@pytest.mark.parametrize("name", MASKABLE)
+def test_unmarked_rows_are_skipped_and_count_nothing(name: str) -> None:
+    """The hidden request takes more pages, slots and rows than there are."""
+    hidden: Any = dict(
+        waiting_pages=[99, 1, 99, 1],
+        waiting_slots=[9, 1, 9, 1],
+        waiting_cached=[900, 0, 900, 0],
+        waiting_preempted=[True, False, True, False],
+        waiting_swapped=[True, False, False, False],
+    )
+    marked = [False, True, False, True]
+    c = counts(waiting=[999, 3, 999, 2], free_pages=16, arrived=marked, **hidden)
+    plan = plan_of(c, MASKABLE[name])
+    places = [0, 32, 0, 32] if name == "static" else [0, 3, 0, 2]
+    check(plan, admit=[0, 1, 0, 1], head_places=places, head_rows=[0, 3, 0, 2])
+    none = plan_of(c._replace(waiting=jnp.zeros(4, bool)), MASKABLE[name])
+    check(none)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKABLE if name != "static"])
+def test_the_first_marked_request_that_does_not_fit_blocks_later_ones(
+    name: str,
+) -> None:
+    marked = [False, True, False, True]
+    c = counts(waiting=[1, 30, 1, 2], free_pages=4, arrived=marked)
+    check(plan_of(c, MASKABLE[name]))
+    # It fits, but no row of a step may have the logits that it asks for.
+    scored: Any = ([], [1])
+    c = counts(waiting=[1, 3, 1, 2], free_pages=9, arrived=marked, scored=scored)
+    check(plan_of(c, MASKABLE[name]))
 
 
 def test_full_slots_admit_nobody() -> None:
@@ -308,12 +344,32 @@ BUGS = {
         test_requests_are_admitted_as_far_as_the_pages_go,
     ),
     "small requests overtake": Bug(
-        scheduling_fcfs,
-        "_leading",
-        "jnp.cumsum(~mask, dtype=jnp.int32) == 0",
-        "mask",
-        test_nobody_overtakes_a_request_that_has_not_arrived,
+        interface,
+        "admissible",
+        "arrays.before_first(counts.waiting & ~fits)",
+        "fits",
+        test_the_first_marked_request_that_does_not_fit_blocks_later_ones,
+        ("fcfs",),
     ),
+    "an unmarked request blocks": Bug(
+        interface,
+        "admissible",
+        "counts.waiting & ~fits",
+        "~fits",
+        test_unmarked_rows_are_skipped_and_count_nothing,
+        ("fcfs",),
+    ),
+    **{
+        f"unmarked requests count, {name}": Bug(
+            interface,
+            "skip_unmarked",
+            "counts.waiting, value, jnp.zeros_like(value)",
+            "counts.waiting | True, value, jnp.zeros_like(value)",
+            test_unmarked_rows_are_skipped_and_count_nothing,
+            (name,),
+        )
+        for name in MASKABLE
+    },
     "static batching lets requests join": Bug(
         static_batching.Static,
         "plan",
@@ -329,3 +385,140 @@ BUGS = {
 def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.disable_jit():  # else the right program would be found compiled
         mutation.assert_noticed(monkeypatch, bug)
+
+
+# Plain FCFS in plain Python
+
+
+def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
+    """What `fcfs` decides of sequences that stand alone, one request at a time."""
+    places = range(len(c.running))
+
+    def pages(tokens: int) -> int:
+        return -(-tokens // c.page_size)
+
+    wanted = [
+        int(c.running[i])
+        * (
+            int(c.owned_pages[i])
+            + max(pages(int(c.num_tokens[i])) - int(c.num_pages[i]), 0)
+            + int(c.copies[i])
+        )
+        for i in places
+    ]
+    free = int(c.free_pages) + sum(
+        int(c.owned_pages[i]) for i in places if c.running[i]
+    )
+    runs, all_fit = [], True
+    for i in places:
+        all_fit &= sum(wanted[: i + 1]) <= free
+        runs.append(bool(c.running[i]) and all_fit)
+    preempt = [bool(c.running[i]) and not runs[i] for i in places]
+    free -= sum(wanted[i] for i in places if runs[i])
+    slots = len(runs) - sum(runs[i] or bool(c.held[i]) for i in places)
+    need = [int(c.num_tokens[i] - c.length[i]) * runs[i] for i in places]
+    left, spare = c.token_budget - need.count(1), int(c.spare_logit_rows)
+
+    def rows_of(prompt: int, is_scored: bool) -> int:
+        nonlocal left, spare
+        rows = min(prompt, chunk_size)
+        if is_scored:
+            rows = max(0, min(rows, spare))
+            spare -= min(prompt, chunk_size)
+        found = max(0, min(rows, left))
+        left -= rows
+        return found
+
+    num_rows = [
+        1 if need[i] == 1 else rows_of(need[i], bool(c.scored_prompt[i]))
+        for i in places
+    ]
+    admit, head_rows, is_first, blocked = [], [], True, any(preempt)
+    for k in range(len(c.waiting)):
+        rows = 0
+        if c.waiting[k] and not blocked:
+            free -= int(c.waiting_pages[k])
+            slots -= int(c.waiting_slots[k])
+            kept = 0 if is_first and not any(runs) else watermark
+            blocked = free < kept or slots < 0
+            is_first = False
+            if not blocked:
+                tokens = int(c.waiting_tokens[k] - c.waiting_cached[k])
+                tokens *= not c.waiting_swapped[k]
+                rows = rows_of(tokens, bool(c.waiting_scored_prompt[k]))
+                blocked = rows == 0 and not c.waiting_swapped[k]
+        admit.append(bool(c.waiting[k]) and not blocked)
+        head_rows.append(rows * admit[-1])
+    return {
+        "preempt": preempt,
+        "places": [int(c.num_tokens[i]) * runs[i] for i in places],
+        "num_rows": num_rows,
+        "admit": admit,
+        "head_places": [
+            int(x) * a for x, a in zip(c.waiting_tokens, admit, strict=True)
+        ],
+        "head_rows": head_rows,
+    }
+
+
+def random_counts(rng: np.random.Generator, *, masked: bool) -> Any:
+    """Counts of any engine of four slots; the queue is masked by a policy, or whole."""
+    line: Any = [None] * 4
+    for i in range(4):
+        length, more = int(rng.integers(0, 14)), int(rng.integers(1, 7))
+        if rng.random() < 0.4:
+            line[i] = (length + more, length, -(-length // 4))
+        elif rng.random() < 0.2:
+            line[i] = str(rng.integers(1, 4))
+    waiting = rng.integers(1, 15, rng.integers(0, 5)).tolist()
+    marked = (rng.random(len(waiting)) < 0.5).tolist() if masked else None
+    num_scored = int(rng.integers(0, 2))
+    fields: Any = dict(
+        waiting_cached=[int(rng.integers(0, x)) for x in (*waiting, 1, 1, 1, 1)][:4],
+        waiting_slots=rng.integers(1, 3, 4).tolist(),
+        waiting_swapped=(rng.random(4) < 0.2).tolist(),
+        copies=rng.integers(0, 2, 4).tolist(),
+    )
+    return counts(
+        line,
+        waiting,
+        free_pages=int(rng.integers(0, 20)),
+        token_budget=int(rng.integers(4, 20)),
+        arrived=marked,
+        scored=([0] * num_scored, [1] * num_scored),
+        spare_logit_rows=int(rng.integers(0, 6)),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_plain_fcfs_plans_as_one_request_at_a_time_would(masked: bool) -> None:
+    rng, num_admitted = np.random.default_rng(0), 0
+    for _ in range(120):
+        c = random_counts(rng, masked=masked)
+        chunk_size, watermark = int(rng.integers(1, 9)), int(rng.integers(0, 3))
+        plan = plan_of(c, fcfs(chunk_size=chunk_size, watermark=watermark))
+        for name, wanted in slow_fcfs(c, chunk_size, watermark).items():
+            assert np.asarray(getattr(plan, name)).tolist() == wanted, name
+        num_admitted += int(np.asarray(plan.admit).sum())
+    assert num_admitted > 30
+
+
+class InOrder(NamedTuple):
+    """First come, first served, in an order of the queue."""
+
+    order: jax.Array
+    holds_finished = False
+
+    def plan(self, counts: interface.Counts) -> interface.Plan:
+        return interface.plan_in_order(fcfs(), counts, self.order)
+
+
+def test_a_queue_in_another_order() -> None:
+    c = counts(waiting=[9, 2, 5, 3], free_pages=3, arrived=[True, True, False, True])
+    plan = plan_of(c, InOrder(jnp.asarray([2, 1, 3, 0], jnp.int32)))
+    check(plan, admit=[0, 1, 0, 1], head_places=[0, 2, 0, 3], head_rows=[0, 2, 0, 3])
+    same = plan_of(c, InOrder(jnp.arange(4, dtype=jnp.int32)))
+    for found, wanted in zip(same, plan_of(c, fcfs()), strict=True):
+        if wanted is not None:
+            np.testing.assert_array_equal(found, wanted)
