@@ -15,6 +15,7 @@ Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01
 Miao et al. 2024, arXiv:2305.09781 (trees).
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -68,7 +69,7 @@ class Verified(NamedTuple):
     """Places of the accepted ones, in order; meaningless from `accepted` on."""
     follows: Int32[Array, "slots places"]
     """The token that the verifier drew behind each place, children apart; meaningless
-    beyond the drafts."""
+    beyond the drafts. A drafter that reads it sets `Drafter.reuses_draws`."""
     emits: Bool[Array, " slots"]
     """Slots that drew anything."""
 
@@ -138,6 +139,15 @@ class Drafter(Protocol):
         """Children that a place has at most; more are never tried. Above 1: trees."""
         return 1
 
+    @property
+    def reuses_draws(self) -> bool:
+        """True if drafts depend on `Verified.follows`, and so on the verifier's noise.
+
+        A rejected draft is then correlated with the noise that draws its replacement,
+        which only a verifier with `shares_noise` allows for.
+        """
+        return False
+
     def init(self, config: EngineConfig) -> Any:
         """The memory of an idle engine of this configuration."""
         return ()
@@ -195,11 +205,39 @@ class Drafter(Protocol):
         return memory
 
 
-class Speculation(NamedTuple):
-    """A way to speculate: who guesses, and who judges; static."""
+class _Pair(NamedTuple):
+    """The fields of `Speculation`."""
 
     drafter: Drafter
     verifier: Verifier
+
+
+class Speculation(_Pair):
+    """A way to speculate: who guesses, and who judges; static.
+
+    Raises:
+      ValueError: the drafter reuses the verifier's draws, and the verifier would not
+        keep the model's distribution then.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, drafter: Drafter, verifier: Verifier) -> "Speculation":
+        """Checks that the two may be combined."""
+        # A `Verifier` need not have this one: False is the safe reading.
+        shares_noise = getattr(verifier, "shares_noise", False)
+        is_exact = getattr(verifier, "is_lossless", False) and not shares_noise
+        if is_exact and getattr(drafter, "reuses_draws", False):
+            raise ValueError(
+                f"{verifier=} must share the sampler's noise, as Coupled() does, with "
+                f"{drafter=}: it drafts tokens that the verifier drew"
+            )
+        return super().__new__(cls, drafter, verifier)
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "Speculation":
+        """Makes one of its fields, checked; `_replace` calls it."""
+        return cls(*iterable)
 
 
 def wishes(

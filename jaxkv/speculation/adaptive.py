@@ -100,6 +100,11 @@ class Adaptive(Drafter):
         """That of the drafter."""
         return self.drafter.width
 
+    @property
+    def reuses_draws(self) -> bool:
+        """As the drafter does."""
+        return self.drafter.reuses_draws
+
     def init(self, config: EngineConfig) -> Learned:
         """Expects much, and costs that nobody has measured: see `with_costs`."""
         lengths = jnp.asarray((0, *config.lengths), jnp.int32)

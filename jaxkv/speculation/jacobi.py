@@ -33,6 +33,11 @@ class Guesses(NamedTuple):
 class Jacobi(Drafter):
     """Drafts what the model said last of the places beyond the known tokens."""
 
+    @property
+    def reuses_draws(self) -> bool:
+        """True: the guesses are the verifier's draws."""
+        return True
+
     def init(self, config: EngineConfig) -> Guesses:
         """Guesses token 0 everywhere."""
         shape = config.max_sequences, config.max_drafts

@@ -75,6 +75,11 @@ class Lookahead(Drafter):
         return self.candidates + 1
 
     @property
+    def reuses_draws(self) -> bool:
+        """True: window and n-grams are made of the verifier's draws."""
+        return True
+
+    @property
     def num_drafts(self) -> int:
         """Drafts of a step that looks ahead."""
         return (self.columns + self.candidates) * (self.ngram - 1)

@@ -40,6 +40,11 @@ class Coupled:
         """True."""
         return True
 
+    @property
+    def shares_noise(self) -> bool:
+        """True: drafts may depend on its draws, see `Drafter.reuses_draws`."""
+        return True
+
     def __call__(
         self,
         logits: Float[Array, "rows vocab"],

@@ -1,0 +1,290 @@
+"""Answers of every drafter with every verifier that may judge it, several steps long.
+
+`test_verifiers.py` enumerates the rule of one step, whose noise is independent by
+assumption. Here the drafters remember what they do, the noise is the engine's own, and
+strings of four tokens are counted over many sequences.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import arrays
+from jaxkv.engine import drafting, model_runner
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation
+from jaxkv.engine.emitting import verification
+from jaxkv.engine.state import EngineConfig, init
+from jaxkv.memory import kv_pages
+from jaxkv.models.interface import ForwardResult
+from jaxkv.sampling import Sampling, top_k
+from jaxkv.speculation import (
+    Adaptive,
+    Coupled,
+    DraftModel,
+    Jacobi,
+    Lookahead,
+    NGram,
+    Rejection,
+    Synthetic,
+    Typical,
+    draws,
+)
+from jaxkv.speculation.adaptive import Learned, with_costs
+from tests.support.engines import FAST_COMPILE
+from tests.support.sampled_laws import chi_square, params_of
+
+VOCAB, PROMPT, NUM_TOKENS = 4, (0, 2, 1, 3, 0), 4
+NUM = 1 << 13
+"""Sequences, each of a request of its own."""
+RNG = np.random.default_rng(1)
+TARGET, GUESS = RNG.normal(size=(2, VOCAB, VOCAB)).astype(np.float32)
+"""Logits by the last token, of the model and of one that drafts."""
+
+
+def guess(params: Any, pages: Any, rows: Any) -> ForwardResult:
+    """The model that drafts."""
+    logits = jnp.asarray(GUESS)[rows.token]
+    return ForwardResult(logits[jnp.maximum(rows.logit_rows, 0)], pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree(Drafter):
+    """Two guesses side by side behind the root, and two behind the first of these."""
+
+    drawn: bool
+    """Whether they are drawn from a law, or chosen by the noise that the target draws
+    by, as `Medusa` and `Eagle` do."""
+    replacement: bool = False
+
+    @property
+    def width(self) -> int:
+        return 2
+
+    def propose(
+        self, params: Any, memory: Any, state: Any, granted: Any, config: EngineConfig
+    ) -> Any:
+        row = jnp.maximum(state.slots.sequence, 0)
+        known = state.sequences.num_tokens[row]
+        last = arrays.take(
+            state.sequences.tokens[row], (jnp.arange(NUM), known - 1), fill=0
+        )
+        asked = jax.tree.map(lambda x: x[row], state.sequences.params)
+        pairs, laws = [], []
+        for depth in range(2):
+            logits = jnp.asarray(GUESS)[last]
+            if self.drawn:
+                pair, law = draws.draw(
+                    logits, asked, known + depth, num=2, replacement=self.replacement
+                )
+                laws.append(law)
+            else:
+                ranked = draws.coupled(logits, asked, known + depth)
+                pair = top_k.candidates(ranked, 2)[1]
+            pairs.append(pair)
+            last = jnp.maximum(pair[:, 0], 0)
+        law = None
+        if laws:
+            none = jnp.zeros_like(laws[0])
+            law = jnp.stack([*laws, none, none, none], axis=1)
+        parents = jnp.broadcast_to(jnp.asarray([0, 0, 1, 1], jnp.int32), (NUM, 4))
+        tokens = jnp.concatenate(pairs, axis=1)
+        return memory, state.pages, Drafts(granted, tokens, law, parents)
+
+
+class Case(NamedTuple):
+    """A drafter, the drafts that it may have, and whether its own verifier differs."""
+
+    drafter: Drafter
+    max_drafts: int = 3
+    num_lengths: int = 1
+
+
+CASES = {
+    "n-gram": Case(NGram(1, 2)),
+    "jacobi": Case(Jacobi()),
+    "lookahead": Case(Lookahead(columns=2, ngram=2, candidates=2, entries=4), 4),
+    "draft model": Case(DraftModel(guess, couples=False)),
+    "draft model, shared noise": Case(DraftModel(guess)),
+    "adaptive": Case(Adaptive(DraftModel(guess, couples=False), half_life=4.0), 4, 3),
+    "adaptive jacobi": Case(Adaptive(Jacobi(), half_life=4.0), 4, 3),
+    "tree, chosen": Case(Tree(drawn=False), 4),
+    "tree, drawn": Case(Tree(drawn=True), 4),
+    "tree, drawn with replacement": Case(Tree(drawn=True, replacement=True), 4),
+}
+REFUSED = ("jacobi", "lookahead", "adaptive jacobi")
+VERIFIERS = {
+    "coupled": Coupled(),
+    "rejection": Rejection(),
+    "with replacement": Rejection(replacement=True),
+}
+
+
+def answers(case: Case, verifier: Any) -> np.ndarray:
+    """The first tokens of every sequence, [sequences, NUM_TOKENS]."""
+    num = case.max_drafts
+    config = EngineConfig(
+        num_pages=1,
+        page_size=32,
+        max_slots=NUM,
+        max_sequences=NUM,
+        queue_capacity=1,
+        max_length=32,
+        token_budget=NUM,
+        max_drafts=num,
+        num_lengths=case.num_lengths,
+        max_stop_tokens=1,
+    )
+    pages = kv_pages.make_pages(
+        num_layers=1,
+        num_pages=1,
+        num_kv_heads=1,
+        page_size=32,
+        head_dim=1,
+        dtype="float32",
+    )
+    # Not by the constructor, which refuses some pairs.
+    pair = tuple.__new__(Speculation, (case.drafter, verifier))
+    keys = params_of([Sampling(seed=seed) for seed in range(NUM)])
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def start() -> Any:
+        memory = case.drafter.init(config)
+        if isinstance(memory, Learned):  # at these costs some drafts pay
+            lengths = memory.lengths.astype(jnp.float32)
+            steps = jnp.broadcast_to(1 + 0.2 * lengths, memory.costs.steps.shape)
+            costs = memory.costs._replace(steps=steps, undrafted=steps[:, 0])
+            memory = with_costs(memory, costs)
+        state = init(config, pages, memory)
+        tokens = state.sequences.tokens.at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
+        sequences = state.sequences._replace(
+            tokens=tokens,
+            params=keys,
+            num_tokens=jnp.full((NUM,), len(PROMPT), jnp.int32),
+            prompt_length=jnp.full((NUM,), len(PROMPT), jnp.int32),
+            limit=jnp.full((NUM,), 32, jnp.int32),
+        )
+        slots = state.slots._replace(sequence=jnp.arange(NUM, dtype=jnp.int32))
+        return state._replace(sequences=sequences, slots=slots)
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def step(state: Any, is_first: Any) -> Any:
+        wanted = case.drafter.wishes(state.memory, state, config)
+        granted = jnp.where(is_first, 0, jnp.minimum(wanted, num))
+        s, every = state.sequences, jnp.arange(NUM, dtype=jnp.int32)
+        state, drafts = drafting.propose(None, state, granted, case.drafter, config)
+        tree = None if drafts.parents is None else drafting.tree(drafts.parents)
+        table = jnp.asarray(TARGET)
+        last = arrays.take(s.tokens, (every, s.num_tokens - 1), fill=0)
+        fed = model_runner.Fed(
+            logits=table[last],
+            drafted=table[jnp.maximum(drafts.tokens, 0)],
+            pages=state.pages,
+            spare_sequence=jnp.zeros((0,), jnp.int32),
+            spare_position=jnp.zeros((0,), jnp.int32),
+        )
+        everyone = jnp.ones((NUM,), bool)
+        judged = verification.verify(
+            state, fed, everyone, drafts, tree, pair, None, config
+        )
+        index = jnp.arange(judged.tokens.shape[1], dtype=jnp.int32)[None, :]
+        place = jnp.where(
+            index < judged.num[:, None], s.num_tokens[:, None] + index, -1
+        )
+        s = state.sequences
+        s = s._replace(
+            tokens=arrays.put(s.tokens, (every[:, None], place), judged.tokens),
+            num_tokens=s.num_tokens + judged.num,
+        )
+        state = state._replace(sequences=s)
+        memory = case.drafter.learn(state.memory, state, judged.verified)
+        return state._replace(memory=memory)
+
+    state = start()
+    for index in range(NUM_TOKENS):
+        state = step(state, jnp.asarray(index == 0))
+    found = state.sequences
+    assert int(found.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
+    # Several at once, or nothing is accepted.
+    assert int(found.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
+    return np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
+
+
+@functools.cache
+def joint() -> np.ndarray:
+    """The model's own distribution of NUM_TOKENS tokens, enumerated."""
+    law = np.exp(TARGET.astype(np.float64))
+    law /= law.sum(axis=1, keepdims=True)
+    found = law[PROMPT[-1]]
+    for _ in range(NUM_TOKENS - 1):
+        found = found[..., None] * law
+    return found.ravel()
+
+
+def fit(name: str, verifier: Any) -> float:
+    """The probability of a fit at least as bad as that of the answers."""
+    code = answers(CASES[name], verifier) @ VOCAB ** np.arange(NUM_TOKENS)[::-1]
+    return chi_square(np.bincount(code, minlength=VOCAB**NUM_TOKENS), joint())
+
+
+QUICKEST = {("n-gram", "rejection")}
+THOROUGH = {("jacobi", "coupled"), ("tree, drawn", "rejection")}
+
+
+def pairs() -> list[Any]:
+    """Every drafter with every verifier that is said to keep its distribution."""
+    found = []
+    for name in CASES:
+        for verifier in VERIFIERS:
+            if verifier != "coupled" and name in REFUSED:
+                continue
+            # Replacement is the drafter's to know, see `Rejection`.
+            if (
+                verifier == "with replacement"
+                and name != "tree, drawn with replacement"
+            ):
+                continue
+            marks: Any = pytest.mark.slow
+            if (name, verifier) in QUICKEST | THOROUGH:
+                marks = pytest.mark.thorough
+            found.append(pytest.param(name, verifier, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "verifier"), pairs())
+def test_an_allowed_pair_keeps_the_joint_distribution(name: str, verifier: str) -> None:
+    assert fit(name, VERIFIERS[verifier]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [
+        pytest.param("jacobi", "rejection", marks=pytest.mark.thorough),
+        pytest.param("lookahead", "rejection", marks=pytest.mark.slow),
+        pytest.param("adaptive jacobi", "rejection", marks=pytest.mark.slow),
+        pytest.param("tree, drawn", "with replacement", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pair_that_is_wrong_is_noticed(name: str, verifier: str) -> None:
+    assert fit(name, VERIFIERS[verifier]) < 1e-9
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("verifier", ["rejection", "with replacement"])
+def test_drafts_of_the_verifiers_own_draws_need_its_noise(
+    name: str, verifier: str
+) -> None:
+    drafter, judge = CASES[name].drafter, VERIFIERS[verifier]
+    line = re.escape(f"verifier={judge} must share the sampler's noise, as Coupled()")
+    with pytest.raises(ValueError, match=line):
+        Speculation(drafter, judge)
+    with pytest.raises(ValueError, match=line):
+        Speculation(NGram(), judge)._replace(drafter=drafter)
+    # The others promise no distribution, or keep every token.
+    for other in (Coupled(), Typical(), Synthetic(0.5)):
+        assert Speculation(drafter, other) == (drafter, other)
