@@ -1,17 +1,23 @@
 """Decoding without a scheduler, for research code: a cache, prefill, one step.
 
 The caller decides who runs; pages are still allocated, shared pool and all. Everything
-is pure and works inside the caller's own `jit`, `vmap` and `scan`.
+is pure and works inside the caller's own `jit`, `vmap` and `scan`, and under `jax.grad`
+with K and V in a floating type of the model and attention by the reference: on a CPU,
+and on a GPU with pages in float32.
 """
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
 from jaxkv.memory import kv_pages, page_pool, page_table
 from jaxkv.models import ModelConfig, interface
+from pallas_kernels import devices
 
 
 class Cache(NamedTuple):
@@ -61,8 +67,9 @@ def prefill(
       before, up to what is written beyond its lengths.
 
     Raises:
-      ValueError: the cache is made for sequences past the model's learned positions.
-        Past rotary ones it warns, when it is compiled.
+      ValueError: the cache is made for sequences past the model's learned positions;
+        past rotary ones it warns, when it is compiled. Or a gradient is asked for
+        through 8-bit pages, or through the GPU's kernels of 16-bit pages.
     """
     _check_length(cache, forward)
     params, cache, tokens, lengths = arrays.on_device((params, cache, tokens, lengths))
@@ -131,8 +138,62 @@ def _reserve(
         max_new_pages=cache.table.page_ids.shape[1],
     )
     # The caller may have forked slots.
-    pages = kv_pages.copy(cache.pages, copies.source, copies.target)
+    pages = _copy(cache.pages, copies.source, copies.target)
     return Cache(pages, pool, table), jnp.where(enough, want, 0), enough
+
+
+@jax.custom_jvp
+def _copy(
+    pages: kv_pages.Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]
+) -> kv_pages.Pages:
+    """`kv_pages.copy`, whose loop of unknown length has no reverse derivative."""
+    return kv_pages.copy(pages, source, target)
+
+
+@_copy.defjvp
+def _copy_tangents(primals: Any, tangents: Any) -> tuple[kv_pages.Pages, Any]:
+    """Copies the tangents of the same pages."""
+    pages, source, target = primals
+    wanted = (source >= 0) & (target >= 0)
+
+    def one_leaf(tangent: Any) -> Any:
+        if tangent.dtype == jax.dtypes.float0:
+            return tangent
+        # Only a scatter to distinct places has a transpose.
+        beyond = tangent.shape[1] + jnp.arange(target.size, dtype=jnp.int32)
+        to = jnp.where(wanted, target, beyond)
+        found = tangent[:, jnp.maximum(source, 0)]
+        return tangent.at[:, to].set(found, mode="drop", unique_indices=True)
+
+    return _copy(pages, source, target), jax.tree.map(one_leaf, tangents[0])
+
+
+def _why_no_gradient(pages: kv_pages.Pages) -> str | None:
+    """Says why derivatives through these pages are refused, if they are."""
+    if pages.kv_dtype != "model":
+        return (
+            f"kv_dtype={pages.kv_dtype!r} has no gradient; kv_dtype must be 'model', "
+            "K and V in the model's type"
+        )
+    dtype = np.dtype(pages.k.dtype)
+    if devices.current().platform == "gpu" and dtype.itemsize < 4:
+        return (
+            f"dtype={dtype.name!r} of K and V must be 'float32' for a gradient on a "
+            "GPU, whose kernels of 16 bits have none"
+        )
+    return None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _without_gradient(
+    forward: interface.Forward, why: str, params: Any, pages: Any, rows: Any
+) -> Any:
+    return forward(params, pages, rows)
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(forward: Any, why: str, primals: Any, tangents: Any) -> Any:
+    raise ValueError(why)
 
 
 def _feed(
@@ -142,6 +203,8 @@ def _feed(
     fed: Int32[Array, " slots"],
     forward: interface.Forward,
 ) -> tuple[Array, Cache]:
+    if (why := _why_no_gradient(cache.pages)) is not None:
+        forward = functools.partial(_without_gradient, forward, why)
     result = forward(params, cache.pages, rows)
     table = page_table.advance(cache.table, fed)
     return result.logits, cache._replace(pages=result.pages, table=table)

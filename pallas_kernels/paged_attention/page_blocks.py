@@ -56,6 +56,8 @@ def read(
     index: Int[Array, ""],
     used: Bool[Array, "rows places"],
     dtype: DTypeLike,
+    *,
+    clean_keys: bool = False,
 ) -> Block:
     """Reads one block of every row's keys and values.
 
@@ -66,6 +68,8 @@ def read(
       used: which of its places any query of the row sees; the size of a block. Pages
         without such a place are not followed.
       dtype: to read the numbers in.
+      clean_keys: whether keys of places that are not used are 0, too, so that they have
+        no part in derivatives.
 
     Returns:
       The block; values of places that are not used are 0, all else of them anything.
@@ -106,7 +110,7 @@ def read(
         return jnp.repeat(found, part, axis=2)
 
     return Block(
-        k=quantizing.meaning(take(memory.k)).astype(dtype),
+        k=quantizing.meaning(take(memory.k, clean=clean_keys)).astype(dtype),
         v=quantizing.meaning(take(memory.v, clean=True)).astype(dtype),
         k_scales=scale(memory.k_scales),
         v_scales=scale(memory.v_scales),

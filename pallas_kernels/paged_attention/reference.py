@@ -4,12 +4,18 @@ Both ways of attending walk over blocks of `BLOCK` absolute positions with the o
 softmax, stop at the last block that any row sees and start at the first. A block that
 a row does not see changes none of its bits. Places that no row sees may hold anything,
 NaN included, and table entries of which no row sees a place are not followed.
+
+Where those blocks begin and end is known on the device alone, and reverse-mode
+differentiation needs loops of a static length: derivatives, and they alone, come from
+the same blocks in loops over all places that a table has.
 """
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -44,6 +50,58 @@ class View(NamedTuple):
     window: int | None = None
 
 
+def _differentiable(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes derivatives of `attend` come from its form with loops of static length.
+
+    `attend` takes `is_bounded`, False in every call that is not differentiated.
+    """
+
+    @functools.wraps(attend)
+    def call(*trees: Any, **static: Any) -> Any:
+        leaves, kind = jax.tree.flatten(trees)
+        is_array = [isinstance(x, Array | np.ndarray) for x in leaves]
+        arrays = [x for x, mask in zip(leaves, is_array, strict=True) if mask]
+
+        def run(is_bounded: bool, *arrays: Array) -> Any:
+            rest = iter(arrays)
+            mixed = zip(leaves, is_array, strict=True)
+            given = kind.unflatten([next(rest) if mask else x for x, mask in mixed])
+            return attend(*given, is_bounded=is_bounded, **static)
+
+        plain = jax.custom_jvp(functools.partial(run, False))
+
+        @plain.defjvp
+        def tangents_of(arrays: Any, tangents: Any) -> Any:
+            bounded = functools.partial(run, True)
+            return plain(*arrays), jax.jvp(bounded, arrays, tangents)[1]
+
+        return plain(*arrays)
+
+    return call
+
+
+def _loop(
+    begin: Array | int,
+    end: Array,
+    body: Callable[[Array, Any], Any],
+    carry: Any,
+    *,
+    at_most: int,
+    is_bounded: bool,
+) -> Any:
+    """`lax.fori_loop`; if `is_bounded`, a scan over `at_most` trips, static."""
+    if not is_bounded:
+        return lax.fori_loop(begin, end, body, carry)
+
+    def one(carry: Any, step: Array) -> tuple[Any, None]:
+        index = begin + step
+        run = functools.partial(body, index)
+        return lax.cond(index < end, run, lambda carry: carry, carry), None
+
+    return lax.scan(one, carry, jnp.arange(at_most, dtype=jnp.int32))[0]
+
+
+@_differentiable
 def attend_per_slot(
     q: Float[Array, "rows kv_heads group head_dim"],
     memory: Memory,
@@ -52,6 +110,7 @@ def attend_per_slot(
     *,
     block_size: int = BLOCK,
     one_by_one: bool = False,
+    is_bounded: bool = False,
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
@@ -82,8 +141,9 @@ def attend_per_slot(
     def block(index: Array, state: Softmax) -> Softmax:
         places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
         seen = _visible(places, view).reshape(num_slots, each, block_size)
+        used = jnp.any(seen, axis=1)
         read = page_blocks.read(
-            memory, view.page_ids, index, jnp.any(seen, axis=1), dtype
+            memory, view.page_ids, index, used, dtype, clean_keys=is_bounded
         )
         scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
         products = multiply("shqd,shtd->shqt", queries, read.k, state.top.dtype)
@@ -102,21 +162,27 @@ def attend_per_slot(
         return state._replace(out=state.out + out.reshape(state.out.shape))
 
     shape = num_slots, kv_heads, each, group
-    state = lax.fori_loop(
+    num_places = view.page_ids.shape[1] * memory.k.shape[2]
+    state = _loop(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
         jnp.max(last) // block_size + 1,
         block,
         online_softmax.start(shape, head_dim, q.dtype),
+        at_most=-(-num_places // block_size),
+        is_bounded=is_bounded,
     )
     out, lse = online_softmax.finish(state, sinks, q.dtype)
     return out.swapaxes(1, 2).reshape(q.shape), lse.swapaxes(1, 2).reshape(q.shape[:3])
 
 
+@_differentiable
 def attend_per_tile(
     q: Float[Array, "rows kv_heads group head_dim"],
     memory: Memory,
     view: View,
     terms: Scoring,
+    *,
+    is_bounded: bool = False,
 ) -> tuple[
     Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
 ]:
@@ -128,6 +194,7 @@ def attend_per_tile(
     rows, kv_heads, group, head_dim = q.shape
     size = MAX_TILE if rows >= MAX_TILE * view.page_ids.shape[0] else TILE
     is_wide = size == MAX_TILE and view.window is None
+    num_places = view.page_ids.shape[1] * memory.k.shape[2]
     starts, num_tiles = _tiles(view.slots, size)
     # Padding lets the last tile read as many; padded rows have slot -1, seen by none.
     pad = lambda x, fill: jnp.pad(  # noqa: E731
@@ -173,7 +240,9 @@ def attend_per_tile(
                 seen = _visible(places, here)
                 used = jnp.any(seen, axis=0, keepdims=True)
                 seen = jnp.tile(seen, (group, 1))[None]
-            read = page_blocks.read(memory, here.page_ids, index, used, dtype)
+            read = page_blocks.read(
+                memory, here.page_ids, index, used, dtype, clean_keys=is_bounded
+            )
             scales = [_expand(x, 2) for x in (read.k_scales, read.v_scales)]
             products = jnp.einsum(
                 "hqd,htd->hqt",
@@ -206,9 +275,17 @@ def attend_per_tile(
             seen_by_all = jnp.min(jnp.where(mine, _seen_by_all(here), end * BLOCK))
             num_wide = seen_by_all // MAX_BLOCK
             wide = functools.partial(block, MAX_BLOCK, True)
-            state = lax.fori_loop(0, num_wide, wide, state)
+            most = num_places // MAX_BLOCK
+            state = _loop(0, num_wide, wide, state, at_most=most, is_bounded=is_bounded)
             begin = num_wide * (MAX_BLOCK // BLOCK)
-        state = lax.fori_loop(begin, end, functools.partial(block, BLOCK, False), state)
+        state = _loop(
+            begin,
+            end,
+            functools.partial(block, BLOCK, False),
+            state,
+            at_most=-(-num_places // BLOCK),
+            is_bounded=is_bounded,
+        )
         out, lse = online_softmax.finish(state, sinks, q.dtype)
         out, lse = (x.reshape(kv_heads, group, size, *x.shape[2:]) for x in (out, lse))
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
@@ -225,7 +302,9 @@ def attend_per_tile(
         jnp.zeros_like(q),
         jnp.full((rows + size, kv_heads, group), -jnp.inf, wide),
     )
-    out, lse = lax.fori_loop(0, num_tiles, tile, empty)
+    # A slot's last tile may be partial.
+    most = min(rows, rows // size + view.page_ids.shape[0])
+    out, lse = _loop(0, num_tiles, tile, empty, at_most=most, is_bounded=is_bounded)
     return out[:rows], lse[:rows]
 
 

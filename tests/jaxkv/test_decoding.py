@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxkv import decoding
 from jaxkv.memory import invariants, kv_pages
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
+from pallas_kernels import devices
 from tests.support import engines
 from tests.support.engines import MODEL
 
@@ -174,3 +176,86 @@ def test_a_cache_past_the_models_positions() -> None:
     with pytest.warns(UserWarning, match="cache_length=37 is past 36") as said:
         step(dataclasses.replace(MODEL, max_positions=36))
     assert len(said) == 1
+
+
+# Derivatives
+
+ONE_LAYER = dataclasses.replace(MODEL, num_layers=1, num_q_heads=2, window=6)
+
+
+def fed_weighted(params: Any, weights: Any) -> jax.Array:
+    """A weighted sum of the logits of prompts in two pieces and of a step."""
+    cache = make_cache()
+    layer = jax.tree.map(lambda x: x[:1], cache.pages)
+    cache, total = cache._replace(pages=layer), jnp.zeros(())
+    forward = paged.PagedForward(ONE_LAYER)
+    tokens = jnp.asarray(random_tokens())
+    for begin, end, weight in ((0, 4, weights[0]), (4, 8, weights[1])):
+        lengths = jnp.full((SLOTS,), end - begin, jnp.int32)
+        logits, cache, _ = decoding.prefill(
+            params, cache, tokens[:, begin:end], lengths, forward=forward
+        )
+        total += jnp.sum(logits * weight)
+    logits, *_ = decoding.decode_step(params, cache, tokens[:, 8], forward=forward)
+    return total + jnp.sum(logits * weights[2])
+
+
+def whole_weighted(params: Any, weights: Any) -> jax.Array:
+    """The same sum, by one pass over whole sequences."""
+    tokens = jnp.asarray(random_tokens()[:, :9])
+    logits = transformer.logits(params, tokens, config=ONE_LAYER)
+    return jnp.einsum("stv,tsv->", logits[:, np.array([3, 7, 8])], weights)
+
+
+@pytest.mark.thorough
+def test_gradients_are_those_of_whole_sequences() -> None:
+    """By `jax.grad` and `jax.jvp`; places that no row sees hold NaN."""
+    params = engines.params(ONE_LAYER)
+    shape = (3, SLOTS, ONE_LAYER.vocab_size)
+    weights = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    wanted = jax.jit(jax.grad(whole_weighted))(params, weights)
+
+    @jax.jit
+    def differentiated(params: Any) -> Any:
+        value, pull = jax.vjp(fed_weighted, params, weights)
+        along = jax.jvp(lambda x: fed_weighted(x, weights), (params,), (wanted,))
+        return value, pull(jnp.ones(()))[0], along
+
+    value, found, (same, slope) = differentiated(params)
+    assert value == same
+    np.testing.assert_allclose(value, whole_weighted(params, weights), rtol=1e-5)
+    squares = 0.0
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(abs(y).max()))
+        squares += float((np.asarray(y, np.float64) ** 2).sum())
+    np.testing.assert_allclose(slope, squares, rtol=1e-4)
+
+
+def test_a_gradient_that_there_is_not_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = engines.EngineConfig(
+        num_pages=4, page_size=16, max_length=MODEL.max_positions
+    )
+    tokens = jnp.zeros((1,), jnp.int32)
+
+    def differentiated(pages: kv_pages.Pages) -> None:
+        cache = decoding.init_cache(pages, max_slots=1, max_length=32)
+
+        def loss(params: Any) -> jax.Array:
+            return decoding.decode_step(params, cache, tokens, forward=FORWARD)[0].sum()
+
+        jax.eval_shape(jax.grad(loss), engines.params())
+
+    eight = dataclasses.replace(config, kv_dtype="int8")
+    with pytest.raises(
+        ValueError, match="kv_dtype='int8' has no gradient; kv_dtype mu"
+    ):
+        differentiated(paged.make_pages(MODEL, eight))
+    half = paged.make_pages(MODEL, config, dtype="bfloat16")
+    h200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
+    monkeypatch.setattr(devices, "current", lambda: h200)
+    with pytest.raises(
+        ValueError, match="dtype='bfloat16' of K and V must be 'float32'"
+    ):
+        differentiated(half)
