@@ -37,7 +37,15 @@ if TYPE_CHECKING:
     from jaxkv.memory import InvariantError
     from jaxkv.models import Forward, ForwardResult, attend
     from jaxkv.sampling import Sampling
-    from jaxkv.scheduling import Counts, Plan, Policy, plan_in_order, schedule, static
+    from jaxkv.scheduling import (
+        Counts,
+        Plan,
+        Policy,
+        StallError,
+        plan_in_order,
+        schedule,
+        static,
+    )
     from jaxkv.scheduling.fcfs import fcfs
     from jaxkv.serving import Completion, Engine, Event, make_requests
 
@@ -58,6 +66,7 @@ _HOMES = {
     "Requests": "engine.requests",
     "Sampling": "sampling.params",
     "Speculation": "engine.drafting",
+    "StallError": "scheduling.stalls",
     "StepInfo": "engine.step",
     "attend": "models.interface",
     "cancel": "engine.requests",
@@ -91,6 +100,7 @@ __all__ = [
     "Requests",
     "Sampling",
     "Speculation",
+    "StallError",
     "StepInfo",
     "attend",
     "cancel",

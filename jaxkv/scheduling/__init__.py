@@ -8,6 +8,7 @@ from jaxkv.scheduling.interface import (
     plan_in_order,
     schedule,
 )
+from jaxkv.scheduling.stalls import StallError
 from jaxkv.scheduling.static_batching import static
 
 __all__ = [
@@ -15,11 +16,13 @@ __all__ = [
     "Counts",
     "Plan",
     "Policy",
+    "StallError",
     "chunked_prefill",
     "fcfs",
     "interface",
     "plan_in_order",
     "schedule",
+    "stalls",
     "static",
     "static_batching",
     "victims",

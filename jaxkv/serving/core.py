@@ -39,6 +39,7 @@ from jaxkv.memory import (
 from jaxkv.models import interface as models_interface
 from jaxkv.parallel import layout
 from jaxkv.scheduling import interface as scheduling_interface
+from jaxkv.scheduling import stalls
 from jaxkv.serving import (
     compilation_cache,
     host_swap,
@@ -60,6 +61,7 @@ class Call:
     """A dispatched call whose results have not been read."""
 
     info: step.StepInfo
+    policy: scheduling_interface.Policy
     drained: Sequences | None = None
     table: Any = None
     """Copies of page ids, lengths and sequences of the slots, after its last step."""
@@ -117,6 +119,7 @@ class EngineCore:
         """Calls under way, or done and not read; at most two."""
         self.on_dispatch: Callable[[Call], Any] | None = None
         """Is told of every call, to note times say."""
+        self._idle = stalls.StepCounter()
         self._asked = False  # by the device, to move swapped pages
         self._rests = False  # the drafter, by what was read last
         self._num_steps = 0  # read so far
@@ -351,7 +354,11 @@ class EngineCore:
                 self.state, info = self.run_steps(
                     self.state, self.now(), may_draft=not self._rests
                 )
-                self.unread.append(call := Call(info=info, table=self._copy_table()))
+                self.unread.append(
+                    call := Call(
+                        info=info, policy=self.policy, table=self._copy_table()
+                    )
+                )
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
                 if (named := tracker.next_cancels()) is not None:
@@ -378,7 +385,12 @@ class EngineCore:
         )
 
     def read(self, call: Call) -> None:
-        """Notes what a call emitted, then which requests are complete."""
+        """Notes what a call emitted, then which requests are complete.
+
+        Raises:
+          StallError: the policy makes no progress; the engine can go on by another one,
+            or without the request.
+        """
         try:  # here the host waits; Ctrl-C ends it with nothing noted
             info = jax.tree.map(np.asarray, call.info)
             if call.drained is not None:
@@ -402,6 +414,36 @@ class EngineCore:
                 self.tracker.collect(call.drained, self.now())
             self.unread.popleft()
             self._table = call
+        with self._lock:
+            self._refuse_stall(call, info)
+
+    def _refuse_stall(self, call: Call, info: Any) -> None:
+        """Raises a `StallError` after too many steps without progress."""
+        idle, now = self._idle, self.now()
+        draws = (info.num_emitted > 0).any(axis=1) | (info.reason > 0).any(axis=1)
+        if draws[-1]:
+            idle.reset()
+            return
+        is_changed = call.policy is not self.policy or any(
+            each.drained is not None for each in (call, *self.unread)
+        )
+        is_busy = info.num_waiting[-1] > 0 or (info.sequence[-1] >= 0).any()
+        # A policy may wait for requests that are known to come.
+        waits = now < self.tracker.next_arrival_s() < math.inf
+        if is_changed or waits or not is_busy:
+            idle.reset()
+            return
+        # A call in which the host is to move pages counts as one step.
+        last = slice(-1, None) if info.asks_host[-1] else slice(None)
+        num_rows = info.num_rows.sum(axis=1)
+        idle.count(draws[last], num_rows[last], num_tokens=self.tracker.num_tokens)
+        record = self.tracker.oldest(now)
+        if idle.num_steps < stalls.MAX_STEPS or record is None:
+            return
+        idle.reset()
+        request = f"request_id={record.request_id}, {len(record.prompt)} prompt tokens,"
+        has_pages = bool(info.enough[-1])
+        raise stalls.error(call.policy, request, has_pages=has_pages)
 
     def _copy_table(self) -> Any:
         """Copies what `page_table` shows, before the next call consumes the state."""

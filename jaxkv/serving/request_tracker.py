@@ -55,6 +55,22 @@ class RequestTracker:
         """Requests that have arrived and that the device has had no room for."""
         return sum(record.arrival_s <= now for record in self._pending)
 
+    def num_tokens(self) -> int:
+        """Counts the tokens that the sequences of all open requests have to feed.
+
+        Beams count all that they may have, as their tokens come at the end.
+        """
+        return sum(
+            len(record.prompt) + len(part.tokens) + _num_to_search(record)
+            for record in self.records.values()
+            for part in record.parts
+        )
+
+    def oldest(self, now: float) -> Record | None:
+        """The request that arrived first of those that are not complete."""
+        arrived = (x for x in self.records.values() if x.arrival_s <= now)
+        return min(arrived, key=lambda record: record.arrival_s, default=None)
+
     def add(self, record: Record) -> None:
         """Takes a request; it waits here until it arrives and the device has room.
 
@@ -184,3 +200,9 @@ class RequestTracker:
     def _tell(self, record: Record, event: Event) -> None:
         if not record.is_quiet:
             self.events.append(event)
+
+
+def _num_to_search(record: Record) -> int:
+    """The tokens of a beam's answer, at most; 0 without beams."""
+    ask = record.sampling
+    return 0 if ask.beam_width is None else ask.max_tokens

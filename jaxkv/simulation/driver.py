@@ -101,7 +101,7 @@ def simulate(
       What became of the requests.
 
     Raises:
-      RuntimeError: nothing moves any more, though somebody is still to be served.
+      StallError: a policy makes no progress; the message names the member.
     """
     members = jax.tree.map(np.asarray, members)
     num = members.workload.prompt.shape[0]
@@ -113,7 +113,13 @@ def simulate(
     )
     bounds = Bounds(max_slots, max_samples, head, steps_per_call, keep_trace)
     runners = [
-        Part(jax.tree.map(lambda x, at=at: x[at], members), bounds, since_s, until_s)
+        Part(
+            jax.tree.map(lambda x, at=at: x[at], members),
+            bounds,
+            since_s,
+            until_s,
+            at.tolist(),
+        )
         for at in places
     ]
     for runner in runners:  # one after the other: the first one compiles for all

@@ -1,6 +1,7 @@
 """Members of a simulation that advance together, and the sums over their steps."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +10,12 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv import clock
-from jaxkv.scheduling import interface
+from jaxkv.scheduling import interface, stalls
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.served import Means, Served, Totals, Trace
-from jaxkv.simulation.state import Capacity, Simulation, init
+from jaxkv.simulation.state import Capacity, Events, Simulation, init
 from jaxkv.simulation.work import Cost
 from jaxkv.workloads import Workload
 
@@ -85,14 +86,22 @@ class Part:
     """Members that advance together."""
 
     def __init__(
-        self, members: Members, bounds: Bounds, since_s: float, until_s: float | None
+        self,
+        members: Members,
+        bounds: Bounds,
+        since_s: float,
+        until_s: float | None,
+        names: Sequence[int] | None = None,
     ) -> None:
+        """Makes the part; `names` are its members' numbers, None means from 0 on."""
         # A loop of small operations: not for an accelerator, if there is one.
         self._cpu = jax.local_devices(backend="cpu")[0]
         self._members: Any = jax.device_put(members, self._cpu)
         self._bounds = bounds
         self._since_s = since_s
         self._until_s = np.inf if until_s is None else until_s
+        num = members.workload.prompt.shape[0]
+        self._names = range(num) if names is None else names
 
     def num_behind(self) -> float:
         """Requests served, or behind the time at which to stop."""
@@ -120,23 +129,79 @@ class Part:
         self.num_done = np.zeros_like(self.num_served)
         self.clock_s = np.zeros(self.num_served.shape)
         self.done = self.num_served == 0
+        self._idle = [stalls.StepCounter() for _ in self.num_served]
 
     def advance(self) -> None:
-        """Takes some steps, and adds up what they did."""
+        """Takes some steps, and adds up what they did.
+
+        Raises:
+          StallError: a policy makes no progress.
+        """
         with jax.default_device(self._cpu):
             self._state, info = _advance(self._state, self._members, self._bounds)
-        self._fold(jax.tree.map(np.asarray, info))
-        before = self.num_done, self.clock_s
+        info = jax.tree.map(np.asarray, info)
+        self._fold(info)
         self.num_done = np.asarray(self._state.num_done)
-        self.clock_s = clock.to_seconds(np.asarray(self._state.clock))
-        stuck = (before[0] == self.num_done) & (before[1] == self.clock_s)
+        clocks = np.asarray(self._state.clock)
+        self.clock_s = clock.to_seconds(clocks)
         self.done = self.num_done == self.num_served
         self.done |= self.clock_s >= self._until_s
-        if (stuck & ~self.done).any():
-            raise RuntimeError(
-                "a simulation stands still: the policy admits nobody, or a step's "
-                "pages or rows do not fit its bounds"
-            )
+        draws = info.work.num_drawn > 0
+        late = draws[:, -stalls.MAX_STEPS :].any(axis=1)
+        for member in np.flatnonzero(~self.done).tolist():
+            if late[member]:
+                self._idle[member].reset()
+            else:
+                one = jax.tree.map(lambda x, at=member: x[at], info)
+                self._refuse_stall(member, draws[member], one, clocks[member])
+
+    def _refuse_stall(
+        self, member: int, draws: np.ndarray, info: Any, end: np.ndarray
+    ) -> None:
+        """Raises a `StallError` after too many steps without progress.
+
+        `end` is the clock behind the steps.
+        """
+        idle, work = self._idle[member], info.work
+        if info.num_running[-1] + info.num_waiting[-1] == 0:
+            idle.reset()
+            return
+        num_rows = work.num_decodes + work.num_prompt_rows
+        starts = np.concatenate([info.start, end[None]])
+        jumps = (np.diff(starts, axis=0) != 0).any(axis=1) & (info.micros == 0)
+        idle.count(
+            draws,
+            num_rows,
+            num_tokens=lambda: self._num_tokens(member),
+            waits=jumps,
+        )
+        if idle.num_steps < stalls.MAX_STEPS:
+            return
+        load, first = self._members.workload, int(self._open(member)[0])
+        size = f"{int(load.prompt[member, first])} + {int(load.output[member, first])}"
+        raise stalls.error(
+            self._members.policy,
+            f"request {first} of member {self._names[member]}, {size} tokens,",
+            has_pages=bool(info.enough[-1]),
+        )
+
+    def _open(self, member: int) -> np.ndarray:
+        """Requests of a member that have come and are not answered, in order."""
+        state, load = self._state, self._members.workload
+        taken = np.asarray(state.order[member])[: int(state.num_taken[member])]
+        finish = Events._fields.index("finish_s")
+        ends = np.asarray(state.events[member])[:, finish].reshape(
+            load.prompt.shape[1], -1
+        )
+        sample = np.arange(ends.shape[1])[None, :]
+        alive = (ends == 0) & (sample < np.asarray(load.samples[member])[:, None])
+        return taken[alive.any(axis=1)[taken]]
+
+    def _num_tokens(self, member: int) -> int:
+        """Counts the tokens of those requests, as each sequence feeds them."""
+        load, which = self._members.workload, self._open(member)
+        each = np.asarray(load.prompt[member]) + np.asarray(load.output[member])
+        return int((each * np.asarray(load.samples[member]))[which].sum())
 
     def _fold(self, info: Any) -> None:
         start_s = clock.to_seconds(info.start)

@@ -10,7 +10,7 @@ the prompt has filled, and a partial one until they write. Who was preempted by
 recomputation has only the prompt in common with the others.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -155,7 +155,8 @@ def _step(
         slots, group, granted, runs, prompt, prompt + output, acceptance, max_samples
     )
     work = fed.work._replace(num_copied=granted.num_copied, num_swapped=done.num_moved)
-    clock, micros = _advance(state, w, work, runs, cost)
+    turns = (done.num_admitted > 0) | jnp.any(plan.preempt)
+    clock, micros = _advance(state, w, work, turns, cost)
     split = _split(fed.slots, group, prompt, output, capacity, reservation)
     info = _info(
         state,
@@ -301,14 +302,18 @@ def _advance(
     state: Simulation,
     w: Workload,
     work: Work,
-    runs: Bool[Array, " slots"],
+    turns: Bool[Array, ""],
     cost: Cost,
 ) -> tuple[Int32[Array, " 2"], Int32[Array, ""]]:
-    """The clock after a step, and how long it took; the next arrival ends a wait."""
+    """The clock after a step, and how long it took; the next arrival ends a wait.
+
+    A step waits if it feeds and moves nothing and `turns` is False: it admits and
+    preempts no request. A policy may wait although requests have arrived.
+    """
     busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
     seconds = jnp.asarray(cost(work), jnp.float32)
     clock, micros = advance(state.clock, jnp.where(busy, seconds, 0.0))
-    idle = ~jnp.any(runs) & (state.queue[0] < 0) & (state.num_taken < state.num_served)
+    idle = ~busy & ~turns & (state.num_taken < state.num_served)
     upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
     return jnp.where(idle, later(clock, w.arrival[upcoming]), clock), micros
 
@@ -368,11 +373,11 @@ def run(
 ) -> Simulation:
     """Serves a workload to its end, in the caller's `jit` and `vmap` if there is one.
 
-    It also ends where nothing moves any more, since the policy admits nobody. Then
-    `num_done` is below `num_served`, and `outcomes.read` says whom it concerns, as it
-    does for requests that could never be served. Arguments are those of `init` and
-    `step`; `max_steps` ends it soon after so many, static, for policies that never come
-    to an end.
+    It also ends where the policy makes no progress: it admits and feeds no request, or
+    feeds the same rows over and over, see `scheduling.stalls`. Then `num_done` is below
+    `num_served`, and `outcomes.read` warns and names a request, as it does for those
+    that could never be served. Arguments are those of `init` and `step`; `max_steps`,
+    static, ends it soon after so many steps.
 
     Returns:
       The state in the end.
@@ -390,7 +395,13 @@ def run(
         reservation=reservation,
     )
 
-    def one(state: Simulation, _: None) -> tuple[Simulation, Array]:
+    served = jnp.arange(state.order.size, dtype=jnp.int32) < state.num_served
+    sizes = ((workload.prompt + workload.output) * workload.samples)[state.order]
+    # In float32, since an int32 would be full after 2**31 tokens.
+    num_tokens = jnp.sum(jnp.where(served, sizes.astype(jnp.float32), 0.0))
+
+    def one(carry: tuple[Simulation, Array], _: None) -> Any:
+        state, num_rows = carry
         after, info = step(
             state,
             workload,
@@ -402,21 +413,27 @@ def run(
             reservation=reservation,
             acceptance=acceptance,
         )
-        work = info.work
-        did = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
-        jumped = jnp.any(after.clock != state.clock)
-        return after, did | jumped | (after.num_done > state.num_done)
+        rows = info.work.num_decodes + info.work.num_prompt_rows
+        # Rows fed since the last token: more than all tokens are the same ones again.
+        draws = info.work.num_drawn > 0
+        num_rows = jnp.where(draws, 0.0, num_rows + rows.astype(jnp.float32))
+        feeds = (rows > 0) & (num_rows <= num_tokens)
+        waits = jnp.any(after.clock != state.clock) & (info.micros == 0)
+        moves = feeds | draws | waits | (after.num_done > state.num_done)
+        return (after, num_rows), moves
 
-    def some(carry: tuple[Simulation, Array, Array]) -> tuple[Simulation, Array, Array]:
-        state, _, num_steps = carry
-        state, moves = lax.scan(one, state, None, length=_STEPS_TOGETHER)
-        return state, jnp.any(moves), num_steps + _STEPS_TOGETHER
+    def some(carry: Any) -> Any:
+        state, num_rows, _, num_steps = carry
+        (state, num_rows), moves = lax.scan(
+            one, (state, num_rows), None, length=_STEPS_TOGETHER
+        )
+        return state, num_rows, jnp.any(moves), num_steps + _STEPS_TOGETHER
 
-    def goes_on(carry: tuple[Simulation, Array, Array]) -> Array:
-        state, moves, num_steps = carry
+    def goes_on(carry: Any) -> Array:
+        state, _, moves, num_steps = carry
         return moves & (state.num_done < state.num_served) & (num_steps < max_steps)
 
-    start = (state, jnp.ones((), bool), jnp.zeros((), jnp.int32))
+    start = state, jnp.zeros(()), jnp.ones((), bool), jnp.zeros((), jnp.int32)
     return lax.while_loop(goes_on, some, start)[0]
 
 

@@ -1,10 +1,13 @@
 """What a served workload comes to: latencies, goodput, gaps between tokens.
 
 Plain NumPy on the host. Arrays may have any leading axes, of members of a simulation
-for one; requests are the last. What never happened is NaN, and left out: ask
-`share_served` how much that is.
+for one; requests are the last. Times that never came are NaN. A mean or a percentile
+over a request that was not served is NaN, with a warning that counts such requests:
+without them a policy that serves the fast ones alone would look fast. To leave requests
+out is the caller's decision, by `is_asked`, and `share_served` is the number beside it.
 """
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -35,13 +38,20 @@ def normalised_latency_s(
     (0.1 + 0.02) / 2 = 0.06 s a token.
 
     Args:
-      arrival_s: when each came.
+      arrival_s: when each came; NaN leaves out a request that never did.
       finish_s: when its last sequence ended.
       output: tokens of each of its sequences.
 
+    Returns:
+      The mean; NaN, with a warning, if a request that came was not answered.
+
     Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1; Yu et al. 2022 (Orca).
     """
-    return _mean((finish_s - arrival_s) / output)
+    is_asked = np.isfinite(arrival_s)
+    each = (finish_s - arrival_s) / output
+    _warn_of_missing("normalised latency", each, is_asked)
+    num, total = is_asked.sum(-1), np.where(is_asked, each, 0.0).sum(-1)
+    return np.asarray(np.where(num > 0, total / np.maximum(num, 1), np.nan))
 
 
 def time_to_first_token_s(arrival_s: Seconds, first_s: Seconds) -> Seconds:
@@ -64,23 +74,33 @@ def time_per_output_token_s(
 
 
 def percentile(
-    values: Float[np.ndarray, "*members requests"], percent: int | float
+    values: Float[np.ndarray, "*members requests"],
+    percent: int | float,
+    *,
+    is_asked: Bool[np.ndarray, "*members requests"] | None = None,
 ) -> Float[np.ndarray, "*members"]:
-    """The percentile over requests, those without a value left out.
-
-    Between two values it is interpolated linearly. NaN where nobody has one.
+    """The percentile over requests, interpolated linearly between two values.
 
     Args:
-      values: one for each request.
+      values: one for each request; NaN where there is none.
       percent: in [0, 100].
+      is_asked: the requests that count; all by default.
+
+    Returns:
+      The percentile; NaN, with a warning, if a request that counts has no value, and
+      where none counts.
 
     Raises:
       ValueError: `percent` is out of range.
     """
     if not 0 <= percent <= 100:
         raise ValueError(f"{percent=} must be in [0, 100]")
+    asked = np.ones(values.shape, bool) if is_asked is None else is_asked
+    _warn_of_missing(f"percentile {percent}", values, asked)
     rows = values.reshape(-1, values.shape[-1])
-    found = [row[np.isfinite(row)] for row in rows]
+    found = [
+        row[mask] for row, mask in zip(rows, asked.reshape(rows.shape), strict=True)
+    ]
     each = [np.percentile(x, percent) if x.size else np.nan for x in found]
     return np.array(each).reshape(values.shape[:-1])
 
@@ -244,8 +264,12 @@ def waiting_s(rate: int | float, service_s: int | float) -> float:
     return rate * service_s**2 / (2 * (1 - rate * service_s))
 
 
-def _mean(values: Seconds) -> Float[np.ndarray, "*members"]:
-    """The mean of those that are there; NaN where none is."""
-    there: Bool[np.ndarray, "*members requests"] = np.isfinite(values)
-    num, total = there.sum(-1), np.where(there, values, 0.0).sum(-1)
-    return np.asarray(np.where(num > 0, total / np.maximum(num, 1), np.nan))
+def _warn_of_missing(name: str, values: np.ndarray, is_asked: np.ndarray) -> None:
+    """Warns that a metric is NaN, and why."""
+    missing = is_asked & np.isnan(values)
+    if missing.any():
+        warnings.warn(
+            f"{name} is NaN: {missing.sum()} of {is_asked.sum()} requests have no "
+            "value, as they were not served",
+            stacklevel=3,
+        )

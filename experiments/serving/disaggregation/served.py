@@ -381,7 +381,12 @@ def _simulated(
         found = disaggregated.split([(placement, load.requests)], until_s, **slots)
     first = np.concatenate([x.first_s - x.arrival_s for x in found])
     pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in found]
-    return float(np.nanmedian(first)), float(np.nanmedian(np.concatenate(pace)))
+    # An arrival of NaN does not count; a request without an answer is the slowest.
+    came = np.isfinite(np.concatenate([x.arrival_s for x in found]))
+    first, between = (
+        np.nan_to_num(x[came], nan=np.inf) for x in (first, np.concatenate(pace))
+    )
+    return float(np.median(first)), float(np.median(between))
 
 
 def summary(result: Result) -> list[Part]:

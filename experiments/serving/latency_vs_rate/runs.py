@@ -179,10 +179,12 @@ def _row(
     # A request is answered when the last of its sequences is.
     end_s = np.where(np.isnan(finish_s), served.end_s[index], finish_s).max(axis=1)
     normalised_s = (end_s - arrival_s[:, 0]) / np.asarray(workload.output)
+    # A lower bound for those that had no token by the end.
+    first_s = np.where(np.isnan(first_s), served.end_s[index], first_s)
     did = served.numbers(index)
     return {
         "normalised_s": float(np.mean(normalised_s)),
-        "first_s": float(np.nanmean(first_s - arrival_s)),
+        "first_s": float(np.mean(first_s - arrival_s)),
         "num_requests": num,
         "answered_share": float(np.mean(~np.isnan(finish_s))),
         **did,

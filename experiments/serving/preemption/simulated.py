@@ -192,7 +192,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         fed = max(1, int(totals.decoded[i] + totals.read[i]))
         took_s = served.finish_s[i] - served.arrival_s[i]
         again = served.recomputed[i].sum() / fed
-        latency_s = np.nanmean(took_s / np.asarray(loads[i].output))
+        latency_s = np.mean(took_s / np.asarray(loads[i].output))
         moved = int(totals.swapped_pages[i]) * page_bytes(way.page_size)
         rows.append((*way, served.preempted[i].sum(), again, latency_s, float(moved)))
     return Result(Simulated.of(rows))

@@ -11,15 +11,26 @@ FINISH = np.array([1.0, 2.0, 1.5, np.nan])
 OUTPUT = np.array([10, 100, 1, 7])
 
 
-def test_latencies_leave_out_what_never_happened() -> None:
-    mean = metrics.normalised_latency_s(ARRIVAL, FINISH, OUTPUT)
+def test_latencies_over_requests_that_were_not_served_are_no_numbers() -> None:
+    """None is dropped in silence: what counts is the caller's to say."""
+    with pytest.warns(
+        UserWarning, match="latency is NaN: 1 of 4 requests have no value"
+    ):
+        assert np.isnan(metrics.normalised_latency_s(ARRIVAL, FINISH, OUTPUT))
+    # One that never came is none that was not served.
+    came = np.where(np.isnan(FINISH), np.nan, ARRIVAL)
+    mean = metrics.normalised_latency_s(came, FINISH, OUTPUT)
     np.testing.assert_allclose(mean, (0.1 + 0.02 + 0.5) / 3)
     np.testing.assert_allclose(metrics.share_served(FINISH), 0.75)
     gap = metrics.time_per_output_token_s(FIRST, FINISH, OUTPUT)
     np.testing.assert_allclose(gap, [0.5 / 9, 1 / 99, 0, np.nan])
     first = metrics.time_to_first_token_s(ARRIVAL, FIRST)
-    assert metrics.percentile(first[None], 50).tolist() == [0.5]
-    assert np.isnan(metrics.percentile(np.full((2, 3), np.nan), 99)).all()
+    with pytest.warns(UserWarning, match="percentile 50 is NaN: 1 of 4 requests have"):
+        assert np.isnan(metrics.percentile(first[None], 50)).all()
+    there = np.isfinite(first)[None]
+    assert metrics.percentile(first[None], 50, is_asked=there).tolist() == [0.5]
+    nothing, none = np.full((2, 3), np.nan), np.zeros((2, 3), bool)
+    assert np.isnan(metrics.percentile(nothing, 99, is_asked=none)).all()
     with pytest.raises(ValueError, match=r"percent=101 must be in \[0, 100\]"):
         metrics.percentile(first, 101)
 

@@ -1,0 +1,35 @@
+"""Shortest job first changes when requests are served, never what they get."""
+
+import numpy as np
+import pytest
+
+import jaxkv
+from experiments.examples import shortest_job_first
+from experiments.examples.shortest_job_first import ShortestJobFirst
+from tests.support import engines
+from tests.support.engines import TIGHT, greedy
+
+pytestmark = pytest.mark.thorough
+
+
+def test_it_lowers_latency_and_finishes_the_long_jobs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    latency = shortest_job_first.main()  # not a number if a request is left
+    assert latency["shortest job"] < 0.5 * latency["first come"]
+    assert capsys.readouterr().out.count("s per token") == 2
+
+
+def test_it_serves_every_request_as_a_plain_loop_does() -> None:
+    rng = np.random.default_rng(0)
+    sizes = (28, 20, 3, 9, 25, 2, 14, 5, 30, 4)
+    asks = [
+        greedy(100 + i, rng.integers(0, 61, size).tolist(), 12)
+        for i, size in enumerate(sizes)
+    ]
+    run = engines.serve(asks, TIGHT, ShortestJobFirst(jaxkv.fcfs()))
+    engines.assert_equal_plain(run, asks, TIGHT)
+    assert int(np.asarray(run.info.num_preempted).sum()) > 0
+    begun = [name for name in run.info.request_id.ravel().tolist() if name >= 0]
+    first = {name: begun.index(name) for name in run.outcomes}
+    assert first[105] < first[100]  # the shortest before the first

@@ -1,0 +1,119 @@
+"""Policies that make no progress in the engine, and long waits that are no stalls."""
+
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.models import paged
+from jaxkv.scheduling import stalls
+from tests.support import engines
+from tests.support.engines import MODEL, SERVED
+from tests.support.moods import FILLS, PAUSES, PLAIN, REFUSES, SHORTEST, THRASHES, Moody
+
+
+@pytest.fixture(scope="module")
+def shared() -> jaxkv.Engine:
+    pages = paged.make_pages(MODEL, SERVED)
+    forward = paged.PagedForward(MODEL)
+    policy = Moody(jnp.int32(PLAIN))
+    return jaxkv.Engine(
+        engines.params(), forward, pages, SERVED, policy=policy, eos_ids=()
+    )
+
+
+def with_mood(engine: jaxkv.Engine, mood: int) -> jaxkv.Engine:
+    engine.policy = Moody(jnp.int32(mood))
+    return engine
+
+
+ASK = jaxkv.Sampling.greedy(max_tokens=4)
+
+
+@pytest.mark.parametrize("mood", [REFUSES, THRASHES, PAUSES])
+def test_a_policy_without_progress_is_an_error(shared: jaxkv.Engine, mood: int) -> None:
+    engine = with_mood(shared, mood)
+    with pytest.raises(
+        jaxkv.StallError, match="policy Moody made no progress for 64 s"
+    ):
+        engine.generate([[7, 8, 9]], ASK)
+    name = engine.submit([1, 2, 3, 4], ASK)
+    with pytest.raises(jaxkv.StallError, match=f"request_id={name}, 4 prompt tokens"):
+        list(engine.stream())
+    # The engine is whole: another policy serves the same request.
+    with_mood(engine, PLAIN)
+    done = [event.completion for event in engine.stream() if event.completion]
+    assert [each.request_id for each in done] == [name]
+    ask = engines.Ask(name, [1, 2, 3, 4], ASK)
+    assert done[0].tokens == engines.plain([ask], SERVED)[name][0]
+
+
+def test_a_stalled_request_can_be_cancelled(shared: jaxkv.Engine) -> None:
+    engine = with_mood(shared, REFUSES)
+    name = engine.submit([1, 2, 3], ASK)
+    with pytest.raises(jaxkv.StallError):
+        list(engine.stream())
+    engine.cancel(name)
+    [event] = engine.stream()
+    assert event.completion is not None
+    assert event.completion.reason == "cancelled"
+
+
+def test_a_policy_that_masks_the_queue_serves_every_request(
+    shared: jaxkv.Engine,
+) -> None:
+    """To its shortest request, which need not be the first."""
+    engine, rng = with_mood(shared, SHORTEST), np.random.default_rng(0)
+    prompts = [rng.integers(0, 61, num).tolist() for num in (30, 3, 20, 2, 9, 25, 4)]
+    done = engine.generate(prompts, ASK)
+    asks = [engines.Ask(i, prompt, ASK) for i, prompt in enumerate(prompts)]
+    wanted = engines.plain(asks, SERVED)
+    for i, each in enumerate(done):
+        assert each.tokens == wanted[i][0]
+
+
+def test_waiting_for_an_arrival_is_no_stall(shared: jaxkv.Engine) -> None:
+    """A policy may wait until there are two, and an engine for the first."""
+    engine = with_mood(shared, FILLS)
+    late = engine.now() + 0.5
+    engine.submit([1, 2, 3], ASK)
+    engine.submit([4, 5], ASK, arrival_s=late)
+    done = [event.completion for event in engine.stream() if event.completion]
+    assert len(done) == 2
+    with_mood(engine, REFUSES)
+    name = engine.submit([4, 5], ASK, arrival_s=engine.now() + 0.2)
+    start = time.perf_counter()
+    with pytest.raises(jaxkv.StallError):
+        list(engine.stream())
+    assert time.perf_counter() - start > 0.15
+    engine.cancel(name)
+    list(engine.stream())
+
+
+# The counter
+
+
+def count(*calls: tuple[list[int], list[int]], num_tokens: int = 9) -> list[int]:
+    """The steps without progress after each call, of (tokens, rows) of its steps."""
+    counter, found = stalls.StepCounter(), []
+    for draws, rows in calls:
+        arrays: Any = np.array(draws, bool), np.array(rows, np.int32)
+        counter.count(*arrays, num_tokens=lambda: num_tokens)
+        found.append(counter.num_steps)
+    return found
+
+
+def test_steps_without_progress_are_counted() -> None:
+    nothing = [0, 0, 0]
+    assert count((nothing, nothing), (nothing, nothing)) == [3, 6]
+    assert count((nothing, nothing), ([0, 1, 0], [0, 1, 0])) == [3, 1]
+    # Rows of prompts are progress, up to as many as there are tokens.
+    assert count((nothing, [4, 0, 4]), (nothing, [1, 4, 0]), (nothing, [4, 4, 4])) == [
+        0,
+        2,
+        5,
+    ]
+    assert count((nothing, [4, 4, 4]), ([1, 0, 0], [1, 4, 0])) == [1, 1]

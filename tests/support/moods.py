@@ -1,0 +1,48 @@
+"""Policies that stall, thrash, mask or wait: one type, so that they share a program."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+from jaxkv.scheduling import fcfs
+
+PLAIN, REFUSES, THRASHES, SHORTEST, FILLS, PAUSES = range(6)
+
+
+class Moody(NamedTuple):
+    """First come, first served, but for a mood."""
+
+    mood: jax.Array
+    holds_finished = False
+
+    def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
+        c, mood = counts, self.mood
+        row = jnp.arange(c.waiting.shape[0], dtype=jnp.int32)
+        key = jnp.where(c.waiting, c.waiting_tokens, 2**30)
+        shortest = c.waiting & (row == jnp.argmin(key))
+        enough = jnp.any(c.running) | (jnp.sum(c.waiting, dtype=jnp.int32) >= 2)
+        masks = jnp.stack(
+            [
+                c.waiting,
+                jnp.zeros_like(c.waiting),
+                c.waiting,
+                shortest,
+                c.waiting & enough,
+                c.waiting,
+            ]
+        )
+        plan = fcfs.fcfs().plan(c._replace(waiting=masks[mood]))
+        # Whoever has read a part of a prompt is preempted before the rest.
+        out = c.running & (mood == THRASHES)
+        pauses = out | (c.running & (mood == PAUSES))
+        thrashes = mood == THRASHES
+        return plan._replace(
+            preempt=plan.preempt | out,
+            places=jnp.where(out, 0, plan.places),
+            num_rows=jnp.where(pauses, 0, plan.num_rows),
+            head_rows=jnp.where(
+                thrashes, jnp.minimum(plan.head_rows, 2), plan.head_rows
+            ),
+        )
