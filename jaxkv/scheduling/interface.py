@@ -174,16 +174,17 @@ def plan_in_order(policy: Policy, counts: Counts, order: Int32[Array, " head"]) 
 
 
 def skip_unmarked(counts: Counts) -> Counts:
-    """Makes requests that `Counts.waiting` does not mark count 0 of everything.
+    """Makes requests that `Counts.waiting` does not mark count no pages and no slots.
 
-    Every policy here begins with it, so that sums over the queue are of marked ones.
+    Nor do they count as preempted. Every policy here begins with it, so that sums over
+    the queue are of marked requests.
     """
-    waiting = {
-        name: jnp.where(counts.waiting, value, jnp.zeros_like(value))
-        for name, value in counts._asdict().items()
-        if name.startswith("waiting")
-    }
-    return counts._replace(**waiting)
+    c = counts
+    return c._replace(
+        waiting_pages=jnp.where(c.waiting, c.waiting_pages, 0),
+        waiting_slots=jnp.where(c.waiting, c.waiting_slots, 0),
+        waiting_preempted=c.waiting & c.waiting_preempted,
+    )
 
 
 def admissible(counts: Counts, fits: Bool[Array, " head"]) -> Bool[Array, " head"]:
