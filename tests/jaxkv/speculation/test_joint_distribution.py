@@ -155,9 +155,9 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def start() -> Any:
         memory = case.drafter.init(config)
-        if isinstance(memory, Learned):  # at these costs some drafts pay
+        if isinstance(memory, Learned):  # at these costs most drafts pay
             lengths = memory.lengths.astype(jnp.float32)
-            steps = jnp.broadcast_to(1 + 0.2 * lengths, memory.costs.steps.shape)
+            steps = jnp.broadcast_to(1 + 0.02 * lengths, memory.costs.steps.shape)
             costs = memory.costs._replace(steps=steps, undrafted=steps[:, 0])
             memory = with_costs(memory, costs)
         state = init(config, pages, memory)
