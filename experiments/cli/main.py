@@ -284,9 +284,10 @@ def _experiment(name: str, args: list[str], prog: str) -> Output:
     if (file := _value_of(flags, "--config")) is not None:
         if is_named:
             raise ValueError(f"{prog}: both {name} and --config {file}; which?")
-        base = experiment.config_loads(files.read_text(file), file)
+        base, name = experiment.config_loads(files.read_text(file), file), ""
     description = f"{experiment.question} Configs: {', '.join(configs)}."
-    return run.run(experiment, *_changed(base, flags, f"{prog} [CONFIG]", description))
+    asked = _changed(base, flags, f"{prog} [CONFIG]", description)
+    return run.run(experiment, *asked, config_name=name)
 
 
 class _Asked(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from experiments.cli import parsing
 from experiments.cli.run import Output
-from experiments.framework import Claim, config_json, registry, report
+from experiments.framework import NOT_JUDGED, Claim, config_json, registry, report
 from jaxkv import files
 
 RECORDS = Path(__file__).parents[1] / "records"
@@ -69,7 +69,8 @@ def _claim(row: dict[str, Any]) -> Claim:
     other = "cannot compare" if row["verdict"] == "differs" else "reproduces"
     row = {"kind": other} | row
     for name, hint in get_type_hints(Claim).items():
-        if row[name] is not None or hint is not float:
+        is_unset = name not in row and name in Claim._field_defaults
+        if not is_unset and (row[name] is not None or hint is not float):
             config_json.restore(hint, row[name], name)
     return Claim(**row)
 
@@ -102,20 +103,7 @@ def read(run: Path, root: Path) -> Record:
 
 def page(records: list[Record]) -> str:
     """Writes the page in Markdown."""
-    verdicts: list[str] = [
-        claim.verdict for record in records for claim in record.claims
-    ]
-    words = {"holds": "hold", "differs": "differ", "fails": "fail"}
-    counts = ", ".join(f"{verdicts.count(x)} {word}" for x, word in words.items())
-    said = [
-        "# Claims, and what we found",
-        f"{len(verdicts)} claims: {counts}. *Holds*: ours lies within the tolerance."
-        " *Fails*: it does not, under the same conditions. *Differs*: the conditions"
-        " cannot be compared, and the note says why. *Calibrated*: the published number"
-        " was used to fit something here. *Check*: an oracle, an identity or our own"
-        " bar. `jaxkv claims --write` makes this page from the run folders in"
-        " `experiments/records`.",
-    ]
+    said = ["# Claims, and what we found", _first_line(records), _WORDS]
     for record in records:
         if not record.claims:
             continue
@@ -133,6 +121,45 @@ def page(records: list[Record]) -> str:
     return "\n\n".join(said) + "\n"
 
 
+_WORDS = (
+    "*Holds*: ours lies within the tolerance. *Fails*: it does not, under the same"
+    " conditions. *Differs*: the conditions differ, so the numbers cannot be compared;"
+    " the note gives the reason, and a direction that the source states is judged"
+    " nevertheless. *Calibrated*: the published number was used to fit something here."
+    " *Check*: an oracle, an identity or our own bar; its number is expected, not"
+    " published. `jaxkv claims --write` makes this page from the run folders in"
+    " `experiments/records`."
+)
+
+
+def _first_line(records: list[Record]) -> str:
+    """Counts verdicts by kind."""
+    found = report.tally(claim for record in records for claim in record.claims)
+    shown, fits, checks, ways = (
+        found[x] for x in ("reproductions", "calibrated", "checks", "directions")
+    )
+    directions = f"{ways['holds']} hold, {ways['fails']} fail"
+    if undecided := sum(ways.values()) - ways["holds"] - ways["fails"]:
+        directions += f", {undecided} are not decided"
+    parts = [
+        f"Reproductions ({sum(shown.values())}): {shown['holds']} hold,"
+        f" {shown['fails']} fail, {shown['differs']} cannot compare"
+        f" (of the directions that their sources state {directions})",
+        f"Calibrated ({sum(fits.values())}): {_plain_counts(fits)}",
+        f"Own checks ({sum(checks.values())}): {_plain_counts(checks)}",
+    ]
+    if skipped := sum(x.get(NOT_JUDGED, 0) for x in found.values()):
+        parts.append(f"Not judged, smoke: {skipped}")
+    return ". ".join(parts) + "."
+
+
+def _plain_counts(counts: dict[str, int]) -> str:
+    return (
+        f"{counts['holds']} hold, {counts['fails']} fail,"
+        f" {counts['differs']} differ in conditions"
+    )
+
+
 def claims(folder: Path | None, write: Path | None) -> Output:
     """Carries out the command.
 
@@ -147,13 +174,15 @@ def claims(folder: Path | None, write: Path | None) -> Output:
         lines.append(f"page: {write}")
     told = ("experiment", "config", "folder", "claims")
     document = [{name: getattr(x, name) for name in told} for x in records]
-    sheets: list[report.Part] = [
+    counts = report.tally(claim for record in records for claim in record.claims)
+    sheets: list[report.Part] = [report.paragraph("", _first_line(records))]
+    sheets += [
         report.Sheet(
             f"{x.experiment} {x.config}",
-            ("verdict", "claim", "numbers"),
-            [(c.verdict, c.claim, report.claim_numbers(c)) for c in x.claims],
+            ("verdict", "kind", "claim", "numbers"),
+            [(c.verdict, c.kind, c.claim, report.claim_numbers(c)) for c in x.claims],
         )
         for x in records
         if x.claims
     ]
-    return Output({"records": document}, sheets, lines)
+    return Output({"counts": counts, "records": document}, sheets, lines)

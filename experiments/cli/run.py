@@ -36,6 +36,7 @@ def run(
     config: Any,
     out: Path | None,
     max_seconds: float = math.inf,
+    config_name: str = "",
 ) -> Output:
     """Runs an experiment into a run folder.
 
@@ -49,6 +50,7 @@ def run(
       config: the config to run it with.
       out: the folder for the results, as `run_folder.new_folder` takes it.
       max_seconds: after which it is asked.
+      config_name: the shipped config that `config` was made from, if any.
 
     Returns:
       The folder, claims and metrics, with status 130 if it was ended early, 143 if by
@@ -72,7 +74,7 @@ def run(
         with terminal.Terminal(last_words, max_seconds=max_seconds) as bars:
             goes_on = bool(getattr(config, "folder", ""))  # where it keeps what it has
             try:
-                kept = _carry_out(experiment, config, folder, bars)
+                kept = _carry_out(experiment, config, folder, bars, config_name)
             except BaseException as error:
                 line = _give_up(folder, error)
                 if isinstance(error, KeyboardInterrupt):
@@ -95,7 +97,11 @@ def run(
 
 
 def _carry_out(
-    experiment: "Experiment", config: Any, folder: Path, bars: "Terminal"
+    experiment: "Experiment",
+    config: Any,
+    folder: Path,
+    bars: "Terminal",
+    config_name: str,
 ) -> "Run":
     """Runs it and writes what came of it."""
     from experiments.framework import run_folder
@@ -104,7 +110,7 @@ def _carry_out(
     if (num := getattr(config, "mesh_devices", 1)) > 1:
         parallel.count_cpu_as(num)  # before anybody asks how many there are
     experiment.study_of(config).prepare()
-    run_folder.begin(folder, experiment, config)
+    run_folder.begin(folder, experiment, config, config_name)
     started = time.monotonic()
     if getattr(config, "folder", "") == run_folder.OUT:
         config = dataclasses.replace(config, folder=str(folder))

@@ -4,7 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.framework.claims import Claim, Ours, beside, judge, ours
+    from experiments.framework.claims import (
+        NOT_JUDGED,
+        Claim,
+        Direction,
+        Ours,
+        beside,
+        judge,
+        ours,
+    )
     from experiments.framework.report import Excerpts, Part, Sheet, Verdicts
     from experiments.framework.run_folder import Run
     from experiments.framework.study import Experiment, Study
@@ -12,7 +20,7 @@ if TYPE_CHECKING:
 
 # Names load on first use: `jaxkv --help` reads the registry, and no arrays.
 _HOMES = {
-    "claims": "Claim Ours beside judge ours",
+    "claims": "NOT_JUDGED Claim Direction Ours beside judge ours",
     "report": "Excerpts Part Sheet Verdicts",
     "run_folder": "Run",
     "study": "Experiment Study",
@@ -21,7 +29,9 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "NOT_JUDGED",
     "Claim",
+    "Direction",
     "Excerpts",
     "Experiment",
     "Floats",

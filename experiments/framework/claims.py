@@ -12,31 +12,38 @@ says what it found. A table of that file is a claim, its name the claim's id:
     differs = "Ours is memory alone: tables cost a step nothing."
     published = 1.0                     # with by = ["data"], { ShareGPT = 1.0 }
     unit = "times"
-    relation = "equal"                  # or "at_least", "at_most"
+    relation = "equal"                  # or "at_least", "at_most", "within"
     tolerance = 0.1                     # "5 %" is that of the published number
     because = "the figure's lines are as thick"
     note = "At {rate:g} requests/s."
+    direction = "above 1"               # or "as stated"; what the source states of it
+    from_memory = true                  # the number was not read in the source
+    at_any_size = true                  # a smoke run judges it as well
 
-and `ours("latency", 1.6, data="ShareGPT", ...)` is what was found, with the words.
+and `ours("latency", 1.6, data="ShareGPT", ...)` is what was found, with the words. A
+published range is one claim: `published = [1.7, 2.7]` with `relation = "within"`.
 """
 
 import dataclasses
 import functools
 import math
+import operator
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from experiments.framework import config_json
 from jaxkv import files
 
-Verdict = Literal["holds", "fails", "differs"]
-Relation = Literal["equal", "at_least", "at_most"]
+Verdict = Literal["holds", "fails", "differs", "not judged"]
+Relation = Literal["equal", "at_least", "at_most", "within"]
 Kind = Literal["reproduces", "calibrated", "cannot compare", "checks"]
 """Same conditions as a publication's; its number was used to fit something here; other
 conditions; an oracle, an identity, or our own bar."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Direction = Literal["", "holds", "fails", "not decided"]
 
 
 class Claim(NamedTuple):
@@ -49,13 +56,18 @@ class Claim(NamedTuple):
       ours: the number we found, in `unit`.
       unit: the unit of both, "1" for a plain ratio.
       tolerance: how far ours may lie on the wrong side, in `unit`.
-      verdict: `holds`, `fails` (same conditions, outside the tolerance) or `differs`
-        (the conditions cannot be compared; `note` says why).
+      verdict: `holds`, `fails` (same conditions, outside the tolerance), `differs`
+        (the conditions cannot be compared; `note` says why) or `not judged` (a smoke
+        run is too small for the statement).
       relation: whether ours should be equal to the published number, at least, or at
-        most that.
+        most that, or within the range that begins there.
       note: anything a reader must know.
-      kind: what the statement is to us; "cannot compare" where the verdict is
-        `differs`.
+      kind: the kind of the statement, one of `KINDS`.
+      published_high: the end of a published range, in `unit`; None for one number.
+      direction: the verdict on the direction that a source states, where its number
+        cannot be compared; empty where it states none.
+      needs_size: True if a smoke run is too small to judge the statement; not written
+        to files.
     """
 
     claim: str
@@ -68,6 +80,25 @@ class Claim(NamedTuple):
     relation: Relation
     note: str
     kind: Kind
+    published_high: float | None = None
+    direction: Direction = ""
+    needs_size: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields by name, without optional ones that are not set."""
+        unset = self._field_defaults
+        fields = self._replace(needs_size=False)._asdict()
+        return {x: y for x, y in fields.items() if x not in unset or y != unset[x]}
+
+    def at_smoke_size(self) -> "Claim":
+        """Returns the claim as a smoke run reports it: judged if it needs no size."""
+        if not self.needs_size:
+            return self
+        note = f"A smoke run is too small for it. {self.note}".strip()
+        return self._replace(verdict=NOT_JUDGED, direction="", note=note)
+
+
+NOT_JUDGED: Verdict = "not judged"
 
 
 def judge(
@@ -82,6 +113,8 @@ def judge(
     kind: Kind = "reproduces",
     differs: str = "",
     note: str = "",
+    published_high: float | None = None,
+    needs_size: bool = False,
 ) -> Claim:
     """Holds a published number against ours; the verdict follows from the numbers.
 
@@ -89,16 +122,23 @@ def judge(
     `differs`: why the conditions cannot be compared, empty if they can.
 
     Raises:
-      ValueError: `published` is not finite, or `tolerance` is negative.
+      ValueError: `published` is not finite, `tolerance` is negative, or the end of a
+        range is missing, or below its beginning.
     """
     if not math.isfinite(published):
         raise ValueError(f"{published=} must be finite")
     if not tolerance >= 0:
         raise ValueError(f"{tolerance=} must be at least 0")
+    if (published_high is not None) != (relation == "within"):
+        raise ValueError(f"{relation=} and {published_high=}: a range has both")
+    high = published if published_high is None else published_high
+    if not published <= high < math.inf:
+        raise ValueError(f"{published_high=} must be at least {published=}")
     excess = {
         "equal": abs(ours - published),
         "at_least": published - ours,
         "at_most": ours - published,
+        "within": max(published - ours, ours - high),
     }[relation]
     verdict: Verdict = "holds" if excess <= tolerance else "fails"
     if not math.isfinite(ours):
@@ -117,6 +157,8 @@ def judge(
         relation=relation,
         note=note,
         kind=kind,
+        published_high=None if published_high is None else float(published_high),
+        needs_size=needs_size,
     )
 
 
@@ -125,9 +167,10 @@ class Ours(NamedTuple):
 
     id: str
     value: float
-    published: float | None
+    published: float | tuple[float, float] | None
     tolerance: float | None
     differs: bool | None
+    direction: Direction | None
     note: str | None
     words: dict[str, Any]
 
@@ -136,9 +179,10 @@ def ours(
     id: str,
     value: float,
     *,
-    published: float | None = None,
+    published: float | tuple[float, float] | None = None,
     tolerance: float | None = None,
     differs: bool | None = None,
+    direction: Direction | None = None,
     note: str | None = None,
     **words: Any,
 ) -> Ours:
@@ -147,18 +191,21 @@ def ours(
     Args:
       id: the claim's table in the file.
       value: our number, in its unit.
-      published: its number, where that follows from the run and the file has none.
+      published: its number or range, where that follows from the run and the file has
+        none.
       tolerance: how far ours may lie on the wrong side, where that does; the file's
         `because` says how it follows.
       differs: whether the file's `differs` applies; by default if the kind is "cannot
         compare".
+      direction: the verdict on the source's direction, where an interval decides it;
+        by default it follows from `value` and the file.
       note: instead of the file's, as it is, to the last space.
       words: what the file's texts have in braces, and what `by` picks a number by.
     """
-    return Ours(id, value, published, tolerance, differs, note, words)
+    return Ours(id, value, published, tolerance, differs, direction, note, words)
 
 
-type Numbers = float | dict[str, Numbers]
+type Numbers = float | tuple[float, float] | dict[str, Numbers]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +232,17 @@ class Said:
     """Why the conditions cannot be compared."""
     note: str = ""
     """Anything else a reader must know."""
+    direction: str = ""
+    """The direction that the source states, where the conditions differ: "as stated",
+    or a bound of ours, as "above 1", "below 1", "at least 1" or "at most 1"."""
+    fitted: str = ""
+    """The quantity that was fitted to the number, of a calibrated claim."""
+    fitted_rows: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The words of the rows that were used in the fit; empty if all of them were."""
+    from_memory: bool = False
+    """True if the number was set down from memory, not read in the source."""
+    at_any_size: bool = False
+    """True if a smoke run can judge the statement."""
 
     def __post_init__(self) -> None:
         """Refuses a claim that is not whole."""
@@ -196,8 +254,28 @@ class Said:
             raise ValueError("cannot compare, and differs does not say why")
         if isinstance(self.published, dict) != bool(self.by):
             raise ValueError("has numbers by words with `by`, and else one")
+        if self.direction and self.kind != "cannot compare":
+            raise ValueError(f"has a direction, and {self.kind=} is judged itself")
+        if self.direction not in ("", AS_STATED) and not _BOUND.fullmatch(
+            self.direction
+        ):
+            raise ValueError(
+                f"{self.direction=} must be {AS_STATED!r}, or as 'above 1'"
+            )
+        if (self.kind == "calibrated" or bool(self.fitted_rows)) != bool(self.fitted):
+            raise ValueError(
+                "must have `fitted` if any row is calibrated, and else none"
+            )
 
-    def number(self, words: Mapping[str, Any], found: float | None) -> float | None:
+    def kind_of(self, words: Mapping[str, Any]) -> Kind:
+        """Returns the kind of a row: calibrated if the fit used its number."""
+        rows = self.fitted_rows.items()
+        is_fitted = bool(rows) and all(str(words[x]) == value for x, value in rows)
+        return "calibrated" if is_fitted else self.kind
+
+    def number(
+        self, words: Mapping[str, Any], found: float | tuple[float, float] | None
+    ) -> float | tuple[float, float] | None:
         """The published number, found where the file has none; None if words have none.
 
         Raises:
@@ -225,7 +303,28 @@ class Said:
         return (found if self.tolerance is None else self.tolerance) or 0.0
 
 
+AS_STATED = "as stated"
+"""A direction that is the claim's own relation, with its tolerance."""
 _SHARE = re.compile(r"[0-9.]+ %")
+_BOUND = re.compile(r"(above|below|at least|at most) (-?[0-9.]+)")
+_COMPARED: Mapping[str, Callable[[float, float], bool]] = {
+    "above": operator.gt,
+    "below": operator.lt,
+    "at least": operator.ge,
+    "at most": operator.le,
+}
+
+
+def _direction(said: Said, claim: Claim) -> Direction:
+    """Returns the verdict on the direction that a file states for a claim."""
+    if not said.direction or not math.isfinite(claim.ours):
+        return ""
+    if said.direction == AS_STATED:
+        return "holds" if claim.verdict == "holds" else "fails"
+    bound = _BOUND.fullmatch(said.direction)
+    assert bound is not None
+    holds = _COMPARED[bound[1]](claim.ours, float(bound[2]))
+    return "holds" if holds else "fails"
 
 
 class Book:
@@ -246,6 +345,10 @@ class Book:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{self.path}: cannot be read: {error}") from None
         words = {name: x for name, x in found.items() if isinstance(x, str)}
+        for id, x in found.items():
+            if isinstance(x, dict) and "kind" not in x:
+                known = ", ".join(KINDS)
+                raise ValueError(f"{self.path}: {id}: kind is missing; one of: {known}")
         claims = {
             id: config_json.restore(Said, x, f"{self.path}: {id}")
             for id, x in found.items()
@@ -301,22 +404,42 @@ class Book:
                 return None
             note = said.note.format_map(words).strip()
             note = note if found.note is None else found.note
+            kind = said.kind_of(words)
+            if kind == "calibrated":
+                note = f"{said.fitted.format_map(words)} {note}".strip()
             if is_other and not said.differs:
                 raise ValueError("lacks differs")
-            return judge(
+            low, high = published if isinstance(published, tuple) else (published, None)
+            source = said.source.format_map(words)
+            claim = judge(
                 said.claim.format_map(words),
-                source=said.source.format_map(words),
-                published=math.nan if published is None else published,
+                source=f"{source}; {FROM_MEMORY}" if said.from_memory else source,
+                published=math.nan if low is None else low,
+                published_high=high,
                 ours=found.value,
                 unit=said.unit,
-                tolerance=said.slack(published or 0.0, found.tolerance),
+                tolerance=said.slack(low or 0.0, found.tolerance),
                 relation=said.relation,
-                kind="reproduces" if said.kind == "cannot compare" else said.kind,
-                differs=said.differs.format_map(words) if is_other else "",
+                kind="reproduces" if kind == "cannot compare" else kind,
                 note=note,
+                needs_size=not (kind == "checks" or said.at_any_size),
+            )
+            if not is_other:
+                return claim
+            direction = found.direction
+            return claim._replace(
+                verdict="differs",
+                # A check stays one where a run is too small for it, or differs from it.
+                kind="cannot compare" if kind == "reproduces" else kind,
+                direction=_direction(said, claim) if direction is None else direction,
+                note=f"{said.differs.format_map(words)} {note}".strip(),
             )
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: {found.id}: {error}") from None
+
+
+FROM_MEMORY = "set down from memory"
+"""Follows the source of a number that was not read in it."""
 
 
 class _Words(dict[str, Any]):

@@ -18,7 +18,7 @@ def plain(value: Any) -> Any:
 
     Dataclasses and NamedTuples become objects, arrays become lists, numbers of any
     library become Python's. A number that is not finite becomes `None`: JSON has no
-    word for it.
+    word for it. A value with a method `as_json` is what that returns.
 
     Raises:
       TypeError: the value holds something else.
@@ -29,6 +29,8 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain(dataclasses.asdict(value))
+    if hasattr(value, "as_json"):
+        return plain(value.as_json())
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 """What a run says to a person: tables, texts and claims; and as Markdown for a file."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from experiments.framework import config_json, units
-from experiments.framework.claims import Claim
+from experiments.framework.claims import NOT_JUDGED, Claim
 
 
 class Sheet(NamedTuple):
@@ -105,18 +105,87 @@ def row_sheet(
     return Sheet(title, [*columns], cells, note)
 
 
+_BOUND = {"equal": "", "at_least": "at least ", "at_most": "at most ", "within": ""}
+
+
 def claim_numbers(claim: Claim) -> str:
-    """Says ours, and what was published where, in a sentence."""
+    """Returns ours and the source's number in a sentence.
+
+    The number of an own check is expected, not published.
+    """
     unit = "" if claim.unit == "1" else f" {claim.unit}"
-    bound = {"equal": "", "at_least": "at least ", "at_most": "at most "}
+    word = "expected" if claim.kind == "checks" else "published"
+    numbers = units.cell(claim.published)
+    if claim.published_high is not None:
+        numbers += f" to {units.cell(claim.published_high)}"
     slack = (
         f", to within {units.cell(claim.tolerance)}{unit}" if claim.tolerance else ""
     )
+    direction = f"; its direction: {claim.direction}" if claim.direction else ""
     return (
         f"ours {units.cell(claim.ours)}{unit}, "
-        f"published {bound[claim.relation]}{units.cell(claim.published)}{unit}{slack} "
-        f"({claim.source})"
+        f"{word} {_BOUND[claim.relation]}{numbers}{unit}{slack} "
+        f"({claim.source}){direction}"
     )
+
+
+Group = Literal["reproductions", "calibrated", "checks"]
+"""Publications' numbers under the same or other conditions; numbers that a fit here
+used; oracles, identities and own bars."""
+_HEADS: Mapping[Group, str] = {
+    "reproductions": "claims",
+    "calibrated": "calibrated",
+    "checks": "own checks",
+}
+_COUNTED = {
+    "holds": "hold",
+    "fails": "fail",
+    "differs": "differ in conditions",
+    NOT_JUDGED: f"{NOT_JUDGED}: smoke",
+}
+
+
+def grouped(claims: Iterable[Claim]) -> dict[Group, list[Claim]]:
+    """Returns claims by what their verdict is about, every group in its order."""
+    groups: dict[Group, list[Claim]] = {name: [] for name in _HEADS}
+    named: dict[str, Group] = {"calibrated": "calibrated", "checks": "checks"}
+    for claim in claims:
+        groups[named.get(claim.kind, "reproductions")].append(claim)
+    return groups
+
+
+def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
+    """Counts verdicts by group, and the directions of numbers that cannot be compared.
+
+    Returns:
+      By group, and by `directions`, the number of claims of each verdict.
+    """
+    listed = list(claims)
+    found = {name: _counts(x.verdict for x in y) for name, y in grouped(listed).items()}
+    directions = _counts(x.direction for x in listed if x.direction)
+    del directions["differs"]
+    return {**found, "directions": directions}
+
+
+def _counts(words: Iterable[str]) -> dict[str, int]:
+    found = dict.fromkeys(("holds", "fails", "differs"), 0)
+    for word in words:
+        found[word] = found.get(word, 0) + 1
+    return found
+
+
+def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
+    """Returns the claims of each group that has any, by a head that counts verdicts."""
+    heads = {}
+    for name, listed in grouped(claims).items():
+        found = _counts(claim.verdict for claim in listed)
+        # Of own checks and calibrated numbers most runs have none that differ.
+        shown = {x: n for x, n in found.items() if n or x in ("holds", "fails")}
+        shown = found if name == "reproductions" else shown
+        counted = (f"{n} {_COUNTED[x]}" for x, n in shown.items())
+        if listed:
+            heads[f"{_HEADS[name]}: {', '.join(counted)}"] = listed
+    return heads
 
 
 def report(
@@ -158,13 +227,14 @@ def markdown(part: Part) -> str:
         ]
         return "\n\n".join([f"## {part.title}", *blocks])
     if isinstance(part, Verdicts):
-        items = [
-            " ".join(
+        blocks = ["## claims"]
+        for head, claims in group_heads(part.claims).items():
+            items = (
                 f"* **{x.verdict}**: {x.claim}; {claim_numbers(x)}. {x.note}".split()
+                for x in claims
             )
-            for x in part.claims
-        ]
-        return "\n".join(["## claims", "", *items])
+            blocks += [f"{head[0].upper()}{head[1:]}.", "\n".join(map(" ".join, items))]
+        return "\n\n".join(blocks)
     lines = [f"## {part.title}", ""] if part.title else []
     for row in (part.columns, ["---"] * len(part.columns), *part.rows):
         cells = (text.replace("|", "\\|").replace("\n", " ") for text in row)

@@ -52,6 +52,8 @@ FILES = (
 """What a run folder may hold."""
 EARLIER = ".earlier"
 """Where in the folder an earlier run waits until the new one is whole."""
+SMOKE = "smoke"
+"""The config whose runs are too small for claims about published sizes."""
 OUT = "{out}"
 """In a config's `folder`, the run folder itself, of which nothing else is replaced."""
 DEFAULT = Path("runs")
@@ -162,8 +164,12 @@ def _stamped(name: str) -> Path:
             return out
 
 
-def begin(folder: Path, experiment: Experiment, config: Any) -> None:
+def begin(
+    folder: Path, experiment: Experiment, config: Any, config_name: str = ""
+) -> None:
     """Writes what is known before the work: `config.json` and `env.json`.
+
+    `config_name` is the shipped config that `config` was made from, if any.
 
     What an earlier run left in the folder is put aside, so that the new config never
     stands beside old results; `finish` deletes it, `abandon` puts it back.
@@ -171,7 +177,9 @@ def begin(folder: Path, experiment: Experiment, config: Any) -> None:
     Raises:
       ValueError: the folder cannot be made, or nothing can be written there.
     """
-    env = {"experiment": experiment.name, "status": "running"} | environment.describe()
+    env = {"experiment": experiment.name, "status": "running"}
+    env |= {"config": config_name} if config_name else {}
+    env |= environment.describe()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / EARLIER).is_dir():  # the run that put it there was killed
@@ -274,6 +282,8 @@ def read(folder: Path, experiment: Experiment) -> Run:
     else:
         result = _load_arrays(folder / "result.npz", study.result)
     claims, parts = study.claims(result), study.tell(result)
+    if env.get("config") == SMOKE or config == study.configs.get(SMOKE):
+        claims = [claim.at_smoke_size() for claim in claims]
     parts += [Verdicts(claims)] if claims else []
     return Run(
         folder=folder,

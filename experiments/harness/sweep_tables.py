@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import environment, units
+from experiments.framework import Direction, environment, units
 from jaxkv.progress import Progress
 from scaling.sweeps import SweepConfig, sweep
 
@@ -92,3 +92,14 @@ def direction(low: float, high: float, *, above: float = 1.0) -> str:
     if low > above:
         return "shows"
     return "does not show: the other way" if high < above else "is not decided"
+
+
+def verdict(shown: str) -> Direction:
+    """Returns the verdict of a claim whose source states a direction.
+
+    Args:
+      shown: what became of the direction, as `direction` words it.
+    """
+    if shown == "shows":
+        return "holds"
+    return "fails" if shown.startswith("does not show") else "not decided"

@@ -4,6 +4,7 @@ Words and columns carry all of the meaning, in ASCII; colour only helps, and is 
 where the output is not a terminal or `NO_COLOR` is set (no-color.org).
 """
 
+import itertools
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from rich import console as rich_console
 from rich import padding, table, text
 
-from experiments.framework import Excerpts, Part, Sheet, Verdicts, report
+from experiments.framework import Claim, Excerpts, Part, Sheet, report
 
 MAX_WIDTH = 100
 """Columns used at most: longer lines are hard to read."""
@@ -22,8 +23,9 @@ NUM_EXCERPTS = 2
 """Texts shown; the report has the others."""
 
 GAP = 2
-COLORS = {"holds": "green", "fails": "bold red", "differs": "yellow"}
-_COUNTED = {"holds": "hold", "fails": "fail", "differs": "differ in conditions"}
+COLORS = {"holds": "green", "fails": "bold red"}
+OTHER = "yellow"
+"""The colour of a claim without a verdict."""
 
 
 def make_console(*, stderr: bool = False) -> rich_console.Console:
@@ -39,19 +41,26 @@ def print_parts(parts: Sequence[Part]) -> None:
     """Prints them, each with an empty line before it."""
     console = make_console()
     width = min(console.width, MAX_WIDTH)
-    for part in parts:
-        if isinstance(part, Sheet):
-            title, below = part.title, list(_sheet(part, width))
-        elif isinstance(part, Excerpts):
-            title, below = part.title, [_excerpts(part)]
-        else:
-            title, below = _counts(part), [_verdicts(part)]
+    for title, below in itertools.chain(*(_blocks(part, width) for part in parts)):
         with console.capture() as said:
             if title:
                 console.print(text.Text(title, "bold"))
             for each in below:
                 console.print(padding.Padding(each, (0, 0, 0, GAP)), width=width)
         print("", *(line.rstrip() for line in said.get().splitlines()), sep="\n")
+
+
+def _blocks(
+    part: Part, width: int
+) -> Iterator[tuple[str, list[rich_console.RenderableType]]]:
+    """Titles of a part, each with what is printed below it."""
+    if isinstance(part, Sheet):
+        yield part.title, [*_sheet(part, width)]
+    elif isinstance(part, Excerpts):
+        yield part.title, [_excerpts(part)]
+    else:
+        for head, claims in report.group_heads(part.claims).items():
+            yield head, [_verdicts(claims)]
 
 
 def _sheet(sheet: Sheet, width: int) -> Iterator[rich_console.RenderableType]:
@@ -98,16 +107,11 @@ def _excerpts(excerpts: Excerpts) -> table.Table:
     return grid
 
 
-def _counts(verdicts: Verdicts) -> str:
-    found = [str(claim.verdict) for claim in verdicts.claims]
-    counts = (f"{found.count(x)} {words}" for x, words in _COUNTED.items())
-    return f"claims: {', '.join(counts)}"
-
-
-def _verdicts(verdicts: Verdicts) -> table.Table:
+def _verdicts(claims: Sequence[Claim]) -> table.Table:
     grid = _plain_grid()
-    for x in verdicts.claims:
-        grid.add_row(text.Text(x.verdict, COLORS[x.verdict]), text.Text(x.claim))
+    for x in claims:
+        color = COLORS.get(x.verdict, OTHER)
+        grid.add_row(text.Text(x.verdict, color), text.Text(x.claim))
         for line in (report.claim_numbers(x), x.note):
             if line:
                 grid.add_row("", text.Text(line, "dim"))

@@ -40,10 +40,10 @@ def claims(result: Result) -> Iterator[Ours]:
         name = "latency" if used == 1 else "latency_of_several"
         yield ours(name, bound, published=quoted, **words)
     yield ours("one_each", max(need[1:]), weights=units.size(weights[1]))
-    yield ours("one_at_a_time", requests.alone)
     together = requests.together
     share = f"{100 / together:.0f} %" if together else "no share"
-    yield ours("several_at_a_time", together, batch=requests.batch, share=share)
+    words = {"batch": requests.batch, "share": share, "alone": requests.alone}
+    yield ours("several_at_a_time", together, **words)
     yield ours("llama_70b", kept.devices_70b, tokens=kept.tokens_70b)
     yield ours("token_of_7b", kept.small / 1e6)
     yield ours("token_of_13b", kept.large / 1e6)

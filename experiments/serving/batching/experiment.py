@@ -122,12 +122,11 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("iterations", equal, batches=", then ".join(batches))
     yield ours("joined", lectures.num_joined(result.static_requests))
     if result.limits.value.size:
-        other = (result.limits.value.tolist(), result.where) != _PUBLISHED
-        yield from _limits(result.limits, other)
+        yield from _limits(result.limits)
     yield from _batches(result)
 
 
-def _limits(found: Speeds, other: bool) -> Iterator[Ours]:
+def _limits(found: Speeds) -> Iterator[Ours]:
     """Those of the published sweep, over all its limits."""
     static, continuous, paged = found.means
     gain, more = continuous / static, paged / continuous
@@ -138,10 +137,9 @@ def _limits(found: Speeds, other: bool) -> Iterator[Ours]:
         for z in (gain, more)
     )
     longest = found.value[-1]
-    yield ours("never_slower", gain.min(), differs=other, gains=gains)
-    yield ours("growth", np.diff(gain).min(), differs=other)
-    yield ours("about_the_same", gain[0], differs=other)
-    yield ours("pages_never_slower", more.min(), differs=other)
+    yield ours("never_slower", gain.min(), gains=gains)
+    yield ours("growth", np.diff(gain).min())
+    yield ours("about_the_same", gain[0])
     yield ours("continuous", gain[-1], longest=longest)
     yield ours("paged", paged[-1] / static[-1], longest=longest)
     yield ours("doubled", more.min(), pages=pages)

@@ -134,7 +134,7 @@ def claims(result: list[Row]) -> Iterator[Ours]:
         return
     orcas = [found[name].rate for name in settings.ORCAS]
     span = "; ".join(f"{name} {found[name].text}" for name in SYSTEMS)
-    yield ours("history", float(result[0]["full_share"]))
+    yield ours("history", float(result[0]["full_share"]), differs=True)
     yield ours("alike", max(orcas) / min(orcas))
     for name in settings.ORCAS:
         times = found["paged"].rate / found[name].rate

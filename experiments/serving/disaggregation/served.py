@@ -417,7 +417,8 @@ def claims(result: Result) -> Iterator[Ours]:
     for row in result.loads.rows():
         words: dict[str, Any] = {"way": row["way"], "rate": f"{row['rate']:.1f}"}
         for id, name in (("served_first", "first_s"), ("served_between", "between_s")):
-            yield ours(id, row[name], published=row[f"said_{name}"], **words)
+            said = row[f"said_{name}"]
+            yield ours(id, row[name], published=said, differs=True, **words)
 
 
 def plot(axes: Any, result: Result) -> None:

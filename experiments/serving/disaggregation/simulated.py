@@ -131,7 +131,7 @@ def _application(row: dict[str, Any]) -> Iterator[Ours]:
         yield ours(
             "application" if low == high else "span",
             apart / together if together > 0 else math.nan,
-            published=low,
+            published=low if low == high else (low, high),
             name=row["name"],
             where=KNOWN[row["name"]].where,
             ratio=f"{low:g}" if low == high else f"{low:g} to {high:g}",

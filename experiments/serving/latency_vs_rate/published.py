@@ -162,9 +162,9 @@ def _figure_12(curves: Panels) -> Iterator[Ours]:
     shared = {name: curves[name] for name in curves if name in ("12a", "12b", "12c")}
     for panel, systems in shared.items():
         for other in (ORACLE, "Orca (Max)"):
-            for id in ("least", "most") if other in systems else ():
+            if other in systems:
                 yield ours(
-                    id,
+                    "load",
                     _ratio(systems, other),
                     other=other,
                     panel=panel,

@@ -234,6 +234,7 @@ def claims(result: Result) -> Iterator[Ours]:
             batch[system],
             published=published,
             tolerance=batch_tolerance(system) * published,
+            system=system,
             who=by(system),
             why=STEP if system == "paged" else "",
         )

@@ -252,7 +252,9 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("shares", result.routing_error)
     ratio, *ends = result.ratio.tolist()
     words: dict[str, Any] = {"interval": sweep_tables.interval(*ends)}
-    yield ours("gain", ratio, direction=sweep_tables.direction(*ends), **words)
+    shown = sweep_tables.direction(*ends)
+    words["shown"] = shown
+    yield ours("gain", ratio, direction=sweep_tables.verdict(shown), **words)
     if result.loads.size:
         balanced, free = result.loads.max(axis=2).mean(axis=1).tolist()
         yield ours("balance", balanced, published=free)

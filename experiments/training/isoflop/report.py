@@ -9,20 +9,18 @@ import numpy as np
 from experiments.framework import Ours, Part, Sheet, beside, ours, units
 from experiments.training.isoflop.outcomes import Result
 
-RANGE = (0.35, 0.65)
-"""Where the exponent of N* should lie: around one half, as far as tiny models say."""
+BOOK = beside(__file__)
+PUBLISHED: float = BOOK.published("exponent")
+"""The exponent of the best size that the sources state: about one half."""
 
 
-@beside(__file__).judges
+@BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
     """Holds the minima, the exponent and the prediction against what they should be."""
     found = metrics(result)
-    middle, half = sum(RANGE) / 2, (RANGE[1] - RANGE[0]) / 2
-    farther = max(abs(found[f"exponent_{x}"] - middle) for x in ("low", "high"))
-    a = found["exponent"]
+    ends = [found[f"exponent_{x}"] for x in ("low", "high")]
     yield ours("minima", found["interior_minima"])
-    yield ours("exponent", a, published=middle, tolerance=half, **found)
-    yield ours("ends", farther, published=half)
+    yield ours("exponent", max(ends, key=lambda x: abs(x - PUBLISHED)), **found)
     yield ours("cosine", -found["cosine_excess"], **found)
     if result.truth:
         missed = abs(found["log_linear_error_share"])

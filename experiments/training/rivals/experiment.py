@@ -114,15 +114,21 @@ def claims(result: Result) -> Iterator[Ours]:
     told = readings(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
     for row in told.at(np.isfinite(told.ratio)).rows(*names):
-        name = row.pop("side")
-        said = PAIRS[name]
-        yield ours(said.claim, row["ratio"], name=name, source=said.source, **row)
+        name, shown = row.pop("side"), row.pop("direction")
+        said, row["direction"] = PAIRS[name], sweep_tables.verdict(shown)
+        words = row | {"name": name, "source": said.source, "shown": shown}
+        yield ours(said.claim, row["ratio"], **words)
     for row in _gains(result).rows():
         name, lead, se = row["side"], row["lead"], row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
             shown = sweep_tables.direction(lead - 2 * se, lead + 2 * se, above=0)
             words: dict[str, Any] = {"name": name, "source": PAIRS[name].source}
-            yield ours("late_context", lead, se=se, direction=shown, **words)
+            words |= {
+                "se": se,
+                "shown": shown,
+                "direction": sweep_tables.verdict(shown),
+            }
+            yield ours("late_context", lead, **words)
 
 
 class Gains(Table):
