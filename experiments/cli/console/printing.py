@@ -17,6 +17,9 @@ from experiments.framework import Claim, Excerpts, Part, Sheet, report
 
 MAX_WIDTH = 100
 """Columns used at most: longer lines are hard to read."""
+PIPED_WIDTH = 80
+"""Columns used where the output is not a terminal and `COLUMNS` is not set: a terminal
+at the other end has a width that the reader of the output need not have."""
 MIN_TEXT_WIDTH = 24
 """Columns to which a column of sentences may shrink."""
 NUM_EXCERPTS = 2
@@ -40,11 +43,12 @@ def make_console(*, stderr: bool = False) -> rich_console.Console:
 def print_parts(parts: Sequence[Part]) -> None:
     """Prints them, each with an empty line before it."""
     console = make_console()
-    width = min(console.width, MAX_WIDTH)
+    is_piped = not console.is_terminal and "COLUMNS" not in os.environ
+    width = min(console.width, PIPED_WIDTH if is_piped else MAX_WIDTH)
     for title, below in itertools.chain(*(_blocks(part, width) for part in parts)):
         with console.capture() as said:
             if title:
-                console.print(text.Text(title, "bold"))
+                console.print(text.Text(title, "bold"), width=width)
             for each in below:
                 console.print(padding.Padding(each, (0, 0, 0, GAP)), width=width)
         print("", *(line.rstrip() for line in said.get().splitlines()), sep="\n")

@@ -1,6 +1,7 @@
 """`jaxkv cost`: its document, its words, its figure, and what it refuses."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,16 @@ WRONG = {
     "two": '{"model_type": "llama", "architectures": ["MistralForCausalLM"]}',
     "layers": '{"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3}',
 }
+
+
+def test_tables_fit_80_columns_of_a_pipe_whatever_the_terminal(
+    cost: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    wide = os.terminal_size((160, 50))
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: wide)
+    layout = ("--parallel", "tp=8,sp,pp=2", "--device", "h100")
+    for args in (("mixtral-8x7b", "--parallel", "ep=4"), ("llama-2-7b", *layout)):
+        status, out, _ = cost(*args)
+        assert status == 0
+        assert max(map(len, out.splitlines())) <= 80

@@ -1,5 +1,6 @@
 """The page of claims says what the records say, and nothing else."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import results_page
+from experiments.framework import Claim
 from tests.support.commands import Command, assert_refused, document
 
 
@@ -49,3 +51,62 @@ def test_a_folder_without_runs_and_a_broken_one_are_named(jaxkv: Command) -> Non
     Path("claims.json").write_text("[{}]")
     Path("env.json").write_text("{}")
     assert_refused(jaxkv, "claims --folder .", "not a run folder")
+
+
+def recorded() -> dict[str, list[Claim]]:
+    """The claims of every record by its folder, without its experiment."""
+    paths = sorted(results_page.RECORDS.glob("*/claims.json"))
+    rows = {x.parent.name: json.loads(x.read_text("utf-8")) for x in paths}
+    return {name: [Claim(**row) for row in listed] for name, listed in rows.items()}
+
+
+def test_the_first_line_counts_kinds_apart(jaxkv: Command) -> None:
+    claims = [claim for listed in recorded().values() for claim in listed]
+
+    def count(verdict: str, *kinds: str) -> int:
+        return sum(x.verdict == verdict and x.kind in kinds for x in claims)
+
+    _, _, first, *_ = results_page.PAGE.read_text("utf-8").splitlines()
+    told = {x: count(x, "reproduces", "cannot compare") for x in ("holds", "fails")}
+    differ = count("differs", "cannot compare")
+    shown = f"): {told['holds']} hold, {told['fails']} fail, {differ} cannot compare"
+    assert shown in first
+    checks = f"): {count('holds', 'checks')} hold, {count('fails', 'checks')} fail"
+    assert checks in first.partition("Own checks")[2]
+    fitted = sum(x.kind == "calibrated" for x in claims)
+    assert f"Calibrated ({fitted})" in first
+    shutil.copytree(results_page.RECORDS / "memory_waste", "runs/one")
+    counts = document(jaxkv, "claims", "--folder", "runs")["counts"]
+    assert counts["calibrated"] == {"holds": 5, "fails": 0, "differs": 0}
+    status, out, _ = jaxkv("claims", "--folder", "runs")
+    assert status == 0
+    assert out.split()[:3] == ["Reproductions", "(17):", "14"]
+
+
+def test_claims_of_records_are_of_the_kind_that_their_source_makes_them() -> None:
+    """A published number is not ours, and is judged once."""
+    for folder, claims in recorded().items():
+        assert len(claims) == len({x.claim for x in claims}), folder
+        for x in claims:
+            own = re.match(r"(our|own|the same|an earlier|the simulator)\b", x.source)
+            assert x.kind == "checks" or own is None, x.claim
+            assert "published: ours" not in x.note
+            if x.kind == "cannot compare":
+                assert x.verdict == "differs"
+                assert x.note
+
+
+def test_rows_that_a_fit_used_are_calibrated() -> None:
+    fitted = {
+        (folder, x.claim)
+        for folder, claims in recorded().items()
+        for x in claims
+        if x.kind == "calibrated"
+    }
+    uses = ("token states", "reservation", "internal waste", "external waste and rest")
+    served = "OPT-13B, ShareGPT, 2 requests/s: served at once by Orca (Max)"
+    assert fitted == {
+        *(("memory_waste", f"Orca (Max): {use}") for use in uses),
+        *((folder, served) for folder in ("memory_waste", "latency_vs_rate")),
+        ("chatbot", "most prompts have all of 1,024 tokens"),
+    }

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import results_page
-from experiments.framework import claims
-from experiments.framework.claims import Book, ours
+from experiments.framework import claims, report
+from experiments.framework.claims import Book, judge, ours
 
 TEXT = """
 paper = "They 2020, of {data}"
@@ -124,3 +124,152 @@ def test_every_claim_that_ships_is_whole_and_asked_for(path: Path) -> None:
     assert Book(path).ids
     for id in Book(path).ids:
         assert f'"{id}"' in code, id
+
+
+KINDS = """
+[range]
+claim = "a range"
+source = "they"
+kind = "reproduces"
+published = { a = [1.7, 2.7] }
+by = ["data"]
+unit = "1"
+relation = "within"
+
+[other]
+claim = "other conditions"
+source = "they"
+kind = "cannot compare"
+differs = "Another machine."
+published = 2.0
+unit = "1"
+direction = "above 1"
+
+[stated]
+claim = "stated"
+source = "they"
+kind = "cannot compare"
+differs = "Another machine."
+published = 1.0
+unit = "1"
+relation = "at_most"
+tolerance = 0.1
+because = "our bar"
+direction = "as stated"
+
+[fitted]
+claim = "{data}"
+source = "they"
+kind = "reproduces"
+published = { a = 1.0, b = 2.0 }
+by = ["data"]
+unit = "1"
+fitted = "Lengths follow from it."
+fitted_rows = { data = "a" }
+
+[memory]
+claim = "memory"
+source = "they"
+kind = "reproduces"
+published = 1
+unit = "1"
+from_memory = true
+at_any_size = true
+
+[check]
+claim = "a check"
+source = "an oracle"
+kind = "checks"
+differs = "Too few."
+published = 0
+unit = "1"
+"""
+
+
+def judged(folder: Path, *found: claims.Ours) -> list[claims.Claim]:
+    return book(folder, KINDS).judges(lambda result: found)(None)
+
+
+def test_a_published_range_is_one_claim_that_has_one_verdict(tmp_path: Path) -> None:
+    values = (1.5, 1.7, 2.7, 2.8)
+    found = judged(tmp_path, *(ours("range", x, data="a") for x in values))
+    assert [x.verdict for x in found] == ["fails", "holds", "holds", "fails"]
+    assert {(x.published, x.published_high) for x in found} == {(1.7, 2.7)}
+    assert "published 1.7 to 2.7 (they)" in report.claim_numbers(found[0])
+    with pytest.raises(ValueError, match="a range has both"):
+        judge("c", source="s", published=1.0, ours=1.0, unit="1", relation="within")
+
+
+def test_a_direction_is_judged_where_a_number_cannot_be(tmp_path: Path) -> None:
+    found = judged(
+        tmp_path,
+        ours("other", 1.5),
+        ours("other", 0.5),
+        ours("other", 1.5, direction="not decided"),
+        ours("stated", 1.05),
+        ours("stated", 1.2),
+    )
+    assert {(x.verdict, x.kind) for x in found} == {("differs", "cannot compare")}
+    ways = ["holds", "fails", "not decided", "holds", "fails"]
+    assert [x.direction for x in found] == ways
+    assert report.claim_numbers(found[1]).endswith("; its direction: fails")
+
+
+def test_kinds_are_those_of_rows_and_own_checks_stay_checks(tmp_path: Path) -> None:
+    a, b, check, other = judged(
+        tmp_path,
+        ours("fitted", 1.0, data="a"),
+        ours("fitted", 3.0, data="b"),
+        ours("check", 0.0),
+        ours("check", 1.0, differs=True),
+    )
+    assert (a.kind, a.verdict) == ("calibrated", "holds")
+    assert a.note == "Lengths follow from it."
+    assert (b.kind, b.verdict) == ("reproduces", "fails")
+    assert (check.kind, check.verdict) == ("checks", "holds")
+    assert (other.kind, other.verdict) == ("checks", "differs")
+    # The number of a check is not published.
+    assert report.claim_numbers(check) == "ours 0, expected 0 (an oracle)"
+    found = report.tally([a, b, check, other])
+    assert found["reproductions"] == {"holds": 0, "fails": 1, "differs": 0}
+    assert found["calibrated"] == {"holds": 1, "fails": 0, "differs": 0}
+    assert found["checks"] == {"holds": 1, "fails": 0, "differs": 1}
+
+
+def test_a_number_set_down_from_memory_says_so(tmp_path: Path) -> None:
+    [found] = judged(tmp_path, ours("memory", 1.0))
+    assert found.source == "they; set down from memory"
+
+
+def test_a_smoke_run_judges_checks_alone(tmp_path: Path) -> None:
+    rows = judged(
+        tmp_path,
+        ours("fitted", 1.0, data="a"),
+        ours("fitted", 1.0, data="b"),
+        ours("other", 1.5),
+        ours("check", 1.0),
+        ours("memory", 1.0),
+    )
+    found = [x.at_smoke_size() for x in rows]
+    verdicts = [*3 * ["not judged"], "fails", "holds"]
+    assert [x.verdict for x in found] == verdicts
+    assert not any(x.direction for x in found)
+    heads = [*report.group_heads(found)]
+    assert heads[0].endswith("0 differ in conditions, 2 not judged: smoke")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ('kind = "checks"\n', "", "check: kind is missing; one of: reproduces, cal"),
+        ('fitted = "Lengths follow from it."\n', "", "fitted: must have `fitted`"),
+        ('"above 1"', '"up"', "other: self.direction='up' must be 'as stated', or as"),
+        ('kind = "checks"', 'kind = "checks"\ndirection = "above 1"', "is judged"),
+    ],
+)
+def test_a_claim_without_its_kind_is_refused_by_name(
+    before: str, after: str, message: str, tmp_path: Path
+) -> None:
+    wrong = book(tmp_path, KINDS.replace(before, after))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _ = wrong.ids

@@ -1,0 +1,81 @@
+"""Tables of all pages render: one head, one separator, as many cells in each row."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.folders import ROOT
+
+SEPARATOR = re.compile(r"\|(?: *:?-+:? *\|)+")
+
+
+def pages() -> list[Path]:
+    """Markdown files of the tree, without hidden folders and those of runs."""
+    tops = [x for x in ROOT.iterdir() if x.name[0] != "." and x.name != "runs"]
+    inside = [path for top in tops if top.is_dir() for path in top.rglob("*.md")]
+    return [*(top for top in tops if top.suffix == ".md"), *inside]
+
+
+def cells(line: str) -> list[str]:
+    r"""The cells of a row: `|` within code is written `\|` as everywhere in a table."""
+    return re.split(r"(?<!\\)\|", line.strip())[1:-1]
+
+
+def broken(text: str) -> list[str]:
+    """What does not render, each with the number of its line."""
+    found, head, is_code = [], 0, False
+    lines = ["", *text.splitlines(), ""]
+    for i, line in enumerate(lines):
+        row, before = line.strip(), lines[i - 1].strip()
+        is_code ^= row.startswith("```")
+        if is_code or not row.startswith("|"):
+            if head and row and not row.startswith("```"):
+                found.append(f"{i}: a table needs an empty line below it")
+            head = 0
+            continue
+        if head:
+            begins = False
+        else:
+            begins, head = True, len(cells(line))
+        if not row.endswith("|"):
+            found.append(f"{i}: the row does not end with |")
+        elif len(cells(line)) != head:
+            found.append(f"{i}: {len(cells(line))} cells, its head has {head}")
+        if not begins:
+            continue
+        if before:
+            found.append(f"{i}: a table needs an empty line above it")
+        if not SEPARATOR.fullmatch(lines[i + 1].strip()):
+            found.append(f"{i}: no separator below the head")
+    return found
+
+
+def test_tables_of_all_pages_render() -> None:
+    found = {
+        str(page.relative_to(ROOT)): lines
+        for page in pages()
+        if (lines := broken(page.read_text("utf-8")))
+    }
+    assert len(pages()) > 40
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |", "5: no separator"),
+        ("| a | b |\n|---|---|\n| 1 |", "3: 1 cells, its head has 2"),
+        ("| a | b |\n|---|\n| 1 | 2 |", "2: 1 cells"),
+        ("words\n| a |\n|---|", "2: a table needs an empty line above"),
+        ("| a |\n|---|\nwords", "3: a table needs an empty line below"),
+        ("| a |\n|---|\n| 1", "3: the row does not end"),
+    ],
+)
+def test_a_broken_table_is_found(text: str, message: str) -> None:
+    assert broken(text)[0].startswith(message)
+
+
+def test_a_sound_table_is_not() -> None:
+    text = "| a | b |\n|---|:-:|\n| 1 | `x\\|y` |\n\n```\n| no table\n```\n"
+    assert broken(text) == []
