@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -333,6 +334,56 @@ def test_the_front_page_says_what_the_records_say() -> None:
         for number in expected:
             assert number in line, f"{number} is not in {line}"
     assert not [x for x in told if not any(each in x for each in unrecorded)]
+
+
+# By row of the front page: the claims that it is about, by record.
+JUDGED = {
+    "fig. 2:": {"memory_waste": r"(Orca|the paged).*: (token|reserv|inter|exter)"},
+    "fig. 12, ShareGPT": {"latency_vs_rate": r".*ShareGPT: times .*Oracle"},
+    "the same, of Orca (Max)": {"latency_vs_rate": r"OPT.*ShareGPT: times .*Max"},
+    "figs. 12d, 14f:": {"latency_vs_rate": r"OPT.*Alpaca.*: times .*Oracle"},
+    "fig. 15:": {"sharing": "pages saved", "sharing_paper": "pages saved"},
+    "fig. 16:": {"sharing": "requests that begin", "sharing_paper": "translations"},
+    "fig. 17:": {"chatbot": "paged memory sustains"},
+    "Sarathi-Serve:": {"chunked_prefill": "openchat"},
+    "DistServe:": {"disaggregation": "OPT-13B|so each GPU"},
+    "Mooncake:": {"prefix_caching": "mooncake_synthetic: chunks"},
+    "Chinchilla's loss": {"isoflop": "the law predicts"},
+    "mixtures against": {"experts": "a mixture needs"},
+    "LSTM against": {"rivals": "lstm, to equal loss"},
+}
+WORDS = {"hold": "holds", "fail": "fails"}
+
+
+def test_the_front_page_has_the_verdicts_of_the_records_by_kind() -> None:
+    page = read("README.md")
+    counted: Counter[tuple[str, str]] = Counter()
+    for path in RECORDS.glob("*/claims.json"):
+        rows = json.loads(path.read_text("utf-8"))
+        counted.update((row["kind"], row["verdict"]) for row in rows)
+    for line in (
+        f"{counted['reproduces', 'holds']} hold, {counted['reproduces', 'fails']} fail",
+        f"{counted['cannot compare', 'differs']} cannot be compared",
+        f"{sum(n for (kind, _), n in counted.items() if kind == 'calibrated')} are cal",
+        f"{counted['checks', 'holds']} hold and {counted['checks', 'fails']} fail",
+    ):
+        assert line in page, line
+    for start, about in JUDGED.items():
+        [line] = [x for x in page.splitlines() if x.startswith("| ") and start in x]
+        found = set()
+        for record, pattern in about.items():
+            text = (RECORDS / record / "claims.json").read_text("utf-8")
+            for row in json.loads(text):
+                if re.match(pattern, row["claim"]):
+                    kind, is_check = row["kind"], row["kind"] == "checks"
+                    found |= {"check"} if is_check else set()
+                    found |= {kind} - {"checks", "reproduces"}
+                    found |= (
+                        {row["verdict"]} if kind in ("checks", "reproduces") else set()
+                    )
+                    found |= {row.get("direction", "")} - {""}
+        told = {WORDS.get(x, x) for x in re.findall(r"\*\*(.*?)\*\*", line)}
+        assert told == found, line
 
 
 def test_the_records_page_says_no_table_row_twice() -> None:
