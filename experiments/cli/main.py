@@ -274,8 +274,12 @@ _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
 
 def _experiment(name: str, args: list[str], prog: str) -> Output:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
+    is_named, entry = _is_word(args), registry.find(name)
+    is_default = not is_named and _value_of(args, "--config") is None
+    if (args[0] if is_named else is_default and entry.configs[0]) == registry.SMOKE:
+        compilation_cache.compile_fast(name)
     experiment = registry.load(name)
-    configs, is_named = experiment.configs, _is_word(args)
+    configs = experiment.configs
     name, flags = (args[0], args[1:]) if is_named else (next(iter(configs)), args)
     if name not in configs:
         line = config_json.unknown("config", name, configs)

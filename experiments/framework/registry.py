@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from experiments.framework.study import Experiment
 
 
+SMOKE = "smoke"
+"""The config whose runs are too small for claims about published sizes."""
+
+
 class Entry(NamedTuple):
     """What is known of an experiment before it is imported.
 

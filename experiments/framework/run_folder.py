@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.framework import config_json, environment, table
+from experiments.framework import config_json, environment, registry, table
 from experiments.framework import report as framework_report
 from experiments.framework.claims import Claim
 from experiments.framework.report import Part, Verdicts
@@ -52,8 +52,6 @@ FILES = (
 """What a run folder may hold."""
 EARLIER = ".earlier"
 """Where in the folder an earlier run waits until the new one is whole."""
-SMOKE = "smoke"
-"""The config whose runs are too small for claims about published sizes."""
 OUT = "{out}"
 """In a config's `folder`, the run folder itself, of which nothing else is replaced."""
 DEFAULT = Path("runs")
@@ -282,7 +280,7 @@ def read(folder: Path, experiment: Experiment) -> Run:
     else:
         result = _load_arrays(folder / "result.npz", study.result)
     claims, parts = study.claims(result), study.tell(result)
-    if env.get("config") == SMOKE or config == study.configs.get(SMOKE):
+    if registry.SMOKE in (env.get("config"), study.name_of(config)):
         claims = [claim.at_smoke_size() for claim in claims]
     parts += [Verdicts(claims)] if claims else []
     return Run(

@@ -64,6 +64,10 @@ class Study(NamedTuple):
         """The names of its config's fields."""
         return {field.name for field in dataclasses.fields(self.config_type)}
 
+    def name_of(self, config: Any) -> str:
+        """Returns the name of the shipped config that a config equals, or ""."""
+        return next((name for name, x in self.configs.items() if x == config), "")
+
     def tell(self, result: Any) -> list[report.Part]:
         """What to tell a person of a result, before the claims."""
         if self.summary is not None:

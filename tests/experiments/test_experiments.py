@@ -46,6 +46,8 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(name: str) -> None:
     assert report.startswith(f"# {experiment.question}\n")
     for claim in kept.claims:
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
+        # A toy has no verdict on a paper about GPUs.
+        assert (claim.verdict == "not judged") == claim.needs_size
     assert config_json.dumps(kept.metrics)
     assert len(kept.parts) > bool(kept.claims)
 

@@ -139,5 +139,5 @@ def run(name: str) -> run_folder.Run:
     config = experiment.configs["smoke"]
     config = dataclasses.replace(config, **CHANGES.get(name, lambda _: {})(config))
     out = folder() / "runs" / name
-    cli_run.run(experiment, config, out)
+    cli_run.run(experiment, config, out, config_name=registry.SMOKE)
     return run_folder.read(out, experiment)

@@ -235,7 +235,7 @@ def claims(result: Result) -> Iterator[Ours]:
         here = marks.at(marks.watermark == [round(share * x) for x in marks.pool_pages])
         if len(here):
             found, theirs = 100 * here.recomputed_share[0], 100 * published
-            words = {"share": 100 * share}
+            words: dict[str, Any] = {"share": 100 * share}
             yield ours("watermark", found, published=theirs, differs=True, **words)
     yield from _published(result)
     yield from _moves(result.moves)

@@ -116,13 +116,14 @@ def claims(result: Result) -> Iterator[Ours]:
     for row in told.at(np.isfinite(told.ratio)).rows(*names):
         name, shown = row.pop("side"), row.pop("direction")
         said, row["direction"] = PAIRS[name], sweep_tables.verdict(shown)
-        words = row | {"name": name, "source": said.source, "shown": shown}
+        words: dict[str, Any] = row | {"name": name, "source": said.source}
+        words["shown"] = shown
         yield ours(said.claim, row["ratio"], **words)
     for row in _gains(result).rows():
         name, lead, se = row["side"], row["lead"], row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
             shown = sweep_tables.direction(lead - 2 * se, lead + 2 * se, above=0)
-            words: dict[str, Any] = {"name": name, "source": PAIRS[name].source}
+            words = {"name": name, "source": PAIRS[name].source}
             words |= {
                 "se": se,
                 "shown": shown,

@@ -1,15 +1,18 @@
 """The command line: one JSON document, exit statuses, one line for bad input."""
 
 import errno
+import importlib.util
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from experiments.cli import compilation_cache
 from experiments.framework import registry, run_folder
 from experiments.framework.study import Experiment
 from tests.support.commands import (
@@ -71,6 +74,24 @@ claims: 0 hold, 1 fail, 0 differ in conditions
 report: here/report.md
 """
     )
+
+
+def test_a_smoke_run_compiles_fast_where_compiling_is_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def asked(name: str, **environ: str) -> dict[str, str]:
+        compilation_cache.compile_fast(name, environ)
+        return environ
+
+    assert asked("jacobi") == {}  # jax has read its variables
+    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert asked("jacobi")["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    assert asked("jacobi", XLA_FLAGS="mine")["XLA_FLAGS"] == "mine"
+    assert asked("latency_vs_rate") == {}
+    assert {x.name for x in registry.entries()} >= compilation_cache.COMPILE_BOUND
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    assert asked("jacobi") == {}  # a GPU's programs need optimisation
 
 
 def test_list_names_every_experiment(jaxkv: Command) -> None:

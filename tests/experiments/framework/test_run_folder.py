@@ -4,13 +4,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from experiments.framework import config_json, run_folder
-from experiments.framework.claims import Relation, judge
+from experiments.framework.claims import Claim, Relation, judge
 from experiments.framework.study import Experiment
 from jaxkv import files
 from tests.support.refusals import refused
@@ -61,6 +61,34 @@ def test_a_run_folder_is_whole_and_reads_back(
     assert "| label | µ\\|s |" in report
     assert '"num_points": 3' in report
     assert "* **fails**: the tail is short; ours 1.5 s, published 3 s (us)." in report
+
+
+def test_a_smoke_run_says_that_it_does_not_judge(
+    tmp_path: Path, experiment: Experiment
+) -> None:
+    def claims(result: object) -> list[Claim]:
+        terms: dict[str, Any] = {"published": 3.0, "ours": 3.0, "unit": "s"}
+        sized = judge("at size", source="us", needs_size=True, **terms)
+        return [sized, judge("at any", source="us", kind="checks", **terms)]
+
+    (study,) = experiment.studies
+    experiment = experiment._replace(studies=(study._replace(claims=claims),))
+    judged, unjudged = ["holds", "holds"], ["not judged", "holds"]
+    smoke, paper = experiment.configs["smoke"], experiment.configs["paper"]
+    changed = dataclasses.replace(smoke, num_points=7)
+    for config, name, expected in (
+        (smoke, "", unjudged),
+        (changed, "smoke", unjudged),
+        (changed, "", judged),
+        (paper, "paper", judged),
+    ):
+        folder = tmp_path / f"{config.num_points}{name}"
+        run_folder.begin(folder, experiment, config, name)
+        result = experiment.studies[0].run(config)
+        run = run_folder.finish(folder, experiment, result, duration_s=1.0)
+        assert [claim.verdict for claim in run.claims] == expected
+        text = (folder / "report.md").read_text()
+        assert ("1 not judged: smoke" in text) == (expected == unjudged)
 
 
 def test_a_new_run_leaves_nothing_of_the_old_one(
