@@ -57,6 +57,7 @@ MOST_IN_A_FOLDER, MOST_AT_A_ROOT = 14, 19
 # The only files that may import a library (or a part of one).
 DOORS = {
     "matplotlib": ("experiments/*",),
+    "PIL": ("experiments/plotting/style.py",),
     "tyro": ("experiments/cli/main.py", "experiments/cli/parsing.py"),
     "flax": (
         "jaxkv/models/layers.py",

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from experiments.plotting import style
+from experiments.plotting import systems
 from jaxkv.progress import Progress
 
 
@@ -83,9 +83,12 @@ def split(
 def draw_bars(
     ax: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str]
 ) -> None:
-    """Draws a bar for everyone, from the top down; the first two are ours."""
-    colors = [style.colors()[5]] * 2 + ["0.7"] * len(names)
-    bars = ax.barh(range(len(names)), values, 0.7, color=colors[: len(names)])
-    ax.bar_label(bars, labels, fontsize=6, padding=2)
+    """Draws a bar for each name from the top down, in the colour of that system."""
+    for place, (name, value) in enumerate(zip(names, values, strict=True)):
+        look = systems.look(name if name in systems.SYSTEMS else "plain Python")
+        bar = ax.barh(place, value, 0.7, **look.bar)
+        ax.bar_label(bar, [labels[place]], padding=3)
     ax.set_yticks(range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.margins(x=0.18)
     ax.invert_yaxis()

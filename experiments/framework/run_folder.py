@@ -5,6 +5,7 @@
     result.npz or runs.jsonl     a result of arrays, or of rows
     claims.json                  published numbers held against ours
     figure.svg, figure.png       drawn from the files above, never from memory
+    figure-1.svg, figure-1.png   its first panel by itself, and so on, of several
     report.md                    all of it for a reader
     fit.json                     a fitted law, as `plan` reads it
     sweep.json, prediction.json  what was trained, and what was predicted
@@ -49,7 +50,9 @@ FILES = (
     "sweep.json",
     "prediction.json",
 )
-"""What a run folder may hold."""
+"""What a run folder may hold, the panels of its figure aside."""
+PANELS = "figure-*.*"
+"""The panels' files: `figure-1.svg`, `figure-1.png` and so on."""
 EARLIER = ".earlier"
 """Where in the folder an earlier run waits until the new one is whole."""
 OUT = "{out}"
@@ -193,7 +196,7 @@ def begin(
 
 def abandon(folder: Path) -> None:
     """Takes back what `begin` did: an earlier run is back, a new folder is gone."""
-    for name in FILES:
+    for name in _names(folder):
         (folder / name).unlink(missing_ok=True)
     if (folder / EARLIER).is_dir():
         _move(folder / EARLIER, folder)
@@ -296,12 +299,15 @@ def read(folder: Path, experiment: Experiment) -> Run:
 
 
 def draw(run: Run) -> None:
-    """Draws the figure of a run that was read, and writes it into its folder."""
+    """Draws the figure of a run that was read, and its panels, into its folder."""
     figures = style.render(
         lambda axes: run.study.plot(axes, run.result),
         panels=run.study.panels,
         size_inches=run.study.panel_size_inches,
     )
+    for old in run.folder.glob(PANELS):
+        if old.name not in figures:  # of a figure that had more panels
+            old.unlink()
     for name, content in figures.items():
         files.write_aside(run.folder / name, content)
 
@@ -319,9 +325,14 @@ def _is_run(folder: Path) -> bool:
 
 
 def _move(source: Path, target: Path) -> None:
-    for name in FILES:
+    for name in _names(source):
         if (source / name).exists():
             os.replace(source / name, target / name)
+
+
+def _names(folder: Path) -> list[str]:
+    """Names of the files of a run, those of its figure's panels among them."""
+    return [*FILES, *(path.name for path in folder.glob(PANELS))]
 
 
 def _env(folder: Path) -> dict[str, Any]:

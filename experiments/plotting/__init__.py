@@ -11,6 +11,8 @@ __all__ = [
     "colors",
     "plain_log",
     "shades",
+    "sheets",
     "style",
+    "systems",
     "timelines",
 ]

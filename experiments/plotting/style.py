@@ -1,30 +1,53 @@
-"""The one matplotlib style: small columns, Okabe and Ito's colours, stable bytes."""
+"""The one matplotlib style: true type sizes, Okabe and Ito's colours, stable bytes.
+
+A sheet is drawn as wide as it is printed, `PRINT_WIDTH_INCHES` at most, so that type
+sizes in points are those on paper. `render` wraps titles, moves legends between
+title and data, and lets bars start at zero.
+"""
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any
+
+from experiments.plotting import sheets, systems
 
 # What is heavy is imported where it is used: this module is read by the command line,
 # which answers --help before it.
 
-PANEL_SIZE_INCHES = (3.4, 2.4)
+PRINT_WIDTH_INCHES = 6.8
+"""Width of a page's text: two panels, or one that spans both."""
+PANEL_SIZE_INCHES = (3.4, 3.2)
+POINTS = 9
+"""Size of all type but titles, and the least on any figure."""
 
 STYLE: dict[str, Any] = {
-    "axes.linewidth": 0.6,
+    "axes.labelsize": POINTS,
+    "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": 8,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
     "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.06,
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same on every machine
-    "font.size": 7,
+    "font.size": POINTS,
+    "hatch.linewidth": 0.6,
+    "legend.columnspacing": 1.2,
+    "legend.fontsize": POINTS,
     "legend.frameon": False,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 3,
+    "legend.handletextpad": 0.5,
+    "legend.labelspacing": 0.3,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
     "savefig.dpi": 200,
     "svg.hashsalt": "jaxkv",  # element ids do not change from run to run
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
+    "xtick.labelsize": POINTS,
+    "xtick.major.width": 0.8,
+    "ytick.labelsize": POINTS,
+    "ytick.major.width": 0.8,
 }
 
 
@@ -57,7 +80,12 @@ def render(
       size_inches: width and height of one panel.
 
     Returns:
-      The contents of `figure.svg` and `figure.png`, by name.
+      The contents of `figure.svg` and `figure.png`, by name, and of a figure of several
+      panels those of `figure-1.svg`, `figure-1.png` and so on, a panel each.
+
+    Raises:
+      ValueError: columns of panels are wider than a page, or bars have a logarithmic
+        axis.
     """
     import matplotlib.style
     from cycler import cycler
@@ -66,6 +94,10 @@ def render(
 
     rows, columns = panels
     width, height = size_inches
+    if columns > 1 and columns * width > PRINT_WIDTH_INCHES + 1e-9:
+        raise ValueError(
+            f"width={columns * width:g} inches must be in (0, {PRINT_WIDTH_INCHES}]"
+        )
     files = {}
     cycle = {"axes.prop_cycle": cycler(color=colors())}
     with matplotlib.style.context(["default", STYLE | cycle]):
@@ -73,11 +105,33 @@ def render(
         FigureCanvasAgg(figure)
         plot(figure.subplots(rows, columns))
         _close_ranks(figure, size_inches)
-        for kind, metadata in (("svg", {"Date": None}), ("png", {})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, metadata=metadata)
-            files[f"figure.{kind}"] = buffer.getvalue()
+        sheets.arrange(figure)
+        files |= _saved(figure, "figure")
+        for number, panel in enumerate(sheets.panels(figure, size_inches), 1):
+            name = f"figure-{number}"
+            files |= _saved(panel, name)
+            files[f"{name}.png"] = _reduced(files[f"{name}.png"])
     return files
+
+
+def _saved(figure: Any, name: str) -> dict[str, bytes]:
+    """Returns the SVG and the PNG of a figure by file name."""
+    files = {}
+    for kind, metadata in (("svg", {"Date": None}), ("png", {})):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, metadata=metadata)
+        files[f"{name}.{kind}"] = buffer.getvalue()
+    return files
+
+
+def _reduced(png: bytes) -> bytes:
+    """Returns a PNG with 128 colours, a third of the size."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    return buffer.getvalue()
 
 
 def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
@@ -96,7 +150,7 @@ def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
 
 
 def curve(
-    ax: Any, x: Any, y: Any, color: int, label: str = "", mark: str = "o-", **look: Any
+    ax: Any, x: Any, y: Any, system: int | str, label: str = "", **look: Any
 ) -> Any:
     """Draws points and the line through them.
 
@@ -104,12 +158,15 @@ def curve(
       ax: where to.
       x: one coordinate.
       y: the other.
-      color: place of the colour in `colors()`.
+      system: a name in `systems.SYSTEMS`, or the place of a colour in `colors()`.
       label: in the legend; none where empty.
-      mark: of the points and the line, as matplotlib has it.
       look: how else it looks.
     """
-    return ax.plot(x, y, mark, color=colors()[color], label=label or None, **look)
+    if isinstance(system, int):
+        base: dict[str, Any] = {"color": colors()[system], "marker": "o"}
+    else:
+        base = systems.look(system).line
+    return ax.plot(x, y, **{"label": label or None} | base | look)
 
 
 def band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
@@ -118,21 +175,24 @@ def band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None
 
 
 def note(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
-    """Writes beside a point, so many printer's points away."""
-    look = {"fontsize": 6} | look
+    """Writes a text a number of printer's points away from a point."""
     ax.annotate(text, at, offset, textcoords="offset points", **look)
 
 
-def ridge(ax: Any, device: str, intensity: float, at: float) -> None:
+def reference(ax: Any, value: float, text: str = "", *, along: str = "x") -> None:
+    """Draws a thin grey line at a value, named in the legend where it has a text."""
+    look = {"color": "0.45", "linewidth": 1.0, "linestyle": "--", "zorder": 0.5}
+    line = ax.axhline if along == "x" else ax.axvline
+    line(value, label=text or None, **look)
+
+
+def ridge(ax: Any, device: str, intensity: float) -> None:
     """Draws the operations per byte above which products take the time, not memory."""
-    ax.axhline(intensity, color="0.3", linewidth=0.8, linestyle="--")
-    text = f"{device}: {intensity:.0f}\nmemory binds below"
-    look = {"fontsize": 7, "va": "bottom", "color": "0.3"}
-    note(ax, text, (at, intensity), (3, 2), **look)
+    reference(ax, intensity, f"{device}: memory binds below {intensity:.0f}")
 
 
 def titled(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
-    """Says what axes show, and what stands on either; more as for `Axes.set`."""
+    """Sets the message of a panel, and the labels of its axes, each with its unit."""
     ax.set(title=title, xlabel=x, ylabel=y, **more)
 
 
@@ -143,7 +203,7 @@ def shades(values: Any) -> Any:
 
     spread = np.ptp(values) if len(values) else 0.0
     share = (values - values.min()) / spread if spread else np.ones(len(values))
-    return matplotlib.colormaps["viridis_r"](0.15 + 0.85 * share)
+    return matplotlib.colormaps["viridis_r"](0.25 + 0.75 * share)
 
 
 def powers_of_two(ax: Any) -> None:
@@ -153,11 +213,15 @@ def powers_of_two(ax: Any) -> None:
 
 
 def plain_log(axis: Any) -> None:
-    """Labels a short logarithmic axis with plain numbers."""
+    """Labels a logarithmic axis with plain numbers, fewer of them over more decades."""
     from matplotlib import ticker
 
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low) if 0 < low < high else 1.0
+    steps = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
+    subs = next((x for most, x in steps.items() if decades <= most), (1,))
+    axis.set_major_locator(ticker.LogLocator(subs=subs))
+    axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter(ticker.NullFormatter())
 
 

@@ -12,7 +12,7 @@ from experiments.plotting import style
 HELD = "0.82"
 """The grey of a slot that is kept and does nothing."""
 
-_NUMBER = {"ha": "center", "va": "center_baseline", "fontsize": 5}
+_NUMBER = {"ha": "center", "va": "center_baseline"}
 
 
 class Span(NamedTuple):
@@ -71,7 +71,7 @@ def draw_slots(
             color = colors[span.value % len(colors)]
             _bar(ax, span, facecolor=color, edgecolor="white")
             text = str(span.value + 1)
-            if span.end - span.start > 0.009 * len(text) * num_steps:
+            if span.end - span.start > 0.016 * len(text) * num_steps:
                 ink = "black" if _luminance(color) > 0.35 else "white"
                 center = ((span.start + span.end) / 2, span.slot + 1)
                 ax.text(*center, text, color=ink, **_NUMBER)
@@ -85,7 +85,18 @@ def draw_slots(
     ax.set_yticks(range(1, num_slots + 1) if num_slots <= 16 else [1, num_slots])
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
-    ax.set_ylabel("slot")
+    ax.set_ylabel("slot [1]")
+    for label, look in (
+        ("reads the prompt", {"facecolor": "0.35"}),
+        ("draws tokens (colour, number: request)", {"facecolor": colors[0]}),
+        (
+            "ended, slot kept",
+            {"facecolor": "white", "edgecolor": HELD, "hatch": "//////"},
+        ),
+    ):
+        if label[0] != "e" or held.any():
+            ax.fill_between([], [], label=label, **look)
+    ax.legend()
 
 
 def _luminance(color: tuple[float, float, float]) -> float:

@@ -29,9 +29,16 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(name: str) -> None:
     further = kept.study.files(kept.result)
     result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
     files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}
+    panels = {name for name in files if name.startswith("figure-")}
+    # Every panel has both files, numbered from 1; a single one is the figure.
+    num = len(panels) // 2
+    assert num != 1
+    numbers = range(1, num + 1)
+    kinds = ("svg", "png")
+    assert panels == {f"figure-{i}.{kind}" for i in numbers for kind in kinds}
     assert files.keys() == {
         *("config.json", "env.json", "claims.json", "figure.svg", "figure.png"),
-        *("report.md", result, *further),
+        *("report.md", result, *further, *panels),
     }
     assert kept.env["experiment"] == name
     assert kept.env["status"] == "done"

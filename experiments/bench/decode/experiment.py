@@ -119,7 +119,7 @@ class Config:
         return [(batch, context) for batch in self.batch for context in contexts]
 
 
-PANELS = (2, 2)
+PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
 CONFIGS = {
     "real": Config(),
     "gpu": Config(

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import Floats, Ints, Part, Sheet, Table, Texts, column, units
+from experiments.plotting import style, systems
 
 NAMES = ("implementation", "batch", "prompt_tokens")
 RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
 """Names of rates, held against those of the best peer."""
-COLORS = {"jaxkv": "#0072b2", "transformers": "#e69f00", "llama.cpp": "0.6"}
 PARTS = {
-    "products_s": ("products and around", "#0072b2"),
-    "attention_s": ("attention", "#e69f00"),
-    "sampling_s": ("schedule, sampling", "#009e73"),
+    "products_s": ("products and around", systems.SKY),
+    "attention_s": ("attention", systems.ORANGE),
+    "sampling_s": ("schedule, sampling", systems.GREEN),
 }
 
 
@@ -53,14 +53,18 @@ def filled(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second, ratios with their range, and where our time goes."""
-    (decode, prefill), (ratios, spent) = axes
+    decode, prefill, ratios, spent = axes
     names = list(dict.fromkeys(x["implementation"] for x in result))
+    ours = [x for x in result if x["implementation"] == "jaxkv"]
     for ax, kind in ((decode, "decode"), (prefill, "prefill")):
         _draw_rates(ax, kind, result, names)
-    if len(names) > 1:
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1.1), "borderaxespad": 0}
-        prefill.legend(ncols=len(names), fontsize=6, **place)
-    ours = [x for x in result if x["implementation"] == "jaxkv"]
+        known = [x[RATIOS[kind]] for x in ours if x[RATIOS[kind]] is not None]
+        if known:
+            low, high = min(known), max(known)
+            title = (
+                f"{kind}: jaxkv has {low:.2f} to {high:.2f} times the best peer's rate"
+            )
+            ax.set_title(title.capitalize().replace("Jaxkv", "jaxkv"))
     _draw_ratios(ratios, ours)
     _draw_parts(spent, [x for x in ours if "products_s" in x])
 
@@ -74,53 +78,65 @@ def _draw_rates(
 ) -> None:
     rows = [x for x in result if x[f"{kind}_tokens_per_s"] is not None]
     cases = list(dict.fromkeys(map(_label, rows)))
-    width = 0.8 / max(1, len(names))
+    width = 0.84 / max(1, len(names))
     for i, name in enumerate(names):
         mine = [x for x in rows if x["implementation"] == name]
-        places = [cases.index(_label(x)) + (i + 0.5) * width - 0.4 for x in mine]
+        places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in mine]
         rates = [x[f"{kind}_tokens_per_s"] for x in mine]
-        look = {"label": name, "color": COLORS.get(name)}
-        bars = ax.bar(places, rates, 0.92 * width, **look)
-        labels = [*map(units.rate, rates)]
-        ax.bar_label(bars, labels, fontsize=4, padding=1, color="0.3", rotation=90)
-    ax.set(title=f"{kind}, tokens per second", yscale="log")
+        look = {"label": name} | systems.look(name).bar
+        bars = ax.bar(places, rates, 0.94 * width, **look)
+        ax.bar_label(bars, [*map(units.rate, rates)], padding=2, rotation=90)
+    ax.margins(y=0.22)
+    ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
     _name_cases(ax, cases)
+    if rows:
+        ax.legend()
 
 
 def _name_cases(ax: Any, cases: list[str]) -> None:
-    ax.set_xticks(range(len(cases)), cases, fontsize=6)
-    ax.set_xlabel("sequences, and context of each", fontsize=7)
+    ax.set_xticks(range(len(cases)), cases)
+    ax.set_xlabel("above: batch [sequences]; below: context of each [tokens]")
     ax.tick_params(axis="x", length=0)
 
 
 def _draw_ratios(ax: Any, ours: list[dict[str, Any]]) -> None:
-    cases = [_label(x) for x in ours]
-    for kind, key in RATIOS.items():
+    cases, faster = [_label(x) for x in ours], []
+    looks = zip(RATIOS.items(), ((systems.BLUE, "o"), (systems.SKY, "s")), strict=True)
+    for (kind, key), (color, marker) in looks:
         known = [(i, x) for i, x in enumerate(ours) if x[key] is not None]
         values = [x[key] for _, x in known]
         ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in known]
-        below = [v - low for v, (low, _) in zip(values, ends, strict=True)]
-        above = [high - v for v, (_, high) in zip(values, ends, strict=True)]
-        place = [i + (0.1 if kind == "prefill" else -0.1) for i, _ in known]
-        look = {"fmt": "o", "ms": 3, "lw": 1, "label": kind}
-        ax.errorbar(place, values, yerr=[below, above], **look)
-    ax.axhline(1, color="0.7", lw=0.8)
-    ax.set(title="jaxkv over the best peer, range of rounds")
+        place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in known]
+        look = {"marker": marker, "linestyle": "", "markersize": 6}
+        style.curve(ax, place, values, color, kind, **look)
+        for x, (low, high) in zip(place, ends, strict=True):
+            ax.vlines(x, low, high, color=style.colors()[color])
+        num = sum(x > 1 for x in values)
+        faster.append(f"{kind} in {num} of {len(values)} cases")
+    style.reference(ax, 1, "equally fast")
+    title = f"jaxkv is faster than the best peer: {', '.join(faster)}"
+    ax.set(title=title, ylabel="rate / best peer's [ratio]")
     _name_cases(ax, cases)
-    ax.legend(fontsize=6)
+    ax.legend()
 
 
 def _draw_parts(ax: Any, ours: list[dict[str, Any]]) -> None:
     bottom = np.zeros(len(ours))
-    for key, (name, color) in PARTS.items():
-        shares = np.array([max(0.0, x[key]) / x["step_s"] for x in ours])
-        ax.bar(range(len(ours)), shares, 0.7, bottom, label=name, color=color)
+    for hatch, (key, (name, color)) in zip(
+        ("", "//", ".."), PARTS.items(), strict=True
+    ):
+        shares = [100 * max(0.0, x[key]) / x["step_s"] for x in ours]
+        look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
+        ax.bar(range(len(ours)), shares, 0.7, bottom, label=name, **look)
         bottom += shares
-    # Room for the legend above the bars.
-    ax.set(title="where the time of our step goes", ylim=(0, 1.2), yticks=(0, 0.5, 1))
-    _name_cases(ax, [_label(x) for x in ours])
+    title = "Where the time of a decode step goes"
     if ours:
-        ax.legend(fontsize=5, ncols=3, loc="upper center", columnspacing=1)
+        attention = [100 * x["attention_s"] / x["step_s"] for x in ours]
+        title = f"Attention takes {min(attention):.0f} to {max(attention):.0f} % "
+        title += "of a decode step of jaxkv"
+        ax.legend()
+    ax.set(title=title, ylim=(0, 100), ylabel="share of the step [%]")
+    _name_cases(ax, [_label(x) for x in ours])
 
 
 def summary(result: list[dict[str, Any]]) -> list[Part]:

@@ -19,6 +19,7 @@ from experiments.bench.device import parts
 from experiments.bench.device.parts import Part, Piece
 from experiments.framework import Part as ReportPart
 from experiments.framework import Sheet, run_folder
+from experiments.plotting import style, systems
 from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
 
@@ -231,7 +232,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         sum(x["part"] == name and x["found"] is not None for x in result)
         for name in NAMES
     ]
-    bars = ax.barh(NAMES, done, color="#0072b2")
-    ax.bar_label(bars, [str(x) for x in done], fontsize=6, padding=2)
+    bars = ax.barh(NAMES, done, color=style.colors()[systems.BLUE])
+    ax.bar_label(bars, [str(x) for x in done], padding=3)
     ax.invert_yaxis()
-    ax.set(xlabel="pieces recorded")
+    title = f"{sum(done)} of {len(result)} pieces recorded"
+    style.titled(ax, title, "recorded [pieces]", "")

@@ -24,6 +24,7 @@ from scipy import optimize
 
 from experiments.bench.turns import draw_bars, split, timed
 from experiments.framework import Part, Sheet, units
+from experiments.plotting import style
 from experiments.training.fit_coverage import surfaces
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -61,6 +62,8 @@ class Config:
                 f"{self.num_pieces=} must be in [1, {self.num_resamples=}]"
             )
 
+
+PANEL_SIZE_INCHES = (6.8, 2.8)
 
 CONFIGS = {
     "real": Config(),
@@ -207,13 +210,16 @@ def _rows(
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
-    """Draws the seconds of everyone."""
+    """Draws the seconds of every method."""
     taken = [row["seconds"] for row in result]
-    labels = [f"{units.seconds(x['seconds'])}, {x['ratio']:.3g}x" for x in result]
+    labels = [f"{units.seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result]
+    labels[:1] = [units.seconds(x["seconds"]) for x in result[:1]]
     draw_bars(ax, [row["method"] for row in result], taken, labels)
-    ax.set(xscale="log", xlabel="seconds for all resamples")
-    if taken:
-        ax.set_xlim(min(taken) / 2, max(taken) * 20)
+    title, peers = "Time of all resamples", [x["ratio"] for x in result[2:]]
+    if peers:
+        title = f"{result[0]['resamples']:,} fits: SciPy takes {min(peers):,.0f} to "
+        title += f"{max(peers):,.0f} times as long as jaxkv"
+    style.titled(ax, title, "time for all resamples [s]", "")
 
 
 metrics = functools.partial(split, names=("method",), details=DETAILS)

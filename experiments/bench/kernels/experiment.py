@@ -62,7 +62,7 @@ class Config:
         validation.above(self, "max_s")
 
 
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.8)
 CONFIGS = {
     "real": Config(),
     "quick": Config(quick=True),

@@ -4,12 +4,10 @@ print(report.markdown(Path("experiments/records/bench_kernels")))
 """
 
 import collections
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import NullFormatter
 
 from experiments.framework import (
     Floats,
@@ -25,6 +23,7 @@ from experiments.framework import (
 )
 from experiments.framework import report as framework_report
 from experiments.framework.table import Bools, shown
+from experiments.plotting import style
 from pallas_kernels.bench import Ceilings
 
 CLOCKS = {
@@ -33,12 +32,6 @@ CLOCKS = {
     "queue": "Times are those of calls waited for together: no CUPTI was found.",
 }
 """What times mean, by clock."""
-OURS = {
-    "reference": {"marker": "s", "color": "C1"},
-    "mosaic_gpu": {"marker": "o", "color": "C5"},
-}
-"""How ours look; peers are crosses."""
-PEER_COLORS = ("C2", "C3", "C6", "C7", "0.4")
 
 
 class Timed(Table):
@@ -119,47 +112,72 @@ def _absent(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws operations per second over operations per byte, then shares of the floor.
+    """Draws speeds over the best peer, and shares of the floor, a line a shape.
 
     Args:
       axes: two of them.
-      result: of the benchmark; without rows nothing but frames is drawn.
+      result: of the benchmark; without times nothing but frames is drawn.
     """
-    if not result:
+    found = timed(result[1:])
+    names = list(found.distinct("spec"))
+    if not names:
         return
-    head, *rows = result
-    found = timed(rows)
-    roof, shares = axes
-    _draw_roof(roof, Ceilings(**head["ceilings"]), found.at(found.flops > 0))
-    colors = itertools.cycle(PEER_COLORS)
-    for name in found.distinct("implementation"):
-        mine = found.where(implementation=name)
-        look: dict[str, Any] = {"linestyle": "", "alpha": 0.85, "label": name}
-        look |= OURS.get(name) or {"marker": "x", "color": next(colors)}
-        does = mine.at(mine.flops > 0)
-        roof.plot(does.flops / does.bytes, does.flops / does.seconds, **look)
-        shares.plot(mine.bytes, 100 * mine.fraction, **look)
-    shares.set(title="share of the floor [%]", xlabel="bytes to be moved", xscale="log")
-    shares.xaxis.set_minor_formatter(NullFormatter())
-    shares.set_ylim(bottom=0)
-    shares.axhline(100, color="0.75", linewidth=0.6, zorder=0)
-    if len(found):
-        shares.legend(fontsize=6, handletextpad=0.2)
+    best = [
+        [found.where(spec=name).fastest(is_peer=is_peer) for name in names]
+        for is_peer in (False, True)
+    ]
+    _draw_speeds(axes[0], *best)
+    _draw_floors(axes[1], *best)
+    short = [name.removesuffix("-float32").removesuffix("-bfloat16") for name in names]
+    for ax in axes:
+        ax.set_yticks(range(len(names)), short)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.grid(axis="y", color="0.9", linewidth=0.6)
+        ax.tick_params(axis="y", length=0)
 
 
-def _draw_roof(ax: Any, ceilings: Ceilings, found: Timed) -> None:
-    """Draws what the device was seen to reach."""
-    bytes_per_s = max(ceilings.copy_bytes_per_s, ceilings.read_bytes_per_s)
-    ridge = ceilings.flops_per_s / bytes_per_s
-    ratios = [*(found.flops / found.bytes), ridge]
-    xs = np.asarray([min(ratios) / 2, ridge, max(ratios) * 3])
-    roof = np.minimum(xs * bytes_per_s, ceilings.flops_per_s)
-    ax.loglog(xs, roof, color="0.55", linewidth=0.8)
-    look = {"textcoords": "offset points", "fontsize": 6, "color": "0.4"}
-    most, slope = units.flops(ceilings.flops_per_s), units.size(bytes_per_s)
-    ax.annotate(f"{most}/s", (xs[2], roof[2]), (0, 2), ha="right", **look)
-    ax.annotate(f"{slope}/s", (xs[0], roof[0]), (8, -3), ha="left", **look)
-    ax.set(title="operations per second [FLOP/s]", xlabel="operations per byte")
+type Fastest = list[dict[str, Any] | None]
+"""The fastest row of every shape, of ours or of peers."""
+
+
+def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
+    """Draws the time of the best peer over ours, for shapes that have both."""
+    both = [
+        (i, peer["seconds"] / mine["seconds"])
+        for i, (mine, peer) in enumerate(zip(ours, peers, strict=True))
+        if mine and peer
+    ]
+    for i, ratio in both:
+        style.curve(ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4)
+        style.curve(ax, [ratio], [i], "jaxkv", markersize=7)
+        side = (7, "left") if ratio >= 1 else (-7, "right")
+        look = {"ha": side[1], "va": "center_baseline"}
+        style.note(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
+    style.reference(ax, 1, "as fast as the best peer", along="y")
+    num = sum(ratio > 1 for _, ratio in both)
+    title = f"jaxkv is faster than the best peer on {num} of {len(both)} shapes"
+    style.titled(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
+    ax.margins(x=0.12)
+    style.plain_log(ax.xaxis)
+    ax.legend()
+
+
+def _draw_floors(ax: Any, ours: Fastest, peers: Fastest) -> None:
+    """Draws what share of the least possible time each side's time is."""
+    medians = []
+    for rows, name, label in (
+        (peers, "published", "best peer"),
+        (ours, "jaxkv", "jaxkv"),
+    ):
+        known = [(i, 100 * x["fraction"]) for i, x in enumerate(rows) if x]
+        if known:
+            places, shares = zip(*known, strict=True)
+            look = {"linestyle": "", "markersize": 7}
+            style.curve(ax, shares, places, name, label, **look)
+            medians.append(f"{label} {np.median(shares):.0f} %")
+    title = f"Share of the roofline's speed, median: {', '.join(medians[::-1])}"
+    style.titled(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
+    ax.legend()
 
 
 HEADS = ("shape", "bytes", "jaxkv", "best peer", "best / jaxkv", "of the floor")

@@ -32,7 +32,7 @@ from experiments.framework import (
     report,
 )
 from experiments.framework.table import Floats, Ints, Texts
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.engine import EngineConfig, step
 from jaxkv.engine.state import init
@@ -146,7 +146,7 @@ CONFIGS = {
 }
 
 
-PANEL_SIZE_INCHES = (6.4, 2.5)
+PANEL_SIZE_INCHES = (6.8, 6.0)
 """Wide enough for a number over each bar."""
 
 
@@ -356,17 +356,30 @@ def plot(ax: Any, result: Launches) -> None:
     """Draws what each part of a step launches, way beside way."""
     paths = list(dict.fromkeys(result.counts.path.tolist()))
     shown = ["layer", "forward", *PARTS, "other"]
-    where = np.arange(len(shown))
+    where, first = np.arange(len(shown)), list[int]()
     for nth, path in enumerate(paths):
         rows = result.counts.where(path=path)
         by_part = dict(zip(rows.part.tolist(), rows.launches.tolist(), strict=True))
-        heights = [by_part.get(part, 0) for part in shown]
-        place = where + 0.8 * ((nth + 0.5) / len(paths) - 0.5)
-        bars = ax.bar(place, heights, 0.75 / len(paths), label=path)
-        ax.bar_label(bars, fontsize=5)
-    ax.set_xticks(where, [x.replace("_", " ") for x in shown], rotation=30, ha="right")
+        lengths = [by_part.get(part, 0) for part in shown]
+        place = where + 0.86 * ((nth + 0.5) / len(paths) - 0.5)
+        look = {"label": path} | systems.look(path).bar
+        bars = ax.barh(place, lengths, 0.8 / len(paths), **look)
+        # A number that is that of the first path is not repeated.
+        first = first or lengths
+        seen = [
+            "" if nth and x == y else str(x)
+            for x, y in zip(lengths, first, strict=True)
+        ]
+        ax.bar_label(bars, seen, padding=3)
+    names = {"layer": "each layer", "forward": "around the layers"}
+    ax.set_yticks(where, [names.get(x, x.replace("_", " ")) for x in shown])
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(len(shown) - 0.5, -0.5)
     ax.legend()
-    style.titled(ax, "", "", "launches")
+    found = {name: result.per(name)[paths[0]] for name in ("step", "forward", "layer")}
+    title = "A {} step launches {step} kernels outside the model, {forward} around its "
+    title += "layers and {layer} in each"
+    style.titled(ax, title.format(paths[0], **found), "launches [kernels]", "")
 
 
 @beside(__file__).judges

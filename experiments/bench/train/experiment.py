@@ -31,7 +31,6 @@ from scaling.training import architectures
 NAMES = ("implementation", "width")
 DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "version")
 DETAILS += ("absent",)
-COLORS = {"jaxkv": "#0072b2", "PyTorch": "#e69f00", "PyTorch, compiled": "0.6"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,10 +186,17 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     found = Rates.of(result)
     for name in found.distinct("implementation"):
         mine = found.where(implementation=name)
-        look = {"ms": 3, "label": name, "color": COLORS.get(name)}
-        ax.plot(mine.width, mine.tokens_per_s, "o-", **look)
+        style.curve(ax, mine.width, mine.tokens_per_s / 1000, name, name)
     style.powers_of_two(ax)
-    ax.set(yscale="log", xlabel="width", ylabel="training [tokens/s]")
+    title = "Rate of training by width"
+    ours = [x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]]
+    if ours:
+        title = (
+            f"jaxkv trains {min(ours):.2f} to {max(ours):.2f} times as fast as PyTorch"
+        )
+    rate = "training [thousand tokens/s]"
+    style.titled(ax, title, "width [features]", rate, yscale="log")
+    style.plain_log(ax.yaxis)
     if result:
         ax.legend()
 

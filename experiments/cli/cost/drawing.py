@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from experiments.cli.cost.case import Case
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from scaling.costs import flops, memory, serving
 
 _POLICIES = ("none", "selective", "boundary")
@@ -20,7 +20,7 @@ def render(case: Case) -> dict[str, bytes]:
         _decode(axes[1, 0], case)
         _prefill(axes[1, 1], case)
 
-    return style.render(draw, panels=(2, 2))
+    return style.render(draw, panels=(2, 2), size_inches=(3.4, 3.7))
 
 
 def _flops(ax: Any, case: Case) -> None:
@@ -34,19 +34,25 @@ def _flops(ax: Any, case: Case) -> None:
             sums[part] += term.flops / length / 1e9
         for part, value in sums.items():
             parts.setdefault(part, []).append(value)
-    order = [name for name in _COLORS if name in parts]
-    ax.stackplot(
+    order = [name for name in _LOOKS if name in parts]
+    areas = ax.stackplot(
         lengths,
         [parts[name] for name in order],
         labels=order,
-        colors=[style.colors()[_COLORS[name]] for name in order],
+        colors=[style.colors()[_LOOKS[name][0]] for name in order],
+        edgecolor="white",
+        linewidth=0.5,
     )
-    ax.axvline(case.sequence, color="0.3", linewidth=0.6, linestyle=":")
+    for area, name in zip(areas, order, strict=True):
+        area.set_hatch(_LOOKS[name][1])
+    style.reference(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0], lengths[-1])
-    title = f"{case.model.name}: operations, {case.attention} attention"
-    style.titled(ax, title, "sequence (tokens)", "forward (GFLOP per token)")
-    ax.legend(loc="upper left", reverse=True)
+    share = parts.get("scores, values", [0.0])[-1] / sum(x[-1] for x in parts.values())
+    title = f"{case.model.name}: scores are {100 * share:.0f} % of the operations at "
+    title += f"{lengths[-1]:,} tokens"
+    style.titled(ax, title, "sequence [tokens]", "forward [GFLOP/token]")
+    ax.legend(reverse=True)
 
 
 _PARTS = {
@@ -56,7 +62,14 @@ _PARTS = {
     "head": "head",
     "ahead": "ahead",
 }
-_COLORS = {"head": 7, "projections": 5, "FFN": 3, "experts": 1, "scores, values": 6}
+_LOOKS = {
+    "head": (systems.PURPLE, ""),
+    "projections": (systems.BLUE, ""),
+    "FFN": (systems.GREEN, "//"),
+    "experts": (systems.ORANGE, ".."),
+    "scores, values": (systems.RED, "\\\\"),
+}
+"""Colour and hatch of the parts that are drawn."""
 
 
 def _memory(ax: Any, case: Case) -> None:
@@ -68,53 +81,61 @@ def _memory(ax: Any, case: Case) -> None:
         "gradients": ("gradients",),
         "optimizer": ("master", "moments"),
         "activations": ("activations", "recomputed", "ends"),
-        "logits and gradient": ("logits", "logits_gradient"),
+        "logits": ("logits", "logits_gradient"),
     }
-    for color, (label, names) in enumerate(groups.items(), start=1):
+    looks = zip((1, 2, 3, 6, 7), ("", "//", "..", "\\\\", "xx"), strict=True)
+    for (label, names), (color, hatch) in zip(groups.items(), looks, strict=True):
         heights = [sum(getattr(x, name) for name in names) / 1e9 for x in found]
-        look = {"label": label, "color": style.colors()[color], "width": 0.6}
+        look: dict[str, Any] = {"color": style.colors()[color], "hatch": hatch}
+        look |= {"label": label, "width": 0.64, "edgecolor": "white"}
         ax.bar(_POLICIES, heights, bottom=bottom, **look)
         bottom = [x + y for x, y in zip(bottom, heights, strict=True)]
     limit = case.device.memory_bytes / 1e9
-    ax.axhline(limit, color="0.3", linewidth=0.8, linestyle="--")
-    where = {"ha": "right", "va": "bottom", "color": "0.3"}
-    ax.annotate(case.device.name, (len(found) - 0.55, limit), **where)
-    ax.set_ylim(0, max(*bottom, limit) * 1.6)
-    ax.set(xlabel="checkpointing", ylabel="training memory (GB)")
+    style.reference(ax, limit, f"{case.device.name}, {limit:.0f} GB")
     number = case.layout.num_devices
-    devices = "one device" if number == 1 else f"fullest of {number:,} devices"
-    ax.set_title(f"{case.batch} x {case.sequence} tokens, {devices}")
-    ax.legend(loc="upper right", ncols=2)
+    devices = "one device" if number == 1 else f"the fullest of {number:,} devices"
+    title = f"{case.batch} x {case.sequence:,} tokens: {bottom[0]:,.0f} GB on {devices}"
+    style.titled(ax, title, "checkpointing", "training memory [GB]")
+    ax.legend()
 
 
 def _decode(ax: Any, case: Case) -> None:
     """Operations per byte of decoding against the batch, by tokens kept."""
     batches = [2**x for x in range(13)]
-    for number, context in enumerate(_CONTEXTS, start=1):
+    bound = []
+    looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
+    for context, color, mark in looks:
         works = [case.of(serving.decode, batch=x, context=context) for x in batches]
-        color = style.colors()[number]
-        ax.plot(batches, [work.intensity for work in works], color=color)
-        end = batches[-1], works[-1].intensity
-        look = {"fontsize": 7, "va": "center", "color": color}
-        style.note(ax, f"{context:,}", end, (3, 0), annotation_clip=False, **look)
-    _roof(ax, case, batches)
-    ax.set(xlabel="batch (sequences)", title="decoding, by tokens kept of each")
+        found = [work.intensity for work in works]
+        look = {"marker": mark, "markevery": 2}
+        style.curve(ax, batches, found, color, f"{context:,} tokens kept", **look)
+        bound += [context] if max(found) < case.ridge else []
+    title = "Decoding by batch and tokens kept"
+    if bound:
+        title = f"Decoding with {min(bound):,} tokens kept: memory binds at every batch"
+    _roof(ax, case, batches, title, "batch [sequences]")
 
 
 def _prefill(ax: Any, case: Case) -> None:
     """Operations per byte of reading a prompt against its length."""
     lengths = [2**x for x in range(14)]
     works = [case.of(serving.prefill, batch=1, prompt=x) for x in lengths]
-    ax.plot(lengths, [work.intensity for work in works], color=style.colors()[3])
-    _roof(ax, case, lengths)
-    ax.set(xlabel="prompt (tokens)", title="reading a prompt")
+    found = [work.intensity for work in works]
+    style.curve(ax, lengths, found, 5, "one prompt", markevery=2)
+    free = [x for x, y in zip(lengths, found, strict=True) if y > case.ridge]
+    title = "Reading a prompt: memory binds at every length"
+    if free:
+        title = f"Reading a prompt: products bind from {free[0]:,} tokens on"
+    _roof(ax, case, lengths, title, "prompt [tokens]")
 
 
-def _roof(ax: Any, case: Case, sizes: list[int]) -> None:
+def _roof(ax: Any, case: Case, sizes: list[int], title: str, x: str) -> None:
     """The ridge: above it products take the time, below it memory."""
-    ridge = case.ridge
-    style.ridge(ax, case.device.name, ridge, sizes[0])
+    style.ridge(ax, case.device.name, case.ridge)
     ax.set_xscale("log", base=2)
-    ax.set(yscale="log", ylabel="operations per byte", xlim=(sizes[0], sizes[-1]))
+    y = "intensity [FLOP/byte]"
+    style.titled(ax, title, x, y, yscale="log", xlim=(sizes[0], sizes[-1]))
     low, high = ax.get_ylim()
-    ax.set_ylim(low, max(high, 3 * ridge))
+    ax.set_ylim(low, max(high, 3 * case.ridge))
+    style.plain_log(ax.yaxis)
+    ax.legend()

@@ -1,13 +1,14 @@
 """The figure of a fit: losses and curves, residuals, isoFLOP curves, the objective."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit.outcomes import Contour, Curve, Result
+from experiments.cli.fit.outcomes import Contour, Result
 from experiments.framework import units
-from experiments.plotting import colors, plain_log, shades
+from experiments.plotting import colors, plain_log, shades, style, systems
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
 """Of the objective, over its least value."""
@@ -45,21 +46,23 @@ def _draw_losses(ax: Any, result: Result) -> None:
     _scatter(ax, x, result.loss, shade, held, held_out="held out" if held.any() else "")
     known = np.log(np.concatenate([result.num_params, result.sizes]))
     lines = zip(result.sizes, result.curves.x, result.curves.y, strict=True)
+    styles = itertools.cycle(("-", "--", "-.", ":"))
     for i, (size, flops, loss) in enumerate(lines, len(result.num_params)):
-        color, there = shades(known)[i], np.isfinite(loss)
-        ax.plot(flops, loss, color=color, linewidth=0.8)
-        if there.any():
-            at, side = _free_end(flops[there], loss[there], result.frontier)
-            ax.annotate(f" {units.count(size)} ", at, fontsize=5, color=color, ha=side)
+        color, look = shades(known)[i], {"linestyle": next(styles), "linewidth": 1}
+        ax.plot(flops, loss, color=color, label=units.count(size), **look)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         label = label if x is result.flops else "law"
-        ax.plot(*result.frontier, "--", color=_GREY, linewidth=0.8, label=label)
-    if held.any() or result.frontier.x.size:
-        ax.legend(loc="upper right")
-    ax.set(xscale="log", yscale="log", xlabel=name)
-    ax.set_ylabel(_label(result))
-    ax.set_title(f"{result.laws[0]}: runs and fit")
+        look = {"color": "0.2", "linewidth": 1.4, "linestyle": (0, (1, 1))}
+        ax.plot(*result.frontier, label=label, **look)
+    handles = ax.get_legend_handles_labels()[0]
+    if handles:
+        ax.legend()
+    off = np.abs(np.log(result.loss / result.predicted[0]))[result.is_fitted]
+    title = f"{result.laws[0]} fits {off.size:,} runs"
+    if off.size:
+        title += f" to {100 * np.median(off):.2g} % (median)"
+    style.titled(ax, title, name, _label(result), xscale="log", yscale="log")
     plain_log(ax.yaxis)
 
 
@@ -67,15 +70,24 @@ def _draw_residuals(ax: Any, result: Result) -> None:
     """What each law is off by, by compute; hollow for runs it has not seen."""
     held = ~result.is_fitted
     name, x = _axis(result)
+    worst = 0.0
     for i, law in enumerate(result.laws):
-        color = colors()[(i + 1) % 8]
+        color = colors()[LAW_COLORS[i % len(LAW_COLORS)]]
         off = 100 * np.log(result.loss / result.predicted[i])
-        _scatter(ax, x, off, np.tile(color, (x.size, 1)), held, fitted=law)
-    ax.axhline(0, color=_GREY, linewidth=0.6)
-    ax.set(xscale="log", xlabel=name, ylabel="ln(seen / fitted) [%]")
-    ax.set_title("residuals" + (" (hollow: held out)" if held.any() else ""))
+        mark = "os^dvP"[i % 6]
+        _scatter(ax, x, off, np.tile(color, (x.size, 1)), held, fitted=law, mark=mark)
+        known = np.abs(off[np.isfinite(off)])
+        worst = max(worst, float(known.max(initial=0.0)))
+    style.reference(ax, 0)
+    title = f"Residuals: at most {worst:.2g} %"
+    title += " (hollow: held out)" if held.any() else ""
+    style.titled(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
     if len(result.laws) > 1:
-        ax.legend(loc="best")
+        ax.legend()
+
+
+LAW_COLORS = (systems.BLUE, systems.RED, systems.GREEN, systems.ORANGE, systems.PURPLE)
+"""Of the laws, in their order."""
 
 
 def _scatter(
@@ -87,26 +99,27 @@ def _scatter(
     *,
     fitted: str = "",
     held_out: str = "",
+    mark: str = "o",
 ) -> None:
     """Runs as dots, those held out hollow."""
-    at = {"c": color[~held], "s": 7, "linewidths": 0, "label": fitted or None}
-    ax.scatter(x[~held], y[~held], **at)
-    rings = {"facecolors": "none", "edgecolors": color[held], "linewidths": 0.7}
-    ax.scatter(x[held], y[held], s=9, label=held_out or None, **rings)
+    at = {"c": color[~held], "s": 14, "linewidths": 0, "label": fitted or None}
+    ax.scatter(x[~held], y[~held], marker=mark, **at)
+    rings = {"facecolors": "none", "edgecolors": color[held], "linewidths": 0.9}
+    ax.scatter(x[held], y[held], s=18, label=held_out or None, marker=mark, **rings)
 
 
 def _draw_groups(ax: Any, result: Result) -> None:
     """Runs of one budget, the parabolas through them, and their minima."""
-    ax.set_title("isoFLOP curves")
+    style.titled(ax, "isoFLOP curves", "parameters [1]", _label(result))
     if not len(result.parabolas.x):
         _say(ax, "no two budgets\nwith three sizes")
         return
     draw_groups(ax, result)
-    ax.plot(*result.minima, "k*", markersize=4, label="minimum")
-    if np.isfinite(result.minima.x).any():
-        ax.legend(loc="upper right")
-    ax.set_ylabel(_label(result))
-    ax.margins(x=0.12)  # for the budgets at the lines' ends
+    ax.plot(*result.minima, "k*", markersize=8, label="minimum")
+    num = int(np.isfinite(result.minima.x).sum())
+    title = f"isoFLOP curves: {num} of {len(result.parabolas.x)} budgets have a minimum"
+    style.titled(ax, title, "parameters [1]", _label(result))
+    ax.legend()
     high = result.loss.max()
     low = result.loss[result.group >= 0].min(initial=high)
     margin = 0.05 * (high - low)
@@ -116,22 +129,25 @@ def _draw_groups(ax: Any, result: Result) -> None:
 
 def draw_groups(ax: Any, result: Result) -> None:
     """Draws the runs of every budget and the parabola through them."""
+    marks = itertools.cycle("os^dvP")
     for i, color in enumerate(shades(np.arange(len(result.parabolas.x)))):
         mine = result.group == i
         if not mine.any():  # none of its runs is drawn
             continue
         flops = float(np.exp(np.log(result.flops[mine]).mean()))
-        dots = {"s": 7, "color": color, "linewidths": 0}
-        ax.scatter(result.num_params[mine], result.loss[mine], **dots)
+        dots = {"linestyle": "", "marker": next(marks), "color": color}
+        dots["markersize"] = 4
+        x, y = result.num_params[mine], result.loss[mine]
+        ax.plot(x, y, label=f"{flops:.2g} FLOP", **dots)
         x, y = result.parabolas.x[i], result.parabolas.y[i]
-        ax.plot(x, y, color=color, linewidth=0.8)
-        ax.annotate(f" {flops:.2g}", (x[-1], y[-1]), fontsize=5, color=color)
-    ax.set(xscale="log", xlabel="parameters")
+        ax.plot(x, y, color=color, linewidth=1)
+    ax.set(xscale="log")
 
 
 def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     """The objective with the other coefficients fitted, and where resamples ended."""
-    ax.set_title(f"{law}: objective over its least value")
+    title = f"{law}: objective over its least value (points: resamples)"
+    style.titled(ax, title, "", "")
     if not contour.x_name:
         _say(ax, "fewer than two exponents,\nor coefficients are given")
         return
@@ -139,16 +155,16 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     height = np.log10(contour.objective)
     if not height.size:
         ax.set_title(f"{law}: where resamples ended")
-    faint = {"s": 1, "color": colors()[2], "alpha": 0.3, "linewidths": 0}
+    faint = {"s": 2, "color": colors()[2], "alpha": 0.3, "linewidths": 0}
     ax.scatter(contour.x_samples, contour.y_samples, rasterized=True, **faint)
     if height.max(initial=0.0) > log_levels[0]:
-        look = {"levels": log_levels, "colors": "0.35", "linewidths": 0.6}
+        look = {"levels": log_levels, "colors": "0.35", "linewidths": 0.8}
         lines = ax.contour(contour.x, contour.y, height, **look)
         names = {float(at): f"{x:g}" for at, x in zip(log_levels, LEVELS, strict=True)}
-        ax.clabel(lines, fmt=lambda at: names.get(float(at), ""), fontsize=5)
+        ax.clabel(lines, fmt=lambda at: names.get(float(at), ""), fontsize=9)
     x, y = contour.x, contour.y
     ax.plot(x[len(x) // 2], y[len(y) // 2], "k+", ms=5)
-    ax.set(xlabel=contour.x_name, ylabel=contour.y_name)
+    ax.set(xlabel=f"{contour.x_name} [1]", ylabel=f"{contour.y_name} [1]")
     ax.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
     ax.locator_params(nbins=5)
 
@@ -157,9 +173,9 @@ def _axis(result: Result) -> tuple[str, np.ndarray]:
     """What runs are drawn against: compute, unless the log has none."""
     axes = {
         "compute [FLOP]": result.flops,
-        "parameters": result.num_params,
-        "tokens": result.num_tokens,
-        "row of the log": result.row.astype(float),
+        "parameters [1]": result.num_params,
+        "training data [tokens]": result.num_tokens,
+        "row of the log [1]": result.row.astype(float),
     }
     return next((name, x) for name, x in axes.items() if np.isfinite(x).all())
 
@@ -167,18 +183,9 @@ def _axis(result: Result) -> tuple[str, np.ndarray]:
 def _label(result: Result) -> str:
     """Names what the laws predict, with its unit where it has one."""
     is_loss = result.target == "loss"
-    return "loss [nats per token]" if is_loss else result.target.replace("_", " ")
-
-
-def _free_end(
-    x: np.ndarray, y: np.ndarray, frontier: Curve
-) -> tuple[tuple[float, float], str]:
-    """The end of a line that lies farther from the optimum, where all lines meet."""
-    if frontier.x.size:
-        best = np.interp(x[[0, -1]], frontier.x, frontier.y)
-        if y[0] / best[0] > y[-1] / best[1]:
-            return (float(x[0]), float(y[0])), "right"
-    return (float(x[-1]), float(y[-1])), "left"
+    if is_loss:
+        return "loss [nats/token]"
+    return f"{result.target.replace('_', ' ')} [as logged]"
 
 
 def _say(ax: Any, text: str) -> None:

@@ -15,51 +15,72 @@ from experiments.plotting import style
 
 def plot(axes: Any, result: Result) -> None:
     """Draws latencies, the work of attention, and what a batch does."""
-    _latencies(axes[0], result.latencies)
-    _growth(axes[1], result.growth)
-    _intensity(axes[2], result)
+    latencies, growth, intensity = axes
+    _latencies(latencies, result.latencies)
+    _growth(growth, result.growth)
+    _intensity(intensity, result)
 
 
 def _latencies(ax: Any, found: Latencies) -> None:
-    colors, places = style.colors(), range(len(found.model))
-    ax.plot(places, found.lecture_s, "o", color="0.5", label="lecture")
-    ax.plot(places, found.bound_s, "o", color=colors[5], label="bound")
+    """The quoted latency of every model over the bound, and the bound's share."""
+    places, shares = range(len(found.model)), []
+    style.curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
+    style.curve(ax, places, found.bound_s, 5, "bound by bandwidth", linestyle="")
     for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
-        ax.plot([x, x], [low, high], color="0.8", linewidth=0.8, zorder=0)
-        middle = math.sqrt(low * high)
-        ax.annotate(f"{100 * low / high:.0f} %", (x + 0.08, middle), va="center")
+        ax.plot([x, x], [low, high], color="0.7", linewidth=1, zorder=0)
+        shares.append(100 * low / high)
+        at = x, math.sqrt(low * high)
+        style.note(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
     names = [str(name).removeprefix("gpt3-") for name in found.model]
-    ax.set_xticks(places, names)
-    title, y = "one request: share of the bandwidth", f"{found.tokens} tokens (s)"
-    style.titled(ax, title, "", y, xlim=(-0.4, len(names) - 0.4), yscale="log")
-    ax.legend(loc="upper right")
+    ax.set_xticks(places, [name.upper() for name in names])
+    title = f"Quoted latencies use {min(shares):.0f} to {max(shares):.0f} % "
+    title += "of the bandwidth"
+    y = f"time of {found.tokens} tokens [s]"
+    style.titled(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
+    style.plain_log(ax.yaxis)
+    ax.legend()
 
 
 def _growth(ax: Any, growth: Growth) -> None:
-    colors = style.colors()
-    for values, label, color in (
-        (growth.all_without, "all, no cache", colors[1]),
-        (growth.scores_without, "attention, no cache", colors[6]),
-        (growth.all_with, "all, cache", colors[2]),
-        (growth.scores_with, "attention, cache", colors[5]),
+    """Operations with a cache and without, of all and of attention alone."""
+    for values, label, name, line in (
+        (growth.all_without, "all, without", "without the cache", "-"),
+        (growth.scores_without, "attention, without", "without the cache", ":"),
+        (growth.all_with, "all, with", "with the cache", "-"),
+        (growth.scores_with, "attention, with", "with the cache", ":"),
     ):
-        ax.plot(growth.length, values, color=color, label=label)
-    ax.set_xscale("log", base=2)
-    title = "LLaMA-7B with and without a cache"
-    style.titled(ax, title, "tokens generated", "operations", yscale="log")
-    ax.set_ylim(top=1e4 * growth.all_without[-1])  # room for the legend
-    ax.legend(loc="upper left")
+        look = {"linestyle": line, "markersize": 3}
+        style.curve(ax, growth.length, values, name, f"{label} cache", **look)
+    style.powers_of_two(ax)
+    saved = growth.all_without[-1] / growth.all_with[-1]
+    title = f"LLaMA-7B: a cache saves {saved:,.0f}-fold at {growth.length[-1]:,} tokens"
+    x, y = "tokens generated [tokens]", "operations [FLOP]"
+    style.titled(ax, title, x, y, yscale="log")
+    ax.set_xticks([x for x in growth.length if math.log2(x) % 2 == 0])
+    ax.legend()
 
 
 def _intensity(ax: Any, result: Result) -> None:
-    colors = style.colors()
+    """Operations per byte by batch, and the ridge of the device."""
+    marks = "osv^"
     for i, context in enumerate(CONTEXTS):
-        ax.plot(BATCHES, result.intensity[i], color=colors[i + 1])
-        end = BATCHES[-1], result.intensity[i][-1]
-        look = {"fontsize": 7, "va": "center", "color": colors[i + 1]}
-        style.note(ax, f"{context:,}", end, (3, 0), annotation_clip=False, **look)
-    style.ridge(ax, result.device, result.ridge, BATCHES[0])
-    ax.set_xscale("log", base=2)
-    title, y = "decoding LLaMA-7B, by tokens kept", "operations per byte"
-    style.titled(ax, title, "batch (sequences)", y, yscale="log")
-    ax.set_ylim(top=max(float(result.intensity.max()), 4 * result.ridge))
+        look = {"marker": marks[i % 4], "markersize": 3}
+        color = (5, 1, 6, 3)[i % 4]
+        label = f"{context:,} token{'s' * (context > 1)} kept"
+        style.curve(ax, BATCHES, result.intensity[i], color, label, **look)
+    style.ridge(ax, result.device, result.ridge)
+    style.powers_of_two(ax)
+    bound = [
+        c
+        for c, x in zip(CONTEXTS, result.intensity, strict=True)
+        if max(x) < result.ridge
+    ]
+    title = "Decoding LLaMA-7B by batch"
+    if bound:
+        title = f"LLaMA-7B: with {min(bound):,} tokens kept no batch escapes "
+        title += "the memory bound"
+    x, y = "batch [sequences]", "intensity [FLOP/byte]"
+    style.titled(ax, title, x, y, yscale="log")
+    style.plain_log(ax.yaxis)
+    ax.set_xticks([x for x in BATCHES if math.log2(x) % 2 == 0])
+    ax.legend()

@@ -15,7 +15,7 @@ from experiments.counting.lecture_numbers import bounds, drawing
 from experiments.counting.lecture_numbers.bounds import Config, Result
 from experiments.framework import Ours, Part, Sheet, beside, ours, report, table, units
 
-PANELS = (1, 3)
+PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 3.0)
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}
 run, plot = bounds.run, drawing.plot
 

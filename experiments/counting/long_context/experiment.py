@@ -31,6 +31,8 @@ from scaling.training import meshes
 
 BOOK = beside(__file__)
 PANELS = (1, 2)
+ALONE = "one device"
+"""The name of the way that divides nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ def run(config: Config, progress: Progress = QUIET) -> Ways:
         both = [(x.scheme, x.forward + x.backward) for x in sent]
         own = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
         total = sum(x for _, x in both)
-        name = words or "one device"
+        name = words or ALONE
         rows.append((name, size, found.kept_bytes, own, total, found.sent_bytes))
     return Ways.of(rows)
 
@@ -147,21 +149,41 @@ def claims(result: Ways) -> Iterator[Ours]:
 
 def plot(axes: Any, result: Ways) -> None:
     """Draws what a device keeps, and what it sends for attention, by tokens."""
-    left, right = axes
-    for color, name in enumerate(dict.fromkeys(result.layout), 1):
-        mine = result.where(layout=name)
-        style.curve(left, mine.sequence, mine.kept_bytes / 1e9, color, name, "o-")
+    kept, sent = axes
+    for name in dict.fromkeys(result.layout.tolist()):
+        mine, system = result.where(layout=name), _system(name)
+        style.curve(kept, mine.sequence, mine.kept_bytes / 1e9, system, name)
         if mine.attention_bytes.any():
-            sent = mine.attention_bytes / 1e9
-            style.curve(right, mine.sequence, sent, color, name, "o-")
+            size = mine.attention_bytes / 1e9
+            style.curve(sent, mine.sequence, size, system, name)
     log: Any = {"xscale": "log", "yscale": "log"}
-    title = "kept beside parameters and gradients"
-    style.titled(left, title, "tokens of a sequence", "of a device [GB]", **log)
-    title = "sent for attention, forward and backward"
-    style.titled(right, title, "tokens of a sequence", "by a device [GB]", **log)
-    for ax in axes:
-        ax.set_xticks(list(result.distinct("sequence")))
+    longest = result.where(sequence=max(result.distinct("sequence"), default=0))
+    whole = longest.where(layout=ALONE).kept_bytes
+    divided = longest.at(longest.layout != ALONE)
+    titles = ["Memory kept by a device", "Sent by a device for attention"]
+    if len(divided):
+        if len(whole):
+            most = whole[0] / divided.kept_bytes.min()
+            titles[0] = (
+                f"Dividing {longest.sequence[0]:,} tokens cuts a device's memory "
+            )
+            titles[0] += f"{most:.0f}-fold"
+        size = divided.attention_bytes
+        names = [divided.layout[size.argmin()], divided.layout[size.argmax()]]
+        titles[1] = f"{names[0]} sends 1/{size.max() / size.min():.0f} of what "
+        titles[1] += f"{names[1]} sends"
+    x = "length of a sequence [1,024 tokens]"
+    labels = ("kept by a device [GB]", "sent by a device [GB]")
+    for ax, title, y in zip(axes, titles, labels, strict=True):
+        style.titled(ax, title, x, y, **log)
+        ax.set_xticks(shown := list(result.distinct("sequence")))
         ax.set_xticks([], minor=True)
-        ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
         style.plain_log(ax.yaxis)
         ax.legend()
+
+
+def _system(layout: str) -> str:
+    """The name under which a layout has its colour."""
+    names = [x for x in ("ring", "ulysses") if x in layout]
+    return " and ".join(names) or ALONE

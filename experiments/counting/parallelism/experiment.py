@@ -27,7 +27,7 @@ from experiments.framework import (
 )
 from experiments.framework.table import shown
 from experiments.harness import divided_steps
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.models import ModelConfig
 from jaxkv.progress import QUIET, Progress
@@ -96,6 +96,8 @@ class Config:
             tie_embeddings=told.tie_embeddings,
         )
 
+
+PANEL_SIZE_INCHES = (6.8, 4.2)
 
 CONFIGS = {
     "real": Config(),
@@ -219,16 +221,29 @@ def plot(ax: Any, result: Result) -> None:
     ways, parts = result.ways, result.parts
     place = {name: number for number, name in enumerate(ways.layout)}
     left = np.zeros(len(place))
-    for color, scheme in enumerate(dict.fromkeys(parts.scheme), 1):
+    for scheme in dict.fromkeys(parts.scheme.tolist()):
         here = parts.where(scheme=scheme)
         rows = [place[name] for name in here.layout]
         size = (here.forward_bytes + here.backward_bytes) / 1e9
-        look: Any = {"left": left[rows], "color": style.colors()[color]}
-        ax.barh(rows, size, 0.6, label=str(scheme), **look)
+        look: Any = {"left": left[rows], "label": scheme} | systems.look(scheme).bar
+        ax.barh(rows, size, 0.62, **look)
         left[rows] += size
     found = ways.found_bytes / 1e9
-    ax.plot(found, left * 0 + list(place.values()), "k|", ms=14, label="programs")
-    ax.set_yticks(list(place.values()), list(place))
+    look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}
+    label = "counted in the compiled program"
+    style.curve(ax, found, [*place.values()], 0, label, **look)
+    for i, value in enumerate(found):
+        style.note(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
+    ax.set_yticks([*place.values()], [*place])
+    ax.tick_params(axis="y", length=0)
+    ax.margins(x=0.1)
+    ax.set_xlim(left=0)
     ax.invert_yaxis()
-    ax.set_xlabel("sent by a device in a step [GB]")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=4, fontsize="small")
+    title = "What a device sends in a step"
+    if len(found):
+        names = ways.layout.tolist()
+        least, most = names[int(found.argmin())], names[int(found.argmax())]
+        title = f"{least} sends least, {found.min():.1f} GB a step; "
+        title += f"{most} sends {found.max() / found.min():.0f} times as much"
+    style.titled(ax, title, "sent by a device in a step [GB]", "")
+    ax.legend()

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.plotting import style
+from experiments.plotting import style, systems
 
 MOST_SHOWN = 40
-"""Places of a block that have room for their characters."""
+"""Places of a block that are drawn."""
 
 
 def draw(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
@@ -25,41 +25,45 @@ def draw(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
 
 def _block(ax: Any, picture: Any) -> None:
     """Guesses by iteration; from the first on, coloured where they are right."""
-    title = "one block, greedy: right from the first on (dark), right by chance (light)"
-    style.titled(ax, title, "token of the block", "iteration")
+    title = "One greedy block: guesses that are right, by iteration"
+    x, y = "place in the block [tokens]", "iteration [1]"
     if not len(picture):
+        style.titled(ax, title, x, y)
         return
     tokens, fixed = picture.tokens[:, :MOST_SHOWN], picture.fixed
     place = np.arange(tokens.shape[1])[None, :]
     right = tokens == tokens[-1]
-    shade = np.where(place < fixed[:, None], 2, np.where(right, 1, 0))
-    blue = np.array(style.colors()[5])
-    colors = np.stack([np.ones(3), 0.8 + 0.2 * blue, 0.45 + 0.55 * blue])
+    is_fixed = place < fixed[:, None]
+    shade = np.where(is_fixed, 2, np.where(right, 1, 0))
+    blue = np.array(style.colors()[systems.BLUE])
+    colors = np.stack([np.full(3, 0.96), 0.55 + 0.45 * blue, 0.1 + 0.9 * blue])
     ax.imshow(colors[shade], aspect="auto", interpolation="nearest")
-    for row, column in np.ndindex(tokens.shape):
-        text = _character(int(tokens[row, column]))
-        ax.text(column, row, text, fontsize=4, ha="center", va="center")
-
-
-def _character(token: int) -> str:
-    """A byte as it is read; a mark for what has no shape."""
-    if 32 < token < 127:
-        return chr(token).replace("$", r"\$")
-    return {10: "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", 32: "\N{MIDDLE DOT}"}.get(
-        token, ""
-    )
+    names = ("wrong", "right by chance", "right for good")
+    for name, color in zip(names[::-1], colors[::-1], strict=True):
+        ax.plot([], [], "s", color=color, markeredgecolor="0.6", label=name)
+    ax.legend()
+    num = int(np.argmax(fixed >= tokens.shape[1])) if len(fixed) else 0
+    title = f"A block of {tokens.shape[1]} tokens is right for good after {num} "
+    title += "iterations"
+    style.titled(ax, title, x, y)
 
 
 def _steps(ax: Any, blocks: Any) -> None:
     """Steps until a block is found, under the theorem's bound."""
-    for nth, temperature in enumerate(blocks.distinct("temperature")):
-        here = blocks.where(temperature=temperature)
-        style.curve(ax, here.length, here.steps, (5, 6)[nth % 2], _kind(temperature))
+    most = 0.0
+    for temperature in blocks.distinct("temperature"):
+        here, name = blocks.where(temperature=temperature), _kind(temperature)
+        style.curve(ax, here.length, here.steps, name, name)
+        most = max(most, float(np.max(here.length / here.steps)))
+    title = "Iterations until nothing changes"
     if len(blocks):
         lengths = blocks.distinct("length")
-        ax.plot(lengths, lengths, "--", color="0.5", linewidth=0.8, label="at most")
+        look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
+        ax.plot(lengths, lengths, label="at most", **look)
         ax.legend()
-    style.titled(ax, "iterations until nothing changes", "tokens of a block", "mean")
+        title = f"Iterating finds {most:.2f} tokens a step at best"
+    x, y = "length of a block [tokens]", "iterations [mean]"
+    style.titled(ax, title, x, y, ylim=(0, None))
 
 
 def _kind(temperature: float) -> str:
@@ -68,12 +72,19 @@ def _kind(temperature: float) -> str:
 
 def speeds(ax: Any, found: Mapping[str, Any]) -> None:
     """Draws the engine's tokens a step and speeds, by drafts, of runs by their name."""
+    best = 0.0
     for nth, (name, runs) in enumerate(found.items()):
-        color = (5, 6)[nth % 2]
-        style.curve(ax, runs.num_drafts, runs.tokens_per_step, color, name, "s:")
-        style.curve(ax, runs.num_drafts, runs.speed, color, f"{name}, speed")
-    ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
+        system = name if name in systems.SYSTEMS else (5, 6)[nth % 2]
+        look = {"linestyle": ":", "marker": "^"}
+        label = f"{name}, tokens a step"
+        style.curve(ax, runs.num_drafts, runs.tokens_per_step, system, label, **look)
+        style.curve(ax, runs.num_drafts, runs.speed, system, f"{name}, speed")
+        if len(runs):
+            best = max(best, float(np.nanmax(runs.speed)))
+    style.reference(ax, 1, "plain decoding")
+    title = "Speed of the engine by drafts"
     if any(map(len, found.values())):
         ax.legend()
-    title = "the engine: tokens a step (dotted), times as fast"
-    style.titled(ax, title, "drafts a step", "times", ylim=(0, None))
+        title = f"The engine has at best {best:.2f} times the speed of plain decoding"
+    x, y = "drafts a step [tokens]", "over plain decoding [ratio]"
+    style.titled(ax, title, x, y, ylim=(0, None))

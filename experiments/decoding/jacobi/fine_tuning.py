@@ -107,7 +107,7 @@ class Config(held_out.TextConfig):
 
 CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
 
-PANELS = (1, 3)
+PANELS = (2, 2)
 
 
 class Models(Table):
@@ -318,15 +318,21 @@ def claims(result: Result) -> Iterator[Ours]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the loss, blocks' tokens a step, and the engine's."""
-    axes[0].plot(result.trained, result.loss, color=style.colors()[5])
-    title = "nats of consistency"
-    style.titled(axes[0], title, "steps of training", "per token", ylim=(0, None))
+    loss, blocks, engine, unused = axes.flat
+    unused.remove()
+    style.curve(loss, result.trained, result.loss, 5, marker="")
+    title, x, y = "Loss of training", "training [steps]", "loss [nats/token]"
+    if len(result.loss):
+        title = f"The consistency loss falls to {result.loss[-1]:.2f} nats/token"
+    style.titled(loss, title, x, y, ylim=(0, None))
     models = result.models
-    axes[1].bar(models.model, models.tokens_per_step, 0.6, color=style.colors()[5])
-    labels = [f"{bits:.3f} bits per byte" for bits in models.bits_per_byte]
-    for place, label in enumerate(labels):
-        axes[1].text(place, 0.05, label, ha="center", fontsize=6, color="white")
+    color = style.colors()[5]
+    bars = blocks.bar(models.model, models.tokens_per_step, 0.6, color=color)
+    labels = [f"{bits:.3f}\nbits/byte" for bits in models.bits_per_byte]
+    blocks.bar_label(bars, labels, padding=2)
+    blocks.margins(y=0.25)
     length = models.length[0] if len(models) else 0
-    style.titled(axes[1], f"blocks of {length}", "", "tokens a step")
+    title = f"Blocks of {length}: tokens found a step, and the model's loss"
+    style.titled(blocks, title, "", "found [tokens/step]")
     found = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
-    drawing.speeds(axes[2], found)
+    drawing.speeds(engine, found)

@@ -5,14 +5,11 @@ from typing import Any
 import numpy as np
 
 from experiments.decoding.speculation import theory
-from experiments.plotting import style
+from experiments.plotting import style, systems
 
-COLORS = {
-    "n-gram": 5,
-    "Jacobi": 3,
-    "early exit, 1 layer": 6,
-    "early exit, 2 layers": 1,
-}
+DRAFT_COLORS = (systems.BLUE, systems.GREEN, systems.ORANGE, systems.RED)
+"""Of numbers of drafts, in ascending order; markers follow."""
+MARKS = "o^ds"
 
 
 def draw(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
@@ -21,92 +18,137 @@ def draw(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     alone = runs.where(batch=1)
     _lengths(axes[0, 0], alone.where(temperature=0.0))
     ways = alone.where(num_drafts=num_drafts)
-    names, label = ways.way.tolist(), "times as fast as plain decoding"
-    bars(axes[0, 1], ways, names, [COLORS[x] for x in names], "speed", label)
+    names, label = ways.way.tolist(), "speed / plain decoding [ratio]"
+    bars(axes[0, 1], ways, names, names, "speed", label)
+    if len(ways):
+        best, most = names[int(np.nanargmax(ways.speed))], np.nanmax(ways.speed)
+        axes[0, 1].set_title(f"{num_drafts} drafts: {best} is {most:.2f} times as fast")
     _batches(axes[1, 0], greedy.where(way="n-gram", num_drafts=num_drafts))
     _coins(axes[1, 1], coins)
 
 
 def _lengths(ax: Any, runs: Any) -> None:
     """Tokens a step against drafts, and the formula as a broken line."""
+    best = ("", 0.0)
     for way in runs.distinct("way"):
         here = runs.where(way=way)
         here = here.at(np.argsort(here.num_drafts))
         if len(here) < 2:
             continue
-        look: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.7, "zorder": 0}
-        color = style.colors()[COLORS[way]]
-        ax.plot(here.num_drafts, here.expected, "--", color=color, **look)
-        style.curve(ax, here.num_drafts, here.tokens_per_step, COLORS[way], way)
-    ax.plot([], [], "--", color="0.5", linewidth=0.8, label="if independent")
-    title = "one sequence, greedy"
-    style.titled(ax, title, "drafts a step", "tokens a step", ylim=(1, None))
-    if len(runs):
-        ax.legend()
+        look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
+        style.curve(ax, here.num_drafts, here.expected, way, **look)
+        style.curve(ax, here.num_drafts, here.tokens_per_step, way, way)
+        most = float(here.tokens_per_step.max())
+        best = (way, most) if most > best[1] else best
+    ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
+    title = "Tokens a step by drafts"
+    if best[0]:
+        title = f"Greedy: {best[0]} finds up to {best[1]:.1f} tokens a step"
+    ax.legend()
+    x, y = "drafts a step [tokens]", "found [tokens/step]"
+    style.titled(ax, title, x, y, ylim=(0, None))
 
 
 def bars(
-    ax: Any, runs: Any, names: list[str], colors: list[int], field: str, label: str
+    ax: Any, runs: Any, names: list[str], kinds: list[str], field: str, label: str
 ) -> None:
-    """Draws a number of every run, by its name, greedy and, faint, drawn."""
-    order, height, values = [*dict.fromkeys(names)], 0.46, getattr(runs, field)
+    """Draws a number of every run, greedy above and drawn at temperature 1 below.
+
+    Args:
+      ax: where to.
+      runs: with temperatures.
+      names: of the runs; those with the same name share a line.
+      kinds: the systems whose colours they have.
+      field: of the number.
+      label: of the axis.
+    """
+    order, height, values = [*dict.fromkeys(names)], 0.44, getattr(runs, field)
     for nth, temperature in enumerate((0.0, 1.0)):
-        here = np.flatnonzero(runs.temperature == temperature)
-        if not here.size:
-            continue
-        place = [order.index(names[i]) + height * (nth - 0.5) for i in here]
-        look = {"color": [style.colors()[colors[i]] for i in here]}
-        drawn = ax.barh(place, values[here], 0.85 * height, alpha=1 - nth / 2, **look)
-        ax.bar_label(drawn, [f"{x:.2f}" for x in values[here]], fontsize=5, padding=2)
-    ax.set_yticks(range(len(order)), order, fontsize=6)
-    ax.invert_yaxis()
-    ax.axvline(1, color="0.6", linewidth=0.8)
+        for i in np.flatnonzero(runs.temperature == temperature):
+            place = order.index(names[i]) + height * (nth - 0.5)
+            look = {"color": systems.look(kinds[i]).color, "edgecolor": "white"}
+            look |= {"hatch": "////"} if nth else {}
+            drawn = ax.barh(place, values[i], 0.92 * height, **look)
+            ax.bar_label(drawn, [f"{values[i]:.2f}"], padding=3)
+    for name, hatch in (("greedy", ""), ("temperature 1", "////")):
+        look = {"facecolor": "0.45", "edgecolor": "white", "hatch": hatch}
+        ax.fill_between(
+            [], [], label=f"above: {name}" if not hatch else f"below: {name}", **look
+        )
+    ax.set_yticks(range(len(order)), order)
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(max(len(order), 1) - 0.4, -0.6)
+    style.reference(ax, 1, "plain decoding", along="y")
     ax.margins(x=0.15)
-    style.titled(ax, "one sequence; faint: temperature 1", label, "")
+    style.titled(ax, "One sequence", label, "")
+    ax.legend()
 
 
 def _batches(ax: Any, runs: Any) -> None:
     """Speeds and costs of a step against the sequences decoded together."""
     runs = runs.at(np.argsort(runs.batch))
-    style.curve(ax, runs.batch, runs.tokens_per_step, 0, "tokens a step", "s:")
-    style.curve(ax, runs.batch, runs.cost, 6, "cost of a step")
-    style.curve(ax, runs.batch, runs.speed, 5, "times as fast")
-    ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
+    for values, color, mark, label in (
+        (runs.tokens_per_step, systems.GREEN, "^", "tokens a step"),
+        (runs.cost, systems.RED, "s", "cost of a step"),
+        (runs.speed, systems.BLUE, "o", "speed"),
+    ):
+        style.curve(ax, runs.batch, values, color, label, marker=mark)
+    style.reference(ax, 1, "plain decoding")
+    title = "n-gram drafts by batch"
     if len(runs):
         style.powers_of_two(ax)
-    title = "n-grams, over plain decoding of the batch"
-    style.titled(ax, title, "sequences at once", "times", ylim=(0, None))
+        title = f"n-gram is {np.nanmin(runs.speed):.1f} to {np.nanmax(runs.speed):.1f} "
+        title += "times as fast at every batch"
+    x, y = "batch [sequences]", "over plain decoding [ratio]"
+    style.titled(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
 def _coins(ax: Any, coins: Any) -> None:
     """Tokens a step by coins, on the lines of the formula."""
-    chances = np.linspace(0, 1, 101)
+    chances, off = np.linspace(0, 1, 101), [0.0]
     for nth, num in enumerate(coins.distinct("num_drafts")):
-        here, color = coins.where(num_drafts=num), (5, 3, 1, 6)[nth % 4]
+        here, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
         line = theory.tokens_of(chances, np.full(chances.size, num))
-        ax.plot(chances, line, color="0.7", linewidth=0.8, zorder=0)
-        style.curve(ax, here.acceptance, here.tokens_per_step, color, f"{num}", "o")
-    title = "drafts accepted by coins, on the formula"
-    style.titled(ax, title, "acceptance of each", "tokens a step")
+        ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
+        look = {"linestyle": "", "marker": MARKS[nth % 4]}
+        found = here.tokens_per_step
+        style.curve(ax, here.acceptance, found, color, f"{num}", **look)
+        exact = theory.tokens_of(here.acceptance, np.full(len(here), num))
+        off += np.abs(found / exact - 1).tolist()
+    title = "Tokens a step by acceptance"
     if len(coins):
-        ax.legend(title="drafts", title_fontsize=7)
+        ax.legend(title="drafts a step (line: formula)")
+        title = f"Drafts accepted by coins meet the formula to {100 * max(off):.1f} %"
+    x, y = "acceptance of a draft [share]", "found [tokens/step]"
+    style.titled(ax, title, x, y, ylim=(0, None))
 
 
 def draw_priced(axes: Any, priced: Any) -> None:
     """Draws tokens a step, and speeds, by chance; theory as broken lines."""
-    for ax, found, theirs, title in (
-        (axes[0], "tokens_per_step", "expected", "tokens a step"),
-        (axes[1], "speed", "predicted", "times as fast as plain decoding"),
+    for ax, field, theirs, words, y in (
+        (
+            axes[0],
+            "tokens_per_step",
+            "expected",
+            "tokens a step",
+            "found [tokens/step]",
+        ),
+        (axes[1], "speed", "predicted", "speed", "speed / plain decoding [ratio]"),
     ):
+        off = [0.0]
         for nth, num in enumerate(priced.distinct("num_drafts")):
-            here, color = priced.where(num_drafts=num), (5, 3, 6, 1)[nth % 4]
-            line = getattr(here, theirs)
-            look: dict[str, Any] = {"linewidth": 0.8, "color": style.colors()[color]}
-            ax.plot(here.acceptance, line, "--", zorder=0, **look)
-            style.curve(ax, here.acceptance, getattr(here, found), color, f"{num}", "o")
-        ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
-        style.titled(ax, title, "acceptance of each draft", "times", ylim=(0, None))
+            here, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
+            line, found = getattr(here, theirs), getattr(here, field)
+            look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
+            style.curve(ax, here.acceptance, line, color, **look)
+            look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}
+            style.curve(ax, here.acceptance, found, color, f"{num}", **look)
+            off += np.abs(found / line - 1).tolist()
+        style.reference(ax, 1)
+        title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"
+        x = "acceptance of a draft [share]"
+        style.titled(ax, title, x, y, ylim=(0, None))
         if len(priced):
-            ax.plot([], [], "--", color="0.5", linewidth=0.8, label="theory")
-            ax.legend(title="drafts", title_fontsize=7)
+            ax.plot([], [], "--", color="0.45", linewidth=1, label="theory")
+            ax.legend(title="drafts a step")

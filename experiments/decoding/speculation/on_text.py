@@ -96,7 +96,7 @@ class Config(held_out.TextConfig):
         return [*dict.fromkeys(found)]
 
 
-PANELS = (2, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.2)
 
 CONFIGS = {
     "real": Config(),

@@ -8,29 +8,39 @@ from experiments.decoding.speculation.drawing import bars
 from experiments.plotting import style
 
 KINDS = {
-    "n-gram": 5,
-    "Jacobi": 3,
-    "lookahead": 4,
-    "early": 6,
-    "Medusa": 1,
-    "EAGLE": 2,
-    "draft": 0,
+    "n-gram": "n-gram",
+    "Jacobi": "Jacobi",
+    "lookahead": "lookahead",
+    "early": "early exit, 1 layer",
+    "Medusa": "Medusa",
+    "EAGLE": "EAGLE",
+    "draft": "draft model",
 }
+"""By how the name of a way starts, the system whose colour it has."""
 
 
 def draw(axes: Any, ways: Any, adaptive: Any) -> None:
     """Draws four panels: tokens and speeds of ways, their costs, and batches."""
-    _bars(axes[0, 0], ways, "tokens_per_step", "tokens a step")
-    _bars(axes[0, 1], ways, "speed", "times as fast as plain decoding")
+    _bars(axes[0, 0], ways, "tokens_per_step", "found [tokens/step]")
+    _bars(axes[0, 1], ways, "speed", "speed / plain decoding [ratio]")
     _costs(axes[1, 0], ways.where(temperature=0.0))
     _batches(axes[1, 1], adaptive)
 
 
 def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
     """A number of every way with its drafts."""
-    ways = runs.way.tolist()
+    ways, values = runs.way.tolist(), getattr(runs, field)
     names = [f"{way}, {num}" for way, num in zip(ways, runs.num_drafts, strict=True)]
     bars(ax, runs, names, [KINDS[_kind(way)] for way in ways], field, label)
+    if not len(runs):
+        return
+    best, most = names[int(np.nanargmax(values))], float(np.nanmax(values))
+    if field == "speed":
+        num = int(np.sum(values > 1))
+        title = f"{best} is {most:.2f} times as fast; {num} of {len(runs)} runs gain"
+    else:
+        title = f"One sequence: {best} finds {most:.2f} tokens a step"
+    ax.set_title(title)
 
 
 def _kind(way: str) -> str:
@@ -39,18 +49,19 @@ def _kind(way: str) -> str:
 
 def _costs(ax: Any, runs: Any) -> None:
     """What a step costs against what it gives; above the line it loses."""
-    for kind in KINDS:
+    for kind, name in KINDS.items():
         here = runs.at(np.array([way.startswith(kind) for way in runs.way], bool))
         if len(here):
-            color = KINDS[kind]
-            style.curve(ax, here.tokens_per_step, here.cost, color, kind, "o")
+            look = {"linestyle": "", "markersize": 7}
+            style.curve(ax, here.tokens_per_step, here.cost, name, name, **look)
     top = max([2.0, *runs.tokens_per_step])
-    ax.plot([1, top], [1, top], "--", color="0.5", linewidth=0.8, label="even")
-    title = "one sequence, greedy: below the line it pays"
-    style.titled(ax, title, "tokens a step", "cost of a step, in plain ones")
-    # Room for the legend above all points.
-    ax.set_ylim(top=1.3 * max([top, *runs.cost]))
-    ax.legend(fontsize=6, ncols=3, columnspacing=1.0, loc="upper left")
+    look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
+    ax.plot([1, top], [1, top], label="even: below it pays", **look)
+    num = int(np.sum(runs.cost < runs.tokens_per_step))
+    title = f"One sequence, greedy: {num} of {len(runs)} ways pay"
+    x, y = "found [tokens/step]", "cost of a step [plain steps]"
+    style.titled(ax, title, x, y, ylim=(0, None))
+    ax.legend()
 
 
 def _batches(ax: Any, runs: Any) -> None:
@@ -59,14 +70,18 @@ def _batches(ax: Any, runs: Any) -> None:
         for temperature in runs.distinct("temperature"):
             here = runs.where(way=way, temperature=temperature)
             here = here.at(np.argsort(here.batch))
-            line = "o-" if temperature == 0 else "s:"
-            kind = _kind(way)
+            name, line = KINDS[_kind(way)], "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-            label = f"{kind}, {words}"
-            style.curve(ax, here.batch, here.speed, KINDS[kind], label, line)
-    ax.axhline(1, color="0.6", linewidth=0.8, zorder=0)
+            label = f"{name}, {words}"
+            style.curve(ax, here.batch, here.speed, name, label, linestyle=line)
+    style.reference(ax, 1, "plain decoding")
+    title = "A draft length that adapts, by batch"
     if len(runs):
         style.powers_of_two(ax)
-        ax.legend(fontsize=6)
-    title = "a length that adapts, over plain decoding"
-    style.titled(ax, title, "sequences at once", "times as fast", ylim=(0, None))
+        ax.legend()
+        title = (
+            "With a draft length that adapts, decoding is {:.2f} to {:.2f} times as "
+        )
+        title = title.format(np.nanmin(runs.speed), np.nanmax(runs.speed)) + "fast"
+    x, y = "batch [sequences]", "speed / plain decoding [ratio]"
+    style.titled(ax, title, x, y, ylim=(0, None))

@@ -93,7 +93,7 @@ class Config(held_out.TextConfig):
         self.refuse_short_answers(max(drafts, default=1))
 
 
-PANELS = (2, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 4.6)
 
 CONFIGS = {
     "real": Config(),

@@ -30,7 +30,7 @@ from experiments.framework import (
     report,
 )
 from experiments.harness import model_shapes
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.batching import lectures, serving, sweeps
 from experiments.serving.batching.lectures import Times
 from experiments.serving.batching.sweeps import SYSTEMS, Config, Latencies, Speeds
@@ -40,8 +40,7 @@ _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Limits, and cost model."""
 BOOK = beside(__file__)
 
-PANELS = (4, 2)
-PANEL_SIZE_INCHES = (3.4, 1.8)
+PANELS, PANEL_SIZE_INCHES = (4, 2), (3.4, 3.3)
 
 CONFIGS = {
     "smoke": Config(
@@ -195,8 +194,8 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-LOOKS = (("static", 6), ("continuous", 5), ("continuous, paged", 3))
-"""Labels of `SYSTEMS`, and places of their colours."""
+NAMES = ("static", "continuous", "continuous, paged")
+"""Names of `SYSTEMS` in figures."""
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -205,58 +204,78 @@ def plot(axes: Any, result: Result) -> None:
         (axes[0, 0], result.static_sequences, "static"),
         (axes[0, 1], result.continuous_sequences, "continuous"),
     ):
-        lectures.draw_grid(ax, found, f"{name} batching: tokens in each slot")
+        title = f"{name.capitalize()} batching: tokens in each slot"
+        lectures.draw_grid(ax, found, title)
     for ax, found, name in (
         (axes[1, 0], result.static_requests, "request"),
         (axes[1, 1], result.continuous_requests, "iteration"),
     ):
-        title = f"scheduling {name} by {name}, three at a time"
+        steps = int(found.last.max())
+        title = f"Scheduling {name} by {name} takes {steps} iterations"
         lectures.draw_turns(ax, found, title, is_static=name == "request")
     left, limits = axes[2:, 0], result.limits
+    titles = ["Throughput by the limit of outputs", "The same, over static batching"]
     if limits.value.size:
         _draw_speeds(left[0], limits)
         _draw_gains(left[1], limits)
-    titles = ("exponential outputs up to a limit", "the same, over static batching")
+        best = [float(np.max(x / limits.means[0])) for x in limits.means[1:]]
+        titles[0] = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
+        titles[0] += f"falls to {limits.means[0][-1]:.0f} tokens/s"
+        gains = zip(NAMES[1:], best, strict=False)
+        titles[1] = "Up to " + ", ".join(f"{x:.1f} times: {name}" for name, x in gains)
     for ax, title in zip(left, titles, strict=True):
         if limits.value.size:
             style.powers_of_two(ax)
-            ax.set(title=title, xticks=limits.value, xlabel="limit, tokens")
+            ax.set(title=title, xticks=limits.value, xlabel="limit of outputs [tokens]")
         else:
-            ax.set_axis_off()
+            ax.remove()
     _draw_speeds(axes[2, 1], result.deviations)
-    spread = "standard deviation of outputs / mean"
-    axes[2, 1].set(xlabel=spread, title=f"equal means, {result.num_slots} slots")
+    spread, title = "deviation / mean of outputs [ratio]", "Equal means"
+    if result.deviations.value.size:
+        means = [x[-1] / x[0] for x in result.deviations.means]
+        title = f"Lengths that vary leave static batching {100 * means[0]:.0f} %, "
+        title += f"continuous {100 * means[1]:.0f} % of its rate"
+    axes[2, 1].set(xlabel=spread, title=title)
     _draw_clients(axes[3, 1], result.clients)
 
 
 def _draw_speeds(ax: Any, found: Speeds) -> None:
-    rows = zip(LOOKS, found.means, found.tokens_per_s, strict=False)
-    for (label, color), mean, seeds in rows:
-        style.curve(ax, found.value, mean, color, label)
+    rows = zip(NAMES, found.means, found.tokens_per_s, strict=False)
+    for name, mean, seeds in rows:
+        style.curve(ax, found.value, mean, name, name)
         if seeds.shape[1] > 1:
             low, high = seeds.min(axis=1), seeds.max(axis=1)
-            style.band(ax, found.value, low, high, style.colors()[color], 0.2)
-    ax.set(ylabel="tokens drawn / s", ylim=(0, None))
+            style.band(ax, found.value, low, high, systems.look(name).color, 0.2)
+    ax.set(ylabel="throughput [tokens/s]", ylim=(0, None))
     ax.legend()
 
 
 def _draw_gains(ax: Any, found: Speeds) -> None:
-    """Speeds over that of static batching, beside what was published of the ends."""
+    """Speeds over that of static batching, and those published of the ends."""
     longest = _PUBLISHED[0][-1]
-    ends = {"label": f"published, up to {longest:,.0f}", "alpha": 0.6, "markersize": 9}
-    for i, (label, color) in enumerate(LOOKS[1:], 1):
-        style.curve(ax, found.value, found.means[i] / found.means[0], color, label)
-        theirs = [BOOK.published(SYSTEMS[i])]
-        style.curve(ax, [longest], theirs, color, mark="_", **ends)
-    ax.axhline(1, color="0.6", linewidth=0.8)
-    ax.set(ylabel="times static batching", ylim=(0, None))
+    for i, name in enumerate(NAMES[1:], 1):
+        style.curve(ax, found.value, found.means[i] / found.means[0], name, name)
+        look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
+        look["marker"] = systems.look(name).marker
+        theirs, label = [BOOK.published(SYSTEMS[i])], f"published, {name}"
+        style.curve(ax, [longest], theirs, "published", label, **look)
+    style.reference(ax, 1)
+    ax.set(ylabel="over static [ratio]", ylim=(0, None))
     ax.legend()
 
 
 def _draw_clients(ax: Any, found: Latencies) -> None:
     token_ms = 1e3 * found.s_per_token
-    style.curve(ax, token_ms, found.tokens_per_s, 5)
-    for clients, *at in zip(found.clients, token_ms, found.tokens_per_s, strict=True):
-        style.note(ax, str(clients), at, (4, -5))
-    title, latency = "requests side by side", "latency of a token, ms"
-    style.titled(ax, title, latency, "tokens drawn / s", yscale="log")
+    style.curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
+    rows = [*zip(found.clients, token_ms, found.tokens_per_s, strict=True)]
+    for clients, *at in rows:
+        style.note(ax, str(clients), at, (6, -4), va="top")
+    title = "Requests served together"
+    if rows:
+        (few, slow, less), (many, fast, more) = rows[0], rows[-1]
+        title = f"{many} requests together: {more / less:.0f} times the throughput of "
+        title += f"{few}, {fast / slow:.2f} times the latency"
+    x, y = "time of a token, points: requests [ms]", "throughput [tokens/s]"
+    style.titled(ax, title, x, y, yscale="log")
+    style.plain_log(ax.yaxis)
+    ax.margins(x=0.1, y=0.12)

@@ -120,50 +120,66 @@ def num_joined(found: Times) -> int:
 
 
 def draw_grid(ax: Any, found: Times, title: str) -> None:
-    """Draws S1 to S7; the small numbers are iterations."""
-    _frame(ax, PLACES, [f"slot {i + 1}" for i in range(NUM_SLOTS)], "T", title)
+    """Draws S1 to S7; the number after a sequence is the iteration."""
+    names = [f"slot {i + 1}" for i in range(NUM_SLOTS)]
+    _frame(ax, PLACES, names, title, "place in the slot [tokens]")
     for slot, row in enumerate(grid(found).tolist()):
         for place, (request, kind, step) in enumerate(row):
             if kind != IDLE:
-                text = "END" if kind == END else f"S{request + 1}"
-                _cell(ax, place, slot, kind, text, "" if kind == PROMPT else str(step))
+                text = f"S{request + 1}" + (f"\n{step}" if kind != PROMPT else "")
+                _cell(ax, place, slot, kind, text)
+    _key(ax, (PROMPT, TOKEN, END))
 
 
 def draw_turns(ax: Any, found: Times, title: str, *, is_static: bool) -> None:
     """Draws R1 to R5, iteration by iteration."""
     num_steps = int(found.last.max())
-    _frame(ax, num_steps, [f"R{i + 1}" for i in range(len(found))], "", title)
-    ax.set_xlabel("iteration (hatched: waits; grey: has ended, slot kept)")
+    names = [f"R{i + 1}" for i in range(len(found))]
+    _frame(ax, num_steps, names, title, "time [iterations]")
     for row, step in np.ndindex(len(found), num_steps + 1):
         first, last = found.first[row], found.last[row]
         batch_end = found.last[found.first == first].max()
-        box = boxes.Box(step - 1, row, 1, 1)
         if first <= step <= last:
             kind = END if step == last else PROMPT if step == first else TOKEN
-            _cell(ax, step - 1, row, kind, "END" if kind == END else "")
+            _cell(ax, step - 1, row, kind, "")
         elif is_static and last < step <= batch_end:
-            boxes.rectangle(ax, box, facecolor="0.6", edgecolor="white")
+            _cell(ax, step - 1, row, KEPT, "")
         elif int(_TURNS[row][0]) < step < first:
-            look = {"facecolor": "white", "edgecolor": "0.88", "hatch": "/////"}
-            boxes.rectangle(ax, box, **look)
+            _cell(ax, step - 1, row, WAITS, "")
+    _key(ax, (PROMPT, TOKEN, END, WAITS, *((KEPT,) if is_static else ())))
 
 
-def _cell(ax: Any, x: int, y: int, kind: int, text: str, note: str = "") -> None:
-    """Draws a cell whose upper left corner is (x, y)."""
+KEPT, WAITS = 4, 5
+"""Further kinds of cells: a slot that is kept for a request that has ended; a wait."""
+_NAMES = {PROMPT: "prompt", TOKEN: "token", END: "last token", KEPT: "slot kept"}
+_NAMES[WAITS] = "waits"
+
+
+def _fill(kind: int) -> dict[str, Any]:
+    """The colour and hatch of a kind of cell."""
     palette = style.colors()
     fills = {PROMPT: palette[4], TOKEN: boxes.pale(palette[5]), END: palette[6]}
-    box, color = boxes.Box(x, y, 1, 1), "white" if kind == END else boxes.INK
-    boxes.rectangle(ax, box, facecolor=fills[kind], edgecolor="white")
-    look: dict[str, Any] = {"color": color, "va": "center_baseline", "ha": "center"}
-    ax.text(x + 0.5, y + 0.5, text, fontsize=6, **look)
-    look |= {"va": "bottom", "ha": "right"}
-    ax.text(x + 0.95, y + 0.97, note, fontsize=4, **look)
+    look = {"facecolor": fills.get(kind, "0.6"), "edgecolor": "white"}
+    waits = {"facecolor": "white", "edgecolor": "0.7", "hatch": "/////"}
+    return waits if kind == WAITS else look
 
 
-def _frame(ax: Any, columns: int, names: list[str], letter: str, title: str) -> None:
-    heads = [f"{letter}{x + 1}" for x in range(columns)]
-    ax.set(title=title, xlim=(0, columns), ylim=(len(names), 0))
-    ax.set_xticks(np.arange(columns) + 0.5, heads)
+def _key(ax: Any, kinds: tuple[int, ...]) -> None:
+    for kind in kinds:
+        ax.fill_between([], [], label=_NAMES[kind], **_fill(kind))
+    ax.legend(handlelength=1.2)
+
+
+def _cell(ax: Any, x: int, y: int, kind: int, text: str) -> None:
+    """Draws a cell whose upper left corner is (x, y)."""
+    boxes.rectangle(ax, boxes.Box(x, y, 1, 1), **_fill(kind))
+    look: dict[str, Any] = {"color": "white" if kind == END else boxes.INK}
+    ax.text(x + 0.5, y + 0.5, text, va="center", ha="center", linespacing=1.0, **look)
+
+
+def _frame(ax: Any, columns: int, names: list[str], title: str, label: str) -> None:
+    style.titled(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
+    ax.set_xticks(np.arange(columns) + 0.5, [str(x + 1) for x in range(columns)])
     ax.set_yticks(np.arange(len(names)) + 0.5, names)
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)

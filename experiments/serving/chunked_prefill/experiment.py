@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.runs import PATIENTS, Loads, Timeline
 from experiments.serving.chunked_prefill.settings import Config
 from jaxkv.progress import QUIET, Progress
 
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.8, 2.6)
+PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 3.1)
 CONFIGS = {
     "smoke": Config(
         models=("Yi-34B",),
@@ -209,85 +209,98 @@ def _more(x: Ratio, found: list[dict[str, Any]]) -> Iterator[Ours]:
         yield ours("more" if x.data else "more_on_better", ratios[data], **words)
 
 
-GREY = "0.55"
-SMALL: dict[str, Any] = {"color": GREY, "fontsize": 6}
-COLORS = dict(zip((x.name for x in settings.SYSTEMS), (1, 6, 5, 3), strict=True))
+COLORS = tuple(x.name for x in settings.SYSTEMS)
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws four panels."""
-    _draw_timeline(axes[0, 0], result.timeline)
-    _draw_budgets(axes[0, 1], result.budgets)
+    _draw_timeline(axes[0], result.timeline)
+    _draw_budgets(axes[1], result.budgets)
     if len(result.loads):
-        _draw_loads(axes[1, 0], result.loads)
-    _draw_capacities(axes[1, 1], runs.capacities(result.loads))
+        _draw_loads(axes[2], result.loads)
+    else:
+        axes[2].remove()
+    _draw_capacities(axes[3], runs.capacities(result.loads))
 
 
 def _draw_timeline(ax: Any, timeline: Timeline) -> None:
     """A tick for each token; every way has a line for each sequence."""
-    colors, last = style.colors(), timeline.time_s.max()
-    look: dict[str, Any] = {"markersize": 3, "markeredgewidth": 0.5}
+    last, stalls = timeline.time_s.max(), {}
+    look: dict[str, Any] = {"markersize": 5, "linestyle": "", "marker": "|"}
+    kinds = (("answered already", systems.ORANGE), ("came late", systems.BLUE))
     names = timeline.distinct("way")
     for i, name in enumerate(names):
         longest = 0.0
         for sequence in range(timeline.sequence.max() + 1):
             at = timeline.where(way=name, sequence=sequence).time_s
-            is_late = sequence >= PATIENTS
-            y = np.full(len(at), i + 0.13 * sequence - 0.26)
-            ax.plot(at, y, "|", color=colors[1 + 4 * is_late], **look)
-            if not is_late:
+            y = np.full(len(at), i + 0.14 * sequence - 0.28)
+            label, color = kinds[sequence >= PATIENTS]
+            is_named = not i and sequence in (0, PATIENTS)
+            style.curve(ax, at, y, color, label if is_named else "", **look)
+            if sequence < PATIENTS:
                 longest = max(longest, np.diff(at).max())
-        ax.text(last * 1.02, i, f"{1000 * longest:,.0f} ms", va="center", fontsize=6)
-    ax.text(last * 1.02, -0.55, "longest stall", **SMALL)
+        stalls[name] = 1000 * longest
+        text = f"{stalls[name]:,.0f} ms"
+        style.note(ax, text, (last, i), (6, 0), va="center_baseline")
+    worst, best = (f(stalls, key=lambda x: stalls[x]) for f in (max, min))
+    title = f"Two long prompts arrive: answers stall {stalls[worst]:,.0f} ms with "
+    title += f"{worst}, {stalls[best]:,.0f} ms with {best}"
+    style.titled(ax, title, "time, a tick for each token; right: longest stall [s]", "")
     ax.set_yticks(range(len(names)), names)
-    ax.set(
-        title="two long prompts come while three are answered",
-        xlabel="time, s (a tick is a token; blue: those who came late)",
-        xlim=(0, 1.22 * last),
-        ylim=(len(names) - 0.5, -0.75),
-    )
+    ax.set(xlim=(0, 1.02 * last), ylim=(len(names) - 0.5, -0.6))
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
+    ax.legend()
 
 
-def _draw_limits(ax: Any, model: str, x: float) -> None:
-    for name, limit_s in settings.MODELS[model].limits_s.items():
-        ax.axhline(limit_s, color=GREY, linewidth=0.8, linestyle=":")
-        ax.text(x, limit_s * 1.06, name, **SMALL)
+def _draw_limits(ax: Any, model: str) -> None:
+    limits = settings.MODELS[model].limits_s.items()
+    for (name, limit_s), line in zip(limits, ("--", "-."), strict=False):
+        look = {"color": "0.45", "linewidth": 1, "linestyle": line}
+        ax.axhline(limit_s, label=name.replace("_", " "), **look)
 
 
 def _draw_budgets(ax: Any, budgets: Loads) -> None:
-    for label, values, color in (
-        ("first token, median", budgets.ttft_s, 5),
-        ("between tokens, P99", budgets.tbt_p99_s, 6),
-        ("between tokens, median", budgets.tbt_p50_s, 3),
+    for label, values, color, mark in (
+        ("first token, median", budgets.ttft_s, systems.GREEN, "^"),
+        ("between tokens, 99 %", budgets.tbt_p99_s, systems.RED, "s"),
+        ("between tokens, median", budgets.tbt_p50_s, systems.BLUE, "o"),
     ):
-        style.curve(ax, budgets.budget, values, color, label)
+        style.curve(ax, budgets.budget, values, color, label, marker=mark)
     style.powers_of_two(ax)
-    _draw_limits(ax, budgets.model[0], budgets.budget[0])
-    title = "chunks, mixed: what the token budget decides"
-    style.titled(ax, title, "tokens a step", "time, s", yscale="log")
-    ax.legend(loc="best")
+    _draw_limits(ax, budgets.model[0])
+    slow = budgets.tbt_p99_s[-1] / budgets.tbt_p99_s[0]
+    title = f"From {budgets.budget[0]:,.0f} to {budgets.budget[-1]:,.0f} tokens a step "
+    title += f"the tail between tokens grows {slow:.0f}-fold"
+    style.titled(ax, title, "budget [tokens/step]", "time [s]", yscale="log")
+    style.plain_log(ax.yaxis)
+    ax.legend()
 
 
 def _draw_loads(ax: Any, loads: Loads) -> None:
     """The first model and data: the tail between tokens against the rate."""
-    model, data = loads.model[0], loads.data[0]
-    for system, color in COLORS.items():
+    model, data, ends = loads.model[0], loads.data[0], {}
+    for system in COLORS:
         mine = loads.where(model=model, data=data, system=system)
-        style.curve(ax, mine.rate, mine.tbt_p99_s, color, system)
-    _draw_limits(ax, model, 0.02)
-    title, tail = f"{model}, {data}: tail between tokens", "P99 time between tokens, s"
-    style.titled(ax, title, "requests/s", tail, yscale="log")
+        style.curve(ax, mine.rate, mine.tbt_p99_s, system, system)
+        if len(mine):
+            ends[system] = float(mine.tbt_p99_s[-1])
+    _draw_limits(ax, model)
+    best = min(ends, key=lambda x: ends[x])
+    title = f"{model}, {data}: {best} keeps the tail between tokens at "
+    title += f"{ends[best]:.2g} s"
+    y = "between tokens, 99 % [s]"
+    style.titled(ax, title, "load [requests/s]", y, yscale="log")
+    style.plain_log(ax.yaxis)
     ax.set_xlim(left=0)
-    ax.legend(loc="lower right")
+    ax.legend()
 
 
 def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
-    """Bars for each case, over vLLM's; absolute rates at their ends."""
+    """Bars for each case, over vLLM's; a diamond where one is published."""
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
-    colors, width = style.colors(), 0.2
+    width, seen, best = 0.2, set[str](), ("", 0.0)
     theirs = {
         (x.model, x.data, x.objective, x.system): x.published
         for x in RATIOS
@@ -297,21 +310,27 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
         here = [x for x in rows if (x["model"], x["data"]) == (model, data)]
         rates = {x["system"]: x[f"{kind}_per_s"] for x in here}
         base = max(rates.get("vLLM", 0.0), 1e-9)
-        for k, (system, color) in enumerate(COLORS.items()):
-            rate = rates.get(system, 0.0)
-            if not 0 < rate / base < 100:
+        for k, system in enumerate(COLORS):
+            gain = rates.get(system, 0.0) / base
+            if not 0 < gain < 100:
                 continue
-            place = i + (k - 1.5) * width
-            bar = ax.bar(place, rate / base, width * 0.9, color=colors[color])
-            look = {"color": colors[color], "fontsize": 4.5, "rotation": 90}
-            ax.bar_label(bar, [f" {rate:.2g}"], **look)
+            place, label = i + (k - 1.5) * width, "" if system in seen else system
+            look = systems.look(system).bar | {"label": label or None}
+            ax.bar(place, gain, width * 0.94, **look)
+            seen.add(system)
+            best = (system, gain) if gain > best[1] else best
             if ratio := theirs.get((model, data, kind, system)):
-                ax.plot([place], [ratio], "D", color=GREY, markersize=3)
+                label = "" if "published" in seen else "published"
+                look = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
+                style.curve(ax, [place], [ratio], "published", label, **look)
+                seen.add("published")
     labels = [f"{m.split('-')[0]}\n{d}\n{k}" for m, d, k in groups]
-    ax.set_xticks(range(len(groups)), labels, fontsize=5)
-    ax.margins(y=0.2)
-    ax.axhline(1, color=GREY, linewidth=0.6)
-    ax.set(
-        title="load sustained within the objective (grey: published)",
-        ylabel="requests/s, over vLLM's",
-    )
+    labels = [label.replace("openchat", "open-\nchat") for label in labels]
+    ax.set_xticks(range(len(groups)), labels)
+    style.reference(ax, 1)
+    title = "Load within the objective, over vLLM's"
+    if best[0]:
+        title = f"{best[0]} bears up to {best[1]:.1f} times vLLM's load within the "
+        title += "objective"
+        ax.legend()
+    style.titled(ax, title, "", "load / vLLM's [ratio]")

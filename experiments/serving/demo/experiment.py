@@ -30,7 +30,7 @@ from experiments.framework import (
     report,
 )
 from experiments.harness import Request, model_shapes, prompts, showing, streaming
-from experiments.plotting import style, timelines
+from experiments.plotting import style, systems, timelines
 from jaxkv.engine import StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
@@ -61,7 +61,7 @@ class Config(prompts.RaggedConfig):
 
 
 PANELS = (3, 1)
-PANEL_SIZE_INCHES = (7.2, 1.6)
+PANEL_SIZE_INCHES = (6.8, 2.7)
 
 CONFIGS = {
     "real": Config(),
@@ -148,38 +148,33 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(axes: Any, result: Result) -> None:
     """Draws both batches on one axis of steps, and the memory that they hold."""
     *bars, memory = axes
-    colors = style.colors()
     num_steps = max(1, *(len(served.num_rows) for served in result.both.values()))
-    looks = ((colors[6], "#fae0cf"), (colors[5], "#cfe3f1"))
-    for ax, (name, served), look in zip(bars, result.both.items(), looks, strict=True):
+    peaks = {}
+    for ax, (name, served) in zip(bars, result.both.items(), strict=True):
         timelines.draw_slots(
             ax, served.request_id, served.held, served.num_rows, num_steps=num_steps
         )
-        color, pale = look
-        steps, rate = len(served.num_rows), numbers(served)["tokens_per_s"]
-        title = f"{name}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
-        ax.set_title(title, color=color)
-        ax.tick_params(labelbottom=False)
-        edges, kind = np.arange(steps + 1), name.split()[0]
+        kind, steps = name.split()[0], len(served.num_rows)
+        rate = numbers(served)["tokens_per_s"]
+        title = f"{name.capitalize()}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
+        style.titled(ax, title, "time [steps]", "slot [1]")
+        edges = np.arange(steps + 1)
         reserved = served.used_pages * served.page_size
-        memory.stairs(reserved, edges, fill=True, color=pale)
-        for places, label, dash, order in (
-            (reserved, f"{kind}: reserved", ":", 2),
-            (served.used_places, f"{kind}: holding a token", "-", 3),
-        ):
-            look = {"color": color, "linestyle": dash, "linewidth": 0.9}
-            memory.stairs(
-                places, edges, label=label, baseline=None, zorder=order, **look
-            )
-    note = "dark: reading the prompt   hatched: finished, slot kept"
-    bars[0].set_title(note, loc="right", color="0.4", fontsize=6)
-    style.titled(
-        memory, "KV memory", "step", "token places", xlim=(0, num_steps), ylim=(0, None)
-    )
+        peaks[kind] = int(reserved.max(initial=0))
+        color = systems.look(kind).color
+        look = {"color": color, "baseline": None, "linewidth": 1.4}
+        held = served.used_places
+        memory.stairs(reserved, edges, label=f"{kind}: reserved", linestyle=":", **look)
+        memory.stairs(held, edges, label=f"{kind}: holding tokens", **look)
+        memory.stairs(reserved, edges, fill=True, color=color, alpha=0.15)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+    title = "KV memory reserved, at most: "
+    title += ", ".join(f"{peak:,} places {kind}" for kind, peak in peaks.items())
+    style.titled(memory, title, "time [steps]", "KV memory [token places]")
+    memory.set(xlim=(0, num_steps), ylim=(0, None))
     for axis in (memory.xaxis, memory.yaxis):
         axis.set_major_formatter("{x:,.0f}")
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    memory.legend(ncols=4, fontsize=6, handlelength=1.6, columnspacing=1.2, **place)
+    memory.legend()
 
 
 def metrics(result: Result) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from scaling.costs import serving
 from scaling.shapes import from_model
 
 BOOK = beside(__file__)
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.2)
 SWITCH = ("shares_served", True)
 WAYS = ("both phases", "either phase")
 NUM_WORKERS = 2
@@ -421,23 +421,42 @@ def claims(result: Result) -> Iterator[Ours]:
             yield ours(id, row[name], published=said, differs=True, **words)
 
 
+SYSTEMS = dict(zip(WAYS, ("both phases", "split"), strict=True))
+"""The names of the ways in figures."""
+
+
 def plot(axes: Any, result: Result) -> None:
     """Draws times to the first token, and between tokens, by rate."""
-    left, right = axes
-    for color, way in enumerate(WAYS, 1):
-        mine = result.loads.where(way=way)
-        for ax, name in ((left, "first"), (right, "between")):
-            found = 1000 * getattr(mine, f"{name}_s")
-            most = 1000 * getattr(mine, f"{name}_p90_s")
-            said = 1000 * getattr(mine, f"said_{name}_s")
-            style.curve(ax, mine.rate, found, color, f"{way}, median", "o-")
-            style.curve(ax, mine.rate, most, color, f"{way}, 90 %", "^--")
-            style.curve(ax, mine.rate, said, color, f"{way}, simulated", "x:")
-    x = "requests a second"
-    style.titled(left, "to the first token", x, "time [ms]", yscale="log")
-    style.titled(right, "between tokens", x, "time [ms]")
-    right.set_ylim(bottom=0)
-    low, high = left.get_ylim()
-    left.set_ylim(low, high * (high / low) ** 0.5)  # room for the legend
-    style.wide_log(left.yaxis)
-    left.legend(fontsize="x-small", loc="upper left", ncols=2)
+    for ax, name, unit, words in (
+        (axes[0], "first", 1, "first token"),
+        (axes[1], "between", 1000, "between tokens"),
+    ):
+        last = {}
+        for way, system in SYSTEMS.items():
+            mine = result.loads.where(way=way)
+            found = {
+                f"{way}, median": (unit * getattr(mine, f"{name}_s"), "-"),
+                f"{way}, 90 %": (unit * getattr(mine, f"{name}_p90_s"), "--"),
+                f"{way}, simulated": (unit * getattr(mine, f"said_{name}_s"), ":"),
+            }
+            for label, (values, line) in found.items():
+                style.curve(ax, mine.rate, values, system, label, linestyle=line)
+            if len(mine):
+                last[way] = float(found[f"{way}, 90 %"][0][-1])
+        title = f"Times of the {words} by rate"
+        if len(last) == len(WAYS):
+            shown = [f"{last[way]:,.2g} {'s' if unit == 1 else 'ms'}" for way in WAYS]
+            title = f"{words.capitalize()}, 90 %, at {max(result.loads.rate):.2g} "
+            title += f"requests/s: {shown[0]} on shared workers, {shown[1]} apart"
+        scale = "log" if name == "first" else "linear"
+        y = f"{'time to the' if name == 'first' else 'time'} {words} "
+        y += "[s]" if unit == 1 else "[ms]"
+        style.titled(ax, title, "load [requests/s]", y, yscale=scale)
+        if name == "first":
+            style.plain_log(ax.yaxis)
+        else:
+            ax.set_ylim(bottom=0)
+        ax.set_xticks(result.loads.distinct("rate"))
+        ax.xaxis.set_major_formatter("{x:.2g}")
+        if last:
+            ax.legend()

@@ -21,7 +21,7 @@ from experiments.framework import (
     report,
     table,
 )
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.disaggregation import queues, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, Queues
 from experiments.serving.disaggregation.runs import Loads
@@ -35,7 +35,7 @@ from experiments.serving.disaggregation.settings import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation.disaggregated import Role, Split
 
-PANELS, PANEL_SIZE_INCHES = (2, 3), (3.2, 2.5)
+PANELS = (3, 2)
 CONFIGS = {
     "smoke": Config(
         applications=("chat, 13B",),
@@ -216,12 +216,12 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-GREY = "0.55"
-LOOKS = {"both": ("both phases", 6), "prefill": ("prompts alone", 1)}
-LOOKS |= {"decode": ("decoding alone", 3), "split": ("split", 5)}
+ROLES = {"both": "both phases", "prefill": "prompts alone"}
+ROLES |= {"decode": "decoding alone", "split": "split"}
+"""The names of the roles in figures."""
 
 
-RATES = "requests/s for each GPU"
+RATES = "load [requests/s per GPU]"
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -229,60 +229,80 @@ def plot(axes: Any, result: Result) -> None:
     alone, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
     both, prefill, decode = (alone.where(role=x) for x in ("both", "prefill", "decode"))
     first_s, gap_s = KNOWN[EXAMPLE].objectives
-    _draw_tail(axes[0, 0], "ttft_s", [both, prefill, split], first_s)
-    _draw_tail(axes[0, 1], "tpot_s", [both, decode, split], gap_s)
-    axes[0, 0].set(title="OPT-13B, 512 + 64 tokens", ylabel="first token, P90, s")
-    label = "per output token, P90, s"
-    axes[0, 1].set(title="the same, between tokens", ylabel=label)
-    _draw_attained(axes[0, 2], [both, split])
-    _draw_goodput(axes[1, 0], runs.goodputs(result.alone, result.split))
-    _draw_links(axes[1, 1], result.links, split)
-    _draw_queues(axes[1, 2], result.queues)
+    title = "First token, 90 %: prompts alone bear more load than both phases"
+    label = "first token [s]"
+    _draw_tail(axes[0, 0], "ttft_s", [both, prefill, split], first_s, title, label)
+    title = "Between tokens, 90 %: decoding alone bears the most load"
+    label = "time per token [s]"
+    _draw_tail(axes[0, 1], "tpot_s", [both, decode, split], gap_s, title, label)
+    goodputs = runs.goodputs(result.alone, result.split)
+    example = next((row for row in goodputs if row["name"] == EXAMPLE), None)
+    _draw_attained(axes[1, 0], [both, split], example)
+    _draw_goodput(axes[1, 1], goodputs)
+    _draw_links(axes[2, 0], result.links, split)
+    _draw_queues(axes[2, 1], result.queues)
 
 
-def _draw_tail(ax: Any, field: str, lines: list[Loads], goal: float) -> None:
+def _draw_tail(
+    ax: Any, field: str, lines: list[Loads], goal: float, title: str, label: str
+) -> None:
     for loads in filter(len, lines):
-        values = getattr(loads, field)
-        label, color = LOOKS[loads.role[0]]
+        values, name = getattr(loads, field), ROLES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
-        style.curve(ax, loads.rate_per_card, values, color, label)
-    ax.axhline(goal, color=GREY, linewidth=0.8, linestyle=":")
-    ax.set(xlabel=RATES, ylim=(0, 3 * goal))
+        style.curve(ax, loads.rate_per_card, values, name, name)
+    style.reference(ax, goal, "objective")
+    style.titled(ax, title, RATES, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()
 
 
-def _draw_attained(ax: Any, lines: list[Loads]) -> None:
+def _draw_attained(ax: Any, lines: list[Loads], goodput: dict[str, Any] | None) -> None:
     for loads in filter(len, lines):
-        label, color = LOOKS[loads.role[0]]
-        rates = loads.rate_per_card
-        style.curve(ax, rates, 100 * loads.attained, color, label)
-        for values, mark in ((loads.attained_first, ":"), (loads.attained_gap, "--")):
-            style.curve(ax, rates, 100 * values, color, mark=mark, linewidth=0.8)
-    ax.axhline(90, color=GREY, linewidth=0.8, linestyle=":")
-    title = "objectives kept (dotted: first; dashed: between)"
-    rates = f"{RATES} (split: 2 read and 1 decodes)"
-    style.titled(ax, title, rates, "% of requests")
+        name, x = ROLES[loads.role[0]], loads.rate_per_card
+        style.curve(ax, x, 100 * loads.attained, name, name)
+    style.reference(ax, KEPT, f"{KEPT} % of the requests")
+    title = "Requests that keep both objectives"
+    if goodput:
+        title = (
+            f"{goodput['together_per_card_per_s']:.2g} requests/s keep the objectives "
+        )
+        title += f"together, {goodput['split_per_card_per_s']:.2g} split"
+    y = "objectives kept [%]"
+    style.titled(ax, title, RATES, y, ylim=(0, 104))
     ax.set_xlim(left=0)
-    ax.legend(loc="lower left")
+    ax.legend()
+
+
+KEPT = 90
+"""Per cent of the requests that must keep the objectives."""
 
 
 def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
-    colors = style.colors()
+    gains = []
     for i, row in enumerate(rows):
         together, split = row["together_per_card_per_s"], row["split_per_card_per_s"]
         base = together if together > 0 else np.nan
-        for dx, value, color in ((-0.2, together, 6), (0.2, split, 5)):
-            bar = ax.bar(i + dx, value / base, 0.36, color=colors[color])
-            if np.isfinite(value / base):
-                ax.bar_label(bar, [f"{value:.2g}"], fontsize=5)
-        for ratio in {*KNOWN[row["name"]].ratio}:
-            ax.plot([i + 0.2], [ratio], "D", color=GREY, markersize=3)
-    names = [row["name"].replace(", ", "\n") for row in rows]
+        pairs = ((-0.2, together, "both phases"), (0.2, split, "split"))
+        for dx, value, name in pairs:
+            look = systems.look(name).bar | {"label": None if i else name}
+            ax.bar(i + dx, value / base, 0.38, **look)
+        published = {*KNOWN[row["name"]].ratio}
+        look = {"linestyle": "", "markersize": 6, "markeredgecolor": "white"}
+        label = "" if i else "published gain of splitting"
+        x = [i + 0.2] * len(published)
+        style.curve(ax, x, sorted(published), "published", label, **look)
+        gains.append(split / base)
+    names = [
+        row["name"].replace(", ", "\n").replace("summaries", "sum-\nmaries")
+        for row in rows
+    ]
     ax.set_xticks(range(len(rows)), names)
-    ax.tick_params("x", labelsize=6)
-    title = "goodput, together and split (grey: published)"
-    ax.set(title=title, ylabel=f"{RATES}, relative")
+    title = "Goodput, together and split"
+    if np.isfinite(gains).any():
+        title = f"Splitting gains {np.nanmin(gains):.1f} to {np.nanmax(gains):.1f} "
+        title += "times the goodput"
+        ax.legend()
+    style.titled(ax, title, "", "goodput / together [ratio]")
 
 
 def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
@@ -291,22 +311,35 @@ def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
     }
     if len(split):
         speeds[settings.LINK / 1e9] = runs.each(split)
-    style.curve(ax, [*speeds], [*speeds.values()], 5)
-    title = "how fast keys and values must cross over"
-    style.titled(ax, title, "link from GPU to GPU, GB/s", RATES, xscale="log")
+    style.curve(ax, [*speeds], [*speeds.values()], "split")
+    title = "Goodput by the speed of the link"
+    if speeds:
+        best = max(speeds.values())
+        enough = min(x for x, y in speeds.items() if y >= 0.95 * best)
+        title = f"A link of {enough:.0f} GB/s gives 95 % of the goodput"
+    y = "goodput [requests/s]"
+    style.titled(ax, title, "GPU to GPU [GB/s]", y, xscale="log")
+    style.plain_log(ax.xaxis)
     ax.set_ylim(bottom=0)
 
 
+MACHINE_COLORS = (systems.BLACK, systems.ORANGE, systems.GREEN)
+
+
 def _draw_queues(ax: Any, found: Queues) -> None:
-    machines = zip(MACHINES, (1, queues.SPEED_UP, 2), (6, 5, 3), strict=True)
-    for i, (machine, speed_up, color) in enumerate(machines):
+    speeds = (1, queues.SPEED_UP, 2)
+    machines = zip(MACHINES, speeds, MACHINE_COLORS, "osv", strict=True)
+    off = [0.0]
+    for i, (machine, speed_up, color, marker) in enumerate(machines):
         rates = np.linspace(0.01, 0.93, 200) * speed_up / SERVICE_S
         exact = [queues.formula_s(machine, rate) for rate in rates]
-        style.curve(ax, rates, exact, color, machine, "-", linewidth=0.8)
-        style.curve(ax, found.rate, found.simulated_s[i], color, mark="o")
-    title, seconds = (
-        "M/D/1: formulas, and simulated (dots)",
-        "mean time to the first token, s",
-    )
-    style.titled(ax, title, "requests/s", seconds, ylim=(0, 0.45))
-    ax.legend(loc="upper left")
+        style.curve(ax, rates, exact, color, marker="", linewidth=1)
+        look = {"marker": marker, "linestyle": ""}
+        style.curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
+        theirs = np.array([queues.formula_s(machine, rate) for rate in found.rate])
+        off += np.abs(found.simulated_s[i] / theirs - 1).tolist()
+    title = f"Simulated queues (points) are within {100 * np.nanmax(off):.1f} % "
+    title += "of the M/D/1 formula"
+    seconds = "mean first token [s]"
+    style.titled(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
+    ax.legend()

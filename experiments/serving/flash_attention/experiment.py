@@ -74,7 +74,7 @@ class Config:
             )
 
 
-PANELS = (1, 3)
+PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 2.9)
 
 CONFIGS = {
     "smoke": Config(lengths=(64, 128, 256), contexts=(64, 256), head_dim=16, repeats=2),
@@ -270,22 +270,36 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
 def plot(axes: Any, result: Result) -> None:
     """Draws time and memory against length, and the single query."""
     seconds, memory, one = axes
-    for name, color, way, one_s in (
-        ("plain", 6, result.plain, result.one_plain_s),
-        ("in tiles", 5, result.flash, result.one_flash_s),
-        ("paged", 3, None, result.one_paged_s),
+    for name, way, one_s in (
+        ("plain", result.plain, result.one_plain_s),
+        ("in tiles", result.flash, result.one_flash_s),
+        ("paged", None, result.one_paged_s),
     ):
         if way is not None:
             mega = way.temporary_bytes / 1e6
-            style.curve(seconds, result.length, way.gradient_s * 1e3, color, name)
-            style.curve(memory, result.length, mega, color, name)
-        style.curve(one, result.context, one_s * 1e3, color, name)
+            style.curve(seconds, result.length, way.gradient_s * 1e3, name, name)
+            style.curve(memory, result.length, mega, name, name)
+        style.curve(one, result.context, one_s * 1e3, name, name)
+    titles = ["All queries: time with the gradient", "All queries: memory"]
+    titles.append("One query, as in decoding")
+    if len(result.length) and len(result.context):
+        plain, flash = result.plain, result.flash
+        gain = plain.gradient_s[-1] / flash.gradient_s[-1]
+        titles[0] = (
+            f"{result.length[-1]:,} queries: tiles take 1/{gain:.2g} of the time"
+        )
+        gain = plain.temporary_bytes[-1] / flash.temporary_bytes[-1]
+        titles[1] = (
+            f"{result.length[-1]:,} queries: tiles take 1/{gain:.2g} of the memory"
+        )
+        gain = result.one_plain_s[-1] / result.one_paged_s[-1]
+        titles[2] = f"One query: pages take {1 / gain:.2f} times as long as plain"
     for ax, title, x, y in (
-        (seconds, "all queries: time with the gradient", "tokens", "ms"),
-        (memory, "and its memory", "tokens", "MB"),
-        (one, "one query, as in decoding", "tokens seen", "ms"),
+        (seconds, titles[0], "length [tokens]", "time [ms]"),
+        (memory, titles[1], "length [tokens]", "memory [MB]"),
+        (one, titles[2], "context [tokens]", "time [ms]"),
     ):
         style.powers_of_two(ax)
         style.titled(ax, title, x, y, yscale="log")
-        ax.yaxis.set_major_formatter("{x:,g}")
+        style.plain_log(ax.yaxis)
         ax.legend()

@@ -72,7 +72,7 @@ class Config:
         validation.at_least(self, "repeats")
 
 
-PANELS = (2, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(lengths=(4, 8), counted_lengths=(64, 2**18, 2**20), repeats=2),
@@ -194,39 +194,50 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("raschka", without / cached, **words)
 
 
+SYSTEMS = ("without the cache", "with the cache")
+"""The names of both ways in figures."""
+
+
 def plot(axes: Any, result: Result) -> None:
     """Draws a token above, a text below; times on the left, operations on the right."""
     timed, models = result.timed, ((result.counted, "-"), (result.other, "--"))
     for row, what, label, seconds in (
-        (0, "a token", "tokens before it", (timed.without_s, timed.with_s)),
-        (1, "a text", "tokens of the text", timed.totals_s()),
+        (0, "one token", "tokens before it [tokens]", (timed.without_s, timed.with_s)),
+        (1, "a whole text", "length of the text [tokens]", timed.totals_s()),
     ):
         left, right = axes[row]
-        for values, color, way in zip(seconds, (6, 5), WAYS, strict=True):
-            style.curve(left, timed.length, values, color, way)
+        for values, system in zip(seconds, SYSTEMS, strict=True):
+            style.curve(left, timed.length, values, system, system)
         for counted, dash in models:
             flops = (counted.token_flops, counted.total_flops)[row]
-            for values, color in zip(flops, (6, 5), strict=True):
-                style.curve(right, counted.length, values, color, mark=dash)
-        for ax, how, unit in ((left, "measured", "s"), (right, "counted", "FLOP")):
-            title = f"{what}, {how}"
-            style.titled(ax, title, label, unit, xscale="log", yscale="log")
-    for counted, dash in models:
-        axes[0, 1].plot([], [], color="0.4", linestyle=dash, label=counted.name)
-    for ax in axes[0]:
-        ax.legend()
+            for values, system in zip(flops, SYSTEMS, strict=True):
+                name = system.removesuffix(" the cache")
+                look = {"linestyle": dash, "markevery": 0.2}
+                words = f"{counted.name}, {name}"
+                style.curve(right, counted.length, values, system, words, **look)
+        gain = seconds[0][-1] / seconds[1][-1] if timed.length.size else float("nan")
+        title = f"Measured: a cache makes {what} {gain:,.1f} times as fast"
+        log: Any = {"xscale": "log", "yscale": "log"}
+        style.titled(left, title, label, "time [s]", **log)
+        flops = (result.other.token_flops, result.other.total_flops)[row]
+        gain = flops[0][-1] / flops[1][-1]
+        title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
+        title += f"at {result.other.length[-1]:,} tokens"
+        style.titled(right, title, label, "operations [FLOP]", **log)
     _draw_slopes(axes[1, 1], result.other)
+    for ax in axes.flat:
+        ax.legend()
 
 
 def _draw_slopes(ax: Any, counted: Counted) -> None:
     """Grey lines of slope 3 and 2 through the last points."""
     end = counted.length[-1]
     x = counted.length[counted.length >= end / 256]
-    for row, power in zip(counted.total_flops, (3, 2), strict=True):
+    rows = zip(counted.total_flops, (3, 2), ("-.", ":"), strict=True)
+    for row, power, line in rows:
         y = row[-1] * (x / end) ** float(power)
-        ax.plot(x, y, color="0.7", linewidth=0.8, zorder=0)
-        look = {"fontsize": 6, "color": "0.45", "ha": "left", "va": "top"}
-        ax.text(x[0], y[0], f" $t^{power}$", **look)
+        look = {"color": "0.6", "linewidth": 1, "linestyle": line, "zorder": 0}
+        ax.plot(x, y, label=f"as length$^{power}$", **look)
 
 
 def time_both(

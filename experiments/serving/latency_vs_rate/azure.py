@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.framework import Part, report
 from experiments.harness import cost_models
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -195,17 +195,26 @@ def summary(result: list[Row]) -> list[Part]:
 
 def plot(ax: Any, result: list[Row]) -> None:
     """Draws the time to the first token, 99 of 100, of every replay."""
-    looks = itertools.cycle(itertools.product(style.colors()[1::4], ("o-", "s--")))
+    kinds = {"conv": "chat", "code": "code"}
     replays = itertools.groupby(result, lambda row: (row["trace"], row["model"]))
-    for ((trace, model), rows), (color, look) in zip(replays, looks, strict=False):
+    for (trace, model), rows in replays:
         found = [(row["num_devices"], row["first_p99_s"]) for row in rows]
-        label = f"{trace[6:]}, {model.removeprefix('llama-2-')}"
-        ax.plot(*zip(*found, strict=True), look, color=color, label=label)
+        kind, size = trace[6:], model.removeprefix("llama-2-")
+        color = systems.BLUE if kind == "code" else systems.ORANGE
+        is_small = size == "7b"
+        look = {"linestyle": "-" if is_small else "--", "marker": "os"[not is_small]}
+        label = f"{kinds.get(kind, kind)}, {size.upper()}"
+        style.curve(ax, *zip(*found, strict=True), color, label, **look)
     style.powers_of_two(ax)
-    ax.set(
-        title="Azure's hours, Llama-2",
-        xlabel="GPUs",
-        ylabel="first token, 99th percentile (s)",
-        yscale="log",
-    )
+    title = "Llama-2 on A100s: first token by GPUs"
+    slow = [x for x in result if x["first_p99_s"] > 1]
+    if slow:
+        worst = max(slow, key=lambda row: row["first_p99_s"])
+        name = kinds.get(worst["trace"][6:], worst["trace"])
+        title = f"Recorded {name} on {worst['num_devices']} A100: "
+        size = worst["model"].removeprefix("llama-2-").upper()
+        title += f"Llama-2-{size} answers after {worst['first_p99_s']:,.0f} s"
+    y = "first token, 99th percentile [s]"
+    style.titled(ax, title, "A100 [GPUs]", y, yscale="log")
+    style.plain_log(ax.yaxis)
     ax.legend()

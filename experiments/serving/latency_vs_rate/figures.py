@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import Part, Sheet, report
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import published, runs, settings
 from experiments.serving.latency_vs_rate.published import ends
 from experiments.serving.latency_vs_rate.runs import Row
@@ -52,8 +52,7 @@ class Config:
 
 
 claims = published.claims
-PANELS = (5, 3)
-PANEL_SIZE_INCHES = (2.6, 1.9)
+PANELS, PANEL_SIZE_INCHES = (7, 2), (3.4, 3.0)
 SWITCH = ("traces", False)
 
 CONFIGS = {
@@ -163,38 +162,51 @@ def _capacities(result: list[Row]) -> Sheet:
 
 
 def plot(axes: Any, result: list[Row]) -> None:
-    """Draws figures 12 and 14 in two rows each, then 13; axes left over may go."""
-    free, handles = iter(axes.ravel()), {}
+    """Draws figures 12 and 14, then 13; axes left over go."""
+    free = iter(axes.ravel())
     for name, rows in runs.grouped(result, "panel").items():
         ax, panel = next(free), published.PANELS[name]
         runs.draw(ax, rows, f"{name}: {panel.title}")
+        if gain := _gain(rows):
+            ax.set_title(f"{name}, {panel.title}: {gain}")
         ax.set_xlim(0, panel.axis)
-        lines, labels = ax.get_legend_handles_labels()
-        handles |= dict(zip(labels, lines, strict=True))
+        ax.legend()
     last = runs.grouped(ends(result), "panel")
     for name, printed in published.BATCHES.items():
         if here := [x for x in last.get(name, ()) if x["system"] in printed]:
             _batches(next(free), name, here)
-    for k, ax in enumerate(free):
-        if handles and not k:
-            ax.set_axis_off()
-            ax.legend(handles.values(), handles, loc="center")
-        else:
-            ax.remove()
+    for ax in free:
+        ax.remove()
+
+
+def _gain(rows: list[Row]) -> str:
+    """The load of the paged system over the best of Orca's, where both are known."""
+    found = runs.sustained(rows)
+    oracle = found.get("Orca (Oracle)")
+    if oracle is None or "paged" not in found or oracle.relation != "is":
+        return ""
+    curves = runs.curves(rows)
+    ratio = load_curves.ratio(curves["paged"], curves["Orca (Oracle)"], runs.BOUND)
+    least = "" if found["paged"].relation == "is" else "at least "
+    return f"{least}{ratio:.1f} times the load of Orca (Oracle)"
 
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     """Bars of ours before the printed ones in grey."""
-    systems, x = [row["system"] for row in rows], np.arange(len(rows))
-    theirs, ours = published.BATCHES[name], [row["batch"] for row in rows]
-    colors = [style.colors()[runs.COLORS[system]] for system in systems]
-    for dx, heights, color in (
-        (-0.2, ours, colors),
-        (0.2, [theirs[system] for system in systems], "0.75"),
-    ):
-        bars = ax.bar(x + dx, heights, 0.4, color=color)
-        ax.bar_label(bars, fmt="%.1f", fontsize=5.5)
-    ax.set_xticks(x, [system.replace("Orca ", "").strip("()") for system in systems])
+    theirs, drawn = published.BATCHES[name], [row["system"] for row in rows]
+    for i, row in enumerate(rows):
+        system = row["system"]
+        printed = {"label": None if i else "the paper's"}
+        for dx, height, look in (
+            (-0.2, row["batch"], systems.look(system).bar),
+            (0.2, theirs[system], systems.look("published").bar | printed),
+        ):
+            ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
+    names = [system.replace("Orca ", "").strip("()") for system in drawn]
+    ax.set_xticks(range(len(rows)), names)
     data, rate = published.PANELS[name].data, rows[0]["rate_per_s"]
-    ax.set_title(f"13{'ab'[data == 'Alpaca']}: {data}, {rate:g}/s; paper grey")
-    ax.set_ylabel("requests at once")
+    most = max(rows, key=lambda row: row["batch"])
+    title = f"13{'ab'[data == 'Alpaca']}, {data}, {rate:g} requests/s: "
+    title += f"{most['system']} runs {most['batch']:.0f} at once"
+    style.titled(ax, title, "", "batch [requests]")
+    ax.legend()

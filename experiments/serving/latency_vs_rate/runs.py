@@ -35,10 +35,6 @@ BOUND = 0.5
 type Row = dict[str, Any]
 
 
-COLORS = dict(zip(settings.SYSTEMS, (4, 6, 1, 2, 5), strict=True))
-"""Places of the systems' colours, which are the same in all figures."""
-
-
 class Setting(NamedTuple):
     """What is served by whom.
 
@@ -274,6 +270,5 @@ def told(rows: list[Row]) -> list[Row]:
 def draw(ax: Any, rows: list[Row], title: str) -> None:
     """Draws latencies against rates."""
     for system, curve in curves(rows).items():
-        mark = "vsd^o"[settings.SYSTEMS.index(system)] + "-"
-        style.curve(ax, *curve, COLORS[system], system, mark, markersize=2)
-    style.titled(ax, title, "requests/s", "latency (s/token)", ylim=(0, 1))
+        style.curve(ax, *curve, system, system, markersize=3.5)
+    style.titled(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))

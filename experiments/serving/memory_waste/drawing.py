@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import beside
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import published, settings
 
 BOOK = beside(__file__)
@@ -23,87 +23,97 @@ USES = {
 none; the rest."""
 
 
+USE_LOOKS = (
+    *((systems.GREEN, ""), (systems.SKY, "//")),
+    *((systems.ORANGE, ".."), (systems.RED, "\\\\")),
+)
+"""Colour and hatch of the uses."""
+
+
 def plot(axes: Any, result: Any) -> None:
     """Draws memory by part, the waste, the growth of memory, and throughput."""
     weights, places = result.weight_bytes / 1e9, result.kv_bytes / 1e9
     _draw_parts(axes[0][0], weights, places, result.memory_bytes / 1e9)
     _draw_uses(axes[0][1], result)
     _draw_memory(axes[1][0], result, weights, weights + places)
-    throughput = axes[1][1]
-    _draw_lines(throughput, result, result.growth.tokens_per_s, says_end=True)
-    throughput.set(ylabel="tokens/s", title="throughput by requests at once")
-    throughput.set_ylim(bottom=0)
+    rates = result.growth.tokens_per_s
+    ends = _draw_lines(axes[1][1], result, rates, says_end=True)
+    title = (
+        f"Pages fit {ends['paged'][0] / ends['Orca (Max)'][0]:.1f} times the requests"
+    )
+    title += (
+        f" of Orca (Max): {ends['paged'][1] / ends['Orca (Max)'][1]:.1f} times the rate"
+    )
+    axes[1][1].set(ylabel="throughput [tokens/s]", title=title)
+    axes[1][1].set_ylim(bottom=0)
+    axes[1][1].legend()
 
 
 def _draw_parts(ax: Any, weights: float, places: float, memory: float) -> None:
-    """One bar: weights, keys and values, the rest; in GB."""
-    colors, left = style.colors(), 0.0
-    for label, size, color in (
-        ("parameters", weights, "0.75"),
-        ("keys and values", places, colors[6]),
-        ("rest", memory - weights - places, colors[4]),
-    ):
-        ax.barh(0, size, left=left, color=color, height=0.5)
-        is_narrow = size < 0.1 * memory
-        ax.text(
-            left + size / 2,
-            0.3 if is_narrow else 0,
-            f"{label}\n{size:.1f} GB\n{100 * size / memory:.0f} %",
-            ha="center",
-            va="bottom" if is_narrow else "center",
-        )
-        left += size
-    ax.set(yticks=[], ylim=(-0.6, 0.9), xlabel="memory (GB)")
-    ax.set_title("OPT-13B on an A100 of 40 GB")
+    """A bar for weights, for keys and values, and for the rest; in GB."""
+    names = ("parameters", "keys and values", "rest")
+    sizes = (weights, places, memory - weights - places)
+    colors = [(0.6, 0.6, 0.6), style.colors()[systems.BLUE], (0.8, 0.8, 0.8)]
+    bars = ax.bar(names, sizes, 0.6, color=colors)
+    labels = [f"{size:.1f} GB\n{100 * size / memory:.0f} %" for size in sizes]
+    ax.bar_label(bars, labels, padding=2)
+    ax.margins(y=0.2)
+    title = f"OPT-13B leaves {places:.0f} of {memory:.0f} GB to keys and values"
+    style.titled(ax, title, "", "memory of an A100 [GB]")
 
 
 def _draw_uses(ax: Any, result: Any) -> None:
-    """Ours, and the published shares beside it, paler."""
-    colors = [style.colors()[k] for k in (3, 4, 1, 6)]
+    """Ours on the left of each pair, and the published shares on the right, paler."""
     names, printed = result.system.tolist(), BOOK.published("uses")
     theirs = [[printed[name].get(use, 0.0) for use in USES.values()] for name in names]
     ours = 100 * result.waste.uses.mean(axis=1)
     places = np.arange(len(names))
-    for shares, shift, alpha in ((ours, -0.2, 1.0), (np.array(theirs), 0.2, 0.45)):
+    for shares, shift, alpha in ((ours, -0.21, 1.0), (np.array(theirs), 0.21, 0.5)):
         bottom = np.zeros(len(names))
-        for values, use, color in zip(shares.T, USES.values(), colors, strict=True):
-            look = {"color": color, "alpha": alpha, "bottom": bottom}
-            bars = ax.bar(places + shift, values, 0.38, **look)
-            texts = [f"{value:.1f}" if value > 4 else "" for value in values]
-            ax.bar_label(bars, texts, label_type="center", fontsize=5.5)
+        rows = zip(shares.T, USES.values(), USE_LOOKS, strict=True)
+        for values, use, (color, hatch) in rows:
+            look: dict[str, Any] = {"color": style.colors()[color], "hatch": hatch}
+            look |= {"alpha": alpha, "bottom": bottom, "edgecolor": "white"}
+            bars = ax.bar(places + shift, values, 0.4, **look)
             if alpha == 1.0:
                 bars.set_label(use)
             bottom = bottom + values
     ax.set_xticks(places, [x.replace("Orca ", "Orca\n") for x in names])
-    ax.set(
-        ylim=(0, 130), ylabel="token places (%)", title="what they hold; paper's pale"
-    )
-    ax.legend(loc="upper left", ncols=2, fontsize=6)
+    waste = 100 - dict(zip(names, ours[:, 0], strict=True))["Orca (Max)"]
+    paged = 100 - dict(zip(names, ours[:, 0], strict=True))["paged"]
+    title = f"Orca (Max) wastes {waste:.0f} % of its token places, pages {paged:.0f} %"
+    style.titled(ax, title, "left: ours, right: the paper's", "token places [%]")
+    ax.set_ylim(0, 100)
+    ax.legend()
 
 
 def _draw_memory(ax: Any, result: Any, weights: float, full: float) -> None:
-    look = {"xycoords": ("axes fraction", "data"), "ha": "right", "color": "0.4"}
-    for label, height, line in (
-        ("parameters", weights, "-"),
-        ("all that there is for keys and values", full, ":"),
-    ):
-        ax.axhline(height, color="0.6", linewidth=0.8, linestyle=line)
-        style.note(ax, label, (0.98, height), (0, 2), **look)
-    _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 0.1), fontsize=6)
-    ax.set(ylim=(weights - 1, full + 2), ylabel="memory (GB)")
-    ax.set_title("memory by requests at once")
+    """Memory by requests, from the parameters up to all that there is."""
+    style.reference(ax, full, "all memory for keys and values")
+    ends = _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
+    title = f"Pages fit {ends['paged'][0]} requests, Orca (Oracle) "
+    title += f"{ends['Orca (Oracle)'][0]}, Orca (Max) {ends['Orca (Max)'][0]}"
+    ax.set(ylim=(weights - 1, full + 2), ylabel="memory [GB]", title=title)
+    ax.legend()
 
 
-def _draw_lines(ax: Any, result: Any, values: np.ndarray, *, says_end: bool) -> None:
-    """Lines up to the last request that fits, and what there is there."""
-    colors, requests = [style.colors()[k] for k in (6, 1, 2, 5)], result.growth.requests
-    for name, line, color in zip(result.system, values, colors, strict=True):
+def _draw_lines(
+    ax: Any, result: Any, values: np.ndarray, *, says_end: bool
+) -> dict[str, tuple[int, float]]:
+    """Draws lines up to the last request that fits, and returns where they end."""
+    requests, ends = result.growth.requests, {}
+    for name, line in zip(result.system.tolist(), values, strict=True):
         last = np.flatnonzero(np.isfinite(line))[-1]
-        end = requests[last], line[last]
-        ax.plot(requests, line, color=color, label=str(name))
-        ax.plot(*end, "o", color=color)
+        end = ends[name] = int(requests[last]), float(line[last])
+        if not says_end:
+            style.curve(ax, requests, line, name, marker="")
+        elif name == "paged":
+            style.curve(ax, requests, line, name, marker="", zorder=0)
+        look = {"linestyle": "", "markersize": 8}
+        style.curve(ax, *([x] for x in end), name, name, **look)
         if says_end:
-            text = f"{name}: {end[1]:.0f}"
-            style.note(ax, text, end, (3, -4), va="top", color=color)
-    ax.set(xlim=(0, 1.2 * requests[-1]), xlabel="requests at once")
+            offset, side = ((6, -4), "left") if name != "paged" else ((-8, 0), "right")
+            look = {"va": "top", "ha": side}
+            style.note(ax, f"{end[1]:.0f} tokens/s", end, offset, **look)
+    ax.set(xlim=(0, 1.08 * requests[-1]), xlabel="batch [requests]")
+    return ends

@@ -65,7 +65,7 @@ class Config:
             raise ValueError(f"{self.step_scales=} must be above 0, at least one")
 
 
-PANELS = (2, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.7)
 
 CONFIGS = {
     "paper": Config(),

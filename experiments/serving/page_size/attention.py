@@ -60,7 +60,7 @@ class Config:
             )
 
 
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.6)
 SWITCH = ("hours", False)
 
 CONFIGS = {
@@ -245,7 +245,7 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("price", float(high), which="where it costs most", **words)
 
 
-DASHES, COLORS = ("-", "--", ":", "-."), (5, 6, 3, 1)
+DASHES, COLORS, MARKS = ("-", "--", ":", "-."), (5, 6, 3, 1), "os^d"
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -253,26 +253,38 @@ def plot(axes: Any, result: Result) -> None:
     ratios, times = axes
     column, found = _paper_column(result), result.latency
     batches, contexts = found.distinct("batch"), found.distinct("context")
-    looks = dict(zip(batches, itertools.cycle(COLORS), strict=False))
+    looks = dict(zip(batches, itertools.cycle(zip(COLORS, MARKS, strict=True))))
     for row in found.rows():
         batch, context = row["batch"], row["context"]
-        mark = "o" + DASHES[contexts.index(context) % len(DASHES)]
+        color, mark = looks[batch]
+        look = {"linestyle": DASHES[contexts.index(context) % 4], "marker": mark}
         label = f"{batch} x {context}"
-        style.curve(ratios, result.page_size, row["ratio"], looks[batch], label, mark)
-    for batch, color in looks.items():
+        style.curve(ratios, result.page_size, row["ratio"], color, label, **look)
+    for batch, (color, mark) in looks.items():
         mine = found.where(batch=batch)
         paged, contiguous = mine.paged_s[:, column], mine.contiguous_s[:, column]
-        style.curve(times, mine.context, 1e3 * paged, color, f"{batch} sequences")
-        style.curve(times, mine.context, 1e3 * contiguous, color, mark="o:")
-    ratios.axhline(1, color="0.6", linewidth=0.8)
+        label = f"{batch} sequence{'s' * (batch > 1)}"
+        style.curve(
+            times, mine.context, 1e3 * paged, color, f"{label}, pages", marker=mark
+        )
+        look = {"linestyle": ":", "marker": mark}
+        label = f"{label}, contiguous"
+        style.curve(times, mine.context, 1e3 * contiguous, color, label, **look)
+    style.reference(ratios, 1, "contiguous")
     style.powers_of_two(ratios)
-    title = "time over that of contiguous attention"
-    style.titled(ratios, title, "token places in a page", "paged / contiguous")
-    ratios.set_ylim(0, 1.45 * ratios.get_ylim()[1])
-    title = f"pages of {result.page_size[column]} (dotted: contiguous)"
-    style.titled(times, title, "tokens of each sequence", "ms")
-    times.set_ylim(0, times.get_ylim()[1])
+    title = times_title = "Attention over pages"
     if batches:
-        title = "sequences x tokens"
-        ratios.legend(title=title, fontsize=6, ncols=len(batches), loc="upper center")
+        here = found.ratio[:, column]
+        size = result.page_size[column]
+        title = (
+            f"Pages of {size} take {here.min():.2f} to {here.max():.2f} times as long "
+        )
+        title += "as contiguous attention"
+        most = 1e3 * found.paged_s[:, column].max()
+        times_title = f"Pages of {size}: at most {most:.3g} ms a step"
+        ratios.legend(title="sequences x tokens")
         times.legend()
+    style.titled(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")
+    style.titled(times, times_title, "length of each sequence [tokens]", "time [ms]")
+    for ax in axes:
+        ax.set_ylim(bottom=0)

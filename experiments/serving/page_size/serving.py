@@ -56,7 +56,7 @@ class Config:
         validation.at_least(self, "seed", low=0)
 
 
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
 SWITCH = ("hours", True)
 
 CONFIGS = {"paper": Config()}
@@ -155,26 +155,43 @@ def _memory(rows: Serving, data: str) -> Iterator[Ours]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws latency, and what is left of a full memory, against the page size."""
+    """Draws latency, and the use of a full memory, against the page size."""
     latency, memory = axes
-    for data, color in (("ShareGPT", 5), ("Alpaca", 6)):
+    worst, least = ("", 0, 0.0), ("", 0, 100.0)
+    for data in ("ShareGPT", "Alpaca"):
         rows = result.serving.where(data=data, rate=LOADED[data])
         if len(rows):
             y, label = rows.normalised_s, f"{data}, {LOADED[data]:g} requests/s"
-            style.curve(latency, rows.page_size, y, color, label)
-            bar = [0.9 * y.min()] * 2
-            style.curve(latency, BEST[data], bar, color, mark="-", linewidth=3)
+            style.curve(latency, rows.page_size, y, data, label)
+            bar, look = [0.85 * y.min()] * 2, {"marker": "", "linewidth": 4}
+            label = f"{data}, the paper's best"
+            style.curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
+            times = y.max() / y.min()
+            at = int(rows.page_size[y.argmax()])
+            worst = (data, at, times) if times > worst[2] else worst
         rows = result.serving.where(data=data, rate=FULL[data])
         theirs = BOOK.published("tokens")[data]
-        sizes, look = [*map(int, theirs)], {"color": "0.7", "linewidth": 0.8}
-        memory.plot(sizes, [*theirs.values()], "D:", **look)
-        style.curve(memory, rows.page_size, 100 * rows.tokens, color, data)
-    size = "token places in a page"
-    title, y = "end to end (bars: best as published)", "normalised latency, s/token"
-    style.titled(latency, title, size, y, yscale="log")
-    title = "a full memory (grey: an earlier simulation)"
-    y = "% of the memory that holds tokens"
-    style.titled(memory, title, size, y, ylim=(0, 100))
+        look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
+        label = "an earlier simulation" if data == "Alpaca" else ""
+        style.curve(
+            memory, [*map(int, theirs)], [*theirs.values()], "published", label, **look
+        )
+        style.curve(memory, rows.page_size, 100 * rows.tokens, data, data)
+        if len(rows) and 100 * rows.tokens.min() < least[2]:
+            at = int(rows.page_size[rows.tokens.argmin()])
+            least = data, at, 100 * float(rows.tokens.min())
+    size = "page size [tokens]"
+    title = "Latency by page size"
+    if worst[0]:
+        title = f"Pages of {worst[1]}: {worst[2]:.0f} times the latency on {worst[0]}"
+    style.titled(latency, title, size, "latency [s/token]", yscale="log")
+    style.plain_log(latency.yaxis)
+    title = "A full memory by page size"
+    if least[0]:
+        title = (
+            f"Pages of {least[1]}: tokens fill {least[2]:.0f} % of memory on {least[0]}"
+        )
+    style.titled(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
     for ax in axes:
         style.powers_of_two(ax)
         ax.legend()

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.framework import Ours, Part, Record, beside, column, ours, table
 from experiments.harness import Request, model_shapes, prompts
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.preemption import moving
 from experiments.serving.preemption.moving import Moves
 from experiments.serving.preemption.serving import Server, Servings, Way
@@ -76,8 +76,7 @@ class Config(prompts.RaggedConfig):
         validation.within(self, *shares, low=0, high=1)
 
 
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.6, 2.5)
+PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
 SWITCH = ("simulated_requests", False)
 
 CONFIGS = {
@@ -325,106 +324,128 @@ def summary(result: Result) -> list[Part]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws four panels; those of parts that were not served stay empty."""
-    _draw_ways(axes[0, 0], result.ways)
-    _draw_watermarks(axes[0, 1], result.watermarks, result.victims)
-    _draw_spaces(axes[1, 0], result.spaces, result.hosts)
-    _draw_moves(axes[1, 1], result.moves)
+    _draw_ways(axes[0], result.ways)
+    _draw_watermarks(axes[1], result.watermarks, result.victims)
+    _draw_spaces(axes[2], result.spaces, result.hosts)
+    _draw_moves(axes[3], result.moves)
 
 
 def _draw_ways(ax: Any, ways: Servings) -> None:
     """Tokens computed once and again, a bar each way, with steps and seconds."""
-    color = style.colors()[6]
-    names = [name.replace(", ", ",\n") for name in ways.name.tolist()]
-    ax.set_yticks(range(len(names)), names)
+    names, again_look = ways.name.tolist(), {"hatch": "xxx", "edgecolor": "white"}
+    shares = {}
     for i, row in enumerate(ways.rows()):
         fed, again = row["num_fed"] / 1000, row["num_recomputed"] / 1000
-        ax.barh(i, fed - again, 0.55, color="#cfe3f1")
-        ax.barh(i, again, 0.55, left=fed - again, color=color)
+        color = systems.look(names[i]).color
+        ax.barh(i, fed - again, 0.66, color=color)
+        ax.barh(i, again, 0.66, left=fed - again, color=color, **again_look)
         text = f"{row['steps']:,} steps, {row['duration_s']:.1f} s"
-        ax.text(0.15, i, text, fontsize=6, va="center", color="0.15")
         if again:
-            text = f"{100 * row['recomputed_share']:.0f} % again"
-            ax.text(1.01 * fed, i, text, fontsize=6, va="center", color=color)
-    title = "the same requests in too small a pool"
-    ax.set(title=title, xlabel="tokens computed, thousands")
-    ax.spines["left"].set_visible(False)
+            shares[names[i]] = 100 * row["recomputed_share"]
+            text += f", {shares[names[i]]:.0f} % again"
+        style.note(ax, text, (fed, i), (4, 0), va="center_baseline")
+    for label, look in (("computed once", {}), ("computed again", again_look)):
+        ax.fill_between([], [], label=label, facecolor="0.45", **look)
+    ax.set_yticks(range(len(names)), names)
     ax.tick_params(axis="y", length=0)
+    ax.margins(x=0.45)
+    ax.set_xlim(left=0)
     ax.invert_yaxis()
-    ax.margins(x=0.12)
+    title = "The same requests in too small a pool"
+    if shares:
+        name = max(shares, key=lambda x: shares[x])
+        title = f"Too small a pool: {name} computes {shares[name]:.0f} % of the tokens "
+        title += "again"
+        ax.legend()
+    style.titled(ax, title, "tokens computed [thousands]", "")
 
 
-AGAIN = "computed again, % of all tokens"
+AGAIN = "computed again [% of tokens]"
 
 
 def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
     """Recomputed share against pages kept free; at none, every rule of victims."""
-    colors = style.colors()
-    title = "pages kept free at admission, recomputing"
-    style.titled(ax, title, "kept free, % of the pool", AGAIN)
+    title = "Pages kept free at admission"
     theirs = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
-    ax.plot(*zip(*theirs, strict=True), "D:", color="0.55", linewidth=0.8)
-    style.note(ax, "simulation, ShareGPT", theirs[-1], (5, 3), color="0.55")
+    look = {"linestyle": ":", "linewidth": 1}
+    label = "an earlier simulation of ShareGPT"
+    style.curve(ax, *zip(*theirs, strict=True), "published", label, **look)
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share
-        style.curve(ax, x, y, 5)
-        for i, steps in enumerate(watermarks.steps.tolist()):
-            label = f"{steps:,} steps" if i in (0, len(x) - 1) else f"{steps:,}"
-            style.note(ax, label, (x[i], y[i]), (5, 1), color=colors[5])
-        ax.set_ylim(0, max(1.12 * y.max(), 15))
-        ax.set_xlim(-4, 1.18 * max(x.max(), 1))
+        style.curve(ax, x, y, "recompute", "latest is preempted")
+        for at in zip(x, y, watermarks.steps.tolist(), strict=True):
+            style.note(ax, f"{at[2]:,} steps", at[:2], (6, 3))
+        ax.set_xlim(-3, 1.22 * max(x.max(), 1))
+        title = (
+            f"Keeping {x[-1]:.0f} % of the pool free cuts tokens computed again from "
+        )
+        title += f"{y[0]:.0f} to {y[-1]:.0f} %"
     again = victims.where(preemption="recompute")
     if len(again):
-        y, color = 100 * again.recomputed_share, colors[6]
-        ax.plot(np.zeros(len(y)), y, "_", color=color, markersize=7)
-        best = again.victim[y.argmin()].replace("_", " ")
-        line = {"arrowstyle": "-", "linewidth": 0.5, "color": color}
-        text, at = f"other victims, best: {best}", (0, y.min())
-        style.note(ax, text, at, (45, -2), color=color, arrowprops=line)
+        y = 100 * again.recomputed_share
+        name = again.victim[int(y.argmin())].replace("_", " ")
+        look = {"linestyle": "", "markersize": 7}
+        style.curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
+    ax.set_ylim(0, 1.15 * max(ax.get_ylim()[1], 1))
+    style.titled(ax, title, "kept free [% of the pool]", AGAIN)
+    ax.legend()
 
 
 def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
-    """Recomputed share against swap space, and with the host's memory beside it."""
-    colors, hosts = style.colors(), hosts.at(hosts.host_pages > 0)
-    for found, look, color in ((spaces, "o-", 5), (hosts, "s", 3)):
-        x, y = 100 * found.swap_share, 100 * found.recomputed_share
-        style.curve(ax, x, y, color, mark=look)
-    for i, at in enumerate(
-        zip(100 * spaces.swap_share, 100 * spaces.recomputed_share, strict=True)
+    """Recomputed share against swap space, and with the host's memory as well."""
+    hosts = hosts.at(hosts.host_pages > 0)
+    for found, system, label, line in (
+        (spaces, "swap", "buffer on the device", "-"),
+        (hosts, "swap, hold new", "and host memory, {} pages", ""),
     ):
+        x, y = 100 * found.swap_share, 100 * found.recomputed_share
+        pages = " or ".join(f"{num:,}" for num in found.host_pages.tolist())
+        if len(found):
+            style.curve(ax, x, y, system, label.format(pages), linestyle=line)
+    rows = zip(100 * spaces.swap_share, 100 * spaces.recomputed_share, strict=True)
+    for i, at in enumerate(rows):
         label = f"{spaces.num_fallbacks[i]} of {spaces.num_preempted[i]}"
         label += " found no room" if i == 0 else ""
-        style.note(ax, label, at, (5, 4), color=colors[5])
-    if len(hosts):
-        pages = "\nor ".join(f"{num:,}" for num in hosts.host_pages.tolist())
-        at = 100 * hosts.swap_share[0], 100 * hosts.recomputed_share.mean()
-        look = {"ha": "right", "va": "center", "color": colors[3]}
-        style.note(ax, f"with the host:\n+ {pages} pages", at, (-5, 0), **look)
-    top = 100 * spaces.recomputed_share.max(initial=0.0)
-    title = "swapping with too little room"
-    style.titled(ax, title, "pages of the buffer, % of the pool", AGAIN)
-    ax.set(xlim=(-20, 116), ylim=(0, max(1.12 * top, 1)), xticks=range(0, 101, 25))
+        look = {"ha": "right"} if at[0] >= 99 else {}
+        style.note(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
+    top, title = (
+        100 * spaces.recomputed_share.max(initial=0.0),
+        "Room of the swap buffer",
+    )
+    enough = 100 * spaces.swap_share[spaces.recomputed_share <= 0]
+    if len(enough):
+        title = (
+            f"A buffer of {enough.min():.0f} % of the pool leaves nothing to compute "
+        )
+        title += "again"
+    style.titled(ax, title, "swap buffer [% of the pool]", AGAIN)
+    ax.set(xlim=(-4, 106), ylim=(0, max(1.15 * top, 1)), xticks=range(0, 101, 25))
+    if len(spaces):
+        ax.legend()
 
 
 def _draw_moves(ax: Any, moves: Moves) -> None:
     """Time to bring one request back, against the page size."""
-    style.titled(ax, "bringing one request back", "page size, tokens", "time, ms")
+    x, y = "page size [tokens]", "time [ms]"
+    style.titled(ax, "Bringing one request back", x, y)
     if not len(moves):
         return
-    sizes, host = moves.page_size.tolist(), moves.swap_through_host_s
-    for label, values, color in (
-        ("recompute", moves.recompute_s, 6),
-        ("swap, through\nhost memory", host, 3),
-        ("swap, buffer\nbeside the pool", moves.swap_s, 5),
+    sizes, medians = moves.page_size.tolist(), {}
+    for label, values, system in (
+        ("recompute", moves.recompute_s, "recompute"),
+        ("swap through host memory", moves.swap_through_host_s, "swap, hold new"),
+        ("swap from a device buffer", moves.swap_s, "swap"),
     ):
-        times_ms = 1000 * np.median(values, axis=1)
-        style.curve(ax, sizes, times_ms, color)
-        at, look = (sizes[-1], times_ms[-1]), {"color": style.colors()[color]}
-        style.note(ax, label, at, (5, 0), va="center", **look)
+        medians[label] = 1000 * np.median(values, axis=1)
+        style.curve(ax, sizes, medians[label], system, label)
+    last = [x[-1] for x in medians.values()]
+    title = f"{moves.num_tokens[0]:,} tokens come back {last[0] / last[-1]:,.0f} times "
+    title += "sooner by swapping than by computing"
     if sizes[0] == 1:
-        text = "pages of 1: XLA\ncopies the whole pool"
-        style.note(ax, text, (1, 1000 * np.median(host[0])), (24, -34), color="0.55")
-    ax.set_title(f"bringing back {moves.num_tokens[0]:,} tokens")
+        title += " (pages of 1: XLA copies the pool)"
     style.powers_of_two(ax)
-    ax.set(yscale="log", xlim=(0.8 * sizes[0], 6 * sizes[-1]), xticks=sizes)
+    style.titled(ax, title, x, y, yscale="log", xticks=sizes)
+    style.plain_log(ax.yaxis)
     ax.minorticks_off()
+    ax.legend()

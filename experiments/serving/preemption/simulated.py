@@ -74,8 +74,7 @@ class Config:
         validation.at_least(self, "seed", low=0)
 
 
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.6, 2.5)
+PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.7)
 SWITCH = ("simulated_requests", True)
 
 CONFIGS = {"paper": Config()}
@@ -283,40 +282,68 @@ def summary(result: Result) -> list[Part]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws victims and watermarks above, and page sizes below."""
-    found, alone, colors = result.simulated, result.bring_back, (6, 5, 3, 1)
-    for ax, id, name, scale in (
-        (axes[0, 0], "kept_free", "recomputed_share", 100),
-        (axes[0, 1], "latency", "normalised_s", 1000),
-    ):
-        theirs = {int(x): y for x, y in BOOK.published(id).items()}
-        look = {"color": "0.65", "linewidth": 0.8, "label": "earlier sketch"}
-        # The sketch's shares are in per cent.
-        unit = 1000 if name == "normalised_s" else 1
-        ax.plot([*theirs], [unit * x for x in theirs.values()], "D:", **look)
-        for rule, color in zip(RULES, colors, strict=True):
-            rows = _first(found.where(study="victims", victim=rule))
-            values, text = scale * getattr(rows, name), rule.replace("_", " ")
-            style.curve(ax, rows.watermark, values, color, text)
-        latest = found.where(study="victims", victim="latest")
-        for seed in latest.distinct("seed"):
-            rows = latest.where(seed=seed)
-            values = scale * getattr(rows, name)
-            style.curve(ax, rows.watermark, values, colors[0], mark="-", linewidth=0.4)
-        ax.set_xlabel("pages kept free at admission, of 983 (thin: other draws)")
-        ax.set_ylim(bottom=0)
-    title = f"who is preempted, ShareGPT, {RATE} requests/s"
-    axes[0, 0].set(title=title, ylabel="computed again, % of all tokens")
-    axes[0, 0].legend(fontsize=6)
-    latency = "normalised latency, ms/token"
-    axes[0, 1].set(title="what users feel of it", ylabel=latency)
-    style.curve(axes[1, 0], PAGE_SIZES, 1000 * alone.recompute_s, 6, "recompute")
-    style.curve(axes[1, 0], PAGE_SIZES, 1000 * alone.swap_s, 5, "swap out and in")
-    axes[1, 0].set(title=f"{NUM_TOKENS} tokens brought back", ylabel="ms")
-    for name, color in zip(PREEMPTIONS, colors, strict=False):
+    found, alone = result.simulated, result.bring_back
+    _draw_rules(axes[0, 0], found, "kept_free", "recomputed_share", 100)
+    _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
+    ax, size = axes[1, 0], "page size [tokens]"
+    again, swap = 1000 * alone.recompute_s, 1000 * alone.swap_s
+    style.curve(ax, PAGE_SIZES, again, "recompute", "recompute")
+    style.curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
+    less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
+    title = f"{NUM_TOKENS} tokens come back sooner by swapping "
+    title += f"from pages of {less[0]} on" if less else "with no page size"
+    style.titled(ax, title, size, "time [ms]")
+    ax, worst = axes[1, 1], ("", 0.0)
+    for name in PREEMPTIONS:
         rows = found.where(study="pages", preemption=name)
-        style.curve(axes[1, 1], rows.page_size, 1000 * rows.normalised_s, color, name)
-    axes[1, 1].set(title=f"end to end, {PAGES_RATE} requests/s", ylabel=latency)
+        style.curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
+        if len(rows) and (most := 1000 * float(rows.normalised_s.max())) > worst[1]:
+            worst = name, most
+    title = (
+        f"{PAGES_RATE} requests/s: {worst[0]} is worst, up to {worst[1]:,.0f} ms/token"
+    )
+    style.titled(ax, title, size, "latency [ms/token]")
     for ax in axes[1]:
         style.powers_of_two(ax)
-        ax.set(xlabel="token places in a page", yscale="log")
-        ax.legend(fontsize=6)
+        ax.set(yscale="log")
+        style.plain_log(ax.yaxis)
+        ax.legend()
+
+
+def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
+    """A number of every rule of victims against the pages kept free."""
+    theirs = {int(x): y for x, y in BOOK.published(id).items()}
+    look = {"linestyle": ":", "linewidth": 1}
+    # The sketch's shares are in per cent.
+    values = [(1000 if name == "normalised_s" else 1) * y for y in theirs.values()]
+    style.curve(ax, [*theirs], values, "published", "earlier sketch", **look)
+    for rule in RULES:
+        rows, text = (
+            _first(found.where(study="victims", victim=rule)),
+            rule.replace("_", " "),
+        )
+        style.curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
+    latest, first = found.where(study="victims", victim="latest"), True
+    for seed in latest.distinct("seed"):
+        rows = latest.where(seed=seed)
+        look = {"marker": "", "linewidth": 0.8, "alpha": 0.6}
+        label = "latest, other draws" if first else ""
+        style.curve(
+            ax, rows.watermark, scale * getattr(rows, name), "latest", label, **look
+        )
+        first = False
+    rows = _first(latest)
+    values = scale * getattr(rows, name)
+    if name == "recomputed_share":
+        title, y = "Tokens computed again by pages kept free", "again [% of tokens]"
+        if len(rows):
+            title = f"Keeping {rows.watermark[-1]:.0f} pages free: {values[0]:.0f} % "
+            title += f"computed again become {values[-1]:.0f} %"
+    else:
+        title, y = "Latency by pages kept free", "latency [ms/token]"
+        if len(rows):
+            title = f"Latency is least, {values.min():.0f} ms/token, with "
+            title += f"{rows.watermark[int(values.argmin())]:.0f} pages kept free"
+    style.titled(ax, title, "pages kept free [of 983]", y)
+    ax.set_ylim(bottom=0)
+    ax.legend()

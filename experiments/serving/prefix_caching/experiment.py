@@ -84,7 +84,7 @@ class Config:
         validation.among(self, "evictions", known=EVICTIONS, least=1)
 
 
-PANEL_SIZE_INCHES = (7.2, 2.5)
+PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 3.0)
 
 CONFIGS = {
     "real": Config(),
@@ -305,10 +305,10 @@ def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[Ours]:
         yield ours("walk", rate, published=best, pool=pool, **load)
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(axes: Any, result: Result) -> None:
     """Draws hit rates against the size of the pool, a chart for each workload."""
     loads = result.loads.rows()
-    grid, figure = ax.get_subplotspec().subgridspec(1, len(loads)), ax.figure
-    ax.remove()
-    for i, load in enumerate(loads):
-        drawing.draw(figure.add_subplot(grid[0, i]), load, result.rated, names=i == 0)
+    for ax, load in zip(axes, loads, strict=False):
+        drawing.draw(ax, load, result.rated)
+    for ax in axes[len(loads) :]:
+        ax.remove()

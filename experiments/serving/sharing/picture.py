@@ -97,42 +97,35 @@ def _look(
     return np.where(filled > 0, page_ids, NO_PAGE), filled, np.array(text)
 
 
-GREY, INK = "0.55", "0.15"
-
-_TITLE, _GAP = 0.95, 0.35
-"""Heights above and below a scene, in rows."""
-_MAX_CHARS = 18
-"""Of a page's text; more would leave the page."""
+INK = "0.15"
+_LINE_CHARS, _MOST_COLUMNS = 9, 7
+"""Of each of two lines of a page's text, and pages of a sequence; more do not fit."""
 _FIRST_FOREIGN = "\N{LATIN SMALL LETTER TURNED A}"
 """Beyond European letters a font may have no sign."""
 _SHADES = ("#eef3f8", "#c6dcec", "#8fbfe0", "#0072b2")
 """Fills of pages of one reader, of two, of three, and of four."""
 
 
-def draw(ax: Any, picture: Picture) -> None:
-    """Draws sequences as rows, their pages in token order; a page is drawn once."""
+def draw(ax: Any, picture: Picture, i: int) -> None:
+    """Draws the sequences of a scene as rows, their pages in token order, each once."""
     ax.set_axis_off()
-    height = _TITLE + NUM_SEQUENCES + _GAP
-    for i, row in enumerate(picture.rows()):
-        top, ids = i * height + _TITLE, picture.page_ids[i]
-        columns = ids.shape[1]
-        ax.set(xlim=(0, columns), ylim=(len(picture) * height - _GAP, 0))
-        look = {"va": "bottom", "color": INK}
-        boxes.text(ax, 0, top - 0.16, row["scene"], 8, **look)
-        text = f"{row['logical_pages']} logical pages in {row['pages']} physical ones"
-        boxes.text(ax, columns, top - 0.16, text, 7, ha="right", **look)
-        # Those that share a page stand together: whoever shares one shares all before.
-        order = np.lexsort(ids.T[::-1])
-        filled = picture.num_filled[i] / picture.num_filled[i].max()
-        for k in range(columns):
-            first = 0
-            for page, run in itertools.groupby(ids[order, k].tolist()):
-                readers, reader = len([*run]), order[first]
-                box = Box(k + 0.012, top + first + 0.05, 0.976, readers - 0.1)
-                if page != NO_PAGE:
-                    words = picture.text[i, reader, k]
-                    _draw_page(ax, box, filled[reader, k], page, readers, words)
-                first += readers
+    row, ids = picture.rows()[i], picture.page_ids[i]
+    columns = min(ids.shape[1], _MOST_COLUMNS)
+    ax.set(xlim=(0, columns), ylim=(NUM_SEQUENCES, 0))
+    title = f"{row['scene'].capitalize()}: {row['logical_pages']} logical pages in "
+    ax.set_title(title + f"{row['pages']} physical ones")
+    # Those that share a page are next to each other: they share all pages before it.
+    order = np.lexsort(ids.T[::-1])
+    filled = picture.num_filled[i] / picture.num_filled[i].max()
+    for k in range(columns):
+        first = 0
+        for page, run in itertools.groupby(ids[order, k].tolist()):
+            readers, reader = len([*run]), order[first]
+            box = Box(k + 0.012, first + 0.04, 0.976, readers - 0.08)
+            if page != NO_PAGE:
+                words = picture.text[i, reader, k]
+                _draw_page(ax, box, filled[reader, k], page, readers, words)
+            first += readers
 
 
 def _draw_page(
@@ -142,15 +135,17 @@ def _draw_page(
     shade = min(readers, len(_SHADES)) - 1
     full = box._replace(width=box.width * filled)
     boxes.rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
-    look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.5}
+    look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
     boxes.rectangle(ax, box, facecolor="none", **look)
     middle, color = box.y + box.height / 2, INK if shade < 3 else "white"
-    shown = "".join(map(_drawable, words[:_MAX_CHARS]))
-    look = {"color": color, "family": "DejaVu Sans Mono"}
-    boxes.text(ax, box.x + 0.02, middle - 0.14, shown, 6.1, **look)
-    note = f"page {page}" if readers == 1 else f"page {page}, {readers} readers"
-    look = {"color": GREY if readers == 1 else color, "ha": "right"}
-    boxes.text(ax, box.x + box.width - 0.02, middle + 0.26, note, 4.6, **look)
+    shown = "".join(map(_drawable, words))
+    lines = [shown[i * _LINE_CHARS :][:_LINE_CHARS] for i in range(2)]
+    look = {"color": color, "family": "DejaVu Sans Mono", "va": "bottom"}
+    look["linespacing"] = 1.0
+    boxes.text(ax, box.x + 0.03, middle + 0.1, "\n".join(lines), 9, **look)
+    note = f"page {page}" if readers == 1 else f"page {page}\n{readers} readers"
+    look = {"color": color, "ha": "right", "va": "top"}
+    boxes.text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)
 
 
 def _drawable(char: str) -> str:

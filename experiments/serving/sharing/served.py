@@ -17,9 +17,9 @@ import numpy as np
 
 from experiments.framework import Ours, Record, beside, column, ours, table
 from experiments.harness import length_distributions, model_shapes, prompts
-from experiments.plotting import boxes, style
+from experiments.plotting import style, systems
 from experiments.serving.sharing import picture, requests
-from experiments.serving.sharing.picture import GREY, INK, NUM_SEQUENCES, Picture
+from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture
 from experiments.serving.sharing.requests import PUBLISHED, Prefixes, Readings, Savings
 from experiments.serving.sharing.server import Server
 from jaxkv import validation
@@ -30,7 +30,7 @@ from jaxkv.workloads import lengths
 from jaxkv.workloads.lengths import Lengths
 
 BOOK = beside(__file__)
-PANEL_SIZE_INCHES = (7.2, 6.5)
+PANELS, PANEL_SIZE_INCHES = (5, 2), (3.4, 2.8)
 SWITCH = ("num_simulated", False)
 DATA = {"short": "Alpaca", "long": "ShareGPT"}
 
@@ -253,87 +253,88 @@ def figure_claim(id: str, row: dict[str, Any]) -> Iterator[Ours]:
         yield ours(id, ours_, published=published, data=data, **row)
 
 
-def plot(ax: Any, result: Result) -> None:
-    """Draws charts above and page tables below, in place of `ax`."""
-    grid = ax.get_subplotspec().subgridspec(2, 3, height_ratios=(1, 2.05))
-    figure = ax.figure
-    ax.remove()
-    left, middle, right = (figure.add_subplot(grid[0, i]) for i in range(3))
-    _draw_savings(left, result.samples, "answers")
-    _draw_savings(middle, result.beams, "beams")
-    left.set_title("several answers: the prompt is shared")
-    middle.set_title("beam search: answers, too")
+def plot(axes: Any, result: Result) -> None:
+    """Draws charts above, and page tables below."""
+    _draw_savings(axes[0, 0], result.samples, "answers")
+    _draw_savings(axes[0, 1], result.beams, "beams")
     if len(result.beams):
-        _draw_bound(middle, result.beams.num_sequences.max())
-    _draw_prefixes(right, result.prefixes)
-    picture.draw(figure.add_subplot(grid[1, :]), result.picture)
+        most = result.beams.num_sequences.max()
+        num = np.linspace(2, most)
+        look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
+        axes[0, 1].plot(num, 100 - 100 / num, label="at most (n - 1) / n", **look)
+        axes[0, 1].set_ylim(0, 100)
+        axes[0, 1].legend()
+    grid = axes[1, 0].get_subplotspec().get_gridspec()
+    figure = axes[1, 0].figure
+    for ax in axes[1:].flat:
+        ax.remove()
+    _draw_prefixes(figure.add_subplot(grid[1, :]), result.prefixes)
+    for i in range(len(result.picture)):
+        picture.draw(figure.add_subplot(grid[2 + i, :]), result.picture, i)
 
 
 def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
-    """Ours in colour, what follows from lengths as a line, the paper's in grey."""
-    palette = style.colors()
-    labels: list[tuple[str, Any]] = [("the paper's", GREY)]
-    for name, color in (("long", palette[6]), ("short", palette[5])):
+    """Ours as points, what follows from lengths as a line, the paper's in grey."""
+    most = 0.0
+    for name in ("long", "short"):
         theirs = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
-        look: dict[str, Any] = {"linewidth": 0.8, "linestyle": ":", "zorder": 1}
-        ax.plot(*zip(*theirs, strict=True), "D", color=GREY, markersize=2.6, **look)
-        here = savings.where(lengths=name)
+        look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
+        label = "the paper's" if name == "short" else ""
+        style.curve(ax, *zip(*theirs, strict=True), "published", label, **look)
+        here, system = savings.where(lengths=name), LENGTHS[name]
         if not len(here):
             continue
         ours, expected = 100 * here.saved_share, 100 * here.expected_share
-        line = expected if np.isfinite(expected).all() else ours
-        ax.plot(here.num_sequences, line, color=color, linewidth=0.9)
-        ax.plot(here.num_sequences, ours, "o", color=color, markersize=4)
-        tokens = f"{here.mean_prompt.mean():.0f} + {here.mean_answer.mean():.0f}"
-        labels.append((f"{name}: {tokens} tokens", color))
-    at = {"transform": ax.transAxes}
-    if np.isfinite(savings.expected_share).any():
-        text = "points: counted\nlines: what\nlengths alone say"
-        boxes.text(ax, 0.03, 0.98, text, 6, va="top", color=INK, **at)
+        is_known = np.isfinite(expected).all()
+        tokens = f"{here.mean_prompt.mean():.0f} + {here.mean_answer.mean():.0f} tokens"
+        look = {"linestyle": "" if is_known else "-", "markersize": 6}
+        style.curve(ax, here.num_sequences, ours, system, tokens, **look)
+        if is_known:
+            look = {"marker": "", "linewidth": 1}
+            style.curve(ax, here.num_sequences, expected, system, **look)
+        most = max(most, float(ours.max()))
     ax.margins(x=0.08)
-    ax.set(ylim=(0, None), ylabel="pages saved, %", xlabel=f"{kind} of a request")
+    title = f"Several {kind} share up to {most:.0f} % of the pages"
+    x = f"{kind} of a request [sequences]"
+    style.titled(ax, title, x, "pages saved [%]", ylim=(0, None))
     if len(savings):
         ax.set_xticks(sorted({*savings.num_sequences.tolist(), 2, 4, 6}))
-    for i, (text, color) in enumerate(labels):
-        look = {"color": color, "ha": "right", "va": "bottom"}
-        boxes.text(ax, 1, 0.015 + 0.068 * i, text, 6, **look, **at)
+    ax.legend()
 
 
-def _draw_bound(ax: Any, most: int) -> None:
-    """All pages but those of one sequence."""
-    num = np.linspace(2, most)
-    ax.plot(num, 100 - 100 / num, color="0.8", linewidth=0.8, zorder=0)
-    ax.set_ylim(0, 100)
-    look = {"color": "0.65", "ha": "right", "va": "bottom"}
-    end = most, 100 - 100 / most
-    style.note(ax, "at most (n - 1) / n", end, (0, 2), **look)
+LENGTHS = {"long": "ShareGPT", "short": "Alpaca"}
+"""The data whose colour short and long requests have."""
 
 
 def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
-    """What is left of pages, prompt tokens and steps, in per cent."""
-    colors = [style.colors()[i] for i in (5, 3, 1)]
-    for i, row in enumerate(prefixes.metrics()):
-        title = f"{row['prefix_tokens']} tokens: {row['speed_up']:.2f} times the tokens"
-        ax.text(0, 5 * i - 0.75, f"{title}/s", va="center", color=INK)
-        shares = {
-            "pages": 1 - row["saved_share"],
-            "prompt tokens computed": row["prompt_rows_with"]
-            / row["prompt_rows_without"],
-            "steps": row["steps_with"] / row["steps_without"],
-        }
-        for k, (label, share) in enumerate(shares.items()):
-            y, percent = 5 * i + k, f"{100 * share:.0f}"
-            ax.barh(y, 100 * share, 0.86, color=colors[k])
-            look: dict[str, Any] = {"ha": "left", "color": INK}
-            text = f" {percent}  {label}"
-            if share > 0.45:  # there is room inside
-                look, text = {"ha": "right", "color": "white"}, f"{label}  {percent} "
-            boxes.text(ax, 100 * share, y, text, 6, **look)
-    ax.spines["left"].set_visible(False)
-    ax.set(
-        title="common beginnings: found again",
-        xlabel="with a prefix cache, % of without",
-        xlim=(0, 100),
-        yticks=[],
-        ylim=(max(1, 5 * len(prefixes)) - 2.3, -1.4),
-    )
+    """What a prefix cache leaves of pages, prompt tokens and steps, in per cent."""
+    kinds = {
+        "pages": (systems.BLUE, ""),
+        "prompt tokens computed": (systems.GREEN, "//"),
+        "steps": (systems.ORANGE, ".."),
+    }
+    rows, names = list(prefixes.metrics()), []
+    for i, row in enumerate(rows):
+        names.append(f"{row['prefix_tokens']}\ntokens")
+        shares = (
+            1 - row["saved_share"],
+            row["prompt_rows_with"] / row["prompt_rows_without"],
+            row["steps_with"] / row["steps_without"],
+        )
+        items = enumerate(zip(kinds.items(), shares, strict=True))
+        for k, ((label, (color, hatch)), share) in items:
+            look: dict[str, Any] = {"color": style.colors()[color], "hatch": hatch}
+            look |= {"edgecolor": "white", "label": None if i else label}
+            bar = ax.barh(i + 0.27 * (k - 1), 100 * share, 0.25, **look)
+            ax.bar_label(bar, [f"{100 * share:.0f}"], padding=3)
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(max(1, len(names)) - 0.5, -0.5)
+    title = "With a prefix cache"
+    if rows:
+        best = max(rows, key=lambda row: row["speed_up"])
+        title = f"A prefix cache gives {best['speed_up']:.1f} times the tokens/s with "
+        title += f"{best['prefix_tokens']} tokens in common"
+        ax.legend()
+    x = "left with a prefix cache [% of without]"
+    style.titled(ax, title, x, "", xlim=(0, 108))

@@ -33,9 +33,8 @@ from experiments.framework import (
 )
 from experiments.framework.table import shown
 from experiments.harness import length_distributions
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.sharing.picture import GREY
 from experiments.serving.sharing.requests import published_share
 from experiments.serving.sharing.served import BOOK, DATA, figure_claim, lengths_claims
 from jaxkv import validation, workloads
@@ -44,7 +43,7 @@ from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity, Cost, Members, Work, contiguous, driver
 from jaxkv.workloads import arrivals, lengths
 
-PANEL_SIZE_INCHES = (7.2, 6.5)
+PANELS = (2, 2)
 SWITCH = ("num_simulated", True)
 SERVER = settings.SERVERS["13B"]
 MAX_ROWS = 2560
@@ -316,54 +315,53 @@ def claims(result: Result) -> Iterator[Ours]:
         )
 
 
-def plot(ax: Any, result: Result) -> None:
-    """Draws figure 15a above, figure 16 below, in place of `ax`."""
-    grid = ax.get_subplotspec().subgridspec(2, 2)
-    figure = ax.figure
-    ax.remove()
-    for i, name in enumerate(result.counted.distinct("lengths")):
-        here = result.counted.where(lengths=name)
-        _draw_savings(figure.add_subplot(grid[0, i]), here, name)
-    for i in range(len(result.translated)):
-        _draw_latency(figure.add_subplot(grid[1, min(i, 1)]), result.translated, i)
+def plot(axes: Any, result: Result) -> None:
+    """Draws figure 15a above, and figure 16 below."""
+    names = result.counted.distinct("lengths")
+    for ax, name in zip(axes[0], names, strict=False):
+        _draw_savings(ax, result.counted.where(lengths=name), name)
+    for i, ax in enumerate(axes[1][: len(result.translated)]):
+        _draw_latency(ax, result.translated, i)
+    for ax in (*axes[0][len(names) :], *axes[1][len(result.translated) :]):
+        ax.remove()
 
 
 def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
-    """Bars of ours beside the paper's in grey; lines: what lengths alone say."""
-    color = style.colors()[5 if name == "short" else 6]
-    place = np.arange(len(counted))
-    bars = (
-        (place - 0.2, counted.published_share, GREY),
-        (place + 0.2, counted.saved_share, color),
-    )
-    for x, share, fill in bars:
-        drawn = ax.bar(x, 100 * share, 0.36, color=fill)
+    """Bars of ours next to the paper's in grey; a dash where lengths alone lead."""
+    data, place = DATA[name], np.arange(len(counted))
+    for shift, share, system, label in (
+        (-0.2, counted.published_share, "published", "the paper's"),
+        (0.2, counted.saved_share, data, "ours"),
+    ):
+        look = systems.look(system).bar | {"label": label}
+        drawn = ax.bar(place + shift, 100 * share, 0.38, **look)
         texts = [f"{y:.1f}" if np.isfinite(y) else "" for y in 100 * share]
-        ax.bar_label(drawn, texts, color=fill)
+        ax.bar_label(drawn, texts, padding=2)
     expected = 100 * counted.expected_share
-    ax.plot(place + 0.2, expected, "_", color="black", markersize=14)
+    look = {"marker": "_", "markersize": 18, "linestyle": "", "markeredgewidth": 2}
+    style.curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
     ax.set_xticks(place, [str(n) for n in counted.num_sequences])
-    ax.margins(y=0.15)
-    ax.set(
-        title=f"{DATA[name]}: the paper's, ours; dash: lengths alone",
-        xlabel="answers of a request",
-        ylabel="pages saved, %",
-    )
+    ax.margins(y=0.18)
+    most = 100 * float(np.nanmax(counted.saved_share, initial=0.0))
+    title = f"{data}: sharing saves up to {most:.0f} % of the pages"
+    style.titled(ax, title, "answers of a request [sequences]", "pages saved [%]")
+    ax.legend()
 
 
 def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
     """Latency against rate, as figure 16 has it."""
-    # The slower system's curve rises on the left, the other one's on the right.
-    looks = ((1, (5, -9), "left"), (5, (-5, 4), "right"))
-    for k, (color, offset, side) in enumerate(looks):
-        end = translated.at_most[i, k], AT_MOST_S
-        style.curve(ax, translated.rate[i], translated.latency_s[i, k], color, mark="-")
-        style.curve(ax, *end, color, mark="o")
-        look: dict[str, Any] = {"color": style.colors()[color], "fontsize": 7}
-        style.note(ax, f"{SYSTEMS[k]}: {end[0]:.1f}/s", end, offset, ha=side, **look)
-    ax.axhline(AT_MOST_S, color="0.8", linewidth=0.8, zorder=0)
+    for k, name in enumerate(SYSTEMS):
+        end = translated.at_most[i, k]
+        look = {"marker": ""}
+        style.curve(ax, translated.rate[i], translated.latency_s[i, k], name, **look)
+        style.curve(ax, [end], [AT_MOST_S], name, f"{name}: {end:.1f}/s", markersize=7)
+    style.reference(ax, AT_MOST_S)
     row = translated.rows()[i]
-    title = f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times"
+    title = (
+        f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times the load"
+    )
     if np.isfinite(row["published_ratio"]):
         title += f", the paper's {row['published_ratio']}"
-    style.titled(ax, title, "requests/s", "latency, s a token", ylim=(0, 1))
+    x, y = "load [requests/s]", "latency [s/token]"
+    style.titled(ax, title, x, y, ylim=(0, 1))
+    ax.legend()

@@ -224,18 +224,19 @@ def score(
 
 def plot(ax: Any, result: Result) -> None:
     """Draws how often the best guesses are right, by depth."""
-    for index, kind in enumerate(result.acceptance.distinct("kind")):
-        best, color = result.acceptance.where(kind=kind, rank=0), style.colors()[index]
-        ax.plot(best.depth, best.right_share, "o-", color=color)
-        end = best.depth[-1], best.right_share[-1]
-        style.note(ax, kind, end, (4, 0), va="center", color=color)
+    names, ends = {"medusa": "Medusa", "eagle": "EAGLE"}, []
+    for kind in result.acceptance.distinct("kind"):
+        best = result.acceptance.where(kind=kind, rank=0)
+        name = names.get(kind, kind)
+        style.curve(ax, best.depth, 100 * best.right_share, name, name)
+        ends.append(f"{name} {100 * best.right_share[0]:.0f} %")
     depths = result.acceptance.distinct("depth")
-    ax.set(
-        xlabel="place behind the model's own token",
-        ylabel="best guess right [share]",
-        xticks=depths or [1],
-        ylim=(0, 1),
-    )
+    title = f"First guesses that are right: {', '.join(ends)}"
+    x = "distance from the model's own token [tokens]"
+    style.titled(ax, title, x, "best guess right [%]")
+    ax.set(xticks=depths or [1], ylim=(0, 100))
+    if ends:
+        ax.legend()
 
 
 _ABOUT: dict[Kind, str] = {

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import Record, column, environment, table
+from experiments.plotting import style
 from jaxkv import files, validation
 from jaxkv.models import ModelConfig, checkpoints
 from jaxkv.progress import QUIET, Progress
@@ -218,20 +219,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def plot(ax: Any, result: Result) -> None:
     """Draws the loss over the tokens, and the held-out text's loss at the end."""
-    ax.plot(result.tokens / 1e6, result.loss / np.log(2), label="training")
+    loss = result.loss / np.log(2)
+    style.curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
+    title = "Loss of training"
     if np.isfinite(result.bits_per_byte):
-        ax.axhline(result.bits_per_byte, color="0.6", linestyle="--")
-        ax.annotate(
-            f"held-out files: {result.bits_per_byte:.3f}",
-            (result.tokens[-1] / 1e6, result.bits_per_byte),
-            ha="right",
-            va="bottom",
+        title = (
+            f"Training ends at {result.bits_per_byte:.3f} bits/byte on held-out files"
         )
-    ax.set(
-        yscale="log",
-        xlabel="tokens trained on [million]",
-        ylabel="loss [bits per byte]",
-    )
+        style.reference(ax, result.bits_per_byte, "held-out files, at the end")
+    x, y = "tokens trained on [millions]", "loss [bits/byte]"
+    style.titled(ax, title, x, y, yscale="log")
+    style.plain_log(ax.yaxis)
+    ax.legend()
 
 
 def model_card(config: Config, split: corpora.Split, result: Result) -> str:

@@ -54,7 +54,7 @@ from scaling.training import (
 )
 from scaling.training import train as training_train
 
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
 BALANCING = {"with": 0.01, "without": 0.0}
 """Weights of the load-balancing loss."""
 
@@ -413,30 +413,41 @@ def plot(axes: Any, result: Result) -> None:
     left, right = axes
     ways = result.ways
     kinds = [words.partition(",")[2] or "tensor parallel" for words in ways.layout]
-    for color, kind in enumerate(dict.fromkeys(kinds), 1):
+    last = {}
+    for kind in dict.fromkeys(kinds):
         here = np.array([each == kind for each in kinds])
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
         sent = ways.layers_bytes[here] / 1e6
-        style.curve(left, ways.devices[here], sent, color, label, "o-")
-    style.titled(
-        left,
-        "activations that a device sends in a step",
-        "devices",
-        "sent [MB]",
-        yscale="log",
-    )
+        style.curve(left, ways.devices[here], sent, _system(label), label)
+        last[label] = float(sent[-1])
+    title = "Activations that a device sends in a step"
+    if len(last) > 1:
+        least, most = (f(last, key=lambda x: last[x]) for f in (min, max))
+        title = f"{max(ways.devices)} devices: {least} sends "
+        title += f"1/{last[most] / last[least]:.0f} of {most}"
+    y = "sent in a step [MB]"
+    style.titled(left, title, "expert group [devices]", y, yscale="log")
     left.xaxis.set_major_locator(ticker.FixedLocator(ways.distinct("devices")))
     style.plain_log(left.yaxis)
-    left.legend(fontsize="small")
-    for color, name in enumerate(BALANCING, 1):
-        mine = result.drops.where(balancing=name)
-        label = f"{name} balancing loss"
-        style.curve(right, mine.capacity, mine.dropped, color, label, "o-")
-    style.titled(
-        right,
-        "choices that find no place, held-out text",
-        "capacity over the even share",
-        "dropped [share of choices]",
-    )
+    left.legend()
+    dropped = {}
+    for name in BALANCING:
+        mine, label = result.drops.where(balancing=name), f"{name} balancing"
+        style.curve(right, mine.capacity, 100 * mine.dropped, label, f"{label} loss")
+        pairs = zip(mine.capacity, mine.dropped, strict=True)
+        dropped |= {(name, x): y for x, y in pairs}
+    shared = sorted({x for _, x in dropped}, key=lambda x: abs(x - 1.25))
+    title = "Choices that find no place"
+    if shared and all((name, shared[0]) in dropped for name in BALANCING):
+        shares = [100 * dropped[name, shared[0]] for name in BALANCING]
+        title = f"Capacity {shared[0]:g}: {shares[0]:.0f} % of choices dropped with a "
+        title += f"balancing loss, {shares[1]:.0f} % without"
+    x, y = "capacity / even share [ratio]", "choices dropped [%]"
+    style.titled(right, title, x, y)
     right.set_ylim(bottom=0)
     right.legend()
+
+
+def _system(label: str) -> str:
+    """The name under which a way to divide the experts has its colour."""
+    return "tensor" if label.startswith("tensor") else label.partition("=")[0]

@@ -34,7 +34,7 @@ from experiments.framework import (
     units,
 )
 from experiments.harness import sweep_tables
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.training.experts import runs
 from experiments.training.experts.runs import PAIR, Config, Run, Shapes
 from jaxkv.models import moe
@@ -43,7 +43,7 @@ from scaling.fits import fit
 from scaling.laws import published
 from scaling.sweeps import Workers, executors
 
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -328,35 +328,42 @@ def plot(axes: Any, result: Result) -> None:
     from matplotlib import ticker
 
     left, right = axes
-    for i, (kind, color) in enumerate(zip(PAIR, style.colors()[5:7], strict=True)):
+    for i, kind in enumerate(PAIR):
         mine = result.runs.where(kind=kind)
+        look: dict[str, Any] = {"linestyle": ""}
         fitted, others = (mine.where(is_fitted=x) for x in (True, False))
-        left.plot(fitted.flops, fitted.loss, "o", color=color)
-        left.plot(others.flops, others.loss, "x", color=color, alpha=0.4)
+        style.curve(left, fitted.flops, fitted.loss, kind, kind, **look)
+        look |= {"marker": "x", "alpha": 0.5}
+        style.curve(left, others.flops, others.loss, kind, **look)
         if result.curve_flops.size:
             at, low, high = result.curve_loss[i].T
-            left.plot(result.curve_flops, at, color=color, label=kind)
-            left.fill_between(result.curve_flops, low, high, color=color, alpha=0.15)
-    left.plot([], [], "x", color="0.5", alpha=0.6, label="other learning rates")
-    style.titled(
-        left,
-        "all runs, laws with 90 % intervals",
-        "training compute, experts in use [FLOP]",
-        "held-out loss [nats per byte]",
-        xscale="log",
-        yscale="log",
-    )
+            style.curve(left, result.curve_flops, at, kind, marker="")
+            color = systems.look(kind).color
+            style.band(left, result.curve_flops, low, high, color, 0.15)
+    left.plot([], [], "x", color="0.5", label="other rates")
+    title = "Loss by compute, laws with 90 % intervals"
+    if result.curve_flops.size:
+        losses = [result.curve_loss[i][-1, 0] for i in range(len(PAIR))]
+        ends = [f"{kind} {loss:.2f}" for kind, loss in zip(PAIR, losses, strict=True)]
+        title = f"With most compute: {', '.join(ends)} nats/byte (bands: 90 %)"
+    x, y = "training compute [FLOP]", "held-out loss [nats/byte]"
+    style.titled(left, title, x, y, xscale="log", yscale="log")
     style.wide_log(left.xaxis)
     style.plain_log(left.yaxis)
     left.legend()
-    for name, loads, dash in zip(BALANCING, result.loads, ("-", "--"), strict=True):
+    most = []
+    for name, loads in zip(BALANCING, result.loads, strict=True):
+        system = f"{name} balancing"
+        most.append(float(np.max(loads, initial=0.0)))
         for layer, load in enumerate(loads, 1):
-            place, label = range(1, len(load) + 1), f"layer {layer}, {name} balancing"
-            color = 1 + (layer - 1) % 6
-            style.curve(right, place, np.sort(load)[::-1], color, label, f"o{dash}")
-    right.axhline(1.0, color="0.7", linewidth=0.8, zorder=0)
+            place, label = range(1, len(load) + 1), f"{system}, layer {layer}"
+            look = {"linestyle": ("-", "--", ":", "-.")[(layer - 1) % 4]}
+            style.curve(right, place, np.sort(load)[::-1], system, label, **look)
+    style.reference(right, 1, "mean")
     right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    title = "load of the experts, held-out text"
-    style.titled(right, title, "expert, busiest first", "load over the mean")
+    title = f"The busiest expert has {most[0]:.1f} times the mean load with balancing, "
+    title += f"{most[1]:.1f} without"
+    style.titled(right, title, "expert, busiest first [1]", "load / mean [ratio]")
+    right.set_ylim(bottom=0)
     if result.loads.size:
         right.legend()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.framework import Ours, Part, Sheet, beside, ours, units
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.training.fit_coverage import surfaces
 from experiments.training.fit_coverage.surfaces import SOUND
 from jaxkv.progress import QUIET, Progress
@@ -52,7 +52,7 @@ class Config:
             )
 
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (4.2, 2.6)
+PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -137,33 +137,49 @@ def _kinds(
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     """Draws the coverage of sound surfaces, and the fate of ill-posed ones."""
-    colors = style.colors()
     sound, ill = _kinds(result)
     left, right = axes
-    left.axhspan(0.86, 0.98, color="0.92")
-    left.axhline(0.9, color="0.6", linewidth=0.6)
-    for i, name in enumerate(QUANTITIES):
-        values = [row[f"covers {name}"] for row in sound]
-        places = np.arange(len(sound)) + 0.12 * (i - 1)
-        left.plot(places, values, "o", color=colors[i + 1], label=name)
-    left.set_xticks(
-        range(len(sound)), [f"{row['runs']} runs\n{row['noise']}" for row in sound]
-    )
-    left.set(ylim=(0.8, 1.0), ylabel="surfaces whose interval holds the truth")
-    left.set_title("sound surfaces, 90 % intervals")
-    left.legend(ncols=3, loc="lower right")
+    left.axhspan(86, 98, color="0.92")
+    style.reference(left, 90, "promised")
+    marks = ((systems.BLUE, "o"), (systems.ORANGE, "s"), (systems.GREEN, "^"))
+    covered = []
+    for i, (name, (color, mark)) in enumerate(zip(QUANTITIES, marks, strict=False)):
+        values = [100 * row[f"covers {name}"] for row in sound]
+        covered += values
+        places = np.arange(len(sound)) + 0.16 * (i - 1)
+        look = {"marker": mark, "linestyle": "", "markersize": 7}
+        style.curve(left, places, values, color, name, **look)
+    names = [f"{row['runs']} runs,\n{row['noise']} noise" for row in sound]
+    left.set_xticks(range(len(sound)), names)
+    title = "Sound surfaces: coverage of 90 % intervals"
+    if covered:
+        title = (
+            f"Sound surfaces: 90 % intervals hold the truth in {min(covered):.0f} to "
+        )
+        title += f"{max(covered):.0f} %"
+        left.legend()
+    style.titled(left, title, "", "intervals that hold the truth [%]", ylim=(80, 100))
     names = [row["kind"] for row in ill]
-    doubted = np.array([row["doubted"] for row in ill])
-    neither = np.array([row["neither"] for row in ill])
-    unharmed = 1 - doubted - neither
-    right.barh(names, doubted, color=colors[5], label="doubted")
-    right.barh(names, unharmed, left=doubted, color=colors[3], label="covered")
-    right.barh(names, neither, left=1 - neither, color=colors[6], label="neither")
+    doubted = 100 * np.array([row["doubted"] for row in ill])
+    neither = 100 * np.array([row["neither"] for row in ill])
+    unharmed, start = 100 - doubted - neither, np.zeros(len(ill))
+    for values, label, color, hatch in (
+        (doubted, "doubted", systems.BLUE, ""),
+        (unharmed, "covered", systems.GREEN, "//"),
+        (neither, "neither", systems.RED, "\\\\"),
+    ):
+        look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
+        right.barh(names, values, 0.7, left=start, label=label, **look)
+        start = start + values
     right.invert_yaxis()
-    style.titled(right, "ill-posed surfaces", "share of surfaces", "", xlim=(0, 1))
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    look = {"handlelength": 0.8, "handleheight": 0.8, "columnspacing": 1.0}
-    right.legend(ncols=3, fontsize=6, **place, **look)
+    right.tick_params(axis="y", length=0)
+    title = "Ill-posed surfaces"
+    if ill:
+        weights = [row["surfaces"] for row in ill]
+        share = np.average(neither, weights=weights)
+        title = f"Ill-posed surfaces: {share:.1f} % are neither doubted nor covered"
+        right.legend()
+    style.titled(right, title, "surfaces [%]", "", xlim=(0, 100))
 
 
 @beside(__file__).judges

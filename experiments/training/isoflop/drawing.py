@@ -1,28 +1,33 @@
 """The figure of `isoflop`: the lecture's three panels, and the prediction."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 
 from experiments.cli.fit import drawing
-from experiments.plotting import colors, plain_log, shades
+from experiments.plotting import colors, plain_log, shades, style, systems
 from experiments.training.isoflop.outcomes import Powers, Result
 
 _GREY = "0.6"
-METHODS = {"parabola": "v", "akima": "o", "projection": "s"}
-"""How the minima of each method are marked."""
+METHODS = {
+    "parabola": (systems.ORANGE, "v"),
+    "akima": (systems.SKY, "o"),
+    "projection": (systems.GREEN, "s"),
+}
+"""Colour and marker of the minima of each method."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a result on two rows of three axes."""
+    """Draws a result on three rows of two axes."""
     from matplotlib import ticker
 
     _draw_curves(axes[0, 0], result)
-    for ax, name in ((axes[0, 1], "num_params"), (axes[0, 2], "num_tokens")):
+    _draw_groups(axes[0, 1], result)
+    for ax, name in ((axes[1, 0], "num_params"), (axes[1, 1], "num_tokens")):
         _draw_optima(ax, result, name)
-    _draw_groups(axes[1, 0], result)
-    _draw_losses(axes[1, 1], result)
-    _draw_rates(axes[1, 2], result)
+    _draw_losses(axes[2, 0], result)
+    _draw_rates(axes[2, 1], result)
     for ax in axes.flat:  # only powers of ten: others overlap
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
@@ -34,20 +39,27 @@ def _draw_curves(ax: Any, result: Result) -> None:
     for run, first in zip(*np.unique(curves.run, return_index=True), strict=True):
         mine = curves.where(run=run)
         mine = mine.at(np.argsort(mine.flops))
-        ax.plot(mine.flops, mine.loss, color=shade[first], linewidth=0.4, alpha=0.8)
+        ax.plot(mine.flops, mine.loss, color=shade[first], linewidth=0.6, alpha=0.8)
+    for at, words in (
+        (curves.num_params.argmin(), "smallest model"),
+        (curves.num_params.argmax(), "largest model"),
+    ):
+        ax.plot([], [], color=shade[at], label=words)
     if result.held_out_flops.size:
+        look = {"marker": "", "linewidth": 0.8}
         x, y = result.held_out_flops, result.held_out_loss
-        ax.plot(x, y, color=colors()[6], linewidth=0.6, label="held out")
+        style.curve(ax, x, y, systems.RED, "held-out run", **look)
     there = np.isfinite(result.envelope.loss)
     if there.any():
         x, y = result.envelope.flops[there], result.envelope.loss[there]
-        ax.plot(x, y, "k", linewidth=0.9, label="envelope")
-    ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
-    ax.set_ylabel("training loss [nats per token]")
-    ax.set_title("training under cosines, small models light")
+        ax.plot(x, y, "k", linewidth=1.4, label="envelope")
+    num = len(np.unique(curves.run))
     low = float(curves.flops.min())
+    title = f"Training under cosines: {num} runs and their envelope"
+    y = "training loss [nats/token]"
+    style.titled(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
     ax.set_xlim(left=max(low, 1e-3 * float(curves.flops.max())))
-    ax.legend(loc="upper right")
+    ax.legend()
     plain_log(ax.yaxis)
 
 
@@ -56,89 +68,101 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
     optima, predicted = result.optima, result.predicted
     ends = np.array([optima.flops.min() / 2, predicted["flops"] * 1.5])
     cloud = getattr(result.envelope, name)
-    ax.plot(result.envelope.flops, cloud, ".", color=_GREY, markersize=1.5)
+    look = {"color": _GREY, "markersize": 2}
+    ax.plot(result.envelope.flops, cloud, ".", **look)
     powers = getattr(result.envelope, f"{name}_power")
-    _line(ax, powers, ends, _GREY, "1: envelope")
-    for i, method in enumerate(optima.methods):
-        if method not in METHODS:
+    _line(ax, powers, ends, _GREY, "envelope")
+    exponents = [powers.exponent]
+    for method, (color, mark) in METHODS.items():
+        if method not in optima.methods:
             continue
-        color = colors()[1 + [*METHODS].index(method)]
-        y = getattr(optima, name)[i]
-        ax.plot(optima.flops, y, METHODS[method], color=color)
+        i = [*optima.methods].index(method)
+        ax.plot(optima.flops, getattr(optima, name)[i], mark, color=colors()[color])
         powers = getattr(optima, f"{name}_power")
         one = Powers(powers.coefficient[i], powers.exponent[i])
-        _line(ax, one, ends, color, f"2: {method}")
+        _line(ax, one, ends, colors()[color], method)
+        exponents.append(one.exponent)
     surface = result.surface
-    ax.plot(surface.flops, getattr(surface, name), "k--", linewidth=0.8, label="3: law")
-    ax.plot(predicted["flops"], predicted[name], "*", color=colors()[6], markersize=7)
+    ax.plot(surface.flops, getattr(surface, name), "k--", linewidth=1, label="law")
+    star = {"color": colors()[systems.RED], "markersize": 10}
+    ax.plot(predicted["flops"], predicted[name], "*", label="held-out run", **star)
     what = {"num_params": "parameters", "num_tokens": "tokens"}[name]
-    ax.set(
-        xscale="log", yscale="log", xlabel="compute [FLOP]", ylabel=f"optimal {what}"
-    )
-    ax.set_title(f"optimal {what} (star: held out)")
-    ax.legend(loc="upper left")
+    known = [x for x in exponents if np.isfinite(x)]
+    title = f"Optimal {what}"
+    if known:
+        title += f" grow as C^{min(known):.2f} to C^{max(known):.2f}"
+    unit = {"num_params": "parameters", "num_tokens": "tokens"}[name]
+    y = f"optimal number [{unit}]"
+    style.titled(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
+    ax.legend()
 
 
 def _line(ax: Any, powers: Powers, x: np.ndarray, color: Any, label: str) -> None:
     if np.isfinite(powers.exponent):
         y = powers.coefficient * x**powers.exponent
         label = f"{label}, C^{powers.exponent:.2f}"
-        ax.plot(x, y, color=color, linewidth=0.8, label=label)
+        ax.plot(x, y, color=color, linewidth=1, label=label)
 
 
 def _draw_groups(ax: Any, result: Result) -> None:
     """Losses of one budget by size, and parabolas through them."""
     fit = result.fit
     drawing.draw_groups(ax, fit)
-    ax.plot(*fit.minima, "k*", markersize=4)
-    ax.set_ylabel("held-out loss [nats per token]")
-    ax.set_title("isoFLOP curves")
-    ax.margins(x=0.15)
+    ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
+    num = int(np.isfinite(fit.minima.x).sum())
+    title = f"isoFLOP curves: {num} of {len(fit.minima.x)} budgets have a minimum"
+    y = "held-out loss [nats/token]"
+    style.titled(ax, title, "parameters [1]", y)
+    ax.legend()
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
     """What was predicted, and what came."""
     fit, predicted, truth = result.fit, result.predicted, result.truth
-    ax.plot(fit.flops, fit.loss, ".", color=_GREY, markersize=2, label="fitted runs")
+    dots = {"color": _GREY, "markersize": 4}
+    ax.plot(fit.flops, fit.loss, ".", label="fitted runs", **dots)
     surface = result.surface
-    ax.plot(surface.flops, surface.loss, "k--", linewidth=0.8, label="law")
+    ax.plot(surface.flops, surface.loss, "k--", linewidth=1, label="law")
     x = surface.flops
     y = predicted["loss_law"][0] * x ** predicted["loss_law"][1]
-    ax.plot(x, y, ":", color=_GREY, linewidth=0.9, label="log-linear")
-    value = predicted["predicted"]
-    ax.errorbar(
-        predicted["flops"],
-        value,
-        [[value - predicted["low"]], [predicted["high"] - value]],
-        fmt="_",
-        color=colors()[5],
-        capsize=2,
-        linewidth=0.9,
-        label=f"predicted, {predicted['level']:.0%} interval",
+    ax.plot(x, y, ":", color=_GREY, linewidth=1.2, label="log-linear")
+    value, at = predicted["predicted"], predicted["flops"]
+    color, level = colors()[systems.BLUE], predicted["level"]
+    ax.vlines(
+        at, predicted["low"], predicted["high"], color=color, linewidth=3, alpha=0.5
     )
+    label = f"predicted, {level:.0%} interval"
+    ax.plot([at], [value], "_", color=color, markersize=12, label=label)
+    title = f"Ten times the compute: predicted {value:.3f} nats/token"
     if truth:
-        ax.plot(
-            truth["flops"], truth["loss"], "*", color=colors()[6], label="held-out run"
-        )
-    ax.set(xscale="log", yscale="log", xlabel="compute [FLOP]")
-    ax.set_ylabel("held-out loss [nats per token]")
-    ax.set_title("predicted before it was trained")
-    ax.legend(loc="lower left")
+        star = {"color": colors()[systems.RED], "markersize": 10}
+        ax.plot(truth["flops"], truth["loss"], "*", label="held-out run", **star)
+        title += f", trained {truth['loss']:.3f}"
+    y = "held-out loss [nats/token]"
+    style.titled(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
     plain_log(ax.yaxis)
+    ax.legend()
 
 
 def _draw_rates(ax: Any, result: Result) -> None:
     """The best learning rate of every cell, by the tokens of its runs."""
     rates, predicted = result.rates, result.predicted
     widths = np.unique(rates.width)
-    for color, width in zip(shades(np.log(widths)), widths, strict=True):
+    looks = zip(shades(np.log(widths)), itertools.cycle("os^dvP"), widths)
+    for color, mark, width in looks:
         mine = rates.where(width=width)
         mine = mine.at(np.argsort(mine.num_tokens))
-        x, y = mine.num_tokens, mine.learning_rate
-        ax.plot(x, y, ".-", color=color, linewidth=0.6)
-        ax.annotate(f" {width:.0f}", (x[-1], y[-1]), fontsize=5, color=color)
+        look = {"color": color, "marker": mark, "label": f"width {width:.0f}"}
+        ax.plot(mine.num_tokens, mine.learning_rate, **look)
     x, y = predicted["num_tokens"], predicted["learning_rate"]
-    ax.plot(x, y, "*", color=colors()[6], markersize=7)
-    ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="best learning rate")
-    ax.set_title("learning rates by width (star: held out)")
+    star = {"color": colors()[systems.RED], "markersize": 10}
+    ax.plot(x, y, "*", label="held-out run", **star)
+    title = "Best learning rates by tokens and width"
+    if len(widths):
+        ends = [np.median(rates.where(width=x).learning_rate) for x in widths[[0, -1]]]
+        title = f"Best rate, median: {ends[0]:.2g} at width {widths[0]:.0f}, "
+        title += f"{ends[1]:.2g} at width {widths[-1]:.0f}"
+    x, y = "trained on [tokens]", "best learning rate [1]"
+    style.titled(ax, title, x, y, xscale="log", yscale="log")
     plain_log(ax.yaxis)
+    ax.legend()

@@ -37,7 +37,7 @@ COSINE = "cosine"
 SMOOTHING = 0.05
 """Decades of FLOPs over which training curves are averaged for their envelope."""
 PREDICTION = "prediction.json"
-PANELS = (2, 3)
+PANELS, PANEL_SIZE_INCHES = (3, 2), (3.4, 3.9)
 plot = drawing.plot
 claims, metrics, summary = report.claims, report.metrics, report.summary
 

@@ -21,7 +21,7 @@ from scaling.corpora.languages import LanguageConfig, language, markov
 from scaling.fits import fit
 from scaling.laws import published
 
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.6)
 
 CONFIGS = {
     "cpu": Config(),
@@ -183,32 +183,35 @@ def fit_runs(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
 def plot(axes: Any, result: Result) -> None:
     """Draws losses with the ladder, and what counting costs."""
     left, right = np.ravel(axes)
-    runs, colors = result.runs, style.colors()
-    names = ["nothing", "1 token", "2 tokens", "3 tokens"]
-    start = min(runs.num_tokens, default=4) / 4  # room for what the lines are
-    for seen, optimum in enumerate(result.optima):
+    runs, names = result.runs, ["nothing", "1 token", "2 tokens", "3 tokens"]
+    lines = zip(result.optima, ("-.", ":", (0, (5, 1)), (0, (1, 1))), strict=False)
+    for seen, (optimum, line) in enumerate(lines):
         last = seen == len(result.optima) - 1
-        left.axhline(optimum, color="0.2" if last else "0.7", lw=1.0 if last else 0.7)
-        label = "the floor" if last else f"who sees {names[seen]}"
-        left.text(start, optimum, label, va="bottom", fontsize=6, color="0.4")
-    for i, width in enumerate(runs.distinct("width")):
-        mine, color = runs.where(width=width), colors[i % len(colors)]
-        left.plot(mine.num_tokens, mine.loss, "o-", ms=2.5, color=color)
-        text, end = f"N {mine.num_params[0]:,}", (mine.num_tokens[-1], mine.loss[-1])
-        style.note(left, text, end, (3, 0), fontsize=5, va="center", color=color)
-    left.set(
-        xscale="log",
-        xlim=(start / 1.2, 3 * max(runs.num_tokens, default=4)),
-        xlabel="tokens trained on",
-        ylabel="loss [nats per token]",
-    )
+        look = {"color": "0" if last else "0.45", "linestyle": "-" if last else line}
+        label = "entropy" if last else f"reader of {names[seen]}"
+        left.axhline(optimum, label=label, linewidth=1, zorder=0, **look)
+    widths = runs.distinct("width")
+    marks = zip(widths, style.shades(np.arange(len(widths))), strict=True)
+    for i, (width, color) in enumerate(marks):
+        mine = runs.where(width=width)
+        look = {"color": color, "marker": "os^dvP"[i % 6]}
+        label = f"{mine.num_params[0]:,} parameters"
+        left.plot(mine.num_tokens, mine.loss, label=label, **look)
+    title = "Loss of models, and the entropy below it"
+    if np.isfinite(runs.loss).any() and len(result.optima):
+        title = f"The best model ends at {np.nanmin(runs.loss):.3f} nats/token, "
+        title += f"{np.nanmin(runs.loss) - result.optima[-1]:.3f} above the entropy"
+    x, y = "tokens trained on [tokens]", "loss [nats/token]"
+    style.titled(left, title, x, y, xscale="log")
+    left.legend()
     counts = result.counts
-    right.loglog(
-        counts.num_tokens, counts.num_free / 2 / counts.num_tokens, color="0.7"
-    )
-    right.loglog(counts.num_tokens, counts.excess, "o", ms=3, color=colors[5])
-    right.text(0.3, 0.85, f"slope {counts.slope:.3f}", transform=right.transAxes)
-    right.set(xlabel="tokens counted", ylabel="loss over the entropy [nats]")
+    exact = counts.num_free / 2 / counts.num_tokens
+    style.curve(right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1)
+    style.curve(right, counts.num_tokens, counts.excess, 5, "counted", linestyle="")
+    title = f"Counting comes near the entropy with slope {counts.slope:.3f}"
+    x, y = "tokens counted [tokens]", "loss - entropy [nats/token]"
+    style.titled(right, title, x, y, xscale="log", yscale="log")
+    right.legend()
 
 
 @beside(__file__).judges

@@ -74,7 +74,7 @@ class Config:
         return family.sweep_of(self, seeds=(self.seed,), min_steps=1)
 
 
-PANELS = (1, 2)
+PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -154,34 +154,56 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(axes: Any, result: Result) -> None:
     """Draws loss against rate, and the best rate against width."""
     left, right = axes
-    runs, powers, colors = result.runs, result.powers, style.colors()
+    runs, powers = result.runs, result.powers
     tokens, widths = np.unique(runs.num_tokens), np.unique(runs.width)
-    for i, width in enumerate(widths, 1):
+    for i, (width, color) in enumerate(zip(widths, _shaded(widths), strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
             mine = runs.where(width=width, num_tokens=number)
             mine = mine.at(np.argsort(mine.learning_rate))
-            label = f"width {width:.0f}" if line == "-" else ""
-            x, y, mark = mine.learning_rate, mine.loss, f"{line}o"
-            style.curve(left, x, y, i % 8, label, mark, linewidth=0.8)
-    title = f"{tokens[-1]:,.0f} tokens (dashed: {tokens[0]:,.0f})"
-    loss = "held-out loss [nats/token]"
-    style.titled(left, title, "learning rate", loss, xscale="log")
-    exponents = f"width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
+            label = f"width {width:.0f}" if line == "-" else None
+            look = {"color": color, "marker": "os^dvP"[i % 6], "linestyle": line}
+            left.plot(mine.learning_rate, mine.loss, label=label, **look)
+    title = "Held-out loss by learning rate"
+    if len(runs):
+        best = [runs.where(width=x, num_tokens=tokens[-1]) for x in widths]
+        rates = [x.learning_rate[int(np.nanargmin(x.loss))] for x in best]
+        title = (
+            f"Best rate: {rates[0]:.2g} at width {widths[0]:.0f}, {rates[-1]:.2g} at "
+        )
+        title += f"width {widths[-1]:.0f}"
+        words = zip(("--", "-"), (tokens[0], tokens[-1]), strict=True)
+        for line, number in words:
+            label = f"{number:,.0f} tokens"
+            left.plot([], [], color="0.45", linestyle=line, label=label)
+    x, y = "learning rate [1]", "held-out loss [nats/token]"
+    style.titled(left, title, x, y, xscale="log")
     is_known = bool(np.isfinite(powers.of_width))
-    for color, number in zip(colors[1:], tokens, strict=False):
-        mine, x = result.best.where(num_tokens=number), np.geomspace(*widths[[0, -1]])
-        label = f"{number:,.0f} tokens"
-        right.plot(mine.width, mine.rate, "o", color=color, label=label)
+    looks = zip(tokens, ((5, "o"), (1, "s"), (3, "^"), (6, "d")), strict=False)
+    for number, (color, mark) in looks:
+        mine = result.best.where(num_tokens=number)
+        look = {"marker": mark, "linestyle": "", "markersize": 6}
+        style.curve(
+            right, mine.width, mine.rate, color, f"{number:,.0f} tokens", **look
+        )
         if is_known:
-            y = powers.coefficient * x**powers.of_width * number**powers.of_tokens
-            right.plot(x, y, color=color, linewidth=0.8)
-    title = f"rate ~ {exponents}" if is_known else "too few optima"
-    style.titled(right, title, "width", "best learning rate")
-    right.set(xscale="log", yscale="log")
+            x = np.geomspace(*widths[[0, -1]])
+            law = powers.coefficient * x**powers.of_width * number**powers.of_tokens
+            style.curve(right, x, law, color, marker="")
+    title = (
+        f"Best rate falls as width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
+    )
+    title = title if is_known else "Best learning rate: too few optima"
+    x, y = "width [features]", "best learning rate [1]"
+    style.titled(right, title, x, y, xscale="log", yscale="log")
+    style.plain_log(right.yaxis)
     right.set_xticks(widths, [f"{width:.0f}" for width in widths])
     right.set_xticks([], minor=True)
     for ax in axes:
-        ax.legend(loc="best")
+        ax.legend()
+
+
+def _shaded(widths: np.ndarray) -> Any:
+    return style.shades(np.log(widths))
 
 
 @beside(__file__).judges

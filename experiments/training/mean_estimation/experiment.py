@@ -85,13 +85,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def plot(ax: Any, result: Result) -> None:
     """Draws the errors and the law."""
-    colors = style.colors()
-    ax.loglog(result.num_samples, SIGMA**2 / result.num_samples, color="0.7")
-    ax.loglog(result.num_samples, result.error, "o", color=colors[5])
-    ends = f"{result.slope_low:.3f} to {result.slope_high:.3f}"
-    ax.text(0.35, 0.85, f"slope {result.slope:.3f} ({ends})", transform=ax.transAxes)
-    ax.set_xlabel("samples")
-    ax.set_ylabel("mean squared error")
+    x, law = result.num_samples, SIGMA**2 / result.num_samples
+    style.curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
+    style.curve(ax, x, result.error, 5, "simulated", linestyle="")
+    title = f"The error falls with slope {result.slope:.3f} "
+    title += f"({result.slope_low:.3f} to {result.slope_high:.3f})"
+    y = "mean squared error [squared units]"
+    style.titled(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
+    ax.legend()
 
 
 @beside(__file__).judges

@@ -25,13 +25,14 @@ from experiments.framework import (
     table,
 )
 from experiments.harness import sweep_tables
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.training.rivals import runs, settings
 from experiments.training.rivals.runs import COMPUTE, Differences, Result
 from experiments.training.rivals.settings import PAIRS, RECURRENT, REFERENCE, Published
 from scaling.frontiers import best_runs
 
-CONFIGS, PANELS = settings.CONFIGS, (2, 2)
+CONFIGS = settings.CONFIGS
+PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
 run = runs.run
 
 
@@ -220,94 +221,102 @@ def _rates(result: Result) -> Sheet:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a result on two rows of two axes, under one legend."""
-    _draw_curves(axes[0, 0], result)
-    _draw_places(axes[0, 1], result)
-    _draw_ratios(axes[1, 0], result)
-    _draw_differences(axes[1, 1], result)
-    lines, names = axes[0, 1].get_lines(), result.sides.tolist()
-    place = {"ncols": 4, "loc": "outside upper center"}
-    axes[0, 0].figure.legend(lines[: len(names)], names, **place)
+    """Draws a result on four axes."""
+    _draw_curves(axes[0], result)
+    _draw_places(axes[1], result)
+    _draw_ratios(axes[2], result)
+    _draw_differences(axes[3], result)
 
 
-def _look(side: int) -> dict[str, Any]:
-    """Black and wide for the reference, wide for its first rival, dashed past seven."""
-    # Yellow, too light for a line, is left out.
-    usable = [style.colors()[i] for i in (0, 6, 5, 3, 1, 7, 2)]
-    return {
-        "color": usable[side % 7],
-        "linestyle": "-" if side < 7 else "--",
-        "linewidth": 1.4 if side < 2 else 0.8,
-    }
-
-
-LOSS = "held-out loss [nats per byte]"
+LOSS = "held-out loss [nats/byte]"
 
 
 def _draw_curves(ax: Any, result: Result) -> None:
-    """Every finished run, small; those of a side's frontier large, with its curve."""
-    for i in range(len(result.sides)):
-        mine, look = result.runs.where(side=i), _look(i)
+    """The runs of each side's frontier, and the curve through them."""
+    lowest = {}
+    for i, name in enumerate(result.sides.tolist()):
+        mine = result.runs.where(side=i)
         best = mine.at(best_runs.find(mine.flops, mine.loss))
-        if i < 2:
-            ax.plot(mine.flops, mine.loss, "o", color=look["color"], markersize=1.2)
-        size = 3.5 if i < 2 else 2
-        ax.plot(best.flops, best.loss, "o", color=look["color"], markersize=size)
-        ax.plot(result.curves.flops[i], result.curves.loss[i], **look)
-    title, compute = (
-        "best runs by compute, and a curve",
-        "training compute, exact [FLOP]",
-    )
-    style.titled(ax, title, compute, LOSS, xscale="log")
+        style.curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
+        curve = result.curves.flops[i], result.curves.loss[i]
+        style.curve(ax, *curve, name, marker="")
+        ax.plot([], [], label=name, **systems.look(name).line)
+        if len(best):
+            lowest[name] = float(np.nanmin(best.loss))
+    title = "Held-out loss by training compute"
+    if lowest:
+        name = min(lowest, key=lambda name: lowest[name])
+        title = f"{name} reaches the lowest loss, {lowest[name]:.2f} nats/byte"
+    style.titled(ax, title, "training compute, exact [FLOP]", LOSS, xscale="log")
     style.wide_log(ax.xaxis)
+    ax.legend()
 
 
 def _draw_places(ax: Any, result: Result) -> None:
-    for i in range(len(result.sides)):
-        ax.plot(result.places.place, result.places.loss[i], **_look(i))
-    ax.axvline(100, color="0.8", linewidth=0.6, zorder=0)
-    seen = "bytes seen before and with the place"
-    style.titled(ax, "loss by place, largest models", seen, LOSS, xscale="log")
+    places, losses = result.places.place, result.places.loss
+    for i, name in enumerate(result.sides.tolist()):
+        mark = systems.look(name).marker
+        style.curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
+    title = "Largest models: loss by position"
+    ends = losses[:, -1] if losses.size else np.array([np.nan])
+    if np.isfinite(ends).any():
+        gains = losses[:, 0] - losses[:, -1]
+        best = result.sides.tolist()[int(np.nanargmax(gains))]
+        title = f"Largest models: {best} gains most from context, "
+        title += f"{np.nanmax(gains):.2f} nats/byte"
+    seen = "position in the window [bytes]"
+    style.titled(ax, title, seen, LOSS, xscale="log")
     ax.set_xticks([1, 10, 100], ["1", "10", "100"])
+    ax.legend()
 
 
 def _draw_ratios(ax: Any, result: Result) -> None:
-    seen = [0.5, 2.0]
-    for i in range(1, len(result.sides)):
-        loss, ratio, low, high = (np.asarray(part)[0, i] for part in result.ratios[:4])
-        if np.isfinite(ratio).any():
-            look = _look(i)
-            ax.plot(loss, ratio, **look)
-            style.band(ax, loss, low, high, look["color"], 0.12)
-            seen += [np.nanmin(ratio), np.nanmax(ratio)]
-    if len(seen) == 2:
-        ax.text(0.5, 0.6, "none identified", transform=ax.transAxes, ha="center")
-    ax.axhline(1, color="0.6", linewidth=0.6, zorder=0)
-    title, reached = (
-        "compute to equal loss, 90 %",
-        "loss reached by both [nats per byte]",
-    )
-    style.titled(ax, title, reached, "compute / transformer's", yscale="log")
-    ax.set_ylim(max(5e-3, min(seen) / 2), min(300.0, 2 * max(seen)))
-    style.plain_log(ax.yaxis)
-    ax.invert_xaxis()
+    """The ratio of each side and its interval, where it is read, a line each."""
+    told = readings(result).where(compute="exact")
+    told = told.at(np.isfinite(told.ratio))
+    names = told.side.tolist()
+    rows = zip(names, told.ratio, told.low, told.high, strict=True)
+    for i, (name, ratio, low, high) in enumerate(rows):
+        color = systems.look(name).color
+        ax.hlines(i, low, high, color=color, linewidth=3, alpha=0.5)
+        style.curve(ax, [ratio], [i], name, markersize=7)
+        style.note(ax, f"{ratio:.2g}", (high, i), (6, 0), va="center_baseline")
+    style.reference(ax, 1, "as much as the transformer", along="y")
+    title = "Compute to equal loss: none identified"
+    if names:
+        most = int(np.nanargmax(told.ratio))
+        title = f"For equal loss {names[most]} needs {told.ratio[most]:.1f} times "
+        title += "the compute (bars: 90 %)"
+        ax.legend()
+    style.titled(ax, title, "compute / transformer's [ratio]", "", xscale="log")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.7)
+    ax.set_xlim(*np.clip(ax.get_xlim(), 0.05, 50))
+    style.plain_log(ax.xaxis)
 
 
 def _draw_differences(ax: Any, result: Result) -> None:
-    """Means over the seeds, joined; each seed a dash."""
-    for i in range(1, len(result.sides)):
-        mine, look = result.differences.where(side=i), _look(i)
+    """Means over the seeds, joined; a line from seed to seed."""
+    worst = ("", 0.0)
+    names = result.sides.tolist()
+    for i, name in enumerate(names[1:], 1):
+        mine = result.differences.where(side=i)
         if len(mine):
-            # Side by side, where sizes are equal.
-            sizes = mine.size * 1.025 ** (i - len(result.sides) / 2)
-            ax.plot(sizes, mine.difference, marker="o", markersize=2, **look)
-            ax.plot(sizes, mine.by_seed, "_", color=look["color"], markersize=4)
+            # Next to each other, where sizes are equal.
+            sizes = mine.size * 1.04 ** (i - len(names) / 2)
+            style.curve(ax, sizes, mine.difference, name, name)
             ends = mine.by_seed.min(1), mine.by_seed.max(1)
-            ax.vlines(sizes, *ends, color=look["color"], linewidth=0.6)
-    ax.axhline(0, color="0.6", linewidth=0.6, zorder=0)
-    title = "equal parameters and tokens; dashes: seeds"
-    less, size = "loss less transformer's [nats]", "parameters outside embeddings"
+            ax.vlines(sizes, *ends, color=systems.look(name).color, linewidth=1)
+            last = float(mine.difference[-1])
+            worst = (name, last) if last > worst[1] else worst
+    style.reference(ax, 0, "the transformer")
+    title = "Loss at equal parameters and tokens"
+    if worst[0]:
+        title = f"At equal size {worst[0]} is worst, by {worst[1]:.2f} nats "
+        title += "(lines: seeds)"
+    less, size = "loss - transformer's [nats/byte]", "parameters outside embeddings [1]"
     style.titled(ax, title, size, less, xscale="log")
     shown = result.differences.distinct("size")
     ax.set_xticks(shown, [f"{size:,}" for size in shown])
     ax.minorticks_off()
+    ax.legend()

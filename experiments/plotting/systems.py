@@ -1,0 +1,137 @@
+"""The colour, marker and hatch of every system, the same in all figures.
+
+Colours are those of Okabe and Ito; yellow is left out, too light for a line on white.
+Two systems with the same colour never share a panel, and differ in marker and hatch
+from any that do.
+"""
+
+from typing import Any, NamedTuple
+
+BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = 0, 1, 2, 3, 5, 6, 7
+"""Places of the colours in `style.colors()`."""
+GREY = 8
+"""The grey of published numbers and of peers without a colour of their own."""
+
+
+class Look(NamedTuple):
+    """How a system is drawn.
+
+    Attributes:
+      color: RGB in [0, 1].
+      marker: matplotlib's marker of its points.
+      hatch: matplotlib's hatch of its bars, the second channel beside the colour.
+    """
+
+    color: tuple[float, float, float]
+    marker: str
+    hatch: str
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Keywords of a line with points."""
+        return {"color": self.color, "marker": self.marker}
+
+    @property
+    def bar(self) -> dict[str, Any]:
+        """Keywords of a bar."""
+        return {"color": self.color, "hatch": self.hatch, "edgecolor": "white"}
+
+
+SYSTEMS: dict[str, tuple[int, str, str]] = {
+    "published": (GREY, "D", ""),
+    # Programs that are timed against each other.
+    "jaxkv": (BLUE, "o", ""),
+    "jaxkv, first call": (BLUE, "d", "//"),
+    "one run": (BLUE, "d", "//"),
+    "all mapped": (BLUE, "o", ""),
+    "PyTorch": (RED, "s", "\\\\"),
+    "PyTorch, compiled": (PURPLE, "D", "xx"),
+    "transformers": (ORANGE, "^", "//"),
+    "llama.cpp": (GREY, "v", ".."),
+    "plain Python": (GREY, "v", ".."),
+    # Serving systems and policies.
+    "FasterTransformer": (BLACK, "v", "xx"),
+    "Orca (Max)": (RED, "s", "\\\\"),
+    "Orca (Pow2)": (ORANGE, "d", "//"),
+    "Orca (Oracle)": (SKY, "^", ".."),
+    "paged": (BLUE, "o", ""),
+    "Orca": (ORANGE, "s", "//"),
+    "vLLM": (RED, "^", "\\\\"),
+    "Sarathi (512)": (BLUE, "o", ""),
+    "Sarathi (2,048)": (GREEN, "D", ".."),
+    "static": (RED, "s", "\\\\"),
+    "continuous": (GREEN, "^", "//"),
+    "continuous, paged": (BLUE, "o", ""),
+    # Where the two phases of a request run.
+    "both phases": (RED, "s", "\\\\"),
+    "split": (BLUE, "o", ""),
+    "prompts alone": (ORANGE, "^", "//"),
+    "decoding alone": (GREEN, "v", ".."),
+    # Preemption.
+    "room for all": (GREY, "D", ""),
+    "recompute": (RED, "s", "\\\\"),
+    "recompute, hold new": (ORANGE, "d", "//"),
+    "swap": (BLUE, "o", ""),
+    "swap, hold new": (GREEN, "^", ".."),
+    "latest": (RED, "s", "\\\\"),
+    "least computed": (BLUE, "o", ""),
+    "fewest pages": (GREEN, "^", ".."),
+    "cheapest": (ORANGE, "d", "//"),
+    # Orders in which a prefix cache is asked.
+    "depth first": (GREEN, "^", ".."),
+    "most cached first": (RED, "s", "\\\\"),
+    "in order of arrival": (BLUE, "o", ""),
+    # Attention.
+    "plain": (RED, "s", "\\\\"),
+    "in tiles": (GREEN, "^", ".."),
+    "without the cache": (RED, "s", "\\\\"),
+    "with the cache": (BLUE, "o", ""),
+    # Drafters and sampling.
+    "n-gram": (BLUE, "o", ""),
+    "Jacobi": (GREEN, "s", ".."),
+    "lookahead": (PURPLE, "D", "xx"),
+    "early exit, 1 layer": (RED, "^", "\\\\"),
+    "early exit, 2 layers": (BLACK, "v", "//"),
+    "Medusa": (ORANGE, "v", "//"),
+    "EAGLE": (SKY, "P", "||"),
+    "draft model": (BLACK, "X", "xx"),
+    "greedy": (BLUE, "o", ""),
+    "temperature 1": (RED, "s", "\\\\"),
+    "sampled": (RED, "s", "\\\\"),
+    "mixed": (ORANGE, "^", "//"),
+    # Ways to divide a model.
+    "one device": (BLACK, "v", "xx"),
+    "data": (ORANGE, "^", "//"),
+    "tensor": (SKY, "s", ".."),
+    "vocabulary": (GREEN, "v", ""),
+    "sequence": (PURPLE, "D", "xx"),
+    "ulysses": (BLUE, "o", ""),
+    "ring": (RED, "P", "\\\\"),
+    "ring and ulysses": (PURPLE, "D", "xx"),
+    "expert parallel, gather": (ORANGE, "^", "//"),
+    "expert parallel, capacity": (GREEN, "v", ""),
+    # Models and trainings.
+    "dense": (RED, "s", "\\\\"),
+    "mixture": (BLUE, "o", ""),
+    "with balancing": (BLUE, "o", ""),
+    "without balancing": (RED, "s", "\\\\"),
+    "transformer": (BLACK, "o", ""),
+    "lstm": (RED, "s", "\\\\"),
+    "sgd": (BLUE, "^", "//"),
+    "1 layer": (GREEN, "v", ".."),
+    "4 layers": (ORANGE, "D", "xx"),
+    "6 layers": (PURPLE, "P", "||"),
+    "learned positions": (SKY, "X", "--"),
+    # Data sets.
+    "ShareGPT": (RED, "s", "\\\\"),
+    "Alpaca": (BLUE, "o", ""),
+}
+"""Colour, marker and hatch by name."""
+
+
+def look(name: str) -> Look:
+    """Returns how a system is drawn, black with circles where it has no entry."""
+    from experiments.plotting import style
+
+    color, marker, hatch = SYSTEMS.get(name, (BLACK, "o", ""))
+    return Look((*style.colors(), (0.5, 0.5, 0.5))[color], marker, hatch)

@@ -1,0 +1,159 @@
+"""Figures: the rubric that all are held to, the style that sees to it, and panels."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.framework import registry, run_folder
+from experiments.plotting import sheets, style, systems
+from tests.support import figures, smoke
+from tests.support.folders import RECORDS
+
+QUICK = {
+    *("bench_fit", "bench_launches", "bench_simulate", "chatbot", "cost_check"),
+    *("disaggregation_large", "page_size", "parallelism"),
+}
+"""Records that are drawn in less than a second."""
+
+
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.thorough])
+
+
+RECORDED = sorted(path.parent.name for path in RECORDS.glob("*/claims.json"))
+
+
+@pytest.mark.parametrize("name", map(marked, RECORDED))
+def test_the_figure_of_a_record_meets_the_rubric(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
+    kept = run_folder.read(RECORDS / name, registry.load(env["experiment"]))
+    sheet = figures.drawn(lambda: smoke.draw(kept.study, kept.result), monkeypatch)
+    assert figures.faults(sheet) == []
+    for system, color in figures.looks(sheet):
+        assert color == pytest.approx(systems.look(system).color), system
+    # A file for each panel of the sheet.
+    panels = {path.name for path in (RECORDS / name).glob("figure-*.png")}
+    num = len(sheet.axes) if len(sheet.axes) > 1 else 0
+    assert panels == {f"figure-{i}.png" for i in range(1, num + 1)}
+
+
+def test_type_is_measured_at_the_width_of_a_page() -> None:
+    assert style.PRINT_WIDTH_INCHES == figures.WIDTH_INCHES
+    with pytest.raises(ValueError, match=r"width=10.2 inches must be in \(0, 6.8\]"):
+        style.render(lambda axes: None, panels=(1, 3))
+
+
+def test_bars_start_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(ax: Any) -> None:
+        ax.bar(["a", "b"], [5.0, 6.0])
+        ax.set_ylim(4, 7)
+
+    sheet = figures.drawn(lambda: style.render(draw), monkeypatch)
+    assert sheet.axes[0].get_ylim() == (0, 7)
+
+    def draw_log(ax: Any) -> None:
+        draw(ax)
+        ax.set_yscale("log")
+
+    with pytest.raises(ValueError, match="yscale='log' must be linear"):
+        style.render(draw_log)
+
+
+def test_legends_and_titles_are_off_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    title = "A message of many words that is far too long for one line of a panel"
+
+    def draw(axes: Any) -> None:
+        for ax in axes:
+            for name in ("static", "continuous", "continuous, paged", "published"):
+                style.curve(ax, [1, 2], [0, 1e6], name, name)
+            style.titled(ax, title, "load [requests/s]", "rate [tokens/s]")
+            ax.legend(loc="center")
+
+    render = lambda: style.render(draw, panels=(1, 2))  # noqa: E731
+    sheet = figures.drawn(render, monkeypatch)
+    assert figures.faults(sheet) == []
+    assert all(ax.get_legend().get_window_extent().y0 > ax.bbox.y1 for ax in sheet.axes)
+    assert sheet.axes[0].get_title(loc="left").split() == title.split()
+
+
+def breach(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The faults of a panel without any, once it is changed as it was drawn."""
+
+    def draw(ax: Any) -> None:
+        style.curve(ax, [1, 2], [3, 4], "jaxkv", "jaxkv")
+        style.titled(ax, "One message", "width [features]", "rate [tokens/s]")
+        ax.legend()
+
+    sheet = figures.drawn(lambda: style.render(draw), monkeypatch)
+    assert figures.faults(sheet) == []
+    change(sheet.axes[0])
+    return figures.faults(sheet)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda ax: ax.tick_params(labelsize=7), "7.0 points"),
+        (lambda ax: ax.figure.set_figwidth(13.6), "4.5 points"),
+        (lambda ax: ax.set_xlabel("width"), "'width' has no unit"),
+        (lambda ax: ax.set_title("", loc="left"), "no title"),
+        (lambda ax: ax.bar([1, 2], [3, 4], bottom=2).remove(), ""),
+        (lambda ax: (ax.bar([1], [4]), ax.set_ylim(1, 4)), "do not start at zero"),
+        (lambda ax: ax.legend(loc="center"), "the legend is on data"),
+        (lambda ax: ax.set_xticks([1, 1.01], ["one", "two"]), "overlaps 'two'"),
+        (lambda ax: ax.text(3, 3, "far outside"), "leaves the figure"),
+    ],
+)
+def test_a_fault_is_found(
+    change: Callable[[Any], Any], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = "\n".join(breach(change, monkeypatch))
+    assert fault in found if fault else not found
+
+
+def test_systems_can_be_told_apart() -> None:
+    """In a figure that two share, by colour or by marker; never by yellow."""
+    yellow = style.colors()[4]
+    for name in systems.SYSTEMS:
+        assert systems.look(name).color != yellow
+    for group in (
+        ("jaxkv", "PyTorch", "PyTorch, compiled", "transformers", "llama.cpp"),
+        ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged"),
+        ("Orca", "vLLM", "Sarathi (512)", "Sarathi (2,048)", "published"),
+        ("static", "continuous", "continuous, paged"),
+        ("n-gram", "Jacobi", "lookahead", "Medusa", "EAGLE", "draft model"),
+    ):
+        looks = [systems.look(name) for name in group]
+        assert len({look.color for look in looks}) == len(group)
+        assert len({look.marker for look in looks}) == len(group)
+
+
+def test_every_panel_has_a_file_of_its_own() -> None:
+    def draw(axes: Any) -> None:
+        for i, ax in enumerate(axes.flat):
+            style.curve(ax, np.arange(3), np.arange(3) ** i, "jaxkv", f"panel {i}")
+            style.titled(ax, f"Message {i}", "x [1]", "y [1]")
+            ax.legend()
+
+    files = style.render(draw, panels=(2, 2))
+    kinds = ("svg", "png")
+    names = {f"figure-{i}.{kind}" for i in range(1, 5) for kind in kinds}
+    assert files.keys() == names | {"figure.svg", "figure.png"}
+    for i in range(4):
+        panel = files[f"figure-{i + 1}.svg"].decode()
+        assert re.findall(r"Message \d", panel) == [f"Message {i}"]
+    assert files == style.render(draw, panels=(2, 2))
+    alone = style.render(lambda ax: draw(np.array([ax])))
+    assert alone.keys() == {"figure.svg", "figure.png"}
+
+
+def test_a_long_number_keeps_its_unit() -> None:
+    assert sheets.unbroken("grows to 12 % of 5 GB") == (
+        "grows to 12\N{NO-BREAK SPACE}% of 5\N{NO-BREAK SPACE}GB"
+    )
