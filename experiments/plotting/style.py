@@ -20,6 +20,8 @@ PRINT_WIDTH_INCHES = 6.8
 PANEL_SIZE_INCHES = (3.4, 3.2)
 POINTS = 9
 """Size of all type but titles, and the least on any figure."""
+LARGE_BYTES = 40_000
+"""Size of a PNG from which its colours are reduced."""
 
 STYLE: dict[str, Any] = {
     "axes.labelsize": POINTS,
@@ -108,9 +110,7 @@ def render(
         sheets.arrange(figure)
         files |= _saved(figure, "figure")
         for number, panel in enumerate(sheets.panels(figure, size_inches), 1):
-            name = f"figure-{number}"
-            files |= _saved(panel, name)
-            files[f"{name}.png"] = _reduced(files[f"{name}.png"])
+            files |= _saved(panel, f"figure-{number}")
     return files
 
 
@@ -121,13 +121,15 @@ def _saved(figure: Any, name: str) -> dict[str, bytes]:
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, metadata=metadata)
         files[f"{name}.{kind}"] = buffer.getvalue()
-    return files
+    return files | {f"{name}.png": _reduced(files[f"{name}.png"])}
 
 
 def _reduced(png: bytes) -> bytes:
-    """Returns a PNG with 128 colours, a third of the size."""
+    """Returns a PNG with 128 colours, a third of the size, unless it is small."""
     from PIL import Image
 
+    if len(png) < LARGE_BYTES:
+        return png
     buffer = io.BytesIO()
     image = Image.open(io.BytesIO(png)).convert("RGB")
     image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)

@@ -11,7 +11,7 @@ import pytest
 from experiments.framework import config_json, registry, run_folder
 from pallas_kernels.bench import deviceless
 from scaling.corpora.languages.language import LanguageConfig
-from tests.support import smoke
+from tests.support import figures, smoke
 from tests.support.folders import RECORDS
 
 
@@ -24,7 +24,9 @@ def marked(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [marked(each.name) for each in registry.entries()])
-def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(name: str) -> None:
+def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, experiment = smoke.run(name), registry.load(name)
     further = kept.study.files(kept.result)
     result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
@@ -57,6 +59,13 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(name: str) -> None:
         assert (claim.verdict == "not judged") == claim.needs_size
     assert config_json.dumps(kept.metrics)
     assert len(kept.parts) > bool(kept.claims)
+    if name in smoke.QUICK or name in WITHOUT_RECORD:
+        sheet = figures.drawn(lambda: smoke.draw(kept.study, kept.result), monkeypatch)
+        assert figures.faults(sheet) == []
+
+
+WITHOUT_RECORD = ("flash_attention", "kv_cache")
+"""Whose figure is held to the rubric here: there is no record to draw."""
 
 
 def test_records_are_of_experiments_that_there_are() -> None:
