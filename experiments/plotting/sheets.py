@@ -17,12 +17,16 @@ def arrange(figure: Any) -> None:
     Raises:
       ValueError: bars have a logarithmic axis, which has no zero.
     """
+    if not figure.axes:
+        return
     for ax in figure.axes:
         _start_bars_at_zero(ax)
         _set_in_layout(ax, False)
-    _lay_out(figure)  # the widths of axes are known only then
+    layout = figure.get_layout_engine()
+    for _ in range(2):  # what hangs over the edges of axes needs a second turn
+        layout.execute(figure)  # the widths of axes are known only then
     _set_heads(figure.axes)
-    _lay_out(figure)
+    layout.execute(figure)
     figure.set_layout_engine("none")  # saving need not repeat it
 
 
@@ -53,9 +57,10 @@ def panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
             _fitted(figure, legend, 72 * size[0], loc="outside upper left")
         figure.set_layout_engine("constrained")
         _set_in_layout(alone, False)
-        _lay_out(figure)
+        layout = figure.get_layout_engine()
+        layout.execute(figure)
         _set_heads([alone])
-        _lay_out(figure)
+        layout.execute(figure)
         figure.set_layout_engine("none")
         yield figure
 
@@ -66,13 +71,6 @@ def _set_in_layout(ax: Any, is_in: bool) -> None:
     ax.set_title(ax.get_title(loc="left"), loc="left").set_visible(is_in)
     if ax.get_legend() is not None:
         ax.get_legend().set_in_layout(is_in)
-
-
-def _lay_out(figure: Any) -> None:
-    """Places the axes; what hangs over their edges needs a second turn."""
-    engine = figure.get_layout_engine()
-    for _ in range(2 if engine else 0):
-        engine.execute(figure)
 
 
 def _start_bars_at_zero(ax: Any) -> None:

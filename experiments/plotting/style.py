@@ -24,6 +24,8 @@ LARGE_BYTES = 40_000
 """Size of a PNG from which its colours are reduced."""
 
 STYLE: dict[str, Any] = {
+    "axes.formatter.limits": (-5, 7),  # a power above the axis would meet the legend
+    "axes.formatter.useoffset": False,
     "axes.labelsize": POINTS,
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
@@ -132,7 +134,7 @@ def _reduced(png: bytes) -> bytes:
         return png
     buffer = io.BytesIO()
     image = Image.open(io.BytesIO(png)).convert("RGB")
-    image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png")
     return buffer.getvalue()
 
 
@@ -219,7 +221,10 @@ def plain_log(axis: Any) -> None:
     from matplotlib import ticker
 
     low, high = axis.get_view_interval()
-    decades = math.log10(high / low) if 0 < low < high else 1.0
+    if not 0 < low < high:  # nothing is drawn, and a logarithm has no limits
+        axis.axes.set(**{f"{axis.axis_name}scale": "linear"})
+        return
+    decades = math.log10(high / low)
     steps = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
     subs = next((x for most, x in steps.items() if decades <= most), (1,))
     axis.set_major_locator(ticker.LogLocator(subs=subs))

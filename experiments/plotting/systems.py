@@ -58,7 +58,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "Orca": (ORANGE, "s", "//"),
     "vLLM": (RED, "^", "\\\\"),
     "Sarathi (512)": (BLUE, "o", ""),
-    "Sarathi (2,048)": (GREEN, "D", ".."),
+    "Sarathi (2,048)": (GREEN, "v", ".."),
     "static": (RED, "s", "\\\\"),
     "continuous": (GREEN, "^", "//"),
     "continuous, paged": (BLUE, "o", ""),

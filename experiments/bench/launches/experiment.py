@@ -375,11 +375,14 @@ def plot(ax: Any, result: Launches) -> None:
     ax.set_yticks(where, [names.get(x, x.replace("_", " ")) for x in shown])
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(shown) - 0.5, -0.5)
-    ax.legend()
-    found = {name: result.per(name)[paths[0]] for name in ("step", "forward", "layer")}
-    title = "A {} step launches {step} kernels outside the model, {forward} around its "
-    title += "layers and {layer} in each"
-    style.titled(ax, title.format(paths[0], **found), "launches [kernels]", "")
+    title = "Kernels that a step launches"
+    if paths:
+        ax.legend()
+        names = ("step", "forward", "layer")
+        num, around, layer = (result.per(name)[paths[0]] for name in names)
+        title = f"A {paths[0]} step launches {num} kernels outside the model, {around} "
+        title += f"around its layers and {layer} in each"
+    style.titled(ax, title, "launches [kernels]", "")
 
 
 @beside(__file__).judges

