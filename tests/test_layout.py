@@ -70,11 +70,11 @@ DOORS = {
     "tokenizers": ("jaxkv/text/tokenizer.py", "jaxkv/text/byte_pairs.py"),
     "jinja2": ("jaxkv/text/chat_templates.py",),
     "rich": ("experiments/*", "scaling/training/train.py"),
-    "ray": ("scaling/sweeps/executors.py",),
     "pyarrow": ("jaxkv/files/columnar.py",),
     "fastapi": ("jaxkv/server/app.py",),
     "starlette": ("jaxkv/server/app.py",),
     "uvicorn": ("jaxkv/server/http_server.py",),
+    "ray": ("scaling/sweeps/executors.py", "jaxkv/disaggregation/cluster.py"),
     "jax.experimental.pallas": (
         "pallas_kernels/paged_attention/hopper/*.py",
         "pallas_kernels/*/*mosaic_gpu.py",

@@ -1,13 +1,35 @@
-"""Prompts read by some workers, answers decoded by others; pages cross over."""
+"""Prompts read by some workers, answered by others; pages travel between them.
 
-from jaxkv.disaggregation.router import Lost, Router, Served
+`Service` starts everything on one machine or joins a Ray cluster; it needs the extra
+`ray`. `Router` and `Worker` are the parts, without Ray.
+"""
+
+from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
+from jaxkv.disaggregation.router import (
+    ReplayError,
+    RequestCancelledError,
+    RoutedAnswer,
+    Router,
+    RouterConfig,
+    Transfer,
+    WorkerLostError,
+)
+from jaxkv.disaggregation.service import Service, ServiceLostError
+from jaxkv.disaggregation.worker import Worker, WorkerSpec
 
 __all__ = [
-    "Lost",
+    "Candidate",
+    "ReplayError",
+    "RequestCancelledError",
+    "RoutedAnswer",
     "Router",
-    "Served",
-    "frames",
-    "launch",
-    "router",
-    "worker",
+    "RouterConfig",
+    "Service",
+    "ServiceLostError",
+    "Transfer",
+    "Worker",
+    "WorkerLostError",
+    "WorkerSpec",
+    "least_work",
+    "prefix_affinity",
 ]

@@ -1,283 +1,329 @@
-"""A worker: an engine of its own process, reached over a socket.
+"""A worker: one engine that reads prompts, answers them, and exchanges pages.
 
-    python -m jaxkv.disaggregation.worker FOLDER '{"max_length": 512, ...}' [CORES]
-
-prints its address in a line of JSON and serves until its standard input ends. The
-secret is in the environment, `JAXKV_SECRET`.
-
-It answers three kinds of messages. "prefill" reads a prompt and sends its pages to
-another worker; "pages" are such; "decode" answers a prompt, token by token. Which of
-them a worker is asked is the router's choice: all can do both.
+Plain asyncio code that knows nothing of Ray; `cluster` makes it an actor. Several
+routers may share a worker. A router names its requests and counts its attempts, and
+collects everything that happened to all of them with one call of `poll`.
 """
 
 import asyncio
-import hashlib
-import itertools
-import json
+import contextlib
+import dataclasses
 import os
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jaxkv.disaggregation import frames
-from jaxkv.disaggregation.frames import Connection, Message
+from jaxkv import validation
+from jaxkv.disaggregation import identity, page_messages
+from jaxkv.disaggregation.page_messages import PageMessage
+from jaxkv.parallel import mesh as meshes
 from jaxkv.sampling import Sampling
-from jaxkv.serving.engine import Engine
-from jaxkv.serving.outputs import Event
+from jaxkv.server import SWITCH_S, AsyncEngine
+from jaxkv.serving import Engine, Event
 
-SECRET = "JAXKV_SECRET"
-"""The environment variable that holds the secret, in hexadecimal digits."""
-FIRST_OWN_NAME = 2**30
-"""Names of requests from here on are a worker's own."""
-SWITCH_S = 1e-4
-"""Seconds that the engine's thread may keep others waiting."""
-_IDLE_S = 0.5
+POLL_S = 1.0
+"""Seconds after which `poll` returns even if nothing has happened."""
+ROUTER_TIMEOUT_S = 15.0
+"""Seconds without a poll after which a router's requests are cancelled."""
+ORPHAN_S = 60.0
+"""Seconds without any router after which a worker ends itself."""
+
+
+ROLES = ("prefill", "decode")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """How to make a worker."""
+
+    role: str
+    """Phase that the router asks it for, one of `ROLES`; every worker can do both."""
+    folder: str
+    """Hugging Face folder of the model, readable on the worker's machine."""
+    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of `Engine.load`; `prefix_cache` is set."""
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Arguments of `parallel.make_mesh`; empty for one device."""
+    cores: tuple[int, ...] | None = None
+    """CPU cores that the process is bound to; None binds it to none."""
+    num_gpus: float = 0
+    """GPUs that Ray reserves for it."""
+    resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Further Ray resources that it needs, such as a node's name."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields.
+
+        Raises:
+          ValueError: the role is unknown, or a number is out of its range.
+        """
+        validation.choice("role", self.role, ROLES)
+        for name, value in self.mesh.items():
+            validation.integer(f"mesh[{name!r}]", value, low=1)
+
+
+class Attempt(NamedTuple):
+    """The name of one attempt at a request."""
+
+    router: str
+    request: int
+    """The router's number of the request."""
+    number: int
+    """1 for the first attempt."""
+
+
+class Report(NamedTuple):
+    """Something that happened to an attempt; one of the last three fields is set."""
+
+    attempt: Attempt
+    event: Event | None = None
+    refusal: str | None = None
+    """The request cannot be served; the reason."""
+    failure: str | None = None
+    """The engine has failed; the worker is of no further use."""
+
+
+class Prefilled(NamedTuple):
+    """A prompt that was read."""
+
+    num_bytes: int
+    """Bytes of the message with its full pages."""
+    prefill_s: float
+    """Seconds until it was read, queueing included."""
+    copy_s: float
+    """Seconds to copy its pages out of the pool."""
+
+
+class _Mailbox:
+    """Reports that a router has not collected yet."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.is_filled = asyncio.Event()
+        self.last_poll_s = time.monotonic()
+        self.tasks: dict[Attempt, asyncio.Task[Any]] = {}
 
 
 class Worker:
-    """Serves an engine over sockets.
+    """Serves an engine to routers.
 
-    Args:
-      engine: with a prefix cache, on one device; the worker runs it.
-      secret: that everybody who connects must know.
-      model: what the engine serves; workers with another do not fit together.
+    Making one never raises, since the constructor of an actor reports badly; `describe`
+    has the failure.
     """
 
-    def __init__(self, engine: Engine, secret: bytes, *, model: str = ""):
-        if not engine.config.prefix_cache:
-            raise ValueError(f"{engine.config.prefix_cache=} must be True")
-        self._engine, self._secret, self._model = engine, secret, model
-        self._events: dict[int, asyncio.Queue[Event | BaseException]] = {}
-        self._has_work = threading.Event()
-        self._is_over = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # Of prompts that are only read; routers name the others.
-        self._names = itertools.count(FIRST_OWN_NAME)
-
-    async def serve(self, host: str = "127.0.0.1", port: int = 0) -> asyncio.Server:
-        """Begins to listen; port 0 takes a free one."""
-        self._loop = asyncio.get_running_loop()
-        # Compiled before anybody waits.
-        await asyncio.to_thread(self._warm_up)
-        threading.Thread(target=self._run, daemon=True).start()
-        return await asyncio.start_server(self._greet, host, port)
-
-    def close(self) -> None:
-        """Lets the engine's thread end."""
-        self._is_over = True
-        self._has_work.set()
-
-    def _warm_up(self) -> None:
-        ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
-        self._engine.generate([[0]], ask)
-        pages, _ = self._engine.take_prefix([0])
-        self._structure = jax.tree.structure(pages)
-        self._engine.bring_prefix([0], pages)
-
-    def _run(self) -> None:
-        """The engine's thread: runs it while there is work, and tells what happens."""
-        assert self._loop is not None
-        while not self._is_over:
-            self._has_work.wait(_IDLE_S)
-            self._has_work.clear()
-            try:
-                for event in self._engine.stream():
-                    self._loop.call_soon_threadsafe(self._tell, event)
-            except Exception as error:
-                self._loop.call_soon_threadsafe(self._tell_all, error)
-                return
-
-    def _tell(self, event: Event) -> None:
-        if event.request_id in self._events:
-            self._events[event.request_id].put_nowait(event)
-
-    def _tell_all(self, error: BaseException) -> None:
-        for events in self._events.values():
-            events.put_nowait(error)
-
-    async def _greet(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Serves one connection: every message is a task of its own."""
-        connection, tasks = Connection(reader, writer), set()
+    def __init__(self, name: str, spec: WorkerSpec):
+        self.name, self.spec = name, spec
+        self._failure: str | None = None
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._caretaker: asyncio.Task[None] | None = None
         try:
-            await connection.shake_hands(self._secret)
-            await connection.send(self._described())
-            while True:
-                message = await connection.receive()
-                task = asyncio.create_task(self._answer(connection, message))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-        except ConnectionError:
-            pass  # who asked is gone
-        finally:
-            for task in tasks:
-                task.cancel()
-            await connection.close()
+            self._start()
+        except Exception as error:
+            line = " ".join(str(error).split())
+            self._failure = f"{type(error).__name__}: {line}"
 
-    @property
-    def _fits(self) -> dict[str, Any]:
-        """What pages must be of."""
-        return {"model": self._model, "version": frames.VERSION}
+    def _start(self) -> None:
+        spec = self.spec
+        if spec.cores is not None:
+            _bind_to_cores(spec.cores)
+        # A step may take less than Python's default interval, and tokens would wait.
+        sys.setswitchinterval(SWITCH_S)
+        fields: dict[str, Any] = {**spec.engine, "prefix_cache": True}
+        mesh = None
+        if spec.mesh:
+            num = int(np.prod(list(spec.mesh.values())))
+            jax.config.update("jax_num_cpu_devices", num)
+            mesh = meshes.make_mesh(**spec.mesh)
+        folder = Path(spec.folder)
+        engine = Engine.load(folder, mesh=mesh, **fields)
+        self._pages = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
+        )
+        dtype = fields.get("dtype", "float32")
+        self.identity = identity.of_engine(engine.config, self._pages, dtype=dtype)
+        self.identity |= identity.of_folder(folder)
+        for kind in ("draft_folder", "heads_folder"):
+            if fields.get(kind) is not None:
+                files = identity.of_folder(Path(fields[kind]))
+                self.identity |= {f"{kind}.{name}": x for name, x in files.items()}
+        # All programs are compiled before the first request.
+        ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
+        engine.generate([[0]], ask)
+        pages, _ = engine.take_prefix([0])
+        engine.bring_prefix([0], pages)
+        self._engine = AsyncEngine(engine)
 
-    def _described(self) -> dict[str, Any]:
-        config = self._engine.config
-        return {
-            **self._fits,
-            "kind": "hello",
+    async def describe(self) -> dict[str, Any]:
+        """Returns what a router must know: name, bounds, identity, or the failure."""
+        if self._caretaker is None:
+            self._caretaker = asyncio.create_task(self._take_care())
+        found: dict[str, Any] = {"name": self.name, "spec": self.spec}
+        found |= {"pid": os.getpid()}
+        if self._failure is not None:
+            return found | {"failure": self._failure}
+        config = self._engine.engine.config
+        return found | {
+            "failure": None,
+            "identity": self.identity,
             "page_size": config.page_size,
             "max_length": config.max_length,
-            "kv_dtype": config.kv_dtype,
             "max_slots": config.max_slots,
             "seed": config.seed,
         }
 
-    async def _answer(self, connection: Connection, message: Message) -> None:
-        """Carries out one message; what goes wrong is said to who asked."""
-        words = message.words
-        try:
-            act = {
-                "prefill": self._prefill,
-                "pages": self._bring,
-                "decode": self._decode,
-            }[words["kind"]]
-            await act(connection, message)
-        except ConnectionError as error:
-            await self._say(connection, "lost", words, str(error))
-        except (ValueError, KeyError, TypeError) as error:
-            await self._say(connection, "refused", words, str(error))
-        except RuntimeError as error:  # the engine is lost, and with it the worker
-            await self._say(connection, "lost", words, str(error))
-            await connection.close()
+    async def poll(self, router: str) -> list[Report]:
+        """Returns all reports for a router, as soon as there is one or after `POLL_S`.
 
-    async def _say(
-        self, connection: Connection, kind: str, words: dict[str, Any], why: str
+        Regular polls also keep the router's requests, and the worker, alive.
+        """
+        box = self._mailbox(router)
+        if not box.reports:
+            box.is_filled.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(box.is_filled.wait(), POLL_S)
+        box.last_poll_s = time.monotonic()
+        reports, box.reports = box.reports, []
+        return reports
+
+    async def submit(
+        self,
+        attempt: Attempt,
+        prompt: list[int] | str,
+        sampling: Sampling,
+        key_id: int,
+    ) -> None:
+        """Starts to answer a prompt; its reports come with `poll`."""
+        self._start_task(attempt, self._answer(attempt, prompt, sampling, key_id))
+
+    async def prefill(
+        self, attempt: Attempt, tokens: list[int], salt: int
+    ) -> tuple[Prefilled, str, np.ndarray]:
+        """Reads a prompt and returns its full pages, as fields of a `PageMessage`.
+
+        Raises:
+          ValueError: the prompt cannot be served.
+          RuntimeError: the engine has failed, or the attempt was cancelled.
+        """
+        try:
+            return await self._start_task(attempt, self._prefill(tokens, salt))
+        except asyncio.CancelledError:
+            raise RuntimeError("the attempt was cancelled") from None
+
+    async def bring(self, header: str, payload: np.ndarray) -> int:
+        """Puts another worker's pages into the prefix cache; returns how many are in.
+
+        Args:
+          header: as `prefill` of the other worker returned it.
+          payload: the same.
+
+        Raises:
+          ValueError: the message is damaged, or of another model or layout.
+          RuntimeError: the engine has failed.
+        """
+        message = PageMessage(header, payload)
+        own = page_messages.unpack(message, self._pages, self.identity)
+        put = self._engine.engine.bring_prefix
+        return await self._engine.run(lambda: put(own.tokens, own.pages, salt=own.salt))
+
+    async def cancel(self, attempt: Attempt) -> None:
+        """Ends an attempt; unknown ones are ignored."""
+        if (box := self._mailboxes.get(attempt.router)) is not None:
+            if (task := box.tasks.get(attempt)) is not None:
+                task.cancel()
+
+    async def release(self, router: str) -> bool:
+        """Forgets a router and its requests; returns True if no router is left."""
+        if (box := self._mailboxes.pop(router, None)) is not None:
+            for task in box.tasks.values():
+                task.cancel()
+        return not self._mailboxes
+
+    async def status(self) -> dict[str, Any]:
+        """Returns counts for monitoring."""
+        running = 0 if self._failure else self._engine.num_running
+        return {"running": running, "routers": len(self._mailboxes)}
+
+    def close(self) -> None:
+        """Ends the engine's thread and the watch over routers."""
+        if self._caretaker is not None:
+            self._caretaker.cancel()
+        if self._failure is None:
+            self._engine.close()
+
+    def _mailbox(self, router: str) -> _Mailbox:
+        if router not in self._mailboxes:
+            self._mailboxes[router] = _Mailbox()
+        return self._mailboxes[router]
+
+    def _start_task(
+        self, attempt: Attempt, work: Coroutine[Any, Any, Any]
+    ) -> asyncio.Task[Any]:
+        tasks = self._mailbox(attempt.router).tasks
+        tasks[attempt] = task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: tasks.pop(attempt, None))
+        return task
+
+    def _post(self, report: Report) -> None:
+        if (box := self._mailboxes.get(report.attempt.router)) is not None:
+            box.reports.append(report)
+            box.is_filled.set()
+
+    async def _answer(
+        self,
+        attempt: Attempt,
+        prompt: list[int] | str,
+        sampling: Sampling,
+        key_id: int,
     ) -> None:
         try:
-            await connection.send({"kind": kind, "id": words.get("id"), "why": why})
-        except ConnectionError:
-            pass  # nobody is there to be told
+            stream = self._engine.stream(prompt, sampling, key_id=key_id)
+            async with contextlib.aclosing(stream):
+                async for event in stream:
+                    self._post(Report(attempt, event=event))
+        except ValueError as error:
+            self._post(Report(attempt, refusal=str(error)))
+        except Exception as error:
+            self._post(Report(attempt, failure=str(error)))
 
-    async def _prefill(self, connection: Connection, message: Message) -> None:
-        """Reads a prompt, sends its pages where they are wanted, and says so."""
-        words, started = message.words, time.perf_counter()
-        tokens, salt, (host, port) = words["tokens"], words["salt"], words["to"]
+    async def _prefill(
+        self, tokens: list[int], salt: int
+    ) -> tuple[Prefilled, str, np.ndarray]:
+        started = time.perf_counter()
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, salt=salt)
-        async for _ in self._stream(next(self._names), tokens, ask):
-            pass
-        read_s = time.perf_counter() - started
-        pages, num = await asyncio.to_thread(
-            self._engine.take_prefix, tokens, salt=salt
-        )
-        other = await frames.connect(host, int(port), self._secret)
-        try:
-            await other.receive()
-            num_bytes = await other.send(
-                self._fits | {"kind": "pages", "id": 0, "tokens": tokens, "salt": salt},
-                jax.tree.leaves(pages),
-            )
-            reply = (await other.receive()).words
-        finally:
-            await other.close()
-        if reply["kind"] != "brought":
-            raise ValueError(reply["why"])
-        told = {"kind": "prefilled", "id": words["id"], "num_pages": num}
-        sent_s = time.perf_counter() - started - read_s
-        times = {"num_bytes": num_bytes, "read_s": read_s, "sent_s": sent_s}
-        await connection.send(told | times | {"num_cached": reply["num_pages"]})
+        stream = self._engine.stream(tokens, ask)
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                pass
+        read = time.perf_counter()
+        take = self._engine.engine.take_prefix
+        pages, _ = await self._engine.run(lambda: take(tokens, salt=salt))
+        header, payload = page_messages.pack(pages, tokens, salt, self.identity)
+        num_bytes = len(header) + payload.nbytes
+        copied = time.perf_counter()
+        return Prefilled(num_bytes, read - started, copied - read), header, payload
 
-    async def _bring(self, connection: Connection, message: Message) -> None:
-        """Takes pages into the prefix cache; the engine goes on meanwhile."""
-        words = message.words
-        for name, mine in self._fits.items():
-            if words.get(name) != mine:
-                raise ValueError(
-                    f"pages of {name}={words.get(name)!r} must be {mine!r}"
-                )
-        pages = jax.tree.unflatten(self._structure, message.arrays)
-        num = await asyncio.to_thread(
-            self._engine.bring_prefix, words["tokens"], pages, salt=words["salt"]
-        )
-        told = {"kind": "brought", "id": words["id"], "num_pages": num}
-        await connection.send(told)
-
-    async def _decode(self, connection: Connection, message: Message) -> None:
-        """Answers a prompt, and tells every token."""
-        words = message.words
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in words["sampling"].items()
-        }
-        told: dict[str, Any] = {"id": words["id"]}
-        ask = Sampling(**fields)
-        async for event in self._stream(words["request_id"], words["tokens"], ask):
-            if event.tokens:
-                more = {"tokens": event.tokens, "sample": event.sample}
-                await connection.send(told | more | {"kind": "tokens"})
-            if (done := event.completion) is not None:
-                answers = [[answer.tokens, answer.reason] for answer in done.answers]
-                last = {"answers": answers, "num_cached": done.num_cached}
-                await connection.send(told | last | {"kind": "done"})
-
-    async def _stream(
-        self, name: int, tokens: list[int], ask: Sampling
-    ) -> AsyncIterator[Event]:
-        """Submits a request, and gives its events until it is complete."""
-        if name in self._events:
-            raise ValueError(f"request_id={name} is the name of a request")
-        self._events[name] = events = asyncio.Queue()
-        try:
-            await asyncio.to_thread(self._engine.submit, tokens, ask, request_id=name)
-            self._has_work.set()
-            while True:
-                event = await events.get()
-                if isinstance(event, BaseException):
-                    raise RuntimeError(str(event)) from event
-                yield event
-                if event.completion is not None:
-                    return
-        finally:
-            del self._events[name]
-            self._engine.cancel(name)  # nothing, where it is complete
-            self._has_work.set()
+    async def _take_care(self) -> None:
+        """Forgets routers that stopped polling; ends the process without any."""
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_S)
+            now = time.monotonic()
+            for router, box in list(self._mailboxes.items()):
+                if now - box.last_poll_s > ROUTER_TIMEOUT_S:
+                    await self.release(router)
+            if self._mailboxes:
+                since = now
+            elif now - since > ORPHAN_S:
+                os._exit(0)
 
 
-def describe(folder: Path) -> str:
-    """Names what a folder serves, by its config and the sizes of its weights."""
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        found.update(f"{path.name} {path.stat().st_size}".encode())
-    return found.hexdigest()
-
-
-async def _main(folder: Path, fields: dict[str, Any]) -> None:
-    # A step may last as long as Python's own turns of threads do, and tokens wait.
-    sys.setswitchinterval(SWITCH_S)
-    fields |= {"prefix_cache": True}
-    engine = Engine.load(folder, **fields)
-    secret = bytes.fromhex(os.environ[SECRET])
-    worker = Worker(engine, secret, model=describe(folder))
-    server = await worker.serve()
-    host, port = server.sockets[0].getsockname()[:2]
-    print(json.dumps({"address": [host, port]}), flush=True)
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
-
-    def wait() -> None:
-        sys.stdin.read()  # until who started us is gone
-        loop.call_soon_threadsafe(over.set)
-
-    threading.Thread(target=wait, daemon=True).start()
-    await over.wait()
-    worker.close()
-    server.close()
-
-
-if __name__ == "__main__":
-    if sys.argv[3:]:  # before JAX starts its threads
-        os.sched_setaffinity(0, json.loads(sys.argv[3]))
-    asyncio.run(_main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+def _bind_to_cores(cores: tuple[int, ...]) -> None:
+    """Binds all threads of this process; later ones inherit it."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            os.sched_setaffinity(int(thread.name), cores)

@@ -173,6 +173,15 @@ def save_tree(
     weights.save_tree(Path(folder), tree, weights.checked_dtype(dtype))
 
 
+def load_tokenizer(folder: Path) -> Tokenizer | ByteTokenizer | None:
+    """Reads the tokenizer of a model; None if the folder has none that is supported.
+
+    Raises:
+      ValueError: the folder cannot be used.
+    """
+    return _load_tokenizer(folder, read_config(folder))[0]
+
+
 def _load_tokenizer(
     folder: Path, config: ModelConfig
 ) -> tuple[Tokenizer | ByteTokenizer | None, tuple[int, ...]]:

@@ -4,6 +4,7 @@ The only door to ray, an extra. Whoever carries a run out, its record is made he
 """
 
 import functools
+import logging
 import math
 import shutil
 import socket
@@ -196,7 +197,7 @@ def connect(config: SweepConfig) -> Any:
             ray.init(
                 address=config.ray_address or None,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
             )
     except (OSError, ValueError, RuntimeError) as error:
         line = str(error).strip().partition("\n")[0]

@@ -1,9 +1,9 @@
 """The same requests, served by workers for both phases and by workers for either.
 
-Each worker is a process of its own with a core of its own. Both times there are two:
-either both read and decode, and requests go to the one with less to do; or one reads,
-and its pages cross over a socket to the other, which decodes. Prompts are held-out
-text, they come at random at a rate, and the answers are drawn.
+Each worker is a Ray actor with a core of its own. Both times there are two: either both
+read and decode, and requests go to the one with less to do; or one reads, and its pages
+go through Ray's object store to the other, which decodes. Prompts are held-out text,
+they come at random at a rate, and the answers are drawn.
 
 What a step costs is calibrated on one such worker beforehand, prompts of three lengths
 and batches of four sizes, each alone; with that the simulator predicts both ways.
@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from experiments.framework import (
 from experiments.harness import bundled, cost_models, model_shapes, prompts
 from experiments.plotting import style
 from jaxkv import validation
-from jaxkv.disaggregation import Router, Served, launch
+from jaxkv.disaggregation import RoutedAnswer, Service, Transfer, WorkerSpec
 from jaxkv.models import checkpoints, transformer
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
@@ -186,32 +187,34 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def _serve_all(config: Config, folder: Path, progress: Progress) -> Result:
     loaded = checkpoints.load_model(folder)
-    with _workers(config, folder, config.token_budget) as started:
+    with _service(config, folder, ["decode"], [config.token_budget]) as service:
         progress.show("calibrating")
-        costs = asyncio.run(_calibrated(config, loaded, started))
+        costs = asyncio.run(_calibrated(config, loaded, service))
     replica, most = _replica(config, loaded.config, costs)
     asked = [_asked(config, loaded, share * most) for share in config.shares_served]
     rows, answers = [], {}
     jobs = [(way, load) for way in WAYS for load in asked]
     for way, load in progress.track(jobs, "loads", "serving"):
         other = config.token_budget if way == WAYS[0] else config.decode_budget
-        with _workers(config, folder, config.token_budget, other) as started:
-            served = asyncio.run(_serve(config, way, load, started))
+        roles = ("decode" if way == WAYS[0] else "prefill", "decode")
+        budgets = (config.token_budget, other)
+        with _service(config, folder, roles, budgets) as service:
+            served = asyncio.run(_serve(config, load, service))
         answers[way, load.rate] = served
         rows.append((way, load.rate, len(served), *_measured(served)))
     said = {(way, x.rate): _simulated(config, way, x, replica) for way, x in jobs}
     sent_s = {
-        key: float(np.median([x.sent_s for x in served if x.sent_bytes] or [0.0]))
+        key: float(np.median([x.transfer_s for x in _transfers(served)] or [0.0]))
         for key, served in answers.items()
     }
     pairs = [
-        (a.tokens, b.tokens)
+        (a.completion.tokens, b.completion.tokens)
         for load in asked
         if (WAYS[1], load.rate) in answers
         for a, b in zip(*(answers[way, load.rate] for way in WAYS), strict=True)
     ]
     whole = config.prompt_tokens // config.page_size * config.page_size
-    sizes = [x.sent_bytes for each in answers.values() for x in each if x.sent_bytes]
+    sizes = [x.num_bytes for each in answers.values() for x in _transfers(each)]
     return Result(
         loads=Loads.of([(*row, *said[row[:2]], sent_s[row[:2]]) for row in rows]),
         costs=Costs.of(costs),
@@ -238,18 +241,25 @@ def _folder(model: str) -> Generator[Path]:
         yield folder
 
 
-@contextlib.contextmanager
-def _workers(config: Config, folder: Any, *budgets: int) -> Generator[launch.Launched]:
-    """Starts a worker for each budget, on a core of its own."""
+def _service(
+    config: Config, folder: Path, roles: Sequence[str], budgets: Sequence[int]
+) -> Service:
+    """Starts workers of these roles and token budgets, each on a core of its own."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own = [[cores[i % len(cores)]] for i in range(len(budgets))] if cores else None
-    engines = [config.engine | {"token_budget": budget} for budget in budgets]
-    with launch.workers(folder, engines, cores=own) as started:
-        yield started
+    specs = [
+        WorkerSpec(
+            role=role,
+            folder=str(folder),
+            engine=config.engine | {"token_budget": budget},
+            cores=(cores[i % len(cores)],) if cores else None,
+        )
+        for i, (role, budget) in enumerate(zip(roles, budgets, strict=True))
+    ]
+    return Service(folder, specs)
 
 
 async def _calibrated(
-    config: Config, loaded: Any, started: launch.Launched
+    config: Config, loaded: Any, service: Service
 ) -> list[tuple[str, int, float]]:
     """Times prompts alone, and batches that decode."""
     rng, names, rows = np.random.default_rng(config.seed + 1), itertools.count(), []
@@ -260,15 +270,15 @@ async def _calibrated(
     sizes += [most // 2] * (config.repeats * sum(batches))
     # Drawn before: nothing else may keep this process busy.
     ready = iter(_prompts(loaded, sizes, rng))
-    router = await Router.connect([], started.addresses, started.secret)
 
-    async def ask(output: int) -> Served:
+    async def ask(output: int) -> RoutedAnswer:
         ask = dataclasses.replace(config.ask, max_tokens=output)
-        return await router.answer(next(ready), ask, request_id=next(names))
+        future = service.answer(next(ready), ask, key_id=next(names))
+        return await asyncio.wrap_future(future)
 
     for size in (most // 4, most // 2, most):
         found = [await ask(1) for _ in range(config.repeats + 1)][1:]
-        took_s = float(np.median([x.first_token_s - x.arrival_s for x in found]))
+        took_s = float(np.median([_first(x) for x in found]))
         rows.append(("a prompt", size, took_s))
     for batch in batches:
         paces = []
@@ -276,7 +286,6 @@ async def _calibrated(
             both = (ask(config.output_tokens) for _ in range(batch))
             paces += [_pace(x) for x in await asyncio.gather(*both)]
         rows.append(("decoding", batch, float(np.median(paces))))
-    await router.close()
     return rows
 
 
@@ -288,9 +297,23 @@ def _prompts(
     return [x.tokens for x in prompts.held_out(loaded.tokenizer, sizes, drawn, rng)]
 
 
-def _pace(served: Served) -> float:
+def _transfers(served: Sequence[RoutedAnswer]) -> list[Transfer]:
+    """Those of the answers whose pages were sent."""
+    return [x.transfer for x in served if x.transfer.num_bytes]
+
+
+def _first(served: RoutedAnswer) -> float:
+    """Seconds to the first token."""
+    times = served.completion
+    assert times.first_token_s is not None
+    return times.first_token_s - times.arrival_s
+
+
+def _pace(served: RoutedAnswer) -> float:
     """Seconds between tokens."""
-    return (served.finish_s - served.first_token_s) / (len(served.tokens) - 1)
+    times = served.completion
+    assert times.first_token_s is not None
+    return (times.finish_s - times.first_token_s) / (len(times.tokens) - 1)
 
 
 def _replica(
@@ -330,31 +353,23 @@ def _asked(config: Config, loaded: Any, rate: float) -> _Asked:
     return _Asked(rate, Requests(arrival_s, sizes), tokens)
 
 
-async def _serve(
-    config: Config, way: str, load: _Asked, started: launch.Launched
-) -> list[Served]:
+async def _serve(config: Config, load: _Asked, service: Service) -> list[RoutedAnswer]:
     """Sends the requests when they come."""
-    num_read = 0 if way == WAYS[0] else 1
-    router = await Router.connect(
-        started.addresses[:num_read], started.addresses[num_read:], started.secret
-    )
-    begun_s = router.now()
+    begun_s = time.perf_counter()
 
-    async def one(name: int, tokens: list[int], arrival_s: float) -> Served:
-        await asyncio.sleep(max(0.0, begun_s + arrival_s - router.now()))
-        return await router.answer(tokens, config.ask, request_id=name)
+    async def one(name: int, tokens: list[int], arrival_s: float) -> RoutedAnswer:
+        await asyncio.sleep(max(0.0, begun_s + arrival_s - time.perf_counter()))
+        return await asyncio.wrap_future(
+            service.answer(tokens, config.ask, key_id=name)
+        )
 
     came = zip(load.prompts, load.requests.arrival_s.tolist(), strict=True)
-    tasks = [one(name, *each) for name, each in enumerate(came)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await router.close()
+    return await asyncio.gather(*(one(name, *each) for name, each in enumerate(came)))
 
 
-def _measured(served: list[Served]) -> tuple[float, ...]:
+def _measured(served: list[RoutedAnswer]) -> tuple[float, ...]:
     """Medians and 90 % marks of times to the first token, and between tokens."""
-    first = [x.first_token_s - x.arrival_s for x in served]
+    first = [_first(x) for x in served]
     between = [_pace(x) for x in served]
     return tuple(
         float(np.percentile(x, mark)) for x in (first, between) for mark in (50, 90)
@@ -376,7 +391,7 @@ def _simulated(
         jobs = [Job(replica, "both", x) for x in turns]
         found = disaggregated.serve(jobs, until_s, **slots)
     else:
-        # A socket of this machine: what pages cost there is the workers' own time.
+        # One machine: the cost of a transfer is the workers' own time.
         placement = Split(replica, replica, 1, 1, 1e9)
         found = disaggregated.split([(placement, load.requests)], until_s, **slots)
     first = np.concatenate([x.first_s - x.arrival_s for x in found])
@@ -402,7 +417,7 @@ def summary(result: Result) -> list[Part]:
             "pages that were sent",
             ("", "bytes of a token"),
             [
-                ("by the workers, frames counted", f"{result.page_bytes:,.0f}"),
+                ("by the workers, headers counted", f"{result.page_bytes:,.0f}"),
                 ("keys and values, by the formula", f"{result.formula_bytes:,.0f}"),
             ],
         ),

@@ -1,244 +1,438 @@
-"""Prompts read here, answered there: the tokens of one engine, whoever is lost."""
+"""The router: retries, deadlines, cancellation, membership; no answer is ever wrong."""
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv import Sampling
 from jaxkv.disaggregation import (
-    Lost,
+    Candidate,
+    ReplayError,
+    RequestCancelledError,
     Router,
-    Served,
-    frames,
-    launch,
-    router,
-    worker,
+    RouterConfig,
+    WorkerLostError,
+    choice,
 )
-from jaxkv.disaggregation.frames import Connection
-from jaxkv.disaggregation.worker import Worker
-from tests.support import engines
-from tests.support.folders import TOKENIZED
+from jaxkv.disaggregation.worker import Report, WorkerSpec
+from jaxkv.server import OverloadedError
+from jaxkv.serving import Event
+from tests.support.scripted_workers import (
+    DECODE,
+    PREFILL,
+    ScriptedLauncher,
+    ScriptedWorker,
+    tokens_of,
+)
 
-SECRET = b"a secret"
-BOUNDS: dict[str, Any] = {
-    name: x for name, x in vars(engines.SERVED).items() if name != "debug"
-}
-# In debug mode, as the engines of other tests, whose programs these are.
-CACHED: dict[str, Any] = vars(engines.SERVED) | {"prefix_cache": True}
-RNG = np.random.default_rng(0)
-COMMON = RNG.integers(5, 60, 16).tolist()
-PROMPTS = [
-    *([*COMMON, *RNG.integers(5, 60, num).tolist()] for num in (11, 3, 9)),
-    *(RNG.integers(5, 60, num).tolist() for num in (2, 30, 9)),
-]
-ASK = Sampling(max_tokens=10, temperature=1.0, ignore_eos=True)
-
-
-def make_engine() -> jaxkv.Engine:
-    return jaxkv.Engine.load(TOKENIZED, **CACHED)
-
-
-@functools.cache
-def wanted() -> list[list[int]]:
-    """What a single engine answers."""
-    engine = make_engine()
-    for name, prompt in enumerate(PROMPTS):
-        engine.submit(prompt, ASK, request_id=name)
-    done = {x.request_id: x.completion for x in engine.stream() if x.completion}
-    return [done[name].tokens for name in range(len(PROMPTS))]
+PROMPT = list(range(17))
+ASK = Sampling(max_tokens=6)
+QUICK = RouterConfig(backoff_s=0.001, heartbeat_s=2.0, discover_s=0.01)
 
 
 @contextlib.asynccontextmanager
-async def serving(*roles: int) -> AsyncGenerator[tuple[Router, list[Any]]]:
-    """A router and its workers in this process: so many that read, that answer."""
-    async with contextlib.AsyncExitStack() as stack:
-        addresses, stops = [], []
-        for _ in range(sum(roles)):
-            one = Worker(make_engine(), SECRET)
-            server = await one.serve()
-            await stack.enter_async_context(server)
-            stack.callback(one.close)
-            addresses.append(server.sockets[0].getsockname()[:2])
-            stops.append((one, server))
-        found = await Router.connect(
-            addresses[: roles[0]], addresses[roles[0] :], SECRET
-        )
-        stack.push_async_callback(found.close)
-        yield found, stops
+async def routing(
+    *specs: Any,
+    launcher: ScriptedLauncher | None = None,
+    config: RouterConfig = QUICK,
+    **how: Any,
+) -> AsyncGenerator[tuple[Router, ScriptedLauncher]]:
+    launcher = ScriptedLauncher() if launcher is None else launcher
+    router = Router(launcher, config=config, **how)
+    await router.start(specs)
+    try:
+        yield router, launcher
+    finally:
+        await asyncio.wait_for(router.close(), 10)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:  # scripted answers that nobody waits for
+            task.cancel()
 
 
-async def ask_all(found: Router) -> list[Served]:
-    return await asyncio.gather(
-        *(found.answer(x, ASK, request_id=name) for name, x in enumerate(PROMPTS))
-    )
+def runs(test: Any) -> Callable[[], None]:
+    """Runs an asynchronous test in at most 20 s."""
+
+    def run() -> None:
+        async def limited() -> None:
+            await asyncio.wait_for(test(), 20)
+
+        asyncio.run(limited())
+
+    run.__name__ = test.__name__
+    return run
 
 
-def test_two_workers_answer_as_one_engine() -> None:
-    async def both() -> None:
-        async with serving(1, 1) as (found, _):
-            served = await ask_all(found)
-            assert [each.tokens for each in served] == wanted()
-            # Two tokens are no page: nobody reads them for another.
-            assert [each.sent_bytes > 0 for each in served] == [True] * 3 + [False] + [
-                True
-            ] * 2
-            assert sum(each.num_cached for each in served) >= 4 * 8
-            for each in served:
-                assert each.num_attempts == 1
-                assert each.arrival_s < each.first_token_s <= each.finish_s
-            again = await found.answer(PROMPTS[5], ASK, request_id=5)
-            # It is known to be there: nothing is sent.
-            assert (again.tokens, again.sent_bytes) == (wanted()[5], 0)
-            assert {peer.load for peer in (*found.prefill, *found.decode)} == {0}
-            with pytest.raises(ValueError, match="max_length"):
-                await found.answer([5] * 70, ASK, request_id=9)
-
-    asyncio.run(both())
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_of_a_lost_worker_begin_again(role: str) -> None:
-    async def both() -> None:
-        async with serving(2, 2) as (found, _):
-            tasks = asyncio.create_task(ask_all(found))
-            peers = getattr(found, role)
-            while not max(peer.load for peer in peers):
-                await asyncio.sleep(0)
-            # Who answers is counted as busy while the prompt is read elsewhere.
-            assert all(peer.load for peer in (*found.prefill, *found.decode))
-            busy = max(peers, key=lambda peer: peer.load)
-            await busy._connection.close()
-            served = await tasks
-            assert [each.tokens for each in served] == wanted()
-            assert busy.is_lost
-            assert any(each.num_attempts > 1 for each in served)
-
-    asyncio.run(both())
-
-
-@pytest.mark.thorough
-def test_who_answers_reads_where_nobody_else_is_left() -> None:
-    async def both() -> None:
-        async with serving(1, 1) as (found, _):
-            await found.prefill[0]._connection.close()
-            served = await ask_all(found)
-            assert [each.tokens for each in served] == wanted()
-            assert {each.sent_bytes for each in served} == {0}
-            await found.decode[0]._connection.close()
-            with pytest.raises(Lost, match="no worker is left"):
-                await found.answer(PROMPTS[0], ASK, request_id=0)
-
-    asyncio.run(both())
+@runs
+async def test_a_prompt_is_read_by_one_worker_and_answered_by_another() -> None:
+    async with routing(PREFILL, DECODE) as (router, launcher):
+        answer = await router.answer(PROMPT, ASK, key_id=3)
+        assert answer.completion.tokens == tokens_of(PROMPT, ASK, 3, 0)
+        assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 100)
+        [reader], [decoder] = launcher.role("prefill"), launcher.role("decode")
+        assert (reader.num_read, decoder.num_brought) == (1, 1)
+        # The decode worker is known to have the pages now.
+        await router.answer(PROMPT, ASK, key_id=4)
+        assert (reader.num_read, decoder.num_brought) == (1, 1)
+        # Less than a page, or no prefix cache: the decode worker reads.
+        await router.answer(PROMPT[:3], ASK)
+        await router.answer([9, *PROMPT], Sampling(max_tokens=2, prefix_cache=False))
+        assert reader.num_read == 1
+        members = router.members.values()
+        assert [x.load for x in members] == [0, 0]
+        times = answer.completion
+        assert times.first_token_s is not None
+        assert times.arrival_s <= times.first_token_s <= times.finish_s
 
 
-@pytest.mark.thorough
-def test_an_engine_that_fails_ends_its_worker() -> None:
-    async def both() -> None:
-        async with serving(0, 2) as (found, stops):
-            broken = stops[0][0]._engine
-
-            def fail(*args: Any, **rules: Any) -> None:
-                raise RuntimeError("the device is gone")
-
-            broken.core._programs = broken.core._programs._replace(run_steps=fail)
-            served = await ask_all(found)
-            assert [each.tokens for each in served] == wanted()
-            assert [peer.is_lost for peer in found.decode] == [True, False]
-
-    asyncio.run(both())
+@runs
+async def test_streamed_events_are_those_of_the_answer() -> None:
+    async with routing(DECODE) as (router, _):
+        ask = Sampling(max_tokens=4, n=2)
+        events = [x async for x in router.stream(PROMPT, ask, key_id=1)]
+        for sample in range(2):
+            mine = [x for x in events if x.sample == sample]
+            wanted = tokens_of(PROMPT, ask, 1, sample)
+            assert [token for x in mine for token in x.tokens] == wanted
+            assert "".join(x.text for x in mine) == "".join(f"<{x}>" for x in wanted)
+        assert [x.completion is not None for x in events].count(True) == 1
+        assert events[-1].completion is not None
+        assert len({x.request_id for x in events}) == 1
 
 
-def test_pages_of_another_model_or_version_are_refused() -> None:
-    async def both() -> None:
-        one = Worker(make_engine(), SECRET, model="ours")
-        async with await one.serve() as server:
-            host, port = server.sockets[0].getsockname()[:2]
-            connection = await frames.connect(host, port, SECRET)
-            hello = (await connection.receive()).words
-            assert (hello["model"], hello["version"]) == ("ours", frames.VERSION)
-            sent = {"kind": "pages", "id": 0, "tokens": [1], "salt": 0}
-            for name, wrong in (("model", "theirs"), ("version", 0)):
-                await connection.send(sent | hello | {name: wrong, "kind": "pages"})
-                reply = (await connection.receive()).words
-                assert reply["kind"] == "refused"
-                assert reply["why"].startswith(f"pages of {name}={wrong!r} must be ")
-            await connection.close()
-        one.close()
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_of_a_lost_worker_is_repeated(streamed: bool) -> None:
+    def prepare(worker: ScriptedWorker) -> None:
+        if ".1" in worker.name and worker.spec.role == "decode":
+            worker.dies_after = 3
 
-    asyncio.run(both())
+    @runs
+    async def run() -> None:
+        launcher = ScriptedLauncher(prepare)
+        async with routing(DECODE, launcher=launcher) as (router, _):
+            wanted = tokens_of(PROMPT, ASK, 5, 0)
+            if streamed:
+                events = [x async for x in router.stream(PROMPT, ASK, key_id=5)]
+                assert [token for x in events for token in x.tokens] == wanted
+                text = "".join(x.text for x in events)
+                assert text == "".join(f"<{x}>" for x in wanted)
+            else:
+                answer = await router.answer(PROMPT, ASK, key_id=5)
+                assert answer.completion.tokens == wanted
+                assert answer.num_attempts == 2
+            # The lost worker was replaced by one of the next generation.
+            [serving] = [x for x in router.status()["workers"]]
+            assert serving["name"].endswith(".2")
 
-
-def make_peer(load: int, *known: list[int]) -> router.Peer:
-    nobody: Any = object.__new__(Connection)
-    peer = router.Peer(("127.0.0.1", 1), nobody)
-    peer.load = load
-    for tokens in known:
-        peer.learn(router._chain(tokens, 4, 0))
-    return peer
+    run()
 
 
-def test_prompts_go_where_least_is_to_be_done() -> None:
-    prompt = list(range(17))
-    chain = router._chain(prompt, 4, 0)
-    assert len(chain) == 4
-    idle, busy = make_peer(0), make_peer(10)
-    assert router._cheapest([busy, idle], chain, 17) is idle
-    # 12 of its tokens are there, more than the 10 that come before it.
-    knows = make_peer(10, [*prompt[:12], 99])
-    assert knows.known(chain) == 3
-    assert router._cheapest([idle, knows], chain, 17) is knows
-    assert make_peer(0, [9, *prompt]).known(chain) == 0
-    assert router._chain(prompt, 4, 1) != chain
+@runs
+async def test_tokens_that_changed_after_they_were_streamed_are_an_error() -> None:
+    def prepare(worker: ScriptedWorker) -> None:
+        worker.dies_after = 3 if ".1" in worker.name else None
+        worker.token_offset = 0 if ".1" in worker.name else 1
+
+    async with routing(DECODE, launcher=ScriptedLauncher(prepare)) as (router, _):
+        seen = []
+
+        async def read() -> None:
+            async for event in router.stream(PROMPT, ASK, key_id=5):
+                seen.extend(event.tokens)
+
+        with pytest.raises(ReplayError, match="reproducible"):
+            await read()
+        assert seen == tokens_of(PROMPT, ASK, 5, 0)[:3]
 
 
-@pytest.mark.thorough
-def test_workers_that_do_not_fit_together_are_refused() -> None:
-    async def both(**fields: Any) -> None:
-        other = jaxkv.Engine.load(TOKENIZED, **CACHED | fields)
-        one, two = Worker(make_engine(), SECRET), Worker(other, SECRET)
-        async with await one.serve() as a, await two.serve() as b:
-            ports = [each.sockets[0].getsockname()[:2] for each in (a, b)]
-            with pytest.raises(ValueError, match="workers must have one max_length"):
-                await Router.connect(ports[:1], ports[1:], SECRET)
-        one.close()
-        two.close()
+@runs
+async def test_retries_end_in_one_clear_error() -> None:
+    def prepare(worker: ScriptedWorker) -> None:
+        worker.dies_after = 1
 
-    asyncio.run(both(max_length=32))
-
-
-def test_who_may_not_or_cannot_take_part_is_refused() -> None:
-    async def both() -> None:
-        one = Worker(make_engine(), SECRET)
-        async with await one.serve() as server:
-            ports = [server.sockets[0].getsockname()[:2]]
-            with pytest.raises(ValueError, match="1 or more workers"):
-                await Router.connect(ports, [], SECRET)
-            with pytest.raises(ConnectionError, match="does not know the secret"):
-                await Router.connect([], ports, b"another")
-        one.close()
-
-    asyncio.run(both())
-    with pytest.raises(ValueError, match=r"config\.prefix_cache=False must be True"):
-        Worker(jaxkv.Engine.load(TOKENIZED, **BOUNDS), SECRET)
-
-
-@pytest.mark.slow
-def test_a_worker_that_cannot_start_says_why() -> None:
-    fields: dict[str, Any] = BOUNDS | {"max_length": 1}
-    with (
-        pytest.raises(ValueError, match=r"did not start: .*max_length"),
-        launch.workers(TOKENIZED, [fields]),
+    async with routing(DECODE, launcher=ScriptedLauncher(prepare)) as (
+        router,
+        launcher,
     ):
-        pass
+        with pytest.raises(WorkerLostError, match="5 attempts have failed; the last"):
+            await router.answer(PROMPT, ASK)
+        assert len(launcher.workers) <= 6
 
 
-def test_a_model_is_named_by_what_it_is() -> None:
-    assert worker.describe(TOKENIZED) == worker.describe(TOKENIZED)
-    assert len(worker.describe(TOKENIZED)) == 64
+@runs
+async def test_without_a_worker_that_can_start_requests_fail_at_once() -> None:
+    def prepare(worker: ScriptedWorker) -> None:
+        if ".1" in worker.name:
+            worker.dies_after = 1
+        else:
+            worker.failure = "OSError: the weights are gone"
+
+    config = RouterConfig(backoff_s=0.001, max_restarts=0)
+    launcher = ScriptedLauncher(prepare)
+    async with routing(DECODE, launcher=launcher, config=config) as (router, _):
+        with pytest.raises(WorkerLostError, match="no decode worker is left"):
+            await router.answer(PROMPT, ASK)
+
+
+@runs
+async def test_a_worker_that_stops_answering_is_killed_and_replaced() -> None:
+    async with routing(DECODE) as (router, launcher):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+        asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
+        await until(lambda: worker.running)
+        worker.hangs = True
+        worker.post(next(iter(_reports(worker))))  # the poll under way returns
+        answer = await asked
+        assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
+        assert answer.num_attempts == 2
+        assert launcher.killed == [worker.name]
+
+
+def _reports(worker: ScriptedWorker) -> Any:
+    for attempt in worker.running:
+        yield Report(attempt, event=Event(7, [], "", None))
+
+
+@runs
+async def test_lost_pages_cost_no_attempt() -> None:
+    async with routing(PREFILL, DECODE) as (router, launcher):
+        [reader], [decoder] = launcher.role("prefill"), launcher.role("decode")
+        decoder.brings = False
+        answer = await router.answer(PROMPT, ASK, key_id=2)
+        assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 0)
+        reader.pace_s = 3600
+        asked = asyncio.create_task(router.answer([5, *PROMPT], ASK, key_id=2))
+        await until(lambda: any(x.requests for x in router.members.values()))
+        reader.kill()
+        answer = await asked
+        assert answer.completion.tokens == tokens_of([5, *PROMPT], ASK, 2, 0)
+
+
+@runs
+async def test_a_deadline_ends_a_request_everywhere() -> None:
+    async with routing(DECODE) as (router, launcher):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+        with pytest.raises(TimeoutError, match=r"deadline_s=0\.05 passed"):
+            await router.answer(PROMPT, ASK, deadline_s=0.05)
+        await until(lambda: not worker.running)
+        assert len(worker.cancelled) == 1
+        config = RouterConfig(deadline_s=0.05)
+        async with routing(launcher=launcher, config=config) as (second, _):
+            with pytest.raises(TimeoutError, match="deadline"):
+                await second.answer(PROMPT, ASK)
+        assert router.status()["running"] == 0
+
+
+@runs
+async def test_cancelling_ends_the_work() -> None:
+    async with routing(DECODE) as (router, launcher):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        await until(lambda: worker.running)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(lambda: not worker.running)
+        worker.pace_s = 0.01
+        stream = router.stream(PROMPT, Sampling(max_tokens=60))
+        first = await anext(stream)
+        router.cancel(first.request_id)
+        with pytest.raises(RequestCancelledError):
+            async for _ in stream:
+                pass
+        await until(lambda: not worker.running)
+        async with contextlib.aclosing(router.stream(PROMPT, ASK)) as closed:
+            await anext(closed)
+        await until(lambda: not worker.running)
+        assert router.status()["running"] == 0
+        router.cancel(99)  # unknown names are ignored
+
+
+@runs
+async def test_answers_of_an_abandoned_attempt_are_dropped() -> None:
+    async with routing(DECODE, DECODE) as (router, launcher):
+        first, _ = launcher.workers.values()
+        first.pace_s = 3600
+        asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
+        await until(lambda: first.running)
+        [late] = first.running
+        router._lose(router.members[first.name], "a test")
+        # The lost worker goes on, and its reports arrive all the same.
+        wrong = Report(late, event=Event(7, [1], "wrong", None))
+        router._dispatch(wrong)
+        answer = await asked
+        assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
+        assert answer.num_attempts == 2
+
+
+@runs
+async def test_refusals_are_not_retried() -> None:
+    async with routing(PREFILL, DECODE) as (router, _):
+        with pytest.raises(ValueError, match="len"):
+            await router.answer(list(range(61)), ASK)
+        with pytest.raises(ValueError, match="need a tokenizer"):
+            await router.answer("text", ASK)
+        with pytest.raises(ValueError, match="key_id=-1"):
+            await router.answer(PROMPT, ASK, key_id=-1)
+        with pytest.raises(ValueError, match="deadline_s"):
+            await router.answer(PROMPT, ASK, deadline_s=-1.0)
+        assert router.status()["running"] == 0
+
+
+@runs
+async def test_two_routers_share_workers_and_their_requests_do_not_mix() -> None:
+    launcher = ScriptedLauncher()
+    async with (
+        routing(DECODE, launcher=launcher) as (one, _),
+        routing(launcher=launcher) as (two, _),
+    ):
+        assert [*one.members] == [*two.members]
+        # The same names and keys in both; prompts differ.
+        prompts = [[x, *PROMPT] for x in range(8)]
+        asked = [
+            (one if i % 2 else two).answer(x, ASK, key_id=1)
+            for i, x in enumerate(prompts)
+        ]
+        for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
+            assert answer.completion.tokens == tokens_of(prompt, ASK, 1, 0)
+        # A worker that one starts serves the other; one lost is replaced once.
+        name = one.add_worker(DECODE)
+        await until(lambda: name in two.members)
+        launcher.workers[name].kill()
+        new = name[:-1] + "2"
+        await until(lambda: all(new in x.members for x in (one, two)))
+        assert len(launcher.workers) == 3
+
+
+@runs
+async def test_workers_join_leave_and_restart_while_requests_run() -> None:
+    async with routing(DECODE) as (router, launcher):
+        [old] = launcher.workers.values()
+        old.pace_s = 0.01
+        asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
+        await until(lambda: old.running)
+        new = await router.restart_worker(old.name)
+        assert (await asked).num_attempts == 1  # the last request was waited for
+        assert [*router.members] == [new]
+        assert launcher.killed == [old.name]
+        added = router.add_worker(PREFILL)
+        await router.wait_for(added)
+        assert (await router.answer(PROMPT, ASK)).transfer.num_bytes == 100
+        await router.remove_worker(added)
+        assert (await router.answer([1, *PROMPT], ASK)).transfer.num_bytes == 0
+        with pytest.raises(ValueError, match="name='x' must be one of"):
+            await router.remove_worker("x")
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ({"identity": {"weights": "b", "page_size": "4"}}, "weights='b' must be 'a'"),
+        ({"max_length": 32}, "max_length=32 must be 64"),
+        ({"seed": 1}, "seed=1 must be 0"),
+        ({"failure": "ValueError: no config.json"}, "did not start: ValueError: no"),
+    ],
+)
+def test_workers_that_do_not_fit_are_refused(described: Any, message: str) -> None:
+    def prepare(worker: ScriptedWorker) -> None:
+        if worker.spec.role == "decode":
+            worker.described = described
+
+    @runs
+    async def run() -> None:
+        router = Router(ScriptedLauncher(prepare), config=QUICK)
+        try:
+            with pytest.raises(ValueError, match=message):
+                await router.start([PREFILL, DECODE])
+        finally:
+            await router.close()
+
+    run()
+
+
+@runs
+async def test_bounds_and_ends() -> None:
+    async with routing(DECODE, config=RouterConfig(max_requests=1)) as (
+        router,
+        launcher,
+    ):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        await until(lambda: worker.running)
+        with pytest.raises(OverloadedError, match="at most max_requests=1"):
+            await router.answer(PROMPT, ASK)
+        await router.close()
+        with pytest.raises(RequestCancelledError):
+            await asked
+        with pytest.raises(RuntimeError, match="closed"):
+            await router.answer(PROMPT, ASK)
+        assert worker.released == [router.name]
+        assert launcher.killed == [worker.name]
+    router = Router(ScriptedLauncher(), config=QUICK)
+    with pytest.raises(ValueError, match="1 or more decode workers"):
+        await router.start([PREFILL])
+    await router.close()
+
+
+def test_configs_are_checked() -> None:
+    wrong: dict[str, Any] = {"heartbeat_s": 1.0, "max_attempts": 0, "backoff_s": -1.0}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            RouterConfig(**{name: value})
+    with pytest.raises(ValueError, match="role"):
+        WorkerSpec(role="both", folder="model")
+    with pytest.raises(ValueError, match="mesh"):
+        WorkerSpec(role="decode", folder="model", mesh={"tensor": 0})
+
+
+def candidate(load: int, cached: int = 0) -> Candidate:
+    return Candidate("a", "decode", load, 0, cached)
+
+
+def test_requests_go_where_least_is_to_be_done() -> None:
+    idle, busy, cached = candidate(0), candidate(10), candidate(10, 12)
+    assert choice.least_work([busy, idle], 17) == 1
+    assert choice.prefix_affinity([busy, idle], 17) == 1
+    assert choice.prefix_affinity([idle, cached], 17) == 1
+    assert choice.least_work([idle, cached], 17) == 0
+    keys = choice.page_keys(list(range(17)), 4, 0)
+    assert len(keys) == 4
+    assert choice.page_keys(list(range(16)), 4, 0) == keys[:3]
+    assert not {*keys} & {*choice.page_keys(list(range(17)), 4, 1)}
+    changed = choice.page_keys([0, 1, 2, 3, 9, *range(5, 17)], 4, 0)
+    assert [a == b for a, b in zip(keys, changed, strict=True)] == [True, *[False] * 3]
+
+
+def test_the_choice_of_a_worker_is_an_argument() -> None:
+    seen: list[list[Candidate]] = []
+
+    def last(workers: Any, num_tokens: int) -> int:
+        seen.append(list(workers))
+        return len(workers) - 1
+
+    @runs
+    async def run() -> None:
+        async with routing(DECODE, DECODE, choose=last) as (router, launcher):
+            for _ in range(3):
+                await router.answer(PROMPT, ASK)
+            first, second = launcher.workers.values()
+            assert not first.reports
+            assert seen[0][1] == Candidate(second.name, "decode", 0, 0, 0)
+            assert seen[1][1].cached_tokens == 16
+        async with routing(DECODE, choose=lambda workers, num: np.int64(3)) as (bad, _):
+            with pytest.raises(ValueError, match=r"choose=3 must be in \[0, 0\]"):
+                await bad.answer(PROMPT, ASK)
+
+    run()

@@ -1,0 +1,122 @@
+"""The identity of a served model: hashes of its files, and how its pages are made.
+
+Pages of two workers may enter each other's prefix caches only if every field is equal.
+Contents are hashed, not names or sizes: two trainings of one shape differ here.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxkv.engine import EngineConfig
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+REMEMBERED_BYTES = 1 << 26
+"""Folders with fewer bytes of weights are hashed at every load, in under 0.1 s."""
+_CHUNK_BYTES = 1 << 20
+
+
+def of_engine(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
+    """Returns the part of an identity that the engine decides.
+
+    Args:
+      config: the engine's bounds.
+      pages: its page arrays, or their shapes.
+      dtype: of the weights.
+    """
+    leaves, structure = jax.tree.flatten(pages)
+    shapes = [f"{x.dtype}{[x.shape[0], *x.shape[2:]]}" for x in leaves]
+    return {
+        "dtype": dtype,
+        "page_size": str(config.page_size),
+        "layout": f"{structure} {' '.join(shapes)}",
+        "numerics": config.numerics,
+    }
+
+
+def of_folder(folder: Path) -> dict[str, str]:
+    """Returns SHA-256 digests of a model folder's weights, config and tokenizer.
+
+    Digests of large files are remembered in `.NAME.sha256.json` next to the folder
+    NAME, and used while size and both times of a file are unchanged. A place that
+    cannot be written is no error.
+
+    Raises:
+      ValueError: the folder has no config.json.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"folder={str(folder)!r} must be a folder with config.json")
+    weights = sorted(folder.glob("*.safetensors"))
+    files = [
+        *weights,
+        folder / "config.json",
+        *(folder / name for name in TOKENIZER_FILES),
+    ]
+    files = [path for path in files if path.is_file()]
+    digests = _digests(folder, files)
+    return {
+        "weights": _joined(digests, (path.name for path in weights)),
+        "config": digests["config.json"],
+        "tokenizer": _joined(digests, (n for n in TOKENIZER_FILES if n in digests)),
+    }
+
+
+def difference(theirs: Any, ours: dict[str, str]) -> str | None:
+    """Returns which field of an identity differs and how; None if they are equal."""
+    if not isinstance(theirs, dict):
+        return f"identity={theirs!r} must be an object"
+    for name in sorted({*ours, *theirs}):
+        if theirs.get(name) != ours.get(name):
+            return f"{name}={theirs.get(name)!r} must be {ours.get(name)!r}"
+    return None
+
+
+def _joined(digests: dict[str, str], names: Iterable[str]) -> str:
+    lines = "\n".join(f"{name} {digests[name]}" for name in names)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _digests(folder: Path, files: list[Path]) -> dict[str, str]:
+    """Returns each file's digest, by name, from memory where it is unchanged."""
+    memory = folder.parent / f".{folder.name}.sha256.json"
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    found, num_bytes = {}, 0
+    for path in files:
+        status = path.stat()
+        num_bytes += status.st_size
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        old = known.get(path.name)
+        if isinstance(old, list) and old[:-1] == stamp:
+            found[path.name] = old
+        else:
+            found[path.name] = [*stamp, _sha256(path)]
+    if num_bytes >= REMEMBERED_BYTES and found != known:
+        draft = memory.with_name(f"{memory.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(found))
+            draft.replace(memory)
+        except OSError:
+            draft.unlink(missing_ok=True)
+    return {name: str(entry[-1]) for name, entry in found.items()}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

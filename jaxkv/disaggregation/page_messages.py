@@ -1,0 +1,104 @@
+"""Pages on their way between workers: a JSON header and the bytes of the arrays.
+
+The receiver checks the header against its own engine before it believes the bytes.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import UInt8
+
+from jaxkv.disaggregation import identity
+
+MAX_HEADER_BYTES = 1 << 24
+MAX_PAYLOAD_BYTES = 1 << 36
+
+
+class PageMessage(NamedTuple):
+    """The cached pages of a prompt's prefix."""
+
+    header: str
+    """JSON: `identity`, `tokens`, `salt`, and `leaves` with dtype and shape of each."""
+    payload: UInt8[np.ndarray, " bytes"]
+    """The arrays one after another, each in C order."""
+
+
+class PagePrefix(NamedTuple):
+    """The content of a message, after its checks."""
+
+    tokens: list[int]
+    salt: int
+    pages: Any
+    """Arrays as `Engine.take_prefix` returns them."""
+
+
+def pack(
+    pages: Any, tokens: Sequence[int], salt: int, own: dict[str, str]
+) -> PageMessage:
+    """Packs pages of `Engine.take_prefix` with the identity of the engine."""
+    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(pages)]
+    header = {
+        "identity": own,
+        "tokens": list(tokens),
+        "salt": salt,
+        "leaves": [[leaf.dtype.name, leaf.shape] for leaf in leaves],
+    }
+    payload = np.empty(sum(leaf.nbytes for leaf in leaves), np.uint8)
+    start = 0
+    for leaf in leaves:
+        payload[start : start + leaf.nbytes] = leaf.view(np.uint8).reshape(-1)
+        start += leaf.nbytes
+    return PageMessage(json.dumps(header), payload)
+
+
+def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
+    """Checks a message and returns its content.
+
+    Args:
+      message: as `pack` made it, perhaps elsewhere.
+      like: page arrays of the receiver, `[layers, pages, ...]` each, or their shapes.
+      own: the receiver's identity.
+
+    Raises:
+      ValueError: the message is damaged, or of another model or layout.
+    """
+    header, payload = message
+    if not isinstance(header, str) or len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"header must be JSON of at most {MAX_HEADER_BYTES} bytes")
+    is_bytes = isinstance(payload, np.ndarray) and payload.dtype == np.uint8
+    if not is_bytes or payload.ndim != 1 or payload.nbytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"payload must be at most {MAX_PAYLOAD_BYTES} bytes of uint8")
+    try:
+        fields = json.loads(header)
+        tokens, salt, leaves = fields["tokens"], fields["salt"], fields["leaves"]
+        shapes = [(str(name), tuple(map(int, shape))) for name, shape in leaves]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"header of pages is damaged: {error!r}") from None
+    if (wrong := identity.difference(fields.get("identity"), own)) is not None:
+        raise ValueError(f"pages of {wrong}")
+    wanted, structure = jax.tree.flatten(like)
+    if len(shapes) != len(wanted):
+        raise ValueError(f"{len(shapes)} arrays of pages must be {len(wanted)}")
+    found, start = [], 0
+    for (name, shape), leaf in zip(shapes, wanted, strict=True):
+        num = shape[1] if len(shape) > 1 else 0
+        fits = shape == (leaf.shape[0], num, *leaf.shape[2:]) and num >= 0
+        if name != leaf.dtype.name or not fits:
+            raise ValueError(
+                f"pages of {name} {shape} must be {leaf.dtype.name} "
+                f"({leaf.shape[0]}, pages, {str(leaf.shape[2:])[1:]}"
+            )
+        end = start + leaf.dtype.itemsize * math.prod(shape)
+        if end > payload.nbytes:
+            break
+        found.append(payload[start:end].view(leaf.dtype).reshape(shape))
+        start = end
+    if len(found) < len(wanted) or start != payload.nbytes:
+        raise ValueError(
+            f"payload of {payload.nbytes} bytes does not fit the shapes of its header"
+        )
+    return PagePrefix(tokens, salt, jax.tree.unflatten(structure, found))

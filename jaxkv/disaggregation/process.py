@@ -1,0 +1,182 @@
+"""The router's process: joins or starts the cluster, and serves one `Service`.
+
+A pipe leads to the process that started this one. When the pipe closes, everything that
+was started here ends, since that process has ended.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxkv.disaggregation.router import Router, RouterConfig
+from jaxkv.disaggregation.worker import WorkerSpec
+from jaxkv.models import checkpoints
+from jaxkv.server import SWITCH_S
+
+
+class Setup(NamedTuple):
+    """The first message of the pipe."""
+
+    address: str | None
+    """Of the cluster's head; None starts a cluster in this process."""
+    service: str
+    scratch: str
+    """Folder for Ray's sockets and logs, removed at the end."""
+    folder: str
+    model_name: str
+    specs: tuple[WorkerSpec, ...]
+    config: RouterConfig
+    choose: bytes
+    """A `choice.Choose`, pickled."""
+
+
+class Call(NamedTuple):
+    """A message from the service: a call of a router's method."""
+
+    number: int
+    method: str
+    """"cancel_call" cancels the call of number `args[0]`."""
+    args: tuple[Any, ...] = ()
+    fields: dict[str, Any] = {}  # noqa: RUF012
+
+
+class Reply(NamedTuple):
+    """A message to the service."""
+
+    number: int
+    """Of the call; 0 for the setup."""
+    kind: str
+    """"item" of a stream, "result", or "error"."""
+    value: Any
+
+
+METHODS = (
+    "answer",
+    "stream",
+    "cancel",
+    "status",
+    "add_worker",
+    "wait_for",
+    "remove_worker",
+    "restart_worker",
+)
+
+
+class _Dispatcher:
+    """Carries out calls and sends their replies."""
+
+    def __init__(self, connection: Connection, router: Router):
+        self._connection, self._router = connection, router
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def send(self, reply: Reply) -> None:
+        """Sends a reply; the service reads all the time, so this hardly waits."""
+        with contextlib.suppress(OSError):  # the service has ended: so will this
+            self._connection.send(reply)
+
+    def receive(self, call: Call) -> None:
+        """Starts a call."""
+        if call.method == "cancel_call":
+            if (task := self._tasks.get(call.args[0])) is not None:
+                task.cancel()
+            return
+        self._tasks[call.number] = task = asyncio.create_task(self._carry_out(call))
+        task.add_done_callback(lambda _: self._tasks.pop(call.number, None))
+
+    async def _carry_out(self, call: Call) -> None:
+        number = call.number
+        try:
+            if call.method not in METHODS:
+                raise ValueError(f"method={call.method!r} must be one of {METHODS}")
+            found = getattr(self._router, call.method)(*call.args, **call.fields)
+            if call.method == "stream":
+                async with contextlib.aclosing(found) as events:
+                    async for event in events:
+                        self.send(Reply(number, "item", event))
+                found = None
+            elif asyncio.iscoroutine(found):
+                found = await found
+            self.send(Reply(number, "result", found))
+        except asyncio.CancelledError:
+            self.send(Reply(number, "error", RuntimeError("the call was cancelled")))
+        except Exception as error:
+            self.send(Reply(number, "error", _plain(error)))
+
+
+async def serve(connection: Connection, setup: Setup) -> None:
+    """Serves until the pipe closes."""
+    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+    # Imported here: Ray reads its variables once, and `main` has them set.
+    from jaxkv.disaggregation import cluster
+
+    with cluster.connected(
+        setup.address, setup.service, folder=setup.scratch
+    ) as launcher:
+        router = Router(
+            launcher,
+            config=setup.config,
+            choose=cluster.loads(setup.choose),
+            tokenizer=checkpoints.load_tokenizer(Path(setup.folder)),
+            model_name=setup.model_name,
+        )
+        dispatcher = _Dispatcher(connection, router)
+        early: list[Call] = []
+        receive: Callable[[Call], None] = early.append
+
+        def read() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while (call := connection.recv()).method != "close":
+                    loop.call_soon_threadsafe(lambda x=call: receive(x))
+            loop.call_soon_threadsafe(is_over.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        async with _closing(router):
+            start = asyncio.create_task(router.start(setup.specs))
+            over = asyncio.create_task(is_over.wait())
+            await asyncio.wait({start, over}, return_when=asyncio.FIRST_COMPLETED)
+            if not over.done():
+                start.result()
+                found = {"head": cluster.head_address(), "service": setup.service}
+                dispatcher.send(Reply(0, "result", found))
+                receive = dispatcher.receive
+                for call in early:
+                    receive(call)
+                await over
+            start.cancel()
+
+
+def _plain(error: Exception) -> Exception:
+    """The same error without cause and traceback, which may not be picklable."""
+    try:
+        return type(error)(str(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextlib.asynccontextmanager
+async def _closing(router: Router) -> AsyncGenerator[None]:
+    try:
+        yield
+    finally:
+        await router.close()
+
+
+def main(fd: int) -> None:
+    """Serves the process at the other end of a pipe, by its file descriptor."""
+    sys.setswitchinterval(SWITCH_S)
+    connection = Connection(fd)
+    setup = connection.recv()
+    try:
+        asyncio.run(serve(connection, setup))
+    except (ValueError, ConnectionError, OSError) as error:
+        with contextlib.suppress(OSError):
+            connection.send(Reply(0, "error", _plain(error)))
+    finally:
+        if setup.address is None:
+            shutil.rmtree(setup.scratch, ignore_errors=True)

@@ -1,0 +1,354 @@
+"""The user's end of disaggregated serving: starts the router's process and calls it.
+
+Ray ends the processes that joined a cluster when its head node is lost, so the user's
+process never joins: it has a pipe to a child that does.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib.util
+import itertools
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from jaxkv.disaggregation import choice, process
+from jaxkv.disaggregation.choice import Choose
+from jaxkv.disaggregation.process import Call, Reply, Setup
+from jaxkv.disaggregation.router import RoutedAnswer, RouterConfig
+from jaxkv.disaggregation.worker import WorkerSpec
+from jaxkv.sampling import Sampling
+from jaxkv.serving import Event
+
+STOP_S = 20.0
+"""Seconds that the router's process may take to end."""
+
+
+class ServiceLostError(ConnectionError):
+    """The router's process has ended, with the cluster's head perhaps."""
+
+
+class Service:
+    """Workers, their router, and the cluster, until `close`.
+
+    Methods may be called from any thread, the asynchronous ones from any event loop.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        specs: Sequence[WorkerSpec] = (),
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        engine: Mapping[str, Any] | None = None,
+        address: str | None = None,
+        name: str | None = None,
+        config: RouterConfig | None = None,
+        choose: Choose = choice.prefix_affinity,
+    ):
+        """Starts everything and waits until the workers serve.
+
+        Args:
+          folder: Hugging Face folder of the model.
+          specs: how to make each worker; empty makes `prefill` and `decode` equal ones.
+          prefill: workers that read prompts, if `specs` is empty; with none, the decode
+            workers read them.
+          decode: workers that answer, if `specs` is empty.
+          engine: arguments of `Engine.load` for them.
+          address: "HOST:PORT" of a Ray cluster's head, whose token is in the
+            environment as `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`; None starts a
+            cluster on this machine, with a token of its own.
+          name: name of the service; services of one name on one cluster share workers.
+          config: times and bounds of the router.
+          choose: chooses a worker for each phase of a request.
+
+        Raises:
+          ValueError: Ray is not installed, or a worker cannot start.
+          ConnectionError: the cluster cannot be reached.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError("disaggregated serving needs the extra: jaxkv[ray]")
+        from jaxkv.disaggregation import cluster
+
+        token = None
+        if address is None:
+            token = secrets.token_hex(32)
+        elif not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            raise ValueError(
+                f"{address=} needs the cluster's token in RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH"
+            )
+        folder = Path(folder).resolve()
+        if not specs:
+            roles = ["prefill"] * prefill + ["decode"] * decode
+            specs = [
+                WorkerSpec(role=role, folder=str(folder), engine=dict(engine or {}))
+                for role in roles
+            ]
+        self._scratch = tempfile.mkdtemp(prefix="jaxkv-", dir=_short_folder())
+        setup = Setup(
+            address=address,
+            service=name or f"jaxkv-{secrets.token_hex(4)}",
+            scratch=self._scratch,
+            folder=str(folder),
+            model_name=folder.name,
+            specs=tuple(specs),
+            config=RouterConfig() if config is None else config,
+            choose=cluster.dumps(choose),
+        )
+        self._sending, self._is_over = threading.Lock(), False
+        self._replies: dict[int, Callable[[Reply], None]] = {}
+        self._numbers = itertools.count(1)
+        self._connection, theirs = Pipe()
+        # Not `-m`: the classes of messages would be those of `__main__` there.
+        code = f"from {process.__name__} import main; main({theirs.fileno()})"
+        command = [sys.executable, "-c", code]
+        self._log = Path(self._scratch, "router.log")
+        with theirs, self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=os.environ | cluster.environment(token),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is this process's to handle
+            )
+        started: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._replies[0] = _into(started)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._send(setup)
+            self.info: dict[str, str] = started.result()
+            """`head`, the address of the cluster's head, and `service`, its name."""
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the router's process."""
+        return self._process.pid
+
+    def answer(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        key_id: int | None = None,
+        deadline_s: float | None = None,
+    ) -> "concurrent.futures.Future[RoutedAnswer]":
+        """Starts to answer a prompt, see `Router.stream`.
+
+        Cancelling the future cancels the request.
+
+        Returns:
+          A future; `asyncio.wrap_future` makes it awaitable.
+        """
+        fields = {"key_id": key_id, "deadline_s": deadline_s}
+        return self._call("answer", prompt, sampling or Sampling(), **fields)
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> list[RoutedAnswer]:
+        """Answers prompts and waits for all; draws are keyed by the prompt's place."""
+        futures = [
+            self.answer(prompt, sampling, key_id=i, deadline_s=deadline_s)
+            for i, prompt in enumerate(prompts)
+        ]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        key_id: int | None = None,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[Event]:
+        """Answers a prompt, event by event, see `Router.stream`."""
+        loop, replies = asyncio.get_running_loop(), asyncio.Queue[Reply]()
+        fields = {"key_id": key_id, "deadline_s": deadline_s}
+
+        def receive(reply: Reply) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(replies.put_nowait, reply)
+
+        arguments = (prompt, sampling or Sampling())
+        number = self._begin(receive, "stream", *arguments, **fields)
+        try:
+            while (reply := await replies.get()).kind == "item":
+                yield reply.value
+            if reply.kind == "error":
+                raise reply.value
+        finally:
+            self._forget(number)
+
+    def events(
+        self, prompt: str | Sequence[int], sampling: Sampling | None = None, **how: Any
+    ) -> Iterator[Event]:
+        """Like `stream`, for code without an event loop."""
+        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        arguments = (prompt, sampling or Sampling())
+        number = self._begin(replies.put, "stream", *arguments, **how)
+        try:
+            while (reply := replies.get()).kind == "item":
+                yield reply.value
+            if reply.kind == "error":
+                raise reply.value
+        finally:
+            self._forget(number)
+
+    def cancel(self, request_id: int) -> None:
+        """Cancels a request by the `request_id` of its events."""
+        self._call("cancel", request_id).result()
+
+    def status(self) -> dict[str, Any]:
+        """Returns the workers and counts, see `Router.status`."""
+        return self._call("status").result()
+
+    def add_worker(self, spec: WorkerSpec, *, wait: bool = True) -> str:
+        """Starts a worker; returns its name, once it serves if `wait`.
+
+        Raises:
+          ValueError: it cannot start.
+        """
+        name = self._call("add_worker", spec).result()
+        if wait:
+            self._call("wait_for", name).result()
+        return name
+
+    def remove_worker(self, name: str) -> None:
+        """Ends a worker after its last request."""
+        self._call("remove_worker", name).result()
+
+    def restart_worker(self, name: str) -> str:
+        """Replaces a worker by a new one without losing a request; returns its name."""
+        return self._call("restart_worker", name).result()
+
+    def close(self) -> None:
+        """Ends requests, workers, router, and a cluster that was started here."""
+        with contextlib.suppress(ServiceLostError):
+            self._send(Call(0, "close"))
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._connection.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(
+        self, method: str, *args: Any, **fields: Any
+    ) -> "concurrent.futures.Future[Any]":
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        number = self._begin(_into(future), method, *args, **fields)
+
+        def forget(done: "concurrent.futures.Future[Any]") -> None:
+            if done.cancelled():
+                self._forget(number)
+
+        future.add_done_callback(forget)
+        return future
+
+    def _begin(
+        self, receive: Callable[[Reply], None], method: str, *args: Any, **fields: Any
+    ) -> int:
+        """Sends a call; its replies go to `receive`, from another thread."""
+        number = next(self._numbers)
+        self._replies[number] = receive
+        try:
+            self._send(Call(number, method, args, fields))
+        except BaseException:
+            self._replies.pop(number, None)
+            raise
+        return number
+
+    def _forget(self, number: int) -> None:
+        """Cancels a call unless its last reply has come."""
+        if self._replies.pop(number, None) is not None:
+            with contextlib.suppress(ServiceLostError):
+                self._send(Call(0, "cancel_call", (number,)))
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            if self._is_over:
+                raise ServiceLostError(self._reason())
+            try:
+                self._connection.send(message)
+            except OSError:
+                raise ServiceLostError(self._reason()) from None
+
+    def _read(self) -> None:
+        """Hands replies out until the router's process ends, then an error to all."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                reply: Reply = self._connection.recv()
+                if reply.kind == "item":
+                    receive = self._replies.get(reply.number)
+                else:
+                    receive = self._replies.pop(reply.number, None)
+                if receive is not None:
+                    receive(reply)
+        with self._sending:
+            self._is_over = True
+        for number in [*self._replies]:
+            if (receive := self._replies.pop(number, None)) is not None:
+                receive(Reply(number, "error", ServiceLostError(self._reason())))
+
+    def _reason(self) -> str:
+        """Describes how the router's process ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+        last = f"; its last line: {lines[-1].strip()}" if lines else ""
+        status = self._process.poll()
+        return f"the router's process has ended with status {status}{last}"
+
+
+def _into(future: "concurrent.futures.Future[Any]") -> Callable[[Reply], None]:
+    """Returns a receiver that puts a reply into a future."""
+
+    def receive(reply: Reply) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if reply.kind == "error":
+            future.set_exception(reply.value)
+        else:
+            future.set_result(reply.value)
+
+    return receive
+
+
+def _short_folder() -> str | None:
+    """A folder for scratch folders: paths of Ray's sockets must be short."""
+    return "/tmp" if os.path.isdir("/tmp") else None

@@ -1,0 +1,158 @@
+"""Workers without a model for tests of the router: tokens hash the request."""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, WorkerSpec
+from jaxkv.sampling import Sampling
+from jaxkv.serving import Completion, Event
+from jaxkv.serving.outputs import FinishedAnswer
+
+IDENTITY = {"weights": "a", "page_size": "4"}
+PREFILL = WorkerSpec(role="prefill", folder="model")
+DECODE = WorkerSpec(role="decode", folder="model")
+
+
+def tokens_of(prompt: list[int], ask: Sampling, key_id: int, sample: int) -> list[int]:
+    """The tokens that every worker answers with."""
+    start = f"{prompt}{key_id if ask.seed is None else -ask.seed}{sample}".encode()
+    return [zlib.crc32(start + bytes([i])) % 1000 for i in range(ask.max_tokens)]
+
+
+class ScriptedWorker:
+    """Implements `WorkerHandle`. Switches make it fail."""
+
+    def __init__(self, name: str, spec: WorkerSpec):
+        self.name, self.spec = name, spec
+        self.is_dead = self.hangs = False
+        self.failure: str | None = None
+        self.described: dict[str, Any] = {}
+        self.pace_s = 0.0
+        self.dies_after: int | None = None
+        """Tokens after which it dies."""
+        self.token_offset = 0
+        """Added to every token, so that answers differ from other workers'."""
+        self.brings = True
+        self.released: list[str] = []
+        self.cancelled: list[Attempt] = []
+        self.num_brought = self.num_read = 0
+        self.running: dict[Attempt, asyncio.Task[None]] = {}
+        self.reports: dict[str, list[Report]] = {}
+        self._filled = asyncio.Event()
+
+    def kill(self) -> None:
+        self.is_dead = True
+        self._filled.set()
+        for task in self.running.values():
+            task.cancel()
+
+    async def _alive(self) -> None:
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if self.is_dead:
+            raise ConnectionError("its process has ended")
+
+    async def describe(self) -> dict[str, Any]:
+        await self._alive()
+        found: dict[str, Any] = {"identity": IDENTITY, "page_size": 4}
+        found |= {"max_length": 64, "seed": 0}
+        found |= {"name": self.name, "spec": self.spec, "pid": 1}
+        return found | {"failure": self.failure} | self.described
+
+    async def poll(self, router: str) -> list[Report]:
+        await self._alive()
+        while not (found := self.reports.pop(router, [])):
+            self._filled.clear()
+            await self._filled.wait()
+            await self._alive()
+        return found
+
+    def post(self, report: Report) -> None:
+        self.reports.setdefault(report.attempt.router, []).append(report)
+        self._filled.set()
+
+    async def submit(
+        self, attempt: Attempt, prompt: list[int], sampling: Sampling, key_id: int
+    ) -> None:
+        await self._alive()
+        if len(prompt) > 60:
+            self.post(Report(attempt, refusal=f"len(prompt)={len(prompt)}"))
+            return
+        work = self._answer(attempt, prompt, sampling, key_id)
+        self.running[attempt] = task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self.running.pop(attempt, None))
+
+    async def _answer(
+        self, attempt: Attempt, prompt: list[int], ask: Sampling, key_id: int
+    ) -> None:
+        found = [tokens_of(prompt, ask, key_id, i) for i in range(ask.n)]
+        found = [[token + self.token_offset for token in each] for each in found]
+        for place in range(ask.max_tokens):
+            await asyncio.sleep(self.pace_s)
+            if self.dies_after is not None and place == self.dies_after:
+                return self.kill()
+            for sample, tokens in enumerate(found):
+                token = tokens[place]
+                new = Event(7, [token], f"<{token}>", None, sample)
+                self.post(Report(attempt, event=new))
+        answers = [
+            FinishedAnswer(tokens, "", "length", sample, None, None, None)
+            for sample, tokens in enumerate(found)
+        ]
+        blank: dict[str, Any] = dict.fromkeys(Completion._fields, 0)
+        done = Completion(**blank)._replace(answers=answers)
+        self.post(Report(attempt, event=Event(7, [], "", done)))
+        return None
+
+    async def prefill(
+        self, attempt: Attempt, tokens: list[int], salt: int
+    ) -> tuple[Prefilled, Any]:
+        await self._alive()
+        await asyncio.sleep(self.pace_s)
+        await self._alive()
+        self.num_read += 1
+        return Prefilled(100, 0.0, 0.0), len(tokens)
+
+    async def bring(self, pages: Any) -> int:
+        await self._alive()
+        if not self.brings:
+            raise ConnectionError("the pages are gone")
+        self.num_brought += 1
+        return (pages - 1) // 4
+
+    def cancel(self, attempt: Attempt) -> None:
+        self.cancelled.append(attempt)
+        if (task := self.running.get(attempt)) is not None:
+            task.cancel()
+
+    async def release(self, router: str) -> bool:
+        await self._alive()
+        self.released.append(router)
+        return True
+
+
+class ScriptedLauncher:
+    """Implements `Launcher`; `prepare` changes each worker as it is made."""
+
+    def __init__(self, prepare: Callable[[ScriptedWorker], None] = lambda _: None):
+        self.workers: dict[str, ScriptedWorker] = {}
+        self.killed: list[str] = []
+        self.prepare = prepare
+
+    def start(self, name: str, spec: WorkerSpec) -> ScriptedWorker:
+        if name not in self.workers:
+            self.workers[name] = ScriptedWorker(name, spec)
+            self.prepare(self.workers[name])
+        return self.workers[name]
+
+    def find(self) -> Mapping[str, ScriptedWorker]:
+        return {name: x for name, x in self.workers.items() if name not in self.killed}
+
+    def kill(self, name: str, handle: Any) -> None:
+        self.killed.append(name)
+        handle.kill()
+
+    def role(self, role: str) -> list[ScriptedWorker]:
+        return [x for x in self.workers.values() if x.spec.role == role]
