@@ -34,12 +34,15 @@ def of_engine(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]
       pages: its page arrays, or their shapes.
       dtype: of the weights.
     """
-    leaves, structure = jax.tree.flatten(pages)
-    shapes = [f"{x.dtype}{[x.shape[0], *x.shape[2:]]}" for x in leaves]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(pages)
+    shapes = [
+        f"{jax.tree_util.keystr(path)}: {x.dtype}{[x.shape[0], *x.shape[2:]]}"
+        for path, x in leaves
+    ]
     return {
         "dtype": dtype,
         "page_size": str(config.page_size),
-        "layout": f"{structure} {' '.join(shapes)}",
+        "layout": "; ".join(shapes),
         "numerics": config.numerics,
     }
 

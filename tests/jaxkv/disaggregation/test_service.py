@@ -1,0 +1,250 @@
+"""Disaggregated serving on a Ray cluster: one for the whole module."""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from jaxkv import Sampling
+from jaxkv.disaggregation import (
+    RequestCancelledError,
+    RouterConfig,
+    Service,
+    ServiceLostError,
+    WorkerSpec,
+)
+from tests.support.disaggregated import ENGINE, draw_prompts, until, wanted, workers
+from tests.support.folders import TOKENIZED
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="needs the extra jaxkv[ray]"
+    ),
+]
+ASK = Sampling(max_tokens=10, temperature=1.0, ignore_eos=True)
+LONG = Sampling(max_tokens=40, temperature=1.0, ignore_eos=True)
+CONFIG = RouterConfig(heartbeat_s=5.0, deadline_s=120.0)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with Service(TOKENIZED, prefill=1, decode=2, engine=ENGINE, config=CONFIG) as found:
+        yield found
+
+
+def test_a_service_answers_as_one_engine(service: Service) -> None:
+    prompts = draw_prompts(0, 12)
+    answers = service.generate(prompts, ASK)
+    assert [x.completion.tokens for x in answers] == wanted(prompts, ASK)
+    assert any(x.transfer.num_bytes for x in answers)
+    events = [*service.events(prompts[0], ASK, key_id=0)]
+    streamed = [token for x in events for token in x.tokens]
+    assert streamed == answers[0].completion.tokens
+    assert "".join(x.text for x in events) == answers[0].completion.text
+
+    async def both() -> None:
+        async for event in service.stream("hello", ASK, key_id=1):
+            assert event.request_id > 0
+        future = service.answer("hello", ASK, key_id=1)
+        answer = await asyncio.wrap_future(future)
+        assert answer.completion.text is not None
+
+    asyncio.run(both())
+    with pytest.raises(ValueError, match="max_length"):
+        service.generate([[5] * 70], ASK)
+
+
+def test_requests_end_by_cancellation_and_deadline(service: Service) -> None:
+    stream = service.events([5, 6, 7], Sampling(max_tokens=60, ignore_eos=True))
+    service.cancel(next(stream).request_id)
+    with contextlib.suppress(RequestCancelledError):
+        for _ in stream:
+            pass
+    with pytest.raises(TimeoutError, match="deadline_s=1e-06 passed"):
+        service.generate([[5, 6, 7]], LONG, deadline_s=1e-6)
+    future = service.answer([5, 6, 7], LONG)
+    future.cancel()
+    until(lambda: service.status()["running"] == 0)
+
+
+def test_memory_and_descriptors_do_not_grow(service: Service) -> None:
+    pids = [service.pid, *(x["pid"] for x in workers(service))]
+    prompts = draw_prompts(6, 100)
+
+    def measure() -> tuple[list[int], list[float]]:
+        found = [psutil.Process(pid) for pid in pids]
+        return [x.num_fds() for x in found], [x.memory_info().rss for x in found]
+
+    service.generate(prompts, ASK)
+    fds, rss = measure()
+    for _ in range(5):
+        service.generate(prompts, ASK)
+    fds_after, rss_after = measure()
+    assert np.max(np.subtract(fds_after, fds)) <= 8
+    assert np.max(np.subtract(rss_after, rss)) < 40 * 2**20
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_costs_nothing_but_time(service: Service, role: str) -> None:
+    prompts = draw_prompts(1, 24)
+    futures = [service.answer(x, LONG, key_id=i) for i, x in enumerate(prompts)]
+    [dead, *_] = workers(service, role)
+    os.kill(dead["pid"], signal.SIGKILL)
+    answers = [x.result(timeout=120) for x in futures]
+    assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
+    until(lambda: len(workers(service)) == 3)
+    assert dead["pid"] not in [x["pid"] for x in workers(service)]
+
+
+def test_workers_join_restart_and_leave(service: Service) -> None:
+    spec = WorkerSpec(role="decode", folder=str(TOKENIZED), engine=ENGINE)
+    name = service.add_worker(spec)
+    assert len(workers(service, "decode")) == 3
+    prompts = draw_prompts(2, 12)
+    futures = [service.answer(x, LONG, key_id=i) for i, x in enumerate(prompts)]
+    new = service.restart_worker(name)
+    service.remove_worker(new)
+    answers = [x.result(timeout=120) for x in futures]
+    assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
+    assert len(workers(service, "decode")) == 2
+    wrong = WorkerSpec(role="decode", folder=str(TOKENIZED), engine={"max_length": 1})
+    with pytest.raises(ValueError, match=r"did not start: .*max_length=1"):
+        service.add_worker(wrong)
+    other = WorkerSpec(
+        role="decode", folder=str(TOKENIZED), engine=ENGINE | {"page_size": 8}
+    )
+    with pytest.raises(ValueError, match="must serve one model: layout="):
+        service.add_worker(other)
+
+
+def processes_of(pid: int) -> list[psutil.Process]:
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def ports_of(pid: int) -> dict[int, str]:
+    """Ports that a process and its children listen on, with the process's name."""
+    found = {}
+    for process in processes_of(pid):
+        with contextlib.suppress(psutil.Error):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found[connection.laddr.port] = process.name()
+    return found
+
+
+def test_garbage_and_idle_connections_delay_nobody(service: Service) -> None:
+    ports = ports_of(service.pid)
+    assert ports
+    idle: list[socket.socket] = []
+    stop = threading.Event()
+
+    def throw_garbage() -> None:
+        rng = np.random.default_rng(0)
+        while not stop.is_set():
+            for port in ports:
+                with contextlib.suppress(OSError):
+                    with socket.create_connection(("127.0.0.1", port), 1) as one:
+                        one.sendall(rng.bytes(256))
+            time.sleep(0.05)
+
+    thrower = threading.Thread(target=throw_garbage)
+    thrower.start()
+    try:
+        for i in range(1100):
+            with contextlib.suppress(OSError):
+                port = [*ports][i % len(ports)]
+                idle.append(socket.create_connection(("127.0.0.1", port), 1))
+        prompts = draw_prompts(3, 12)
+        answers = service.generate(prompts, ASK, deadline_s=60.0)
+        assert [x.completion.tokens for x in answers] == wanted(prompts, ASK)
+        assert [x.num_attempts for x in answers] == [1] * len(answers)
+    finally:
+        stop.set()
+        thrower.join()
+        for one in idle:
+            one.close()
+
+
+TRY_WITHOUT_TOKEN = """
+import os, sys
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = "w" * 64
+import ray
+ray.init(address=sys.argv[1], namespace=sys.argv[2], log_to_driver=False)
+from ray.util import list_named_actors
+print("inside", list_named_actors(all_namespaces=True))
+"""
+
+
+def test_without_the_token_nothing_is_answered(service: Service) -> None:
+    command = [sys.executable, "-c", TRY_WITHOUT_TOKEN]
+    command += [service.info["head"], service.info["service"]]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert tried.returncode != 0
+    assert "inside" not in tried.stdout
+    prompts = draw_prompts(4, 4)
+    answers = service.generate(prompts, ASK)
+    assert [x.completion.tokens for x in answers] == wanted(prompts, ASK)
+
+
+def test_two_services_share_workers(service: Service) -> None:
+    token = psutil.Process(service.pid).environ()["RAY_AUTH_TOKEN"]
+    os.environ["RAY_AUTH_TOKEN"] = token
+    try:
+        how: dict[str, Any] = {"address": service.info["head"]}
+        how |= {"name": service.info["service"], "config": CONFIG}
+        with Service(TOKENIZED, prefill=0, decode=0, **how) as second:
+            assert {x["name"] for x in workers(second)} == {
+                x["name"] for x in workers(service)
+            }
+            prompts = draw_prompts(5, 24)
+            futures = [
+                [one.answer(x, LONG, key_id=i) for i, x in enumerate(prompts)]
+                for one in (service, second)
+            ]
+            # The death of a router is no concern of the other.
+            os.kill(second.pid, signal.SIGKILL)
+            answers = [x.result(timeout=120) for x in futures[0]]
+            assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
+            ends = [x.exception(timeout=30) for x in futures[1]]
+            assert {type(x) for x in ends} <= {ServiceLostError, type(None)}
+            with pytest.raises(ServiceLostError, match="has ended with status -9"):
+                second.status()
+        assert len(workers(service)) == 3
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]
+
+
+def test_a_lost_head_ends_in_one_clear_error() -> None:
+    with Service(TOKENIZED, prefill=0, decode=1, engine=ENGINE) as lost:
+        scratch = Path(lost._scratch)
+        future = lost.answer([5, 6, 7], Sampling(max_tokens=50, ignore_eos=True))
+        [head] = [x for x in processes_of(lost.pid) if x.name() == "gcs_server"]
+        head.kill()
+        assert isinstance(future.exception(timeout=60), ServiceLostError | type(None))
+        until(lambda: lost._process.poll() is not None)
+        with pytest.raises(ServiceLostError, match="the router's process has ended"):
+            lost.status()
+    assert not scratch.exists()
+
+
+def test_what_cannot_start_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"did not start: .*max_length=1"):
+        Service(TOKENIZED, prefill=0, decode=1, engine={"max_length": 1})
+    with pytest.raises(ValueError, match=r"address='x:1' needs the cluster's token"):
+        Service(TOKENIZED, address="x:1")
