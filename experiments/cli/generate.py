@@ -5,6 +5,7 @@ Only the standard library is imported up here: `--help` needs the options alone.
 
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from pathlib import Path
@@ -310,28 +311,35 @@ def load_engine(read: ReadModel, options: Any, **bounds: Any) -> Any:
       **bounds: fields of `EngineConfig`, `page_size` apart.
     """
     from jaxkv.serving.engine import Engine
-    from jaxkv.speculation import head_folders
 
-    draft = heads = None
     bounds = {"max_stop_tokens": max(4, len(read.loaded.eos_ids))} | bounds
-    if options.drafts is not None:
-        bounds["max_drafts"] = options.drafts
-    if options.draft_model is not None:
-        draft = bundled.folder_of(options.draft_model)
-    if options.heads is not None or options.speculate in head_folders.KINDS:
-        heads = options.heads or bundled.heads_of(read.name, str(options.speculate))
     return Engine.load(
         read.folder,
         loaded=read.loaded,
-        dtype=options.dtype,
-        speculate=options.speculate,
-        draft_folder=draft,
-        heads_folder=heads,
-        adaptive=options.adaptive,
         mesh=read.mesh,
         page_size=read.page_size,
+        **speculation_fields(read.name, options),
         **bounds,
     )
+
+
+def speculation_fields(model: str, options: Any) -> dict[str, Any]:
+    """Returns arguments of `Engine.load`: dtype, and the speculation asked for."""
+    from jaxkv.speculation import head_folders
+
+    draft = heads = None
+    if options.draft_model is not None:
+        draft = bundled.folder_of(options.draft_model)
+    if options.heads is not None or options.speculate in head_folders.KINDS:
+        heads = options.heads or bundled.heads_of(model, str(options.speculate))
+    fields = {
+        "dtype": options.dtype,
+        "speculate": options.speculate,
+        "draft_folder": draft,
+        "heads_folder": heads,
+        "adaptive": options.adaptive,
+    }
+    return fields | ({} if options.drafts is None else {"max_drafts": options.drafts})
 
 
 def _mesh(parallel: str) -> Any:
@@ -342,6 +350,21 @@ def _mesh(parallel: str) -> Any:
         processes without one.
     """
     from jaxkv.parallel import count_cpu_as, make_mesh, processes
+
+    degrees = mesh_degrees(parallel)
+    if (num := math.prod(degrees.values())) == 1:
+        processes.check_all_used(1)
+        return None
+    count_cpu_as(num)
+    return make_mesh(**degrees)
+
+
+def mesh_degrees(parallel: str) -> dict[str, int]:
+    """Returns the arguments of `make_mesh` that `--parallel` asks for.
+
+    Raises:
+      ValueError: it is no layout of an engine.
+    """
     from scaling.costs import parallelism
 
     layout = parallelism.parse(parallel)
@@ -352,11 +375,7 @@ def _mesh(parallel: str) -> Any:
         raise ValueError(
             f"--parallel {parallel}: an engine is divided by tp, cp and ep=N,gather"
         )
-    if layout.num_devices == 1:
-        processes.check_all_used(1)
-        return None
-    count_cpu_as(layout.num_devices)
-    return make_mesh(tensor=layout.tensor, context=layout.pages, expert=layout.expert)
+    return {"tensor": layout.tensor, "context": layout.pages, "expert": layout.expert}
 
 
 def _power_of_two(at_least: int) -> int:

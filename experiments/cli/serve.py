@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import secrets
 import sys
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal, TextIO
 from experiments.cli import generate, parsing
 from experiments.cli.console import interrupts
 from experiments.cli.run import Output
+from experiments.harness import bundled
 
 API_KEY = "JAXKV_API_KEY"
 """The environment variable with the key, where `--api-key` is not given."""
@@ -89,6 +91,14 @@ class Options:
     """Of the weights and pages."""
     parallel: str = ""
     """How the model is divided, as `jaxkv cost` has it."""
+    decode: Annotated[int | None, parsing.without("one engine, without Ray")] = None
+    """Ray workers that answer; needs the extra `ray`, like the next three."""
+    prefill: Annotated[int | None, parsing.without("decode workers read")] = None
+    """Ray workers that read prompts for those that answer."""
+    address: Annotated[str | None, parsing.without("a cluster of its own")] = None
+    """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
+    service: Annotated[str | None, parsing.without("drawn")] = None
+    """Name under which routers of one cluster share workers."""
 
 
 def serve(model: str, options: Options, documents: TextIO | None = None) -> Output:
@@ -117,10 +127,14 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
 
     key, is_given = _key(options)
     generate.check_drafting(options)
+    if _is_disaggregated(options):
+        return _serve_workers(model, options, key, is_given, documents)
     read = generate.read_model(model, options)
-    _check(options, read.loaded.config.max_positions)
+    longest = read.loaded.config.max_positions
+    _check(options, longest)
     with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
-        engine = generate.load_engine(read, options, **_bounds(read, options))
+        bounds = _bounds(options, longest, read.page_size)
+        engine = generate.load_engine(read, options, **bounds)
         # Compiles all programs, before anyone waits.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
         # From here on the event loop and the engine take turns.
@@ -130,6 +144,101 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
             return run(
                 backend, taken, options, None if is_given else key, key, documents
             )
+
+
+def _is_disaggregated(options: Options) -> bool:
+    names = ("decode", "prefill", "address", "service")
+    return any(getattr(options, name) is not None for name in names)
+
+
+def _serve_workers(
+    model: str, options: Options, key: str, is_given: bool, documents: TextIO | None
+) -> Output:
+    """Serves a model by workers of a Ray cluster, see `serve`."""
+    from jaxkv.disaggregation import HttpFront, Service, WorkerSpec
+    from jaxkv.models import checkpoints
+    from jaxkv.server import http_server
+
+    folder = bundled.folder_of(model).resolve()
+    longest = checkpoints.read_config(folder).max_positions
+    _check(options, longest)
+    # Alone, `--address` adds a router to the workers of `--service`.
+    is_second = options.decode is None and options.prefill is None
+    counts = {"prefill": options.prefill or 0, "decode": options.decode or 0}
+    if not is_second and counts["decode"] < 1:
+        raise ValueError(f"--decode {options.decode}: must be at least 1")
+    if counts["prefill"] < 0:
+        raise ValueError(f"--prefill {options.prefill}: must be at least 0")
+    if is_second and (options.address is None or options.service is None):
+        raise ValueError(
+            "without --decode, workers of another process are shared: give --address "
+            "and --service"
+        )
+    degrees = generate.mesh_degrees(options.parallel)
+    page_size = generate.PAGE_SIZE * degrees["context"]
+    engine = generate.speculation_fields(model, options)
+    engine |= _bounds(options, longest, page_size) | {"page_size": page_size}
+    engine = {
+        name: str(x) if isinstance(x, Path) else x
+        for name, x in engine.items()
+        if x is not None
+    }
+    mesh = degrees if math.prod(degrees.values()) > 1 else {}
+    specs = [
+        WorkerSpec(role=role, folder=str(folder), engine=engine, mesh=mesh)
+        for role, num in counts.items()
+        for _ in range(num)
+    ]
+    signals: list[int] = []
+    with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
+        front = HttpFront(
+            descriptor=taken.fileno(),
+            api_key=key,
+            max_requests=options.max_requests,
+            deadline_s=options.deadline_s,
+            grace_s=options.grace_s,
+        )
+        taken.set_inheritable(True)
+
+        def hear(number: int) -> None:
+            if signals:  # the second one is meant
+                interrupts.leave(status=interrupts.status_of(number))
+            signals.append(number)
+
+        with interrupts.handling(lambda number, frame: None, hear):
+            with Service(
+                folder,
+                specs,
+                prefill=0,
+                decode=0,
+                address=options.address,
+                name=options.service,
+                http=front,
+            ) as service:
+                shown = {} if is_given else {"api_key": key}
+                name = options.name or Path(model).name
+                _announce(http_server.url_of(taken), name, service, shown, documents)
+                while not signals and not service.wait(0.2):
+                    pass
+                if not signals:
+                    raise ConnectionError(service.end_reason())
+    return Output({}, [], [], interrupts.status_of(signals[0]))
+
+
+def _announce(
+    url: str, name: str, service: Any, shown: dict[str, str], documents: TextIO | None
+) -> None:
+    """Prints where the workers of a service are reached."""
+    fields = {"url": url, "model": name, "pid": os.getpid(), **service.info}
+    if documents is not None:
+        workers = service.status()["workers"]
+        fields |= {"router_pid": service.pid, "workers": workers}
+        print(json.dumps(fields | shown), file=documents, flush=True)
+        return
+    print(f"serving {name} at {url}/v1", flush=True)
+    print(f"cluster: {fields['head']}, service: {fields['service']}", flush=True)
+    for label, text in shown.items():
+        print(f"{label.replace('_', ' ')}: {text}", flush=True)
 
 
 def run(
@@ -235,14 +344,14 @@ def _check(options: Options, longest: int) -> None:
             raise ValueError(f"{flag} {value}: must be in [{low}, {high}]")
 
 
-def _bounds(read: generate.ReadModel, options: Options) -> dict[str, Any]:
+def _bounds(options: Options, longest: int, page_size: int) -> dict[str, Any]:
     """The engine's bounds."""
     max_length = options.max_length
     if max_length is None:
-        max_length = min(_DEFAULT_LENGTH, read.loaded.config.max_positions)
+        max_length = min(_DEFAULT_LENGTH, longest)
     slots, num_pages = options.max_slots, options.num_pages
     if num_pages is None:
-        num_pages = slots * -(-max_length // read.page_size)
+        num_pages = slots * -(-max_length // page_size)
     # Rows with logits for the log-probabilities of prompts.
     rows = slots + options.token_budget if options.max_logprobs else 0
     names = ("token_budget", "steps_per_call", "max_logprobs", "max_beams")

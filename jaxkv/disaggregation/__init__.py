@@ -5,6 +5,7 @@
 """
 
 from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
+from jaxkv.disaggregation.process import HttpFront
 from jaxkv.disaggregation.router import (
     ReplayError,
     RequestCancelledError,
@@ -19,6 +20,7 @@ from jaxkv.disaggregation.worker import Worker, WorkerSpec
 
 __all__ = [
     "Candidate",
+    "HttpFront",
     "ReplayError",
     "RequestCancelledError",
     "RoutedAnswer",

@@ -6,7 +6,9 @@ was started here ends, since that process has ended.
 
 import asyncio
 import contextlib
+import functools
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -18,6 +20,20 @@ from jaxkv.disaggregation.router import Router, RouterConfig
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.models import checkpoints
 from jaxkv.server import SWITCH_S
+
+
+class HttpFront(NamedTuple):
+    """HTTP in the router's process, see `jaxkv.server`; needs the extra `serve`."""
+
+    descriptor: int
+    """Of a socket as `http_server.listen` returns it, which the process inherits."""
+    api_key: str
+    max_requests: int = 256
+    """Prompts in progress; more are refused with status 503."""
+    deadline_s: float = 600.0
+    """Seconds that a request without a deadline may take."""
+    grace_s: float = 10.0
+    """Seconds that requests in progress have to end when the service is closed."""
 
 
 class Setup(NamedTuple):
@@ -34,6 +50,7 @@ class Setup(NamedTuple):
     config: RouterConfig
     choose: bytes
     """A `choice.Choose`, pickled."""
+    http: HttpFront | None
 
 
 class Call(NamedTuple):
@@ -143,12 +160,38 @@ async def serve(connection: Connection, setup: Setup) -> None:
             if not over.done():
                 start.result()
                 found = {"head": cluster.head_address(), "service": setup.service}
-                dispatcher.send(Reply(0, "result", found))
                 receive = dispatcher.receive
                 for call in early:
                     receive(call)
-                await over
+                ready = functools.partial(dispatcher.send, Reply(0, "result", found))
+                if setup.http is None:
+                    ready()
+                    await over
+                else:
+                    await _serve_http(router, setup.http, is_over, ready)
             start.cancel()
+
+
+async def _serve_http(
+    router: Router, front: HttpFront, is_over: asyncio.Event, ready: Callable[[], None]
+) -> None:
+    """Serves HTTP until `is_over`, then for the requests in progress."""
+    from jaxkv.server import app, http_server
+
+    service = app.Service(
+        router,
+        api_key=front.api_key,
+        max_requests=front.max_requests,
+        deadline_s=front.deadline_s,
+    )
+
+    async def stop() -> None:
+        await is_over.wait()
+        await service.stop(front.grace_s)
+        await router.close()  # requests that are left end with one error
+
+    taken = socket.socket(fileno=front.descriptor)
+    await http_server.serve(app.make_app(service), taken, stop, ready)
 
 
 def _plain(error: Exception) -> Exception:

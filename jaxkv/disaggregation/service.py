@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxkv.disaggregation import choice, process
 from jaxkv.disaggregation.choice import Choose
-from jaxkv.disaggregation.process import Call, Reply, Setup
+from jaxkv.disaggregation.process import Call, HttpFront, Reply, Setup
 from jaxkv.disaggregation.router import RoutedAnswer, RouterConfig
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
@@ -56,6 +56,7 @@ class Service:
         name: str | None = None,
         config: RouterConfig | None = None,
         choose: Choose = choice.prefix_affinity,
+        http: HttpFront | None = None,
     ):
         """Starts everything and waits until the workers serve.
 
@@ -72,6 +73,7 @@ class Service:
           name: name of the service; services of one name on one cluster share workers.
           config: times and bounds of the router.
           choose: chooses a worker for each phase of a request.
+          http: serves OpenAI's API as well, from the router's process.
 
         Raises:
           ValueError: Ray is not installed, or a worker cannot start.
@@ -106,7 +108,9 @@ class Service:
             specs=tuple(specs),
             config=RouterConfig() if config is None else config,
             choose=cluster.dumps(choose),
+            http=http,
         )
+        self._grace_s = 0.0 if http is None else http.grace_s
         self._sending, self._is_over = threading.Lock(), False
         self._replies: dict[int, Callable[[Reply], None]] = {}
         self._numbers = itertools.count(1)
@@ -119,7 +123,7 @@ class Service:
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | cluster.environment(token),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *([] if http is None else http[:1])],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -136,6 +140,16 @@ class Service:
         except BaseException:
             self.close()
             raise
+
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Waits until the router's process ends, or for a time; returns if it has."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        return self._process.poll() is not None
+
+    def end_reason(self) -> str:
+        """Describes how the router's process ended."""
+        return self._reason()
 
     @property
     def pid(self) -> int:
@@ -251,7 +265,7 @@ class Service:
         with contextlib.suppress(ServiceLostError):
             self._send(Call(0, "close"))
         try:
-            self._process.wait(STOP_S)
+            self._process.wait(STOP_S + self._grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -64,6 +64,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(504, line, kind="server_error", code="deadline_exceeded")
     if isinstance(error, OverloadedError):
         return ApiError(503, line, kind="server_error", code="overloaded")
+    if isinstance(error, ConnectionError):  # the workers are gone; others may come
+        return ApiError(503, line, kind="server_error", code="unavailable")
     return ApiError(500, line, kind="server_error")
 
 
