@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from jaxkv import Sampling
@@ -51,6 +50,8 @@ class Cluster:
             TOKENIZED, prefill=1, decode=2, engine=disaggregated.ENGINE, **self.how
         )
         self.second = self.join()
+        self.has_lost_router = False
+        self.stopped: list[int] = []
 
     def join(self) -> Service:
         return Service(TOKENIZED, prefill=0, decode=0, **self.how)
@@ -63,6 +64,7 @@ class Cluster:
         """Causes a fault."""
         if fault == "kill router":
             os.kill(self.second.pid, signal.SIGKILL)
+            self.has_lost_router = True
         elif fault == "kill node":
             others = [x for x in self.nodes.nodes[1:] if x.poll() is None]
             if others:
@@ -76,19 +78,17 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
             elif pid is not None:
                 os.kill(pid, signal.SIGSTOP)
-                self.stopped.append((time.monotonic(), pid))
-
-    stopped: list[tuple[float, int]] = []  # noqa: RUF012
+                self.stopped.append(pid)
 
     def mend(self) -> None:
         """Brings back what a schedule has ended, and waits for the workers."""
-        for _, pid in self.stopped:
+        for pid in self.stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self.stopped.clear()
-        if not psutil.pid_exists(self.second.pid) or self.second._process.poll():
+        if self.has_lost_router:
             self.second.close()
-            self.second = self.join()
+            self.second, self.has_lost_router = self.join(), False
         if not [x for x in self.nodes.nodes[1:] if x.poll() is None]:
             self.nodes.add()
         disaggregated.until(lambda: len(disaggregated.workers(self.first)) >= 3, 120)
