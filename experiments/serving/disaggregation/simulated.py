@@ -229,12 +229,10 @@ def plot(axes: Any, result: Result) -> None:
     alone, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
     both, prefill, decode = (alone.where(role=x) for x in ("both", "prefill", "decode"))
     first_s, gap_s = KNOWN[EXAMPLE].objectives
-    title = "First token, 90 %: prompts alone bear more load than both phases"
-    label = "first token [s]"
-    _draw_tail(axes[0, 0], "ttft_s", [both, prefill, split], first_s, title, label)
-    title = "Between tokens, 90 %: decoding alone bears the most load"
-    label = "time per token [s]"
-    _draw_tail(axes[0, 1], "tpot_s", [both, decode, split], gap_s, title, label)
+    lines, label = [both, prefill, split], "first token [s]"
+    _draw_tail(axes[0, 0], "ttft_s", lines, first_s, label)
+    lines, label = [both, decode, split], "time per token [s]"
+    _draw_tail(axes[0, 1], "tpot_s", lines, gap_s, label)
     goodputs = runs.goodputs(result.alone, result.split)
     example = next((row for row in goodputs if row["name"] == EXAMPLE), None)
     _draw_attained(axes[1, 0], [both, split], example)
@@ -244,13 +242,19 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_tail(
-    ax: Any, field: str, lines: list[Loads], goal: float, title: str, label: str
+    ax: Any, field: str, lines: list[Loads], goal: float, label: str
 ) -> None:
+    borne = {}
     for loads in filter(len, lines):
         values, name = getattr(loads, field), ROLES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
         style.curve(ax, loads.rate_per_card, values, name, name)
+        borne[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
     style.reference(ax, goal, "objective")
+    title = f"{label.partition(' [')[0].capitalize()}, 90 %"
+    if borne:
+        most = max(borne, key=lambda name: borne[name])
+        title += f": {most} has most load within the objective"
     style.titled(ax, title, RATES, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()

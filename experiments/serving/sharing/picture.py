@@ -113,7 +113,9 @@ def draw(ax: Any, picture: Picture, i: int) -> None:
     columns = min(ids.shape[1], _MOST_COLUMNS)
     ax.set(xlim=(0, columns), ylim=(NUM_SEQUENCES, 0))
     title = f"{row['scene'].capitalize()}: {row['logical_pages']} logical pages in "
-    ax.set_title(title + f"{row['pages']} physical ones")
+    title += f"{row['pages']} physical ones"
+    prompt = PROMPT.splitlines()[0]
+    ax.set_title(title if i else f"{prompt} ... {title}")
     # Those that share a page are next to each other: they share all pages before it.
     order = np.lexsort(ids.T[::-1])
     filled = picture.num_filled[i] / picture.num_filled[i].max()
