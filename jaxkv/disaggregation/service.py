@@ -22,6 +22,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from jaxkv import files
 from jaxkv.disaggregation import choice, process
 from jaxkv.disaggregation.choice import Choose
 from jaxkv.disaggregation.process import Call, HttpFront, Reply, Setup
@@ -61,7 +62,7 @@ class Service:
         """Starts everything and waits until the workers serve.
 
         Args:
-          folder: Hugging Face folder of the model.
+          folder: Hugging Face folder of the model, or the name of a bundled one.
           specs: how to make each worker; empty makes `prefill` and `decode` equal ones.
           prefill: workers that read prompts, if `specs` is empty; with none, the decode
             workers read them.
@@ -91,7 +92,7 @@ class Service:
                 f"{address=} needs the cluster's token in RAY_AUTH_TOKEN or "
                 "RAY_AUTH_TOKEN_PATH"
             )
-        folder = Path(folder).resolve()
+        folder = files.model_folder(folder).resolve()
         if not specs:
             roles = ["prefill"] * prefill + ["decode"] * decode
             specs = [

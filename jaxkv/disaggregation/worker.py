@@ -8,6 +8,7 @@ collects everything that happened to all of them with one call of `poll`.
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -136,8 +137,7 @@ class Worker:
         fields: dict[str, Any] = {**spec.engine, "prefix_cache": True}
         mesh = None
         if spec.mesh:
-            num = int(np.prod(list(spec.mesh.values())))
-            jax.config.update("jax_num_cpu_devices", num)
+            meshes.count_cpu_as(math.prod(spec.mesh.values()))
             mesh = meshes.make_mesh(**spec.mesh)
         folder = Path(spec.folder)
         engine = Engine.load(folder, mesh=mesh, **fields)

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import os
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ from http import client
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support import engines, folders
@@ -163,3 +165,68 @@ def test_a_server_outlives_its_clients_and_ends_when_asked(
     assert (server.process.returncode, out) == (143, "")
     assert err.startswith("[")
     assert err.count("\n") == 1
+
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--decode 0", "--decode 0: must be at least 1"),
+        ("--prefill 1", "--decode None: must be at least 1"),
+        ("--decode 1 --prefill -1", "--prefill -1: must be at least 0"),
+        ("--service mine", "give --address and --service"),
+        ("--decode 1 --address x:1", "needs the cluster's token in RAY_AUTH_TOKEN"),
+    ],
+)
+@pytest.mark.skipif(not HAS_EXTRA or not HAS_RAY, reason="needs extras 'serve', 'ray'")
+def test_workers_that_cannot_be_started_are_refused_in_one_line(
+    jaxkv: Command, words: str, line: str
+) -> None:
+    assert_refused(jaxkv, f"serve {folders.TOKENIZED} --port 0 {words}", line)
+
+
+def test_without_ray_its_extra_is_named(
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, *args: Any) -> Any:
+        return None if name == "ray" else find(name, *args)
+
+    if not HAS_EXTRA:
+        pytest.skip("needs the extra 'serve'")
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    line = "disaggregated serving needs the extra: jaxkv[ray]"
+    assert_refused(jaxkv, f"serve {folders.TOKENIZED} --port 0 --decode 1", line)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_EXTRA or not HAS_RAY, reason="needs extras 'serve', 'ray'")
+def test_ray_workers_answer_over_http(
+    tmp_path: Path,
+    popen: Callable[..., subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = engines.save_tiny_model(tmp_path / "tiny")
+    monkeypatch.setenv("JAXKV_API_KEY", KEY)
+    flags = "--port 0 --json --max-length 64 --decode 1 --prefill 1".split()
+    code = "import sys; from experiments.cli import main; sys.exit(main.main())"
+    server = Server(popen("-c", code, "serve", model, *flags))
+    roles = {x["role"]: x for x in server.status["workers"]}
+    assert {*roles} == {"prefill", "decode"}
+    asked = dict(prompt="def f(x): return x + 1", max_tokens=12, seed=5)
+    text = server.text(**asked)
+    os.kill(roles["decode"]["pid"], signal.SIGKILL)
+    assert server.text(**asked) == text
+    # The loss of the head is one line, and no process is left.
+    router = psutil.Process(server.status["router_pid"])
+    children = router.children(recursive=True)
+    [head] = [x for x in children if x.name() == "gcs_server"]
+    head.kill()
+    _, err = server.process.communicate(timeout=90)
+    assert server.process.returncode in (1, 2)
+    assert "the router's process has ended" in err.strip().splitlines()[-1]
+    psutil.wait_procs([router, *children], timeout=60)
+    assert not [x for x in (router, *children) if x.is_running()]

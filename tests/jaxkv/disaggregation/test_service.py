@@ -243,8 +243,34 @@ def test_a_lost_head_ends_in_one_clear_error() -> None:
     assert not scratch.exists()
 
 
+ENDLESS = """
+import sys, time
+from jaxkv.disaggregation import Service
+if __name__ == "__main__":
+    with Service(sys.argv[1], prefill=0, decode=1, engine=eval(sys.argv[2])) as service:
+        print(service.pid, service._scratch, flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_the_users_process_is_killed() -> None:
+    command = [sys.executable, "-c", ENDLESS, str(TOKENIZED), repr(ENGINE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout is not None
+        pid, scratch = user.stdout.readline().split()
+        left = processes_of(int(pid))
+        names = {x.name() for x in left}
+        assert "raylet" in names
+        # Ray's own processes; workers have JAX and a model.
+        ours = [x for x in left if "ray::Worker" not in " ".join(x.cmdline())]
+        assert sum(x.memory_full_info().uss for x in ours) < 600 * 2**20
+        user.kill()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive
+    until(lambda: not Path(scratch).exists())
+
+
 def test_what_cannot_start_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"did not start: .*max_length=1"):
-        Service(TOKENIZED, prefill=0, decode=1, engine={"max_length": 1})
     with pytest.raises(ValueError, match=r"address='x:1' needs the cluster's token"):
         Service(TOKENIZED, address="x:1")

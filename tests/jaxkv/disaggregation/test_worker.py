@@ -1,6 +1,7 @@
 """Workers with engines: tokens of one engine; pages are checked before use."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -95,6 +96,7 @@ class LocalLauncher:
         handle.local.close()
 
 
+@pytest.mark.thorough
 def test_two_workers_answer_as_one_engine() -> None:
     async def run() -> None:
         launcher = LocalLauncher()
@@ -143,6 +145,22 @@ def test_an_engine_that_fails_ends_its_worker() -> None:
         assert [x.completion.tokens for x in answers] == wanted()
         assert max(x.num_attempts for x in answers) > 1
         assert broken not in launcher.workers.values()
+        await router.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.thorough
+def test_a_worker_may_own_a_mesh() -> None:
+    async def run() -> None:
+        launcher = LocalLauncher()
+        router = Router(launcher)
+        divided = dataclasses.replace(DECODE, mesh={"tensor": 2})
+        await router.start([PREFILL, divided])
+        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        answers = await asyncio.gather(*asked)
+        assert [x.completion.tokens for x in answers] == wanted()
+        assert any(x.transfer.num_bytes for x in answers)
         await router.close()
 
     asyncio.run(run())

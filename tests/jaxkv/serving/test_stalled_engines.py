@@ -33,7 +33,10 @@ def with_mood(engine: jaxkv.Engine, mood: int) -> jaxkv.Engine:
 ASK = jaxkv.Sampling.greedy(max_tokens=4)
 
 
-@pytest.mark.parametrize("mood", [REFUSES, THRASHES, PAUSES])
+@pytest.mark.parametrize(
+    "mood",
+    [REFUSES, pytest.param(THRASHES, marks=pytest.mark.thorough), PAUSES],
+)
 def test_a_policy_without_progress_is_an_error(shared: jaxkv.Engine, mood: int) -> None:
     engine = with_mood(shared, mood)
     with pytest.raises(
