@@ -209,7 +209,7 @@ def test_ray_workers_answer_over_http(
     popen: Callable[..., subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = engines.save_tiny_model(tmp_path / "tiny")
+    model = engines.save_tiny_model(tmp_path / "tiny", max_positions=64)
     monkeypatch.setenv("JAXKV_API_KEY", KEY)
     flags = "--port 0 --json --max-length 64 --decode 1 --prefill 1".split()
     code = "import sys; from experiments.cli import main; sys.exit(main.main())"
