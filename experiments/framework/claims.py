@@ -247,7 +247,9 @@ class Said:
     def __post_init__(self) -> None:
         """Refuses a claim that is not whole."""
         if isinstance(self.tolerance, str) and not _SHARE.fullmatch(self.tolerance):
-            raise ValueError(f"{self.tolerance=} must be a number, or a share as '5 %'")
+            raise ValueError(
+                f"tolerance={self.tolerance!r} must be a number, or a share as '5 %'"
+            )
         if self.tolerance and not self.because:
             raise ValueError("has a tolerance, and no because")
         if self.kind == "cannot compare" and not self.differs:
@@ -255,12 +257,14 @@ class Said:
         if isinstance(self.published, dict) != bool(self.by):
             raise ValueError("has numbers by words with `by`, and else one")
         if self.direction and self.kind != "cannot compare":
-            raise ValueError(f"has a direction, and {self.kind=} is judged itself")
+            raise ValueError(
+                f"has a direction, and kind={self.kind!r} is judged itself"
+            )
         if self.direction not in ("", AS_STATED) and not _BOUND.fullmatch(
             self.direction
         ):
             raise ValueError(
-                f"{self.direction=} must be {AS_STATED!r}, or as 'above 1'"
+                f"direction={self.direction!r} must be {AS_STATED!r}, or as 'above 1'"
             )
         if (self.kind == "calibrated" or bool(self.fitted_rows)) != bool(self.fitted):
             raise ValueError(

@@ -93,23 +93,28 @@ class Config:
         validation.at_least(self, "prompt_tokens", "prefill_tokens", low=0)
         validation.above(self, "turn_s")
         if not self.contexts or min(self.contexts) < 1:
-            raise ValueError(f"{self.contexts=} must be numbers of at least 1")
+            raise ValueError(
+                f"contexts={self.contexts!r} must be numbers of at least 1"
+            )
         if self.output_tokens <= self.steps_per_call:
             raise ValueError(
-                f"{self.output_tokens=} must be more than {self.steps_per_call=}: "
+                f"output_tokens={self.output_tokens!r} must be more than "
+                f"steps_per_call={self.steps_per_call!r}: "
                 "the tokens of the first call are not counted"
             )
         most = self.steps_per_call * (1 + self.drafts)
         if self.speculate is not None and self.output_tokens <= most:
             raise ValueError(
-                f"{self.output_tokens=} must be more than {most}: with {self.drafts=} "
+                f"output_tokens={self.output_tokens!r} must be more than {most}: with "
+                f"drafts={self.drafts!r} "
                 "that many may come in the first call, whose tokens are not counted"
             )
         if not self.batch or min(self.batch) < 1:
-            raise ValueError(f"{self.batch=} must be numbers of at least 1")
+            raise ValueError(f"batch={self.batch!r} must be numbers of at least 1")
         if self.token_budget < max(self.batch):
             raise ValueError(
-                f"{self.token_budget=} must be at least max({self.batch=})"
+                f"token_budget={self.token_budget!r} must be at least "
+                f"max(batch={self.batch!r})"
             )
 
     @property

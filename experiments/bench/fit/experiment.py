@@ -59,7 +59,8 @@ class Config:
         validation.at_least(self, "num_points", low=16)
         if not 1 <= self.num_pieces <= self.num_resamples:
             raise ValueError(
-                f"{self.num_pieces=} must be in [1, {self.num_resamples=}]"
+                f"num_pieces={self.num_pieces!r} must be in [1, "
+                f"num_resamples={self.num_resamples!r}]"
             )
 
 

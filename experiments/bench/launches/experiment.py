@@ -92,9 +92,11 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses depths that cannot be."""
         if not self.num_layers or min(self.num_layers) < 1:
-            raise ValueError(f"{self.num_layers=} must be depths of at least 1")
+            raise ValueError(
+                f"num_layers={self.num_layers!r} must be depths of at least 1"
+            )
         if self.head_dim not in (64, 128, 256):
-            raise ValueError(f"{self.head_dim=} must be 64, 128 or 256")
+            raise ValueError(f"head_dim={self.head_dim!r} must be 64, 128 or 256")
         validation.at_least(self, "max_slots", low=1)
         for depth in self.num_layers:
             self.model(depth)

@@ -73,9 +73,14 @@ class Config:
         """Refuses what cannot be measured."""
         validation.at_least(self, "num_steps", "max_slots", "head", "rounds")
         if not 1 <= self.num_python <= self.num_runs:
-            raise ValueError(f"{self.num_python=} must be in [1, {self.num_runs=}]")
+            raise ValueError(
+                f"num_python={self.num_python!r} must be in [1, "
+                f"num_runs={self.num_runs!r}]"
+            )
         if not 0 < self.min_rate <= self.max_rate:
-            raise ValueError(f"{self.min_rate=} must be in (0, {self.max_rate=}]")
+            raise ValueError(
+                f"min_rate={self.min_rate!r} must be in (0, max_rate={self.max_rate!r}]"
+            )
 
 
 PANEL_SIZE_INCHES = (6.8, 2.8)

@@ -62,7 +62,9 @@ class Config:
             self, "num_layers", "head_dim", "batch_size", "seq_len", "rounds"
         )
         if not self.width or any(x < 1 or x % self.head_dim for x in self.width):
-            raise ValueError(f"{self.width=} must be multiples of {self.head_dim=}")
+            raise ValueError(
+                f"width={self.width!r} must be multiples of head_dim={self.head_dim!r}"
+            )
         validation.above(self, "seconds")
 
 

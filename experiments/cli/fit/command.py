@@ -83,7 +83,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.laws:
-            raise ValueError(f"{self.law=} must name a law")
+            raise ValueError(f"law={self.law!r} must name a law")
         validation.at_least(self, "bootstrap", low=0)
         validation.within(self, "level", low=0, high=1, ends="()")
         validation.within(self, "tolerance", low=0, high=1, ends="[)")

@@ -49,10 +49,15 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what would not be one tile, or no model."""
         if self.hidden_size < 32 or self.hidden_size % 32:
-            raise ValueError(f"{self.hidden_size=} must be a multiple of 32")
+            raise ValueError(
+                f"hidden_size={self.hidden_size!r} must be a multiple of 32"
+            )
         validation.within(self, "sequence", low=1, high=128)
         if self.num_layers < 1 or self.batch < 2:
-            raise ValueError(f"{self.num_layers=} must be at least 1, {self.batch=} 2")
+            raise ValueError(
+                f"num_layers={self.num_layers!r} must be at least 1, "
+                f"batch={self.batch!r} 2"
+            )
         if unknown := {*self.families} - _CHANGES.keys():
             raise ValueError(f"families={sorted(unknown)} must be in {list(_CHANGES)}")
 

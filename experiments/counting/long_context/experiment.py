@@ -55,7 +55,7 @@ class Config:
         """Refuses what does not divide."""
         validation.ascending(self, "sequences", low=2)
         if not self.layouts:
-            raise ValueError(f"{self.layouts=} must be 1 or more")
+            raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
         for words in self.layouts:
             layout = parallelism.parse(words)
             if layout.data > 1:

@@ -68,12 +68,14 @@ class Config:
         validation.at_least(self, "batch")
         validation.within(self, "sequence", low=2, high=128)
         if not self.layouts:
-            raise ValueError(f"{self.layouts=} must be 1 or more")
+            raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
         for words in self.layouts:
             layout = parallelism.parse(words)
             meshes.check(self.shape(1), layout, sequence_length=self.sequence)
             if self.batch % layout.data:
-                raise ValueError(f"{self.batch=} must be a multiple of {words}'s dp")
+                raise ValueError(
+                    f"batch={self.batch!r} must be a multiple of {words}'s dp"
+                )
 
     @property
     def mesh_devices(self) -> int:

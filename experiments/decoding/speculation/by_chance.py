@@ -61,7 +61,9 @@ class Config:
         validation.within(self, "chances", low=0, high=1)
         # A call that reads the prompt, and one behind it that does not end the answer.
         if self.output_tokens <= (least := self.warm_tokens):
-            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+            raise ValueError(
+                f"output_tokens={self.output_tokens!r} must be more than {least}"
+            )
 
     @property
     def warm_tokens(self) -> int:

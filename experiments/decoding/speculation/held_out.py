@@ -63,7 +63,9 @@ class TextConfig:
         """
         least = max(least, 2 * self.steps_per_call * (1 + most_drafts))
         if self.output_tokens <= least:
-            raise ValueError(f"{self.output_tokens=} must be more than {least}")
+            raise ValueError(
+                f"output_tokens={self.output_tokens!r} must be more than {least}"
+            )
 
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
         """The engine's, of a way to decode."""

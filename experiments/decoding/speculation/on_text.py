@@ -84,7 +84,10 @@ class Config(held_out.TextConfig):
         validation.among(self, "ways", "lengthened", known=(LOOKUP, JACOBI, *EXITS))
         self.refuse_short_answers(max(self.num_drafts, *self.lengths))
         if self.num_coins < len(self.coin_drafts):
-            raise ValueError(f"{self.num_coins=} must be at least {self.coin_drafts=}")
+            raise ValueError(
+                f"num_coins={self.num_coins!r} must be at least "
+                f"coin_drafts={self.coin_drafts!r}"
+            )
 
     def cases(self, batch: int, temperature: float) -> list[tuple[str, int]]:
         """Ways beside plain decoding, and their drafts."""

@@ -88,7 +88,7 @@ class Config(held_out.TextConfig):
                 validation.integer(f"drafts of {way}", num, low=1)
         drafting = any(way == "draft model" for way, _ in self.ways)
         if drafting != bool(self.draft):
-            raise ValueError(f"{self.draft=} goes with the way 'draft model'")
+            raise ValueError(f"draft={self.draft!r} goes with the way 'draft model'")
         drafts = [num for _, num in (*self.ways, *self.adaptive)]
         self.refuse_short_answers(max(drafts, default=1))
 

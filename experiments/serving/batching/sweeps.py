@@ -59,11 +59,14 @@ class Config:
         validation.ascending(self, "deviations", low=0)
         if self.num_places < self.longest:
             raise ValueError(
-                f"{self.num_places=} must hold a prompt and its longest output, "
+                f"num_places={self.num_places!r} must hold a prompt and its longest "
+                "output, "
                 f"{self.longest} tokens"
             )
         if self.clients[-1] > self.max_slots:
-            raise ValueError(f"{self.clients=} must be at most {self.max_slots=}")
+            raise ValueError(
+                f"clients={self.clients!r} must be at most max_slots={self.max_slots!r}"
+            )
 
     @property
     def longest(self) -> int:

@@ -55,8 +55,9 @@ class Config(prompts.RaggedConfig):
         super().__post_init__()
         if self.longest > self.max_length:
             raise ValueError(
-                f"{self.prompt_tokens=} and {self.output_tokens=} may need "
-                f"{self.longest} tokens, more than {self.max_length=}"
+                f"prompt_tokens={self.prompt_tokens!r} and "
+                f"output_tokens={self.output_tokens!r} may need "
+                f"{self.longest} tokens, more than max_length={self.max_length!r}"
             )
 
 

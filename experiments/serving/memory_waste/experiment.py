@@ -57,12 +57,18 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what cannot be served."""
         if not 0 < self.rate <= 100:
-            raise ValueError(f"{self.rate=} must be in (0, 100] requests a second")
+            raise ValueError(
+                f"rate={self.rate!r} must be in (0, 100] requests a second"
+            )
         if not 0 <= self.warm_up_s < 3600 * self.hours <= 86_400:
-            raise ValueError(f"{self.warm_up_s=} must lie within {self.hours=}")
+            raise ValueError(
+                f"warm_up_s={self.warm_up_s!r} must lie within hours={self.hours!r}"
+            )
         validation.at_least(self, "num_seeds")
         if not self.step_scales or min(self.step_scales) <= 0:
-            raise ValueError(f"{self.step_scales=} must be above 0, at least one")
+            raise ValueError(
+                f"step_scales={self.step_scales!r} must be above 0, at least one"
+            )
 
 
 PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.7)

@@ -56,7 +56,8 @@ class Config:
         validation.at_least(self, "num_calls", low=2)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}"
+                f"num_q_heads={self.num_q_heads!r} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads!r}"
             )
 
 

@@ -63,7 +63,7 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses a seed that the engine would refuse."""
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"{self.seed=} must be in [0, 2**64)")
+            raise ValueError(f"seed={self.seed!r} must be in [0, 2**64)")
 
 
 PANEL_SIZE_INCHES = drawing.SIZE_INCHES

@@ -91,15 +91,18 @@ class Config:
         validation.at_least(self, "max_slots", low=NUM_SEQUENCES)
         validation.within(self, "answers", "widths", low=2, high=self.max_slots)
         if not (self.answers and self.widths):
-            raise ValueError(f"{self.answers=} and {self.widths=} must not be empty")
+            raise ValueError(
+                f"answers={self.answers!r} and widths={self.widths!r} must not be empty"
+            )
         validation.ascending(self, "own_tokens", low=1, strictly=False)
         validation.within(self, "length_scale", low=0, high=1, ends="(]")
         validation.at_least(self, "seed", low=0)
         longest = max((0, *self.prefixes)) + 2 * self.own_tokens[1]
         if longest > self.max_length:
             raise ValueError(
-                f"{self.prefixes=} and {self.own_tokens=} may need {longest} tokens, "
-                f"more than {self.max_length=}"
+                f"prefixes={self.prefixes!r} and own_tokens={self.own_tokens!r} may "
+                f"need {longest} tokens, "
+                f"more than max_length={self.max_length!r}"
             )
 
 

@@ -47,9 +47,11 @@ class Config:
         """Refuses a cool-down that is none."""
         validation.at_least(self, "cooldown_steps")
         if self.trunk.cooldown_steps:
-            raise ValueError(f"{self.trunk.cooldown_steps=} must be 0")
+            raise ValueError(
+                f"trunk.cooldown_steps={self.trunk.cooldown_steps!r} must be 0"
+            )
         if not isinstance(self.trunk.corpus, corpora.CorpusConfig):
-            raise ValueError(f"{self.trunk.corpus=} must be text")
+            raise ValueError(f"trunk.corpus={self.trunk.corpus!r} must be text")
 
     @property
     def text(self) -> corpora.CorpusConfig:

@@ -74,14 +74,16 @@ class Config:
         """Refuses what cannot be compared."""
         validation.ascending(self, "widths", low=8, least=3)
         if any(width % 8 for width in self.widths):
-            raise ValueError(f"{self.widths=} must be multiples of 8")
+            raise ValueError(f"widths={self.widths!r} must be multiples of 8")
         validation.above(self, "learning_rates")
         most = len(self.widths)
         validation.within(self, "num_tuned", "num_repeated", low=0, high=most)
         if len(self.learning_rates) != 1 and not self.num_tuned:
             raise ValueError("several learning rates need num_tuned of at least 1")
         if not self.learning_rates:
-            raise ValueError(f"{self.learning_rates=} must be one or more")
+            raise ValueError(
+                f"learning_rates={self.learning_rates!r} must be one or more"
+            )
         validation.at_least(self, "num_threads")
         validation.at_least(self, "num_windows", "num_resamples", low=2)
 

@@ -44,11 +44,12 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what cannot be fitted or counted."""
         if not self.sizes or min(self.sizes) < 10:
-            raise ValueError(f"{self.sizes=} must be numbers of at least 10")
+            raise ValueError(f"sizes={self.sizes!r} must be numbers of at least 10")
         if min(self.num_datasets, self.num_ill_posed) < 1 or self.num_resamples < 20:
             raise ValueError(
-                f"{self.num_datasets=} and {self.num_ill_posed=} must be at least 1, "
-                f"{self.num_resamples=} at least 20"
+                f"num_datasets={self.num_datasets!r} and "
+                f"num_ill_posed={self.num_ill_posed!r} must be at least 1, "
+                f"num_resamples={self.num_resamples!r} at least 20"
             )
 
 

@@ -63,9 +63,9 @@ class Config(family.FamilySweep):
         validation.within(self, "level", low=0, high=1, ends="()")
         validation.at_least(self, "bootstrap", low=2)
         if len(self.budgets) < 3:
-            raise ValueError(f"{self.budgets=} must be at least three")
+            raise ValueError(f"budgets={self.budgets!r} must be at least three")
         if self.keep_models and not self.folder:
-            raise ValueError(f"{self.keep_models=} needs a folder")
+            raise ValueError(f"keep_models={self.keep_models!r} needs a folder")
         _ = self.sweep  # refuses the rest
 
 

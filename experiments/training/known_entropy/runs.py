@@ -72,17 +72,17 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses models that cannot be, and languages that say nothing."""
         if not self.widths or any(w < 4 or w % 4 for w in self.widths):
-            raise ValueError(f"{self.widths=} must be multiples of 4")
+            raise ValueError(f"widths={self.widths!r} must be multiples of 4")
         if self.language.num_tokens < max(self.lengths, default=0):
             raise ValueError(
-                f"{self.language.num_tokens=} must be at least the longest of "
-                f"{self.lengths=}"
+                f"language.num_tokens={self.language.num_tokens!r} must be at least "
+                f"the longest of lengths={self.lengths!r}"
             )
         if self.source.kind != "zipf":
-            raise ValueError(f"{self.source.kind=} must be zipf")
+            raise ValueError(f"source.kind={self.source.kind!r} must be zipf")
         validation.at_least(self, "repeats", low=2)
         if len(self.counted) < 3:
-            raise ValueError(f"{self.counted=} must be at least three")
+            raise ValueError(f"counted={self.counted!r} must be at least three")
 
     @property
     def carry(self) -> int:

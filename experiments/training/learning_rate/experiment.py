@@ -62,9 +62,14 @@ class Config:
     def __post_init__(self) -> None:
         """Refuses what no power goes through."""
         if len(self.widths) < 2 or len(self.num_tokens) < 2:
-            raise ValueError(f"{self.widths=}, {self.num_tokens=} must be at least two")
+            raise ValueError(
+                f"widths={self.widths!r}, num_tokens={self.num_tokens!r} must be at "
+                "least two"
+            )
         if len(self.learning_rates) < 2:
-            raise ValueError(f"{self.learning_rates=} must be at least two")
+            raise ValueError(
+                f"learning_rates={self.learning_rates!r} must be at least two"
+            )
         validation.within(self, "level", low=0, high=1, ends="()")
         _ = self.sweep  # refuses the rest
 

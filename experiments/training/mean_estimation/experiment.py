@@ -42,7 +42,8 @@ class Config:
         validation.at_least(self, "num_means", "num_resamples", low=2)
         if self.max_samples < 8 * self.num_sizes:
             raise ValueError(
-                f"{self.max_samples=} must be at least 8 times {self.num_sizes=}"
+                f"max_samples={self.max_samples!r} must be at least 8 times "
+                f"num_sizes={self.num_sizes!r}"
             )
 
 

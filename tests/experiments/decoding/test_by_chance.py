@@ -49,7 +49,7 @@ def test_stopped_early_it_says_nothing() -> None:
 
 
 def test_what_leaves_nothing_to_measure_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"self.output_tokens=64 must be more than 64"):
+    with pytest.raises(ValueError, match=r"^output_tokens=64 must be more than 64"):
         Config(output_tokens=64)
     with pytest.raises(ValueError, match=r"chances=\(1.5,\) must be in \[0, 1\]"):
         Config(chances=(1.5,))

@@ -27,7 +27,7 @@ from jaxkv.disaggregation import (
     WorkerSpec,
 )
 from tests.support.disaggregated import ENGINE, draw_prompts, until, wanted, workers
-from tests.support.folders import TOKENIZED
+from tests.support.folders import ROOT, TOKENIZED
 
 pytestmark = [
     pytest.mark.thorough,
@@ -269,6 +269,25 @@ def test_nothing_is_left_after_the_users_process_is_killed() -> None:
     _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive
     until(lambda: not Path(scratch).exists())
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "jaxkv/disaggregation/README.md").read_text("utf-8")
+    program = page.partition("```python\n")[2].partition("```")[0]
+    path = tmp_path / "program.py"
+    path.write_text(program, "utf-8")
+    ran = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    assert "Transfer(num_bytes=" in ran.stdout
 
 
 def test_what_cannot_start_is_refused() -> None:
