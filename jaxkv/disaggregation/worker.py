@@ -52,7 +52,7 @@ class WorkerSpec:
     """Arguments of `parallel.make_mesh`; empty for one device."""
     cores: tuple[int, ...] | None = None
     """CPU cores that the process is bound to; None binds it to none."""
-    num_gpus: float = 0
+    num_gpus: float = 0.0
     """GPUs that Ray reserves for it."""
     resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Further Ray resources that it needs, such as a node's name."""

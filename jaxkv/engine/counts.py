@@ -135,14 +135,15 @@ def _of_head(
     fresh = demand.to_begin(s.num_tokens[None, :], common, head.waits, page_size=size)
     fresh += found.num_idle - found.num_tokens // size
     back = swapping.num_wanted(state, head.row, head.waits, config)
-    # A policy skips unmarked rows, so the queue ends at one that cannot be admitted.
+    # A policy skips unmarked rows; no request may overtake one of these.
     ready = head.has_arrived & ~swapping.on_host(state, head.row)
+    pages = jnp.where(head.is_out, back, fresh)
     return dict(
-        waiting=arrays.before_first(~ready),
+        waiting=ready,
         waiting_tokens=head.num_tokens,
         waiting_cached=found.num_tokens,
         waiting_slots=head.num_slots,
-        waiting_pages=jnp.where(head.is_out, back, fresh),
+        waiting_pages=jnp.where(there & ~ready, interface.BLOCKED, pages),
         waiting_preempted=there & (s.num_preempted[head.reader] > 0),
         waiting_swapped=head.is_out,
         waiting_scored_prompt=there & s.prompt_scored[head.reader],

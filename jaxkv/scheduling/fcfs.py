@@ -72,7 +72,8 @@ class FCFS(NamedTuple):
             admit &= c.waiting_preempted | ~(self.hold & away)
         admit &= jnp.cumsum(c.waiting_pages, dtype=jnp.int32) <= limit
         admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free_slots
-        admit = interface.admissible(c, admit)
+        # Rows are shared in order: those of requests that are blocked below change none
+        # before them.
         num_rows, head_rows = interface.share_budget(c, runs, admit, self.chunk_size)
         # A request that gets no row waits, and so do those after it.
         admit &= (head_rows > 0) | c.waiting_swapped

@@ -22,6 +22,12 @@ NO_LIMIT = 2**30
 """A chunk size, or any other bound, that never binds."""
 
 
+BLOCKED = 1 << 22
+"""Pages of a waiting request that cannot be admitted yet: more than any pool has, so it
+blocks those after it without a reduction, which would be a launch. Sums over a queue's
+head stay below 2**31."""
+
+
 class Counts(NamedTuple):
     """What a policy may know."""
 
@@ -55,9 +61,10 @@ class Counts(NamedTuple):
     """Sequences whose next rows want the log-probabilities of prompt tokens."""
     waiting: Bool[Array, " head"]
     """Requests at the head of the queue, in order, that can be admitted. The engine
-    marks them up to the first that has not arrived, or whose swapped pages are still in
-    host memory. A policy that wraps another one may unmark more: unmarked rows are
-    skipped, whatever their other fields are."""
+    leaves out those that have not arrived, or whose swapped pages are still in host
+    memory, and gives them `BLOCKED` pages, so that none after them is admitted. A
+    policy that wraps another one may unmark more: unmarked rows are skipped, whatever
+    their other fields are but for `BLOCKED`."""
     waiting_tokens: Int32[Array, " head"]
     """Tokens each of them has to feed before its next token is drawn; of several
     sequences, those with which all begin."""
@@ -181,7 +188,9 @@ def skip_unmarked(counts: Counts) -> Counts:
     """
     c = counts
     return c._replace(
-        waiting_pages=jnp.where(c.waiting, c.waiting_pages, 0),
+        waiting_pages=jnp.where(
+            c.waiting | (c.waiting_pages == BLOCKED), c.waiting_pages, 0
+        ),
         waiting_slots=jnp.where(c.waiting, c.waiting_slots, 0),
         waiting_preempted=c.waiting & c.waiting_preempted,
     )
