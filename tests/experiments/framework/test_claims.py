@@ -77,7 +77,7 @@ def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
         ),
         ('because = "so said"\n', "", "rate: has a tolerance, and no because"),
         ('kind = "checks"', 'kind = "cannot compare"', "differs does not say why"),
-        ('"5 %"', '"5"', "share: self.tolerance='5' must be a number, or a share"),
+        ('"5 %"', '"5"', "share: tolerance='5' must be a number, or a share"),
         ('unit = "1"', "unit = 1", "unit: 1 is not of type str"),
         ('unit = "1"\n', "", "missing 1 required keyword-only argument: 'unit'"),
         (
@@ -263,7 +263,7 @@ def test_a_smoke_run_judges_checks_alone(tmp_path: Path) -> None:
     [
         ('kind = "checks"\n', "", "check: kind is missing; one of: reproduces, cal"),
         ('fitted = "Lengths follow from it."\n', "", "fitted: must have `fitted`"),
-        ('"above 1"', '"up"', "other: self.direction='up' must be 'as stated', or as"),
+        ('"above 1"', '"up"', "other: direction='up' must be 'as stated', or as"),
         ('kind = "checks"', 'kind = "checks"\ndirection = "above 1"', "is judged"),
     ],
 )
