@@ -19,6 +19,9 @@ from tests.support.impatience import Impatient, Stopping
 
 (STUDY,) = of_module(measured)
 SMOKE = measured.CONFIGS["smoke"]
+WHOLE = dataclasses.replace(
+    SMOKE, host_shares=(0.0,), host_share=1 / 4, page_sizes=(4, 16)
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +30,15 @@ def model() -> str:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Result:
-    """All that the folder of the smoke run holds."""
-    return smoke.run("preemption").result
+def whole(model: str) -> Result:
+    """A run of every part: the smoke run has no host memory, and one page size."""
+    return measured.run(dataclasses.replace(WHOLE, model=model))
 
 
 @pytest.fixture(scope="module")
 def result(model: str) -> Result:
     """A run without what needs programs of its own: the host's memory, and moves."""
-    config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
+    config = dataclasses.replace(SMOKE, model=model, page_sizes=())
     return measured.run(config)
 
 
@@ -194,13 +197,13 @@ def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(result: Result) -> 
 @pytest.mark.slow
 def test_times_of_one_request(whole: Result) -> None:
     moves = whole.moves
-    assert moves.page_size.tolist() == list(SMOKE.page_sizes)
+    assert moves.page_size.tolist() == list(WHOLE.page_sizes)
     assert (moves.num_tokens == moves.num_tokens[0]).all()
     # Keys and values of one head of eight dimensions, in float32.
     assert (moves.num_bytes == 2 * 8 * 4 * moves.num_tokens).all()
     for name in ("recompute_s", "out_s", "in_s", "host_out_s", "host_in_s"):
         times_s = getattr(moves, name)
-        assert times_s.shape == (len(moves.page_size), SMOKE.move_repeats)
+        assert times_s.shape == (len(moves.page_size), WHOLE.move_repeats)
         assert (times_s > 0).all()
     assert (moves.swap_through_host_s > moves.swap_s).all()
 
@@ -245,7 +248,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
 
 @pytest.mark.thorough
 def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
-    config = dataclasses.replace(SMOKE, model=model, host_shares=(), page_sizes=())
+    config = dataclasses.replace(SMOKE, model=model, page_sizes=())
     result = measured.run(config, Stopping(0))
     assert measured.claims(result) == []
     assert STUDY.tell(result) == []
