@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import importlib
 import subprocess
 from collections.abc import Iterator
@@ -105,9 +106,15 @@ TESTS = [*(ROOT / "tests").rglob("test_*.py")]
 MODULES = {module_of(path): path for path in sources()}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(), str(path))
+
+
 def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
     """Every dotted name a file imports, with its line."""
-    tree = ast.parse(path.read_text(), str(path))
+    tree = parsed(path)
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -186,7 +193,7 @@ def test_nothing_imports_in_a_circle() -> None:
 
 def face(module: str) -> set[str]:
     """What a room's `__all__` names: its public things, and its public modules."""
-    for node in ast.parse(MODULES[module].read_text()).body:
+    for node in parsed(MODULES[module]).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
@@ -262,7 +269,7 @@ def test_every_package_says_what_it_is() -> None:
     undocumented = [
         str(path.relative_to(ROOT))
         for path in sources()
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        if not ast.get_docstring(parsed(path))
     ]
     assert not undocumented
 

@@ -15,9 +15,7 @@ from experiments.framework.study import Study
 from experiments.plotting import style
 from tests.support import engines, texts
 
-QUICK = {
-    *("bench_fit", "cost_check", "lecture_numbers", "memory_waste"),
-}
+QUICK = {"bench_fit", "cost_check"}
 """Whose smoke run takes a few seconds."""
 SLOW = {
     *(

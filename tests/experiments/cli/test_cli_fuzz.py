@@ -254,7 +254,12 @@ def hold(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("seed", "num"), [(0, 150), pytest.param(1, 1850, marks=pytest.mark.slow)]
+    ("seed", "num"),
+    [
+        (0, 50),
+        pytest.param(1, 150, marks=pytest.mark.thorough),
+        pytest.param(2, 1850, marks=pytest.mark.slow),
+    ],
 )
 def test_any_words_end_in_a_result_or_one_line(
     seed: int, num: int, here: Path, capsys: pytest.CaptureFixture[str]

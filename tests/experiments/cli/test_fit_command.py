@@ -121,6 +121,7 @@ def fitted(**config: Any) -> dict[str, Any]:
     return json.loads(fitting.run(fit_command.Config(**config)).document)
 
 
+@pytest.mark.thorough
 def test_published_coefficients_come_out_of_published_runs() -> None:
     path = traces.find("losses/gadre_c4.csv")
     rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"

@@ -142,9 +142,8 @@ def test_nobody_new_comes_in_until_all_preempted_are_done(hold_new: bool) -> Non
     assert (overtaken == 0) == hold_new
 
 
-@pytest.mark.parametrize(
-    "chunk_size", [pytest.param(None, marks=pytest.mark.thorough), 2]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_several_answers_leave_and_return_together(chunk_size: int | None) -> None:
     """Half read or forked: the prompt is computed once all the same."""
     asks = crowd(4)
@@ -160,9 +159,8 @@ def test_several_answers_leave_and_return_together(chunk_size: int | None) -> No
     assert run.info.num_rows.sum() == once
 
 
-@pytest.mark.parametrize(
-    "at_host", [pytest.param(False, marks=pytest.mark.thorough), True]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("at_host", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
     asks = [
         each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))

@@ -462,7 +462,8 @@ class Walk:
 @pytest.mark.parametrize(
     ("seed", "page_size", "steps"),
     [
-        (0, 4, 2000),
+        (0, 4, 400),
+        pytest.param(0, 4, 2000, marks=pytest.mark.thorough),
         pytest.param(1, 1, 300, marks=pytest.mark.thorough),
         pytest.param(2, 16, 300, marks=pytest.mark.thorough),
     ],

@@ -320,10 +320,11 @@ def misses_what_it_has(state: EngineState) -> EngineState:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(forgets_whose_it_is, marks=pytest.mark.thorough),
+        forgets_whose_it_is,
         keeps_what_it_should_not,
         evicts_the_latest,
         misses_what_it_has,

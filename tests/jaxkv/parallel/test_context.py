@@ -94,7 +94,14 @@ def check_family(
         assert leaf.nbytes == part.nbytes * how.pages * how.tensor
 
 
-@pytest.mark.parametrize(("degree", "page_size"), [(2, 8), (8, 8), (4, 32)])
+@pytest.mark.parametrize(
+    ("degree", "page_size"),
+    [
+        pytest.param(2, 8, marks=pytest.mark.thorough),
+        (8, 8),
+        pytest.param(4, 32, marks=pytest.mark.thorough),
+    ],
+)
 def test_logits_are_those_of_one_device(degree: int, page_size: int) -> None:
     """Also where the last devices have nothing of any sequence yet."""
     how = Layout(pages=degree)
@@ -120,7 +127,7 @@ def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("family", "ep", "others"),
     [
-        ("mixtral", 2, {}),
+        pytest.param("mixtral", 2, {}, marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", 4, {}, marks=pytest.mark.thorough),
         pytest.param("qwen2_moe", 2, {"pages": 2}, marks=pytest.mark.thorough),
         pytest.param("mixtral", 2, {"tensor": 2}, marks=pytest.mark.thorough),
@@ -294,7 +301,15 @@ def test_pages_are_never_sent_nor_copied() -> None:
     assert big - small < 0.05 * (big_pool - small_pool)
 
 
-@pytest.mark.parametrize(("num", "window"), [(2, None), (4, None), (2, 16), (4, 8)])
+@pytest.mark.parametrize(
+    ("num", "window"),
+    [
+        pytest.param(2, None, marks=pytest.mark.thorough),
+        (4, None),
+        pytest.param(2, 16, marks=pytest.mark.thorough),
+        (4, 8),
+    ],
+)
 @pytest.mark.parametrize("with_tree", [True, False])
 def test_attention_of_parts_is_that_of_the_whole(
     num: int, window: int | None, with_tree: bool

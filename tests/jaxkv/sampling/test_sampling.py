@@ -358,6 +358,7 @@ def test_draws_follow_the_enumerated_law() -> None:
     assert sample._cache_size() == 1
 
 
+@pytest.mark.thorough
 def test_neighbouring_positions_samples_and_requests_are_independent() -> None:
     # The shapes of the test above, so that nothing compiles anew.
     draws, vocab = 4000, 4

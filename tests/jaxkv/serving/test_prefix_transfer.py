@@ -55,6 +55,7 @@ def check_sent(kv_dtype: str = "model") -> None:
     assert found.tokens == answer(make_engine(kv_dtype=kv_dtype), PROMPT).tokens
 
 
+@pytest.mark.thorough
 def test_a_prompt_read_elsewhere_is_answered_the_same() -> None:
     check_sent()
 
@@ -102,6 +103,7 @@ def test_a_full_pool_takes_what_it_has_room_for() -> None:
     assert answer(there, others[2]).tokens == answer(make_engine(), others[2]).tokens
 
 
+@pytest.mark.thorough
 def test_tenants_stay_apart() -> None:
     sent, num = taken(PROMPT)
     there = make_engine()
@@ -110,6 +112,7 @@ def test_tenants_stay_apart() -> None:
     assert there.take_prefix(PROMPT, salt=3)[1] == num
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused() -> None:
     sent, num = taken(PROMPT)
     there = make_engine()

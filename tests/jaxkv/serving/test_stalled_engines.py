@@ -33,9 +33,10 @@ def with_mood(engine: jaxkv.Engine, mood: int) -> jaxkv.Engine:
 ASK = jaxkv.Sampling.greedy(max_tokens=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mood",
-    [REFUSES, pytest.param(THRASHES, marks=pytest.mark.thorough), PAUSES],
+    [REFUSES, THRASHES, PAUSES],
 )
 def test_a_policy_without_progress_is_an_error(shared: jaxkv.Engine, mood: int) -> None:
     engine = with_mood(shared, mood)
@@ -54,6 +55,7 @@ def test_a_policy_without_progress_is_an_error(shared: jaxkv.Engine, mood: int) 
     assert done[0].tokens == engines.plain([ask], SERVED)[name][0]
 
 
+@pytest.mark.thorough
 def test_a_stalled_request_can_be_cancelled(shared: jaxkv.Engine) -> None:
     engine = with_mood(shared, REFUSES)
     name = engine.submit([1, 2, 3], ASK)
@@ -65,6 +67,7 @@ def test_a_stalled_request_can_be_cancelled(shared: jaxkv.Engine) -> None:
     assert event.completion.reason == "cancelled"
 
 
+@pytest.mark.thorough
 def test_a_policy_that_masks_the_queue_serves_every_request(
     shared: jaxkv.Engine,
 ) -> None:
@@ -78,6 +81,7 @@ def test_a_policy_that_masks_the_queue_serves_every_request(
         assert each.tokens == wanted[i][0]
 
 
+@pytest.mark.thorough
 def test_waiting_for_an_arrival_is_no_stall(shared: jaxkv.Engine) -> None:
     """A policy may wait until there are two, and an engine for the first."""
     engine = with_mood(shared, FILLS)

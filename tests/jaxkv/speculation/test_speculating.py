@@ -176,7 +176,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
 @pytest.mark.parametrize(
     ("drafter", "bounds", "asks"),
     [
-        marked("n-gram", "cached", "alike", speed=()),
+        marked("n-gram", "cached", "alike", speed=pytest.mark.thorough),
         marked("tree", "cached", "alike", speed=pytest.mark.thorough),
         marked("tree", "swapping", "groups"),
         marked("tree", "tight", "singles"),

@@ -85,7 +85,9 @@ HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)
 
 
 @pytest.mark.parametrize("names", [(), ("softcap", "alibi"), ("sinks", "scale")])
-@pytest.mark.parametrize("start", [0, 255, 300])
+@pytest.mark.parametrize(
+    "start", [pytest.param(x, marks=pytest.mark.thorough) for x in (0, 255)] + [300]
+)
 def test_many_rows_read_wide_blocks(start: int, names: tuple[str, ...]) -> None:
     """Wide ones up to the first place that one of a tile's rows does not see."""
     case = make_case(

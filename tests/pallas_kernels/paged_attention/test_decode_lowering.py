@@ -14,11 +14,16 @@ from pallas_kernels.paged_attention.hopper import decode
 @pytest.mark.parametrize(
     "sizes",
     [
-        {},
         {"head_dim": 256, "page_size": 64, "softcap": 30.0, "alibi": True},
-        {"head_dim": 64, "page_size": 256, "group": 1},
-        {"columns": 64},
-        {"block_rows": 128, "group": 64},
+        *(
+            pytest.param(sizes, marks=pytest.mark.thorough)
+            for sizes in (
+                {},
+                {"head_dim": 64, "page_size": 256, "group": 1},
+                {"columns": 64},
+                {"block_rows": 128, "group": 64},
+            )
+        ),
     ],
     ids=str,
 )

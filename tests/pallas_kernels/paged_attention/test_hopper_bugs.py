@@ -119,6 +119,7 @@ def test_values_that_nobody_sees_must_be_cleared(
     assert np.isnan(prefill()[0]).any()
 
 
+@pytest.mark.thorough
 def test_without_a_bug_nothing_is_caught() -> None:
     assert_within_rule(TO_DECODE, *decode())
     assert_within_rule(CHUNK, *prefill())

@@ -398,13 +398,14 @@ def nearly_collinear(seed: int) -> dict[str, np.ndarray]:
     return {"num_params": num_params, "num_tokens": num_tokens, "loss": loss}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "least"),
     [
         (15, 1.0634773e-5),
-        pytest.param(13, 4.2365113e-5, marks=pytest.mark.thorough),
-        pytest.param(14, 1.0962686e-4, marks=pytest.mark.thorough),
-        pytest.param(23, 2.6524317e-5, marks=pytest.mark.thorough),
+        (13, 4.2365113e-5),
+        (14, 1.0962686e-4),
+        (23, 2.6524317e-5),
     ],
 )
 def test_the_best_optimum_of_a_collinear_set_is_found(seed: int, least: float) -> None:

@@ -11,6 +11,7 @@ from jaxkv.workloads import metrics
 pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
 
+@pytest.mark.thorough
 def test_queues_wait_as_long_as_formulas_say() -> None:
     assert formula_s("one", 5.0) == pytest.approx(0.15)
     # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
