@@ -101,9 +101,10 @@ def _law(mean: tuple[float, float], shape: tuple[float, float]) -> lengths.Pair:
 
 
 CHAT = _law((755.5, 200.3), (4.0, 1.3))
-"""ShareGPT as they cut it: the means are theirs, shapes are our choice, here and below.
-One GPU reads 1,400 tokens for OPT-13B within 0.25 s, which 90 % of its requests keep
-in the paper: so of prompts the shape is 2.5 at least."""
+"""ShareGPT as they cut it. Here and below the means are theirs, set down from memory,
+and the shapes are our choice. One GPU reads 1,400 tokens for OPT-13B within 0.25 s,
+which 90 % of its requests keep in the paper: so of prompts the shape is 2.5 at least.
+"""
 CODE = _law((171.3, 98.2), (6.0, 2.0))
 """HumanEval."""
 SUMMARIES = _law((1738.3, 90.7), (40.0, 2.0))
