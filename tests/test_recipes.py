@@ -23,9 +23,11 @@ from jaxkv.models.huggingface import configs, families
 from jaxkv.speculation import Coupled
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, dispatch, prefill_plan, stream_k
+from scaling.costs import parameters
 from scaling.fits import fit
 from scaling.laws import base, powers
 from scaling.plan import budgets
+from scaling.shapes import huggingface
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
 from tests.support.folders import ROOT
 
@@ -162,6 +164,15 @@ def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     again = checkpoints.load_model(tmp_path / "toy")
     assert again.config == found
     jax.tree.map(np.testing.assert_array_equal, again.params, weights)
+
+    counted = parameters.parameters(huggingface.load(tmp_path / "toy"))
+    assert counted.total == sum(x.size for x in jax.tree.leaves(weights))
+    only_counted = toy._replace(architecture="Toy2LM", servable=False)
+    monkeypatch.setitem(families.FAMILIES, "toy2", only_counted)
+    raw |= {"model_type": "toy2", "architectures": ["Toy2LM"]}
+    assert parameters.parameters(huggingface.describe(raw)) == counted
+    with pytest.raises(ValueError, match="architecture 'Toy2LM' is not supported"):
+        configs.from_hf(raw)
 
 
 # A kernel tiling

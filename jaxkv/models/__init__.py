@@ -1,7 +1,11 @@
 """Decoder-only models: configuration, layers, forward passes, checkpoints."""
 
+from typing import TYPE_CHECKING, Any
+
 from jaxkv.models.config import Experts, ModelConfig
-from jaxkv.models.interface import Forward, ForwardResult, Params, attend
+
+if TYPE_CHECKING:
+    from jaxkv.models.interface import Forward, ForwardResult, Params, attend
 
 __all__ = [
     "Experts",
@@ -12,6 +16,7 @@ __all__ = [
     "attend",
     "checkpoints",
     "config",
+    "huggingface",
     "interface",
     "layers",
     "moe",
@@ -22,3 +27,12 @@ __all__ = [
     "row_parts",
     "transformer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports JAX on first use, which reading a `config.json` does not need."""
+    if name not in ("Forward", "ForwardResult", "Params", "attend"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jaxkv.models import interface
+
+    return getattr(interface, name)

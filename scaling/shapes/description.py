@@ -11,9 +11,10 @@ used by a token, j the width of an expert.
 """
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from jaxkv import validation
 
@@ -190,3 +191,33 @@ class Description:
         """Adds up over the layers what depends on a layer's window."""
         kinds = Counter(self.windows).items()
         return sum(layers * of_window(window) for window, layers in kinds)
+
+
+def describe_fields(fields: Mapping[str, Any]) -> Description:
+    """Builds a description from fields by name, those of its parts among them.
+
+    Args:
+      fields: of a `ModelConfig`, or of a `Description` and its attention; `experts` is
+        a mapping of fields, or absent. Fields of neither are ignored.
+    """
+    attention = LatentAttention if "kv_rank" in fields else HeadAttention
+    experts = fields.get("experts")
+    rows = 0
+    if fields.get("positions") == "learned":
+        rows = fields["max_positions"] + fields.get("position_offset", 0)
+    parts = {
+        "experts": _build(Experts, experts) if experts else None,
+        "attention": _build(attention, fields),
+        "position_rows": rows,
+    }
+    return _build(Description, {**fields, **parts})
+
+
+def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
+    return kind(**{name: fields[name] for name in names_of(kind) if name in fields})
+
+
+@functools.cache
+def names_of(kind: type[Any]) -> tuple[str, ...]:
+    """Returns the names of a dataclass's fields."""
+    return tuple(field.name for field in dataclasses.fields(kind))

@@ -1,8 +1,8 @@
 """A Hugging Face `config.json` of any family that the cost formulas count.
 
-Only shapes are read: what changes the arithmetic but no count (activations, rotary
-scaling, soft caps) is passed over. A key that is left out means what transformers takes
-it to mean.
+Families are those of `jaxkv.models.huggingface.families`. Only shapes are read: keys
+that change the arithmetic but no count (activations, rotary scaling, soft caps) are
+ignored. A key that is left out has the value that transformers gives it.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv import files
-from scaling.shapes.description import Description
-from scaling.shapes.families import FAMILIES
-from scaling.shapes.huggingface_keys import Raw
+from jaxkv.models.huggingface import configs, values
+from jaxkv.models.huggingface.families import FAMILIES, Family
+from scaling.shapes.description import (
+    Description,
+    Experts,
+    HeadAttention,
+    LatentAttention,
+    describe_fields,
+    names_of,
+)
+
+MAX_SIZE = 2**40
+MAX_LAYERS = 100_000
+"""More than any model has; layers are listed one by one."""
+
+# Fields that a count depends on; the last three become fields of `Experts`.
+_COUNTED = {
+    *(names_of(Description) + names_of(HeadAttention) + names_of(LatentAttention)),
+    *(f"experts.{name}" for name in names_of(Experts)),
+    *("experts.dense_layers", "experts.num_dense_layers", "experts.num_shared"),
+}
 
 
 def load(path: Path) -> Description:
@@ -45,8 +63,75 @@ def describe(raw: Mapping[str, Any], *, name: str = "") -> Description:
     """
     kind = family_of(raw)
     family = FAMILIES[kind]
-    fields = family.read(Raw(raw).without_aliases(family.aliases))
-    return Description(name=name or kind, **fields)
+    raw = configs.without_aliases(family, raw)
+    configs.refuse_other_values(family, raw)
+    keys = {key: x for key, x in family.keys.items() if x.fields[0] in _COUNTED}
+    counted = family._replace(
+        keys=keys, implied={"max_positions": family.default_positions, **family.implied}
+    )
+    fields = configs.read_fields(counted, raw, MAX_SIZE)
+    [layers_key] = [key for key, x in keys.items() if x.fields == ("num_layers",)]
+    num_layers = values.size(layers_key, fields["num_layers"], most=MAX_LAYERS)
+    if experts := fields.get("experts"):
+        fields["mixture_layers"] = _mixture_layers(family, raw, experts, num_layers)
+        shared_size = experts.get("num_shared", 0) * experts["size"]
+        experts.setdefault("shared_size", shared_size)
+    fields["windows"] = _windows(family, raw, num_layers)
+    return describe_fields({**fields, "name": name or kind})
+
+
+def _mixture_layers(
+    family: Family,
+    raw: Mapping[str, Any],
+    experts: Mapping[str, Any],
+    num_layers: int,
+) -> tuple[bool, ...]:
+    """Reads which layers have experts."""
+    dense = experts.get("dense_layers", range(experts.get("num_dense_layers", 0)))
+    stride, offset = 1, 0
+    if family.mixture_stride is not None:
+        key, offset = family.mixture_stride
+        stride = _size(raw, key, 1)
+    return tuple(
+        layer not in dense and (layer + offset) % stride == 0
+        for layer in range(num_layers)
+    )
+
+
+def _windows(
+    family: Family, raw: Mapping[str, Any], num_layers: int
+) -> tuple[int | None, ...]:
+    """Reads the window of every layer, None where there is none."""
+    rule, layers = family.windows, range(num_layers)
+    first, stride = 0, None
+    if rule in ("flagged", "off"):
+        flag = raw.get("use_sliding_window")
+        if flag is None or not values.flag("use_sliding_window", flag):
+            return (None,)
+        first = _size(raw, "max_window_layers", 28, low=0)
+    elif rule == "even":
+        stride = 2
+    elif rule == "pattern":
+        stride = _size(raw, "sliding_window_pattern", 6)
+    window = raw.get("sliding_window", family.default_window)  # a null is no window
+    if rule == "never" or window is None:
+        return (None,)
+    window = values.size("sliding_window", window, most=MAX_SIZE)
+    kinds = raw.get("layer_types")
+    if not isinstance(kinds, list):
+        slides = [x >= first and (stride is None or (x + 1) % stride) for x in layers]
+    elif len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries, not {num_layers}")
+    else:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    return tuple(window if has_window else None for has_window in slides)
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int, low: int = 1) -> int:
+    """Reads a size; a null is a key that is left out."""
+    value = raw.get(key)
+    value = default if value is None else value
+    return values.size(key, value, low=low, most=MAX_SIZE)
 
 
 def family_of(raw: Mapping[str, Any]) -> str:

@@ -2,5 +2,7 @@
 
 __all__ = [
     "configs",
+    "families",
+    "values",
     "weights",
 ]

@@ -4,11 +4,12 @@ What the arithmetic of `models/transformer.py` does not cover is refused by name
 model that loads is a model that computes the same.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.models.config import ModelConfig
-from jaxkv.models.huggingface import harmless, mixtures, positions, values
+from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models.huggingface import harmless, positions, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
 from jaxkv.models.huggingface.values import shown
 
@@ -35,25 +36,54 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """
     name = _family_of(raw)
     family = FAMILIES[name]
-    raw = _without_aliases(family, raw)
+    raw = without_aliases(family, raw)
     given = {key: value for key, value in raw.items() if value is not None}
     is_rotary = family.implied.get("positions") != "learned"
-    _refuse_unsupported(name, given, is_rotary)
-    ours: dict[str, Any] = {**family.implied, "family": name}
-    for key, fields in family.keys.items():
-        # A null is no default where something else tells.
-        is_null = key in raw and raw[key] is None and fields[0] in family.derived
-        default = None if is_null else family.defaults.get(key)
-        if (value := given.get(key, default)) is not None:
-            ours |= dict.fromkeys(fields, _checked(key, fields[0], value))
-    for key, fields in family.keys.items():
-        if fields[0] not in ours and fields[0] not in family.derived:
-            raise ValueError(f"{key} is missing")
-    _derive(ours)
+    _refuse_unsupported(family, given, is_rotary)
+    ours = read_fields(family, raw)
+    ours["family"] = name
     if is_rotary:
         ours |= positions.read(family, raw, ours["num_layers"])
-    experts = mixtures.read(family, given, ours["num_layers"])
+    if experts := ours.pop("experts", None):
+        if (dense := experts.pop("dense_layers", None)) is not None:
+            experts["num_dense_layers"] = _num_dense_layers(dense, ours["num_layers"])
+        experts = Experts(**experts)
     return ModelConfig(**ours, experts=experts)
+
+
+def read_fields(
+    family: Family, raw: Mapping[str, Any], most: int = values.MAX_SIZE
+) -> dict[str, Any]:
+    """Reads the fields that the keys of a family set, and those that follow from them.
+
+    Args:
+      family: its entry, or one with fewer keys to read fewer fields.
+      raw: a `config.json` without aliases.
+      most: the largest size.
+
+    Returns:
+      Fields as an entry names them; those of experts in a dict of their own.
+
+    Raises:
+      ValueError: names the key, its value and what it should be.
+    """
+    ours: dict[str, Any] = dict(family.implied)
+    for key, (fields, default) in family.keys.items():
+        value = raw.get(key)
+        # A null is no default where the field follows from others.
+        if value is None and (key not in raw or fields[0] not in family.derived):
+            value = default
+        if value is not None:
+            ours |= dict.fromkeys(fields, _checked(key, fields[0], value, most))
+        elif fields[0] not in ours and fields[0] not in family.derived:
+            raise ValueError(f"{key} is missing")
+    _derive(ours)
+    prefix = "experts."
+    if mixture := [field for field in ours if field.startswith(prefix)]:
+        ours["experts"] = {
+            field.removeprefix(prefix): ours.pop(field) for field in mixture
+        }
+    return ours
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -66,16 +96,16 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     raw = {
         "architectures": [family.architecture],
         "model_type": config.family,
-        **{key: getattr(config, fields[0]) for key, fields in family.keys.items()},
+        **{
+            key: _written(config, fields[0])
+            for key, (fields, _) in family.keys.items()
+            if config.experts or not fields[0].startswith("experts.")
+        },
+        **family.only_served,
         **family.only,
     }
-    raw |= mixtures.write(family, config)
-    for key, fields in family.keys.items():
-        if fields == ("activation",):
-            raw[key] = ACTIVATIONS[config.activation][0]
-    if config.family == "opt":
-        raw["word_embed_proj_dim"] = config.hidden_size
-    elif config.family != "gpt2":
+    raw |= {key: raw[other] for key, other in family.equal.items()}
+    if family.implied.get("positions") != "learned":
         raw |= positions.write(family, config)
     # Reading it back is the proof that the family has a place for every field.
     back = from_hf(raw)
@@ -90,25 +120,30 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _family_of(raw: Mapping[str, Any]) -> str:
     """Finds the family by architecture and model type, which must agree."""
-    names = {family.architecture: name for name, family in FAMILIES.items()}
+    served = {name: family for name, family in FAMILIES.items() if family.servable}
+    names = {family.architecture: name for name, family in served.items()}
     found = raw.get("architectures") or None
     if isinstance(found, list) and len(found) == 1:
         found = found[0]
     kind = raw.get("model_type")
     if found is None:
-        found, names = kind, {name: name for name in FAMILIES}
+        found, names = kind, {name: name for name in served}
     if not isinstance(found, str) or found not in names:
         raise ValueError(
             f"architecture {shown(found)} is not supported, only "
-            + ", ".join(family.architecture for family in FAMILIES.values())
+            + ", ".join(family.architecture for family in served.values())
         )
     if kind not in (None, names[found]):
         raise ValueError(f"model_type={shown(kind)} contradicts architecture {found!r}")
     return names[found]
 
 
-def _without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes every key by one name; two names must not say different things."""
+def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes every key by one name.
+
+    Raises:
+      ValueError: two names of one key have different values.
+    """
     raw = dict(raw)
     for alias, key in family.aliases.items():
         if (value := raw.pop(alias, None)) is None:
@@ -121,32 +156,51 @@ def _without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def _refuse_unsupported(name: str, given: Mapping[str, Any], is_rotary: bool) -> None:
+def refuse_other_values(
+    family: Family, raw: Mapping[str, Any], more: Mapping[str, Any] | None = None
+) -> None:
+    """Refuses values of keys of which one value is supported.
+
+    Args:
+      family: its `only` and `equal` are checked.
+      raw: a `config.json` without aliases.
+      more: further keys, with the value that is supported.
+
+    Raises:
+      ValueError: names the key, its value and what is supported instead.
+    """
+    equal = {key: raw.get(other) for key, other in family.equal.items()}
+    for key, supported in {**(more or {}), **family.only, **equal}.items():
+        value = raw.get(key)
+        if value is not None and (
+            value != supported or type(value) is not type(supported)
+        ):
+            raise ValueError(
+                f"{key}={shown(value)} is not supported, only {shown(supported)}"
+            )
+
+
+def _refuse_unsupported(
+    family: Family, given: Mapping[str, Any], is_rotary: bool
+) -> None:
     """Refuses keys, and values of keys, that ask for other arithmetic than ours."""
-    family, read = FAMILIES[name], frozenset()
+    read = frozenset()
     if is_rotary:
         read = positions.KEYS
         if family.windows in ("flagged", "off") or (
             given.get("use_sliding_window") is False
         ):
             read |= positions.WINDOW_KEYS
-    only = {**harmless.ONLY, **family.only}
-    if name == "opt":
-        read |= {"word_embed_proj_dim"}
-        only["word_embed_proj_dim"] = given.get("hidden_size")
     harmless.refuse_unknown(family, given, read)
-    for key, supported in only.items():
-        value = given.get(key, supported)
-        if value != supported or type(value) is not type(supported):
-            raise ValueError(
-                f"{key}={shown(value)} is not supported, only {shown(supported)}"
-            )
+    refuse_other_values(family, given, {**harmless.ONLY, **family.only_served})
 
 
-def _checked(key: str, field: str, value: Any) -> Any:
+def _checked(key: str, field: str, value: Any, most: int) -> Any:
     """Returns a value that has the type its field needs."""
+    if field == "experts.gate_bias":
+        return value == "noaux_tc"
     if field != "activation":
-        return values.of_field(key, field, value)
+        return values.of_field(key, field, value, most)
     for ours, theirs in ACTIVATIONS.items():
         if value in theirs:
             return ours
@@ -154,12 +208,38 @@ def _checked(key: str, field: str, value: Any) -> Any:
     raise ValueError(f"{key}={shown(value)} is not supported, only {names}")
 
 
+def _written(config: ModelConfig, field: str) -> Any:
+    """Returns the value of a field as a `config.json` has it."""
+    if field == "activation":
+        return ACTIVATIONS[config.activation][0]
+    if field == "experts.dense_layers":
+        return list(range(config.experts.num_dense_layers if config.experts else 0))
+    return operator.attrgetter(field)(config)
+
+
 def _derive(ours: dict[str, Any]) -> None:
     """Fills in the sizes that follow from others."""
     hidden, heads = ours["hidden_size"], ours["num_q_heads"]
-    ours.setdefault("num_kv_heads", heads)
     ours.setdefault("mlp_size", 4 * hidden)
+    if "kv_rank" in ours:  # latent attention: every head has a key of its own
+        ours.setdefault("q_rank", None)
+        return
+    ours.setdefault("num_kv_heads", heads)
     if "head_dim" not in ours:
         if hidden % heads:
-            raise ValueError(f"hidden size {hidden} must be a multiple of {heads=}")
+            raise ValueError(
+                f"hidden_size={hidden} must be a multiple of num_q_heads={heads}"
+            )
         ours["head_dim"] = hidden // heads
+
+
+def _num_dense_layers(layers: list[Any], num_layers: int) -> int:
+    """Counts the layers without experts, which must be the first, in any order."""
+    if all(type(layer) is int for layer in layers):
+        found = set(layers)
+        if found == set(range(len(found))) and len(found) < num_layers:
+            return len(found)
+    raise ValueError(
+        f"mlp_only_layers={shown(layers)} is not supported, only the first layers and "
+        "not all"
+    )

@@ -1,29 +1,38 @@
-"""What each model family calls things in a Hugging Face folder: tables, no code.
+"""Names that model families use in a Hugging Face folder: tables, no code.
 
-`configs.py` reads the first half of a table, `tensors.py` the second. Another
-family with the same arithmetic is another entry here. Defaults are transformers'.
+One table for two readers: `configs.py` and `tensors.py` read the families that are
+served, `scaling.shapes` counts all of them. Another family with the same arithmetic is
+another entry here. Defaults are transformers'.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 
+class Key(NamedTuple):
+    """The meaning of one key of a `config.json`."""
+
+    fields: tuple[str, ...]
+    """Fields that it sets."""
+    default: Any = None
+    """Value of a key that is left out; None if it must not be, or is derived."""
+
+
 class Family(NamedTuple):
-    """How one family writes its configuration and names its tensors."""
+    """Keys of a family's configuration and names of its tensors.
+
+    Fields are those of `ModelConfig`, or of `scaling.shapes.Description` where
+    `ModelConfig` lacks one; a field of their experts is written `experts.size`.
+    """
 
     architecture: str
     """The name under `architectures`."""
-    keys: Mapping[str, tuple[str, ...]]
-    """Hugging Face's key -> the fields of ours that it sets."""
+    keys: Mapping[str, Key]
+    """Hugging Face's key -> the fields that it sets, and its default."""
     implied: Mapping[str, Any]
-    """Fields of ours that the family fixes."""
-    defaults: Mapping[str, Any]
-    """Values of keys that may be left out."""
-    only: Mapping[str, Any]
-    """Keys of which one value is supported: the default, or the only one that agrees
-    with what the family computes whatever the key says."""
+    """Fields that the family fixes."""
     derived: tuple[str, ...]
-    """Fields of ours that follow from others where their key is left out."""
+    """Fields that follow from other fields where their key is left out or null."""
     base: str
     """Prefix of every tensor but the head's; some files leave it out."""
     layer: str
@@ -32,56 +41,72 @@ class Family(NamedTuple):
     """Our module -> the modules that it is made of. One of a layer starts with a dot.
 
     Several are joined in the order of `qkv` (query, key, value) or of `up` (gate, up).
-    Modules of an expert have a place for its number.
+    Modules of an expert have a place for its number. Empty of a family that is only
+    counted.
     """
+    servable: bool = True
+    """True if the engine computes this family; False if it is only counted."""
+    only: Mapping[str, Any] = {}
+    """Keys that change shapes, of which one value is supported and counted."""
+    only_served: Mapping[str, Any] = {}
+    """Keys of which one value is served, and any is counted: the default, or the only
+    one that agrees with what the family computes for every value."""
+    equal: Mapping[str, str] = {}
+    """Keys that must have the value of another key."""
     aliases: Mapping[str, str] = {}
     """Another name of a key -> the key, `attribute_map` in transformers."""
     harmless: tuple[str, ...] = ()
-    """Keys that change no logit of this family, beside `harmless.KEYS`."""
-    windows: Literal["never", "always", "flagged", "off"] = "never"
-    """Where a sliding window comes from: `never` from anywhere; `always` from
-    `sliding_window`, of all layers; `flagged`: from there if `use_sliding_window`, of
-    the layers from `max_window_layers` on or those that `layer_types` names; `off`:
-    so, but in an order of layers of its own, so that only false is supported."""
+    """Keys that change no logit of this family, in addition to `harmless.KEYS`."""
+    windows: Literal["never", "always", "flagged", "off", "even", "pattern"] = "never"
+    """Which layers have the window `sliding_window`, where `layer_types` is absent:
+    `never` any; `always` all; `flagged` those from `max_window_layers` on, if
+    `use_sliding_window`; `off` is counted as `flagged`, but its order of layers is
+    another one, so that only false is served; `even` layers 0, 2, ...; `pattern` all
+    but every `sliding_window_pattern`-th. The last two are not served."""
     default_window: int | None = None
-    """`sliding_window` of a file that does not tell."""
+    """`sliding_window` of a file without that key."""
+    default_positions: int | None = None
+    """`max_positions` where its key is absent; serving requires the key."""
+    mixture_stride: tuple[str, int] | None = None
+    """A key with a stride, and an offset: only layers whose number plus offset is a
+    multiple of the stride are mixtures."""
     is_conv1d: bool = False
     """Whether a layer's matrices are stored `[in, out]` (and q, k, v as one)."""
     rope_theta: float = 10_000.0
-    """Base of the rotary frequencies where a file does not tell."""
-    expert_keys: Mapping[str, str] = {}
-    """Hugging Face's key -> the field of `Experts` that it sets; none of a dense model.
-    """
-    expert_defaults: Mapping[str, Any] = {}
-    """Values of such keys that may be left out, and of fields that are fixed."""
+    """Base of the rotary frequencies of a file without one."""
+
+
+def _key(*fields: str, default: Any = None) -> Key:
+    return Key(fields, default)
+
+
+def _keys(keys: Mapping[str, Key], *without: str, **defaults: Any) -> dict[str, Key]:
+    """Returns another family's keys without some, and with other defaults."""
+    return {
+        key: value._replace(default=defaults.get(key, value.default))
+        for key, value in keys.items()
+        if key not in without
+    }
 
 
 _LLAMA = Family(
     architecture="LlamaForCausalLM",
     keys={
-        "vocab_size": ("vocab_size",),
-        "hidden_size": ("hidden_size",),
-        "num_hidden_layers": ("num_layers",),
-        "num_attention_heads": ("num_q_heads",),
-        "num_key_value_heads": ("num_kv_heads",),
-        "head_dim": ("head_dim",),
-        "intermediate_size": ("mlp_size",),
-        "max_position_embeddings": ("max_positions",),
-        "rms_norm_eps": ("norm_eps",),
-        "hidden_act": ("activation",),
-        "tie_word_embeddings": ("tie_embeddings",),
-        "attention_bias": ("qkv_bias", "out_bias"),
-        "mlp_bias": ("mlp_bias",),
+        "vocab_size": _key("vocab_size"),
+        "hidden_size": _key("hidden_size"),
+        "num_hidden_layers": _key("num_layers"),
+        "num_attention_heads": _key("num_q_heads"),
+        "num_key_value_heads": _key("num_kv_heads"),
+        "head_dim": _key("head_dim"),
+        "intermediate_size": _key("mlp_size"),
+        "max_position_embeddings": _key("max_positions"),
+        "rms_norm_eps": _key("norm_eps", default=1e-6),
+        "hidden_act": _key("activation", default="silu"),
+        "tie_word_embeddings": _key("tie_embeddings", default=False),
+        "attention_bias": _key("qkv_bias", "out_bias", default=False),
+        "mlp_bias": _key("mlp_bias", default=False),
     },
     implied={"norm": "rms", "gated": True},
-    defaults={
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    only={},
     derived=("num_kv_heads", "head_dim"),
     base="model.",
     layer="model.layers.{}",
@@ -101,44 +126,25 @@ _LLAMA = Family(
 )
 
 
-# Families that read no such key. Their tensors tell: a bias too few or too many is
-# refused when they are loaded.
+# Families that read no such key. A bias too few or too many is refused when their
+# tensors are loaded.
 _BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
-
-_MIXTRAL = _LLAMA._replace(
-    architecture="MixtralForCausalLM",
-    only={"norm_topk_prob": True},
-    aliases={"num_experts": "num_local_experts"},
-    harmless=_BIASES,
-    windows="always",
-    defaults={**_LLAMA.defaults, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
-    modules={
-        **_LLAMA.modules,
-        ".mixture.router": (".block_sparse_moe.gate",),
-        ".mixture.up": (
-            ".block_sparse_moe.experts.{}.w1",
-            ".block_sparse_moe.experts.{}.w3",
-        ),
-        ".mixture.down": (".block_sparse_moe.experts.{}.w2",),
-    },
-    rope_theta=1e6,
-    expert_keys={
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "top_k",
-        "intermediate_size": "size",
-        "router_aux_loss_coef": "balance_weight",
-    },
-    expert_defaults={
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
-        "renormalise": True,
-    },
-)
+_UNBIASED = _keys(_LLAMA.keys, "attention_bias", "mlp_bias")
 
 _QWEN_MOE = _LLAMA._replace(
-    only={"decoder_sparse_step": 1},
+    keys={
+        **_UNBIASED,
+        "num_experts": _key("experts.num_experts"),
+        "num_experts_per_tok": _key("experts.top_k"),
+        "moe_intermediate_size": _key("experts.size"),
+        "norm_topk_prob": _key("experts.renormalise", default=False),
+        "mlp_only_layers": _key("experts.dense_layers", default=[]),
+        "router_aux_loss_coef": _key("experts.balance_weight", default=0.001),
+    },
+    only_served={"decoder_sparse_step": 1},
+    mixture_stride=("decoder_sparse_step", 1),
     windows="off",
+    default_window=4096,
     modules={
         **_LLAMA.modules,
         ".mixture.router": (".mlp.gate",),
@@ -151,39 +157,81 @@ _QWEN_MOE = _LLAMA._replace(
         ),
         ".mixture.shared_down": (".mlp.shared_expert.down_proj",),
     },
-    expert_keys={
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "top_k",
-        "moe_intermediate_size": "size",
-        "norm_topk_prob": "renormalise",
-        "mlp_only_layers": "num_dense_layers",
-        "router_aux_loss_coef": "balance_weight",
-    },
-    expert_defaults={
-        "norm_topk_prob": False,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.001,
-    },
 )
 
+_GEMMA = _LLAMA._replace(
+    architecture="GemmaForCausalLM",
+    servable=False,
+    keys={
+        **_keys(
+            _LLAMA.keys,
+            "hidden_act",
+            "mlp_bias",
+            num_key_value_heads=16,
+            head_dim=256,
+            tie_word_embeddings=True,
+        ),
+        "hidden_activation": _key("activation", default="gelu_pytorch_tanh"),
+    },
+    modules={},
+)
 
-def _without(keys: Mapping[str, tuple[str, ...]], *names: str):
-    return {key: ours for key, ours in keys.items() if key not in names}
+_GEMMA2 = _GEMMA._replace(
+    architecture="Gemma2ForCausalLM",
+    keys=_keys(_GEMMA.keys, num_key_value_heads=4),
+    implied={**_GEMMA.implied, "norms_per_layer": 4},
+    windows="even",
+    default_window=4096,
+)
 
+_DEEPSEEK_V2 = _LLAMA._replace(
+    architecture="DeepseekV2ForCausalLM",
+    servable=False,
+    keys={
+        **_keys(_UNBIASED, "num_key_value_heads", "head_dim"),
+        "q_lora_rank": _key("q_rank", default=1536),
+        "kv_lora_rank": _key("kv_rank", default=512),
+        "qk_nope_head_dim": _key("nope_dim", default=128),
+        "qk_rope_head_dim": _key("rope_dim", default=64),
+        "v_head_dim": _key("value_dim", default=128),
+        "num_nextn_predict_layers": _key("num_ahead_layers", default=0),
+        "n_routed_experts": _key("experts.num_experts"),
+        "num_experts_per_tok": _key("experts.top_k"),
+        "moe_intermediate_size": _key("experts.size"),
+        "n_shared_experts": _key("experts.num_shared"),
+        "first_k_dense_replace": _key("experts.num_dense_layers", default=0),
+        "topk_method": _key("experts.gate_bias", default="greedy"),
+        "n_group": _key("experts.num_groups"),
+        "topk_group": _key("experts.top_groups"),
+        "norm_topk_prob": _key("experts.renormalise", default=False),
+        "routed_scaling_factor": _key("experts.scale", default=1.0),
+    },
+    derived=("q_rank", "experts.num_shared"),  # null: queries not compressed; none
+    only={"attention_bias": False},
+    aliases={"num_experts": "n_routed_experts"},
+    harmless=(
+        "aux_loss_alpha",
+        "ep_size",
+        "head_dim",
+        "num_key_value_heads",
+        "seq_aux",
+    ),
+    mixture_stride=("moe_layer_freq", 0),
+    modules={},
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA._replace(
         architecture="MistralForCausalLM",
-        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
-        defaults={**_LLAMA.defaults, "num_key_value_heads": 8},
+        keys=_keys(_UNBIASED, num_key_value_heads=8),
         harmless=_BIASES,
         windows="always",
         default_window=4096,
     ),
     "qwen2": _LLAMA._replace(
         architecture="Qwen2ForCausalLM",
-        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
+        keys=_UNBIASED,
         implied={**_LLAMA.implied, "qkv_bias": True},
         harmless=_BIASES,
         windows="flagged",
@@ -191,61 +239,83 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3": _LLAMA._replace(
         architecture="Qwen3ForCausalLM",
-        keys=_without(_LLAMA.keys, "mlp_bias"),
+        keys=_keys(_LLAMA.keys, "mlp_bias", head_dim=128),
         implied={**_LLAMA.implied, "qk_norm": True},
-        defaults={**_LLAMA.defaults, "head_dim": 128},
         harmless=("mlp_bias", "qkv_bias"),
         windows="flagged",
         default_window=4096,
     ),
-    "mixtral": _MIXTRAL._replace(
-        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias"),
+    "mixtral": _LLAMA._replace(
+        architecture="MixtralForCausalLM",
+        keys={
+            **_keys(_UNBIASED, num_key_value_heads=8, rms_norm_eps=1e-5),
+            "intermediate_size": _key("mlp_size", "experts.size"),
+            "num_local_experts": _key("experts.num_experts", default=8),
+            "num_experts_per_tok": _key("experts.top_k", default=2),
+            "router_aux_loss_coef": _key("experts.balance_weight", default=0.001),
+        },
+        implied={**_LLAMA.implied, "experts.renormalise": True},
+        only_served={"norm_topk_prob": True},
+        aliases={"num_experts": "num_local_experts"},
+        harmless=_BIASES,
+        windows="always",
+        modules={
+            **_LLAMA.modules,
+            ".mixture.router": (".block_sparse_moe.gate",),
+            ".mixture.up": (
+                ".block_sparse_moe.experts.{}.w1",
+                ".block_sparse_moe.experts.{}.w3",
+            ),
+            ".mixture.down": (".block_sparse_moe.experts.{}.w2",),
+        },
+        rope_theta=1e6,
     ),
     "qwen2_moe": _QWEN_MOE._replace(
         architecture="Qwen2MoeForCausalLM",
-        keys=_without(_LLAMA.keys, "attention_bias", "mlp_bias")
-        | {"qkv_bias": ("qkv_bias",)},
-        defaults={**_LLAMA.defaults, "num_key_value_heads": 16, "qkv_bias": True},
+        keys={
+            **_keys(
+                _QWEN_MOE.keys,
+                num_key_value_heads=16,
+                num_experts=60,
+                num_experts_per_tok=4,
+                moe_intermediate_size=1408,
+            ),
+            "qkv_bias": _key("qkv_bias", default=True),
+            "shared_expert_intermediate_size": _key(
+                "experts.shared_size", default=5632
+            ),
+        },
+        implied={**_QWEN_MOE.implied, "experts.shared_gate": True},
         harmless=("attention_bias", "mlp_bias"),
-        expert_keys={
-            **_QWEN_MOE.expert_keys,
-            "shared_expert_intermediate_size": "shared_size",
-        },
-        expert_defaults={
-            **_QWEN_MOE.expert_defaults,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "shared_gate": True,
-        },
     ),
     "qwen3_moe": _QWEN_MOE._replace(
         architecture="Qwen3MoeForCausalLM",
-        keys=_without(_LLAMA.keys, "mlp_bias"),
-        implied={**_LLAMA.implied, "qk_norm": True},
-        defaults={**_LLAMA.defaults, "num_key_value_heads": 4},
+        keys={
+            **_keys(
+                _QWEN_MOE.keys,
+                num_key_value_heads=4,
+                num_experts=128,
+                num_experts_per_tok=8,
+                moe_intermediate_size=768,
+            ),
+            "attention_bias": _LLAMA.keys["attention_bias"],
+        },
+        implied={**_QWEN_MOE.implied, "qk_norm": True},
         aliases={"num_local_experts": "num_experts"},
         harmless=("mlp_bias", "qkv_bias"),
-        expert_defaults={
-            **_QWEN_MOE.expert_defaults,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
     ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         keys={
-            "vocab_size": ("vocab_size",),
-            "n_embd": ("hidden_size",),
-            "n_layer": ("num_layers",),
-            "n_head": ("num_q_heads",),
-            "n_inner": ("mlp_size",),
-            "n_positions": ("max_positions",),
-            "layer_norm_epsilon": ("norm_eps",),
-            "activation_function": ("activation",),
-            "tie_word_embeddings": ("tie_embeddings",),
+            "vocab_size": _key("vocab_size"),
+            "n_embd": _key("hidden_size"),
+            "n_layer": _key("num_layers"),
+            "n_head": _key("num_q_heads"),
+            "n_inner": _key("mlp_size"),
+            "n_positions": _key("max_positions"),
+            "layer_norm_epsilon": _key("norm_eps", default=1e-5),
+            "activation_function": _key("activation", default="gelu_new"),
+            "tie_word_embeddings": _key("tie_embeddings", default=True),
         },
         implied={
             "norm": "layer",
@@ -253,12 +323,7 @@ FAMILIES: Mapping[str, Family] = {
             "gated": False,
             **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
         },
-        defaults={
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": True,
-        },
-        only={
+        only_served={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
         },
@@ -298,20 +363,21 @@ FAMILIES: Mapping[str, Family] = {
             "summary_proj_to_labels",
             "summary_first_dropout",
         ),
+        default_positions=1024,
         is_conv1d=True,
     ),
     "opt": Family(
         architecture="OPTForCausalLM",
         keys={
-            "vocab_size": ("vocab_size",),
-            "hidden_size": ("hidden_size",),
-            "num_hidden_layers": ("num_layers",),
-            "num_attention_heads": ("num_q_heads",),
-            "ffn_dim": ("mlp_size",),
-            "max_position_embeddings": ("max_positions",),
-            "activation_function": ("activation",),
-            "tie_word_embeddings": ("tie_embeddings",),
-            "enable_bias": ("qkv_bias", "out_bias", "mlp_bias"),
+            "vocab_size": _key("vocab_size"),
+            "hidden_size": _key("hidden_size"),
+            "num_hidden_layers": _key("num_layers"),
+            "num_attention_heads": _key("num_q_heads"),
+            "ffn_dim": _key("mlp_size"),
+            "max_position_embeddings": _key("max_positions"),
+            "activation_function": _key("activation", default="relu"),
+            "tie_word_embeddings": _key("tie_embeddings", default=True),
+            "enable_bias": _key("qkv_bias", "out_bias", "mlp_bias", default=True),
         },
         implied={
             "norm": "layer",
@@ -320,16 +386,13 @@ FAMILIES: Mapping[str, Family] = {
             "position_offset": 2,
             "gated": False,
         },
-        defaults={
-            "activation_function": "relu",
-            "tie_word_embeddings": True,
-            "enable_bias": True,
-        },
         only={
             "do_layer_norm_before": True,
             "_remove_final_layer_norm": False,
             "layer_norm_elementwise_affine": True,
         },
+        equal={"word_embed_proj_dim": "hidden_size"},
+        default_positions=2048,
         derived=(),
         base="model.",
         layer="model.decoder.layers.{}",
@@ -344,6 +407,39 @@ FAMILIES: Mapping[str, Family] = {
             ".mlp_norm": (".final_layer_norm",),
             ".up": (".fc1",),
             ".down": (".fc2",),
+        },
+    ),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2._replace(
+        architecture="Gemma3ForCausalLM",
+        implied={**_GEMMA2.implied, "qk_norm": True},
+        windows="pattern",
+    ),
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _DEEPSEEK_V2._replace(
+        architecture="DeepseekV3ForCausalLM",
+        keys=_keys(
+            _DEEPSEEK_V2.keys,
+            "topk_method",
+            num_nextn_predict_layers=1,
+            n_shared_experts=1,
+            first_k_dense_replace=3,
+            n_group=8,
+            topk_group=4,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        ),
+        implied={**_DEEPSEEK_V2.implied, "experts.gate_bias": True},
+        only_served={
+            "moe_layer_freq": 1,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+        aliases={
+            "num_local_experts": "n_routed_experts",
+            "num_mtp_layers": "num_nextn_predict_layers",
         },
     ),
 }

@@ -156,8 +156,8 @@ def refuse_unknown(
     Raises:
       ValueError: names the first few such keys.
     """
-    known = _EVERYWHERE | read | {*family.keys, *family.expert_keys, *family.only}
-    known.update(family.harmless)
+    known = _EVERYWHERE | read | {*family.keys, *family.only, *family.only_served}
+    known.update(family.equal, family.harmless)
     unknown = [
         key
         for key, value in given.items()

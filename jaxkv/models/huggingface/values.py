@@ -6,29 +6,37 @@ MAX_SIZE = 2**31 - 1
 """What counts and positions are held in is 32 bits wide."""
 _MAX_NUMBER = float.fromhex("0x1.fffffep127")  # the largest float32
 
+_FLAGS = ("tie_embeddings", "qkv_bias", "mlp_bias", "experts.renormalise")
+_NUMBERS = ("norm_eps", "experts.balance_weight", "experts.scale")
+_COUNTS = ("num_ahead_layers", "experts.num_dense_layers")
+"""Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
-_FLAGS = ("tie_embeddings", "qkv_bias", "mlp_bias", "renormalise")
-_NUMBERS = ("norm_eps", "balance_weight")
-"""Fields of ours that are; all others are sizes."""
 
-
-def of_field(key: str, field: str, value: Any) -> Any:
+def of_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
     """Returns a value that has the type its field needs; errors as those below."""
     if field in _FLAGS:
         return flag(key, value)
-    return number(key, value) if field in _NUMBERS else size(key, value)
+    if field == "experts.dense_layers":
+        if not isinstance(value, list):
+            raise ValueError(f"{key}={shown(value)} must be a list")
+        return value
+    if field not in _NUMBERS:
+        return size(key, value, low=0 if field in _COUNTS else 1, most=most)
+    if field == "experts.balance_weight" and type(value) in (int, float) and value == 0:
+        return 0.0
+    return number(key, value)
 
 
-def size(key: str, value: Any) -> int:
-    """Returns a whole number that is at least 1.
+def size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
+    """Returns a whole number from `low` to `most`.
 
     Raises:
-      ValueError: it is none, or past `MAX_SIZE`.
+      ValueError: it is none.
     """
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key}={shown(value)} must be a whole number, at least 1")
-    if value > MAX_SIZE:
-        raise ValueError(f"{key}={shown(value)} must be at most {MAX_SIZE}")
+    if type(value) is not int or value < low:
+        raise ValueError(f"{key}={shown(value)} must be a whole number, at least {low}")
+    if value > most:
+        raise ValueError(f"{key}={shown(value)} must be at most {most}")
     return value
 
 

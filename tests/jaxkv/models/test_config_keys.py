@@ -1,15 +1,16 @@
 """Every key of a config.json is read, known to be harmless, or refused by name."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from jaxkv.models import config
 from jaxkv.models.huggingface import configs, positions
 from jaxkv.models.huggingface import harmless as huggingface_harmless
 from jaxkv.models.huggingface.families import FAMILIES
 from scaling.costs import parameters
-from scaling.shapes import from_model
+from scaling.shapes import from_model, huggingface
 from tests.support.folders import GOLDEN
 
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
@@ -65,7 +66,7 @@ def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) ->
     if family.windows == "off":
         harmless |= positions.WINDOW_KEYS
     changed = raw | {key: another(key, raw.get(key, KEYS[name][key]))}
-    if key in harmless - {*family.expert_keys}:
+    if key in harmless - {*family.keys}:
         assert configs.from_hf(changed) == configs.from_hf(raw)
         return
     try:
@@ -73,6 +74,58 @@ def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) ->
     except ValueError as error:
         is_read = "is not read here" not in str(error)
     assert is_read
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_served_model_is_counted_as_it_is_served(name: str) -> None:
+    raw, num_served = config_of(name), 0
+    files = [
+        raw | {key: another(key, raw.get(key, KEYS[name][key]))} for key in KEYS[name]
+    ]
+    for key in FAMILIES[name].keys:
+        files += [raw | {key: None}, {x: raw[x] for x in raw if x != key}]
+    for file in files:
+        try:
+            served = from_model.describe(configs.from_hf(file))
+        except ValueError:
+            continue
+        num_served += 1
+        assert huggingface.describe(file) == served
+    assert num_served > len(files) // 2
+
+
+def test_families_that_are_only_counted_are_refused_by_name() -> None:
+    served = {name for name, family in FAMILIES.items() if family.servable}
+    assert served == {*get_args(config.FamilyName.__value__)}
+    counted = FAMILIES.keys() - served
+    assert {"gemma3_text", "deepseek_v3"} <= counted
+    for name in counted:
+        architecture = FAMILIES[name].architecture
+        for key, value in (("architectures", architecture), ("model_type", name)):
+            line = refusal({key: value})
+            assert line.startswith(f"architecture {value!r} is not supported, only ")
+            assert architecture not in line.partition("only")[2]
+
+
+# The keys of the `config.json` that came with the weights, without `auto_map` and
+# `quantization_config`.
+DEEPSEEK_V3 = """
+architectures attention_bias attention_dropout bos_token_id eos_token_id ep_size
+first_k_dense_replace hidden_act hidden_size initializer_range intermediate_size
+kv_lora_rank max_position_embeddings model_type moe_intermediate_size moe_layer_freq
+n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads
+num_experts_per_tok num_hidden_layers num_key_value_heads num_nextn_predict_layers
+q_lora_rank qk_nope_head_dim qk_rope_head_dim rms_norm_eps rope_scaling rope_theta
+routed_scaling_factor scoring_func tie_word_embeddings topk_group topk_method
+torch_dtype transformers_version use_cache v_head_dim vocab_size
+""".split()
+
+
+def test_every_key_of_deepseek_v3_is_in_its_entry() -> None:
+    family = FAMILIES["deepseek_v3"]
+    given: dict[str, Any] = dict.fromkeys(DEEPSEEK_V3, 1)
+    huggingface_harmless.refuse_unknown(family, given, positions.KEYS)
+    assert given.keys() > family.keys.keys()
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -139,7 +192,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"head_dim": 7}, "head_dim=7 must be even"),
         (
             {"head_dim": None, "hidden_size": 30},
-            "hidden size 30 must be a multiple of heads=4",
+            "hidden_size=30 must be a multiple of num_q_heads=4",
         ),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must "),

@@ -44,7 +44,7 @@ def continue_greedily(
 
 def test_every_family_is_here() -> None:
     families = {checkpoints.read_config(GOLDEN / name).family for name in FOLDERS}
-    assert families == set(FAMILIES)
+    assert families == {name for name, x in FAMILIES.items() if x.servable}
     assert len(list((GOLDEN / "sharded").glob("*.safetensors"))) >= 3
     odd = checkpoints.read_config(GOLDEN / "qwen3")
     assert odd.head_dim * odd.num_q_heads != odd.hidden_size

@@ -189,6 +189,52 @@ def test_keys_that_are_left_out_mean_what_transformers_takes_them_to_mean() -> N
     assert huggingface.describe(gpt | {"n_head": 2}).mlp_size == 32
 
 
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 40,
+    "max_position_embeddings": 64,
+}
+QWEN2_MOE: dict[str, Any] = {
+    "model_type": "qwen2_moe",
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "intermediate_size": 48,
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "count"),
+    [
+        (OPT, 26_008),
+        (OPT | {"enable_bias": False}, 25_408),
+        (QWEN2_MOE | {"qkv_bias": False}, 77_504),
+        (QWEN2_MOE | {"num_attention_heads": 32}, 69_568),  # of 16 KV heads
+    ],
+)
+def test_keys_that_change_biases_and_heads(raw: dict[str, Any], count: int) -> None:
+    """Counts of transformers 5.24, of models on its meta device."""
+    assert parameters.parameters(huggingface.describe(raw)).total == count
+
+
+def test_another_name_of_a_key_is_read() -> None:
+    raw = dict(published.CONFIGS["deepseek-v3"])
+    del raw["num_nextn_predict_layers"], raw["n_routed_experts"]
+    names = {"num_mtp_layers": 3, "num_local_experts": 12}  # as transformers 5.24 has
+    found = huggingface.describe(raw | names)
+    assert found.num_ahead_layers == 3
+    assert found.experts is not None
+    assert found.experts.num_experts == 12
+
+
 def test_the_bundled_model_reads_as_both() -> None:
     from experiments.harness import bundled
     from jaxkv.models.huggingface import configs
@@ -208,14 +254,29 @@ def test_the_bundled_model_reads_as_both() -> None:
         ({"hidden_size": -4}, "hidden_size=-4 must be a whole number, at least 1"),
         ({"hidden_size": 33}, "hidden_size=33 must be a multiple"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 must be a whole number"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 100,000"),
-        ({"hidden_size": 10**400}, "hidden_size must be at most 1,099,511,627,776"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000 must be at most 100000",
+        ),
+        ({"hidden_size": 10**400}, "hidden_size=10^400 must be at most 1099511627776"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or"),
         (
             {"model_type": "mixtral", "num_experts_per_tok": 9},
             "top_k=9 must be at most num_experts=8",
+        ),
+        (
+            {"model_type": "opt", "ffn_dim": 8, "_remove_final_layer_norm": True},
+            "_remove_final_layer_norm=True is not supported, only False",
+        ),
+        (
+            {"model_type": "opt", "ffn_dim": 8, "word_embed_proj_dim": 16},
+            "word_embed_proj_dim=16 is not supported, only 32",
+        ),
+        (
+            {"model_type": "deepseek_v3", "attention_bias": True},
+            "attention_bias=True is not supported, only False",
         ),
         (
             {"model_type": "gemma2", "layer_types": ["sliding_attention"]},
