@@ -26,9 +26,9 @@ __all__ = [
     "prompts",
     "showing",
     "stepping",
-    "stopwatch",
     "streaming",
     "sweep_tables",
+    "timing",
 ]
 
 
