@@ -162,8 +162,8 @@ def _cost(args: list[str]) -> Output:
 
 
 def _fit(args: list[str]) -> Output:
+    from experiments.fitting import Config as FitConfig
     from experiments.fitting import experiment as fit_experiment
-    from experiments.fitting.config import Config as FitConfig
 
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
     base = FitConfig(log=log)
@@ -212,11 +212,10 @@ def _configured(
 
 def _plan(args: list[str]) -> Output:
     from experiments.cli import parsing
-    from experiments.cli.plan import command
-    from experiments.cli.plan.options import Options as PlanOptions
+    from experiments.cli.plan import command, options
 
     description = "A budget becomes a device, N, D, a loss and an architecture."
-    return command.plan(parsing.parse(PlanOptions, args, "jaxkv plan", description))
+    return command.plan(parsing.parse(options.Options, args, "jaxkv plan", description))
 
 
 def _list(args: list[str]) -> Output:

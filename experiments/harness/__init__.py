@@ -23,6 +23,7 @@ __all__ = [
     "divided_steps",
     "length_distributions",
     "model_shapes",
+    "named_costs",
     "prompts",
     "showing",
     "stepping",

@@ -13,7 +13,7 @@ import pytest
 from experiments import fitting
 from experiments.cli import generate, main, results_page
 from experiments.cli.cost import command as cost_command
-from experiments.cli.plan.options import Options as PlanOptions
+from experiments.cli.plan import options as plan_options
 from experiments.cli.train import command as train_command
 from experiments.framework import config_json
 from experiments.harness import bundled
@@ -23,7 +23,7 @@ from tests.support.folders import RECORDS
 
 OPTIONS = {
     "cost": cost_command.Options,
-    "plan": PlanOptions,
+    "plan": plan_options.Options,
     "fit": fitting.Config,
     "generate": generate.Options,
     "train": train_command.TrainOptions,
