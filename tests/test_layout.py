@@ -45,6 +45,7 @@ FLOORS = {
         "plotting",
         "framework",
         "harness",
+        "fitting",
         "cli",
         "training counting",
         "bench",

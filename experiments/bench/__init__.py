@@ -3,5 +3,5 @@
 __all__ = [
     "decode",
     "kernels",
-    "turns",
+    "tables",
 ]

@@ -162,13 +162,14 @@ def _cost(args: list[str]) -> Output:
 
 
 def _fit(args: list[str]) -> Output:
-    from experiments.cli.fit import command as fit_command
+    from experiments.fitting import Config as FitConfig
+    from experiments.fitting import experiment as fit_experiment
 
     log, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
-    base = fit_command.Config(log=log)
+    base = FitConfig(log=log)
     if (file := _value_of(flags, "--config")) is not None:
         text = files.read_text(file)
-        base = config_json.config_loads(fit_command.Config, text, file)
+        base = config_json.config_loads(FitConfig, text, file)
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
     where = "LOG/fit for a sweep, or a new one under runs/"
@@ -179,7 +180,7 @@ def _fit(args: list[str]) -> Output:
         raise ValueError("which log? A CSV, JSON, or the folder of a sweep")
     is_sweep = out is None and Path(config.log).is_dir()
     out = Path(config.log) / "fit" if is_sweep else out
-    experiment = fit_command.experiment(config.log)
+    experiment = fit_experiment.experiment(config.log)
     answer = _lift_metrics(run.run(experiment, config, out, max_seconds))
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         text = files.read_text(out / "fit.json")
@@ -211,10 +212,10 @@ def _configured(
 
 def _plan(args: list[str]) -> Output:
     from experiments.cli import parsing
-    from experiments.cli.plan import command
+    from experiments.cli.plan import command, options
 
     description = "A budget becomes a device, N, D, a loss and an architecture."
-    return command.plan(parsing.parse(command.Options, args, "jaxkv plan", description))
+    return command.plan(parsing.parse(options.Options, args, "jaxkv plan", description))
 
 
 def _list(args: list[str]) -> Output:

@@ -23,12 +23,13 @@ __all__ = [
     "divided_steps",
     "length_distributions",
     "model_shapes",
+    "named_costs",
     "prompts",
     "showing",
     "stepping",
-    "stopwatch",
     "streaming",
     "sweep_tables",
+    "timing",
 ]
 
 

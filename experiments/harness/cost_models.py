@@ -1,26 +1,19 @@
-"""Cost models by name: published fits, data sheets, and what this machine measured.
+"""Cost models: pytrees of arrays that price the work of one step.
 
-Each is a pytree of arrays that prices the work of one step, so that `vmap` may sweep
-its leaves, with a word on where it holds and how far it is off its data.
-
-    opt-13b-a100-40gb          the step of figures 2, 12 and 13 of PagedAttention
-    distserve:opt-13b:1        published fits: model, tensor ways
-    roofline:opt-13b:a100-80gb:2   data sheets: model, device, number of devices
-    measured:FOLDER            fitted to a run folder of `jaxkv bench decode`
+`vmap` may sweep their leaves. Each comes with the range where it holds and its error on
+the data that it was fitted to; `named_costs.find` has them by name.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from experiments.framework import config_json
 from jaxkv.simulation import Cost, Work
 from scaling.costs import devices, serving, steps
-from scaling.shapes import Description, published
+from scaling.shapes import Description
 
 PAGE_SIZE = 16
 """Token places in a page: vLLM's default."""
@@ -46,7 +39,7 @@ class CostModel[C: Cost](NamedTuple):
     """A cost, and what may be expected of it.
 
     Attributes:
-      name: as `find` takes it.
+      name: as `named_costs.find` takes it.
       cost: prices a step.
       source: where its numbers come from.
       validity: for which steps it was made.
@@ -127,36 +120,6 @@ class Roofline(NamedTuple):
 def as_floats(work: Work) -> Work:
     """The counts in float32: exact up to 16 million."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), work)
-
-
-def find(name: str) -> CostModel:
-    """Finds a cost model by its name, as the head of this file lists them.
-
-    Raises:
-      ValueError: there is none of that name, or it cannot be had.
-    """
-    kind, *rest = name.split(":")
-    if name == FIGURE_12:
-        return figure_12()
-    if kind == "distserve" and len(rest) == 2:
-        if name not in DISTSERVE:
-            raise ValueError(config_json.unknown("cost model", name, DISTSERVE))
-        return distserve(name)
-    if kind == "roofline" and len(rest) in (2, 3):
-        num = rest[2] if len(rest) == 3 else "1"
-        if not num.isdecimal() or int(num) < 1:
-            raise ValueError(f"{name!r}: the number of devices must be at least 1")
-        model, device = published.describe(rest[0]), devices.find(rest[1])
-        return roofline(model, device, num_devices=int(num), name=name)
-    if kind == "measured" and rest:
-        # Reads run folders, which others need not.
-        from experiments.harness import cost_fits
-
-        return cost_fits.measured(Path(name.removeprefix("measured:")))
-    raise ValueError(
-        f"unknown cost model {name!r}; one of: {', '.join((FIGURE_12, *DISTSERVE))}, "
-        "roofline:MODEL:DEVICE[:NUM], measured:FOLDER"
-    )
 
 
 def linear(

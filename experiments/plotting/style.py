@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.plotting import sheets, systems
+from experiments.plotting.systems import colors as colors
 
 # What is heavy is imported where it is used: this module is read by the command line,
 # which answers --help before it.
@@ -53,17 +54,6 @@ STYLE: dict[str, Any] = {
     "ytick.labelsize": POINTS,
     "ytick.major.width": 0.8,
 }
-
-
-def colors() -> tuple[tuple[float, float, float], ...]:
-    """Returns the eight colours of Okabe and Ito, black first, as RGB in [0, 1].
-
-    Source: Okabe & Ito 2008, "Color Universal Design", figure 16.
-    """
-    import matplotlib
-    from matplotlib.colors import to_rgb
-
-    return tuple(to_rgb(color) for color in matplotlib.color_sequences["okabe_ito"])
 
 
 def render(

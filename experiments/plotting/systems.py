@@ -129,9 +129,18 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
 """Colour, marker and hatch by name."""
 
 
+def colors() -> tuple[tuple[float, float, float], ...]:
+    """Returns the eight colours of Okabe and Ito, black first, as RGB in [0, 1].
+
+    Source: Okabe & Ito 2008, "Color Universal Design", figure 16.
+    """
+    import matplotlib
+    from matplotlib.colors import to_rgb
+
+    return tuple(to_rgb(color) for color in matplotlib.color_sequences["okabe_ito"])
+
+
 def look(name: str) -> Look:
     """Returns how a system is drawn, black with circles where it has no entry."""
-    from experiments.plotting import style
-
     color, marker, hatch = SYSTEMS.get(name, (BLACK, "o", ""))
-    return Look((*style.colors(), (0.5, 0.5, 0.5))[color], marker, hatch)
+    return Look((*colors(), (0.5, 0.5, 0.5))[color], marker, hatch)

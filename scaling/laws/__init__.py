@@ -12,4 +12,5 @@ __all__ = [
     "TwoPowers",
     "evaluation",
     "published",
+    "synthetic",
 ]

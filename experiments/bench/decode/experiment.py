@@ -30,8 +30,9 @@ from experiments.bench.decode import parts, tables
 from experiments.bench.decode.ours import Ours, Timing
 from experiments.bench.decode.tables import plot as plot
 from experiments.bench.decode.tables import summary as summary
-from experiments.bench.turns import in_turns, middle, split
+from experiments.bench.tables import split
 from experiments.harness import model_shapes
+from experiments.harness.timing import in_turns, middle
 from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints

@@ -1,9 +1,7 @@
 """Our engine, timed as its peers are, and seen from outside."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import statistics
 import time
 from collections.abc import Generator, Sequence
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import peer_main
+from experiments.harness.timing import CallTimes, host_share, watch
 from jaxkv.engine import state, step
 from jaxkv.memory import Pages
 from jaxkv.models import ForwardResult, checkpoints
@@ -43,42 +42,6 @@ class Timing(NamedTuple):
     num_decoded: int
     occupancy: float
     peak_bytes: int
-
-
-class CallTimes(NamedTuple):
-    """When one call of K steps, and what followed it, was where; in seconds.
-
-    Attributes:
-      dispatched_s: when the host had handed it over.
-      ready_s: when the device had its results.
-      drained_s: when the device had handed out the finished sequences behind it; equal
-        to `ready_s` if there were none.
-      fed: whether it fed any tokens; one that was handed over before the host knew that
-        all is done does not.
-    """
-
-    dispatched_s: float
-    ready_s: float
-    drained_s: float
-    fed: bool
-
-
-@contextlib.contextmanager
-def watch(core: EngineCore) -> Generator[list[CallTimes]]:
-    """Notes the times of the calls made inside; the list is whole at the end.
-
-    A second thread waits for the results and does nothing else, so the engine's own
-    order of work stays as it is.
-    """
-    times: list[CallTimes] = []
-    with concurrent.futures.ThreadPoolExecutor(1) as waiting:
-        core.on_dispatch = lambda call: waiting.submit(
-            _wait, call, time.perf_counter(), times
-        )
-        try:
-            yield times
-        finally:
-            core.on_dispatch = None
 
 
 @contextlib.contextmanager
@@ -112,40 +75,6 @@ def skip_reading(core: EngineCore, forward: Any, num_tokens: int) -> None:
     with served_by(core, forward, token_budget=budget, steps_per_call=1):
         core.dispatch()
     core.read(core.unread[0])
-
-
-def _wait(call: Any, dispatched_s: float, times: list[CallTimes]) -> None:
-    jax.block_until_ready(call.info)
-    ready_s = drained_s = time.perf_counter()
-    if call.drained is not None:
-        jax.block_until_ready(call.drained)
-        drained_s = time.perf_counter()
-    fed = bool(np.asarray(call.info.num_rows).any())
-    times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
-
-
-def host_share(calls: list[CallTimes]) -> float | None:
-    """The share of time in which the device had no steps to run.
-
-    Between the end of one call and the start of the next the device hands out finished
-    sequences, or waits for the host. That gap counts in full, over the time from one
-    call's end to the next one's.
-
-    Args:
-      calls: in order. What goes before the first, and before those that feed nothing,
-        is left out.
-
-    Returns:
-      A share in [0, 1]; `None` with less than two calls.
-    """
-    gaps = spans = 0.0
-    for before, call in itertools.pairwise(calls):
-        if not call.fed:
-            continue
-        start_s = max(before.drained_s, call.dispatched_s)
-        gaps += max(0.0, min(start_s, call.ready_s) - before.ready_s)
-        spans += call.ready_s - before.ready_s
-    return gaps / spans if spans else None
 
 
 class Decoded(NamedTuple):

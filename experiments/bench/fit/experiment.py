@@ -22,15 +22,15 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Float, Int
 from scipy import optimize
 
-from experiments.bench.turns import draw_bars, split, timed
+from experiments.bench.tables import draw_bars, split
 from experiments.framework import Part, Sheet, units
+from experiments.harness.timing import timed
 from experiments.plotting import style
-from experiments.training.fit_coverage import surfaces
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, observe
-from scaling.laws import evaluation, published
+from scaling.laws import evaluation, published, synthetic
 
 OURS, FIRST = "jaxkv", "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
@@ -143,7 +143,7 @@ def _fitting(call: Any, jac: Any) -> Callable[[np.ndarray, Runs], np.ndarray]:
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, piece by piece; ended early, it has whole pieces."""
-    data, law = surfaces.runs(config.num_points), published.CHINCHILLA
+    data, law = synthetic.runs(config.num_points), published.CHINCHILLA
     full = fits_fit.fit(law, data)
     problem = levenberg_marquardt.Problem(law, observe(law, data))
     runs = Runs(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
@@ -165,7 +165,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     everyone = {OURS: ours} | {name: loop(fit) for name, fit in rivals}
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
-        _, first_s = timed(ours, drawn)
+        first_s, _ = timed(ours, drawn)
     ends = {name: np.zeros((0, len(start))) for name in everyone}
     seconds = dict.fromkeys(everyone, 0.0)
     pieces = np.array_split(drawn, config.num_pieces)
@@ -174,8 +174,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             progress.show(name)
             repeats = _REPEATS if name == OURS else 1
             times = [timed(method, piece) for _ in range(repeats)]
-            seconds[name] += statistics.median(taken for _, taken in times)
-            ends[name] = np.concatenate([ends[name], times[0][0]])
+            seconds[name] += statistics.median(taken for taken, _ in times)
+            ends[name] = np.concatenate([ends[name], times[0][1]])
     return _rows(runs, drawn, ends, seconds, first_s) if len(ends[OURS]) else []
 
 

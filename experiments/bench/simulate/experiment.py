@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import Request
-from experiments.bench.turns import draw_bars
+from experiments.bench.tables import draw_bars
 from experiments.framework import Part, Sheet, units
 from experiments.harness import cost_models, length_distributions
 from experiments.plotting import style

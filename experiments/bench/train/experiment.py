@@ -17,11 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.bench import peer_process
+from experiments.bench.tables import split
 from experiments.bench.train import peers
 from experiments.bench.train.peers import Ours, Rival
-from experiments.bench.turns import in_turns, middle, split
 from experiments.framework import Floats, Ints, Part, Table, Texts, column, units
 from experiments.framework.table import shown
+from experiments.harness.timing import in_turns, middle
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress

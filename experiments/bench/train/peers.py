@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.peer_process import PeerProcess
-from experiments.bench.turns import timed
+from experiments.harness.timing import timed
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.costs import devices
@@ -58,9 +58,9 @@ class Ours:
         self._call = compiled(model, OPTIMIZER, batch_size, seq_len, how)
         self._state = init(model, OPTIMIZER, self._seed)
         self.params = self._state.params
-        first, first_s = timed(self._train, 1)
+        first_s, first = timed(self._train, 1)
         others = range(NUM_CHECKED - 1)
-        later, later_s = timed(lambda: [self._train(1) for _ in others])
+        later_s, later = timed(lambda: [self._train(1) for _ in others])
         self.losses = [first, *later]
         self._step_s = later_s / len(others)
         self.compile_s = max(0.0, first_s - self._step_s)
@@ -75,7 +75,7 @@ class Ours:
         taken_s, num = 0.0, 0
         while taken_s < seconds:
             some = max(1, round(seconds / 10 / self._step_s))
-            _, some_s = timed(self._train, some)
+            some_s, _ = timed(self._train, some)
             self._step_s = some_s / some
             taken_s += some_s
             num += some
@@ -144,4 +144,4 @@ def product_rate(dtype: str) -> float:
         return jax.block_until_ready(product(x, x))
 
     multiply()
-    return 2 * _PROBE**3 / min(timed(multiply)[1] for _ in range(8))
+    return 2 * _PROBE**3 / min(timed(multiply)[0] for _ in range(8))

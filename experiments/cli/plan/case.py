@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.cli.plan.command import MOST, Options
+from experiments.cli.plan.options import MOST, Options
 from experiments.framework import config_json
 from scaling.fits.fit import from_json
 from scaling.laws import published

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.plan.command import Options
+from experiments.cli.plan.options import Options
 from experiments.plotting import style
 from scaling.laws import TwoPowers, published
 from scaling.plan import Case, budgets

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.cli.plan.command import Options
+from experiments.cli.plan.options import Options
 from scaling.costs import parameters, serving
 from scaling.costs.memory import training
 from scaling.laws import Optimum

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.cli.plan.command import Options
+from experiments.cli.plan.options import Options
 from experiments.framework import Sheet, units
 from experiments.framework.report import numbered, paragraph
 from scaling.plan import Belief, Case, budgets

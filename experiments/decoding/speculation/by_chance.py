@@ -14,13 +14,12 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments.bench import turns
 from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN, Server
 from experiments.decoding.speculation.tossed import Tossed
 from experiments.framework import Ours, Part, Record, beside, column, ours
 from experiments.framework.table import shown
-from experiments.harness import model_shapes
+from experiments.harness import model_shapes, timing
 from jaxkv import validation
 from jaxkv.models.checkpoints import Loaded
 from jaxkv.progress import QUIET, Progress
@@ -188,7 +187,7 @@ def _decode(
         return case.measure()
 
     words: dict[str, Any] = {"doing": "decoding", "what": "drafts"}
-    for num, everyone, found in turns.in_turns(
+    for num, everyone, found in timing.in_turns(
         config.drafts, config.rounds, begin, measure, progress=progress, **words
     ):
         plain_s = np.array([step_s for *_, step_s in found[everyone[0].name]])

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.bench import turns
 from experiments.decoding.speculation import serving
 from experiments.decoding.speculation.serving import PLAIN, WAYS, Counts, Server
-from experiments.harness import prompts
+from experiments.harness import prompts, timing
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
@@ -139,7 +138,7 @@ def decode(
         return server.serve(*requests(setting))
 
     words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
-    for setting, everyone, found in turns.in_turns(
+    for setting, everyone, found in timing.in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
         plain = found[everyone[0].name]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.bench.decode.ours import CallTimes, watch
 from experiments.harness import model_shapes
+from experiments.harness.timing import CallTimes, watch
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.framework import Floats, Ints, Record, Table, column, table, units
-from experiments.harness import cost_models
+from experiments.harness import named_costs
 from experiments.serving.batching import lectures
 from jaxkv import validation
 from jaxkv.progress import Progress
@@ -31,7 +31,7 @@ class Config:
     """A folder, or a bundled model: serves it here, in place of simulated sweeps of
     deviations and clients, and leaves the limits out."""
     cost: str = "opt-13b-a100-40gb"
-    """What a step takes: a name as `cost_models` has it."""
+    """What a step takes: a name as `named_costs` has it."""
     num_places: int = 15_728
     """Token places of K and V; those of a 13B model on 40 GB."""
     prompt_tokens: int = 512
@@ -273,7 +273,7 @@ def _looped(config: Config) -> Iterator[tuple[Workload, int]]:
 def _simulate(
     config: Config, groups: dict[str, list[_Member]], policy: Any, progress: Progress
 ) -> Runs:
-    cost = cost_models.find(config.cost).cost
+    cost = named_costs.find(config.cost).cost
     members = [x for group in groups.values() for x in group]
     progress.show(f"{len(members)} simulations side by side")
     stacked = driver.stack(

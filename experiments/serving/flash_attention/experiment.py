@@ -32,7 +32,7 @@ from experiments.framework import (
     ours,
     table,
 )
-from experiments.harness import stopwatch
+from experiments.harness import timing
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -183,7 +183,7 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
         calls += [forward, gradient]
         rest.append((program.memory_analysis().temp_size_in_bytes, error))
     ready = [functools.partial(call, *arrays) for call in calls]
-    times = stopwatch.medians(ready, config.repeats)
+    times = timing.medians(ready, config.repeats)
     return [(*times[:2], *rest[0]), (*times[2:], *rest[1])]
 
 
@@ -221,7 +221,7 @@ def _one_query(context: int, config: Config) -> list[float]:
     )
     tables = ids.astype(np.int32)[None]
     found = functools.partial(by_pages, q[0], *pages, tables, last)
-    return stopwatch.medians([plain, tiled, found], config.repeats)
+    return timing.medians([plain, tiled, found], config.repeats)
 
 
 def metrics(result: Result) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from experiments.framework import (
     table,
     units,
 )
-from experiments.harness import bundled, model_shapes, stopwatch
+from experiments.harness import bundled, model_shapes, timing
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOPS, Counted
@@ -264,7 +264,7 @@ def time_both(
         prefix = jnp.asarray(tokens[None, :length], jnp.int32)
         call = functools.partial(_whole, model.params, prefix, config=model.config)
         drawn = int(call())  # and compiles
-        seconds = min(stopwatch.timed(call)[0] for _ in range(repeats))
+        seconds = min(timing.timed(call)[0] for _ in range(repeats))
         rows.append((seconds, drawn == tokens[length]))
     done = np.array(lengths[: len(rows)], np.int64)
     found = np.array(rows, float).reshape(-1, 2)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import Part, report
-from experiments.harness import cost_models
+from experiments.harness import cost_models, named_costs
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
@@ -119,7 +119,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
                 recording.workload(),
                 capacity(name, config.device, num),
                 fcfs.fcfs(),
-                cost_models.find(f"roofline:{name}:{config.device}:{num}").cost,
+                named_costs.find(f"roofline:{name}:{config.device}:{num}").cost,
             )
             for name, num in config.asked
         ]

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from experiments.framework import Ints, Table, column
 from experiments.framework.table import shown
 from experiments.harness import Request
-from experiments.harness.stopwatch import timed
+from experiments.harness.timing import timed
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, requests
 from jaxkv.engine.state import NOBODY, Queue, init

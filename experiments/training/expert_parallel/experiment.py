@@ -35,7 +35,7 @@ from experiments.framework import (
     ours,
     units,
 )
-from experiments.harness import divided_steps, stopwatch
+from experiments.harness import divided_steps, timing
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import Experts, ModelConfig, Params, moe, transformer
@@ -348,7 +348,7 @@ def _divide(
                 _difference(grads, wanted),
             )
         )
-    times = stopwatch.medians(steps, config.rounds)
+    times = timing.medians(steps, config.rounds)
     return [(*row, step_s) for row, step_s in zip(rows, times, strict=True)]
 
 

@@ -1,5 +1,3 @@
 """How often intervals cover the truth."""
 
-__all__ = [
-    "surfaces",
-]
+__all__ = []

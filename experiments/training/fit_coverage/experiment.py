@@ -15,11 +15,10 @@ import numpy as np
 
 from experiments.framework import Ours, Part, Sheet, beside, ours, units
 from experiments.plotting import style, systems
-from experiments.training.fit_coverage import surfaces
-from experiments.training.fit_coverage.surfaces import SOUND
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
-from scaling.laws import published
+from scaling.laws import published, synthetic
+from scaling.laws.synthetic import SOUND
 
 QUANTITIES = ("a", "E", "loss at 10 C")
 _ENOUGH = 200
@@ -78,7 +77,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     ]
     kinds += [
         (kind, config.sizes[0], "both", config.num_ill_posed)
-        for kind in surfaces.ILL_POSED
+        for kind in synthetic.ILL_POSED
     ]
     total = sum(count for *_, count in kinds)
     update, done, rows = progress.bar("surfaces", total, "surfaces"), 0, []
@@ -98,7 +97,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome:
-    data, truth = surfaces.simulate(kind, size, seed=seed, noise=noise)
+    data, truth = synthetic.simulate(kind, size, seed=seed, noise=noise)
     result = fit.fit(
         published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
     )
@@ -110,7 +109,7 @@ def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome
     a, floor = result.exponent_intervals["a"], result.intervals["E"]
     low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
-    true = np.array([exponent, truth["E"], surfaces.surface(params, tokens, truth)])
+    true = np.array([exponent, truth["E"], synthetic.surface(params, tokens, truth)])
     return Outcome((low <= true) & (true <= high), high - low, bool(result.warnings))
 
 

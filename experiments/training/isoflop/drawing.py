@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit import drawing
+from experiments.fitting import drawing
 from experiments.plotting import colors, plain_log, shades, style, systems
 from experiments.training.isoflop.outcomes import Powers, Result
 

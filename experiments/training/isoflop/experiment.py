@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit import command, fitting, grids
-from experiments.cli.fit import report as fit_report
+from experiments.fitting import Config as FitConfig
+from experiments.fitting import fitting, grids
+from experiments.fitting import report as fit_report
 from experiments.framework import config_json
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import drawing, held_out, prediction, report
@@ -110,7 +111,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     assert cosine.curves is not None
     errors = prediction.choose_law(log, config.budgets)
     fit = fitting.run(
-        command.Config(
+        FitConfig(
             log=str(folder),
             law=",".join(errors),
             bootstrap=config.bootstrap,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit import Result as Fit
+from experiments.fitting import Result as Fit
 from experiments.framework import Floats, Ints, Record, Table, column
 from scaling.frontiers import Frontier
 from scaling.frontiers.frontier import PowerLaw

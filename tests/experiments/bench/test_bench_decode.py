@@ -14,9 +14,9 @@ import pytest
 
 from experiments.bench import peer_process
 from experiments.bench.decode import experiment, ours
-from experiments.bench.decode.ours import CallTimes
 from experiments.framework import registry
-from experiments.harness import model_shapes
+from experiments.harness import model_shapes, timing
+from experiments.harness.timing import CallTimes
 from jaxkv.memory import invariants
 from jaxkv.progress import Quiet
 from jaxkv.sampling import Sampling
@@ -155,8 +155,8 @@ def test_the_hosts_share_worked_by_hand() -> None:
         # Nothing was left to do.
         CallTimes(dispatched_s=49.0, ready_s=50.0, drained_s=50.0, fed=False),
     ]
-    assert ours.host_share(calls) == pytest.approx(3 / 30)
-    assert ours.host_share(calls[:1]) is None
+    assert timing.host_share(calls) == pytest.approx(3 / 30)
+    assert timing.host_share(calls[:1]) is None
 
 
 def info(num_emitted: list[list[int]]) -> Any:

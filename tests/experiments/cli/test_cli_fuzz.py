@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from experiments import fitting
 from experiments.cli import generate, main, results_page
 from experiments.cli.cost import command as cost_command
-from experiments.cli.fit import command as fit_command
-from experiments.cli.plan import command as plan_command
+from experiments.cli.plan import options as plan_options
 from experiments.cli.train import command as train_command
 from experiments.framework import config_json
 from experiments.harness import bundled
@@ -23,8 +23,8 @@ from tests.support.folders import RECORDS
 
 OPTIONS = {
     "cost": cost_command.Options,
-    "plan": plan_command.Options,
-    "fit": fit_command.Config,
+    "plan": plan_options.Options,
+    "fit": fitting.Config,
     "generate": generate.Options,
     "train": train_command.TrainOptions,
     "sweep": train_command.SweepOptions,

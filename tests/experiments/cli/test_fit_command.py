@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from experiments.cli.fit import command as fit_command
-from experiments.cli.fit import drawing, fitting, grids, report
-from experiments.cli.fit.report import metrics, summary
-from experiments.training.fit_coverage import surfaces
+from experiments.fitting import Config, drawing, fitting, grids, report
+from experiments.fitting.report import metrics, summary
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
 from scaling.fits.fit import abridged, from_json
 from scaling.frontiers import Frontier, find
 from scaling.frontiers.frontier import Minima, PowerLaw
+from scaling.laws import synthetic
 from scaling.laws.published import CHINCHILLA
 from scaling.logs.log import read
 from tests.support import traces
@@ -118,7 +117,7 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
 
 
 def fitted(**config: Any) -> dict[str, Any]:
-    return json.loads(fitting.run(fit_command.Config(**config)).document)
+    return json.loads(fitting.run(Config(**config)).document)
 
 
 @pytest.mark.thorough
@@ -155,7 +154,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
 
 @pytest.mark.thorough
 def test_laws_stand_side_by_side(sweep: Path) -> None:
-    config = fit_command.Config(
+    config = Config(
         log=str(sweep),
         law="chinchilla, kaplan-d",
         hold_out="flops > 5e15",
@@ -263,7 +262,7 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
-    config = fit_command.Config(log=str(sweep), law="chinchilla,kaplan-d")
+    config = Config(log=str(sweep), law="chinchilla,kaplan-d")
     result = fitting.run(config, Stopping(1))
     document = json.loads(result.document)
     for fit in (document, *document["others"]):
@@ -300,7 +299,7 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
     monkeypatch.setattr(find, "MAX_GROUPED", 28)
     monkeypatch.setattr(profile, "profile", None)  # it is not called
-    config = fit_command.Config(log=str(sweep), bootstrap=50)
+    config = Config(log=str(sweep), bootstrap=50)
     result = fitting.run(config)
     document = json.loads(result.document)
     assert document["notes"][2:] == [
@@ -337,7 +336,7 @@ FIT_AND_TELL_MEMORY = """if True:
     not Path("/proc/self/status").exists(), reason="no /proc/self/status"
 )
 def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
-    runs = surfaces.runs(100_000)
+    runs = synthetic.runs(100_000)
     rows = np.stack([*runs.values()], 1)
     log = tmp_path / "log.csv"
     np.savetxt(log, rows, "%.8g", ",", header=",".join(runs), comments="")
@@ -434,7 +433,7 @@ def test_rows_that_are_not_fitted_are_not_doubted(tmp_path: Path) -> None:
     path.write_text("\n".join(rows))
     config: dict[str, Any] = {"log": str(path), "bootstrap": 0, "n_unit": 1e6}
     config["n"] = "params"
-    ruled = fit_command.Config(**config, where="kept == 'yes' and params < 2.5e8")
+    ruled = Config(**config, where="kept == 'yes' and params < 2.5e8")
     document = json.loads(fitting.run(ruled).document)
     assert document["num_points"] == 12
     assert not document["log_warnings"]

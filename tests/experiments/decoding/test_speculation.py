@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.bench.decode.ours import CallTimes
 from experiments.decoding.speculation import on_text, serving, theory
 from experiments.decoding.speculation.on_text import CONFIGS, Config, Result
 from experiments.framework.study import of_module
+from experiments.harness.timing import CallTimes
 from jaxkv.engine import StepInfo
 from tests.support import smoke
 

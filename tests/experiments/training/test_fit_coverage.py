@@ -2,7 +2,8 @@
 
 import pytest
 
-from experiments.training.fit_coverage import experiment, surfaces
+from experiments.training.fit_coverage import experiment
+from scaling.laws import synthetic
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
@@ -11,7 +12,7 @@ from tests.support.impatience import Stopping
 def test_every_kind_of_surface_is_fitted() -> None:
     kept = smoke.run("fit_coverage")
     rows = kept.metrics["rows"]
-    assert [row["kind"] for row in rows] == ["sound", "sound", *surfaces.ILL_POSED]
+    assert [row["kind"] for row in rows] == ["sound", "sound", *synthetic.ILL_POSED]
     assert all(0 <= row["neither"] <= 1 - row["doubted"] for row in rows)
     # Six surfaces tell nothing of one in ten.
     assert {claim.verdict for claim in kept.claims} == {"differs"}
@@ -35,7 +36,7 @@ def test_intervals_cover_and_doubts_are_right() -> None:
         for name in experiment.QUANTITIES:
             assert 0.815 < row[f"covers {name}"] < 0.985
         assert row["doubted"] <= 0.05
-    assert [row["kind"] for row in ill] == [*surfaces.ILL_POSED]
+    assert [row["kind"] for row in ill] == [*synthetic.ILL_POSED]
     for row in ill:
         assert row["neither"] <= 0.1
         assert row["doubted"] >= 0.9

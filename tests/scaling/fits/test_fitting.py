@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.training.fit_coverage import surfaces
 from scaling.fits import (
     diagnostics,
     fit,
@@ -19,7 +18,7 @@ from scaling.fits import (
     profile,
 )
 from scaling.fits.result import HeldOut
-from scaling.laws import evaluation, published
+from scaling.laws import evaluation, published, synthetic
 from tests.support.refusals import refused
 
 # Fits run for longer than they compile.
@@ -31,7 +30,7 @@ HOFFMANN = published.CONSTANTS["hoffmann-tex"]
 
 @pytest.fixture(scope="module")
 def runs() -> dict:
-    return surfaces.runs()
+    return synthetic.runs()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def test_intervals_of_predictions(runs: dict, result: fit.FitResult) -> None:
     larger = {"num_params": [1e10, 2e10], "num_tokens": [2e11, 4e11]}
     narrow = fit.predict(result, larger, "confidence")
     wide = fit.predict(result, larger, "prediction")
-    truth = CHINCHILLA.predict(jnp.array([*surfaces.COEFFICIENTS.values()]), larger)
+    truth = CHINCHILLA.predict(jnp.array([*synthetic.COEFFICIENTS.values()]), larger)
     assert np.all((wide.low < narrow.low) & (narrow.low < truth))
     assert np.all((truth < narrow.high) & (narrow.high < wide.high))
     # Where the data is, 90 % of it lies within.
@@ -184,7 +183,7 @@ def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
 def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
     seen = observations.observe(CHINCHILLA, rows, cluster=cluster)
     problem = levenberg_marquardt.Problem(CHINCHILLA, seen, "mse")
-    truth = np.array([[surfaces.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
+    truth = np.array([[synthetic.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
     at = evaluation.coordinates(CHINCHILLA, truth, seen.centre)[0]
     return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
 
@@ -328,7 +327,7 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
 
 
 def spoilt(**columns: object) -> dict:
-    good = {name: column[:30].copy() for name, column in surfaces.runs().items()}
+    good = {name: column[:30].copy() for name, column in synthetic.runs().items()}
     return good | columns
 
 

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from experiments.training.fit_coverage import surfaces
 from scaling.fits import diagnostics, goodness
 from scaling.fits import fit as fits_fit
 from scaling.fits.fit import HeldOut, compare
-from scaling.laws import published
+from scaling.laws import published, synthetic
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 # The others compile as long and add little; they run with the slow tests.
@@ -32,16 +31,16 @@ def test_points_on_a_law(name: str) -> None:
         np.testing.assert_allclose([*found.coefficients.values()], truth, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", surfaces.ILL_POSED)
+@pytest.mark.parametrize("kind", synthetic.ILL_POSED)
 def test_ill_posed_runs_are_doubted(kind: str) -> None:
     # Shares over many surfaces are counted by `fit_coverage`.
-    data, _ = surfaces.simulate(kind, 32, seed=3)
+    data, _ = synthetic.simulate(kind, 32, seed=3)
     assert fits_fit.fit(published.CHINCHILLA, data, bootstrap=100).warnings
 
 
 def test_doubts_are_in_words() -> None:
     kind = "collinear: D = 20 N"
-    data, _ = surfaces.simulate(kind, 32, seed=0)
+    data, _ = synthetic.simulate(kind, 32, seed=0)
     found = fits_fit.fit(published.CHINCHILLA, data)
     assert found.warnings[0] == (
         "num_tokens follows from num_params in these runs, so their terms cannot be "
@@ -53,16 +52,16 @@ def test_doubts_are_in_words() -> None:
     # And what is free has no narrow interval.
     low, high = found.intervals["A"]
     assert high > 1000 * low
-    data, _ = surfaces.simulate("one wild outlier", 32, seed=0)
+    data, _ = synthetic.simulate("one wild outlier", 32, seed=0)
     (warning,) = fits_fit.fit(published.CHINCHILLA, data).warnings
     assert warning == "1 of 32 point is far off the law: outliers, or another law"
-    data, _ = surfaces.simulate("floor near zero", 32, seed=0)
+    data, _ = synthetic.simulate("floor near zero", 32, seed=0)
     found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=100)
     assert any(warning.startswith("E") for warning in found.warnings)
 
 
 def test_a_term_that_is_not_there_hits_its_bound() -> None:
-    data = dict(surfaces.runs(60, noise="normal"))
+    data = dict(synthetic.runs(60, noise="normal"))
     data["loss"] = 1.8 + 1500 / data["num_tokens"] ** 0.36
     found = fits_fit.fit(published.CHINCHILLA, data)
     assert set(found.bounds_hit) & {"A", "alpha"}
@@ -71,8 +70,8 @@ def test_a_term_that_is_not_there_hits_its_bound() -> None:
 
 
 def test_compute_to_equal_loss() -> None:
-    better = surfaces.runs(100, seed=0, noise="normal")
-    worse = {x: y.copy() for x, y in surfaces.runs(100, seed=1).items()}
+    better = synthetic.runs(100, seed=0, noise="normal")
+    worse = {x: y.copy() for x, y in synthetic.runs(100, seed=1).items()}
     # The second needs three times the tokens for everything.
     worse["num_tokens"] *= 3
     fits = [
@@ -126,7 +125,7 @@ def test_compute_to_equal_loss_of_curves() -> None:
 def test_runs_that_a_law_does_not_follow_are_told(
     change: Callable[..., np.ndarray], doubt: str
 ) -> None:
-    runs = surfaces.runs(60, noise="normal")
+    runs = synthetic.runs(60, noise="normal")
     x, y = (np.log10(runs[name]) for name in ("num_params", "num_tokens"))
     off = change((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
     result = fits_fit.fit(

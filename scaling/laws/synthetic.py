@@ -1,4 +1,4 @@
-"""Simulated runs on a known Chinchilla surface: sound ones, and ill-posed ones."""
+"""Synthetic runs on a known Chinchilla surface: sound ones, and ill-posed ones."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit.outcomes import Result
+from experiments.fitting.outcomes import Result
 from experiments.framework import Part, Sheet, units
 from experiments.framework.report import numbered
 from scaling.fits import FitResult, goodness

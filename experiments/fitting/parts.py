@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-from experiments.cli.fit.command import Config
+from experiments.fitting.config import Config
 from jaxkv.progress import Progress
 from scaling.fits import FitResult, diagnostics, prediction
 from scaling.fits import fit as fits_fit

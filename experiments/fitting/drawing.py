@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit.outcomes import Contour, Result
+from experiments.fitting.outcomes import Contour, Result
 from experiments.framework import units
 from experiments.plotting import colors, plain_log, shades, style, systems
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from experiments.cli.fit.outcomes import Contour, Curve
-from experiments.cli.fit.parts import Part
+from experiments.fitting.outcomes import Contour, Curve
+from experiments.fitting.parts import Part
 from scaling.fits import FitResult, profile
 from scaling.fits.fit import predict
 from scaling.frontiers import parabola

@@ -1,4 +1,10 @@
-"""Cost models fitted to what `jaxkv bench decode` measured on a machine."""
+"""Cost models by name: published fits, data sheets, and fits to measured runs.
+
+opt-13b-a100-40gb              the step of figures 2, 12 and 13 of PagedAttention
+distserve:opt-13b:1            published fits: model, tensor-parallel degree
+roofline:opt-13b:a100-80gb:2   data sheets: model, device, number of devices
+measured:FOLDER                fitted to a run folder of `jaxkv bench decode`
+"""
 
 from pathlib import Path
 
@@ -6,8 +12,41 @@ import numpy as np
 from jaxtyping import Float
 from scipy import optimize
 
-from experiments.framework import registry, run_folder
+from experiments.framework import config_json, registry, run_folder
 from experiments.harness import cost_models
+from scaling.costs import devices
+from scaling.shapes import published
+
+
+def find(name: str) -> cost_models.CostModel:
+    """Returns the cost model of a name, as the head of this file lists them.
+
+    Raises:
+      ValueError: there is none of that name, or its folder cannot be read.
+    """
+    kind, *rest = name.split(":")
+    fits = cost_models.DISTSERVE
+    if name == cost_models.FIGURE_12:
+        return cost_models.figure_12()
+    if kind == "distserve" and len(rest) == 2:
+        if name not in cost_models.DISTSERVE:
+            raise ValueError(
+                config_json.unknown("cost model", name, cost_models.DISTSERVE)
+            )
+        return cost_models.distserve(name)
+    if kind == "roofline" and len(rest) in (2, 3):
+        num = rest[2] if len(rest) == 3 else "1"
+        if not num.isdecimal() or int(num) < 1:
+            raise ValueError(f"{name!r}: the number of devices must be at least 1")
+        model, device = published.describe(rest[0]), devices.find(rest[1])
+        return cost_models.roofline(model, device, num_devices=int(num), name=name)
+    if kind == "measured" and rest:
+        return measured(Path(name.removeprefix("measured:")))
+    raise ValueError(
+        f"unknown cost model {name!r}; one of: "
+        f"{', '.join((cost_models.FIGURE_12, *fits))}, "
+        "roofline:MODEL:DEVICE[:NUM], measured:FOLDER"
+    )
 
 
 def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.CostModel:

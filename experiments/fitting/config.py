@@ -1,17 +1,10 @@
-"""What do the losses of these runs say about larger ones? `jaxkv fit LOG`.
-
-Fits laws to a log side by side, scores each on runs that it has not seen, and sets the
-optimum that each implies beside what isoFLOP curves and training curves say themselves.
-"""
+"""The options of `jaxkv fit`: a log, its columns, the laws, and the rows to fit."""
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from jaxkv import validation
-
-if TYPE_CHECKING:
-    from experiments.framework import Experiment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,26 +137,3 @@ def _number(text: str, flag: str, form: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{flag}: must be {form}, and {text!r} is no finite number")
     return value
-
-
-def experiment(log: str) -> "Experiment":
-    """Describes fits to logs as an experiment, so that they leave a run folder.
-
-    Args:
-      log: the log of its config.
-    """
-    from experiments.cli.fit import drawing, fitting, report
-    from experiments.framework import Experiment, Study
-
-    fits = Study(
-        configs={"fit": Config(log=log)},
-        result=fitting.Result,
-        run=fitting.run,
-        plot=drawing.plot,
-        metrics=report.metrics,
-        summary=report.summary,
-        panels=(2, 2),
-        files=lambda result: {"fit.json": result.document},
-    )
-    question = "What do the losses of these runs say about larger ones?"
-    return Experiment("fit", question, (fits,))

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.fit import drawing, grids, report
-from experiments.cli.fit.command import Config
-from experiments.cli.fit.outcomes import Result
-from experiments.cli.fit.parts import ROLLOUT, Part, fit_parts
+from experiments.fitting import drawing, grids, report
+from experiments.fitting.config import Config
+from experiments.fitting.outcomes import Result
+from experiments.fitting.parts import ROLLOUT, Part, fit_parts
 from experiments.framework import config_json
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import FitResult, goodness

@@ -1,0 +1,14 @@
+"""Fits of scaling laws to a log, as a run folder: `jaxkv fit` and the sweeps."""
+
+from experiments.fitting.config import Config as Config
+from experiments.fitting.outcomes import Result as Result
+
+__all__ = [
+    "Config",
+    "Result",
+    "drawing",
+    "experiment",
+    "fitting",
+    "grids",
+    "report",
+]
