@@ -391,6 +391,7 @@ class Router:
 
         Raises:
           ValueError: the request cannot be served.
+          StallError: the scheduling policy of a worker never serves it.
           TimeoutError: the deadline has passed.
           WorkerLostError: no worker is left, or all attempts have failed.
           RequestCancelledError: `cancel` was called.
@@ -467,9 +468,9 @@ class Router:
                     member.handle.poll(self.name), self.config.heartbeat_s
                 )
                 for report in reports:
+                    if report.failure is not None:
+                        raise ConnectionError(report.failure)
                     self._dispatch(report)
-                if failures := [x.failure for x in reports if x.failure is not None]:
-                    raise ConnectionError(failures[0])
         except TimeoutError:
             self._lose(member, "it has stopped answering")
         except (ConnectionError, ValueError) as error:
@@ -747,6 +748,7 @@ class Router:
 
         Raises:
           ValueError: the worker refuses the request.
+          StallError: the worker's policy never serves it.
           WorkerLostError: the worker is gone.
         """
         request.decode = decode
@@ -757,7 +759,7 @@ class Router:
         while True:
             report = await request.reports.get()
             if report.refusal is not None:
-                raise ValueError(report.refusal)
+                raise report.refusal
             if (event := report.event) is None:
                 raise WorkerLostError(f"worker {decode.name}: {report.failure}")
             if event.tokens and request.first_token_s is None:

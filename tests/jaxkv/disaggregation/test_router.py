@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv import Sampling
+from jaxkv import Sampling, StallError
 from jaxkv.disaggregation import (
     Candidate,
     ReplayError,
@@ -288,6 +288,24 @@ async def test_refusals_are_not_retried() -> None:
         with pytest.raises(ValueError, match="deadline_s"):
             await router.answer(PROMPT, ASK, deadline_s=-1.0)
         assert router.status()["running"] == 0
+
+
+@runs
+async def test_a_stalled_request_costs_no_worker_and_no_further_attempt() -> None:
+    async with routing(DECODE) as (router, launcher):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        await until(lambda: worker.running)
+        [attempt] = worker.running
+        worker.post(Report(attempt, refusal=StallError("no progress")))
+        with pytest.raises(StallError, match="no progress"):
+            await asked
+        assert attempt.number == 1
+        worker.pace_s = 0.0
+        answer = await router.answer(PROMPT, ASK, key_id=1)
+        assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
+        assert not launcher.killed
 
 
 @runs

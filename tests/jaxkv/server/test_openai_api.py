@@ -347,6 +347,12 @@ def test_failures_have_one_clear_error(served: Serving, backend: Scripted) -> No
     )
     status, error = served.error(COMPLETIONS, {"prompt": "wait", "deadline_s": 0.05})
     assert (status, error["code"]) == (504, "deadline_exceeded")
+    for prompt, stream in ((["a", "stalls"], False), ("stalls", True)):
+        fields = {"prompt": prompt, "stream": stream}
+        status, error = served.error(COMPLETIONS, fields)
+        assert (status, error["code"]) == (500, "stalled")
+        assert error["message"] == "policy Moody made no progress"
+    assert served.completion(prompt="a")["choices"][0]["text"] == "b"
     assert (
         served.error(COMPLETIONS, {"prompt": "\x00", "stream": True, "n": 0})[0] == 400
     )
