@@ -16,7 +16,7 @@ import ray.exceptions
 from ray import cloudpickle
 from ray.util import list_named_actors
 
-from jaxkv.disaggregation.router import Launcher, WorkerHandle
+from jaxkv.disaggregation.members import Launcher, WorkerHandle
 from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, Worker, WorkerSpec
 from jaxkv.sampling import Sampling
 
@@ -51,7 +51,7 @@ def environment(token: str | None) -> dict[str, str]:
 
 
 class RayHandle:
-    """Calls to one actor. Implements `router.WorkerHandle`."""
+    """Calls to one actor. Implements `members.WorkerHandle`."""
 
     def __init__(self, actor: Any):
         self.actor = actor
@@ -94,7 +94,7 @@ class RayHandle:
 
 
 class RayLauncher:
-    """Starts workers of one service as actors. Implements `router.Launcher`.
+    """Starts workers of one service as actors. Implements `members.Launcher`.
 
     Args:
       service: name of the service; routers of the same name share workers.
@@ -105,7 +105,7 @@ class RayLauncher:
         self._actor = ray.remote(Worker)
 
     def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """See `router.Launcher`."""
+        """See `members.Launcher`."""
         actor = self._actor.options(
             name=name,
             namespace=self._service,
@@ -122,7 +122,7 @@ class RayLauncher:
         return RayHandle(actor)
 
     def find(self) -> Mapping[str, WorkerHandle]:
-        """See `router.Launcher`."""
+        """See `members.Launcher`."""
         found = {}
         for named in list_named_actors(all_namespaces=True):
             if named["namespace"] == self._service:
@@ -132,7 +132,7 @@ class RayLauncher:
         return found
 
     def kill(self, name: str, handle: WorkerHandle) -> None:
-        """See `router.Launcher`."""
+        """See `members.Launcher`."""
         assert isinstance(handle, RayHandle)
         ray.kill(handle.actor)
 

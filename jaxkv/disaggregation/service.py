@@ -25,8 +25,9 @@ from typing import Any
 from jaxkv import files
 from jaxkv.disaggregation import choice, process
 from jaxkv.disaggregation.choice import Choose
+from jaxkv.disaggregation.config import RouterConfig
 from jaxkv.disaggregation.process import Call, HttpFront, Reply, Setup
-from jaxkv.disaggregation.router import RoutedAnswer, RouterConfig
+from jaxkv.disaggregation.router import RoutedAnswer
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Event

@@ -211,7 +211,7 @@ async def test_lost_pages_cost_no_attempt() -> None:
         assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 0)
         reader.pace_s = 3600
         asked = asyncio.create_task(router.answer([5, *PROMPT], ASK, key_id=2))
-        await until(lambda: any(x.requests for x in router.members.values()))
+        await until(lambda: any(x.attempts for x in router.members.values()))
         reader.kill()
         answer = await asked
         assert answer.completion.tokens == tokens_of([5, *PROMPT], ASK, 2, 0)
@@ -267,10 +267,10 @@ async def test_answers_of_an_abandoned_attempt_are_dropped() -> None:
         asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: first.running)
         [late] = first.running
-        router._lose(router.members[first.name], "a test")
+        router._members.lose(router.members[first.name], "a test")
         # The lost worker goes on, and its reports arrive all the same.
         wrong = Report(late, event=Event(7, [1], "wrong", None))
-        router._dispatch(wrong)
+        router._deliver(wrong)
         answer = await asked
         assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
         assert answer.num_attempts == 2
