@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 
+from jaxkv.disaggregation import RequestCancelledError
 from jaxkv.server import http_server, openai_requests
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
@@ -457,6 +458,10 @@ def test_stopping_lets_requests_end_or_gives_one_clear_error() -> None:
         assert served.ask("/health", key=None)[0] == 503
         status, error = served.error(COMPLETIONS, {"prompt": "a"})
         assert (status, error["message"]) == (503, "the server is stopping")
+        # An engine that is closed, and a router that cancels its requests.
+        for ended in (RuntimeError("closed"), RequestCancelledError("cancelled")):
+            found = served.service.error_of(ended)
+            assert (found.status, str(found)) == (503, "the server is stopping")
         backend.go.set()
         received = b""
         while b"[DONE]" not in received:
