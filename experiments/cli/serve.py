@@ -189,7 +189,7 @@ def _serve_workers(
         for role, num in counts.items()
         for _ in range(num)
     ]
-    signals: list[int] = []
+    name, signals = options.name or Path(model).name, list[int]()
     with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
         front = HttpFront(
             descriptor=taken.fileno(),
@@ -214,9 +214,9 @@ def _serve_workers(
                 address=options.address,
                 name=options.service,
                 http=front,
+                model_name=name,
             ) as service:
                 shown = {} if is_given else {"api_key": key}
-                name = options.name or Path(model).name
                 _announce(http_server.url_of(taken), name, service, shown, documents)
                 while not signals and not service.wait(0.2):
                     pass

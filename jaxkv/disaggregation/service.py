@@ -59,6 +59,7 @@ class Service:
         config: RouterConfig | None = None,
         choose: Choose = choice.prefix_affinity,
         http: HttpFront | None = None,
+        model_name: str | None = None,
     ):
         """Starts everything and waits until the workers serve.
 
@@ -76,6 +77,7 @@ class Service:
           config: times and bounds of the router.
           choose: chooses a worker for each phase of a request.
           http: serves OpenAI's API as well, from the router's process.
+          model_name: name of the model for HTTP clients; None takes the folder's.
 
         Raises:
           ValueError: Ray is not installed, or a worker cannot start.
@@ -106,7 +108,7 @@ class Service:
             service=name or f"jaxkv-{secrets.token_hex(4)}",
             scratch=self._scratch,
             folder=str(folder),
-            model_name=folder.name,
+            model_name=model_name or folder.name,
             specs=tuple(specs),
             config=RouterConfig() if config is None else config,
             choose=cluster.dumps(choose),

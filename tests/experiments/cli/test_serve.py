@@ -211,13 +211,18 @@ def test_ray_workers_answer_over_http(
 ) -> None:
     model = engines.save_tiny_model(tmp_path / "tiny", max_positions=64)
     monkeypatch.setenv("JAXKV_API_KEY", KEY)
-    flags = "--port 0 --json --max-length 64 --decode 1 --prefill 1".split()
+    flags = "--port 0 --json --max-length 64 --decode 1 --prefill 1 --name own".split()
     code = "import sys; from experiments.cli import main; sys.exit(main.main())"
     server = Server(popen("-c", code, "serve", model, *flags))
     roles = {x["role"]: x for x in server.status["workers"]}
     assert {*roles} == {"prefill", "decode"}
     asked = dict(prompt="def f(x): return x + 1", max_tokens=12, seed=5)
     text = server.text(**asked)
+    with contextlib.closing(server.connect()) as connection:
+        head = {"Authorization": f"Bearer {KEY}"}
+        connection.request("GET", "/v1/models", headers=head)
+        [listed] = json.loads(connection.getresponse().read())["data"]
+    assert listed["id"] == server.status["model"] == "own"
     os.kill(roles["decode"]["pid"], signal.SIGKILL)
     assert server.text(**asked) == text
     # The loss of the head is one line, and no process is left.

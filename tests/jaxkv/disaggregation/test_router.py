@@ -183,6 +183,25 @@ async def test_without_a_worker_that_can_start_requests_fail_at_once() -> None:
 
 
 @runs
+async def test_failures_of_an_unknown_kind_leave_no_request_waiting() -> None:
+    config = RouterConfig(backoff_s=0.001, max_restarts=0)
+    async with routing(DECODE, config=config) as (router, launcher):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+
+        def fail(*_: Any) -> Any:
+            raise LookupError("no node has room")
+
+        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        await until(lambda: worker.running)
+        for target, name in ((launcher, "start"), (worker, "_alive")):
+            setattr(target, name, fail)
+        worker.post(next(iter(_reports(worker))))  # the poll under way returns
+        with pytest.raises(WorkerLostError, match="no decode worker is left"):
+            await asked
+
+
+@runs
 async def test_a_worker_that_stops_answering_is_killed_and_replaced() -> None:
     async with routing(DECODE) as (router, launcher):
         [worker] = launcher.workers.values()
