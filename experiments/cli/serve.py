@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, TextIO
 
 from experiments.cli import generate, parsing
 from experiments.cli.console import interrupts
@@ -65,32 +65,6 @@ class Options:
     """Whether requests share the K and V of the tokens that they begin with."""
     seed: int = 0
     """Of the draws of requests that bring no seed."""
-    speculate: Annotated[
-        Literal[
-            "ngram",
-            "jacobi",
-            "lookahead",
-            "early-exit",
-            "draft-model",
-            "medusa",
-            "eagle",
-        ]
-        | None,
-        parsing.without("one token a step"),
-    ] = None
-    """As `jaxkv generate` has it, like the next four."""
-    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
-    """Tokens guessed in a step at most, at least 1."""
-    adaptive: bool = False
-    """Whether no more is guessed than pays, which is measured first."""
-    draft_model: Annotated[str | None, parsing.without("none")] = None
-    """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
-    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
-    """A folder of heads that were trained for the model, for medusa and eagle."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and pages."""
-    parallel: str = ""
-    """How the model is divided, as `jaxkv cost` has it."""
     decode: Annotated[int | None, parsing.without("one engine, without Ray")] = None
     """Ray workers that answer; needs the extra `ray`, like the next three."""
     prefill: Annotated[int | None, parsing.without("decode workers read")] = None
@@ -99,6 +73,9 @@ class Options:
     """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
     service: Annotated[str | None, parsing.without("drawn")] = None
     """Name under which routers of one cluster share workers."""
+    loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
+        default_factory=generate.ModelOptions
+    )
 
 
 def serve(model: str, options: Options, documents: TextIO | None = None) -> Output:
@@ -126,15 +103,15 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
     from jaxkv.server import SWITCH_S, AsyncEngine, http_server
 
     key, is_given = _key(options)
-    generate.check_drafting(options)
+    generate.check_drafting(options.loading)
     if _is_disaggregated(options):
         return _serve_workers(model, options, key, is_given, documents)
-    read = generate.read_model(model, options)
+    read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
     with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
         bounds = _bounds(options, longest, read.page_size)
-        engine = generate.load_engine(read, options, **bounds)
+        engine = generate.load_engine(read, options.loading, **bounds)
         # Compiles all programs, before anyone waits.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
         # From here on the event loop and the engine take turns.
@@ -174,9 +151,9 @@ def _serve_workers(
             "without --decode, workers of another process are shared: give --address "
             "and --service"
         )
-    degrees = generate.mesh_degrees(options.parallel)
+    degrees = generate.mesh_degrees(options.loading.parallel)
     page_size = generate.PAGE_SIZE * degrees["context"]
-    engine = generate.speculation_fields(model, options)
+    engine = generate.speculation_fields(model, options.loading)
     engine |= _bounds(options, longest, page_size) | {"page_size": page_size}
     engine = {
         name: str(x) if isinstance(x, Path) else x
