@@ -6,7 +6,6 @@ Only the standard library is imported up here: `--help` needs the options alone.
 import asyncio
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from experiments.cli import generate, parsing
 from experiments.cli.console import interrupts
 from experiments.cli.run import Output
 from experiments.harness import bundled
+from jaxkv import validation
 
 API_KEY = "JAXKV_API_KEY"
 """The environment variable with the key, where `--api-key` is not given."""
@@ -93,12 +93,9 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
     Raises:
       ValueError: the model, an option, or the address cannot be used.
     """
-    for name in ("fastapi", "uvicorn"):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"jaxkv serve needs {name}: install the extra 'serve', "
-                "pip install 'jaxkv[serve]'"
-            )
+    if _is_disaggregated(options):
+        validation.installed("disaggregated serving", "ray", "ray")
+    validation.installed("jaxkv serve", "serve", "fastapi", "uvicorn")
     from jaxkv.sampling import Sampling
     from jaxkv.server import SWITCH_S, AsyncEngine, http_server
 

@@ -7,7 +7,6 @@ process never joins: it has a pipe to a child that does.
 import asyncio
 import concurrent.futures
 import contextlib
-import importlib.util
 import itertools
 import os
 import queue
@@ -22,7 +21,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from jaxkv import files
+from jaxkv import files, validation
 from jaxkv.disaggregation import choice, process
 from jaxkv.disaggregation.choice import Choose
 from jaxkv.disaggregation.config import RouterConfig
@@ -80,11 +79,12 @@ class Service:
           model_name: name of the model for HTTP clients; None takes the folder's.
 
         Raises:
-          ValueError: Ray is not installed, or a worker cannot start.
+          ValueError: an extra is not installed, or a worker cannot start.
           ConnectionError: the cluster cannot be reached.
         """
-        if importlib.util.find_spec("ray") is None:
-            raise ValueError("disaggregated serving needs the extra: jaxkv[ray]")
+        validation.installed("disaggregated serving", "ray", "ray")
+        if http is not None:
+            validation.installed("http", "serve", "fastapi", "uvicorn")
         from jaxkv.disaggregation import cluster
 
         token = None

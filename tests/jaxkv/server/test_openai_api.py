@@ -503,6 +503,7 @@ def test_the_page_names_every_field() -> None:
         assert not [name for name in names if f"`{name}`" not in page.replace(".", "`")]
 
 
+@pytest.mark.thorough
 def test_the_openai_client(served: Serving) -> None:
     openai: Any = pytest.importorskip("openai")
     url = f"http://127.0.0.1:{served.port}/v1"
