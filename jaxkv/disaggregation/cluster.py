@@ -45,6 +45,9 @@ def environment(token: str | None) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
         "RAY_enable_metrics_collection": "0",
+        # Not a port, so none is opened; 44217, of all interfaces and without the token,
+        # by default.
+        "AUTOSCALER_METRIC_PORT": "-1",
         "RAY_worker_niceness": "0",  # 15 by default
     }
     return found if token is None else found | {"RAY_AUTH_TOKEN": token}
@@ -138,9 +141,7 @@ class RayLauncher:
 
 
 @contextlib.contextmanager
-def connected(
-    address: str | None, service: str, *, folder: str, ip: str = "127.0.0.1"
-) -> Generator[Launcher]:
+def connected(address: str | None, service: str, *, folder: str) -> Generator[Launcher]:
     """Connects this process to a cluster, or starts one that ends with it.
 
     The variables of `environment` must be set before this module is imported.
@@ -150,7 +151,6 @@ def connected(
       service: name of the service.
       folder: for Ray's logs and sockets, at most 40 characters; used by an embedded
         cluster alone.
-      ip: address that other nodes of an embedded cluster reach this one by.
 
     Raises:
       ConnectionError: the cluster cannot be reached.
@@ -162,7 +162,6 @@ def connected(
             "num_cpus": os.cpu_count(),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": ip,
             "_temp_dir": folder,
             "_system_config": HEALTH_CHECK,
         }
