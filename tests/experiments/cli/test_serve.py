@@ -164,8 +164,9 @@ def test_a_server_outlives_its_clients_and_ends_when_asked(
     connection.close()
     out, err = server.process.communicate(timeout=60)
     assert (server.process.returncode, out) == (143, "")
-    assert err.startswith("[")
-    assert err.count("\n") == 1
+    # A busy machine compiles for longer than the 5 s after which that is noted.
+    [line] = [x for x in err.splitlines() if not x.startswith("jaxkv: compiling, ")]
+    assert line.startswith("[")
 
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
