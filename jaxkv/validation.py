@@ -10,6 +10,7 @@ are given it, and the names of fields, with dots where they are fields of fields
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import math
 import os
@@ -103,6 +104,22 @@ def _suggesting(function: Any, title: str) -> Any:
         return function(*args, **fields)
 
     return checked
+
+
+def installed(user: str, extra: str, *modules: str) -> None:
+    """Refuses the use of modules that are not installed.
+
+    Args:
+      user: the command or feature that needs them.
+      extra: the extra of this package that brings them.
+      *modules: their names.
+
+    Raises:
+      ValueError: one is missing; the message names the extra.
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(f"{user} needs {module}: pip install 'jaxkv[{extra}]'")
 
 
 def integer(

@@ -24,6 +24,41 @@ MAX_ANSWERS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How the model is loaded and drafted for, in every command that serves one."""
+
+    speculate: Annotated[
+        Literal[
+            "ngram",
+            "jacobi",
+            "lookahead",
+            "early-exit",
+            "draft-model",
+            "medusa",
+            "eagle",
+        ]
+        | None,
+        parsing.without("one token a step"),
+    ] = None
+    """Guesses tokens and has the model check several in a step: from the text so far,
+    from its own last guesses or what it wrote looking ahead, by its first layers, by
+    --draft-model, or by --heads. The answers are the same, mostly sooner."""
+    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
+    """Tokens guessed in a step at most, at least 1."""
+    adaptive: bool = False
+    """Whether no more is guessed than pays, which is measured first."""
+    draft_model: Annotated[str | None, parsing.without("none")] = None
+    """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
+    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
+    """A folder of heads that were trained for the model, for medusa and eagle."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and pages."""
+    parallel: str = ""
+    """How the model is divided, as `jaxkv cost` has it: tp=4 divides heads, MLP and
+    vocabulary over four devices. A CPU counts as many as are asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What to answer, and how tokens are drawn."""
 
@@ -59,35 +94,7 @@ class Options:
     better ones are likely, never while they are possible."""
     chat: bool = False
     """Whether a prompt is a message to a chat model, in its own format."""
-    speculate: Annotated[
-        Literal[
-            "ngram",
-            "jacobi",
-            "lookahead",
-            "early-exit",
-            "draft-model",
-            "medusa",
-            "eagle",
-        ]
-        | None,
-        parsing.without("one token a step"),
-    ] = None
-    """Guesses tokens and has the model check several in a step: from the text so far,
-    from its own last guesses or what it wrote looking ahead, by its first layers, by
-    --draft-model, or by --heads. The answers are the same, mostly sooner."""
-    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
-    """Tokens guessed in a step at most, at least 1."""
-    adaptive: bool = False
-    """Whether no more is guessed than pays, which is measured first."""
-    draft_model: Annotated[str | None, parsing.without("none")] = None
-    """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
-    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
-    """A folder of heads that were trained for the model, for medusa and eagle."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and pages."""
-    parallel: str = ""
-    """How the model is divided, as `jaxkv cost` has it: tp=4 divides heads, MLP and
-    vocabulary over four devices. A CPU counts as many as are asked for."""
+    loading: Annotated[ModelOptions, parsing.GROUP] = ModelOptions()
 
 
 def generate(model: str, options: Options) -> Output:
@@ -188,7 +195,7 @@ def _asks(options: Options) -> list[Any]:
         if value not in (nothing, getattr(Options, name)):
             why = "beam search draws nothing" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
-    check_drafting(options)
+    check_drafting(options.loading)
     # Options of draws have the names that `Sampling` has for them.
     given, known = vars(options), {x.name for x in dataclasses.fields(Sampling)}
     how: dict[str, Any] = {name: given[name] for name in given if name in known}
@@ -229,7 +236,7 @@ def _summary(
     return f"[{said}]"
 
 
-def check_drafting(options: Any) -> None:
+def check_drafting(options: ModelOptions) -> None:
     """Refuses what says how to guess where nothing is guessed, and no draft at all.
 
     Raises:
@@ -245,7 +252,7 @@ def check_drafting(options: Any) -> None:
 
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
-    read = read_model(model, options)
+    read = read_model(model, options.loading)
     loaded, page_size = read.loaded, read.page_size
     tokenizer = loaded.tokenizer
     if options.chat:
@@ -262,7 +269,7 @@ def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
     max_slots = max(max_slots, _power_of_two(num_sequences))
     engine = load_engine(
         read,
-        options,
+        options.loading,
         num_pages=max_slots * -(-max_length // page_size),
         max_slots=max_slots,
         max_length=max_length,
@@ -285,7 +292,7 @@ class ReadModel(NamedTuple):
     """`checkpoints.Loaded`; has a tokenizer."""
 
 
-def read_model(model: str, options: Any) -> ReadModel:
+def read_model(model: str, options: ModelOptions) -> ReadModel:
     """Reads a model as `--dtype` and `--parallel` ask.
 
     Raises:
@@ -302,12 +309,12 @@ def read_model(model: str, options: Any) -> ReadModel:
     return ReadModel(model, folder, mesh, page_size, loaded)
 
 
-def load_engine(read: ReadModel, options: Any, **bounds: Any) -> Any:
+def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
     """Makes an engine of a model, with the speculation that the options ask for.
 
     Args:
       read: the model.
-      options: those of a command that takes the flags of speculation.
+      options: how it is drafted for.
       **bounds: fields of `EngineConfig`, `page_size` apart.
     """
     from jaxkv.serving.engine import Engine
@@ -323,7 +330,7 @@ def load_engine(read: ReadModel, options: Any, **bounds: Any) -> Any:
     )
 
 
-def speculation_fields(model: str, options: Any) -> dict[str, Any]:
+def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
     """Returns arguments of `Engine.load`: dtype, and the speculation asked for."""
     from jaxkv.speculation import head_folders
 

@@ -21,6 +21,8 @@ def without(said: str, help: str | None = None) -> object:
     return tyro.conf.arg(help=help, help_behavior_hint=f"(default: {said})")
 
 
+GROUP = tyro.conf.arg(name="")
+"""Annotates a field whose own fields are flags without a prefix."""
 MAX_SECONDS = (
     "Seconds of work after which it stops as after Ctrl-C; status 75 says that the "
     "same command goes on from there."
@@ -49,7 +51,7 @@ def changes(base: Any, folder: str) -> Any:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Options:
-        settings: Annotated[config_type, tyro.conf.arg(name="")] = base
+        settings: Annotated[config_type, GROUP] = base
         out: Annotated[Path | None, no_none, in_folder] = None
         config: Annotated[Path | None, no_none, named] = None
         max_seconds: Annotated[float, no_none, no_end] = math.inf
@@ -104,7 +106,9 @@ def _one_line(framed: str) -> str:
         elif sections[-1]:
             sections.append([])
     said = re.sub(
-        r"^Error parsing (settings(\.|: )?|[A-Z]\w*: )?", "", " ".join(sections[0])
+        r"^Error parsing ((settings|loading)(\.|: )?|[A-Z]\w*: )?",
+        "",
+        " ".join(sections[0]),
     )
     said = re.sub("'None', |, 'None'", "", said)  # which no flag takes
     near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]

@@ -6,19 +6,19 @@ Only the standard library is imported up here: `--help` needs the options alone.
 import asyncio
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, TextIO
 
 from experiments.cli import generate, parsing
 from experiments.cli.console import interrupts
 from experiments.cli.run import Output
 from experiments.harness import bundled
+from jaxkv import validation
 
 API_KEY = "JAXKV_API_KEY"
 """The environment variable with the key, where `--api-key` is not given."""
@@ -65,32 +65,6 @@ class Options:
     """Whether requests share the K and V of the tokens that they begin with."""
     seed: int = 0
     """Of the draws of requests that bring no seed."""
-    speculate: Annotated[
-        Literal[
-            "ngram",
-            "jacobi",
-            "lookahead",
-            "early-exit",
-            "draft-model",
-            "medusa",
-            "eagle",
-        ]
-        | None,
-        parsing.without("one token a step"),
-    ] = None
-    """As `jaxkv generate` has it, like the next four."""
-    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
-    """Tokens guessed in a step at most, at least 1."""
-    adaptive: bool = False
-    """Whether no more is guessed than pays, which is measured first."""
-    draft_model: Annotated[str | None, parsing.without("none")] = None
-    """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
-    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
-    """A folder of heads that were trained for the model, for medusa and eagle."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and pages."""
-    parallel: str = ""
-    """How the model is divided, as `jaxkv cost` has it."""
     decode: Annotated[int | None, parsing.without("one engine, without Ray")] = None
     """Ray workers that answer; needs the extra `ray`, like the next three."""
     prefill: Annotated[int | None, parsing.without("decode workers read")] = None
@@ -99,6 +73,9 @@ class Options:
     """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
     service: Annotated[str | None, parsing.without("drawn")] = None
     """Name under which routers of one cluster share workers."""
+    loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
+        default_factory=generate.ModelOptions
+    )
 
 
 def serve(model: str, options: Options, documents: TextIO | None = None) -> Output:
@@ -116,25 +93,22 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
     Raises:
       ValueError: the model, an option, or the address cannot be used.
     """
-    for name in ("fastapi", "uvicorn"):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"jaxkv serve needs {name}: install the extra 'serve', "
-                "pip install 'jaxkv[serve]'"
-            )
+    if _is_disaggregated(options):
+        validation.installed("disaggregated serving", "ray", "ray")
+    validation.installed("jaxkv serve", "serve", "fastapi", "uvicorn")
     from jaxkv.sampling import Sampling
     from jaxkv.server import SWITCH_S, AsyncEngine, http_server
 
     key, is_given = _key(options)
-    generate.check_drafting(options)
+    generate.check_drafting(options.loading)
     if _is_disaggregated(options):
         return _serve_workers(model, options, key, is_given, documents)
-    read = generate.read_model(model, options)
+    read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
     with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
         bounds = _bounds(options, longest, read.page_size)
-        engine = generate.load_engine(read, options, **bounds)
+        engine = generate.load_engine(read, options.loading, **bounds)
         # Compiles all programs, before anyone waits.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
         # From here on the event loop and the engine take turns.
@@ -174,9 +148,9 @@ def _serve_workers(
             "without --decode, workers of another process are shared: give --address "
             "and --service"
         )
-    degrees = generate.mesh_degrees(options.parallel)
+    degrees = generate.mesh_degrees(options.loading.parallel)
     page_size = generate.PAGE_SIZE * degrees["context"]
-    engine = generate.speculation_fields(model, options)
+    engine = generate.speculation_fields(model, options.loading)
     engine |= _bounds(options, longest, page_size) | {"page_size": page_size}
     engine = {
         name: str(x) if isinstance(x, Path) else x
@@ -189,7 +163,7 @@ def _serve_workers(
         for role, num in counts.items()
         for _ in range(num)
     ]
-    signals: list[int] = []
+    name, signals = options.name or Path(model).name, list[int]()
     with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
         front = HttpFront(
             descriptor=taken.fileno(),
@@ -214,9 +188,9 @@ def _serve_workers(
                 address=options.address,
                 name=options.service,
                 http=front,
+                model_name=name,
             ) as service:
                 shown = {} if is_given else {"api_key": key}
-                name = options.name or Path(model).name
                 _announce(http_server.url_of(taken), name, service, shown, documents)
                 while not signals and not service.wait(0.2):
                     pass

@@ -5,15 +5,15 @@
 """
 
 from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
+from jaxkv.disaggregation.config import RouterConfig
+from jaxkv.disaggregation.members import WorkerLostError
 from jaxkv.disaggregation.process import HttpFront
 from jaxkv.disaggregation.router import (
     ReplayError,
     RequestCancelledError,
     RoutedAnswer,
     Router,
-    RouterConfig,
     Transfer,
-    WorkerLostError,
 )
 from jaxkv.disaggregation.service import Service, ServiceLostError
 from jaxkv.disaggregation.worker import Worker, WorkerSpec

@@ -16,7 +16,7 @@ import ray.exceptions
 from ray import cloudpickle
 from ray.util import list_named_actors
 
-from jaxkv.disaggregation.router import Launcher, WorkerHandle
+from jaxkv.disaggregation.members import Launcher, WorkerHandle
 from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, Worker, WorkerSpec
 from jaxkv.sampling import Sampling
 
@@ -45,13 +45,16 @@ def environment(token: str | None) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
         "RAY_enable_metrics_collection": "0",
+        # Not a port, so none is opened; 44217, of all interfaces and without the token,
+        # by default.
+        "AUTOSCALER_METRIC_PORT": "-1",
         "RAY_worker_niceness": "0",  # 15 by default
     }
     return found if token is None else found | {"RAY_AUTH_TOKEN": token}
 
 
 class RayHandle:
-    """Calls to one actor. Implements `router.WorkerHandle`."""
+    """Calls to one actor. Implements `members.WorkerHandle`."""
 
     def __init__(self, actor: Any):
         self.actor = actor
@@ -94,7 +97,7 @@ class RayHandle:
 
 
 class RayLauncher:
-    """Starts workers of one service as actors. Implements `router.Launcher`.
+    """Starts workers of one service as actors. Implements `members.Launcher`.
 
     Args:
       service: name of the service; routers of the same name share workers.
@@ -105,7 +108,7 @@ class RayLauncher:
         self._actor = ray.remote(Worker)
 
     def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """See `router.Launcher`."""
+        """See `members.Launcher`."""
         actor = self._actor.options(
             name=name,
             namespace=self._service,
@@ -122,7 +125,7 @@ class RayLauncher:
         return RayHandle(actor)
 
     def find(self) -> Mapping[str, WorkerHandle]:
-        """See `router.Launcher`."""
+        """See `members.Launcher`."""
         found = {}
         for named in list_named_actors(all_namespaces=True):
             if named["namespace"] == self._service:
@@ -132,15 +135,13 @@ class RayLauncher:
         return found
 
     def kill(self, name: str, handle: WorkerHandle) -> None:
-        """See `router.Launcher`."""
+        """See `members.Launcher`."""
         assert isinstance(handle, RayHandle)
         ray.kill(handle.actor)
 
 
 @contextlib.contextmanager
-def connected(
-    address: str | None, service: str, *, folder: str, ip: str = "127.0.0.1"
-) -> Generator[Launcher]:
+def connected(address: str | None, service: str, *, folder: str) -> Generator[Launcher]:
     """Connects this process to a cluster, or starts one that ends with it.
 
     The variables of `environment` must be set before this module is imported.
@@ -150,7 +151,6 @@ def connected(
       service: name of the service.
       folder: for Ray's logs and sockets, at most 40 characters; used by an embedded
         cluster alone.
-      ip: address that other nodes of an embedded cluster reach this one by.
 
     Raises:
       ConnectionError: the cluster cannot be reached.
@@ -162,7 +162,6 @@ def connected(
             "num_cpus": os.cpu_count(),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": ip,
             "_temp_dir": folder,
             "_system_config": HEALTH_CHECK,
         }

@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv.disaggregation.router import Router, RouterConfig
+from jaxkv.disaggregation.config import RouterConfig
+from jaxkv.disaggregation.router import Router
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.models import checkpoints
 from jaxkv.server import SWITCH_S

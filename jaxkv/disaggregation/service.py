@@ -7,12 +7,12 @@ process never joins: it has a pipe to a child that does.
 import asyncio
 import concurrent.futures
 import contextlib
-import importlib.util
 import itertools
 import os
 import queue
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +22,12 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from jaxkv import files
+from jaxkv import files, validation
 from jaxkv.disaggregation import choice, process
 from jaxkv.disaggregation.choice import Choose
+from jaxkv.disaggregation.config import RouterConfig
 from jaxkv.disaggregation.process import Call, HttpFront, Reply, Setup
-from jaxkv.disaggregation.router import RoutedAnswer, RouterConfig
+from jaxkv.disaggregation.router import RoutedAnswer
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Event
@@ -58,6 +59,7 @@ class Service:
         config: RouterConfig | None = None,
         choose: Choose = choice.prefix_affinity,
         http: HttpFront | None = None,
+        model_name: str | None = None,
     ):
         """Starts everything and waits until the workers serve.
 
@@ -75,13 +77,15 @@ class Service:
           config: times and bounds of the router.
           choose: chooses a worker for each phase of a request.
           http: serves OpenAI's API as well, from the router's process.
+          model_name: name of the model for HTTP clients; None takes the folder's.
 
         Raises:
-          ValueError: Ray is not installed, or a worker cannot start.
+          ValueError: an extra is not installed, or a worker cannot start.
           ConnectionError: the cluster cannot be reached.
         """
-        if importlib.util.find_spec("ray") is None:
-            raise ValueError("disaggregated serving needs the extra: jaxkv[ray]")
+        validation.installed("disaggregated serving", "ray", "ray")
+        if http is not None:
+            validation.installed("http", "serve", "fastapi", "uvicorn")
         from jaxkv.disaggregation import cluster
 
         token = None
@@ -105,7 +109,7 @@ class Service:
             service=name or f"jaxkv-{secrets.token_hex(4)}",
             scratch=self._scratch,
             folder=str(folder),
-            model_name=folder.name,
+            model_name=model_name or folder.name,
             specs=tuple(specs),
             config=RouterConfig() if config is None else config,
             choose=cluster.dumps(choose),
@@ -337,6 +341,11 @@ class Service:
         for number in [*self._replies]:
             if (receive := self._replies.pop(number, None)) is not None:
                 receive(Reply(number, "error", ServiceLostError(self._reason())))
+        # Ray's agents are of the same process group; without this they outlive a lost
+        # head by 65 s. Never later, when the number may be of another group.
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            self._process.wait(5)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _reason(self) -> str:
         """Describes how the router's process ended."""

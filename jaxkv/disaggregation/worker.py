@@ -24,6 +24,7 @@ from jaxkv.disaggregation import identity, page_messages
 from jaxkv.disaggregation.page_messages import PageMessage
 from jaxkv.parallel import mesh as meshes
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import StallError
 from jaxkv.server import SWITCH_S, AsyncEngine
 from jaxkv.serving import Engine, Event
 
@@ -83,8 +84,8 @@ class Report(NamedTuple):
 
     attempt: Attempt
     event: Event | None = None
-    refusal: str | None = None
-    """The request cannot be served; the reason."""
+    refusal: ValueError | StallError | None = None
+    """The error of a request that no attempt can serve."""
     failure: str | None = None
     """The engine has failed; the worker is of no further use."""
 
@@ -207,12 +208,19 @@ class Worker:
 
         Raises:
           ValueError: the prompt cannot be served.
+          StallError: the policy never reads the prompt.
           RuntimeError: the engine has failed, or the attempt was cancelled.
         """
         try:
             return await self._start_task(attempt, self._prefill(tokens, salt))
         except asyncio.CancelledError:
             raise RuntimeError("the attempt was cancelled") from None
+        except (ValueError, StallError):
+            raise
+        except Exception as error:
+            # Without a report, the router would keep a worker that reads no prompt.
+            self._post(Report(attempt, failure=str(error)))
+            raise
 
     async def bring(self, header: str, payload: np.ndarray) -> int:
         """Puts another worker's pages into the prefix cache; returns how many are in.
@@ -285,8 +293,8 @@ class Worker:
             async with contextlib.aclosing(stream):
                 async for event in stream:
                     self._post(Report(attempt, event=event))
-        except ValueError as error:
-            self._post(Report(attempt, refusal=str(error)))
+        except (ValueError, StallError) as error:
+            self._post(Report(attempt, refusal=type(error)(str(error))))
         except Exception as error:
             self._post(Report(attempt, failure=str(error)))
 

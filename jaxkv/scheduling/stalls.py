@@ -20,6 +20,9 @@ MAX_STEPS = 64
 class StallError(RuntimeError):
     """The policy makes no progress; the message names it and a request that waits."""
 
+    request_id: int | None = None
+    """Name of that request; None in a simulation."""
+
 
 class StepCounter:
     """Counts the latest steps without progress, of one engine."""
@@ -70,19 +73,24 @@ class StepCounter:
             self.num_steps += num_rows.size
 
 
-def error(policy: Any, request: str, *, has_pages: bool) -> StallError:
+def error(
+    policy: Any, request: str, *, has_pages: bool, request_id: int | None = None
+) -> StallError:
     """Makes the error.
 
     Args:
       policy: the policy.
       request: name and size of a request that waits.
       has_pages: False if the last plan asked for more pages than there are.
+      request_id: its name, in an engine.
     """
     name = type(policy).__name__
     cause = "it must admit requests and feed rows"
     if not has_pages:
         cause = "its plan needs more pages than there are"
-    return StallError(
+    found = StallError(
         f"policy {name} made no progress for {MAX_STEPS} steps while {request} waits: "
         f"{cause}"
     )
+    found.request_id = request_id
+    return found

@@ -114,7 +114,7 @@ class Service:
 
     def error_of(self, error: Exception) -> ApiError:
         """Returns the answer to an exception of a request in progress."""
-        if self.is_stopping and type(error) is RuntimeError:
+        if self.is_stopping and isinstance(error, RuntimeError):
             error = OverloadedError(_STOPPING)
         return api_error(error)
 

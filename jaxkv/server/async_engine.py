@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxkv import validation
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import StallError
 from jaxkv.serving import Engine, Event
 
 SWITCH_S = 1e-4
@@ -22,7 +23,7 @@ class _Listener(NamedTuple):
     """The receiver of the events of one request."""
 
     loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[Event | None]
+    events: asyncio.Queue[Event | StallError | None]
     """None once the engine has failed or is closed."""
 
 
@@ -100,6 +101,8 @@ class AsyncEngine:
                 if event is None:
                     self._refuse_if_over()
                     continue
+                if isinstance(event, StallError):
+                    raise event
                 is_complete = event.completion is not None
                 yield event
         finally:
@@ -160,13 +163,25 @@ class AsyncEngine:
                 self._has_work.wait()
                 self._has_work.clear()
                 while core.owes() and not self._is_closed:
-                    core.turn()
+                    try:
+                        core.turn()
+                    except StallError as error:
+                        self._end_stalled(error)
                     self._deliver(core.tracker.events)
         except Exception as error:
             line = str(error).partition("\n")[0]
             self._failure = f"the engine has failed; {type(error).__name__}: {line}"
         for loop, events in list(self._listeners.values()):
             _call(loop, events.put_nowait, None)
+
+    def _end_stalled(self, error: StallError) -> None:
+        """Ends the request that an error names; the engine goes on without it."""
+        name = error.request_id
+        assert name is not None
+        self._deliver(self.engine.core.tracker.events)
+        if (listener := self._listeners.pop(name, None)) is not None:
+            _call(listener.loop, listener.events.put_nowait, error)
+        self.engine.cancel(name)
 
     def _deliver(self, events: collections.deque[Event]) -> None:
         """Hands the events of one engine call to each loop in one call."""
@@ -182,7 +197,7 @@ class AsyncEngine:
                     self.engine.cancel(name)
 
 
-def _put_all(pairs: list[tuple[asyncio.Queue[Event | None], Event]]) -> None:
+def _put_all(pairs: list[tuple[asyncio.Queue[Any], Event]]) -> None:
     for queue, event in pairs:
         queue.put_nowait(event)
 

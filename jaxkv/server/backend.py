@@ -62,6 +62,8 @@ class Backend(Protocol):
           ValueError: the request cannot be served; raised before the first event.
           TimeoutError: the deadline has passed.
           OverloadedError: there is no room now; raised before the first event.
+          StallError: the scheduling policy never serves the request; the backend goes
+            on with the rest.
           RuntimeError: the backend has failed or is closed.
         """
         ...

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxkv import validation
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import StallError
 from jaxkv.server.backend import Backend, OverloadedError
 
 DEADLINE_HEADER = "x-deadline-s"
@@ -66,6 +67,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(503, line, kind="server_error", code="overloaded")
     if isinstance(error, ConnectionError):  # the workers are gone; others may come
         return ApiError(503, line, kind="server_error", code="unavailable")
+    if isinstance(error, StallError):
+        return ApiError(500, line, kind="server_error", code="stalled")
     return ApiError(500, line, kind="server_error")
 
 

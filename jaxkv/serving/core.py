@@ -441,9 +441,10 @@ class EngineCore:
         if idle.num_steps < stalls.MAX_STEPS or record is None:
             return
         idle.reset()
-        request = f"request_id={record.request_id}, {len(record.prompt)} prompt tokens,"
+        name = record.request_id
+        request = f"request_id={name}, {len(record.prompt)} prompt tokens,"
         has_pages = bool(info.enough[-1])
-        raise stalls.error(call.policy, request, has_pages=has_pages)
+        raise stalls.error(call.policy, request, has_pages=has_pages, request_id=name)
 
     def _copy_table(self) -> Any:
         """Copies what `page_table` shows, before the next call consumes the state."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv import validation
 from jaxkv.models import transformer
 from scaling.corpora import Corpus, corpora
 from scaling.sweeps import branching, grid
@@ -183,10 +184,9 @@ def connect(config: SweepConfig) -> Any:
     """
     if config.executor != "ray":
         return None
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("executor ray: ray is missing; install jaxkv[ray]") from None
+    validation.installed("executor ray", "ray", "ray")
+    import ray
+
     if ray.is_initialized():
         return ray
     try:

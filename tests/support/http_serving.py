@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import StallError
 from jaxkv.server import app, http_server
 from jaxkv.serving import Completion, Event
 from jaxkv.serving.outputs import FinishedAnswer
@@ -22,8 +23,8 @@ class Scripted:
     """A backend that answers with the prompt's letters, each one letter on.
 
     A prompt that begins with "wait" gets one token and then waits until `go`; one with
-    "fail" a failure after one token; one with "nan" an answer that broke down. Sample i
-    repeats its first letter i times.
+    "fail" a failure after one token; one with "nan" an answer that broke down; one with
+    "stall" is never served. Sample i repeats its first letter i times.
     """
 
     model_name, max_length = "scripted", 64
@@ -55,6 +56,8 @@ class Scripted:
         if 256 in prompt:
             raise ValueError("token id 256 must be in [0, 256)")
         text = self.tokenizer.decode(prompt)
+        if text.startswith("stall"):
+            raise StallError("policy Moody made no progress")
         self.running += 1
         try:
             answers = [self._answer(prompt, sampling, i) for i in range(sampling.n)]

@@ -1,12 +1,14 @@
 """Policies that stall, thrash, mask or wait: one type, so that they share a program."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import jaxkv
+from jaxkv.models import paged
 from jaxkv.scheduling import fcfs
+from tests.support import engines
 
 PLAIN, REFUSES, THRASHES, SHORTEST, FILLS, PAUSES = range(6)
 
@@ -46,3 +48,22 @@ class Moody(NamedTuple):
                 thrashes, jnp.minimum(plan.head_rows, 2), plan.head_rows
             ),
         )
+
+
+def make_engine(mood: int = PLAIN, *, tokenizer: Any = None) -> jaxkv.Engine:
+    """An engine of the small model, with one of these policies."""
+    pages = paged.make_pages(engines.MODEL, engines.SERVED)
+    return jaxkv.Engine(
+        engines.params(),
+        paged.PagedForward(engines.MODEL),
+        pages,
+        engines.SERVED,
+        policy=Moody(jnp.int32(mood)),
+        tokenizer=tokenizer,
+        eos_ids=(),
+    )
+
+
+def with_mood(engine: jaxkv.Engine, mood: int) -> jaxkv.Engine:
+    engine.policy = Moody(jnp.int32(mood))
+    return engine

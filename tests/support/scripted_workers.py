@@ -78,7 +78,8 @@ class ScriptedWorker:
     ) -> None:
         await self._alive()
         if len(prompt) > 60:
-            self.post(Report(attempt, refusal=f"len(prompt)={len(prompt)}"))
+            refusal = ValueError(f"len(prompt)={len(prompt)}")
+            self.post(Report(attempt, refusal=refusal))
             return
         work = self._answer(attempt, prompt, sampling, key_id)
         self.running[attempt] = task = asyncio.create_task(work)

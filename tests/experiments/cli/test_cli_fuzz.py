@@ -133,6 +133,8 @@ class Fuzz:
         known = OF_RUNS
         if command in OPTIONS:
             known = [field.name for field in dataclasses.fields(OPTIONS[command])]
+            if command == "generate":
+                known += [x.name for x in dataclasses.fields(generate.ModelOptions)]
         words = []
         for _ in range(self._rng.choice([0, 1, 1, 2, 3])):
             name = self._rng.choice([*known, "bogus"]).replace("_", "-")

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from http import client
@@ -34,7 +35,7 @@ def test_without_the_extra_it_is_named(
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
     needs = "fastapi" if find("fastapi") is None else "uvicorn"
-    line = f"jaxkv serve needs {needs}: install the extra 'serve'"
+    line = f"jaxkv serve needs {needs}: pip install 'jaxkv[serve]'"
     assert_refused(jaxkv, "serve stdlib-bytes", line)
 
 
@@ -163,8 +164,9 @@ def test_a_server_outlives_its_clients_and_ends_when_asked(
     connection.close()
     out, err = server.process.communicate(timeout=60)
     assert (server.process.returncode, out) == (143, "")
-    assert err.startswith("[")
-    assert err.count("\n") == 1
+    # A busy machine compiles for longer than the 5 s after which that is noted.
+    [line] = [x for x in err.splitlines() if not x.startswith("jaxkv: compiling, ")]
+    assert line.startswith("[")
 
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -195,11 +197,55 @@ def test_without_ray_its_extra_is_named(
     def without(name: str, *args: Any) -> Any:
         return None if name == "ray" else find(name, *args)
 
-    if not HAS_EXTRA:
-        pytest.skip("needs the extra 'serve'")
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    line = "disaggregated serving needs the extra: jaxkv[ray]"
+    line = "disaggregated serving needs ray: pip install 'jaxkv[ray]'"
     assert_refused(jaxkv, f"serve {folders.TOKENIZED} --port 0 --decode 1", line)
+
+
+WITHOUT_EXTRAS = """
+import sys
+for name in ("ray", "fastapi", "uvicorn", "pyarrow"):
+    sys.modules[name] = None
+import jaxkv
+from jaxkv import disaggregation, server
+from experiments.cli import main
+
+for package in (jaxkv, disaggregation):
+    for name in package.__all__:
+        getattr(package, name)
+assert server.AsyncEngine and server.Backend
+for line in sys.argv[1:]:
+    print(main.main(line.split()))
+"""
+
+
+@pytest.mark.thorough
+def test_without_extras_commands_work_and_name_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "log.parquet").write_bytes(b"PAR1" * 4)
+    model = folders.TOKENIZED
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-c", WITHOUT_EXTRAS),
+            "cost llama-2-7b --json",
+            f"generate {model} --prompt a --max-tokens 2 --json",
+            f"serve {model}",
+            f"serve {model} --decode 1",
+            f"fit {tmp_path}/log.parquet",
+            f"sweep smoke --out {tmp_path}/sweep --executor ray",
+        ],
+        cwd=folders.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    statuses = [x for x in ran.stdout.splitlines() if x in "02"]
+    assert statuses == ["0", "0", "2", "2", "2", "2"], ran.stderr
+    lines = [x for x in ran.stderr.splitlines() if "pip install" in x]
+    extras = [x.rpartition("pip install ")[2] for x in lines]
+    assert extras == [
+        f"'jaxkv[{extra}]'" for extra in ("serve", "ray", "tables", "ray")
+    ], ran.stderr
 
 
 @pytest.mark.thorough
@@ -211,13 +257,18 @@ def test_ray_workers_answer_over_http(
 ) -> None:
     model = engines.save_tiny_model(tmp_path / "tiny", max_positions=64)
     monkeypatch.setenv("JAXKV_API_KEY", KEY)
-    flags = "--port 0 --json --max-length 64 --decode 1 --prefill 1".split()
+    flags = "--port 0 --json --max-length 64 --decode 1 --prefill 1 --name own".split()
     code = "import sys; from experiments.cli import main; sys.exit(main.main())"
     server = Server(popen("-c", code, "serve", model, *flags))
     roles = {x["role"]: x for x in server.status["workers"]}
     assert {*roles} == {"prefill", "decode"}
     asked = dict(prompt="def f(x): return x + 1", max_tokens=12, seed=5)
     text = server.text(**asked)
+    with contextlib.closing(server.connect()) as connection:
+        head = {"Authorization": f"Bearer {KEY}"}
+        connection.request("GET", "/v1/models", headers=head)
+        [listed] = json.loads(connection.getresponse().read())["data"]
+    assert listed["id"] == server.status["model"] == "own"
     os.kill(roles["decode"]["pid"], signal.SIGKILL)
     assert server.text(**asked) == text
     # The loss of the head is one line, and no process is left.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv import Sampling
+from jaxkv import Sampling, StallError
 from jaxkv.disaggregation import (
     Candidate,
     ReplayError,
@@ -183,6 +183,25 @@ async def test_without_a_worker_that_can_start_requests_fail_at_once() -> None:
 
 
 @runs
+async def test_failures_of_an_unknown_kind_leave_no_request_waiting() -> None:
+    config = RouterConfig(backoff_s=0.001, max_restarts=0)
+    async with routing(DECODE, config=config) as (router, launcher):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+
+        def fail(*_: Any) -> Any:
+            raise LookupError("no node has room")
+
+        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        await until(lambda: worker.running)
+        for target, name in ((launcher, "start"), (worker, "_alive")):
+            setattr(target, name, fail)
+        worker.post(next(iter(_reports(worker))))  # the poll under way returns
+        with pytest.raises(WorkerLostError, match="no decode worker is left"):
+            await asked
+
+
+@runs
 async def test_a_worker_that_stops_answering_is_killed_and_replaced() -> None:
     async with routing(DECODE) as (router, launcher):
         [worker] = launcher.workers.values()
@@ -211,7 +230,7 @@ async def test_lost_pages_cost_no_attempt() -> None:
         assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 0)
         reader.pace_s = 3600
         asked = asyncio.create_task(router.answer([5, *PROMPT], ASK, key_id=2))
-        await until(lambda: any(x.requests for x in router.members.values()))
+        await until(lambda: any(x.attempts for x in router.members.values()))
         reader.kill()
         answer = await asked
         assert answer.completion.tokens == tokens_of([5, *PROMPT], ASK, 2, 0)
@@ -267,10 +286,10 @@ async def test_answers_of_an_abandoned_attempt_are_dropped() -> None:
         asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: first.running)
         [late] = first.running
-        router._lose(router.members[first.name], "a test")
+        router._members.lose(router.members[first.name], "a test")
         # The lost worker goes on, and its reports arrive all the same.
         wrong = Report(late, event=Event(7, [1], "wrong", None))
-        router._dispatch(wrong)
+        router._deliver(wrong)
         answer = await asked
         assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
         assert answer.num_attempts == 2
@@ -288,6 +307,24 @@ async def test_refusals_are_not_retried() -> None:
         with pytest.raises(ValueError, match="deadline_s"):
             await router.answer(PROMPT, ASK, deadline_s=-1.0)
         assert router.status()["running"] == 0
+
+
+@runs
+async def test_a_stalled_request_costs_no_worker_and_no_further_attempt() -> None:
+    async with routing(DECODE) as (router, launcher):
+        [worker] = launcher.workers.values()
+        worker.pace_s = 3600
+        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        await until(lambda: worker.running)
+        [attempt] = worker.running
+        worker.post(Report(attempt, refusal=StallError("no progress")))
+        with pytest.raises(StallError, match="no progress"):
+            await asked
+        assert attempt.number == 1
+        worker.pace_s = 0.0
+        answer = await router.answer(PROMPT, ASK, key_id=1)
+        assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
+        assert not launcher.killed
 
 
 @runs

@@ -1,9 +1,11 @@
 """Disaggregated serving on a Ray cluster: one for the whole module."""
 
 import asyncio
+import collections
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -136,20 +138,48 @@ def processes_of(pid: int) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
-def ports_of(pid: int) -> dict[int, str]:
-    """Ports that a process and its children listen on, with the process's name."""
-    found = {}
+class Port(NamedTuple):
+    """A port that a process listens on."""
+
+    process: str
+    pid: int
+    address: str
+    number: int
+
+
+def ports_of(pid: int) -> list[Port]:
+    """Ports that a router and its children listen on; UDP ones as well."""
+    found = []
     for process in processes_of(pid):
         with contextlib.suppress(psutil.Error):
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    found[connection.laddr.port] = process.name()
+            name = "the router" if process.pid == pid else process.name()
+            for each in process.net_connections("inet"):
+                if each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM:
+                    found.append(Port(name, process.pid, *each.laddr))
     return found
 
 
+def test_the_page_lists_the_ports_that_are_open(service: Service) -> None:
+    page = (ROOT / "jaxkv/disaggregation/README.md").read_text("utf-8")
+    listed = {}
+    for row in page.splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if len(cells) == 4 and cells[1][:1].isdigit():
+            names = re.findall("`([^` ]+)`", cells[0]) or cells[:1]
+            listed |= {name: (int(cells[1][0]), cells[2]) for name in names}
+    host = service.info["head"].rpartition(":")[0]
+    interfaces = {"::": "all", "0.0.0.0": "all", host: "the node's address"}
+    sockets = collections.Counter(port[:3] for port in ports_of(service.pid))
+    for (process, _, address), num in sockets.items():
+        assert (num, interfaces.get(address, address)) == listed.get(process), process
+    names = {process for process, *_ in sockets}
+    assert {"gcs_server", "raylet", "ray::Worker", "the router"} <= names
+
+
 def test_garbage_and_idle_connections_delay_nobody(service: Service) -> None:
-    ports = ports_of(service.pid)
-    assert ports
+    every = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
+    ports = [(every.get(x.address, x.address), x.number) for x in ports_of(service.pid)]
+    assert len(ports) > 5
     idle: list[socket.socket] = []
     stop = threading.Event()
 
@@ -158,7 +188,7 @@ def test_garbage_and_idle_connections_delay_nobody(service: Service) -> None:
         while not stop.is_set():
             for port in ports:
                 with contextlib.suppress(OSError):
-                    with socket.create_connection(("127.0.0.1", port), 1) as one:
+                    with socket.create_connection(port, 1) as one:
                         one.sendall(rng.bytes(256))
             time.sleep(0.05)
 
@@ -167,8 +197,8 @@ def test_garbage_and_idle_connections_delay_nobody(service: Service) -> None:
     try:
         for i in range(1100):
             with contextlib.suppress(OSError):
-                port = [*ports][i % len(ports)]
-                idle.append(socket.create_connection(("127.0.0.1", port), 1))
+                port = ports[i % len(ports)]
+                idle.append(socket.create_connection(port, 1))
         prompts = draw_prompts(3, 12)
         answers = service.generate(prompts, ASK, deadline_s=60.0)
         assert [x.completion.tokens for x in answers] == wanted(prompts, ASK)
@@ -230,19 +260,6 @@ def test_two_services_share_workers(service: Service) -> None:
         del os.environ["RAY_AUTH_TOKEN"]
 
 
-def test_a_lost_head_ends_in_one_clear_error() -> None:
-    with Service(TOKENIZED, prefill=0, decode=1, engine=ENGINE) as lost:
-        scratch = Path(lost._scratch)
-        future = lost.answer([5, 6, 7], Sampling(max_tokens=50, ignore_eos=True))
-        [head] = [x for x in processes_of(lost.pid) if x.name() == "gcs_server"]
-        head.kill()
-        assert isinstance(future.exception(timeout=60), ServiceLostError | type(None))
-        until(lambda: lost._process.poll() is not None)
-        with pytest.raises(ServiceLostError, match="the router's process has ended"):
-            lost.status()
-    assert not scratch.exists()
-
-
 ENDLESS = """
 import sys, time
 from jaxkv.disaggregation import Service
@@ -293,3 +310,20 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
 def test_what_cannot_start_is_refused() -> None:
     with pytest.raises(ValueError, match=r"address='x:1' needs the cluster's token"):
         Service(TOKENIZED, address="x:1")
+
+
+def test_a_lost_head_ends_in_one_clear_error(service: Service) -> None:
+    """The last test of the module, whose cluster it ends."""
+    scratch = Path(service._scratch)
+    future = service.answer([5, 6, 7], Sampling(max_tokens=50, ignore_eos=True))
+    left = processes_of(service.pid)
+    [head] = [x for x in left if x.name() == "gcs_server"]
+    head.kill()
+    assert isinstance(future.exception(timeout=60), ServiceLostError | type(None))
+    assert service.wait(60.0)
+    with pytest.raises(ServiceLostError, match="the router's process has ended"):
+        service.status()
+    service.close()
+    assert not scratch.exists()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from jaxkv import Sampling
 from jaxkv.disaggregation import Router, WorkerSpec, identity, page_messages, worker
 from jaxkv.disaggregation.page_messages import PageMessage
 from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, Worker
-from tests.support import engines
+from tests.support import engines, moods
 from tests.support.folders import TOKENIZED
 
 # In debug mode, as the engines of other tests, whose programs these are.
@@ -145,6 +146,59 @@ def test_an_engine_that_fails_ends_its_worker() -> None:
         assert [x.completion.tokens for x in answers] == wanted()
         assert max(x.num_attempts for x in answers) > 1
         assert broken not in launcher.workers.values()
+        await router.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.thorough
+def test_a_prefill_worker_whose_engine_fails_is_replaced() -> None:
+    async def run() -> None:
+        launcher = LocalLauncher()
+        router = Router(launcher)
+        await router.start([PREFILL, DECODE])
+        [broken, _] = launcher.workers.values()
+
+        def fail(*args: Any, **fields: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        broken.local._engine.engine.take_prefix = fail
+        answer = await router.answer(PROMPTS[0], ASK, key_id=0)
+        assert (answer.completion.tokens, answer.num_attempts) == (wanted()[0], 1)
+        while broken in launcher.workers.values() or len(launcher.workers) < 2:
+            await asyncio.sleep(0.01)
+        answer = await router.answer(PROMPTS[4], ASK, key_id=4)
+        assert answer.completion.tokens == wanted()[4]
+        assert answer.transfer.num_bytes > 0
+        await router.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.thorough
+def test_a_stalled_request_ends_and_its_worker_goes_on() -> None:
+    async def run() -> None:
+        launcher = LocalLauncher()
+        router = Router(launcher)
+        policy = moods.Moody(jnp.int32(moods.PLAIN))
+        specs = [
+            dataclasses.replace(x, engine=ENGINE | {"policy": policy})
+            for x in (PREFILL, DECODE)
+        ]
+        await router.start(specs)
+        engines = [x.local._engine.engine for x in launcher.workers.values()]
+        names = [*launcher.workers]
+        for engine in engines:
+            moods.with_mood(engine, moods.REFUSES)
+        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        failures = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(x) for x in failures} == {jaxkv.StallError}
+        for engine in engines:
+            moods.with_mood(engine, moods.PLAIN)
+        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        answers = await asyncio.gather(*asked)
+        assert [x.completion.tokens for x in answers] == wanted()
+        assert [*launcher.workers] == names
         await router.close()
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import Event, Sampling
 from jaxkv.server import AsyncEngine, Backend
-from tests.support import engines
+from tests.support import engines, moods
 from tests.support.folders import TOKENIZED
 
 PROMPTS = [np.random.default_rng(i).integers(5, 60, 3 + i).tolist() for i in range(6)]
@@ -189,6 +190,27 @@ def test_a_failure_reaches_each_stream_once_and_later_calls_at_once(
         with pytest.raises(RuntimeError, match="the engine has failed"):
             asyncio.run(again)
     served.close()
+
+
+def test_a_stalled_request_ends_with_its_error_and_the_engine_goes_on() -> None:
+    greedy = Sampling.greedy(max_tokens=4)
+    engine = moods.make_engine(moods.REFUSES)
+    with AsyncEngine(engine) as served:
+
+        async def ask(prompts: list[list[int]]) -> list[Any]:
+            asks = (events_of(served, x, greedy, deadline_s=60) for x in prompts)
+            return await asyncio.gather(*asks, return_exceptions=True)
+
+        prompts = [[7, 8, 9], [1, 2, 3, 4], [5, 6]]
+        found = asyncio.run(ask(prompts))
+        assert [type(x) for x in found] == [jaxkv.StallError] * 3
+        for prompt, error in zip(prompts, found, strict=True):
+            line = rf"while request_id=\d+, {len(prompt)} prompt tokens, waits"
+            assert re.search(line, str(error))
+        assert served.status() == {"is_ready": True, "running": 0}
+        moods.with_mood(engine, moods.PLAIN)
+        assert [len(tokens_of(x)) for x in asyncio.run(ask(prompts))] == [4] * 3
+        wait_until_idle(served)
 
 
 def test_closing_ends_what_runs() -> None:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 
+from jaxkv.disaggregation import RequestCancelledError
 from jaxkv.server import http_server, openai_requests
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
@@ -347,6 +348,12 @@ def test_failures_have_one_clear_error(served: Serving, backend: Scripted) -> No
     )
     status, error = served.error(COMPLETIONS, {"prompt": "wait", "deadline_s": 0.05})
     assert (status, error["code"]) == (504, "deadline_exceeded")
+    for prompt, stream in ((["a", "stalls"], False), ("stalls", True)):
+        fields = {"prompt": prompt, "stream": stream}
+        status, error = served.error(COMPLETIONS, fields)
+        assert (status, error["code"]) == (500, "stalled")
+        assert error["message"] == "policy Moody made no progress"
+    assert served.completion(prompt="a")["choices"][0]["text"] == "b"
     assert (
         served.error(COMPLETIONS, {"prompt": "\x00", "stream": True, "n": 0})[0] == 400
     )
@@ -451,6 +458,10 @@ def test_stopping_lets_requests_end_or_gives_one_clear_error() -> None:
         assert served.ask("/health", key=None)[0] == 503
         status, error = served.error(COMPLETIONS, {"prompt": "a"})
         assert (status, error["message"]) == (503, "the server is stopping")
+        # An engine that is closed, and a router that cancels its requests.
+        for ended in (RuntimeError("closed"), RequestCancelledError("cancelled")):
+            found = served.service.error_of(ended)
+            assert (found.status, str(found)) == (503, "the server is stopping")
         backend.go.set()
         received = b""
         while b"[DONE]" not in received:
@@ -492,6 +503,7 @@ def test_the_page_names_every_field() -> None:
         assert not [name for name in names if f"`{name}`" not in page.replace(".", "`")]
 
 
+@pytest.mark.thorough
 def test_the_openai_client(served: Serving) -> None:
     openai: Any = pytest.importorskip("openai")
     url = f"http://127.0.0.1:{served.port}/v1"

@@ -3,31 +3,27 @@
 import time
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.models import paged
 from jaxkv.scheduling import stalls
-from tests.support import engines
-from tests.support.engines import MODEL, SERVED
-from tests.support.moods import FILLS, PAUSES, PLAIN, REFUSES, SHORTEST, THRASHES, Moody
+from tests.support import engines, moods
+from tests.support.engines import SERVED
+from tests.support.moods import (
+    FILLS,
+    PAUSES,
+    PLAIN,
+    REFUSES,
+    SHORTEST,
+    THRASHES,
+    with_mood,
+)
 
 
 @pytest.fixture(scope="module")
 def shared() -> jaxkv.Engine:
-    pages = paged.make_pages(MODEL, SERVED)
-    forward = paged.PagedForward(MODEL)
-    policy = Moody(jnp.int32(PLAIN))
-    return jaxkv.Engine(
-        engines.params(), forward, pages, SERVED, policy=policy, eos_ids=()
-    )
-
-
-def with_mood(engine: jaxkv.Engine, mood: int) -> jaxkv.Engine:
-    engine.policy = Moody(jnp.int32(mood))
-    return engine
+    return moods.make_engine()
 
 
 ASK = jaxkv.Sampling.greedy(max_tokens=4)

@@ -1,0 +1,377 @@
+"""The workers of a router: they join, report, are lost and replaced, and leave.
+
+Workers are known by `WorkerHandle` alone; `cluster` implements it with Ray actors.
+"""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxkv.disaggregation import identity
+from jaxkv.disaggregation.config import RouterConfig
+from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, WorkerSpec
+from jaxkv.sampling import Sampling
+
+logger = logging.getLogger(__name__)
+
+MAX_KNOWN_PAGES = 1 << 16
+"""Pages of a worker that the router remembers."""
+RELEASE_S = 5.0
+"""Seconds that a worker may take to let a router go."""
+
+
+class WorkerLostError(ConnectionError):
+    """No worker is left that could serve a request, or too many attempts failed."""
+
+
+@runtime_checkable
+class WorkerHandle(Protocol):
+    """Calls to one worker, see `worker.Worker`.
+
+    Each raises ConnectionError once the worker is gone.
+    """
+
+    async def describe(self) -> dict[str, Any]: ...  # noqa: D102
+    async def poll(self, router: str) -> list[Report]: ...  # noqa: D102
+    async def submit(  # noqa: D102
+        self, attempt: Attempt, prompt: list[int], sampling: Sampling, key_id: int
+    ) -> None: ...
+    async def prefill(
+        self, attempt: Attempt, tokens: list[int], salt: int
+    ) -> tuple[Prefilled, Any]:
+        """Returns the result and a reference to the pages."""
+        ...
+
+    async def bring(self, pages: Any) -> int:
+        """Takes the reference that another handle's `prefill` returned."""
+        ...
+
+    def cancel(self, attempt: Attempt) -> None: ...  # noqa: D102
+    async def release(self, router: str) -> bool: ...  # noqa: D102
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """Starts, finds and kills workers."""
+
+    def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
+        """Starts a worker, or returns the one of this name that already runs."""
+        ...
+
+    def find(self) -> Mapping[str, WorkerHandle]:
+        """Returns all workers of the service, by name."""
+        ...
+
+    def kill(self, name: str, handle: WorkerHandle) -> None:
+        """Ends a worker at once."""
+        ...
+
+
+class Member:
+    """A worker as the router keeps it."""
+
+    def __init__(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None):
+        self.name, self.handle = name, handle
+        self.spec = spec
+        """None until a worker that another router started has described itself."""
+        self.is_replaced = False
+        """True while a new worker is started in its place."""
+        self.state = "starting"
+        """"starting", "serving", "draining" or "lost"."""
+        self.role = spec.role if spec is not None else "decode"
+        self.load = 0
+        self.described: dict[str, Any] = {}
+        self.attempts: set[Attempt] = set()
+        """Attempts that it works on."""
+        self.lost = asyncio.Event()
+        self.reason = ""
+        """Why it is lost."""
+        self.task: asyncio.Task[None] | None = None
+        self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+
+    @contextlib.contextmanager
+    def busy(self, attempt: Attempt, load: int) -> Generator[None]:
+        """Counts an attempt and its tokens as work of this worker."""
+        self.load += load
+        self.attempts.add(attempt)
+        try:
+            yield
+        finally:
+            self.load -= load
+            self.attempts.discard(attempt)
+
+    def cached(self, keys: Sequence[bytes]) -> int:
+        """Returns how many pages of a prompt it has had, from the first on."""
+        found = (i for i, key in enumerate(keys) if key not in self._known)
+        return next(found, len(keys))
+
+    def learn(self, keys: Sequence[bytes]) -> None:
+        """Notes that it has these pages."""
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > MAX_KNOWN_PAGES:
+            self._known.popitem(last=False)
+
+    async def unless_lost[T](self, call: Coroutine[Any, Any, T]) -> T:
+        """Waits for a call of this worker, or until the worker is lost.
+
+        Raises:
+          WorkerLostError: the worker is gone.
+        """
+        if self.state == "lost":
+            call.close()
+            raise WorkerLostError(f"worker {self.name}: {self.reason}")
+        task = asyncio.create_task(call)
+        lost = asyncio.create_task(self.lost.wait())
+        try:
+            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ConnectionError(self.reason)
+        except ConnectionError as error:
+            raise WorkerLostError(f"worker {self.name}: {error}") from error
+        finally:
+            task.cancel()
+            lost.cancel()
+
+
+class Members:
+    """All workers of one router, by name, and the tasks that watch them.
+
+    Args:
+      router: name of the router.
+      launcher: starts and finds workers.
+      config: times and bounds.
+      deliver: takes each report of a worker, and a failure for each attempt that a
+        lost worker had.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        launcher: Launcher,
+        config: RouterConfig,
+        deliver: Callable[[Report], None],
+    ):
+        self.by_name: dict[str, Member] = {}
+        self.bounds: dict[str, Any] = {}
+        """`max_length`, `seed` and `page_size` of all workers."""
+        self._router, self._launcher, self._config = router, launcher, config
+        self._deliver = deliver
+        self._identity: dict[str, str] | None = None
+        self._removed: set[str] = set()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self, specs: Sequence[WorkerSpec]) -> None:
+        """See `Router.start`."""
+        self._adopt()
+        names = [self.add(spec) for spec in specs]
+        for name in [*self.by_name]:
+            try:
+                await self.wait_for(name)
+            except ValueError:
+                if name in names:
+                    raise
+        if not self.serving("decode"):
+            raise ValueError("1 or more decode workers are needed")
+        self._background(self._discover())
+
+    def serving(self, role: str | None = None) -> list[Member]:
+        """Returns the workers of a role, or of both, that take requests."""
+        members = [m for m in self.by_name.values() if m.state == "serving"]
+        return [m for m in members if role is None or m.role == role]
+
+    def named(self, name: str) -> Member:
+        """Returns a worker.
+
+        Raises:
+          ValueError: none has the name.
+        """
+        if name not in self.by_name:
+            raise ValueError(f"{name=} must be one of {sorted(self.by_name)}")
+        return self.by_name[name]
+
+    def add(self, spec: WorkerSpec) -> str:
+        """Starts a worker; returns its name."""
+        name = f"{spec.role}-{secrets.token_hex(4)}.1"
+        self._attach(name, self._launcher.start(name, spec), spec)
+        return name
+
+    async def wait_for(self, name: str) -> None:
+        """Waits until a worker serves.
+
+        Raises:
+          ValueError: it cannot start; the message has its reason.
+        """
+        member = self.named(name)
+        while member.state == "starting":
+            await self.next_change()
+        if member.state == "lost":
+            raise ValueError(f"worker {name} did not start: {member.reason}")
+
+    async def any_serving(self, role: str) -> list[Member]:
+        """Returns the workers of a role that serve; waits while the first starts.
+
+        Raises:
+          WorkerLostError: none serves, and none is starting.
+        """
+        while not (members := self.serving(role)):
+            mine = [m for m in self.by_name.values() if m.role == role]
+            if not any(m.state == "starting" or m.is_replaced for m in mine):
+                raise WorkerLostError(f"no {role} worker is left")
+            await self.next_change()
+        return members
+
+    async def remove(self, name: str) -> None:
+        """Gives a worker no further requests, waits for its last, and leaves it."""
+        member = self.named(name)
+        self._removed.add(name)
+        if member.state == "serving":
+            member.state = "draining"
+        while member.attempts and member.state != "lost":
+            await self.next_change()
+        await self._leave(member)
+
+    def lose(self, member: Member, reason: str) -> None:
+        """Gives up a worker, ends its attempts, and starts a new one in its place."""
+        if member.state == "lost":
+            return
+        member.is_replaced = member.state == "serving"
+        member.state, member.reason = "lost", reason
+        member.lost.set()
+        logger.warning("worker %s is lost: %s", member.name, reason)
+        with contextlib.suppress(Exception):
+            self._launcher.kill(member.name, member.handle)
+        for attempt in member.attempts:
+            self._deliver(Report(attempt, failure=reason))
+        if member.is_replaced:
+            self._removed.add(member.name)
+            self._background(self._replace(member))
+        self.note_change()
+
+    async def close(self) -> None:
+        """Leaves all workers; those without a router end."""
+        for task in [*self._tasks]:
+            task.cancel()
+        members = list(self.by_name.values())
+        await asyncio.gather(*map(self._leave, members), return_exceptions=True)
+
+    def note_change(self) -> None:
+        """Wakes everything that waits for `next_change`."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def next_change(self) -> None:
+        """Waits until a worker's state, or its work, changes."""
+        await self._changed.wait()
+
+    def _attach(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None) -> None:
+        self.by_name[name] = member = Member(name, handle, spec)
+        member.task = self._background(self._keep(member))
+
+    def _adopt(self) -> None:
+        """Attaches to workers that other routers started."""
+        for name, handle in self._launcher.find().items():
+            if name not in self.by_name and name not in self._removed:
+                self._attach(name, handle, None)
+
+    async def _discover(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.discover_s)
+            try:
+                self._adopt()
+            except Exception as error:
+                logger.warning("workers cannot be listed: %s", error)
+
+    async def _keep(self, member: Member) -> None:
+        """Waits until a worker is ready, then collects its reports until it is lost."""
+        config = self._config
+        try:
+            described = await asyncio.wait_for(
+                member.handle.describe(), config.start_timeout_s
+            )
+            self._welcome(member, described)
+            while True:
+                reports = await asyncio.wait_for(
+                    member.handle.poll(self._router), config.heartbeat_s
+                )
+                for report in reports:
+                    if report.failure is not None:
+                        raise ConnectionError(report.failure)
+                    self._deliver(report)
+        except TimeoutError:
+            self.lose(member, "it has stopped answering")
+        except Exception as error:
+            self.lose(member, str(error))
+
+    def _welcome(self, member: Member, described: dict[str, Any]) -> None:
+        """Takes a worker that is ready among those that serve.
+
+        Raises:
+          ValueError: it could not load its model, or serves another one.
+        """
+        if described["failure"] is not None:
+            raise ValueError(described["failure"])
+        bounds = {key: described[key] for key in ("max_length", "seed", "page_size")}
+        if self._identity is None:
+            self._identity, self.bounds = described["identity"], bounds
+        differs = identity.difference(described["identity"], self._identity)
+        for key, value in bounds.items():
+            if value != self.bounds[key]:
+                differs = differs or f"{key}={value} must be {self.bounds[key]}"
+        if differs is not None:
+            raise ValueError(f"workers must serve one model: {differs}")
+        member.described, member.spec = described, described["spec"]
+        member.role = described["spec"].role
+        member.state = "serving"
+        self.note_change()
+
+    async def _replace(self, member: Member) -> None:
+        """Starts new workers in place of a lost one until one serves."""
+        assert member.spec is not None
+        base, _, generation = member.name.rpartition(".")
+        for more in range(self._config.max_restarts + 1):
+            if more > 0:
+                await asyncio.sleep(min(2.0 ** (more - 1), 30))
+            # Routers that share the worker agree on the name, so one is started.
+            name = f"{base}.{int(generation) + 1 + more}"
+            try:
+                if name not in self.by_name:
+                    handle = self._launcher.start(name, member.spec)
+                    self._attach(name, handle, member.spec)
+                await self.wait_for(name)
+                break
+            except Exception as error:
+                logger.warning("worker %s cannot be replaced: %s", member.name, error)
+                self.by_name.pop(name, None)
+        self.by_name.pop(member.name, None)
+        self.note_change()
+
+    async def _leave(self, member: Member) -> None:
+        """Forgets a worker; it ends if no other router uses it."""
+        if member.task is not None:
+            member.task.cancel()
+        was_lost, member.state = member.state == "lost", "lost"
+        member.lost.set()
+        if not was_lost:
+            is_last = True
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                released = member.handle.release(self._router)
+                is_last = await asyncio.wait_for(released, RELEASE_S)
+            if is_last:
+                with contextlib.suppress(Exception):
+                    self._launcher.kill(member.name, member.handle)
+        self.by_name.pop(member.name, None)
+        self.note_change()
+
+    def _background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
