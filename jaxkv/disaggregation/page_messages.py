@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jaxkv.disaggregation import identity
+from jaxkv.memory import kv_pages
 
 MAX_HEADER_BYTES = 1 << 24
 MAX_PAYLOAD_BYTES = 1 << 36
@@ -80,18 +81,10 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         raise ValueError(f"header of pages is damaged: {error!r}") from None
     if (wrong := identity.difference(fields.get("identity"), own)) is not None:
         raise ValueError(f"pages of {wrong}")
+    kv_pages.check_content(like, shapes)
     wanted, structure = jax.tree.flatten(like)
-    if len(shapes) != len(wanted):
-        raise ValueError(f"{len(shapes)} arrays of pages must be {len(wanted)}")
     found, start = [], 0
-    for (name, shape), leaf in zip(shapes, wanted, strict=True):
-        num = shape[1] if len(shape) > 1 else 0
-        fits = shape == (leaf.shape[0], num, *leaf.shape[2:]) and num >= 0
-        if name != leaf.dtype.name or not fits:
-            raise ValueError(
-                f"pages of {name} {shape} must be {leaf.dtype.name} "
-                f"({leaf.shape[0]}, pages, {str(leaf.shape[2:])[1:]}"
-            )
+    for (_, shape), leaf in zip(shapes, wanted, strict=True):
         end = start + leaf.dtype.itemsize * math.prod(shape)
         if end > payload.nbytes:
             break

@@ -40,7 +40,7 @@ from jaxkv.files import (
     silencing_orbax,
 )
 from jaxkv.files import digests as _digests
-from jaxkv.memory import Pages
+from jaxkv.memory import Pages, kv_pages
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
 """What stands in the folder."""
@@ -98,7 +98,7 @@ def save_state(
             # Orbax refuses arrays that hold nothing; their shapes say all of them.
             full = {name: x for name, x in _by_name(state).items() if x.size}
             make_sure_of_room(new, sum(x.nbytes for x in full.values()))
-            writer.save(new / ARRAYS, jax.tree.map(np.asarray, full))
+            writer.save(new / ARRAYS, kv_pages.to_host(full))
         header = {
             "config": dataclasses.asdict(config),
             "arrays": shapes,

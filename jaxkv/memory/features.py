@@ -25,7 +25,7 @@ def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages
     if (width := 2 * kept.shape[4]) != values.shape[1]:
         raise ValueError(f"{values.shape[1]=} must be the pages' {width}")
     page, offset = kv_pages.locate(rows, page_size=pages.page_size)
-    if page.shape[0] == 1:  # else all pages are copied, see `write_kv`
+    if page.shape[0] == 1:  # else all pages are copied, see `write_rows`
         page, offset, values = (
             jnp.concatenate([x, jnp.full_like(x, -1)]) for x in (page, offset, values)
         )

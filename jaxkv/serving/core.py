@@ -34,6 +34,7 @@ from jaxkv.memory import (
     PageTableView,
     Prefix,
     invariants,
+    kv_pages,
     page_table,
 )
 from jaxkv.models import interface as models_interface
@@ -196,7 +197,7 @@ class EngineCore:
             self._refuse_if_lost()
             found, num = self._programs.take_out(self.state, prefix)
         num = int(num)
-        return jax.tree.map(lambda x: np.asarray(x)[:, :num], found), num
+        return kv_pages.to_host(found, slice(num)), num
 
     def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
         """Puts pages into the prefix cache, see `Engine.bring_prefix`."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests
-from jaxkv.memory import Pages, Prefix
+from jaxkv.memory import Pages, Prefix, kv_pages
 from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
 from jaxkv.serving import outputs, refusals
 
@@ -133,26 +133,18 @@ def pad_pages(
     """
     most, leaves = int(prefix.num_pages), jax.tree.leaves(pages)
     fits = jax.tree.structure(pages) == jax.tree.structure(mine) and all(
-        isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim > 1 for leaf in leaves
+        isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves
     )
-    num = {leaf.shape[1] for leaf in leaves} if fits else set()
-    if len(num) != 1 or not 0 <= (count := num.pop()) <= most:
-        shown = validation.shown(pages) if not fits else "..."
+    shapes = [(leaf.dtype.name, leaf.shape) for leaf in leaves] if fits else []
+    count = kv_pages.check_content(mine, shapes) if fits else most + 1
+    if count > most:
+        shown = "..." if fits else validation.shown(pages)
         raise ValueError(
             f"pages={shown} must be arrays as take_prefix returns them, of at most "
             f"{most} pages"
         )
-    width = config.max_pages_per_slot - count
-
-    def fill(own: Any, sent: Any) -> np.ndarray:
-        wanted = (own.shape[0], count, *own.shape[2:])
-        if sent.shape != wanted or sent.dtype != own.dtype:
-            raise ValueError(
-                f"pages of {sent.dtype} {sent.shape} must be {own.dtype} {wanted}"
-            )
-        return np.pad(sent, [(0, 0), (0, width), *[(0, 0)] * (own.ndim - 2)])
-
-    return prefix._replace(num_pages=jnp.int32(count)), jax.tree.map(fill, mine, pages)
+    whole = kv_pages.widen(pages, config.max_pages_per_slot, slice(count))
+    return prefix._replace(num_pages=jnp.int32(count)), whole
 
 
 def _unused_rows(width: int | None, num: int) -> int:
