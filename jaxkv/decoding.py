@@ -163,22 +163,6 @@ def _copy_tangents(primals: Any, tangents: Any) -> tuple[kv_pages.Pages, Any]:
     return _copy(pages, source, target), jax.tree.map(one_leaf, tangents[0])
 
 
-def _why_no_gradient(pages: kv_pages.Pages) -> str | None:
-    """Says why derivatives through these pages are refused, if they are."""
-    if (kv_dtype := pages.layout.kv_dtype) != "model":
-        return (
-            f"{kv_dtype=} has no gradient; kv_dtype must be 'model', "
-            "K and V in the model's type"
-        )
-    dtype = pages.dtype
-    if devices.current().platform == "gpu" and dtype.itemsize < 4:
-        return (
-            f"dtype={dtype.name!r} of K and V must be 'float32' for a gradient on a "
-            "GPU, whose kernels of 16 bits have none"
-        )
-    return None
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(
     forward: interface.Forward, why: str, params: Any, pages: Any, rows: Any
@@ -198,7 +182,18 @@ def _feed(
     fed: Int32[Array, " slots"],
     forward: interface.Forward,
 ) -> tuple[Array, Cache]:
-    if (why := _why_no_gradient(cache.pages)) is not None:
+    kv_dtype, dtype, why = cache.pages.layout.kv_dtype, cache.pages.dtype, None
+    if kv_dtype != "model":
+        why = (
+            f"{kv_dtype=} has no gradient; kv_dtype must be 'model', "
+            "K and V in the model's type"
+        )
+    elif devices.current().platform == "gpu" and dtype.itemsize < 4:
+        why = (
+            f"dtype={dtype.name!r} of K and V must be 'float32' for a gradient on a "
+            "GPU, whose kernels of 16 bits have none"
+        )
+    if why is not None:
         forward = functools.partial(_without_gradient, forward, why)
     result = forward(params, cache.pages, rows)
     table = page_table.advance(cache.table, fed)

@@ -48,11 +48,7 @@ def pack(
         "salt": salt,
         "leaves": [[leaf.dtype.name, leaf.shape] for leaf in leaves],
     }
-    payload = np.empty(sum(leaf.nbytes for leaf in leaves), np.uint8)
-    start = 0
-    for leaf in leaves:
-        payload[start : start + leaf.nbytes] = leaf.view(np.uint8).reshape(-1)
-        start += leaf.nbytes
+    payload = np.concatenate([leaf.view(np.uint8).reshape(-1) for leaf in leaves])
     return PageMessage(json.dumps(header), payload)
 
 
@@ -83,15 +79,12 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         raise ValueError(f"pages of {wrong}")
     kv_pages.check_content(like, shapes)
     wanted, structure = jax.tree.flatten(like)
-    found, start = [], 0
-    for (_, shape), leaf in zip(shapes, wanted, strict=True):
-        end = start + leaf.dtype.itemsize * math.prod(shape)
-        if end > payload.nbytes:
-            break
-        found.append(payload[start:end].view(leaf.dtype).reshape(shape))
-        start = end
-    if len(found) < len(wanted) or start != payload.nbytes:
+    pairs = [*zip(wanted, (shape for _, shape in shapes), strict=True)]
+    sizes = [leaf.dtype.itemsize * math.prod(shape) for leaf, shape in pairs]
+    if sum(sizes) != payload.nbytes:
         raise ValueError(
             f"payload of {payload.nbytes} bytes does not fit the shapes of its header"
         )
+    parts = zip(np.split(payload, np.cumsum(sizes)[:-1]), pairs, strict=True)
+    found = [part.view(leaf.dtype).reshape(shape) for part, (leaf, shape) in parts]
     return PagePrefix(tokens, salt, jax.tree.unflatten(structure, found))

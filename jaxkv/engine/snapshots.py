@@ -136,7 +136,10 @@ def load_state(
     folder = validation.path("folder", folder).absolute()
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such snapshot")
-    saved = _read_header(folder / HEADER)
+    saved = read_json(folder / HEADER)
+    for part in ("config", "arrays", "files"):
+        if not isinstance(saved.get(part), dict):
+            raise ValueError(f"{folder / HEADER}: {part} must be a JSON object")
     asked = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := _differences(saved["config"], asked):
         raise ValueError(f"{folder}: is of another configuration: {different}")
@@ -161,17 +164,6 @@ def load_state(
     # compiled for the one serve the other. Popped, so that no array is twice in memory.
     leaves = [jnp.array(arrays.pop(name)) for name in shapes]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads what `save_state` wrote beside the arrays."""
-    header, checked = read_json(path), {}
-    for part in ("config", "arrays", "files"):
-        value = header.get(part)
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}: {part} must be a JSON object")
-        checked[part] = value
-    return checked
 
 
 def _like(config: EngineConfig, pages: Pages, memory: Any) -> EngineState:

@@ -2,7 +2,8 @@
 
 from jaxkv.memory.demand import Size, pages_for
 from jaxkv.memory.invariants import InvariantError
-from jaxkv.memory.kv_pages import KVLayout, Pages
+from jaxkv.memory.kv_layout import KVLayout
+from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import PageTableView, Table
 from jaxkv.memory.prefix_cache import Prefixes

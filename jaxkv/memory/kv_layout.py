@@ -1,11 +1,4 @@
-"""Layouts: what the leaves of pages hold, how it is written, read and attended to.
-
-The layout of the pages is a value, `Pages.layout`, with the functions of `KVLayout`.
-`KeyValueLayout` keeps keys and values in a leaf each, `[layers, pages, kv_heads,
-page_size, head_dim]`, in the type of the model or in 8 bits. Another layout, such as
-one leaf whose first numbers are the values, brings its own functions; `write_leaf`,
-`read_leaf`, `attend_leaves` and `plan_leaves` do the work for any leaf.
-"""
+"""Layouts: what the leaves of pages hold, how it is written, read and attended to."""
 
 import dataclasses
 import functools
@@ -29,61 +22,126 @@ from pallas_kernels.paged_attention import api, dispatch
 from pallas_kernels.quantizing import Quantized
 from pallas_kernels.row_packing import Packing
 
-type Leaf = Array | Quantized
-"""Numbers `[layers, pages, heads, page_size, width]`, in 8 bits with scales."""
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class KeyValueLayout:
-    """Keys and values of all KV heads, in a leaf each."""
+class KVLayout:
+    """The meaning of the leaves `k` and `v` of pages, as a value.
+
+    Keys are a leaf `[layers, pages, kv_heads, page_size, head_dim]`, and so are values
+    unless they are part of the keys. Code outside `memory` writes and reads pages by
+    these functions only; a subclass with others, registered as static, is a layout too.
+    """
 
     kv_dtype: Literal["model", "int8", "fp8"] = "model"
     """"model": the type of the model. Otherwise 8 bits with a scale for each token and
     head, see `pallas_kernels.quantizing`."""
+    value_width: int | None = None
+    """None: values have a leaf of their own. Otherwise the values are the first
+    `value_width` numbers of the keys, which have no other leaf, as in the latent
+    attention of DeepSeek-V2, arXiv:2405.04434, section 2.1."""
 
     def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Pages:
-        """As `KVLayout.make`."""
-        # Two leaves: a buffer can be donated only once.
-        k, v = (make_leaf(shape, dtype, self.kv_dtype) for _ in range(2))
-        return Pages(k, v, self)
+        """Makes pages of zeros.
+
+        `shape` is that of the keys, and `dtype` is that of the model.
+        """
+
+        def leaf() -> Any:  # not one for both: a buffer can be donated only once
+            if self.kv_dtype == "model":
+                return jnp.zeros(shape, dtype)
+            scales = jnp.zeros(shape[:4], np.promote_types(dtype, np.float32))
+            numbers = jnp.zeros(shape, quantizing.NUMBERS[self.kv_dtype])
+            return Quantized(numbers, scales)
+
+        return Pages(leaf(), leaf() if self.value_width is None else None, self)
 
     def write(
         self,
         pages: Pages,
         layer: Layer,
         k: Float[Array, "rows kv_heads head_dim"],
-        v: Float[Array, "rows kv_heads head_dim"] | None,
+        v: Float[Array, "rows kv_heads value_width"] | None,
         rows: Rows,
     ) -> Pages:
-        """As `KVLayout.write`.
+        """Writes one layer's keys and values of every row to the row's page, in place.
+
+        They are cast or rounded to the type of the pages, which are donated or carried.
+        Padding rows and rows whose place is unmapped are dropped. No two rows may have
+        the same slot and position, and a page written to must have a count of one (I3).
 
         Raises:
-          ValueError: `v` is None, or `rows` do not fit.
+          ValueError: `v` is None and values have a leaf of their own, or is not and
+            they are part of the keys; or `rows.slot` is None and there are not as many
+            rows as slots.
         """
-        if v is None:
-            raise ValueError(f"{v=} must be an array: {self} keeps values of their own")
-        places = locate(rows, page_size=pages.page_size)
-        return pages._replace(
-            k=write_leaf(pages.k, layer, k, *places),
-            v=write_leaf(pages.v, layer, v, *places),
-        )
+        if (v is None) == (self.value_width is None):
+            needed = "an array" if v is None else "None"
+            raise ValueError(f"v={validation.shown(v)} must be {needed} for {self}")
+        page, offset = locate(rows, page_size=pages.page_size)
+        sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
+        ids = flat_ids(page, layer, **sizes)
+
+        def put(leaf: Any, new: Array) -> Any:
+            numbers, scales = quantizing.parts(flat(leaf))
+            found = write_rows(numbers, ids, offset, new, scales=scales)
+            return jax.tree.map(
+                lambda old, new: unflat(new, old.shape), leaf, quantizing.whole(*found)
+            )
+
+        new_v = None if v is None else put(pages.v, v)
+        return pages._replace(k=put(pages.k, k), v=new_v)
 
     def read(
         self, pages: Pages, layer: Layer, page_ids: Int32[Array, "n columns"]
     ) -> tuple[
         Float[Array, "n tokens kv_heads head_dim"],
-        Float[Array, "n tokens kv_heads head_dim"],
+        Float[Array, "n tokens kv_heads value_width"],
     ]:
-        """As `KVLayout.read`."""
-        k, v = (read_leaf(leaf, layer, page_ids) for leaf in (pages.k, pages.v))
-        return k, v
+        """Copies one layer's keys and values out of pages, in token order.
+
+        For checks and for research code: attention reads the pages where they are.
+
+        Returns:
+          Both with tokens = columns * page_size, as `write` was given them, up to their
+          rounding to the type of the pages; zeros where no page is mapped.
+        """
+
+        def one(leaf: Any) -> Array:
+            numbers, scales = quantizing.parts(leaf)
+            found = arrays.take(numbers, (layer, page_ids), fill=0)
+            if scales is not None:
+                worth = arrays.take(scales, (layer, page_ids), fill=0)
+                found = quantizing.dequantize(found, worth)
+            num_rows, columns, heads, page_size, width = found.shape
+            tokens = found.swapaxes(2, 3)
+            return tokens.reshape(num_rows, columns * page_size, heads, width)
+
+        k = one(pages.k)
+        return k, k[..., : self.value_width] if pages.v is None else one(pages.v)
 
     def plan(
-        self, pages: Pages, rows: Rows, **options: Any
+        self,
+        pages: Pages,
+        rows: Rows,
+        *,
+        num_q_heads: int,
+        dtype: DTypeLike,
+        window: int | None = None,
+        numerics: Literal["fast", "reproducible"] = "fast",
     ) -> dispatch.StepPlan | None:
-        """As `KVLayout.plan`."""
-        return plan_leaves(pages, rows, pages.k, **options)
+        """Prepares `attend` for these rows, once for all layers; None if not needed.
+
+        `dtype` is that of the queries; window and numerics are those of `attend`.
+        """
+        k, num_rows = pages.k, rows.position.shape[0]
+        return api.make_plan(
+            jax.ShapeDtypeStruct((num_rows, num_q_heads, k.shape[-1]), dtype),
+            jax.ShapeDtypeStruct(k.shape[1:], k.dtype),
+            value_width=self.value_width,
+            numerics=numerics,
+            **_seen_here(pages, rows, window),
+        )
 
     def attend(
         self,
@@ -91,18 +149,59 @@ class KeyValueLayout:
         layer: Layer,
         q: Float[Array, "rows q_heads head_dim"],
         rows: Rows,
+        *,
+        window: int | None = None,
+        own_rows: bool = False,
         **options: Any,
-    ) -> Float[Array, "own q_heads head_dim"]:
-        """As `KVLayout.attend`."""
-        return attend_leaves(pages, layer, q, rows, pages.k, pages.v, **options)
+    ) -> Float[Array, "own q_heads value_width"]:
+        """Attends from rows over pages that already have the keys of these rows.
+
+        Of pages in parts each device attends over its own, and the states are merged.
+
+        Args:
+          pages: the pages.
+          layer: which layer of them.
+          q: queries, positions already encoded in them.
+          rows: the packed rows.
+          window: latest keys a row sees; None means all.
+          own_rows: True if a device keeps its part of the rows only, not all of them.
+          **options: `scale`, `numerics`, `packed_q` and `plan` of `paged_attention`.
+
+        Returns:
+          The output of every row that the device keeps, 0 on padding rows.
+        """
+        k_pages, k_scales = quantizing.parts(flat(pages.k))
+        v_pages, v_scales = quantizing.parts(flat(pages.v))
+        state = api.paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            value_width=self.value_width,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            layer=layer,
+            num_layers=pages.num_layers,
+            **_seen_here(pages, rows, window),
+            **options,
+        )
+        if page_parts.degree() > 1:
+            merge = api.merge_own_rows if own_rows else api.merge_devices
+            state = merge(state, page_parts.CONTEXT)
+        return state.out
 
     def specs(self, pages: Pages, *, heads: str) -> Any:
-        """As `KVLayout.specs`."""
-        spec = PartitionSpec(None, None, heads, page_parts.CONTEXT)
+        """Returns how a mesh divides `k` and `v`, as `PartitionSpec`s in their place.
+
+        KV heads are divided over the axis `heads`, unless they are rows that all query
+        heads share; token places of a page over `page_parts.CONTEXT`. The specs may be
+        a prefix of the tree of the pages.
+        """
+        axis = heads if self.value_width is None else None
+        spec = PartitionSpec(None, None, axis, page_parts.CONTEXT)
         return pages._replace(k=spec, v=spec)
 
 
-FULL = KeyValueLayout()
+FULL = KVLayout()
 """K and V in the type of the model."""
 
 
@@ -119,7 +218,7 @@ def make_pages(
 ) -> Pages:
     """Makes pages of K and V, filled with zeros; all sizes are at least 1.
 
-    `dtype` is that of the model, and `kv_dtype` that of a `KeyValueLayout`. Above 0,
+    `dtype` is that of the model, and `kv_dtype` that of a `KVLayout`. Above 0,
     `num_features` numbers of each token are kept as well, in the model's type whatever
     `kv_dtype` is.
 
@@ -148,7 +247,7 @@ def make_pages(
     if width % 2:
         raise ValueError(f"{num_features=} must be even")
     try:
-        pages = KeyValueLayout(kv_dtype).make(shape, dtype)
+        pages = KVLayout(kv_dtype).make(shape, dtype)
         if not width:
             return pages
         kept = jnp.zeros((1, num_pages, 2, page_size, width // 2), dtype)
@@ -158,141 +257,38 @@ def make_pages(
         raise ValueError(f"no room for {num_pages=}: {reason}") from None
 
 
-def make_leaf(
-    shape: tuple[int, ...], dtype: DTypeLike, kv_dtype: Literal["model", "int8", "fp8"]
-) -> Leaf:
-    """Makes a leaf of zeros; in 8 bits with a scale for each token and head."""
-    if kv_dtype == "model":
-        return jnp.zeros(shape, dtype)
-    scales = jnp.zeros(shape[:4], np.promote_types(dtype, np.float32))
-    return Quantized(jnp.zeros(shape, quantizing.NUMBERS[kv_dtype]), scales)
-
-
-def write_leaf(
-    leaf: Leaf,
-    layer: Layer,
-    new: Float[Array, "rows heads width"],
-    page: Int32[Array, " rows"],
-    offset: Int32[Array, " rows"],
-) -> Leaf:
-    """Writes what every row keeps to its place, see `locate`, in place."""
-    ids = flat_ids(page, layer, num_layers=leaf.shape[0], num_pages=leaf.shape[1])
-    numbers, scales = quantizing.parts(flat(leaf))
-    written = quantizing.whole(*write_rows(numbers, ids, offset, new, scales=scales))
-    return jax.tree.map(lambda old, new: unflat(new, old.shape), leaf, written)
-
-
-def read_leaf(
-    leaf: Leaf, layer: Layer, page_ids: Int32[Array, "n columns"]
-) -> Float[Array, "n tokens heads width"]:
-    """Copies one layer's rows out of a leaf, in token order; zeros where unmapped."""
-    numbers, scales = quantizing.parts(leaf)
-    found = arrays.take(numbers, (layer, page_ids), fill=0)
-    if scales is not None:
-        worth = arrays.take(scales, (layer, page_ids), fill=0)
-        found = quantizing.dequantize(found, worth)
-    num_rows, columns, heads, page_size, width = found.shape
-    return found.swapaxes(2, 3).reshape(num_rows, columns * page_size, heads, width)
-
-
-def attend_leaves(
-    pages: Pages,
-    layer: Layer,
-    q: Float[Array, "rows q_heads head_dim"],
-    rows: Rows,
-    k: Leaf,
-    v: Leaf | None,
-    *,
-    own_rows: bool = False,
-    window: int | None = None,
-    **options: Any,
-) -> Float[Array, "own q_heads value_width"]:
-    """Attends over leaves of the pages that hold keys and values.
-
-    Arguments are those of `KVLayout.attend`. `v` is None where the first `value_width`
-    numbers of a key, an option of `paged_attention`, are the value.
-    """
-    k_pages, k_scales = quantizing.parts(flat(k))
-    v_pages, v_scales = quantizing.parts(flat(v))
-    rows = _seen_here(pages, rows)
-    state = api.paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        rows.page_ids,
-        rows.position,
-        rows.slot,
-        context=rows.context,
-        ancestors=rows.ancestors,
-        k_scales=k_scales,
-        v_scales=v_scales,
-        layer=layer,
-        num_layers=pages.num_layers,
-        window=page_parts.window(window, part=pages.part),
-        **options,
-    )
+def _seen_here(pages: Pages, rows: Rows, window: int | None) -> dict[str, Any]:
+    """What rows see of this device's parts of the pages, as attention takes it."""
+    position, context, ancestors = rows.position, rows.context, rows.ancestors
     if page_parts.degree() > 1:
-        merge = api.merge_own_rows if own_rows else api.merge_devices
-        state = merge(state, page_parts.CONTEXT)
-    return state.out
+        last = functools.partial(page_parts.last, part=pages.part)
+        position = last(position)
+    if page_parts.degree() > 1 and context is not None and ancestors is not None:
+        # A tree's places on this device are contiguous columns again, if fewer.
+        start = jnp.where(context >= 0, last(context - 1) + 1, -1)
+        column = jnp.arange(ancestors.shape[1], dtype=jnp.int32)
+        column = page_parts.whole(start[:, None] + column[None, :], part=pages.part)
+        slot = jnp.maximum(slots_of(rows), 0)
+        column = (column - context[:, None])[slot]
+        inside = (column >= 0) & (column < ancestors.shape[1])
+        kin = jnp.take_along_axis(ancestors, jnp.where(inside, column, 0), axis=1)
+        in_tree = context[slot] >= 0
+        # Of a row in a tree the position only marks that it is no padding.
+        is_row = in_tree & (rows.position >= 0)
+        position = jnp.where(is_row, jnp.maximum(position, 0), position)
+        context, ancestors = start, kin & inside & in_tree[:, None]
+    return {
+        "page_ids": rows.page_ids,
+        "positions": position,
+        "slots": rows.slot,
+        "context": context,
+        "ancestors": ancestors,
+        "window": page_parts.window(window, part=pages.part),
+    }
 
 
-def plan_leaves(
-    pages: Pages,
-    rows: Rows,
-    k: Leaf,
-    *,
-    num_q_heads: int,
-    dtype: DTypeLike,
-    window: int | None = None,
-    **options: Any,
-) -> dispatch.StepPlan | None:
-    """Prepares `attend_leaves`. Arguments are those of `KVLayout.plan`."""
-    rows = _seen_here(pages, rows)
-    return api.make_plan(
-        jax.ShapeDtypeStruct((len(rows.position), num_q_heads, k.shape[-1]), dtype),
-        jax.ShapeDtypeStruct(k.shape[1:], k.dtype),
-        rows.page_ids,
-        rows.position,
-        rows.slot,
-        context=rows.context,
-        ancestors=rows.ancestors,
-        window=page_parts.window(window, part=pages.part),
-        **options,
-    )
-
-
-def _seen_here(pages: Pages, rows: Rows) -> Rows:
-    """Rows with the places that they see of this device's parts of the pages."""
-    if page_parts.degree() == 1:
-        return rows
-    last = functools.partial(page_parts.last, part=pages.part)
-    position = last(rows.position)
-    if rows.context is None or rows.ancestors is None:
-        return rows._replace(position=position)
-    # A tree's places on this device are contiguous columns again, if fewer.
-    start = jnp.where(rows.context >= 0, last(rows.context - 1) + 1, -1)
-    column = jnp.arange(rows.ancestors.shape[1], dtype=jnp.int32)
-    column = page_parts.whole(start[:, None] + column[None, :], part=pages.part)
-    slot = jnp.maximum(slots_of(rows), 0)
-    column = (column - rows.context[:, None])[slot]
-    inside = (column >= 0) & (column < rows.ancestors.shape[1])
-    kin = jnp.take_along_axis(rows.ancestors, jnp.where(inside, column, 0), axis=1)
-    in_tree = rows.context[slot] >= 0
-    # Of a row in a tree the position only marks that it is no padding.
-    is_row = in_tree & (rows.position >= 0)
-    return rows._replace(
-        position=jnp.where(is_row, jnp.maximum(position, 0), position),
-        context=start,
-        ancestors=kin & inside & in_tree[:, None],
-    )
-
-
-def can_rotate_and_write(
-    pages: Pages,
-    qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
-) -> bool:
-    """Returns True if one kernel writes to these pages and encodes positions."""
+def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:
+    """Returns True if `rotate_and_write` is one kernel for a projection like this."""
     return pages.layout == FULL and rotary_write.choose(qkv, pages.k) != "reference"
 
 
@@ -307,7 +303,7 @@ def rotate_and_write(
 ) -> tuple[rotary_write.Rotated, Pages]:
     """Encodes the rows' positions, and writes one layer's K and V, in one kernel.
 
-    As `KeyValueLayout.write`, in place, where `can_rotate_and_write`.
+    As `FULL.write`, in place, where `can_rotate_and_write`.
 
     Args:
       pages: the pages, donated or carried.

@@ -23,21 +23,23 @@ places become an out-of-range id after the offset, never before.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxkv import arrays
 from jaxkv.memory import page_parts
 from jaxkv.memory.page_pool import NO_PAGE
-from pallas_kernels.layered import Layer, flat_ids
+from pallas_kernels.layered import flat_ids
 from pallas_kernels.page_ops.copy import copy_pages
+
+if TYPE_CHECKING:
+    from jaxkv.memory.kv_layout import KVLayout
 
 _COPIES_AT_ONCE = 16
 """Pages that `copy` holds outside the pool at one time, all layers of each."""
@@ -128,117 +130,6 @@ class Rows(NamedTuple):
         return self.position if self.place is None else self.place
 
 
-class KVLayout(Protocol):
-    """The meaning of the leaves `k` and `v` of pages.
-
-    A layout is a value: hashable, equal to another one of the same function, and
-    registered by `jax.tree_util.register_static`.
-    """
-
-    @property
-    def kv_dtype(self) -> str:
-        """Type of the numbers, as in `EngineConfig.kv_dtype`."""
-        ...
-
-    def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Pages:
-        """Makes pages of zeros, every buffer of its own.
-
-        Args:
-          shape: layers, pages, KV heads, page size and width of a key.
-          dtype: type of the model.
-        """
-        ...
-
-    def write(
-        self,
-        pages: Pages,
-        layer: Layer,
-        k: Float[Array, "rows kv_heads head_dim"],
-        v: Float[Array, "rows kv_heads value_width"] | None,
-        rows: Rows,
-    ) -> Pages:
-        """Writes one layer's keys and values of every row to the row's page, in place.
-
-        They are cast or rounded to the type of the pages, which are donated or carried.
-        Padding rows and rows whose place is unmapped are dropped. No two rows may have
-        the same slot and position, and a page written to must have a count of one (I3).
-        `v` is None in a layout whose values are part of the keys.
-
-        Raises:
-          ValueError: `rows.slot` is None and there are not as many rows as slots.
-        """
-        ...
-
-    def read(
-        self, pages: Pages, layer: Layer, page_ids: Int32[Array, "n columns"]
-    ) -> tuple[
-        Float[Array, "n tokens kv_heads head_dim"],
-        Float[Array, "n tokens kv_heads value_width"],
-    ]:
-        """Copies one layer's keys and values out of pages, in token order.
-
-        For checks and for research code: attention reads the pages where they are.
-
-        Returns:
-          Both with tokens = columns * page_size, as `write` was given them, up to their
-          rounding to the type of the pages; zeros where no page is mapped.
-        """
-        ...
-
-    def plan(
-        self,
-        pages: Pages,
-        rows: Rows,
-        *,
-        num_q_heads: int,
-        dtype: DTypeLike,
-        window: int | None = None,
-        numerics: str = "fast",
-    ) -> Any:
-        """Prepares `attend` for these rows, once for all layers; None if not needed.
-
-        `dtype` is that of the queries.
-        """
-        ...
-
-    def attend(
-        self,
-        pages: Pages,
-        layer: Layer,
-        q: Float[Array, "rows q_heads head_dim"],
-        rows: Rows,
-        *,
-        own_rows: bool = False,
-        **options: Any,
-    ) -> Float[Array, "own q_heads value_width"]:
-        """Attends from rows over pages that already have the keys of these rows.
-
-        Of pages in parts each device attends over its own, and the states are merged.
-
-        Args:
-          pages: the pages.
-          layer: which layer of them.
-          q: queries, positions already encoded in them.
-          rows: the packed rows.
-          own_rows: True if a device keeps its part of the rows only, not all of them.
-          **options: `scale`, `window`, `numerics`, `packed_q` and `plan` of
-            `paged_attention`.
-
-        Returns:
-          The output of every row that the device keeps, 0 on padding rows.
-        """
-        ...
-
-    def specs(self, pages: Pages, *, heads: str) -> Any:
-        """Returns how a mesh divides `k` and `v`, as `PartitionSpec`s in their place.
-
-        `heads` is the axis of the mesh over which KV heads are divided; token places of
-        a page are divided over `page_parts.CONTEXT`. The specs may be a prefix of the
-        tree of the pages.
-        """
-        ...
-
-
 def locate(
     rows: Rows, *, page_size: int
 ) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
@@ -320,11 +211,9 @@ def copy(
             offset = functools.partial(flat_ids, **sizes)
             return jax.vmap(offset, (None, 0))(ids, layers).reshape(-1)
 
-        view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
         places = every(read, ids[0]), every(leaf, ids[1])
-        copied = copy_pages(
-            view, *places, origin=None if read is leaf else other, disjoint=True
-        )
+        origin = None if read is leaf else flat(read)
+        copied = copy_pages(flat(leaf), *places, origin=origin, disjoint=True)
         return unflat(copied, leaf.shape)
 
     def every_one(pages: Pages, wanted: Array, *ids: Array) -> Pages:

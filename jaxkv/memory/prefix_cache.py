@@ -235,7 +235,12 @@ def enter_unpinned(
     found = _find(cache, hashed, named)
     missing = asked & (found == NO_PAGE)
 
-    first, new = _first_of_each_hash(hashed, missing)
+    # Of the missing rows with one hash the first enters.
+    row = jnp.arange(len(missing), dtype=jnp.int32)
+    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
+    alike &= missing[None, :]
+    first = jnp.min(jnp.where(alike, row[None, :], len(missing)), axis=1)
+    new = missing & (first == row)
     bucket, way = _empty_ways(cache, hashed, new)
     entered = jnp.where(way >= 0, page_ids, NO_PAGE)
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
@@ -257,17 +262,6 @@ def enter_unpinned(
     mine = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
     cached = jnp.where(asked, jnp.where(missing, mine, found), NO_PAGE)
     return cache, entered, cached
-
-
-def _first_of_each_hash(
-    hashed: UInt32[Array, "n words"], missing: Bool[Array, " n"]
-) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
-    """Of the missing rows with a row's hash the first, and whether that is this row."""
-    (num,) = missing.shape
-    row = jnp.arange(num, dtype=jnp.int32)
-    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
-    first = jnp.min(jnp.where(alike & missing[None, :], row[None, :], num), axis=1)
-    return first, missing & (first == row)
 
 
 def _empty_ways(

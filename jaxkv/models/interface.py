@@ -86,17 +86,3 @@ def attend(
     pages = layout.write(pages, layer, k, v, rows)
     options: Any = dict(scale=scale, window=window, numerics=numerics, plan=plan)
     return layout.attend(pages, layer, q, rows, **options), pages
-
-
-def attend_written(
-    pages: kv_pages.Pages,
-    layer: Layer,
-    q: Float[Array, "rows q_heads head_dim"],
-    rows: kv_pages.Rows,
-    **options: Any,
-) -> Float[Array, "own q_heads value_width"]:
-    """Attends over pages that have the rows' K and V, by the layout of the pages.
-
-    Arguments and result are those of `KVLayout.attend`.
-    """
-    return pages.layout.attend(pages, layer, q, rows, **options)

@@ -86,10 +86,9 @@ class PagedForward:
     taps: tuple[int, ...] = ()
     """Layers whose inputs are kept of every row in `Pages.features`, side by side;
     `num_layers` stands for the last hidden state, normed."""
-    attend: Callable[..., Float[Array, "rows q_heads value_width"]] = (
-        interface.attend_written
-    )
-    """What attends over the pages; another one tells what a step is without it."""
+    attend: Callable[..., Float[Array, "rows q_heads value_width"]] | None = None
+    """Replaces `KVLayout.attend`, to time a step without it; None means that of the
+    pages' layout."""
 
     def __post_init__(self) -> None:
         """Refuses layers and taps that the model does not have.
@@ -168,6 +167,7 @@ class PagedForward:
             dtype=dtype,
             **sees,
         )
+        run, sees["own_rows"] = self.attend or pages.layout.attend, parts.num > 1
         positions = jnp.maximum(rows.position, 0)
         write = self._writer(pages, rows, plan, dtype)
         turned = rotary.angles(self.config, positions, dtype) if parts.num > 1 else None
@@ -176,19 +176,9 @@ class PagedForward:
             if parts.num > 1:  # every device writes and encodes all rows
                 qkv, angles = parts.whole(qkv), turned
             q, packed_q, pages = write(layer, qkv, angles, pages)
-            out = self.attend(
-                pages,
-                layer,
-                q,
-                rows,
-                packed_q=packed_q,
-                plan=plan,
-                own_rows=parts.num > 1,
-                **sees,
-            )
-            num_heads, group = len(qkv), self.config.group_size
-            out = out.transpose(1, 2, 0)
-            return out.reshape(num_heads, group, -1, out.shape[2]), pages
+            out = run(pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees)
+            by_head = *qkv[:, :-2].shape[:2], -1, out.shape[0]
+            return out.transpose(1, 2, 0).reshape(by_head), pages
 
         return model.hidden(
             parts.own(rows.token),

@@ -80,7 +80,7 @@ def paged_attention(
       slots: slot of each row, the rows of a slot side by side and in ascending order;
         None where all slots have as many rows, in order: one each to decode, several
         to verify drafts.
-      value_width: width of the values in [1, head_dim]; needed where `v_pages` is None.
+      value_width: width of the values in [1, head_dim] where `v_pages` is None.
       context: places that every row of the slot sees, or -1; needed with `ancestors`.
       ancestors: see above.
       scale: factor on the scores; None means head_dim ** -0.5.

@@ -27,41 +27,36 @@ def check_arrays(
         raise ValueError(f"{q.dtype=} must be a floating type of 16 bits or more")
     if k_pages.shape[3] != head_dim:
         raise ValueError(f"{k_pages.shape[3]=} must be {q.shape[2]=}")
-    if v_pages is None:
-        if value_width is None or not 1 <= value_width <= head_dim:
-            raise ValueError(
-                f"{value_width=} must be in [1, {head_dim}] when v_pages is None"
-            )
-    else:
+    if v_pages is not None:
         if v_pages.shape[:3] != k_pages.shape[:3] or v_pages.dtype != k_pages.dtype:
             raise ValueError(
                 f"{v_pages.shape=}, {v_pages.dtype=} must be {k_pages.shape=} up to "
                 f"the last axis, and {k_pages.dtype=}"
             )
-        if value_width not in (None, v_pages.shape[3]):
-            raise ValueError(f"{value_width=} must be {v_pages.shape[3]=}, or None")
+        if value_width is not None:
+            raise ValueError(f"{value_width=} must be None when v_pages is given")
         value_width = v_pages.shape[3]
+    elif value_width is None or not 1 <= value_width <= head_dim:
+        raise ValueError(
+            f"{value_width=} must be in [1, {head_dim}] when v_pages is None"
+        )
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
     narrow = quantizing.kind_of(k_pages.dtype) is not None
     if not narrow and not jnp.issubdtype(k_pages.dtype, jnp.floating):
         raise ValueError(f"{k_pages.dtype=} must be a floating type, int8 or uint8")
-    has_own_values = v_pages is not None
-    for name, scales, has_scales in (
-        ("k_scales", k_scales, narrow),
-        ("v_scales", v_scales, narrow and has_own_values),
-    ):
-        if has_scales != (scales is not None):
+    for name, pages, scales in (("k", k_pages, k_scales), ("v", v_pages, v_scales)):
+        if (narrow and pages is not None) != (scales is not None):
             raise ValueError(
-                f"{name} must be given for 8-bit pages, and for those alone: "
-                f"{k_pages.dtype=}, {has_own_values=}"
+                f"{name}_scales must be given for 8-bit pages, and for those alone: "
+                f"{name}_pages is {pages if pages is None else pages.dtype}"
             )
         if scales is not None and scales.shape not in (
             k_pages.shape[:2],
             k_pages.shape[:3],
         ):
             raise ValueError(
-                f"{name}.shape={scales.shape} must be {k_pages.shape[:2]} or "
+                f"{name}_scales.shape={scales.shape} must be {k_pages.shape[:2]} or "
                 f"{k_pages.shape[:3]}"
             )
     return value_width

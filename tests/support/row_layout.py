@@ -1,69 +1,24 @@
 """A layout of one leaf, whose values are the first part of the keys, and a model of it.
 
-No code outside this file knows it: it goes through an engine by `KVLayout` alone.
+A row for each token is the same for all query heads; in 8 bits it has one scale.
 """
 
-import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jaxkv.memory import page_parts
-from jaxkv.memory.kv_layout import (
-    attend_leaves,
-    make_leaf,
-    plan_leaves,
-    read_leaf,
-    write_leaf,
-)
-from jaxkv.memory.kv_pages import Pages, Rows, locate
+from jaxkv.memory import KVLayout
+from jaxkv.memory.kv_pages import Pages, Rows
 from jaxkv.models import ForwardResult
 
 VOCAB, WIDTH, VALUE_WIDTH, Q_HEADS = 61, 12, 8, 4
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class RowLayout:
-    """A row for each token, the same for all query heads; in 8 bits with its scale."""
-
-    value_width: int = VALUE_WIDTH
-    kv_dtype: Literal["model", "int8", "fp8"] = "model"
-
-    def make(self, shape: tuple[int, ...], dtype: Any) -> Pages:
-        return Pages(make_leaf(shape, dtype, self.kv_dtype), None, self)
-
-    def write(self, pages: Pages, layer: Any, k: Any, v: Any, rows: Rows) -> Pages:
-        assert v is None
-        places = locate(rows, page_size=pages.page_size)
-        return pages._replace(k=write_leaf(pages.k, layer, k, *places))
-
-    def read(self, pages: Pages, layer: Any, page_ids: Any) -> tuple[Any, Any]:
-        k = read_leaf(pages.k, layer, page_ids)
-        return k, k[..., : self.value_width]
-
-    def plan(self, pages: Pages, rows: Rows, **options: Any) -> Any:
-        return plan_leaves(
-            pages, rows, pages.k, value_width=self.value_width, **options
-        )
-
-    def attend(
-        self, pages: Pages, layer: Any, q: Any, rows: Rows, **options: Any
-    ) -> jax.Array:
-        options = {"value_width": self.value_width, **options}
-        return attend_leaves(pages, layer, q, rows, pages.k, None, **options)
-
-    def specs(self, pages: Pages, *, heads: str) -> Any:
-        spec = PartitionSpec(None, None, None, page_parts.CONTEXT)
-        return pages._replace(k=spec)
-
-
 def make_pages(config: Any, *, num_layers: int = 2) -> Pages:
     """Pages for `forward`, in the `kv_dtype` of the engine's bounds."""
-    layout = RowLayout(kv_dtype=config.kv_dtype)
+    layout = KVLayout(config.kv_dtype, VALUE_WIDTH)
     shape = num_layers, config.num_pages, 1, config.page_size, WIDTH
     return layout.make(shape, "float32")
 

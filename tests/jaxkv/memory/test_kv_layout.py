@@ -1,4 +1,4 @@
-"""Layouts: a foreign one, of one leaf, goes wherever keys and values go."""
+"""Layouts: one of a single leaf goes wherever keys and values go."""
 
 import dataclasses
 import inspect
@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv import Sampling
 from jaxkv.disaggregation import page_messages
 from jaxkv.engine import init
-from jaxkv.memory import kv_layout, kv_pages
+from jaxkv.memory import KVLayout, kv_layout, kv_pages
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models.partition import TENSOR
 from jaxkv.parallel import layout as mesh_layout
@@ -29,7 +29,7 @@ from tests.support import engines, row_layout
 from tests.support.asks import groups
 from tests.support.attention_cases import check, make_case, oracle
 from tests.support.folders import ROOT
-from tests.support.row_layout import VALUE_WIDTH, WIDTH, RowLayout
+from tests.support.row_layout import VALUE_WIDTH, WIDTH
 from tests.support.trees import assert_same, ints
 
 BOUNDS = dataclasses.replace(engines.TIGHT, num_pages=7)
@@ -81,8 +81,11 @@ def test_rows_are_read_as_written(kind: Any) -> None:
 def test_a_layout_refuses_values_that_it_does_not_have() -> None:
     pages = kv_layout.FULL.make((1, 2, 1, 4, 2), "float32")
     rows = kv_pages.Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
-    with pytest.raises(ValueError, match="v=None must be an array: KeyValueLayout"):
-        pages.layout.write(pages, 0, jnp.zeros((1, 1, 2)), None, rows)
+    row, layout = jnp.zeros((1, 1, 2)), KVLayout("model", 1)
+    with pytest.raises(ValueError, match="v=None must be an array for KVLayout"):
+        pages.layout.write(pages, 0, row, None, rows)
+    with pytest.raises(ValueError, match=r"must be None for KVLayout.*value_width=1"):
+        layout.write(layout.make((1, 2, 1, 4, 2), "float32"), 0, row, row, rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +122,8 @@ def test_pages_go_out_and_come_in(kind: Any) -> None:
 
 def test_accepted_rows_move_as_keys_do() -> None:
     rows = filled("model")
-    full = kv_pages.Pages(*[jax.tree.leaves(rows)[0]] * 2, kv_layout.FULL)
+    [leaf] = jax.tree.leaves(rows)
+    full = kv_pages.Pages(leaf, leaf, kv_layout.FULL)
     page_ids = ints(5, 0, 2, 3, 6, NO_PAGE).reshape(2, 3)
     source, target = ints(4, 6, 7, 2, 3, 7), ints(4, 5, 6, 1, 2, -1)
     move = jax.jit(kv_pages.move)
@@ -142,8 +146,8 @@ def test_a_snapshot_holds_them(kind: Any, tmp_path: Path) -> None:
     folder = jaxkv.save_state(tmp_path / "state", state, config)
     loaded = jaxkv.load_state(folder, config, row_layout.make_pages(config))
     assert_same(loaded, state)
-    assert loaded.pages.layout == RowLayout(kv_dtype=kind)
-    full = kv_layout.KeyValueLayout(kind).make((2, 16, 1, 4, WIDTH), "float32")
+    assert loaded.pages.layout == KVLayout(kind, VALUE_WIDTH)
+    full = KVLayout(kind).make((2, 16, 1, 4, WIDTH), "float32")
     with pytest.raises(ValueError, match=r"pages\.v\S* is absent in the snapshot"):
         jaxkv.load_state(folder, config, full)
 
@@ -209,7 +213,7 @@ def test_widths_that_cannot_be_served_are_refused() -> None:
         allowed = rf"value_width={width} must be in \[1, 8\]"
         with pytest.raises(ValueError, match=allowed):
             attend(q, k, None, *where, value_width=width)
-    with pytest.raises(ValueError, match=r"value_width=5 must be v_pages\.shape"):
+    with pytest.raises(ValueError, match="value_width=5 must be None when"):
         attend(q, k, v, *where, value_width=5)
     with pytest.raises(ValueError, match="up to the last axis"):
         attend(q, k, v[:, :, :2], *where)

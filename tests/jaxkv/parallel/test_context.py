@@ -16,7 +16,6 @@ from jaxkv.memory import kv_layout, kv_pages, page_parts
 from jaxkv.models import (
     Experts,
     checkpoints,
-    interface,
     partition,
     transformer,
 )
@@ -336,7 +335,7 @@ def test_attention_of_parts_is_that_of_the_whole(
     q = jnp.asarray(draw.normal(size=(16, 4, 4)), jnp.float32)
 
     def attend(pages: Any, q: Any, rows: Any) -> Any:
-        run = functools.partial(interface.attend_written, pages, 0, q, rows)
+        run = functools.partial(pages.layout.attend, pages, 0, q, rows)
         return [run(window=window, own_rows=own_rows) for own_rows in (False, True)]
 
     specs = layout.pages_specs(pages)
