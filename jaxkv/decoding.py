@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
@@ -154,34 +153,14 @@ def _copy(
 def _copy_tangents(primals: Any, tangents: Any) -> tuple[kv_pages.Pages, Any]:
     """Copies the tangents of the same pages."""
     pages, source, target = primals
-    wanted = (source >= 0) & (target >= 0)
+    placed = jnp.where(source >= 0, target, page_pool.NO_PAGE)
 
     def one_leaf(tangent: Any) -> Any:
         if tangent.dtype == jax.dtypes.float0:
             return tangent
-        # Only a scatter to distinct places has a transpose.
-        beyond = tangent.shape[1] + jnp.arange(target.size, dtype=jnp.int32)
-        to = jnp.where(wanted, target, beyond)
-        found = tangent[:, jnp.maximum(source, 0)]
-        return tangent.at[:, to].set(found, mode="drop", unique_indices=True)
+        return kv_pages.put(tangent, placed, kv_pages.take(tangent, source))
 
     return _copy(pages, source, target), jax.tree.map(one_leaf, tangents[0])
-
-
-def _why_no_gradient(pages: kv_pages.Pages) -> str | None:
-    """Says why derivatives through these pages are refused, if they are."""
-    if pages.kv_dtype != "model":
-        return (
-            f"kv_dtype={pages.kv_dtype!r} has no gradient; kv_dtype must be 'model', "
-            "K and V in the model's type"
-        )
-    dtype = np.dtype(pages.k.dtype)
-    if devices.current().platform == "gpu" and dtype.itemsize < 4:
-        return (
-            f"dtype={dtype.name!r} of K and V must be 'float32' for a gradient on a "
-            "GPU, whose kernels of 16 bits have none"
-        )
-    return None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -203,7 +182,18 @@ def _feed(
     fed: Int32[Array, " slots"],
     forward: interface.Forward,
 ) -> tuple[Array, Cache]:
-    if (why := _why_no_gradient(cache.pages)) is not None:
+    kv_dtype, dtype, why = cache.pages.layout.kv_dtype, cache.pages.dtype, None
+    if kv_dtype != "model":
+        why = (
+            f"{kv_dtype=} has no gradient; kv_dtype must be 'model', "
+            "K and V in the model's type"
+        )
+    elif devices.current().platform == "gpu" and dtype.itemsize < 4:
+        why = (
+            f"dtype={dtype.name!r} of K and V must be 'float32' for a gradient on a "
+            "GPU, whose kernels of 16 bits have none"
+        )
+    if why is not None:
         forward = functools.partial(_without_gradient, forward, why)
     result = forward(params, cache.pages, rows)
     table = page_table.advance(cache.table, fed)

@@ -37,19 +37,19 @@ class Softmax(NamedTuple):
     """Highest score so far; the lowest number where there was none."""
     total: Float[Array, "*queries"]
     """Sum of exp(score - top)."""
-    out: Float[Array, "*queries head_dim"]
+    out: Float[Array, "*queries value_width"]
     """Sum of the values under the same weights."""
 
 
-def start(shape: tuple[int, ...], head_dim: int, dtype: DTypeLike) -> Softmax:
-    """Makes the state of queries of one type that have seen nothing.
+def start(shape: tuple[int, ...], value_width: int, dtype: DTypeLike) -> Softmax:
+    """Makes the state of queries of one type that have seen no key.
 
-    `shape` is theirs without head_dim; the state is in float32 at least.
+    `shape` is that of the queries without head_dim; the state is in float32 at least.
     """
     wide = np.promote_types(dtype, np.float32)
     # Not -inf: the difference of two of them would be NaN.
     top = jnp.full(shape, jnp.finfo(wide).min, wide)
-    return Softmax(top, jnp.zeros(shape, wide), jnp.zeros((*shape, head_dim), wide))
+    return Softmax(top, jnp.zeros(shape, wide), jnp.zeros((*shape, value_width), wide))
 
 
 def score(
@@ -112,7 +112,7 @@ def scaled(
 
 def finish(
     state: Softmax, sinks: Float[Array, "..."] | None, dtype: DTypeLike
-) -> tuple[Float[Array, "*queries head_dim"], Float[Array, "*queries"]]:
+) -> tuple[Float[Array, "*queries value_width"], Float[Array, "*queries"]]:
     """Turns the state after the last block into the output and the natural log-sum-exp.
 
     Sinks are laid out to be broadcast over the queries.

@@ -112,8 +112,8 @@ def kind_of(dtype: DTypeLike) -> Kind | None:
     return "fp8" if dtype in (NUMBERS["fp8"], FP8) else None
 
 
-def parts(values: Array | Quantized) -> tuple[Array, Array | None]:
-    """Takes keys or values apart: numbers and scales, None for floating ones."""
+def parts(values: Array | Quantized | None) -> tuple[Any, Array | None]:
+    """Takes keys or values apart: numbers and scales, None where there are none."""
     return values if isinstance(values, Quantized) else (values, None)
 
 

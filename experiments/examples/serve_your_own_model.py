@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jaxkv
 from experiments.examples.simulate_a_policy import AtMost
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout
 
 config = jaxkv.EngineConfig(num_pages=32, max_slots=4, max_length=64, token_budget=16)
 
@@ -28,7 +28,7 @@ def forward(params, pages, rows):
 @jax.jit
 def serve(params, requests, most):
     """Takes 24 steps, and gives answers and what happened in each step."""
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=32,
         num_kv_heads=2,

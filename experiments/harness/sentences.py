@@ -81,18 +81,16 @@ class Scribe:
     ) -> ForwardResult:
         """Writes the rows, reads in the pages what came before, and goes on from it."""
         word, place = (
-            x.astype(pages.k.dtype)[:, None, None] for x in (rows.token, rows.position)
+            x.astype(pages.dtype)[:, None, None] for x in (rows.token, rows.position)
         )
-        pages = kv_pages.write(pages, 0, word, place, rows)
+        pages = pages.layout.write(pages, 0, word, place, rows)
         last = arrays.take(rows.position, rows.logit_rows, fill=-1)
         slot = rows.logit_rows
         if rows.slot is not None:
             slot = arrays.take(rows.slot, slot, fill=-1)
-        held = arrays.take(
-            pages.k[0, :, 0, :, 0],
-            arrays.take(rows.page_ids, slot, fill=page_pool.NO_PAGE),
-            fill=-1,
-        ).reshape(slot.shape[0], -1)[:, : self.language.max_length]
+        page_ids = arrays.take(rows.page_ids, slot, fill=page_pool.NO_PAGE)
+        words, _ = pages.layout.read(pages, 0, page_ids)
+        held = words[:, : self.language.max_length, 0, 0]
         past = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :] <= last[:, None]
         # Pages that nobody has written to hold no numbers.
         tokens = jnp.where(past & ~jnp.isnan(held), held, -1).astype(jnp.int32)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jaxkv.disaggregation import identity
+from jaxkv.memory import kv_pages
 
 MAX_HEADER_BYTES = 1 << 24
 MAX_PAYLOAD_BYTES = 1 << 36
@@ -47,11 +48,7 @@ def pack(
         "salt": salt,
         "leaves": [[leaf.dtype.name, leaf.shape] for leaf in leaves],
     }
-    payload = np.empty(sum(leaf.nbytes for leaf in leaves), np.uint8)
-    start = 0
-    for leaf in leaves:
-        payload[start : start + leaf.nbytes] = leaf.view(np.uint8).reshape(-1)
-        start += leaf.nbytes
+    payload = np.concatenate([leaf.view(np.uint8).reshape(-1) for leaf in leaves])
     return PageMessage(json.dumps(header), payload)
 
 
@@ -80,25 +77,14 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         raise ValueError(f"header of pages is damaged: {error!r}") from None
     if (wrong := identity.difference(fields.get("identity"), own)) is not None:
         raise ValueError(f"pages of {wrong}")
+    kv_pages.check_content(like, shapes)
     wanted, structure = jax.tree.flatten(like)
-    if len(shapes) != len(wanted):
-        raise ValueError(f"{len(shapes)} arrays of pages must be {len(wanted)}")
-    found, start = [], 0
-    for (name, shape), leaf in zip(shapes, wanted, strict=True):
-        num = shape[1] if len(shape) > 1 else 0
-        fits = shape == (leaf.shape[0], num, *leaf.shape[2:]) and num >= 0
-        if name != leaf.dtype.name or not fits:
-            raise ValueError(
-                f"pages of {name} {shape} must be {leaf.dtype.name} "
-                f"({leaf.shape[0]}, pages, {str(leaf.shape[2:])[1:]}"
-            )
-        end = start + leaf.dtype.itemsize * math.prod(shape)
-        if end > payload.nbytes:
-            break
-        found.append(payload[start:end].view(leaf.dtype).reshape(shape))
-        start = end
-    if len(found) < len(wanted) or start != payload.nbytes:
+    pairs = [*zip(wanted, (shape for _, shape in shapes), strict=True)]
+    sizes = [leaf.dtype.itemsize * math.prod(shape) for leaf, shape in pairs]
+    if sum(sizes) != payload.nbytes:
         raise ValueError(
             f"payload of {payload.nbytes} bytes does not fit the shapes of its header"
         )
+    parts = zip(np.split(payload, np.cumsum(sizes)[:-1]), pairs, strict=True)
+    found = [part.view(leaf.dtype).reshape(shape) for part, (leaf, shape) in parts]
     return PagePrefix(tokens, salt, jax.tree.unflatten(structure, found))

@@ -40,7 +40,7 @@ from jaxkv.files import (
     silencing_orbax,
 )
 from jaxkv.files import digests as _digests
-from jaxkv.memory import Pages
+from jaxkv.memory import Pages, kv_pages
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
 """What stands in the folder."""
@@ -98,7 +98,7 @@ def save_state(
             # Orbax refuses arrays that hold nothing; their shapes say all of them.
             full = {name: x for name, x in _by_name(state).items() if x.size}
             make_sure_of_room(new, sum(x.nbytes for x in full.values()))
-            writer.save(new / ARRAYS, jax.tree.map(np.asarray, full))
+            writer.save(new / ARRAYS, kv_pages.to_host(full))
         header = {
             "config": dataclasses.asdict(config),
             "arrays": shapes,
@@ -136,7 +136,10 @@ def load_state(
     folder = validation.path("folder", folder).absolute()
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such snapshot")
-    saved = _read_header(folder / HEADER)
+    saved = read_json(folder / HEADER)
+    for part in ("config", "arrays", "files"):
+        if not isinstance(saved.get(part), dict):
+            raise ValueError(f"{folder / HEADER}: {part} must be a JSON object")
     asked = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := _differences(saved["config"], asked):
         raise ValueError(f"{folder}: is of another configuration: {different}")
@@ -161,17 +164,6 @@ def load_state(
     # compiled for the one serve the other. Popped, so that no array is twice in memory.
     leaves = [jnp.array(arrays.pop(name)) for name in shapes]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads what `save_state` wrote beside the arrays."""
-    header, checked = read_json(path), {}
-    for part in ("config", "arrays", "files"):
-        value = header.get(part)
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}: {part} must be a JSON object")
-        checked[part] = value
-    return checked
 
 
 def _like(config: EngineConfig, pages: Pages, memory: Any) -> EngineState:

@@ -317,8 +317,8 @@ def init(
     for leaf in jax.tree.leaves(pages):
         if leaf.shape[1] != config.num_pages:
             raise ValueError(f"{leaf.shape[1]=} must be {config.num_pages=}")
-    if pages.kv_dtype != config.kv_dtype:
-        raise ValueError(f"{pages.kv_dtype=} must be {config.kv_dtype=}")
+    if pages.layout.kv_dtype != config.kv_dtype:
+        raise ValueError(f"{pages.layout.kv_dtype=} must be {config.kv_dtype=}")
     if pages.page_size != config.page_size:
         raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
     slots = config.max_slots

@@ -1,7 +1,8 @@
-"""Paged memory: pool, page tables, sharing, prefix cache, K and V themselves."""
+"""Paged memory: pool, page tables, sharing, prefix cache, pages and their layouts."""
 
 from jaxkv.memory.demand import Size, pages_for
 from jaxkv.memory.invariants import InvariantError
+from jaxkv.memory.kv_layout import KVLayout
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import PageTableView, Table
@@ -14,6 +15,7 @@ __all__ = [
     "NO_PAGE",
     "Eviction",
     "InvariantError",
+    "KVLayout",
     "PageTableView",
     "Pages",
     "Pool",
@@ -27,6 +29,7 @@ __all__ = [
     "features",
     "idle_pages",
     "invariants",
+    "kv_layout",
     "kv_pages",
     "page_parts",
     "page_pool",

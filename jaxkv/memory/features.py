@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 from jaxkv import arrays
 from jaxkv.memory import kv_pages, page_parts
 from jaxkv.memory.kv_pages import Pages, Rows
+from pallas_kernels.page_ops.write import write_rows
 
 
 def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages:
@@ -25,14 +26,9 @@ def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages
     if (width := 2 * kept.shape[4]) != values.shape[1]:
         raise ValueError(f"{values.shape[1]=} must be the pages' {width}")
     page, offset = kv_pages.locate(rows, page_size=pages.page_size)
-    if page.shape[0] == 1:  # else all pages are copied, see `write_kv`
-        page, offset, values = (
-            jnp.concatenate([x, jnp.full_like(x, -1)]) for x in (page, offset, values)
-        )
-    halves = values.reshape(values.shape[0], 2, -1).astype(kept.dtype)
-    where = kept.at[0, page, :, offset]
-    written = where.set(halves, mode="drop", wrap_negative_indices=False)
-    return pages._replace(features=written)
+    halves = values.reshape(values.shape[0], 2, -1)
+    written, _ = write_rows(kv_pages.flat(kept), page, offset, halves)
+    return pages._replace(features=kv_pages.unflat(written, kept.shape))
 
 
 def read(

@@ -1,55 +1,64 @@
-"""The K and V arrays that hold the pages, all layers together, and their rows' places.
+"""Pages of all layers together: their leaves, the rows written to them, page copies.
 
-Layout. Every leaf of `Pages` leads with `[layers, pages]`; a page id means token places
-and is shared by all leaves. Inside a page the heads stand before the tokens, so that
-one head's keys of a page are contiguous: `[layers, pages, kv_heads, page_size,
-head_dim]`.
+Leaves. Every leaf of `Pages` begins with `[layers, pages, heads, page_size]`; a page id
+means token places and is shared by all leaves. So whatever copies, moves, swaps or
+sends pages maps over the leaves. Their content is known to a `KVLayout` only, see
+`kv_layout`. Inside a page the heads come before the tokens, so that one head's keys of
+a page are contiguous.
 
 In place. The pages are the largest thing in memory and must never be copied. Donate
 them to the outermost `jit`, and carry them through loops: a `lax.scan` that takes them
 as scanned input and returns them as scanned output copies them three times, and a
-`lax.cond` around unrolled layers once more. `write` and kernels index the `flat` view,
+`lax.cond` around unrolled layers once more. Writes and kernels index the `flat` view,
 `[layers * pages, ...]`, through ids that `flat_ids` has offset by the layer: neither
 ever slices a layer out.
+
+Out of a pool and into it. `copy` goes from page to page on the device. Through the
+memory of the host pages go by `take`, `to_host`, `widen` and `put`: when requests are
+swapped out, when a prefix is sent to another worker, and for snapshots.
 
 Sentinels. `NO_PAGE` plus an offset would be the last page of another layer, so unmapped
 places become an out-of-range id after the offset, never before.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from jaxkv import arrays, validation
+from jaxkv import arrays
 from jaxkv.memory import page_parts
 from jaxkv.memory.page_pool import NO_PAGE
-from pallas_kernels import quantizing
-from pallas_kernels.layered import Layer, flat_ids
-from pallas_kernels.page_ops import rotary_write
+from pallas_kernels.layered import flat_ids
 from pallas_kernels.page_ops.copy import copy_pages
-from pallas_kernels.page_ops.write import write_kv
-from pallas_kernels.quantizing import Quantized
-from pallas_kernels.row_packing import Packing
+
+if TYPE_CHECKING:
+    from jaxkv.memory.kv_layout import KVLayout
 
 _COPIES_AT_ONCE = 16
 """Pages that `copy` holds outside the pool at one time, all layers of each."""
 
 
 class Pages(NamedTuple):
-    """K and V of every page. Sizes are read from the shapes."""
+    """Keys and values of every page. Sizes are read from the shapes.
 
-    k: Float[Array, "layers pages kv_heads page_size head_dim"]
-    """Keys, positions already encoded in them. In 8 bits this is a `Quantized` of that
-    shape, numbers and a scale for each token and head: leaves like all others."""
-    v: Float[Array, "layers pages kv_heads page_size head_dim"]
-    """Values of the same tokens, without positions."""
+    `k` and `v` are for the layout alone; other code goes through its functions.
+    """
+
+    k: Any
+    """Keys, positions already encoded in them: an array, or a tree of arrays such as a
+    `Quantized`."""
+    v: Any
+    """Values of the same tokens, without positions; None in a layout whose values are
+    part of the keys."""
+    layout: "KVLayout"
+    """Meaning of both: no leaf, but part of the tree's structure."""
     beside: "Pages | None" = None
     """K and V of a model that runs beside this one, such as a drafter's: the same pages
     of it, so that they are copied, swapped and shared together."""
@@ -59,21 +68,24 @@ class Pages(NamedTuple):
     these go. (In an axis of one XLA sees no order, and copies.)"""
 
     @property
-    def kv_dtype(self) -> str:
-        """What K and V are kept in, as `EngineConfig.kv_dtype` says it."""
-        if not isinstance(self.k, Quantized):
-            return "model"
-        return quantizing.kind_of(self.k.dtype) or "model"
+    def dtype(self) -> np.dtype:
+        """Type of the numbers that hold the keys."""
+        return jax.tree.leaves(self.k)[0].dtype
 
     @property
     def num_layers(self) -> int:
         """Layers that write here."""
-        return self.k.shape[0]
+        return self._shape[0]
 
     @property
     def num_pages(self) -> int:
         """Pages in the pool, each with K and V of all layers."""
-        return self.k.shape[1]
+        return self._shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads on this device."""
+        return self._shape[2]
 
     @property
     def page_size(self) -> int:
@@ -82,8 +94,12 @@ class Pages(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Token places of a page that are here, see `page_parts`."""
-        return self.k.shape[3]
+        """Token places of a page on this device, see `page_parts`."""
+        return self._shape[3]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return jax.tree.leaves(self.k)[0].shape
 
 
 class Rows(NamedTuple):
@@ -112,73 +128,6 @@ class Rows(NamedTuple):
     def places(self) -> Int32[Array, " rows"]:
         """Token place of each row, -1 on a padding row."""
         return self.position if self.place is None else self.place
-
-
-def make_pages(
-    *,
-    num_layers: int,
-    num_pages: int,
-    num_kv_heads: int,
-    page_size: int,
-    head_dim: int,
-    dtype: DTypeLike,
-    kv_dtype: Literal["model", "int8", "fp8"] = "model",
-    num_features: int = 0,
-) -> Pages:
-    """Makes the K and V arrays, filled with zeros; all sizes are at least 1.
-
-    `dtype` is that of the model. With a `kv_dtype` of "model" K and V are kept in it,
-    with the others in 8 bits with a scale for each token and head, see
-    `pallas_kernels.quantizing`. Above 0, `num_features` numbers of each token are kept
-    beside them, in the model's type whatever `kv_dtype` is.
-
-    Returns:
-      The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
-      elements in all, a scale for every head_dim of them if of 8 bits, and num_pages *
-      page_size * num_features more.
-
-    Raises:
-      ValueError: a size is below 1, the type is not a floating one, or there is no
-      memory for them.
-    """
-    sizes = dict(
-        num_layers=num_layers,
-        num_pages=num_pages,
-        num_kv_heads=num_kv_heads,
-        page_size=page_size,
-        head_dim=head_dim,
-    )
-    shape = tuple(validation.integer(name, x, low=1) for name, x in sizes.items())
-    if shape[0] * shape[1] >= validation.INT32:  # kernels see the layers as one pool
-        raise ValueError(f"{num_layers=} times {num_pages=} must be below 2**31")
-    dtype = validation.floating("dtype", dtype)
-    validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
-    width = validation.integer("num_features", num_features, low=0)
-    if width % 2:
-        raise ValueError(f"{num_features=} must be even")
-    try:
-        pages = _empty(shape, dtype, kv_dtype)
-        if not width:
-            return pages
-        kept = jnp.zeros((1, num_pages, 2, page_size, width // 2), dtype)
-        return pages._replace(features=kept)
-    except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"no room for {num_pages=}: {reason}") from None
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype, kv_dtype: str) -> Pages:
-    """K and V arrays of zeros."""
-    # Every array anew, not one twice: a buffer can be donated only once.
-    if kv_dtype == "model":
-        return Pages(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-    numbers, wide = quantizing.NUMBERS[kv_dtype], np.promote_types(dtype, np.float32)
-
-    def empty() -> Any:
-        scales = jnp.zeros(shape[:4], wide)
-        return quantizing.whole(jnp.zeros(shape, numbers), scales)
-
-    return Pages(k=empty(), v=empty())
 
 
 def locate(
@@ -229,85 +178,6 @@ def _where(
     return jnp.where(is_here, page, NO_PAGE), jnp.where(is_here, offset, 0)
 
 
-def write(
-    pages: Pages,
-    layer: Layer,
-    k: Float[Array, "rows kv_heads head_dim"],
-    v: Float[Array, "rows kv_heads head_dim"],
-    rows: Rows,
-) -> Pages:
-    """Writes one layer's K and V of every row to the row's page, in place.
-
-    Keys and values are cast to the type of the pages, donated or carried, or rounded to
-    their 8 bits. Padding rows and rows whose place is unmapped are dropped. No two rows
-    may have the same slot and position, and a page written to must have a count of one
-    (I3).
-
-    Raises:
-      ValueError: `rows.slot` is None and there are not as many rows as slots.
-    """
-    page, offset = locate(rows, page_size=pages.page_size)
-    sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
-    view = flat(pages)
-    (k_pages, k_scales), (v_pages, v_scales) = map(quantizing.parts, view[:2])
-    written = write_kv(
-        k_pages,
-        v_pages,
-        flat_ids(page, layer, **sizes),
-        offset,
-        k,
-        v,
-        k_scales=k_scales,
-        v_scales=v_scales,
-    )
-    new = pages._replace(
-        k=quantizing.whole(written.k_pages, written.k_scales),
-        v=quantizing.whole(written.v_pages, written.v_scales),
-    )
-    return jax.tree.map(lambda old, new: _whole(new, old.shape), pages, new)
-
-
-def rotate_and_write(
-    pages: Pages,
-    layer: Layer,
-    qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    turns: rotary_write.Turns,
-    page: Int32[Array, " rows"],
-    offset: Int32[Array, " rows"],
-    packing: Packing | None = None,
-) -> tuple[rotary_write.Rotated, Pages]:
-    """Encodes the rows' positions, and writes one layer's K and V, in one kernel.
-
-    As `write`, in place; only pages of 16 bits, where `rotary_write.why_not` says None.
-
-    Args:
-      pages: the pages, donated or carried.
-      layer: which layer of them.
-      qkv: what the layer projects every row to: queries, key, value of each KV head.
-      turns: cosines and sines of every query's angles.
-      page: page that each row's K and V belong to, see `locate`.
-      offset: their place there.
-      packing: how attention packs the queries, None if it does not.
-
-    Returns:
-      The queries, also packed; and the pages.
-    """
-    view = flat(pages)
-    written = rotary_write.rotate_and_write(
-        qkv,
-        turns,
-        view.k,
-        view.v,
-        page,
-        offset,
-        packing=packing,
-        layer=layer,
-        num_layers=pages.num_layers,
-    )
-    k, v = (_whole(x, pages.k.shape) for x in (written.k_pages, written.v_pages))
-    return written, pages._replace(k=k, v=v)
-
-
 def copy(
     pages: Pages,
     source: Int32[Array, " n"],
@@ -341,12 +211,10 @@ def copy(
             offset = functools.partial(flat_ids, **sizes)
             return jax.vmap(offset, (None, 0))(ids, layers).reshape(-1)
 
-        view, other = (x.reshape(-1, *x.shape[2:]) for x in (leaf, read))
         places = every(read, ids[0]), every(leaf, ids[1])
-        copied = copy_pages(
-            view, *places, origin=None if read is leaf else other, disjoint=True
-        )
-        return _whole(copied, leaf.shape)
+        origin = None if read is leaf else flat(read)
+        copied = copy_pages(flat(leaf), *places, origin=origin, disjoint=True)
+        return unflat(copied, leaf.shape)
 
     def every_one(pages: Pages, wanted: Array, *ids: Array) -> Pages:
         place = arrays.places(wanted, source.shape[0] + size)
@@ -371,8 +239,8 @@ def move(
 ) -> Pages:
     """Moves what tokens wrote to other token places of their slots, in place.
 
-    Of a verified token tree what stays is a path, whose tokens then stand one behind
-    another. Next to nothing is done where nobody moves.
+    After a token tree is verified, the accepted path becomes contiguous. Costs next to
+    nothing where no token moves.
 
     Args:
       pages: the pages, donated or carried; all layers and leaves of them.
@@ -409,46 +277,101 @@ def move(
     return arrays.when(jnp.any(moves), every_one, pages, moves, source, target)
 
 
-def flat(pages: Pages) -> Pages:
+def take(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
+    """Copies pages out of a pool: every leaf `[layers, n, ...]`, in the order of ids.
+
+    Where an id is `NO_PAGE` the content is undefined.
+    """
+    found = jnp.maximum(page_ids, 0)
+    return jax.tree.map(lambda leaf: leaf[:, found], pages)
+
+
+def put(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
+    """Copies content, as `take` returns it, into pages of a pool, in place.
+
+    Args:
+      pages: the pages, donated or carried.
+      page_ids: page that each entry overwrites, no page twice; `NO_PAGE` does nothing.
+      content: leaves `[layers, n, ...]`.
+
+    Returns:
+      The new pages.
+    """
+
+    def one_leaf(leaf: Array, new: Array) -> Array:
+        # Only a scatter to distinct places has a transpose.
+        beyond = leaf.shape[1] + jnp.arange(page_ids.shape[0], dtype=jnp.int32)
+        place = jnp.where(page_ids < 0, beyond, page_ids)
+        return leaf.at[:, place].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(one_leaf, pages, content)
+
+
+def to_host(pages: Any, page_ids: np.ndarray | slice | None = None) -> Any:
+    """Copies pages, or with no ids all arrays of a tree, to the memory of the host.
+
+    With an array of ids the result is a copy of its own, which stays as it is when the
+    device overwrites its buffers.
+    """
+    if page_ids is None:
+        return jax.tree.map(np.asarray, pages)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:, page_ids], pages)
+
+
+def widen(content: Any, num_pages: int, page_ids: Any) -> Any:
+    """Returns arrays of `num_pages` pages on the host: content at its ids, else zeros.
+
+    Programs take content of one width, so that none is compiled for each number.
+    """
+
+    def one_leaf(leaf: np.ndarray) -> np.ndarray:
+        shape = leaf.shape[0], num_pages, *leaf.shape[2:]
+        whole = np.zeros(shape, leaf.dtype)
+        whole[:, page_ids] = leaf
+        return whole
+
+    return jax.tree.map(one_leaf, content)
+
+
+def check_content(pages: Any, content: Sequence[tuple[str, tuple[int, ...]]]) -> int:
+    """Checks that arrays fit a pool, by the name of the type and the shape of each.
+
+    Args:
+      pages: the pool, or its shapes.
+      content: type and shape of the leaves of the content, in their order.
+
+    Returns:
+      Number of pages in the content.
+
+    Raises:
+      ValueError: an array is missing, or of another type or shape.
+    """
+    wanted = jax.tree.leaves(pages)
+    if len(content) != len(wanted):
+        raise ValueError(f"{len(content)} arrays of pages must be {len(wanted)}")
+    shape = content[0][1]
+    count = max(shape[1], 0) if len(shape) > 1 else 0
+    for (name, shape), leaf in zip(content, wanted, strict=True):
+        if name != leaf.dtype.name or shape != (leaf.shape[0], count, *leaf.shape[2:]):
+            raise ValueError(
+                f"pages of {name} {shape} must be {leaf.dtype.name} "
+                f"({leaf.shape[0]}, {count}, {str(leaf.shape[2:])[1:]}"
+            )
+    return count
+
+
+def flat(pages: Any) -> Any:
     """Views every leaf as `[layers * pages, ...]`, for `flat_ids`, without a copy."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
 
 
-def _whole(view: Shaped[Array, "..."], shape: tuple[int, ...]) -> Array:
+def unflat(view: Shaped[Array, "..."], shape: tuple[int, ...]) -> Array:
     """The inverse of `flat` for one leaf.
 
-    In an axis of one, a single KV head, XLA sees no order: it would lay the pages out
-    another way that is the same, and copy all of them from one to the other.
+    In an axis of one, a single KV head, XLA sees no order: it would choose another
+    layout that is the same, and copy all pages from one to the other.
     """
     leaf = view.reshape(shape)
     if 1 not in shape:
         return leaf
     return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))
-
-
-def gather(
-    pages: Pages, layer: Layer, page_ids: Int32[Array, "n columns"]
-) -> tuple[
-    Float[Array, "n tokens kv_heads head_dim"],
-    Float[Array, "n tokens kv_heads head_dim"],
-]:
-    """Copies one layer's K and V out of the pages, in token order, for rows of a table.
-
-    For checks and for research code: attention reads the pages where they are.
-
-    Returns:
-      K and V with tokens = columns * page_size, as `write` was given them, up to their
-      rounding to the type of the pages; zeros where no page is mapped.
-    """
-
-    def one(leaves: Array | Quantized) -> Array:
-        numbers, scales = quantizing.parts(leaves)
-        found = arrays.take(numbers, (layer, page_ids), fill=0)
-        if scales is not None:
-            worth = arrays.take(scales, (layer, page_ids), fill=0)
-            found = quantizing.dequantize(found, worth)
-        num_rows, columns, kv_heads, page_size, head_dim = found.shape
-        tokens = found.swapaxes(2, 3)
-        return tokens.reshape(num_rows, columns * page_size, kv_heads, head_dim)
-
-    return one(pages.k), one(pages.v)

@@ -5,7 +5,8 @@ page id; to be cached means to be pinned, by one use more in the pool. So a cach
 outlives the sequences that used it, until it is evicted.
 
 A page is found by a hash of its tokens and of all tokens before, in buckets of `WAYS`
-pages. The hash only says where to look: a hit compares tokens, parent and salt. Since
+pages. The hash only says where to look: a hit compares tokens, parent and salt, so the
+hash need not withstand an adversary, who could at most fill one bucket. Since
 the parent is a page that was found the same way, equal tokens and equal parents mean
 equal sequences, and no sequence is ever answered from the tokens of another.
 
@@ -18,11 +19,12 @@ size of the pool.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxkv import arrays
-from jaxkv.memory import hashing, idle_pages, page_pool
+from jaxkv.memory import idle_pages, page_pool
 from jaxkv.memory.idle_pages import IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 
@@ -31,6 +33,11 @@ WAYS = 8
 cached, and each new one enters for an evicted one, less than one in ten million finds
 its bucket full."""
 
+
+_LANES = np.array([0x243F6A88, 0x85A308D3], np.uint32)
+"""Sets the two words of a hash apart. Binary digits of pi."""
+_GOLDEN = np.uint32(0x9E3779B9)
+"""Sets the places in a page apart: odd, so that its multiples repeat after 2**32."""
 
 _ENTERED, _HASH, _PARENT, _SALT = 0, slice(1, 3), 3, 4
 """Where in a row of `Prefixes.content` each stands; the tokens come last."""
@@ -228,7 +235,12 @@ def enter_unpinned(
     found = _find(cache, hashed, named)
     missing = asked & (found == NO_PAGE)
 
-    first, new = _first_of_each_hash(hashed, missing)
+    # Of the missing rows with one hash the first enters.
+    row = jnp.arange(len(missing), dtype=jnp.int32)
+    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
+    alike &= missing[None, :]
+    first = jnp.min(jnp.where(alike, row[None, :], len(missing)), axis=1)
+    new = missing & (first == row)
     bucket, way = _empty_ways(cache, hashed, new)
     entered = jnp.where(way >= 0, page_ids, NO_PAGE)
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
@@ -250,17 +262,6 @@ def enter_unpinned(
     mine = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
     cached = jnp.where(asked, jnp.where(missing, mine, found), NO_PAGE)
     return cache, entered, cached
-
-
-def _first_of_each_hash(
-    hashed: UInt32[Array, "n words"], missing: Bool[Array, " n"]
-) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
-    """Of the missing rows with a row's hash the first, and whether that is this row."""
-    (num,) = missing.shape
-    row = jnp.arange(num, dtype=jnp.int32)
-    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
-    first = jnp.min(jnp.where(alike & missing[None, :], row[None, :], num), axis=1)
-    return first, missing & (first == row)
 
 
 def _empty_ways(
@@ -348,7 +349,7 @@ def _hash(cache: Prefixes, parent: Array, tokens: Array, salt: Array) -> Array:
     """Hashes pages of tokens after their parents."""
     before = hash_of(cache, parent)
     first = (parent == NO_PAGE)[:, None]
-    return hashing.extend(jnp.where(first, hashing.start(salt), before), tokens)
+    return extend_hash(jnp.where(first, empty_hash(salt), before), tokens)
 
 
 def _reachable(cache: Prefixes, parent: Array, salt: Array) -> Array:
@@ -370,3 +371,39 @@ def _find(cache: Prefixes, hashed: Array, named: Array) -> Array:
     theirs = arrays.take(cache.content, ids, fill=0)[:, :, _PARENT:]
     same = jnp.all(theirs == named[:, None, :], axis=2)
     return jnp.max(jnp.where(same, ids, NO_PAGE), axis=1)
+
+
+def empty_hash(salt: UInt32[Array, " n"]) -> UInt32[Array, "n 2"]:
+    """Hashes the empty sequence under each salt."""
+    return _scramble(salt[:, None] ^ _LANES[None, :])
+
+
+def extend_hash(
+    before: UInt32[Array, "n 2"], tokens: Int32[Array, "n page_size"]
+) -> UInt32[Array, "n 2"]:
+    """Hashes sequences that go on by one page.
+
+    Args:
+      before: hash of the tokens before the page.
+      tokens: tokens of the page, in order.
+
+    Returns:
+      The hashes, of 64 bits in two words. They depend on every token, its place and
+      all pages before, and are the same on every machine.
+    """
+    # Every place permutes the token ids in its own way. Then the words can be summed,
+    # in any order, where a hash that takes its tokens in turn would need a loop.
+    place = jnp.arange(tokens.shape[1], dtype=jnp.uint32) * _GOLDEN
+    mask = _scramble(place[:, None] ^ _LANES[None, :])
+    words = _scramble(tokens.astype(jnp.uint32)[:, :, None] ^ mask[None, :, :])
+    return _scramble(before + jnp.sum(words, axis=1, dtype=jnp.uint32))
+
+
+def _scramble(word: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Permutes the 32-bit words so that each bit depends on all.
+
+    Source: the finaliser of Appleby's MurmurHash3 (2011), in the public domain.
+    """
+    word = (word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return word ^ (word >> np.uint32(16))

@@ -7,13 +7,12 @@ what is there already, and writes the rest into pages that are free or idle.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32, Shaped, UInt32
+from jaxtyping import Array, Int32, UInt32
 
 from jaxkv import arrays
-from jaxkv.memory import page_pool, prefix_cache, prefix_eviction
+from jaxkv.memory import kv_pages, page_pool, prefix_cache, prefix_eviction
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.prefix_cache import Prefixes
@@ -41,8 +40,7 @@ def take_out(
       ones, were cached.
     """
     ids = _match(cache, prefix)
-    found = jnp.maximum(ids, 0)
-    return jax.tree.map(lambda x: x[:, found], pages), _count(ids)
+    return kv_pages.take(pages, ids), _count(ids)
 
 
 def bring_in(
@@ -75,11 +73,7 @@ def bring_in(
     is_new = (column >= num_there) & (column < end)
     place = jnp.where(is_new, column - num_there, -1)
     ids = jnp.where(is_new, arrays.take(new[0], place, fill=NO_PAGE), ids)
-
-    def write(mine: Shaped[Array, "..."], sent: Shaped[Array, "..."]) -> Array:
-        return mine.at[:, jnp.where(is_new, ids, mine.shape[1])].set(sent, mode="drop")
-
-    pages = jax.tree.map(write, pages, sent)
+    pages = kv_pages.put(pages, jnp.where(is_new, ids, NO_PAGE), sent)
     cache, pool = _enter(cache, pool, prefix, ids, num_there, end)
     is_cached = prefix_cache.is_cached(cache, ids)
     pool, left = page_pool.release_counted(pool, ids[None])

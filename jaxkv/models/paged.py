@@ -1,7 +1,6 @@
 """A model for the engine: its pages, and its forward pass over packed rows."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -11,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv import validation
-from jaxkv.memory import features, kv_pages
+from jaxkv.memory import features, kv_layout, kv_pages
 from jaxkv.models import interface, rotary, row_parts, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
@@ -41,7 +40,7 @@ class Bounds(Protocol):
 
     @property
     def kv_dtype(self) -> Literal["model", "int8", "fp8"]:
-        """As `kv_pages.make_pages` takes it."""
+        """As `kv_layout.make_pages` takes it."""
         ...
 
 
@@ -60,7 +59,7 @@ def make_pages(
       ValueError: it is past a model's learned positions.
     """
     config.check_length(engine.max_length, "max_length")
-    return kv_pages.make_pages(
+    return kv_layout.make_pages(
         num_layers=config.num_layers,
         num_pages=engine.num_pages,
         num_kv_heads=config.num_kv_heads,
@@ -87,10 +86,9 @@ class PagedForward:
     taps: tuple[int, ...] = ()
     """Layers whose inputs are kept of every row in `Pages.features`, side by side;
     `num_layers` stands for the last hidden state, normed."""
-    attend: Callable[..., Float[Array, "rows q_heads head_dim"]] = (
-        interface.attend_written
-    )
-    """What attends over the pages; another one tells what a step is without it."""
+    attend: Callable[..., Float[Array, "rows q_heads value_width"]] | None = None
+    """Replaces `KVLayout.attend`, to time a step without it; None means that of the
+    pages' layout."""
 
     def __post_init__(self) -> None:
         """Refuses layers and taps that the model does not have.
@@ -162,25 +160,25 @@ class PagedForward:
         parts = row_parts.divide(rows, self.numerics)
         dtype = model.embed.weight[...].dtype
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
-        plan = interface.plan_attention(
+        plan = pages.layout.plan(
             pages,
             rows,
-            num_q_heads=pages.k.shape[2] * self.config.group_size,
+            num_q_heads=pages.num_kv_heads * self.config.group_size,
             dtype=dtype,
             **sees,
         )
+        run, sees["own_rows"] = self.attend or pages.layout.attend, parts.num > 1
         positions = jnp.maximum(rows.position, 0)
         write = self._writer(pages, rows, plan, dtype)
-        if parts.num > 1:
-            sees["parts"] = parts
-            write = _of_all(write, parts, rotary.angles(self.config, positions, dtype))
+        turned = rotary.angles(self.config, positions, dtype) if parts.num > 1 else None
 
         def attend(layer, qkv, angles, pages):
+            if parts.num > 1:  # every device writes and encodes all rows
+                qkv, angles = parts.whole(qkv), turned
             q, packed_q, pages = write(layer, qkv, angles, pages)
-            out = self.attend(
-                pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees
-            )
-            return out.transpose(1, 2, 0).reshape(qkv[:, :-2].shape), pages
+            out = run(pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees)
+            by_head = *qkv[:, :-2].shape[:2], -1, out.shape[0]
+            return out.transpose(1, 2, 0).reshape(by_head), pages
 
         return model.hidden(
             parts.own(rows.token),
@@ -202,12 +200,20 @@ class PagedForward:
         dtype: DTypeLike,
     ) -> Callable:
         """How a layer encodes positions and writes K and V: one kernel, or several."""
-        c, num_kv_heads = self.config, pages.k.shape[2]
+        c, num_kv_heads = self.config, pages.num_kv_heads
         heads = num_kv_heads, c.group_size + 2, c.head_dim
         qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
         num_rows = rows.position.shape[0]
-        if c.positions != "rope" or rotary_write.choose(qkv, pages.k) == "reference":
-            return functools.partial(_write, rows)
+        if c.positions != "rope" or not kv_layout.can_rotate_and_write(pages, qkv):
+
+            def write_apart(layer, qkv, angles, pages):
+                q, k, v = (
+                    x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1)
+                    for x in rotary.parts(qkv, angles)
+                )
+                return q, None, pages.layout.write(pages, layer, k, v, rows)
+
+            return write_apart
         # Once a pass, for all layers.
         page, offset = kv_pages.locate(rows, page_size=pages.page_size)
         row = rotary_write.query_rows(num_rows, num_kv_heads * c.group_size)
@@ -221,24 +227,8 @@ class PagedForward:
 
         def write(layer, qkv, angles, pages):
             qkv = qkv.transpose(3, 0, 1, 2)
-            found, pages = kv_pages.rotate_and_write(pages, layer, qkv, turns, *places)
+            found, pages = kv_layout.rotate_and_write(pages, layer, qkv, turns, *places)
             q = found.q.reshape(found.q.shape[0], -1, found.q.shape[3])
             return q, found.packed_q, pages
 
         return write
-
-
-def _of_all(
-    write: Callable, parts: row_parts.RowParts, angles: rotary.Angles | None
-) -> Callable:
-    """Gathers what a layer projects, and writes and encodes it as that of all rows."""
-    return lambda layer, qkv, _, pages: write(layer, parts.whole(qkv), angles, pages)
-
-
-def _write(rows, layer, qkv, angles, pages):
-    """Encodes positions and writes K and V by what XLA makes of it."""
-    q, k, v = (
-        x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1)
-        for x in rotary.parts(qkv, angles)
-    )
-    return q, None, kv_pages.write(pages, layer, k, v, rows)

@@ -21,10 +21,6 @@ from jaxkv.models.partition import EXPERT, TENSOR
 
 WHOLE = PartitionSpec()
 """Of what every device has."""
-_HEADS = PartitionSpec(None, None, TENSOR, CONTEXT)
-"""Of a leaf of K or V, `[layers, pages, kv_heads, page_size, ...]`, and its scales."""
-_FEATURES = PartitionSpec(None, None, None, CONTEXT)
-"""Of features, `[1, pages, 2, page_size, half]`."""
 
 
 def check_mesh(mesh: object) -> None:
@@ -122,10 +118,12 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def pages_specs(pages: Pages) -> Pages:
-    """How pages are divided: K and V by heads, and all by places in a page."""
+def pages_specs(pages: Pages) -> Any:
+    """Returns how pages are divided: as their layout does, all by places in a page."""
+    specs = pages.layout.specs(pages, heads=TENSOR)
     beside = None if pages.beside is None else pages_specs(pages.beside)
-    return Pages(k=_HEADS, v=_HEADS, beside=beside, features=_FEATURES)  # ty: ignore[invalid-argument-type]
+    features = PartitionSpec(None, None, None, CONTEXT)
+    return specs._replace(beside=beside, features=features)
 
 
 def state_specs(state: EngineState) -> Any:
@@ -147,11 +145,14 @@ def place_state(state: EngineState, mesh: Mesh) -> EngineState:
       ValueError: the mesh does not divide the pages.
     """
     check_pages(mesh, page_size=state.pages.page_size)
-    if (heads := state.pages.k.shape[2]) % (num := degree_of(mesh)):
+    specs = state_specs(state)
+    by_heads = any(TENSOR in x for x in jax.tree.leaves(specs.pages, is_leaf=_is_spec))
+    heads, num = state.pages.num_kv_heads, degree_of(mesh)
+    if by_heads and heads % num:
         raise ValueError(
             f"pages of {heads} KV heads cannot be divided over {num} devices"
         )
-    return place(state, state_specs(state), mesh)
+    return place(state, specs, mesh)
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:

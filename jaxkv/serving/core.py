@@ -34,6 +34,7 @@ from jaxkv.memory import (
     PageTableView,
     Prefix,
     invariants,
+    kv_pages,
     page_table,
 )
 from jaxkv.models import interface as models_interface
@@ -196,7 +197,7 @@ class EngineCore:
             self._refuse_if_lost()
             found, num = self._programs.take_out(self.state, prefix)
         num = int(num)
-        return jax.tree.map(lambda x: np.asarray(x)[:, :num], found), num
+        return kv_pages.to_host(found, slice(num)), num
 
     def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
         """Puts pages into the prefix cache, see `Engine.bring_prefix`."""
@@ -297,14 +298,6 @@ class EngineCore:
         changing = {"policy": self.policy, "eviction": self._eviction}
         return self.static | changing | {"may_draft": may_draft}
 
-    def _can_rest(self) -> bool:
-        """Whether there is a program of plain steps beside the one that drafts."""
-        speculation, state = self.static["speculation"], self.state
-        if speculation is None:
-            return False
-        rests = functools.partial(speculation.drafter.rests, config=self.config)
-        return jax.eval_shape(rests, state.memory, state) is not None
-
     def compile(self) -> None:
         """Makes the programs, all before one of them consumes the state.
 
@@ -313,23 +306,23 @@ class EngineCore:
         kind = jax.tree.structure(self.policy)
         if kind in self._compiled:
             return
-        begun = time.perf_counter()
+        begun, state, config = time.perf_counter(), self.state, self.config
         with compilation_cache.noticing():
-            self._compile()
+            ways: tuple[bool, ...] = (True,)
+            if (speculation := self.static["speculation"]) is not None:
+                rests = functools.partial(speculation.drafter.rests, config=config)
+                if jax.eval_shape(rests, state.memory, state) is not None:
+                    ways = True, False  # a program of plain steps as well
+            names = np.full(config.max_sequences, -1, np.int32)
+            lowered = (
+                self._programs.submit.lower(state, self._requests([]), config=config),
+                *(self.lower(may_draft=may) for may in ways),
+                self._programs.drain.lower(state, names, names, self._eviction),
+            )
+            for program in lowered:
+                program.compile()
         self.compile_s += time.perf_counter() - begun
         self._compiled.add(kind)
-
-    def _compile(self) -> None:
-        blank = self._requests([])
-        names = np.full(self.config.max_sequences, -1, np.int32)
-        ways = (True, False) if self._can_rest() else (True,)
-        lowered = (
-            self._programs.submit.lower(self.state, blank, config=self.config),
-            *(self.lower(may_draft=may) for may in ways),
-            self._programs.drain.lower(self.state, names, names, self._eviction),
-        )
-        for program in lowered:
-            program.compile()
 
     def dispatch(self) -> None:
         """Hands over what there is room for, then starts the next steps."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
 from jaxkv.engine import NOBODY, EngineState
-from jaxkv.memory import NO_PAGE, Pages, Staging, swap_buffer
+from jaxkv.memory import NO_PAGE, Pages, Staging, kv_pages, swap_buffer
 
 
 class Moves(NamedTuple):
@@ -28,9 +28,9 @@ class Moves(NamedTuple):
     arrives: Int32[Array, ""]
     """Request whose pages it brings, or NOBODY."""
     place: Int32[Array, " places"]
-    """Where the page that stood in each place shall stand now, or `NO_PAGE`."""
+    """New place of the page that came from each place, or `NO_PAGE`."""
     pages: Pages
-    """The pages that it brings, each where it shall stand."""
+    """Content that it brings, in the place that it came from."""
 
 
 def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> Staging:
@@ -42,18 +42,11 @@ def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> S
     left = arrays.take(moves.leaves, s.owner, fill=False)
     owner = jnp.where(left, NOBODY, s.owner)
     owner = arrays.put(owner, moves.place, moves.arrives)
-    comes = jnp.zeros(owner.shape, bool)
-    comes = arrays.put(comes, moves.place, True)
-
-    def bring(old: Array, new: Array) -> Array:
-        here = comes.reshape(1, -1, *[1] * (old.ndim - 2))
-        return jnp.where(jnp.broadcast_to(here, old.shape), new, old)
-
     mine = (group == moves.arrives) & (moves.arrives >= 0)
     page_ids = arrays.take(moves.place, s.page_ids, fill=NO_PAGE)
     at_home = jnp.arange(group.shape[0], dtype=jnp.int32) == moves.arrives
     return s._replace(
-        pages=jax.tree.map(bring, s.pages, moves.pages),
+        pages=kv_pages.put(s.pages, moves.place, moves.pages),
         owner=owner,
         page_ids=jnp.where(mine[:, None], page_ids, s.page_ids),
         on_host=(s.on_host | moves.leaves) & ~at_home,
@@ -118,9 +111,7 @@ class HostSpace:
         for row in rest:
             places = np.flatnonzero(owner == row)
             if row in staged and self.num_used + len(places) <= self.num_pages:
-                # Taken by value: the device is about to overwrite what it lends.
-                pages = jax.tree.map(lambda x, p=places: np.asarray(x)[:, p], s.pages)
-                self._kept[row] = places, pages
+                self._kept[row] = places, kv_pages.to_host(s.pages, places)
                 moves.leaves[row] = True
         if comes is not None:
             places, pages = comes
@@ -129,10 +120,9 @@ class HostSpace:
                 moves.lost[first] = True
             else:
                 moves.arrives[...] = first
-                moves.place[places] = new = free[: len(places)]
-                both = map(jax.tree.leaves, (moves.pages, pages))
-                for buffer, leaf in zip(*both, strict=True):
-                    buffer[:, new] = leaf
+                moves.place[places] = free[: len(places)]
+                content = kv_pages.widen(pages, len(owner), places)
+                moves = moves._replace(pages=content)
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 
 

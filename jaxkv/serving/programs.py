@@ -128,7 +128,11 @@ def on_mesh(how: Divided) -> Programs:
         return mapped(run, state_of, whole, made=made)(state, batch)
 
     drain = mapped(_cancel_and_drain, state_of, whole, whole, whole, made=made)
-    moves_of = _moves_of(staging_of)
+    # Moves between host and staging buffer are divided as the pages of the buffer are.
+    kind: Any = host_swap.Moves  # of specs, not of arrays
+    moves_of = kind(*[whole] * len(kind._fields))
+    if isinstance(staging_of, Staging):
+        moves_of = moves_of._replace(pages=staging_of.pages)
     move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)
     pages_of = state_of.pages
     take_out = mapped(_take_out, state_of, whole, made=(pages_of, whole))
@@ -142,15 +146,6 @@ def on_mesh(how: Divided) -> Programs:
         jax.jit(take_out),
         jax.jit(bring_in, donate_argnums=0),
     )
-
-
-def _moves_of(staging_of: Any) -> Any:
-    """How moves between host and staging buffer are divided: as its pages are."""
-    kind: Any = host_swap.Moves  # of specs, not of arrays
-    moves = kind(*[layout.WHOLE] * len(kind._fields))
-    if isinstance(staging_of, Staging):
-        moves = moves._replace(pages=staging_of.pages)
-    return moves
 
 
 def place(

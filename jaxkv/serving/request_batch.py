@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests
-from jaxkv.memory import Pages, Prefix
+from jaxkv.memory import Pages, Prefix, kv_pages
 from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
 from jaxkv.serving import outputs, refusals
 
@@ -58,7 +58,11 @@ def make_requests(
     # Which request each row belongs to, and which of its sequences it is.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
-    unused = _unused_rows(width, len(owner))
+    width = len(owner) if width is None else validation.integer("width", width)
+    if (unused := width - len(owner)) < 0:
+        raise ValueError(
+            f"{width=} must be at least {len(owner)}, one row for each sequence"
+        )
 
     def column(values: Any, dtype: Any = np.int32, blank: int = 0) -> Any:
         """What each request has, for its rows; `blank` in those behind them."""
@@ -70,13 +74,22 @@ def make_requests(
         random_keys.request_key(ask.seed, config.seed, key_id)
         for ask, key_id in zip(asks, key_ids, strict=True)
     ]
-    ends = [_ends(ask, eos_ids, config) for ask in asks]
+    ends = [ask.stop_tokens + (() if ask.ignore_eos else eos_ids) for ask in asks]
+    if (most := max(map(len, ends), default=0)) > config.max_stop_tokens:
+        raise ValueError(
+            f"{most} tokens that end a request must be at most "
+            f"{config.max_stop_tokens=}"
+        )
+    limits = [
+        min(len(ids) + ask.max_tokens, config.max_length)
+        for ids, ask in zip(known, asks, strict=True)
+    ]
     prompt_scored = column([ask.prompt_logprobs for ask in asks], bool)
     prompt_scored[: len(owner)] &= np.array(samples, int) == 0  # who reads the prompt
     return requests.Requests(
         tokens=column(_filled_up(known, config.max_length, 0)),
         prompt_length=column([len(ids) for ids in known]),
-        limit=column(_limits(known, asks, config)),
+        limit=column(limits),
         request_id=column(names),
         stop_tokens=column(_filled_up(ends, config.max_stop_tokens, -1), blank=-1),
         params=params_of(
@@ -133,34 +146,18 @@ def pad_pages(
     """
     most, leaves = int(prefix.num_pages), jax.tree.leaves(pages)
     fits = jax.tree.structure(pages) == jax.tree.structure(mine) and all(
-        isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim > 1 for leaf in leaves
+        isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves
     )
-    num = {leaf.shape[1] for leaf in leaves} if fits else set()
-    if len(num) != 1 or not 0 <= (count := num.pop()) <= most:
-        shown = validation.shown(pages) if not fits else "..."
+    shapes = [(leaf.dtype.name, leaf.shape) for leaf in leaves] if fits else []
+    count = kv_pages.check_content(mine, shapes) if fits else most + 1
+    if count > most:
+        shown = "..." if fits else validation.shown(pages)
         raise ValueError(
             f"pages={shown} must be arrays as take_prefix returns them, of at most "
             f"{most} pages"
         )
-    width = config.max_pages_per_slot - count
-
-    def fill(own: Any, sent: Any) -> np.ndarray:
-        wanted = (own.shape[0], count, *own.shape[2:])
-        if sent.shape != wanted or sent.dtype != own.dtype:
-            raise ValueError(
-                f"pages of {sent.dtype} {sent.shape} must be {own.dtype} {wanted}"
-            )
-        return np.pad(sent, [(0, 0), (0, width), *[(0, 0)] * (own.ndim - 2)])
-
-    return prefix._replace(num_pages=jnp.int32(count)), jax.tree.map(fill, mine, pages)
-
-
-def _unused_rows(width: int | None, num: int) -> int:
-    """Rows behind those of `num` sequences."""
-    width = num if width is None else validation.integer("width", width)
-    if width < num:
-        raise ValueError(f"{width=} must be at least {num}, one row for each sequence")
-    return width - num
+    whole = kv_pages.widen(pages, config.max_pages_per_slot, slice(count))
+    return prefix._replace(num_pages=jnp.int32(count)), whole
 
 
 def _filled_up(
@@ -173,16 +170,6 @@ def _filled_up(
     return found
 
 
-def _limits(
-    prompts: Sequence[np.ndarray], asks: Sequence[Sampling], config: EngineConfig
-) -> list[int]:
-    """Tokens that each request may have, those of its prompt included."""
-    return [
-        min(len(ids) + ask.max_tokens, config.max_length)
-        for ids, ask in zip(prompts, asks, strict=True)
-    ]
-
-
 def _names(name: str, values: Sequence[int], num: int) -> list[int]:
     """Checks one whole number in [0, 2**31) for each of `num` requests."""
     _check_length(name, values, num)
@@ -192,19 +179,6 @@ def _names(name: str, values: Sequence[int], num: int) -> list[int]:
 def _check_length(name: str, values: Sequence[Any], num: int) -> None:
     if len(values) != num:
         raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
-
-
-def _ends(
-    ask: Sampling, eos_ids: tuple[int, ...], config: EngineConfig
-) -> tuple[int, ...]:
-    """The tokens that end a request."""
-    ends = ask.stop_tokens + (() if ask.ignore_eos else eos_ids)
-    if len(ends) > config.max_stop_tokens:
-        raise ValueError(
-            f"{len(ends)} tokens that end a request must be at most "
-            f"{config.max_stop_tokens=}"
-        )
-    return ends
 
 
 def _checked_pairs(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels import devices, layered, row_packing
 from pallas_kernels.layered import Layer
-from pallas_kernels.page_ops.write import write_kv
+from pallas_kernels.page_ops.write import write_rows
 from pallas_kernels.row_packing import Packing
 
 type RotaryWriteImplementation = Literal["reference", "mosaic_gpu"]
@@ -76,10 +76,15 @@ def rotate_and_write(
       Queries in the type of `qkv`; the pages, all else in them bit for bit as before.
 
     Raises:
-      ValueError: an implementation that is unknown or does not take this call.
+      ValueError: pages of keys or values of another width than the projection's heads,
+        or an implementation that is unknown or does not take this call.
 
     Source: Su et al. 2021, arXiv:2104.09864, eq. 34; the halves are GPT-NeoX's.
     """
+    if not k_pages.shape[3] == v_pages.shape[3] == qkv.shape[3]:
+        raise ValueError(
+            f"{k_pages.shape[3]=} and {v_pages.shape[3]=} must be {qkv.shape[3]=}"
+        )
     if choose(qkv, k_pages, implementation) == "mosaic_gpu":
         from pallas_kernels.page_ops import rotary_write_mosaic_gpu as kernel
 
@@ -100,13 +105,14 @@ def rotate_and_write(
     q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
     num_pages = k_pages.shape[0] // num_layers
     ids = layered.flat_ids(page_ids, layer, num_layers=num_layers, num_pages=num_pages)
-    written = write_kv(k_pages, v_pages, ids, offsets, k, v)
+    k_pages, _ = write_rows(k_pages, ids, offsets, k)
+    v_pages, _ = write_rows(v_pages, ids, offsets, v)
     packed = None
     if packing is not None:
         (rows, kv_heads, _, head_dim) = q.shape
         by_head = q.reshape(rows, -1, head_dim)
         packed = row_packing.pack_queries(by_head, packing, kv_heads=kv_heads)
-    return Rotated(q, packed, written.k_pages, written.v_pages)
+    return Rotated(q, packed, k_pages, v_pages)
 
 
 def query_rows(num_rows: int, q_heads: int) -> Int32[Array, " queries"]:

@@ -28,7 +28,7 @@ type AttentionImplementation = Literal["reference", "mosaic_gpu"]
 class AttentionState(NamedTuple):
     """Attention of rows over some keys, ready to be merged with that over others."""
 
-    out: Float[Array, "rows q_heads head_dim"]
+    out: Float[Array, "rows q_heads value_width"]
     """Softmax-weighted values; 0 where a row saw no key."""
     lse: Float[Array, "rows q_heads"]
     """Natural log of the sum of exponentials of the scores; -inf where no key."""
@@ -37,11 +37,12 @@ class AttentionState(NamedTuple):
 def paged_attention(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Num[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Num[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Num[Array, "pages kv_heads page_size value_width"] | None,
     page_ids: Int[Array, "slots pages_per_slot"],
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None = None,
     *,
+    value_width: int | None = None,
     context: Int[Array, " slots"] | None = None,
     ancestors: Bool[Array, "rows columns"] | None = None,
     scale: float | None = None,
@@ -71,13 +72,15 @@ def paged_attention(
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
       k_pages: keys of one layer, or of `num_layers` one after another; of a floating
         type, or of 8 bits as `quantizing` makes them.
-      v_pages: values, likewise and of the same type.
+      v_pages: values of the same type, of any width; None where the values are the
+        first `value_width` numbers of the keys, with the scales of the keys.
       page_ids: page of every place / page_size, counted from the layer's first; an id
         that none of its pages has is unmapped and must hold no place that any row sees.
       positions: position of each row; -1 for a padding row, which sees nothing.
       slots: slot of each row, the rows of a slot side by side and in ascending order;
         None where all slots have as many rows, in order: one each to decode, several
         to verify drafts.
+      value_width: width of the values in [1, head_dim] where `v_pages` is None.
       context: places that every row of the slot sees, or -1; needed with `ancestors`.
       ancestors: see above.
       scale: factor on the scores; None means head_dim ** -0.5.
@@ -96,8 +99,9 @@ def paged_attention(
       numerics: "reproducible" gives a row the same bits in any batch.
       implementation: None, or a name that must serve this call. "reference" takes any
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
-        bfloat16 or both in float16, head_dim 64, 128 or 256, pages of 16, 32, 64, 128
-        or 256 places, and at most 64 query heads for a KV head.
+        bfloat16 or both in float16, head_dim 64, 128 or 256, values of the same width,
+        pages of 16, 32, 64, 128 or 256 places, and at most 64 query heads for a KV
+        head.
       packed_q: the queries as the plan's few rows are packed, by whoever wrote them;
         None packs them where it is needed.
       plan: `make_plan` of the same rows, so that the layers of a model share it; None
@@ -117,7 +121,9 @@ def paged_attention(
     Press et al. 2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925,
     section 2.
     """
-    checks.check_arrays(q, k_pages, v_pages, k_scales, v_scales)
+    value_width = checks.check_arrays(
+        q, k_pages, v_pages, k_scales, v_scales, value_width
+    )
     checks.check_heads(q, sinks=sinks, alibi=alibi)
     if slots is None and (not page_ids.shape[0] or q.shape[0] % page_ids.shape[0]):
         raise ValueError(
@@ -133,7 +139,13 @@ def paged_attention(
     if num_layers < 1 or k_pages.shape[0] % num_layers:
         raise ValueError(f"{num_layers=} must divide {k_pages.shape[0]=}")
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
+    chosen = choose(
+        q,
+        k_pages,
+        value_width=value_width,
+        numerics=numerics,
+        implementation=implementation,
+    )
     if chosen == "mosaic_gpu":
         if plan is not None and tiling not in (None, plan.tiling):
             raise ValueError(f"{tiling=} must be that of the plan, {plan.tiling}")
@@ -154,7 +166,7 @@ def paged_attention(
         out, lse = dispatch.attend(
             q,
             k_pages,
-            v_pages,
+            k_pages if v_pages is None else v_pages,
             page_ids,
             plan,
             scale=scale,
@@ -193,7 +205,7 @@ def paged_attention(
         attend = reference.attend_per_tile
     out, lse = attend(
         q.reshape(rows, *by_head, head_dim),
-        Memory(k_pages, v_pages, k_scales, v_scales),
+        Memory(k_pages, v_pages, k_scales, v_scales, value_width),
         reference.View(page_ids, positions, slots, context, ancestors, window),
         Scoring(
             scale=scale,
@@ -202,7 +214,8 @@ def paged_attention(
             sinks=None if sinks is None else sinks.reshape(by_head),
         ),
     )
-    return AttentionState(out.reshape(q.shape), lse.reshape(rows, q_heads))
+    out = out.reshape(rows, q_heads, value_width)
+    return AttentionState(out, lse.reshape(rows, q_heads))
 
 
 def make_plan(
@@ -212,6 +225,7 @@ def make_plan(
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None = None,
     *,
+    value_width: int | None = None,
     context: Int[Array, " slots"] | None = None,
     ancestors: Bool[Array, "rows columns"] | None = None,
     window: int | None = None,
@@ -222,7 +236,8 @@ def make_plan(
     """Prepares what a kernel needs once a step, whatever the layer.
 
     Arguments are those of `paged_attention`; of `q` and `k_pages` only shape and type
-    matter, of `page_ids` the shape. The plan keeps `tiling`, the sizes of the kernels.
+    matter, of `page_ids` the shape; a `value_width` of None is that of the keys. The
+    plan keeps `tiling`, the sizes of the kernels.
 
     Returns:
       The plan; None where the reference will serve the call, which needs none.
@@ -230,7 +245,13 @@ def make_plan(
     Raises:
       ValueError: an implementation that is unknown or cannot serve the call.
     """
-    chosen = choose(q, k_pages, numerics=numerics, implementation=implementation)
+    chosen = choose(
+        q,
+        k_pages,
+        value_width=value_width,
+        numerics=numerics,
+        implementation=implementation,
+    )
     if chosen != "mosaic_gpu":
         return None
     kv_heads = k_pages.shape[1]
@@ -252,10 +273,13 @@ def choose(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
     *,
+    value_width: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
 ) -> AttentionImplementation:
     """Names the implementation that serves a call.
+
+    A `value_width` of None is that of the keys.
 
     Raises:
       ValueError: one is asked for that is unknown, or that cannot serve the call.
@@ -264,7 +288,7 @@ def choose(
     def refusal() -> str | None:
         if numerics != "fast":
             return f"{numerics=} needs sums that do not depend on the other rows"
-        return decode_plan.why_not(q, k_pages)
+        return decode_plan.why_not(q, k_pages, value_width)
 
     return devices.choose(implementation, refusal)
 
@@ -304,7 +328,7 @@ def merge_devices(state: AttentionState, axis: str) -> AttentionState:
 
     For functions inside `jax.shard_map`. Each of p devices has a state of the same rows
     over keys of its own, none of them there twice, and sends 2 (p - 1) / p of
-    `rows * q_heads * (head_dim + 2)` numbers of the type of the log-sum-exp: in two
+    `rows * q_heads * (value_width + 2)` numbers of the type of the log-sum-exp: in two
     all-reduces, of the greatest one and of the weighted sums.
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
@@ -336,7 +360,7 @@ def merge_own_rows(state: AttentionState, axis: str) -> AttentionState:
 
 
 def _merge(
-    out: Float[Array, "*states rows q_heads head_dim"],
+    out: Float[Array, "*states rows q_heads value_width"],
     lse: Float[Array, "*states rows q_heads"],
     most: Callable[[Array], Array],
     add_up: Callable[[Array], Array],

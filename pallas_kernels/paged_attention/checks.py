@@ -9,11 +9,15 @@ from pallas_kernels import quantizing
 def check_arrays(
     q: Array,
     k_pages: Array,
-    v_pages: Array,
+    v_pages: Array | None,
     k_scales: Array | None,
     v_scales: Array | None,
-) -> None:
-    """Refuses arrays that do not fit each other, as `api.paged_attention` takes them.
+    value_width: int | None,
+) -> int:
+    """Checks that arrays fit each other, as `api.paged_attention` takes them.
+
+    Returns:
+      Width of the values.
 
     Raises:
       ValueError: shapes or types do not fit.
@@ -21,32 +25,41 @@ def check_arrays(
     q_heads, kv_heads, head_dim = q.shape[1], k_pages.shape[1], q.shape[2]
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
         raise ValueError(f"{q.dtype=} must be a floating type of 16 bits or more")
-    if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
-        raise ValueError(
-            f"{v_pages.shape=}, {v_pages.dtype=} must be {k_pages.shape=}, "
-            f"{k_pages.dtype=}"
-        )
     if k_pages.shape[3] != head_dim:
         raise ValueError(f"{k_pages.shape[3]=} must be {q.shape[2]=}")
+    if v_pages is not None:
+        if v_pages.shape[:3] != k_pages.shape[:3] or v_pages.dtype != k_pages.dtype:
+            raise ValueError(
+                f"{v_pages.shape=}, {v_pages.dtype=} must be {k_pages.shape=} up to "
+                f"the last axis, and {k_pages.dtype=}"
+            )
+        if value_width is not None:
+            raise ValueError(f"{value_width=} must be None when v_pages is given")
+        value_width = v_pages.shape[3]
+    elif value_width is None or not 1 <= value_width <= head_dim:
+        raise ValueError(
+            f"{value_width=} must be in [1, {head_dim}] when v_pages is None"
+        )
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
     narrow = quantizing.kind_of(k_pages.dtype) is not None
     if not narrow and not jnp.issubdtype(k_pages.dtype, jnp.floating):
         raise ValueError(f"{k_pages.dtype=} must be a floating type, int8 or uint8")
-    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
-        if narrow != (scales is not None):
+    for name, pages, scales in (("k", k_pages, k_scales), ("v", v_pages, v_scales)):
+        if (narrow and pages is not None) != (scales is not None):
             raise ValueError(
-                f"{name} must be given for 8-bit pages, and for those alone: "
-                f"{k_pages.dtype=}"
+                f"{name}_scales must be given for 8-bit pages, and for those alone: "
+                f"{name}_pages is {pages if pages is None else pages.dtype}"
             )
         if scales is not None and scales.shape not in (
             k_pages.shape[:2],
             k_pages.shape[:3],
         ):
             raise ValueError(
-                f"{name}.shape={scales.shape} must be {k_pages.shape[:2]} or "
+                f"{name}_scales.shape={scales.shape} must be {k_pages.shape[:2]} or "
                 f"{k_pages.shape[:3]}"
             )
+    return value_width
 
 
 def check_heads(q: Array, **values: Array | None) -> None:

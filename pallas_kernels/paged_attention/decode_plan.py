@@ -22,13 +22,16 @@ FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
 
 
 def why_not(
-    q: Array | jax.ShapeDtypeStruct, k_pages: Array | jax.ShapeDtypeStruct
+    q: Array | jax.ShapeDtypeStruct,
+    k_pages: Array | jax.ShapeDtypeStruct,
+    value_width: int | None = None,
 ) -> str | None:
     """Says in a clause why the kernels do not take a call, or None.
 
     Args:
       q: queries, `[rows, q_heads, head_dim]`, or only their shape and type.
       k_pages: keys, `[pages, kv_heads, page_size, head_dim]`, likewise.
+      value_width: width of the values; None means that of the keys.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype:
         return (
@@ -40,6 +43,8 @@ def why_not(
         return f"{group=} query heads for each KV head must be in [1, 64]"
     if head_dim not in (64, 128, 256):
         return f"{head_dim=} must be 64, 128 or 256"
+    if value_width not in (None, head_dim):
+        return f"{value_width=} must be {head_dim=}"
     if page_size not in (16, 32, 64, 128, 256):
         return f"{page_size=} must be a power of two in [16, 256]"
     return None

@@ -20,18 +20,21 @@ class Memory(NamedTuple):
     """Keys and values in pages; of 8-bit pages also what their numbers are worth."""
 
     k: Num[Array, "pages kv_heads page_size head_dim"]
-    v: Num[Array, "pages kv_heads page_size head_dim"]
-    k_scales: Float[Array, "pages kv_heads *places"] | None = None
+    v: Num[Array, "pages kv_heads page_size value_width"] | None
+    """None where the values are the first numbers of the keys."""
+    k_scales: Float[Array, "pages kv_heads *places"] | None
     """Factor on the keys of a page and head, or with one more axis on each of them."""
-    v_scales: Float[Array, "pages kv_heads *places"] | None = None
-    """Likewise on the values."""
+    v_scales: Float[Array, "pages kv_heads *places"] | None
+    """Likewise on the values; None where these are part of the keys."""
+    value_width: int
+    """Width of the values."""
 
 
 class Block(NamedTuple):
     """Keys and values of one block of places, of every row."""
 
     k: Float[Array, "rows kv_heads places head_dim"]
-    v: Float[Array, "rows kv_heads places head_dim"]
+    v: Float[Array, "rows kv_heads places value_width"]
     k_scales: Float[Array, "rows kv_heads places"] | None
     v_scales: Float[Array, "rows kv_heads places"] | None
 
@@ -74,7 +77,7 @@ def read(
     Returns:
       The block; values of places that are not used are 0, all else of them anything.
     """
-    num_pages, kv_heads, page_size, head_dim = memory.k.shape
+    num_pages, kv_heads, page_size, _ = memory.k.shape
     (rows, size), (_, width) = used.shape, page_ids.shape
     # A block is so many equal parts of pages.
     part = math.gcd(page_size, size)
@@ -94,7 +97,7 @@ def read(
         flat = pages.reshape(num_pages * kv_heads * parts_per_page, -1)
         found = flat.at[address.reshape(-1)].get(mode="promise_in_bounds")
         if clean:
-            shape = (rows, kv_heads, parts, part, head_dim)
+            shape = (rows, kv_heads, parts, part, pages.shape[3])
             held = jnp.broadcast_to(used[:, None, :, :, None], shape)
             zero = jnp.zeros((), found.dtype)
             found = jnp.where(held.reshape(found.shape), found, zero)
@@ -109,9 +112,10 @@ def read(
         found = pages.reshape(-1).at[page].get(mode="promise_in_bounds")
         return jnp.repeat(found, part, axis=2)
 
-    return Block(
-        k=quantizing.meaning(take(memory.k, clean=clean_keys)).astype(dtype),
-        v=quantizing.meaning(take(memory.v, clean=True)).astype(dtype),
-        k_scales=scale(memory.k_scales),
-        v_scales=scale(memory.v_scales),
-    )
+    clean_keys |= memory.v is None
+    k = quantizing.meaning(take(memory.k, clean=clean_keys)).astype(dtype)
+    k_scales = scale(memory.k_scales)
+    if memory.v is None:
+        return Block(k, k[..., : memory.value_width], k_scales, k_scales)
+    v = quantizing.meaning(take(memory.v, clean=True)).astype(dtype)
+    return Block(k, v, k_scales, scale(memory.v_scales))

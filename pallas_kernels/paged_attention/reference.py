@@ -112,7 +112,7 @@ def attend_per_slot(
     one_by_one: bool = False,
     is_bounded: bool = False,
 ) -> tuple[
-    Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
+    Float[Array, "rows kv_heads group value_width"], Float[Array, "rows kv_heads group"]
 ]:
     """Gathers the pages of each slot for its rows, of which all have as many.
 
@@ -167,12 +167,13 @@ def attend_per_slot(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
         jnp.max(last) // block_size + 1,
         block,
-        online_softmax.start(shape, head_dim, q.dtype),
+        online_softmax.start(shape, memory.value_width, q.dtype),
         at_most=-(-num_places // block_size),
         is_bounded=is_bounded,
     )
     out, lse = online_softmax.finish(state, sinks, q.dtype)
-    return out.swapaxes(1, 2).reshape(q.shape), lse.swapaxes(1, 2).reshape(q.shape[:3])
+    out, lse = out.swapaxes(1, 2), lse.swapaxes(1, 2)
+    return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
 @_differentiable
@@ -184,7 +185,7 @@ def attend_per_tile(
     *,
     is_bounded: bool = False,
 ) -> tuple[
-    Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads group"]
+    Float[Array, "rows kv_heads group value_width"], Float[Array, "rows kv_heads group"]
 ]:
     """Gathers a slot's pages once for each tile of its rows: chunks of prompts.
 
@@ -269,7 +270,8 @@ def attend_per_tile(
             )
             return state._replace(out=state.out + out)
 
-        state = online_softmax.start((kv_heads, group * size), head_dim, q.dtype)
+        shape = kv_heads, group * size
+        state = online_softmax.start(shape, memory.value_width, q.dtype)
         begin, end = first // BLOCK, last // BLOCK + 1
         if is_wide:
             seen_by_all = jnp.min(jnp.where(mine, _seen_by_all(here), end * BLOCK))
@@ -299,7 +301,7 @@ def attend_per_tile(
 
     wide = np.promote_types(q.dtype, np.float32)
     empty = (
-        jnp.zeros_like(q),
+        jnp.zeros((*q.shape[:3], memory.value_width), q.dtype),
         jnp.full((rows + size, kv_heads, group), -jnp.inf, wide),
     )
     # A slot's last tile may be partial.

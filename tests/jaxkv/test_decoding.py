@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv import decoding
-from jaxkv.memory import invariants, kv_pages
+from jaxkv.memory import invariants, kv_layout, kv_pages
 from jaxkv.models import paged, transformer
 from jaxkv.models.config import ModelConfig
 from pallas_kernels import devices
@@ -22,7 +22,7 @@ SLOTS, LENGTH, PAGE_SIZE = 3, 40, 4
 
 
 def make_cache(num_pages: int = 30) -> decoding.Cache:
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=MODEL.num_layers,
         num_pages=num_pages,
         num_kv_heads=MODEL.num_kv_heads,

@@ -20,7 +20,7 @@ import pytest
 import jaxkv
 from jaxkv import decoding, validation
 from jaxkv.engine.state import EngineConfig, init
-from jaxkv.memory import kv_pages, page_pool, page_table, prefix_cache
+from jaxkv.memory import kv_layout, kv_pages, page_pool, page_table, prefix_cache
 from jaxkv.models import paged
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
 from jaxkv.sampling import Sampling, beam_search
@@ -40,7 +40,7 @@ api: Any = types.SimpleNamespace(
     Sampling=Sampling,
     fcfs=jaxkv.fcfs,
     init_cache=decoding.init_cache,
-    make_pages=kv_pages.make_pages,
+    make_pages=kv_layout.make_pages,
     make_pool=page_pool.make_pool,
     poisson=arrivals.poisson,
 )

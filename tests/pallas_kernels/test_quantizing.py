@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout, kv_pages
 from jaxkv.memory.kv_pages import Rows
 from jaxkv.models import interface, paged
 from pallas_kernels import quantizing
@@ -181,66 +181,61 @@ def test_a_write_reaches_its_place_and_no_other(kind: Any) -> None:
     new = [rng.normal(size=(6, 2, 8)).astype(np.float32) for _ in "kv"]
     page_ids = np.array([3, -1, 7, 0, 3, 2**31 - 1], np.int32)
     offsets = np.array([0, 1, 2, 3, 2, 0], np.int32)
-    scales: dict[str, Any] = {}
-    pages = old
-    if kind is not None:
-        (k, k_scales), (v, v_scales) = (quantize(x, kind) for x in old)
-        pages, scales = [k, v], {"k_scales": k_scales, "v_scales": v_scales}
-    after = jax.jit(write.write_kv)(*pages, page_ids, offsets, *new, **scales)
-    for index, name in enumerate(("k", "v")):
-        numbers = np.array(pages[index])
-        rows = new[index]
+    run, kept = jax.jit(write.write_rows), np.array([0, 3, 4])
+    where = page_ids[kept], slice(None), offsets[kept]
+    for held, rows in zip(old, new, strict=True):
+        numbers, scales = held, None
+        if kind is not None:
+            numbers, scales = quantize(held, kind)
+        found, found_scales = run(numbers, page_ids, offsets, rows, scales=scales)
+        numbers = np.array(numbers)
         if kind is not None:
             rows, worth = quantize(rows, kind)
-            held = np.array(scales[f"{name}_scales"])
-            held[page_ids[[0, 3, 4]], :, offsets[[0, 3, 4]]] = worth[
-                np.array([0, 3, 4])
-            ]
-            np.testing.assert_array_equal(getattr(after, f"{name}_scales"), held)
-        numbers[page_ids[[0, 3, 4]], :, offsets[[0, 3, 4]]] = np.asarray(rows)[
-            [0, 3, 4]
-        ]
-        np.testing.assert_array_equal(getattr(after, f"{name}_pages"), numbers)
+            scales = np.array(scales)
+            scales[where] = worth[kept]
+            np.testing.assert_array_equal(found_scales, scales)
+        numbers[where] = np.asarray(rows)[kept]
+        np.testing.assert_array_equal(found, numbers)
 
 
 def test_writes_say_which_scales_they_need() -> None:
     pages, row = jnp.zeros((3, 2, 4, 8), jnp.int8), jnp.ones((1, 2, 8), jnp.float32)
     where = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
-    with pytest.raises(ValueError, match="k_scales must be given for 8-bit pages"):
-        write.write_kv(pages, pages, *where, row, row)
+    with pytest.raises(ValueError, match="scales must be given for 8-bit pages"):
+        write.write_rows(pages, *where, row)
 
 
 def make_pages(kind: Any, num_pages: int = 6) -> kv_pages.Pages:
     sizes = dict(num_layers=2, num_pages=num_pages, num_kv_heads=2, page_size=4)
-    return kv_pages.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
+    return kv_layout.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> None:
     rng, pages = np.random.default_rng(6), make_pages(kind)
-    assert pages.kv_dtype == kind
+    assert pages.layout.kv_dtype == kind
     assert (pages.num_layers, pages.num_pages, pages.page_size) == (2, 6, 4)
     tokens = rng.normal(size=(2, 7, 2, 8)).astype(np.float32)
     position = jnp.arange(7, dtype=jnp.int32)
     page_ids = jnp.asarray([[4, 1]], jnp.int32)
     rows = Rows(position, position, jnp.zeros_like(position), page_ids, position)
     # One by one or all at once: what stands in a page does not depend on what follows.
-    at_once = jax.jit(kv_pages.write)(pages, 1, *tokens, rows)
+    at_once = jax.jit(pages.layout.write)(pages, 1, *tokens, rows)
     for index in range(7):
         one = rows._replace(position=jnp.where(position == index, position, -1))
-        pages = jax.jit(kv_pages.write)(pages, 1, *tokens, one)
+        pages = jax.jit(pages.layout.write)(pages, 1, *tokens, one)
     for a, b in zip(jax.tree.leaves(pages), jax.tree.leaves(at_once), strict=True):
         np.testing.assert_array_equal(a, b)
     wanted = [quantizing.dequantize(*quantize(x, kind)) for x in tokens]
-    for x, found in zip(wanted, kv_pages.gather(pages, 1, page_ids), strict=True):
+    for x, found in zip(wanted, pages.layout.read(pages, 1, page_ids), strict=True):
         np.testing.assert_array_equal(found[0, :7], x)
         assert not found[0, 7:].any()
     copied = jax.jit(kv_pages.copy)(
         pages, jnp.asarray([4, 1], jnp.int32), jnp.asarray([0, 5], jnp.int32)
     )
     before, after = (
-        kv_pages.gather(x, 1, jnp.asarray([ids], jnp.int32))
+        x.layout.read(x, 1, jnp.asarray([ids], jnp.int32))
         for x, ids in ((pages, [4, 1]), (copied, [0, 5]))
     )
     np.testing.assert_array_equal(after, before)
@@ -311,4 +306,4 @@ def test_pages_and_configuration_must_agree() -> None:
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 1
     )
     with pytest.raises(ValueError, match="kv_dtype='int4' must be 'model', 'int8' or"):
-        inspect.unwrap(kv_pages.make_pages)(**sizes, dtype="float32", kv_dtype="int4")
+        inspect.unwrap(kv_layout.make_pages)(**sizes, dtype="float32", kv_dtype="int4")

@@ -139,12 +139,12 @@ def temporary_bytes(program: Any) -> int:
 
 
 def copies(program: Any, pages: Any) -> list[str]:
-    """Copies in the program of anything as large as the keys, whatever its shape."""
+    """Copies in the program of anything as large as the first leaf, of any shape."""
     return large_copies(program.as_text(), pages)
 
 
 def large_copies(text: str, pages: Any) -> list[str]:
-    size = math.prod(pages.k.shape)
+    size = jax.tree.leaves(pages)[0].size
     found = []
     for line in text.splitlines():
         match = re.search(r"= \w+\[([\d,]*)\]\S* copy(-start)?\(", line)

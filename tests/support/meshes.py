@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv.engine import EngineConfig
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout, kv_pages
 from jaxkv.models import ModelConfig, paged
 from jaxkv.parallel import layout, tensor
 from jaxkv.sampling import Sampling
@@ -107,7 +107,7 @@ def divided(
     degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
     params = tensor.place_params(config, params, mesh)
     config = tensor.fit(config, degree, num_expert=num_expert)
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=config.num_layers,
         num_pages=11,
         num_kv_heads=config.num_kv_heads,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout, kv_pages
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.paged import PagedForward
 from tests.support import engines
@@ -48,7 +48,7 @@ def check_paged_equals_contiguous(
     expected = np.asarray(engines.full_logits(params, tokens, config=config))
 
     width = -(-length // page_size)
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=config.num_layers,
         num_pages=2 * width + 1,
         num_kv_heads=config.num_kv_heads,

@@ -12,7 +12,7 @@ from jaxkv.engine import state as engine_state
 from jaxkv.engine import step as engine_step
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
@@ -212,7 +212,7 @@ def assert_alike(run: Beside) -> None:
 def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineState:
     """An engine to which the whole workload has been submitted."""
     rng = np.random.default_rng(seed)
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
         num_kv_heads=1,

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from experiments.framework import Record, Texts, column
 from experiments.harness import Language, Scribe, stepping
 from jaxkv.engine import EngineConfig, EngineState
-from jaxkv.memory import NO_PAGE, invariants, kv_pages, page_pool
+from jaxkv.memory import NO_PAGE, invariants, kv_layout, kv_pages, page_pool
 from jaxkv.sampling import Sampling
 
 MAX_LENGTH = 24
@@ -149,10 +149,8 @@ class Stage(stepping.Stepper):
 
 def _blank_pages(num_pages: int, page_size: int) -> kv_pages.Pages:
     """Pages of not-a-numbers: what is none was written."""
-    shape = (1, num_pages, 1, page_size, 1)
-    # Two arrays: no buffer can be donated twice.
-    k, v = (jnp.full(shape, jnp.nan, "float32") for _ in range(2))
-    return kv_pages.Pages(k, v)
+    pages = kv_layout.FULL.make((1, num_pages, 1, page_size, 1), "float32")
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pages)
 
 
 def _look(state: EngineState, before: np.ndarray) -> dict[str, np.ndarray]:
@@ -164,16 +162,17 @@ def _look(state: EngineState, before: np.ndarray) -> dict[str, np.ndarray]:
     if state.search is None:
         copied[page_ids[moved]] = before[moved]
 
-    def read(leaf: jax.Array) -> np.ndarray:
-        values = np.asarray(leaf)[0, :, 0, :, 0]
-        return np.where(np.isnan(values), -1, values).astype(np.int32)
-
+    every = jnp.arange(state.pages.num_pages, dtype=jnp.int32)[:, None]
+    held, place = (
+        np.where(np.isnan(x), -1, x).astype(np.int32)[:, :, 0, 0]
+        for x in map(np.asarray, state.pages.layout.read(state.pages, 0, every))
+    )
     return {
         "tokens": stepping.histories(state),
         "page_ids": page_ids,
         "length": np.asarray(state.table.length),
         "ref": np.asarray(state.pool.ref),
-        "held": read(state.pages.k),
-        "place": read(state.pages.v),
+        "held": held,
+        "place": place,
         "copied": copied,
     }

@@ -255,5 +255,5 @@ def _staging(pages: kv_pages.Pages, config: EngineConfig) -> swap_buffer.Staging
 
 
 def _first_layer(pages: kv_pages.Pages, table: page_table.Table) -> np.ndarray:
-    found = kv_pages.gather(pages, 0, table.page_ids)
+    found = pages.layout.read(pages, 0, table.page_ids)
     return np.stack([np.asarray(x) for x in found])

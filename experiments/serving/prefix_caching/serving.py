@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Int32
 
 from experiments.harness.stepping import Stepper
 from jaxkv.engine import EngineConfig, EngineState, StepInfo, step
-from jaxkv.memory import Prefixes, Uses, kv_pages, page_pool, prefix_eviction
+from jaxkv.memory import Prefixes, Uses, kv_layout, kv_pages, page_pool, prefix_eviction
 from jaxkv.models import ForwardResult
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
@@ -75,7 +75,7 @@ class Server(Stepper):
             prefix_cache=True,
         )
         make_pages = functools.partial(
-            kv_pages.make_pages,
+            kv_layout.make_pages,
             num_layers=1,
             num_pages=num_pages,
             num_kv_heads=2,  # of one head, or place, they are laid out anew every step

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout, kv_pages
 from tests.support import engines
 
 # Slow, because `test_readme.py` runs programs that show the same.
@@ -117,7 +117,7 @@ def make_params() -> dict:
 
 
 def make_pages() -> kv_pages.Pages:
-    return kv_pages.make_pages(
+    return kv_layout.make_pages(
         num_layers=2,
         num_pages=CONFIG.num_pages,
         num_kv_heads=HEADS,

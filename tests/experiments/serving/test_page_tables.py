@@ -10,7 +10,7 @@ from experiments.framework import table
 from experiments.harness.sentences import Language, Scribe
 from experiments.serving.page_tables import experiment
 from experiments.serving.page_tables.frames import Frames
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout, kv_pages
 from jaxkv.memory.page_pool import NO_PAGE
 from tests.support import smoke
 
@@ -154,7 +154,7 @@ def test_a_language_shares_weight_among_what_follows() -> None:
 
 def test_what_a_table_maps_decides_what_is_said() -> None:
     language = Language({"a b c": 1.0, "d b e": 1.0}, 4)
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=3,
         num_kv_heads=1,
@@ -163,7 +163,15 @@ def test_what_a_table_maps_decides_what_is_said() -> None:
         dtype="float32",
     )
     a, b, d = language.encode("a b d")
-    pages = pages._replace(k=pages.k.at[0, :, 0, 0, 0].set(jnp.asarray([a, d, -1.0])))
+    first = kv_pages.Rows(
+        token=jnp.asarray([a, d], jnp.int32),
+        position=jnp.asarray([0, 0], jnp.int32),
+        slot=None,
+        page_ids=jnp.asarray([[0], [1]], jnp.int32),
+        logit_rows=jnp.asarray([-1], jnp.int32),
+    )
+    words = first.token.astype(jnp.float32)[:, None, None]
+    pages = pages.layout.write(pages, 0, words, words, first)
     rows = kv_pages.Rows(
         token=jnp.asarray([b, b], jnp.int32),
         position=jnp.asarray([1, -1], jnp.int32),

@@ -186,9 +186,7 @@ def test_a_copy_would_be_found() -> None:
         """The bad layout: a scan that takes the pages apart and stacks them again."""
 
         def body(carry, layer):
-            k = layer.k.at[carry, 0, 0].set(new)
-            v = layer.v.at[carry, 0, 0].set(new)
-            return carry + 1, kv_pages.Pages(k, v)
+            return carry + 1, jax.tree.map(lambda x: x.at[carry, 0, 0].set(new), layer)
 
         return jax.lax.scan(body, jnp.zeros((), jnp.int32), pages)[1]
 

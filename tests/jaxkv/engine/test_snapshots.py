@@ -205,12 +205,13 @@ def test_every_bit_of_every_type_comes_back(dtype: str, tmp_path: Path) -> None:
     state = engines.start(CONFIG, dtype=dtype)
     # Bits by chance: NaN of every payload, infinities, subnormals. And all minus zero,
     # which no writer may take for the zeros that it leaves out.
-    shape, kind = state.pages.k.shape, jnp.dtype(dtype)
-    bits = rng.bytes(state.pages.k.size * kind.itemsize)
+    leaves, tree = jax.tree.flatten(state.pages)
+    shape, kind = leaves[0].shape, jnp.dtype(dtype)
+    bits = rng.bytes(leaves[0].size * kind.itemsize)
     k = jnp.asarray(np.frombuffer(bits, kind).reshape(shape))
     assert raw(k)[0][2] == bits
     v = jnp.asarray(-np.zeros(shape, kind))
-    state = state._replace(pages=state.pages._replace(k=k, v=v))
+    state = state._replace(pages=jax.tree.unflatten(tree, [k, v]))
     folder = jaxkv.save_state(tmp_path / "state", state, CONFIG)
     loaded = jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG, dtype=dtype))
     assert raw(loaded) == raw(state)
@@ -337,8 +338,10 @@ def test_a_full_disk_is_told_in_one_line(
     state, folder = engines.start(CONFIG), tmp_path / "state"
     jaxkv.save_state(folder, state, CONFIG)
     rng = np.random.default_rng(0)
-    k = jnp.asarray(rng.normal(size=state.pages.k.shape).astype("float32"))
-    later = state._replace(pages=state.pages._replace(k=k))
+    pages = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape).astype("float32")), state.pages
+    )
+    later = state._replace(pages=pages)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:  # a file that outgrows the limit is refused as on a disk that is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))

@@ -10,7 +10,7 @@ import pytest
 from jaxkv.engine import drafting
 from jaxkv.engine.drafting import Drafts
 from jaxkv.engine.emitting import Answer, verification
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout, kv_pages
 from jaxkv.memory.page_pool import NO_PAGE
 
 pytestmark = pytest.mark.usefixtures("compiled_as_served")
@@ -137,7 +137,7 @@ def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     rng = np.random.default_rng(3)
     shape = {"num_pages": 7, "page_size": 4, "num_kv_heads": 2, "head_dim": 8}
     both = [
-        kv_pages.make_pages(num_layers=n, dtype="float32", kv_dtype=kv_dtype, **shape)
+        kv_layout.make_pages(num_layers=n, dtype="float32", kv_dtype=kv_dtype, **shape)
         for n in (3, 1)
     ]
     pages = jax.tree.map(

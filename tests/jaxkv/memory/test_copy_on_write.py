@@ -12,6 +12,7 @@ import pytest
 from jaxkv import arrays
 from jaxkv.memory import (
     invariants,
+    kv_layout,
     kv_pages,
     page_pool,
     page_sharing,
@@ -41,7 +42,7 @@ class State(NamedTuple):
 
 
 def make_state(page_size: int = 4) -> State:
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=2,
         num_pages=NUM_PAGES,
         num_kv_heads=1,
@@ -177,7 +178,7 @@ def write(
     )
     new = tokens.reshape(-1, 1, 1).astype(jnp.float32)
     for layer in range(2):
-        pages = kv_pages.write(pages, layer, new + layer, -new - layer, rows)
+        pages = pages.layout.write(pages, layer, new + layer, -new - layer, rows)
     state = state._replace(pool=pool, table=table, pages=pages)
     return state, (copies, enough, shared)
 
@@ -241,7 +242,7 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     holder = page_sharing.holders(table, ints(*GROUPS))
     pinned = arrays.take(pins, table.page_ids, fill=0) > 0
     owned = page_sharing.owned_pages(table, holder, pinned=pinned)
-    values = [kv_pages.gather(pages, layer, table.page_ids) for layer in range(2)]
+    values = [pages.layout.read(pages, layer, table.page_ids) for layer in range(2)]
     faults = swap_buffer.unsound(
         staging, ints(*GROUPS), staging.length > 0, page_size=pages.page_size
     )
@@ -420,8 +421,7 @@ class Walk:
         if staged and self.rng.random() < 0.5:
             group = int(self.rng.choice(staged))
             places = np.flatnonzero(owner == group)
-            pages = [np.asarray(leaf)[:, places] for leaf in staging.pages[:2]]
-            self.kept[group] = places, pages
+            self.kept[group] = places, kv_pages.to_host(staging.pages, places)
             moves.leaves[group] = True
             oracle.take(group)
         elif self.kept:
@@ -432,8 +432,7 @@ class Walk:
                 return
             del self.kept[group]
             moves.arrives[...], moves.place[places] = group, free
-            for buffer, leaf in zip(moves.pages[:2], pages, strict=True):
-                buffer[:, free] = leaf
+            moves = moves._replace(pages=kv_pages.widen(pages, PLACES, places))
             oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
         self.do("host", moves)
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv import clock
 from jaxkv.engine.state import init
-from jaxkv.memory import features, kv_pages
+from jaxkv.memory import features, kv_layout
 from jaxkv.memory.kv_pages import Rows
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import paged, param_forms, transformer
@@ -125,7 +125,7 @@ def test_the_token_before_is_the_parent() -> None:
 
 
 def test_nothing_is_read_or_written_where_nothing_is() -> None:
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=3,
         num_kv_heads=1,
@@ -160,7 +160,7 @@ def test_nothing_is_read_or_written_where_nothing_is() -> None:
 def test_halves_of_features_are_whole() -> None:
     sizes: Any = {"num_pages": 1, "num_kv_heads": 1, "page_size": 2, "head_dim": 2}
     with pytest.raises(ValueError, match="num_features=5 must be even"):
-        kv_pages.make_pages(num_layers=1, dtype="float32", num_features=5, **sizes)
+        kv_layout.make_pages(num_layers=1, dtype="float32", num_features=5, **sizes)
 
 
 @pytest.mark.parametrize(

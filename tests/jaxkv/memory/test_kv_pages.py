@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout, kv_pages
+from jaxkv.memory.kv_layout import FULL
 from jaxkv.memory.kv_pages import Pages, Rows
 from jaxkv.memory.page_pool import NO_PAGE
 from tests.support.trees import ints
@@ -13,12 +14,12 @@ from tests.support.trees import ints
 LAYERS, NUM_PAGES, KV_HEADS, HEAD_DIM, SLOTS = 3, 20, 2, 4, 5
 
 
-write = jax.jit(kv_pages.write)
+write = jax.jit(FULL.write)
 
 
 def make_pages(page_size: int, dtype: str = "float32") -> Pages:
     """Pages full of numbers that no test writes, all different."""
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=LAYERS,
         num_pages=NUM_PAGES,
         num_kv_heads=KV_HEADS,
@@ -27,7 +28,7 @@ def make_pages(page_size: int, dtype: str = "float32") -> Pages:
         dtype=dtype,
     )
     count = -1 - jnp.arange(pages.k.size, dtype=jnp.float32).reshape(pages.k.shape)
-    return Pages(k=count.astype(dtype), v=(2 * count).astype(dtype))
+    return Pages(count.astype(dtype), (2 * count).astype(dtype), FULL)
 
 
 def make_rows(position, slot, page_ids) -> Rows:
@@ -115,7 +116,7 @@ def test_values_are_cast_to_the_type_of_the_pages() -> None:
     pages = make_pages(4, "bfloat16")
     rows = make_rows(ints(0), None, ints(2).reshape(1, 1))
     new = jnp.full((1, KV_HEADS, HEAD_DIM), 1 + 2**-9, jnp.float32)
-    after = kv_pages.write(pages, 0, new, new, rows)
+    after = FULL.write(pages, 0, new, new, rows)
     assert after.k.dtype == jnp.bfloat16
     assert (after.k[0, 2, :, 0] == 1).all()
 

@@ -11,7 +11,6 @@ import pytest
 
 from jaxkv import arrays
 from jaxkv.memory import (
-    hashing,
     idle_pages,
     invariants,
     page_pool,
@@ -27,7 +26,7 @@ from tests.support.trees import assert_maps, assert_same, ints
 
 NUM_PAGES, ROWS, SIZE, LENGTH = 12, 3, 2, 7
 compiled: Any = partial(jax.jit)
-real_extend = hashing.extend
+real_extend = prefix_cache.extend_hash
 
 
 def salts(*values: int) -> jax.Array:
@@ -109,7 +108,9 @@ run = Programs()
 @pytest.fixture
 def one_hash(monkeypatch: pytest.MonkeyPatch) -> Programs:
     """The operations, compiled with a hash that is the same for all contents."""
-    monkeypatch.setattr(hashing, "extend", lambda before, tokens: before * 0 + 5)
+    monkeypatch.setattr(
+        prefix_cache, "extend_hash", lambda before, tokens: before * 0 + 5
+    )
     return Programs()
 
 
@@ -292,7 +293,7 @@ def test_evicting_none_and_forgetting_all() -> None:
 def test_a_hash_tells_places_and_pages_apart() -> None:
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 50_000, (20_000, 4)), jnp.int32)
-    start = hashing.start(salts(0))
+    start = prefix_cache.empty_hash(salts(0))
     hashed = np.asarray(real_extend(jnp.repeat(start, 20_000, axis=0), tokens))
     assert len(np.unique(hashed[:, 0])) > 19_990  # 20,000 of 2**32: 0.05 collide
     assert len(np.unique(hashed, axis=0)) == 20_000
@@ -344,11 +345,11 @@ class Model:
         self.tick = 0
         _, self.priority = RULES[rule]
         self.hash_of = memo(self._hash_of)
-        self.extend = compiled(lambda *arguments: hashing.extend(*arguments))
+        self.extend = compiled(lambda *arguments: prefix_cache.extend_hash(*arguments))
 
     def _hash_of(self, pages: tuple, salt: int) -> tuple[int, int]:
         if not pages:
-            return tuple(np.asarray(hashing.start(salts(salt)))[0].tolist())
+            return tuple(np.asarray(prefix_cache.empty_hash(salts(salt)))[0].tolist())
         before = np.asarray([self.hash_of(pages[:-1], salt)], np.uint32)
         hashed = self.extend(before, np.asarray([pages[-1]], np.int32))
         return tuple(np.asarray(hashed)[0].tolist())
@@ -659,7 +660,7 @@ def few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
         few = real_extend(before, tokens)[:, :1] % np.uint32(5)
         return jnp.concatenate([few % np.uint32(3), few], axis=1)
 
-    monkeypatch.setattr(hashing, "extend", extend)
+    monkeypatch.setattr(prefix_cache, "extend_hash", extend)
 
 
 def long(*arguments: Any) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from jaxkv import arrays, clock
 from jaxkv.engine import step
 from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.memory import kv_pages, prefix_cache, prefix_eviction
+from jaxkv.memory import kv_layout, kv_pages, prefix_cache, prefix_eviction
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.memory.prefix_cache import Prefixes
 from jaxkv.models.interface import ForwardResult
@@ -37,16 +37,15 @@ class Sum:
     def __call__(
         self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
-        token = rows.token.astype(pages.k.dtype)[:, None, None]
-        pages = kv_pages.write(pages, 0, token, token, rows)
+        token = rows.token.astype(pages.dtype)[:, None, None]
+        pages = pages.layout.write(pages, 0, token, token, rows)
         every = jnp.arange(rows.token.shape[0], dtype=jnp.int32)
         slot = arrays.take(
             every if rows.slot is None else rows.slot, rows.logit_rows, fill=-1
         )
         position = arrays.take(rows.position, rows.logit_rows, fill=-1)
         ids = arrays.take(rows.page_ids, slot, fill=NO_PAGE)
-        held = arrays.take(pages.k[0, :, 0, :, 0], ids, fill=0)
-        held = held.reshape(slot.shape[0], -1)
+        held = pages.layout.read(pages, 0, ids)[0][..., 0, 0]
         place = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :]
         # Where nothing was written yet stands NaN.
         held = jnp.where(place <= position[:, None], held, 0).astype(jnp.int32)
@@ -65,7 +64,7 @@ def continued(prompt: Sequence[int], num: int) -> list[int]:
 
 def make_pages(config: EngineConfig) -> kv_pages.Pages:
     """Pages full of NaN, which nobody may ever see."""
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
         num_kv_heads=1,

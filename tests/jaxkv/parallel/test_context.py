@@ -12,13 +12,11 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxkv
-from jaxkv.memory import kv_pages, page_parts
+from jaxkv.memory import kv_layout, kv_pages, page_parts
 from jaxkv.models import (
     Experts,
     checkpoints,
-    interface,
     partition,
-    row_parts,
     transformer,
 )
 from jaxkv.parallel import collectives, layout, make_mesh
@@ -316,7 +314,7 @@ def test_attention_of_parts_is_that_of_the_whole(
 ) -> None:
     """Chunks and trees, at random places, by windows too."""
     draw = np.random.default_rng(num)
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=14,
         num_kv_heads=2,
@@ -324,8 +322,9 @@ def test_attention_of_parts_is_that_of_the_whole(
         head_dim=4,
         dtype="float32",
     )
-    filled = [draw.normal(size=pages.k.shape).astype(np.float32) for _ in "kv"]
-    pages = pages._replace(k=jnp.asarray(filled[0]), v=jnp.asarray(filled[1]))
+    pages = jax.tree.map(
+        lambda x: jnp.asarray(draw.normal(size=x.shape).astype(np.float32)), pages
+    )
     start = draw.integers(0, 40, 3)
     slot = np.repeat(np.arange(3, dtype=np.int32), 5)
     position = np.concatenate([x + np.arange(5) for x in start]).astype(np.int32)
@@ -351,9 +350,8 @@ def test_attention_of_parts_is_that_of_the_whole(
     q = jnp.asarray(draw.normal(size=(16, 4, 4)), jnp.float32)
 
     def attend(pages: Any, q: Any, rows: Any) -> Any:
-        every = row_parts.WHOLE, row_parts.divide(rows)
-        run = functools.partial(interface.attend_written, pages, 0, q, rows)
-        return [run(window=window, parts=parts) for parts in every]
+        run = functools.partial(pages.layout.attend, pages, 0, q, rows)
+        return [run(window=window, own_rows=own_rows) for own_rows in (False, True)]
 
     specs = layout.pages_specs(pages)
     mesh = make_mesh(context=num)

@@ -216,9 +216,10 @@ def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
     sizes: Any = {"num_pages": 20, "page_size": 8}
     engine = engine_on(config, params, mesh, **sizes)
     if degrees == {"tensor": 8}:
-        assert engine.core.state.pages.k.shape[2] == 8
-        parts = [x.data.shape[2] for x in engine.core.state.pages.k.addressable_shards]
-        assert parts == [1] * 8
+        pages = engine.core.state.pages
+        assert pages.num_kv_heads == 8
+        for leaf in jax.tree.leaves(pages):
+            assert [x.data.shape[2] for x in leaf.addressable_shards] == [1] * 8
     assert answers_of(engine) == answers_of(engine_on(config, params, None, **sizes))
 
 

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ("removed", "added"),
     [
         # Pages are written one place on; or over those that are there.
-        ("jnp.where(is_new, ids, mine.shape[1])", "jnp.where(is_new, ids - 1, -9)"),
+        ("jnp.where(is_new, ids, NO_PAGE)", "jnp.where(is_new, ids - 1, -9)"),
         ("pool = page_pool.share(pool, ids)", "pool = pool"),
         ("page_pool.release_counted(pool, ids[None])", "(pool, ids[None] * 0)"),
     ],

@@ -20,7 +20,7 @@ from jaxkv.engine import drafting, model_runner
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.emitting import verification
 from jaxkv.engine.state import EngineConfig, init
-from jaxkv.memory import kv_pages
+from jaxkv.memory import kv_layout
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling, top_k
 from jaxkv.speculation import (
@@ -140,7 +140,7 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         num_lengths=case.num_lengths,
         max_stop_tokens=1,
     )
-    pages = kv_pages.make_pages(
+    pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=1,
         num_kv_heads=1,

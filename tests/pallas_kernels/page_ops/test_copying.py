@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.memory import kv_pages
+from jaxkv.memory.kv_layout import FULL
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.page_ops.copy import copy_pages
@@ -72,7 +73,7 @@ def test_an_implementation_that_cannot_serve_is_refused() -> None:
 
 def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:
     k = numbered(num_layers, NUM_PAGES, 2, page_size, 5)
-    return Pages(k=k, v=-1 - k)
+    return Pages(k, -1 - k, FULL)
 
 
 def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
@@ -80,25 +81,29 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
     # Neither sentinel may reach the last page, nor after an offset another layer's.
     source = ints(0, NO_PAGE, 5, 7, NO_PAGE, 3)
     target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 1)
-    for old, new in zip(pages[:2], copy(pages, source, target)[:2], strict=True):
+    after = copy(pages, source, target)
+    for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):
         for layer in range(3):
             wanted = copy_twin(np.asarray(old[layer]), source, target)
             np.testing.assert_array_equal(new[layer], wanted)
     none = ints(*[NO_PAGE] * 6)
-    for old, new in zip(pages[:2], copy(pages, source, none)[:2], strict=True):
+    after = copy(pages, source, none)
+    for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):
         np.testing.assert_array_equal(new, old)
 
 
 def test_many_copies_go_by_in_turns() -> None:
     rng, copy, most = np.random.default_rng(1), jax.jit(kv_pages.copy), 5 * NUM_PAGES
-    pages = Pages(k=numbered(2, most, 1, 2, 3), v=numbered(2, most, 1, 2, 3))
+    pages = Pages(numbered(2, most, 1, 2, 3), numbered(2, most, 1, 2, 3), FULL)
     for chance in (0.0, 0.1, 0.5, 1.0):
         ids = rng.permutation(most).astype(np.int32)
         source, target = ids[: most // 2], ids[most // 2 :]
         source = np.where(rng.random(source.size) < chance, source, NO_PAGE)
-        for layer, new in enumerate(copy(pages, source, target).v):
-            wanted = copy_twin(np.asarray(pages.v[layer]), source, target)
-            np.testing.assert_array_equal(new, wanted)
+        after = copy(pages, source, target)
+        for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):
+            for layer in range(2):
+                wanted = copy_twin(np.asarray(old[layer]), source, target)
+                np.testing.assert_array_equal(new[layer], wanted)
 
 
 def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
@@ -119,11 +124,12 @@ def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
                 logit_rows=source,
             )
             new = jnp.ones((8, 4, 64), jnp.float32)
-            return kv_pages.write(pages, 1, new, new, rows)
+            return pages.layout.write(pages, 1, new, new, rows)
 
         return jax.lax.fori_loop(0, steps, step, pages)
 
-    return run.lower(Pages(leaf, leaf), row, row).compile(), Pages(leaf, leaf)
+    pages = Pages(leaf, leaf, FULL)
+    return run.lower(pages, row, row).compile(), pages
 
 
 @pytest.mark.parametrize(("steps", "dtype"), [(1, "float32"), (5, "bfloat16")])
@@ -132,6 +138,6 @@ def test_the_pages_stay_in_place(steps: int, dtype: str) -> None:
     temporary = [p.memory_analysis().temp_size_in_bytes for p, _ in programs]
     assert temporary[1] - temporary[0] < 1e5  # of 470 MB more
     for program, pages in programs:
-        size = np.prod(pages.k.shape)
+        size = jax.tree.leaves(pages)[0].size
         for dims in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", program.as_text()):
             assert np.prod([int(n) for n in dims.split(",")]) < size

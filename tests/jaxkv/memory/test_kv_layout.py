@@ -1,0 +1,271 @@
+"""Layouts: one of a single leaf goes wherever keys and values go."""
+
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import Sampling
+from jaxkv.disaggregation import page_messages
+from jaxkv.engine import init
+from jaxkv.memory import KVLayout, kv_layout, kv_pages
+from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.models.partition import TENSOR
+from jaxkv.parallel import layout as mesh_layout
+from jaxkv.scheduling.fcfs import fcfs
+from jaxkv.serving import host_swap, programs
+from pallas_kernels import quantizing
+from pallas_kernels.page_ops import rotary_write
+from pallas_kernels.paged_attention import api, decode_plan
+from tests.support import engines, row_layout
+from tests.support.asks import groups
+from tests.support.attention_cases import check, make_case, oracle
+from tests.support.folders import ROOT
+from tests.support.row_layout import VALUE_WIDTH, WIDTH
+from tests.support.trees import assert_same, ints
+
+BOUNDS = dataclasses.replace(engines.TIGHT, num_pages=7)
+KINDS: Any = ("model", "int8")
+
+
+def filled(kind: Any, seed: int = 0) -> kv_pages.Pages:
+    """Pages of rows, all numbers different."""
+    rng = np.random.default_rng(seed)
+    config = dataclasses.replace(BOUNDS, kv_dtype=kind)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(-99, 99, x.shape), x.dtype),
+        row_layout.make_pages(config),
+    )
+
+
+def test_no_code_outside_memory_knows_the_leaves() -> None:
+    """Neither by name, nor by place among the fields of `Pages`."""
+    leaf = re.compile(r"\bpages\.[kv]\b|\bpages\)?\[:2\]|_replace\([kv]=|Pages\([kv]=")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for package in ("jaxkv", "scaling", "experiments")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.parent != ROOT / "jaxkv" / "memory"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if leaf.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_read_as_written(kind: Any) -> None:
+    pages, rng = filled(kind), np.random.default_rng(1)
+    new = rng.normal(size=(3, 1, WIDTH)).astype(np.float32)
+    page_ids = ints(5, 2, NO_PAGE).reshape(1, 3)
+    rows = kv_pages.Rows(ints(0, 0, 0), ints(0, 6, 9), ints(0, 0, 0), page_ids, ints(0))
+    after = pages.layout.write(pages, 1, jnp.asarray(new), None, rows)
+    k, v = after.layout.read(after, 1, page_ids)
+    assert k.shape == (1, 12, 1, WIDTH)
+    atol = 0 if kind == "model" else np.abs(new).max() / 127
+    np.testing.assert_allclose(k[0, [0, 6]], new[:2], rtol=0, atol=atol)
+    assert not np.asarray(k[0, 8:]).any()
+    np.testing.assert_array_equal(v, k[..., :VALUE_WIDTH])
+    for layer, ids in ((0, page_ids), (1, ints(0, 1, 3, 4, 6).reshape(1, 5))):
+        before, now = (x.layout.read(x, layer, ids)[0] for x in (pages, after))
+        np.testing.assert_array_equal(now, before)
+
+
+def test_a_layout_refuses_values_that_it_does_not_have() -> None:
+    pages = kv_layout.FULL.make((1, 2, 1, 4, 2), "float32")
+    rows = kv_pages.Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
+    row, layout = jnp.zeros((1, 1, 2)), KVLayout("model", 1)
+    with pytest.raises(ValueError, match="v=None must be an array for KVLayout"):
+        pages.layout.write(pages, 0, row, None, rows)
+    with pytest.raises(ValueError, match=r"must be None for KVLayout.*value_width=1"):
+        layout.write(layout.make((1, 2, 1, 4, 2), "float32"), 0, row, row, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_go_out_and_come_in(kind: Any) -> None:
+    """Through the memory of the host, in a message, and from page to page."""
+    mine, theirs = filled(kind), filled(kind, 1)
+    ids = ints(4, 0, 3)
+    taken = kv_pages.to_host(kv_pages.take(theirs, ids), slice(2))
+    assert_same(taken, kv_pages.to_host(theirs, np.array([4, 0])))
+    own = {"layout": "rows"}
+    message = page_messages.pack(taken, [1] * 8, 0, own)
+    sent = page_messages.unpack(message, mine, own).pages
+    assert jax.tree.structure(sent) == jax.tree.structure(mine)
+    wide = kv_pages.widen(sent, 5, slice(2))
+    after = jax.jit(kv_pages.put)(mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide)
+    moved = kv_pages.copy(mine, ints(4, NO_PAGE, 0), ints(6, 2, 1), origin=theirs)
+    assert_same(after, moved)
+    for old, new, source in zip(
+        *map(jax.tree.leaves, (mine, after, theirs)), strict=True
+    ):
+        np.testing.assert_array_equal(new[:, [6, 1]], source[:, [4, 0]])
+        kept = [0, 2, 3, 4, 5]
+        np.testing.assert_array_equal(new[:, kept], old[:, kept])
+    header = json.loads(message.header)
+    header["leaves"][-1][1][1] = 1  # leaves of unequal numbers of pages
+    wrong = message._replace(header=json.dumps(header))
+    if kind == "int8":
+        with pytest.raises(ValueError, match=r"pages of float32 \(2, 1, .* must be"):
+            page_messages.unpack(wrong, mine, own)
+    full = kv_layout.FULL.make((2, 7, 1, 4, WIDTH), "float32")
+    with pytest.raises(ValueError, match=r"arrays of pages must be|must be float32"):
+        page_messages.unpack(message, jax.tree.map(lambda x: x[..., :3], full), own)
+
+
+def test_accepted_rows_move_as_keys_do() -> None:
+    rows = filled("model")
+    [leaf] = jax.tree.leaves(rows)
+    full = kv_pages.Pages(leaf, leaf, kv_layout.FULL)
+    page_ids = ints(5, 0, 2, 3, 6, NO_PAGE).reshape(2, 3)
+    source, target = ints(4, 6, 7, 2, 3, 7), ints(4, 5, 6, 1, 2, -1)
+    move = jax.jit(kv_pages.move)
+    places = page_ids, source.reshape(2, 3), target.reshape(2, 3)
+    [found], (wanted, _) = (jax.tree.leaves(move(x, *places)) for x in (rows, full))
+    assert not np.array_equal(found, jax.tree.leaves(rows)[0])
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_holds_them(kind: Any, tmp_path: Path) -> None:
+    config = dataclasses.replace(engines.TIGHT, kv_dtype=kind)
+    pages = jax.tree.map(
+        lambda x: jnp.asarray(
+            np.random.default_rng(2).integers(-9, 9, x.shape), x.dtype
+        ),
+        row_layout.make_pages(config),
+    )
+    state = init(config, pages)
+    folder = jaxkv.save_state(tmp_path / "state", state, config)
+    loaded = jaxkv.load_state(folder, config, row_layout.make_pages(config))
+    assert_same(loaded, state)
+    assert loaded.pages.layout == KVLayout(kind, VALUE_WIDTH)
+    full = KVLayout(kind).make((2, 16, 1, 4, WIDTH), "float32")
+    with pytest.raises(ValueError, match=r"pages\.v\S* is absent in the snapshot"):
+        jaxkv.load_state(folder, config, full)
+
+
+def test_a_mesh_divides_no_head_that_all_queries_read() -> None:
+    specs = mesh_layout.pages_specs(filled("model"))
+    assert all(TENSOR not in spec for spec in jax.tree.leaves(specs))
+    full = kv_layout.FULL.make((1, 2, 2, 4, 2), "float32")
+    leaves = jax.tree.leaves(mesh_layout.pages_specs(full)._replace(features=None))
+    assert [spec[2] for spec in leaves] == [TENSOR, TENSOR]
+
+
+def narrow_values(case: Any) -> Any:
+    """Values of another width than the keys."""
+    return case._replace(v_pages=case.v_pages[..., :5])
+
+
+@pytest.mark.parametrize("runs", [[(9, 1), (3, 1)], [(0, 9), (6, 3)]])
+def test_attention_serves_values_of_another_width(runs: Any) -> None:
+    decode = runs[0][1] == 1
+    case = make_case(np.random.default_rng(0), runs, decode=decode)
+    out, lse = oracle(case)
+    apart = narrow_values(case)
+    found = api.paged_attention(*map(_array, apart))
+    assert found.out.shape == (*case.q.shape[:2], 5)
+    check(found, (out[..., :5], lse))
+    # Of values that are a part of the keys; keys of no row are NaN.
+    part = case._replace(v_pages=case.k_pages)
+    out, lse = oracle(part)
+    arrays = list(map(_array, part))
+    arrays[2] = None
+    for numerics in ("fast", "reproducible") if decode else ("fast",):
+        found = api.paged_attention(*arrays, value_width=3, numerics=numerics)
+        check(found, (out[..., :3], lse))
+
+
+def _array(x: Any) -> Any:
+    return None if x is None else jnp.asarray(x)
+
+
+def test_attention_reads_one_scale_for_key_and_value() -> None:
+    case = make_case(np.random.default_rng(3), [(9, 1), (3, 1)], decode=True)
+    case = case._replace(k_pages=np.nan_to_num(case.k_pages))
+    numbers, scales = quantizing.quantize(jnp.asarray(case.k_pages), "int8")
+    q, _, _, *where = map(_array, case)
+    both = api.paged_attention(
+        q, numbers, None, *where, k_scales=scales, value_width=VALUE_WIDTH - 2
+    )
+    worth = np.asarray(quantizing.dequantize(numbers, scales))
+    out, lse = oracle(case._replace(k_pages=worth, v_pages=worth))
+    check(both, (out[..., : VALUE_WIDTH - 2], lse))
+    with pytest.raises(ValueError, match="v_scales must be given for 8-bit pages"):
+        api.paged_attention(
+            q, numbers, None, *where, k_scales=scales, v_scales=scales, value_width=2
+        )
+
+
+def test_widths_that_cannot_be_served_are_refused() -> None:
+    case = make_case(np.random.default_rng(0), [(3, 1)], decode=True)
+    q, k, v, *where = map(_array, case)
+    attend = inspect.unwrap(api.paged_attention)
+    for width in (None, 0, 9):
+        allowed = rf"value_width={width} must be in \[1, 8\]"
+        with pytest.raises(ValueError, match=allowed):
+            attend(q, k, None, *where, value_width=width)
+    with pytest.raises(ValueError, match="value_width=5 must be None when"):
+        attend(q, k, v, *where, value_width=5)
+    with pytest.raises(ValueError, match="up to the last axis"):
+        attend(q, k, v[:, :, :2], *where)
+    wide = jax.ShapeDtypeStruct((4, 8, 128), "bfloat16")
+    pages = jax.ShapeDtypeStruct((9, 2, 16, 128), "bfloat16")
+    assert decode_plan.why_not(wide, pages) is None
+    assert decode_plan.why_not(wide, pages, 64) == "value_width=64 must be head_dim=128"
+    rotate = inspect.unwrap(rotary_write.rotate_and_write)
+    turns: Any = None
+    with pytest.raises(ValueError, match=r"v_pages.shape\[3\]=4 must be qkv.shape"):
+        rotate(jnp.zeros((1, 2, 4, 8)), turns, k, v[..., :4], ints(0), ints(0))
+
+
+@pytest.mark.thorough
+def test_an_engine_serves_it() -> None:
+    """Forked, copied, preempted, swapped through the host: answers do not change."""
+    asks, answers = groups(1, 16), []
+    for config in (engines.ROOMY, dataclasses.replace(engines.TIGHT, max_swap_pages=8)):
+        config = dataclasses.replace(config, kv_dtype="int8")
+        space = host_swap.HostSpace(16, programs.LOCAL.move)
+        run = engines.serve(
+            asks,
+            config,
+            fcfs(preemption="swap"),
+            state=init(config, row_layout.make_pages(config)),
+            weights=row_layout.params(),
+            forward=row_layout.forward,
+            host=space if config.max_swap_pages else None,
+        )
+        answers.append({name: each.tokens for name, each in run.outcomes.items()})
+    assert answers[0] == answers[1]
+    assert run.info.num_swapped_out.sum() > 5
+    assert run.info.num_copied.sum() > 0
+    assert run.info.asks_host.any()
+
+
+@pytest.mark.thorough
+def test_a_prefix_is_sent_to_another_engine() -> None:
+    config = dataclasses.replace(engines.SERVED, prefix_cache=True, kv_dtype="int8")
+
+    def engine() -> jaxkv.Engine:
+        pages = row_layout.make_pages(config)
+        return jaxkv.Engine(row_layout.params(), row_layout.forward, pages, config)
+
+    prompt, ask = list(range(3, 30)), Sampling.greedy(max_tokens=8)
+    here, there = engine(), engine()
+    [wanted] = here.generate([prompt], ask)
+    sent, num = here.take_prefix(prompt)
+    assert num == 6
+    assert there.bring_prefix(prompt, sent) == num
+    [found] = there.generate([prompt], ask)
+    assert found.num_cached == num * config.page_size
+    assert found.tokens == wanted.tokens
+    forked = here.fork()
+    assert_same(forked.core.state.pages, here.core.state.pages)

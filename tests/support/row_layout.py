@@ -1,0 +1,52 @@
+"""A layout of one leaf, whose values are the first part of the keys, and a model of it.
+
+A row for each token is the same for all query heads; in 8 bits it has one scale.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.memory import KVLayout
+from jaxkv.memory.kv_pages import Pages, Rows
+from jaxkv.models import ForwardResult
+
+VOCAB, WIDTH, VALUE_WIDTH, Q_HEADS = 61, 12, 8, 4
+
+
+def make_pages(config: Any, *, num_layers: int = 2) -> Pages:
+    """Pages for `forward`, in the `kv_dtype` of the engine's bounds."""
+    layout = KVLayout(config.kv_dtype, VALUE_WIDTH)
+    shape = num_layers, config.num_pages, 1, config.page_size, WIDTH
+    return layout.make(shape, "float32")
+
+
+@functools.cache
+def params() -> dict[str, jax.Array]:
+    shapes = {
+        "embed": (VOCAB, 16),
+        "query": (2, 16, Q_HEADS * WIDTH),
+        "row": (2, 16, WIDTH),
+        "out": (2, Q_HEADS * VALUE_WIDTH, 16),
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) * 0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def forward(params: Any, pages: Pages, rows: Rows) -> ForwardResult:
+    """Two layers of attention over rows; the first numbers encode the position."""
+    x = params["embed"][rows.token]
+    pace = jnp.arange(1, 17, dtype=jnp.float32)[None, :] / 7
+    x = x + jnp.sin(jnp.maximum(rows.position, 0).astype(jnp.float32)[:, None] * pace)
+    for layer in range(2):
+        q = (x @ params["query"][layer]).reshape(-1, Q_HEADS, WIDTH)
+        row = (x @ params["row"][layer])[:, None, :]
+        pages = pages.layout.write(pages, layer, row, None, rows)
+        out = pages.layout.attend(pages, layer, q, rows)
+        x = x + out.reshape(len(x), -1) @ params["out"][layer]
+    return ForwardResult(x[jnp.maximum(rows.logit_rows, 0)] @ params["embed"].T, pages)
