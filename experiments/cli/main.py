@@ -137,12 +137,14 @@ def _serve(args: list[str], documents: TextIO | None = None) -> Output:
     from experiments.harness import bundled
 
     known = ", ".join(bundled.names())
+    file = _value_of(args, "--config")
     model, options = _subject(
         args,
         serve.Options,
         "jaxkv serve MODEL",
         f"which model? A folder, or one of: {known}",
         f"MODEL is a folder, or the name of a bundled model: {known}.",
+        None if file is None else serve.read_options(file),
     )
     return serve.serve(model, options, documents)
 
@@ -322,7 +324,12 @@ def _changed(
 
 
 def _subject[T](
-    args: list[str], options: type[T], prog: str, asks: str, description: str
+    args: list[str],
+    options: type[T],
+    prog: str,
+    asks: str,
+    description: str,
+    default: T | None = None,
 ) -> tuple[str, T]:
     """Reads `COMMAND SUBJECT [OPTIONS]`.
 
@@ -332,13 +339,14 @@ def _subject[T](
       prog: the command, and what its subject is called.
       asks: what to say where there is no subject.
       description: for `--help`.
+      default: the options that the words change; None takes those of the dataclass.
     """
     from experiments.cli import parsing
 
     if not _is_word(args) and not {"-h", "--help"} & {*args}:
         raise ValueError(asks)
     flags = args[1:] if _is_word(args) else args
-    parsed = parsing.parse(options, flags, prog, description)
+    parsed = parsing.parse(options, flags, prog, description, default=default)
     return args[0], parsed
 
 

@@ -65,6 +65,7 @@ def parse[T](
     prog: str,
     description: str,
     markers: tuple[Any, ...] = (tyro.conf.DisallowNone, tyro.conf.UseAppendAction),
+    default: T | None = None,
 ) -> T:
     """Parses flags into a dataclass; tyro's framed errors become one line.
 
@@ -75,6 +76,7 @@ def parse[T](
       description: for its help.
       markers: of tyro. By default what is not given is None, and nobody gives it; and
         a flag of several values is repeated.
+      default: the options that the flags change; None takes those of the dataclass.
 
     Raises:
       ValueError: a flag or its value is wrong.
@@ -86,7 +88,12 @@ def parse[T](
     try:
         with contextlib.redirect_stderr(errors):
             return tyro.cli(
-                options, args=args, prog=prog, description=description, config=config
+                options,
+                args=args,
+                prog=prog,
+                description=description,
+                config=config,
+                **({} if default is None else {"default": default}),
             )
     except SystemExit as done:
         if done.code:

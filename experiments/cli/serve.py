@@ -17,8 +17,9 @@ from typing import Annotated, Any, TextIO
 from experiments.cli import generate, parsing
 from experiments.cli.console import interrupts
 from experiments.cli.run import Output
+from experiments.framework import config_json
 from experiments.harness import bundled
-from jaxkv import validation
+from jaxkv import files, validation
 
 API_KEY = "JAXKV_API_KEY"
 """The environment variable with the key, where `--api-key` is not given."""
@@ -73,9 +74,28 @@ class Options:
     """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
     service: Annotated[str | None, parsing.without("drawn")] = None
     """Name under which routers of one cluster share workers."""
+    config: Annotated[Path | None, parsing.without("none")] = None
+    """A JSON object of these options to start from, such as {"decode": 2}."""
     loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
         default_factory=generate.ModelOptions
     )
+
+
+def read_options(path: Path | str) -> Options:
+    """Reads the options of a `--config` file; those left out keep their defaults.
+
+    Raises:
+      ValueError: the file cannot be read, or an option or its value is wrong.
+    """
+    given = files.parse_object(files.read_text(path), path)
+    names = {field.name for field in dataclasses.fields(generate.ModelOptions)}
+    loading = {name: value for name, value in given.items() if name in names}
+    own = {name: value for name, value in given.items() if name not in names}
+    if "loading" in own or "config" in own:
+        name = "loading" if "loading" in own else "config"
+        raise ValueError(f"{path}: {name!r} is no option of a file")
+    document = own | {"loading": loading}
+    return config_json.restore(Options, document, str(path))
 
 
 def serve(model: str, options: Options, documents: TextIO | None = None) -> Output:

@@ -65,6 +65,37 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     assert_refused(jaxkv, f"serve {folders.TOKENIZED} {words}", line)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"max_slot": 4}', "unknown field 'max_slot'"),
+        ('{"max_slots": "4"}', "max_slots: '4' is not"),
+        ('{"max_slots": 0}', "--max-slots 0: must be in"),
+        ('{"dtype": "float8"}', "dtype: 'float8' is not"),
+        ("[1]", "holds list, not an object"),
+        ('{"loading": {}}', "'loading' is no option of a file"),
+    ],
+)
+def test_a_file_of_options_is_checked_as_flags_are(
+    jaxkv: Command, tmp_path: Path, text: str, line: str
+) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text(text)
+    words = f"serve {folders.TOKENIZED} --host no.such.host.invalid --config {file}"
+    assert_refused(jaxkv, words, line)
+
+
+def test_flags_change_what_a_file_of_options_says(
+    jaxkv: Command, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.json"
+    file.write_text('{"host": "first.invalid", "port": 81, "seed": 3}')
+    words = f"serve {folders.TOKENIZED} --config {file}"
+    assert_refused(jaxkv, words, "first.invalid:81 cannot be listened on: ")
+    words = f"{words} --host second.invalid"
+    assert_refused(jaxkv, words, "second.invalid:81 cannot be listened on: ")
+
+
 class Server:
     """A process of `jaxkv serve`, after it has printed its status."""
 
