@@ -93,7 +93,7 @@ def parse[T](
                 prog=prog,
                 description=description,
                 config=config,
-                **({} if default is None else {"default": default}),
+                default=tyro.MISSING_NONPROP if default is None else default,
             )
     except SystemExit as done:
         if done.code:
