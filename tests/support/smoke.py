@@ -18,15 +18,10 @@ from tests.support import engines, texts
 QUICK = {"bench_fit", "cost_check"}
 """Whose smoke run takes a few seconds."""
 SLOW = {
-    *(
-        "bench_device",
-        "bench_simulate",
-        "chatbot",
-        "disaggregation",
-        "experts",
-        "isoflop",
-    ),
-    *("learning_rate", "preemption"),
+    *("batching", "bench_device", "bench_simulate", "bundled_heads", "chatbot"),
+    *("chunked_prefill", "disaggregation", "expert_parallel", "experts"),
+    *("flash_attention", "isoflop", "known_entropy", "learning_rate", "page_tables"),
+    *("preemption", "prefix_caching", "speculation", "speculation_zoo"),
 }
 """Whose smoke run takes a minute or more."""
 

@@ -219,6 +219,8 @@ def plot(axes: Any, result: Result) -> None:
         title = f"Measured: a cache makes {what} {gain:,.1f} times as fast"
         log: Any = {"xscale": "log", "yscale": "log"}
         style.titled(left, title, label, "time [s]", **log)
+        for axis in (left.xaxis, left.yaxis):
+            style.plain_log(axis)
         flops = (result.other.token_flops, result.other.total_flops)[row]
         gain = flops[0][-1] / flops[1][-1]
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "

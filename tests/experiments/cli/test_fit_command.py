@@ -353,7 +353,7 @@ def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
     assert int(done.stderr.split("VmHWM:")[1].split()[0]) < 1.5e6, "kilobytes"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
     flops = np.repeat(np.geomspace(6e18, 3e21, 4), 7)
     n = 0.1 * flops**0.5 * 10 ** np.tile(np.linspace(-0.5, 0.5, 7), 4)

@@ -57,7 +57,7 @@ def test_what_leaves_nothing_to_measure_is_refused() -> None:
         Config(drafts=(3, 1))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_tiny_shape_gives_what_the_formula_says() -> None:
     priced = by_chance.run(TINY).priced
     assert priced.num_drafts.tolist() == [1, 3]

@@ -107,7 +107,7 @@ def result() -> Result:
     return smoke.run("speculation").result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_token_differs_from_plain_decoding(result: Result) -> None:
     runs = result.runs
     # Two ways greedy and drawn, one with more drafts, and a batch.
@@ -119,7 +119,7 @@ def test_no_token_differs_from_plain_decoding(result: Result) -> None:
     assert (runs.emitted == expected).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_counts_agree_with_each_other(result: Result) -> None:
     runs = result.runs
     accepted = runs.emitted - runs.steps
@@ -135,7 +135,7 @@ def test_counts_agree_with_each_other(result: Result) -> None:
         assert getattr(alone, name) == getattr(both, name)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_coins_fall_for_every_number_of_drafts(result: Result) -> None:
     coins = result.coins
     assert coins.num_drafts.tolist() == [1, 3]

@@ -20,7 +20,7 @@ def result() -> Result:
     return smoke.run("batching").result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
     static, continuous = result.static_sequences, result.continuous_sequences
     assert lectures.words(static) == [*lectures.STATIC]
@@ -31,7 +31,7 @@ def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
     assert lectures.num_equal(static, lectures.CONTINUOUS) == 26
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> None:
     assert lectures.batches(result.continuous_requests) == [
         "R1 R2",
@@ -56,7 +56,7 @@ def steps_by_hand(output: np.ndarray, slots: int) -> list[int]:
     return [sum(int(batch.max()) for batch in batches), max(ends)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
     for i, (load, longest) in enumerate(sweeps.limited(SMOKE)):
@@ -91,7 +91,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     assert smoke.draw(STUDY, result)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
     found = result.deviations
     assert found.deviation[0, 0] == 0
@@ -100,7 +100,7 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
     assert continuous[1] > 1.2 * static[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_more_room_gains_more(result: Result) -> None:
     found = experiment.metrics(result)["limits"]
     best, *_, least = result.limits.means[::-1]  # paged and static batching

@@ -90,7 +90,7 @@ def result() -> Result:
     return smoke.run("chunked_prefill").result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
     line = result.timeline
     longest = {}
@@ -105,7 +105,7 @@ def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
     assert both < chunks < both + 0.05
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_tail_is_a_step_that_fills_the_budget(result: Result) -> None:
     # Alone, without those few who decode beside it.
     yi, budgets = settings.MODELS["Yi-34B"], (256, 2048)
@@ -117,7 +117,7 @@ def test_the_tail_is_a_step_that_fills_the_budget(result: Result) -> None:
     assert {*result.loads.system} == {system.name for system in settings.SYSTEMS}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_claims_are_what_the_result_holds(result: Result) -> None:
     said = smoke.ours(smoke.run("chunked_prefill").claims)
     whole_s = settings.prompt_s(settings.MODELS["Yi-34B"], 8192)

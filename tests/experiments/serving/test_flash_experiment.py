@@ -8,7 +8,7 @@ from experiments.serving.flash_attention.experiment import CONFIGS
 from tests.support import smoke
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smoke_measures_every_length_and_says_what_holds() -> None:
     config, kept = CONFIGS["smoke"], smoke.run("flash_attention")
     result = kept.result

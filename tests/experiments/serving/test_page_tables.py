@@ -52,7 +52,7 @@ def test_one_request_takes_places_7_1_and_5(result: experiment.Result) -> None:
     assert uses(result.one, 3) == {7: 1, 1: 1, 5: 1}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_requests_lie_in_one_pool(result: experiment.Result) -> None:
     a, b = rows(result.two, 0), rows(result.two, 1)
     assert a == [([7, 1], [4, 3]), ([7, 1], [4, 4]), ([7, 1, 3], [4, 4, 1]), ([], [])]
@@ -64,7 +64,7 @@ def test_two_requests_lie_in_one_pool(result: experiment.Result) -> None:
     assert (result.two.held[3, 7] == result.two.held[2, 7]).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_samples_part_at_their_first_own_word(result: experiment.Result) -> None:
     samples = result.samples
     assert rows(samples, 0) == [([7, 1], [4, 3]), ([7, 3], [4, 4])]
@@ -77,7 +77,7 @@ def test_samples_part_at_their_first_own_word(result: experiment.Result) -> None
     assert text(samples, 1, 1).endswith("seven years ago our mothers")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_beams_share_and_free_pages(result: experiment.Result) -> None:
     beams = result.beams
     pages = [[beams.pages(i, slot) for slot in range(4)] for i in range(4)]
@@ -101,7 +101,7 @@ def test_beams_share_and_free_pages(result: experiment.Result) -> None:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pages_hold_what_the_tables_say(result: experiment.Result) -> None:
     for frames in table.parts(result).values():
         num, slots = frames.length.shape
@@ -117,7 +117,7 @@ def test_pages_hold_what_the_tables_say(result: experiment.Result) -> None:
             np.testing.assert_array_equal(frames.ref[i], counts)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_claims_hold_but_for_the_order_of_reuse(result: experiment.Result) -> None:
     *figures, unused = experiment.claims(result)
     assert len(figures) == 7
@@ -126,7 +126,7 @@ def test_claims_hold_but_for_the_order_of_reuse(result: experiment.Result) -> No
     assert unused.ours < unused.published == 4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_claims_notice_another_table(result: experiment.Result) -> None:
     page_ids = result.one.page_ids.copy()
     page_ids[3, 0, 2] = 6
@@ -135,7 +135,7 @@ def test_claims_notice_another_table(result: experiment.Result) -> None:
     assert experiment.claims(other)[0].verdict == "fails"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_picture_shows_the_words() -> None:
     figure = (smoke.run("page_tables").folder / "figure.svg").read_text()
     for word in ("mathematician", "mothers", "Princeton"):

@@ -26,7 +26,7 @@ def server(result: experiment.Result) -> Server:
     return Server(int(most), int(longest), window)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_small_run_holds_what_it_should(result: experiment.Result) -> None:
     said = smoke.ours(experiment.claims(result))
     for name, best in zip(result.loads.name, 100 * result.loads.best, strict=True):

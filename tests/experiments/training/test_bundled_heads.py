@@ -33,7 +33,7 @@ def answers(**how: Any) -> tuple[list[list[int]], float]:
     return [x.answers[0].tokens for x in done], emitted / steps
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smoke_trains_scores_and_exports() -> None:
     kept = smoke.run("bundled_heads")
     config, result = kept.config, kept.result

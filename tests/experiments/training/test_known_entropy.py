@@ -20,7 +20,7 @@ def result() -> experiment.Result:
     return smoke.run("known_entropy").result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
     runs, floor = result.runs, result.optima[-1]
     assert runs.width.tolist() == [8] * 4 + [16] * 4
@@ -39,7 +39,7 @@ def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
     assert paired.ours == pytest.approx(min(runs.excess / runs.excess_se))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_leak_is_noticed(result: experiment.Result) -> None:
     """Losses moved below the floor, as a model's that sees what it predicts."""
     runs = result.runs
@@ -48,7 +48,7 @@ def test_a_leak_is_noticed(result: experiment.Result) -> None:
     assert [claim.verdict for claim in found[:2]] == ["fails"] * 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
     floor = result.optima[-1]
 
@@ -66,7 +66,7 @@ def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
     assert verdict(False, -0.05) == "holds"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_counting_pays_half_a_nat_for_each_parameter(result: experiment.Result) -> None:
     counts = result.counts
     assert counts.num_free == 15

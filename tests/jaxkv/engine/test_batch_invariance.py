@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("compiled_as_served")
 @pytest.mark.parametrize(
     ("make", "num", "names"),
     [
-        pytest.param(workload, 8, QUICK, id="alone"),
+        pytest.param(workload, 8, QUICK, id="alone", marks=pytest.mark.slow),
         pytest.param(groups, 6, ("crowd", "flood"), id="several answers"),
         pytest.param(
             workload, 40, tuple(PLACES), id="alone, 40", marks=pytest.mark.slow

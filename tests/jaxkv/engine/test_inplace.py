@@ -50,9 +50,7 @@ EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
     [
         pytest.param({}, "reproducible", id="reproducible", marks=pytest.mark.thorough),
         pytest.param({}, "fast", id="fast", marks=pytest.mark.slow),
-        pytest.param(
-            {"max_slots": 1}, "fast", id="one slot", marks=pytest.mark.thorough
-        ),
+        pytest.param({"max_slots": 1}, "fast", id="one slot", marks=pytest.mark.slow),
         pytest.param(
             {"max_slots": 1, "page_size": 4},
             "fast",
@@ -73,7 +71,7 @@ def test_the_pages_stay_where_they_are(bounds: dict[str, Any], numerics: str) ->
     assert_in_place(*compile_steps(LARGE, numerics, config=config))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )
@@ -83,7 +81,7 @@ def test_pages_of_one_kv_head_stay_where_they_are(numerics: str) -> None:
     assert_in_place(*compile_steps(LARGE, numerics, model=model))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_scan_over_layers_leaves_the_pages_where_they_are() -> None:
     assert_in_place(*compile_steps(LARGE, stacked=True))
 
@@ -133,7 +131,7 @@ def test_a_look_at_every_page_would_be_found() -> None:
     assert pool_sized.largest_look(lambda pool: pool.ref.sum(), (pool,)) == LARGE
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extras",
     [{}, pytest.param({"max_beams": 4, "max_swap_pages": 16}, marks=pytest.mark.slow)],

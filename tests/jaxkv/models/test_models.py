@@ -211,7 +211,9 @@ def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["llama3", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama3", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
+)
 def test_scanned_layers_answer_as_unrolled_ones(name: str) -> None:
     """The engine's tokens and log-probabilities, to the bit."""
     ask = jaxkv.Sampling(temperature=0.9, top_k=20, max_tokens=12, seed=3, logprobs=0)

@@ -138,7 +138,16 @@ def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("degree", "budget"), [(2, 24), (4, 24), (8, 24), (2, 25)])
+@pytest.mark.parametrize(
+    ("degree", "budget"),
+    [
+        (2, 24),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((4, 24), (8, 24), (2, 25))
+        ),
+    ],
+)
 def test_answers_are_those_of_one_device(degree: int, budget: int) -> None:
     """Where devices divide the rows of mixed passes, and where they do not."""
     found = answers(make_mesh(context=degree), token_budget=budget)
@@ -234,13 +243,13 @@ def test_an_exchange_too_many_is_counted(
     assert sent - wanted == 2 * rows * num * 4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_answers_of_divided_experts_are_those_of_one_device() -> None:
     mesh = make_mesh(expert=2, context=2)
     assert answers(mesh, "qwen3_moe") == answers(None, "qwen3_moe")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["draft-model", pytest.param("ngram", marks=pytest.mark.slow)]
 )
@@ -250,7 +259,7 @@ def test_speculation_keeps_the_answers(method: str) -> None:
     assert answers(make_mesh(context=2, tensor=2), **fields) == answers(None)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)]
 )

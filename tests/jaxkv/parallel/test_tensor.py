@@ -223,7 +223,7 @@ def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
     assert answers_of(engine) == answers_of(engine_on(config, params, None, **sizes))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["draft-model", pytest.param("ngram", marks=pytest.mark.slow)]
 )

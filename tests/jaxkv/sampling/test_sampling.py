@@ -308,7 +308,7 @@ def test_draws_follow_the_law_as_it_is_computed() -> None:
     assert np.abs(observed / draws - law).sum() / 2 < 0.02
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_law_does_not_depend_on_its_batch() -> None:
     logits, params, *_ = one_batch()
     together = jitted("probabilities")(logits, params)

@@ -169,7 +169,14 @@ def interrupt(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("phase", [name for name in PHASES if name != "copy"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(name, marks=[] if name in ("call", "read") else pytest.mark.slow)
+        for name in PHASES
+        if name != "copy"
+    ],
+)
 @pytest.mark.parametrize(
     ("places", "least"), [(10, 8), pytest.param(60, 20, marks=pytest.mark.slow)]
 )
@@ -179,7 +186,7 @@ def test_an_interrupted_engine_goes_on(
     assert interrupt(engine, phase, places, expected) >= least
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_engine_interrupted_while_pages_travel_goes_on(
     engine: jaxkv.Engine, expected: dict
 ) -> None:

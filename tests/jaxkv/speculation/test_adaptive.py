@@ -130,7 +130,7 @@ def drafts_of(acceptance: float, patience: int) -> np.ndarray:
     return np.asarray(info.num_drafts).sum(axis=1)[emits]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_never_accepted_is_tried_now_and_then() -> None:
     drafts = drafts_of(0.0, patience=10)
     late = drafts[30:]  # by then nothing is left of what was hoped
@@ -278,7 +278,7 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     prompts, ask = [[1, 2, 3], [4, 5]], Sampling.greedy(max_tokens=9)
     run: Any = programs.LOCAL.run_steps

@@ -66,7 +66,7 @@ def serve(method: str, place: str, seed: int) -> Run:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "names"),
     [

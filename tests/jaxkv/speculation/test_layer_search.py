@@ -75,7 +75,7 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.speed == pytest.approx(max(speeds[pair], speeds[best]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_found_is_served() -> None:
     """As the package's page has it."""
     folder, prompts = GOLDEN / "llama", [[3, 1, 4], [1, 5, 9, 2]]

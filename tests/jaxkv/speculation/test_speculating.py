@@ -190,8 +190,8 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("eagle tree", "tight", "singles"),
         marked("adaptive", "swapping", "groups"),
         marked("lookahead", "tight", "singles"),
-        marked("all layers", "tight", "singles", speed=pytest.mark.thorough),
-        marked("jacobi", "swapping", "groups", speed=pytest.mark.thorough),
+        marked("all layers", "tight", "singles"),
+        marked("jacobi", "swapping", "groups"),
         marked("draft model", "cached", "alike"),
         marked("early exit", "swapping", "groups"),
         marked("draft model", "swapping", "groups"),
@@ -264,7 +264,7 @@ def test_trees_are_refused_under_reproducible_numerics() -> None:
         served("tree", "cached", "alike", numerics="reproducible")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", ["n-gram", pytest.param("jacobi", marks=pytest.mark.slow)]
 )
@@ -308,7 +308,7 @@ def test_greedy_tokens_are_kept_by_rejection() -> None:
     assert drafted(run)[1] > 10
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
     """Each step fixes a token at least; nothing is reserved between two steps."""
     config = with_drafts(TIGHT, steps_per_call=1)
@@ -339,7 +339,7 @@ def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
     assert num_steps < 40
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "acceptance",
     [0.8, *(pytest.param(a, marks=pytest.mark.slow) for a in (0.0, 0.5, 1.0))],

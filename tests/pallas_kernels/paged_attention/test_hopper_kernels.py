@@ -36,7 +36,7 @@ def test_chunks_around_tiles(rows: int, context: int) -> None:
     check("prefill", [(context, rows)], page_size=16, kv_heads=1, group=1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ragged_chunks_behind_contexts() -> None:
     """Tiles with and without rows of others, padding within, a slot without rows."""
     slots = [(3, 8), (10, 66), (0, 0), (0, 2)]
@@ -75,7 +75,7 @@ def test_long_pages_wide_heads_and_float16() -> None:
     check("decode", rows_to_decode(128), decode=True, dtype="float16", **sizes)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_queries_that_are_packed_already() -> None:
     """Whatever lies between them and in the rows: slots of a row, and of several."""
     sizes: Any = dict(page_size=16, kv_heads=1, group=5, padding=2)

@@ -100,7 +100,13 @@ def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x == "hidden_markov" else [])
+        for x in TINY
+    ],
+)
 def test_texts_are_in_the_language(kind: str) -> None:
     config = dataclasses.replace(TINY[kind], num_tokens=200_000, num_held_out=20_000)
     corpus = corpora.open(config)
@@ -144,7 +150,7 @@ def expected_entropy(hidden: hidden_markov.HiddenChain, rows: np.ndarray) -> flo
     return float(weight[weight > 0] @ markov.row_entropies(here @ hidden.writes))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
     hidden = language._hidden(TINY["hidden_markov"])
     lower, upper = bounds(hidden, 9)

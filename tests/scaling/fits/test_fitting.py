@@ -147,7 +147,7 @@ def test_many_points_are_fitted_in_smaller_pieces(
     np.testing.assert_allclose(parts.samples, whole.samples, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["huber", "lad", "mse"])
 def test_very_many_rows_are_fitted_whole_without_resamples(
     runs: dict, result: fit.FitResult, loss: levenberg_marquardt.Loss, monkeypatch: Any

@@ -186,7 +186,7 @@ def test_ticks_are_those_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("layout", "kind", "num_micro"),
     [
-        pytest.param("pp=2", "gpipe", 2, marks=pytest.mark.thorough),
+        pytest.param("pp=2", "gpipe", 2, marks=SLOW),
         ("pp=4", "1f1b", 4),
         pytest.param("pp=2,tp=2,dp=2", "1f1b", 2, marks=pytest.mark.thorough),
         pytest.param("pp=2,tp=2,dp=2", "gpipe", 2, marks=SLOW),
@@ -206,7 +206,7 @@ def test_stages_of_another_family() -> None:
     check("pp=2,tp=2", "1f1b", 2, **fields)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_stages_of_mixtures() -> None:
     """One micro-batch, as the loss of balance is that of each."""
     experts = Experts(num_experts=4, top_k=2, size=24, balance_weight=0.5)

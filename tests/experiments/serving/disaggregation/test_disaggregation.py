@@ -129,7 +129,7 @@ def test_claims_are_what_the_result_holds() -> None:
         assert said[off.format(machine)] == pytest.approx(100 * apart.max())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_workers_serve_what_the_simulator_predicts() -> None:
     config = served.Config(
         **{"model": "random-tiny", "prompt_tokens": 64, "output_tokens": 4},

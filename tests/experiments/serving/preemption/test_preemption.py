@@ -103,7 +103,7 @@ def test_no_answer_depends_on_who_is_preempted_or_how(result: Result) -> None:
     assert len(set((all_.num_fed - all_.num_recomputed).tolist())) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nobody_is_preempted_where_there_is_room(result: Result) -> None:
     roomy = rows(result.ways, name="room for all")
     assert not roomy.num_preempted.any()
@@ -117,7 +117,7 @@ def test_nobody_is_preempted_where_there_is_room(result: Result) -> None:
     assert tight.recomputed_share[0] == lost / (roomy.num_fed[0] + lost)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_with_enough_swap_space_nothing_is_computed_again(result: Result) -> None:
     swap = rows(served(result), preemption="swap", host_pages=0)
     roomy = swap.swap_pages >= swap.pool_pages
@@ -132,7 +132,7 @@ def test_with_enough_swap_space_nothing_is_computed_again(result: Result) -> Non
     assert (again.num_fallbacks == again.num_preempted).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nobody_new_before_the_preempted_are_done(result: Result) -> None:
     held = rows(result.ways, hold_new=True)
     assert held.preemption.tolist() == ["recompute", "swap"]
@@ -141,7 +141,7 @@ def test_nobody_new_before_the_preempted_are_done(result: Result) -> None:
     assert rows(result.ways, name="swap").num_overtaken > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rules_choose_different_victims(result: Result) -> None:
     for preemption_ in ("recompute", "swap"):
         rules = rows(result.victims, preemption=preemption_)
@@ -152,7 +152,7 @@ def test_rules_choose_different_victims(result: Result) -> None:
     assert latest.num_fed == rows(result.ways, name="recompute").num_fed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_watermark_leaves_less_to_compute_again(result: Result) -> None:
     marks = result.watermarks
     assert marks.watermark[0] == 0
@@ -160,7 +160,7 @@ def test_a_watermark_leaves_less_to_compute_again(result: Result) -> None:
     assert marks.recomputed_share[-1] < marks.recomputed_share[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_too_small_a_swap_space_lies_between(result: Result) -> None:
     spaces = result.spaces
     again = rows(result.ways, name="recompute")
@@ -182,7 +182,7 @@ def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(whole: Result) -
         assert getattr(hidden, name) == getattr(whole.hosts, name)[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(result: Result) -> None:
     """The ways have the pool that they know of; here it is a part of a larger one."""
     for preemption_ in ("recompute", "swap"):
