@@ -118,7 +118,11 @@ def installed(user: str, extra: str, *modules: str) -> None:
       ValueError: one is missing; the message names the extra.
     """
     for module in modules:
-        if importlib.util.find_spec(module) is None:
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ValueError:  # it is imported, and has no spec
+            found = True
+        if not found:
             raise ValueError(f"{user} needs {module}: pip install 'jaxkv[{extra}]'")
 
 

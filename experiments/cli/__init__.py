@@ -2,7 +2,6 @@
 
 __all__ = [
     "cost",
-    "fit",
     "plan",
     "train",
 ]

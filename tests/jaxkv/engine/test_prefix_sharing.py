@@ -64,6 +64,7 @@ def test_salts_keep_tenants_apart_and_a_request_may_stay_out() -> None:
     assert found == [0, 0, 0, 0, 12, 0, 0]
 
 
+@pytest.mark.thorough
 def test_two_that_read_the_same_at_once_end_on_the_same_pages() -> None:
     # Budget for both: they fill equal pages in the same step.
     run = engines.serve([ask(1, SYSTEM), ask(2, SYSTEM)], LARGE)
