@@ -15,6 +15,7 @@ __all__ = [
     "interface",
     "layers",
     "moe",
+    "nonlinear",
     "paged",
     "param_forms",
     "partition",

@@ -1,8 +1,9 @@
 """Decoder-only transformers, dense and mixtures: parameters and one forward pass.
 
-With `layers`, the only door to flax. Activations are columns, `[features, rows]`, and
-every row is one token; which sequence it belongs to is known to `attend` alone, so the
-same layers serve training (whole sequences) and the engine (packed rows over pages).
+With `layers`, the only door to flax. Every row of the activations is one token; which
+sequence it belongs to is known to `attend` alone, so the same layers serve training
+(whole sequences) and the engine (packed rows over pages). Activations are columns,
+`[features, rows]`, unless an `Orientation` is passed that arranges them otherwise.
 """
 
 import functools
@@ -13,43 +14,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models import drawing, moe, param_forms, partition, rotary
+from jaxkv.models import drawing, moe, param_forms, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
-from jaxkv.models.layers import Layer, Linear, Norm, Numerics, multiply
-from pallas_kernels import devices
+from jaxkv.models.layers import (
+    Activations,
+    ColumnOrientation,
+    Layer,
+    Linear,
+    Norm,
+    Numerics,
+    Orientation,
+)
 from pallas_kernels.flash_attention import tiled
 
 type Attend[C] = Callable[
-    [
-        int | Int32[Array, ""],
-        Float[Array, "kv_heads group_and_2 head_dim rows"],
-        rotary.Angles | None,
-        C,
-    ],
-    tuple[Float[Array, "kv_heads group head_dim rows"], C],
+    [int | Int32[Array, ""], Any, rotary.Angles | None, C],
+    tuple[Float[Array, "..."], C],
 ]
 """`attend(layer, qkv, angles, carry) -> (out, carry)`: the only place where rows meet.
 
-`qkv` has of each KV head the group's queries, the key and the value, which `angles` are
-not yet encoded in; None where positions are learned.
+`qkv` is `[kv_heads, group + 2, head_dim, rows]`, or as another `Orientation` splits it:
+of each KV head the group's queries, the key and the value, which `angles` are not yet
+encoded in; None where positions are learned. `out` has the group's queries alone.
 """
+
+COLUMNS = ColumnOrientation()
 
 
 class States(NamedTuple):
     """What the layers make of rows."""
 
-    last: Float[Array, "hidden rows"]
+    last: Activations
     """The last hidden state, normed."""
     carry: Any
     """What went through `attend`."""
     routings: list[moe.Routing]
     """Of each mixture."""
-    taps: list[Float[Array, "hidden rows"]]
+    taps: list[Activations]
     """The states that were asked for, in that order."""
 
 
@@ -91,15 +96,16 @@ class Transformer(nnx.Module):
     def hidden(
         self,
         tokens: Int[Array, " rows"],
-        positions: Int[Array, " rows"],
+        positions: Int[Array, " places"],
         attend: Attend,
         carry: Any,
         *,
-        inputs: Float[Array, "hidden rows"] | None = None,
+        inputs: Activations | None = None,
         live: Bool[Array, " rows"] | None = None,
         numerics: Numerics = "fast",
         only: tuple[int, ...] | None = None,
         taps: tuple[int, ...] = (),
+        orientation: Orientation | None = None,
     ) -> States:
         """Runs the layers on every row.
 
@@ -114,6 +120,8 @@ class Transformer(nnx.Module):
           only: layers that are run, the others are skipped; None means all.
           taps: states to return, too: that which goes into layer i, or for `num_layers`
             the last one.
+          orientation: how activations are arranged; None: as columns, with `live` and
+            `numerics`, which no other one takes.
 
         Returns:
           The last hidden states, and what was found on the way.
@@ -121,32 +129,66 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: layers are to be skipped, and they are stacked.
         """
-        c = self.config
-        x = self._embeddings(tokens) if inputs is None else inputs
-        if c.positions == "learned":
-            # Not a number past the table: what is clamped to it would look like one.
-            found = self.embed_positions.weight[...].at[positions + c.position_offset]
-            x = x + found.get(mode="fill", fill_value=jnp.nan).T
-        angles = rotary.angles(c, positions, x.dtype)
+        o = orientation or ColumnOrientation(numerics, live)
+        x = self.embedded(tokens, positions, o, inputs)
+        x, carry, routings, before = self.run(
+            x, positions, attend, carry, o, only=only, tapped=bool(taps)
+        )
+        last = self.final_norm(x, o.axis)
+        states: Any = [*before, last] if taps else []
+        return States(last, carry, routings, [states[tap] for tap in taps])
+
+    def embedded(
+        self,
+        tokens: Int[Array, " rows"],
+        positions: Int[Array, " places"],
+        orientation: Orientation,
+        inputs: Activations | None = None,
+    ) -> Activations:
+        """Returns the input of the first layer: embeddings or `inputs`, and positions.
+
+        Positions are added where they are learned.
+        """
+        c, x = self.config, inputs
+        if x is None:
+            x = orientation.embed(self.embed.weight[...], tokens, c.vocab_size)
+        if c.positions != "learned":
+            return x
+        table = self.embed_positions.weight[...]
+        return x + orientation.learned(table, positions + c.position_offset)
+
+    def run(
+        self,
+        x: Activations,
+        positions: Int[Array, " places"],
+        attend: Attend,
+        carry: Any,
+        orientation: Orientation,
+        *,
+        only: tuple[int, ...] | None = None,
+        tapped: bool = False,
+    ) -> tuple[Activations, Any, list[moe.Routing], list[Activations | None]]:
+        """Runs the layers; arguments as those of `hidden`.
+
+        Returns:
+          The last state, the carry, the routings, and what went into each layer, of
+          stacked layers only if `tapped`.
+
+        Raises:
+          ValueError: layers are to be skipped, and they are stacked.
+        """
+        angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
 
         def run(layer: Layer, index: Array, x: Array, carry: Any) -> Any:
             with jax.named_scope("layer"):
-                x = _by_row(x)
-                return layer(index, x, angles, attend, carry, live, numerics)
+                x = orientation.arrange(x)
+                return layer(index, x, angles, attend, carry, orientation)
 
         if not self.scanned:
-            x, carry, routings, before = self._unroll(run, x, carry, only)
-        elif only is None:
-            x, carry, routings, before = self._scan(run, x, carry, bool(taps))
-        else:
+            return self._unroll(run, x, carry, only)
+        if only is not None:
             raise ValueError(f"{only=} must be None where layers are stacked")
-        last = self.final_norm(x)
-        states = [*before, last] if taps else []
-        return States(last, carry, routings, [states[tap] for tap in taps])
-
-    def _embeddings(self, tokens: Int[Array, " rows"]) -> Float[Array, "hidden rows"]:
-        table = self.embed.weight[...]
-        return partition.look_up(table, tokens, self.config.vocab_size).T
+        return self._scan(run, x, carry, tapped)
 
     def _unroll(
         self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
@@ -191,24 +233,13 @@ class Transformer(nnx.Module):
             before += [state for _, state in every]
         return x, carry, routings, before
 
-    def logits(self, hidden: Float[Array, "hidden rows"]) -> Float[Array, "rows vocab"]:
+    def logits(
+        self, hidden: Activations, orientation: Orientation = COLUMNS
+    ) -> Float[Array, "rows words"]:
         """Next-token logits in float32 (float64 if the weights are)."""
-        table = (self.embed if self.config.tie_embeddings else self.head).weight[...]
-        wide = np.promote_types(hidden.dtype, np.float32)
-        columns = multiply(table, hidden, wide)
-        columns = partition.gather(columns, self.config.vocab_size)
-        # Else XLA turns the product round, and CPUs read the table half as fast.
-        return jax.lax.optimization_barrier(columns).T
-
-
-def _by_row(x: Float[Array, "hidden rows"]) -> Float[Array, "hidden rows"]:
-    """Has the features of a row side by side in a GPU's memory: a norm is one kernel.
-
-    CPUs multiply faster what lies the other way, as the shape says.
-    """
-    if devices.current().platform != "gpu":
-        return x
-    return with_layout_constraint(x, Layout((1, 0)))
+        c = self.config
+        table = self.embed if c.tie_embeddings else self.head
+        return orientation.unembed(table.weight[...], hidden, c.vocab_size)
 
 
 def _run_layer(run: Callable, graph: Any, carried: Any, each: Any) -> Any:

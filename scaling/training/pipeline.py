@@ -14,6 +14,7 @@ Sources: Huang et al. 2019, arXiv:1811.06965 (GPipe); Narayanan et al. 2021,
 arXiv:2104.04473, section 2.2 (1F1B, called PipeDream-Flush).
 """
 
+import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
 
@@ -23,12 +24,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import ModelConfig, Params
+from jaxkv.models import ModelConfig, Params, param_forms, transformer
 from jaxkv.models.partition import TENSOR
-from scaling.training import meshes, objectives, transformer_rows
+from scaling.training import meshes, objectives
 from scaling.training.architectures import Architecture
 from scaling.training.meshes import PIPELINE
 from scaling.training.recipes import StepConfig
+from scaling.training.transformer_rows import RowOrientation
 
 
 class Schedule(NamedTuple):
@@ -138,11 +140,14 @@ class _Run(NamedTuple):
 
     def start(self) -> _Carry:
         """Nothing is under way."""
-        params = self.how.cast(self.params)
-        how: Any = {"config": self.config, "layout": self.how.layout}
-        into = functools.partial(transformer_rows.embed, **how)
+
+        def embed(params: Params, tokens: Array) -> Array:
+            rows = RowOrientation(*tokens.shape, layout=self.how.layout)
+            model = self._model(params)
+            return model.embedded(tokens.reshape(-1), rows.positions(), rows)
+
         # Looked up in earnest, the tables' sums would go over the wire.
-        shape = jax.eval_shape(into, params, self.tokens[0])
+        shape = jax.eval_shape(embed, self.how.cast(self.params), self.tokens[0])
         axes = tuple(sorted(shape.manual_axis_type.varying))
         blank = lax.pcast(jnp.zeros(shape.shape, shape.dtype), axes, to="varying")
         kept = jnp.repeat(blank[None], self.table.kept, axis=0)
@@ -216,6 +221,14 @@ class _Run(NamedTuple):
         more, towards = back((towards, jnp.ones_like(loss)))
         return towards, jax.tree.map(jnp.add, grads, more), nats + more_nats
 
+    def _model(self, params: Params) -> transformer.Transformer:
+        """This stage's layers as a model, with the embeddings and the head."""
+        (stacked,) = params["layers"].values()
+        num = self.config.num_layers // self.how.layout.pipeline
+        layers = {index: param_forms.at(stacked, index) for index in range(num)}
+        config = dataclasses.replace(self.config, num_layers=num)
+        return transformer.merge(config, params | {"layers": layers})
+
     def _stage(
         self, params: Params, x: Array, micro: Array
     ) -> tuple[tuple[Array, Array], Array]:
@@ -225,24 +238,20 @@ class _Run(NamedTuple):
         take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
         tokens, targets = take(self.tokens, micro), take(self.targets, micro)
         stage = lax.axis_index(PIPELINE)
-        first = transformer_rows.embed(params, tokens, config, layout)
+        model, rows = self._model(params), RowOrientation(*tokens.shape, layout=layout)
+        first = model.embedded(tokens.reshape(-1), rows.positions(), rows)
         x = jnp.where(stage == 0, first, x)
-        turn = transformer_rows.turns(config, tokens.shape[1], x.dtype, layout)
-        (stacked,) = params["layers"].values()
-        auxiliary, run = [], transformer_rows.run_layer
-        for index in range(config.num_layers // layout.pipeline):
-            layer = jax.tree.map(lambda leaf, i=index: leaf[i], stacked)
-            x, balance = run(layer, x, turn, tokens.shape, config, layout)
-            auxiliary.append(balance)
+        attend = functools.partial(rows.attend, window=config.window)
+        x, _, routings, _ = model.run(x, rows.positions(), attend, (), rows)
 
         def of_last(x: Array) -> Array:
-            logits = transformer_rows.unembed(params, x, tokens.shape, config, layout)
+            logits = model.logits(model.final_norm(x, rows.axis), rows)
             found = objectives.divided_nats(
-                logits, targets, num_words=config.vocab_size
+                logits.reshape(*tokens.shape, -1), targets, num_words=config.vocab_size
             )
             return found.mean() / np.float32(self.how.accumulation)
 
         is_last = stage == layout.pipeline - 1
         nats = lax.cond(is_last, of_last, lambda _: meshes.zero_like(targets), x)
-        more = transformer_rows.weighted(auxiliary, config, nats.dtype)
+        more = rows.auxiliary(routings, config, nats.dtype)
         return (x, nats + more / np.float32(self.how.accumulation)), nats
