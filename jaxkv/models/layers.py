@@ -1,15 +1,14 @@
 """The layers of a transformer: attention with an MLP or a mixture of experts.
 
 A layer is written once for serving and for training. An `Orientation` arranges the
-activations, multiplies them and exchanges them between devices: `ColumnOrientation`
-serves, `RowOrientation` in `scaling.training.transformer_rows` trains. Weights are
+activations, multiplies them and exchanges them between devices. Weights are
 `[out, in]`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,9 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 type Numerics = Literal["fast", "reproducible"]
 type Activations = Float[Array, "..."]
 """`[features, rows]` or `[rows, features]`, as an `Orientation` arranges them."""
+type Table = Float[Array, "entries hidden"]
+type Function = Callable[[Activations, int], Activations]
+"""A function of activations and the axis of the features."""
 
 MANY = 96
 """Rows from which on CPUs multiply faster with the rows first."""
@@ -58,31 +60,45 @@ def multiply(
     return jnp.matmul(weight, x, preferred_element_type=dtype)[:, :num_rows]
 
 
-@runtime_checkable
-class Orientation(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Orientation:
     """How activations are arranged, multiplied and exchanged between devices.
 
-    Norms, activations, mixtures and the structure of a layer take `axis` from it.
+    This one has columns, `[features, rows]`, as suits decoding: a product is `weight @
+    x`, in which the large operand is read once and in order. On CPUs this halves the
+    time of small batches; accelerators do not mind. A subclass with `axis = -1` has
+    rows, `scaling.training.transformer_rows.RowOrientation`. Norms, activations,
+    mixtures and the structure of a layer are the same functions of either.
     """
 
-    axis: ClassVar[int]
+    numerics: Numerics = "fast"
+    """As the experts' products take it."""
+    live: Bool[Array, " rows"] | None = None
+    """Rows that are sent to experts; None means all."""
+    axis: ClassVar[int] = -2
     """Axis of the features, counted from the end; heads have the one before it."""
 
     def arrange(self, x: Activations) -> Activations:
-        """Returns the input of a layer as it is to lie in memory."""
-        return x
+        """Puts the features of a row side by side in a GPU's memory.
 
-    def embed(
-        self, table: Float[Array, "words hidden"], tokens: Array, num_words: int
-    ) -> Activations:
-        """Looks up tokens in a table of `num_words`, or of a part of them."""
-        ...
+        A norm is one kernel then. CPUs multiply faster the other way.
+        """
+        if self.axis == -1 or devices.current().platform != "gpu":
+            return x
+        return with_layout_constraint(x, Layout((1, 0)))
 
-    def learned(
-        self, table: Float[Array, "places hidden"], places: Int[Array, " n"]
-    ) -> Activations:
-        """Looks up learned positions."""
-        ...
+    def turn(self, x: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
+        """Turns `[rows, features]` into activations, and back."""
+        return x if self.axis == -1 else x.T
+
+    def embed(self, table: Table, tokens: Array, num_words: int) -> Activations:
+        """Looks tokens up in a table of `num_words`, or of this device's part."""
+        return self.turn(partition.look_up(table, tokens, num_words))
+
+    def learned(self, table: Table, places: Int[Array, " n"]) -> Activations:
+        """Looks learned positions up."""
+        # Not a number past the table: a clamped index would give a plausible one.
+        return self.turn(table.at[places].get(mode="fill", fill_value=jnp.nan))
 
     def matmul(
         self, weight: Float[Array, "outputs inputs"], x: Activations, **how: Any
@@ -94,24 +110,36 @@ class Orientation(Protocol):
 
     def product(self, linear: "Linear", x: Activations) -> Activations:
         """Multiplies every row by this device's part of a weight, without the bias."""
-        return self.matmul(linear.matrix, x)
-
-    def expand(
-        self,
-        linear: "Linear",
-        x: Activations,
-        then: Callable[[Activations, int], Activations] | None = None,
-    ) -> Activations:
-        """Applies a product whose outputs are divided, and `then(y, axis)` to it."""
-        ...
+        if linear.transposed is None or x.shape[1] not in FEW:
+            return multiply(linear.matrix, x)
+        # Else XLA turns the product round.
+        rows = jax.lax.optimization_barrier(x.T) @ linear.transposed[...]
+        return jax.lax.optimization_barrier(rows).T
 
     def add_up(self, x: Activations, *, part: int, whole: int) -> Activations:
         """Adds the devices' sums over `part` of `whole` numbers."""
         return partition.add_up(x, part=part, whole=whole)
 
+    def expand(
+        self, linear: "Linear", x: Activations, then: Function | None = None
+    ) -> Activations:
+        """Applies a product whose outputs are divided, and `then(y, axis)` to it.
+
+        What multiplies on CPUs takes the first operand as it lies and packs the second.
+        Of many rows and more outputs than inputs that way is 8 to 19 % faster, if
+        `then` makes fewer numbers of them before they are turned round.
+        """
+        if then is None:
+            return linear(x, self)
+        if devices.current().platform != "cpu" or x.shape[1] < MANY:
+            return then(linear(x, self), -2)
+        # Else XLA turns the product round.
+        rows = jax.lax.optimization_barrier(x.T) @ linear.matrix.T
+        return then(linear.add_bias(rows, -1), -1).T
+
     def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
-        """Gives a product's features the shape `[kv_heads, group + 2, head_dim]`."""
-        ...
+        """Returns `[kv_heads, group + 2, head_dim, rows]`, `shape` without the rows."""
+        return x.reshape(*shape, x.shape[1])
 
     def fuse(self, q: Array, k: Array, v: Array) -> rotary.Projected:
         """Puts parts of what `split_heads` returned together, as `attend` takes it."""
@@ -119,7 +147,7 @@ class Orientation(Protocol):
 
     def join_heads(self, x: Array) -> Activations:
         """Puts the features of all heads on one axis."""
-        ...
+        return x.reshape(-1, x.shape[-1])
 
     def gather(self, x: Activations) -> Activations:
         """Returns all rows on every device, where devices have parts of them."""
@@ -132,14 +160,23 @@ class Orientation(Protocol):
     def mix(
         self, mixture: "Mixture", x: Activations, routing: moe.Routing
     ) -> Activations:
-        """Adds up what the routed experts of a mixture answer."""
-        ...
+        """Adds up what this mixture's routed experts answer, each device its own."""
+        own, num_experts = mixture.down.weight.shape[0], routing.probs.shape[1]
+        mine = (
+            partition.own_experts(routing, part=own) if own < num_experts else routing
+        )
+        answer = functools.partial(mixture.answer, numerics=self.numerics)
+        y = self.turn(moe.mix(self.turn(x), mine, answer, live=self.live))
+        return y if own == num_experts else jax.lax.psum(y, partition.EXPERT)
 
     def unembed(
-        self, table: Float[Array, "words hidden"], x: Activations, num_words: int
+        self, table: Table, x: Activations, num_words: int
     ) -> Float[Array, "rows words"]:
         """Multiplies the last states by a table of `num_words`, in float32 at least."""
-        ...
+        columns = multiply(table, x, np.promote_types(x.dtype, np.float32))
+        columns = partition.gather(columns, num_words)
+        # Else XLA turns the product round, and CPUs read the table half as fast.
+        return jax.lax.optimization_barrier(columns).T
 
 
 class Linear(nnx.Module):
@@ -184,100 +221,6 @@ class Linear(nnx.Module):
         if self.bias is None:
             return y
         return y + self.bias[...].reshape((1, -1) if axis == -1 else (-1, 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class ColumnOrientation(Orientation):
-    """Activations are `[features, rows]`, as suits decoding.
-
-    A product is `weight @ x`, in which the large operand is read once and in order. On
-    CPUs this halves the time of small batches; accelerators do not mind.
-    """
-
-    numerics: Numerics = "fast"
-    """As the experts' products take it."""
-    live: Bool[Array, " rows"] | None = None
-    """Rows that are sent to experts; None means all."""
-    axis: ClassVar[int] = -2
-
-    def arrange(self, x: Activations) -> Activations:
-        """Puts the features of a row side by side in a GPU's memory.
-
-        A norm is one kernel then. CPUs multiply faster the other way.
-        """
-        if devices.current().platform != "gpu":
-            return x
-        return with_layout_constraint(x, Layout((1, 0)))
-
-    def embed(self, table: Array, tokens: Array, num_words: int) -> Activations:
-        """Looks the tokens up."""
-        return partition.look_up(table, tokens, num_words).T
-
-    def learned(self, table: Array, places: Array) -> Activations:
-        """Looks the positions up."""
-        # Not a number past the table: a clamped index would give a plausible one.
-        return table.at[places].get(mode="fill", fill_value=jnp.nan).T
-
-    def product(self, linear: Linear, x: Activations) -> Activations:
-        """A product with the weights first; of few rows with the second weight."""
-        if linear.transposed is None or x.shape[1] not in FEW:
-            return multiply(linear.matrix, x)
-        # Else XLA turns the product round.
-        rows = jax.lax.optimization_barrier(x.T) @ linear.transposed[...]
-        return jax.lax.optimization_barrier(rows).T
-
-    def expand(
-        self,
-        linear: Linear,
-        x: Activations,
-        then: Callable[[Activations, int], Activations] | None = None,
-    ) -> Activations:
-        """A product whose outputs are divided; of many rows with the rows first.
-
-        What multiplies on CPUs takes the first operand as it lies and packs the second.
-        Of many rows and more outputs than inputs that way is 8 to 19 % faster, if
-        `then` makes fewer numbers of them before they are turned round.
-        """
-        if then is None:
-            return linear(x, self)
-        if devices.current().platform != "cpu" or x.shape[1] < MANY:
-            return then(linear(x, self), -2)
-        # Else XLA turns the product round.
-        rows = jax.lax.optimization_barrier(x.T) @ linear.matrix.T
-        return then(linear.add_bias(rows, -1), -1).T
-
-    def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
-        """As `[kv_heads, group + 2, head_dim, rows]`."""
-        return x.reshape(*shape, x.shape[1])
-
-    def join_heads(self, x: Array) -> Activations:
-        """From `[kv_heads, group, head_dim, rows]`."""
-        return x.reshape(-1, x.shape[-1])
-
-    def mix(
-        self, mixture: "Mixture", x: Activations, routing: moe.Routing
-    ) -> Activations:
-        """Every device answers all rows by its own experts."""
-        own, num_experts = mixture.down.weight.shape[0], routing.probs.shape[1]
-        mine = (
-            partition.own_experts(routing, part=own) if own < num_experts else routing
-        )
-
-        def answer(rows: Array, sizes: Array) -> Array:
-            how: Any = {"group_sizes": sizes, "numerics": self.numerics}
-            return mixture.answer(rows, functools.partial(grouped_matmul, **how))
-
-        y = moe.mix(x.T, mine, answer, live=self.live).T
-        return y if own == num_experts else jax.lax.psum(y, partition.EXPERT)
-
-    def unembed(
-        self, table: Array, x: Activations, num_words: int
-    ) -> Float[Array, "rows words"]:
-        """Gives every device the logits of all words."""
-        columns = multiply(table, x, np.promote_types(x.dtype, np.float32))
-        columns = partition.gather(columns, num_words)
-        # Else XLA turns the product round, and CPUs read the table half as fast.
-        return jax.lax.optimization_barrier(columns).T
 
 
 class ExpertLinear(nnx.Module):
@@ -350,7 +293,7 @@ class Mixture(nnx.Module):
             precision=jax.lax.Precision.HIGHEST,
         )
         routing = moe.route(
-            scores if axis == -1 else scores.T,
+            orientation.turn(scores),
             top_k=experts.top_k,
             renormalise=experts.renormalise,
         )
@@ -368,9 +311,20 @@ class Mixture(nnx.Module):
         return orientation.add_up(y, part=part, whole=experts.size), routing
 
     def answer(
-        self, x: Float[Array, "*lead hidden"], product: Callable[[Array, Array], Array]
-    ) -> Float[Array, "*lead hidden"]:
-        """Returns the experts' answers to rows that `product(rows, weight)` divides."""
+        self,
+        x: Float[Array, "*experts rows hidden"],
+        sizes: Int[Array, " experts"] | None = None,
+        numerics: Numerics = "fast",
+    ) -> Float[Array, "*experts rows hidden"]:
+        """Returns the experts' answers to their rows.
+
+        Rows are sorted by expert, and `sizes` has the number of each; or without
+        `sizes` every expert has as many, on an axis of their own.
+        """
+        product: Any = functools.partial(jnp.einsum, "erh,ehw->erw")
+        if sizes is not None:
+            how: Any = {"group_sizes": sizes, "numerics": numerics}
+            product = functools.partial(grouped_matmul, **how)
         up, down = self.up.weight[...], self.down.weight[...]
         hidden = product(x.astype(up.dtype), up)
         return product(nonlinear.activate(self.config, hidden, -1), down)

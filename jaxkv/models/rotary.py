@@ -1,5 +1,6 @@
 """Rotary positions: pairs of features turn with the position, each at its own pace."""
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -57,10 +58,7 @@ def angles(
         return None
     wide = np.promote_types(dtype, np.float32)
     pace, position = frequencies(config, wide), positions.astype(wide)
-    if axis == -1:
-        turned = position[:, None] * pace[None, :]
-    else:
-        turned = pace[:, None] * position[None, :]
+    turned = jnp.expand_dims(pace, -3 - axis) * jnp.expand_dims(position, axis)
     return Angles(jnp.cos(turned), jnp.sin(turned))
 
 
@@ -74,10 +72,9 @@ def split_heads(
         kv_heads, group + 2, head_dim]`.
       axis: of the features; that of the heads is the one before it.
     """
-    group, heads = qkv.shape[axis - 1] - 2, axis - 1
-    ends = (0, group), (group, group + 1), (group + 1, group + 2)
-    q, k, v = (lax.slice_in_dim(qkv, *end, axis=heads) for end in ends)
-    return q, k, v
+    group = qkv.shape[axis - 1] - 2
+    cut = functools.partial(lax.slice_in_dim, qkv, axis=axis - 1)
+    return cut(0, group), cut(group, group + 1), cut(group + 1, group + 2)
 
 
 def parts(
@@ -105,10 +102,8 @@ def rotate(
     `x` is `[..., head_dim, rows]`, or with `axis=-1` `[batch, seq, ..., head_dim]`.
     """
     low, high = jnp.split(x.astype(cos.dtype), 2, axis=axis)
-    ones = (1,) * (x.ndim - 3)
-    shape = (1, *ones, *cos.shape)
-    if axis == -1:
-        shape = (1, cos.shape[0], *ones, cos.shape[1])
+    shape = [1] * x.ndim
+    shape[axis], shape[1 if axis == -1 else -1] = cos.shape[axis], cos.shape[-3 - axis]
     cos, sin = (a.reshape(shape) for a in (cos, sin))
     turned = [low * cos - high * sin, high * cos + low * sin]
     return jnp.concatenate(turned, axis=axis).astype(x.dtype)

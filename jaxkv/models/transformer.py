@@ -3,7 +3,7 @@
 With `layers`, the only door to flax. Every row of the activations is one token; which
 sequence it belongs to is known to `attend` alone, so the same layers serve training
 (whole sequences) and the engine (packed rows over pages). Activations are columns,
-`[features, rows]`, unless an `Orientation` is passed that arranges them otherwise.
+`[features, rows]`, unless an `Orientation` is passed that has rows.
 """
 
 import functools
@@ -22,7 +22,6 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import (
     Activations,
-    ColumnOrientation,
     Layer,
     Linear,
     Norm,
@@ -37,12 +36,12 @@ type Attend[C] = Callable[
 ]
 """`attend(layer, qkv, angles, carry) -> (out, carry)`: the only place where rows meet.
 
-`qkv` is `[kv_heads, group + 2, head_dim, rows]`, or as another `Orientation` splits it:
-of each KV head the group's queries, the key and the value, which `angles` are not yet
-encoded in; None where positions are learned. `out` has the group's queries alone.
+`qkv` is `[kv_heads, group + 2, head_dim, rows]`, or as an `Orientation` of rows splits
+it: of each KV head the group's queries, the key and the value, which `angles` are not
+yet encoded in; None where positions are learned. `out` has the queries alone.
 """
 
-COLUMNS = ColumnOrientation()
+COLUMNS = Orientation()
 
 
 class States(NamedTuple):
@@ -96,18 +95,17 @@ class Transformer(nnx.Module):
     def hidden(
         self,
         tokens: Int[Array, " rows"],
-        positions: Int[Array, " places"],
+        positions: Int[Array, " rows"],
         attend: Attend,
         carry: Any,
         *,
-        inputs: Activations | None = None,
+        inputs: Float[Array, "hidden rows"] | None = None,
         live: Bool[Array, " rows"] | None = None,
         numerics: Numerics = "fast",
         only: tuple[int, ...] | None = None,
         taps: tuple[int, ...] = (),
-        orientation: Orientation | None = None,
     ) -> States:
-        """Runs the layers on every row.
+        """Runs the layers on every row, activations being columns.
 
         Args:
           tokens: whose embeddings go into the first layer.
@@ -120,8 +118,6 @@ class Transformer(nnx.Module):
           only: layers that are run, the others are skipped; None means all.
           taps: states to return, too: that which goes into layer i, or for `num_layers`
             the last one.
-          orientation: how activations are arranged; None: as columns, with `live` and
-            `numerics`, which no other one takes.
 
         Returns:
           The last hidden states, and what was found on the way.
@@ -129,14 +125,12 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: layers are to be skipped, and they are stacked.
         """
-        o = orientation or ColumnOrientation(numerics, live)
+        o = Orientation(numerics, live)
         x = self.embedded(tokens, positions, o, inputs)
-        x, carry, routings, before = self.run(
-            x, positions, attend, carry, o, only=only, tapped=bool(taps)
-        )
-        last = self.final_norm(x, o.axis)
-        states: Any = [*before, last] if taps else []
-        return States(last, carry, routings, [states[tap] for tap in taps])
+        found = self.run(x, positions, attend, carry, o, only=only, tapped=bool(taps))
+        last = self.final_norm(found.last, o.axis)
+        states = [*found.taps, last] if taps else []
+        return found._replace(last=last, taps=[states[tap] for tap in taps])
 
     def embedded(
         self,
@@ -167,11 +161,11 @@ class Transformer(nnx.Module):
         *,
         only: tuple[int, ...] | None = None,
         tapped: bool = False,
-    ) -> tuple[Activations, Any, list[moe.Routing], list[Activations | None]]:
+    ) -> States:
         """Runs the layers; arguments as those of `hidden`.
 
         Returns:
-          The last state, the carry, the routings, and what went into each layer, of
+          The last state, not normed yet, and as taps all that went into the layers, of
           stacked layers only if `tapped`.
 
         Raises:
@@ -179,42 +173,38 @@ class Transformer(nnx.Module):
         """
         angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
 
-        def run(layer: Layer, index: Array, x: Array, carry: Any) -> Any:
+        def _run_layer(graph: Any, carried: Any, each: Any) -> Any:
+            """Runs one layer of a kind: `each` is its number and its weights."""
+            (index, weights), (x, carry) = each, carried
+            layer = nnx.merge(graph, weights)
             with jax.named_scope("layer"):
                 x = orientation.arrange(x)
-                return layer(index, x, angles, attend, carry, orientation)
+                x, carry, routing = layer(index, x, angles, attend, carry, orientation)
+            return (x, carry), routing
 
         if not self.scanned:
-            return self._unroll(run, x, carry, only)
+            return self._unroll(_run_layer, x, carry, only)
         if only is not None:
             raise ValueError(f"{only=} must be None where layers are stacked")
-        return self._scan(run, x, carry, tapped)
+        return self._scan(_run_layer, x, carry, tapped)
 
     def _unroll(
         self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
-    ) -> Any:
-        """Runs layer after layer, all of a kind as calls of one function.
-
-        Returns:
-          The last state, the carry, the routings, and what went into each layer.
-        """
+    ) -> States:
+        """Runs layer after layer, all of a kind as calls of one function."""
         routings, before = [], []
         for kind in param_forms.kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
-            one = jax.jit(functools.partial(_run_layer, run, graph))
+            one = jax.jit(functools.partial(run, graph))
             for index in kind if only is None else [i for i in kind if i in only]:
                 _, weights = nnx.split(self.layers[index])
                 before.append(x)
                 (x, carry), routing = one((x, carry), (jnp.int32(index), weights))
                 routings += [] if routing is None else [routing]
-        return x, carry, routings, before
+        return States(x, carry, routings, before)
 
-    def _scan(self, run: Callable, x: Array, carry: Any, tapped: bool) -> Any:
-        """Runs all layers of a kind as one loop, which compiles as one layer.
-
-        Returns:
-          As `_unroll`; what went into each layer only if `tapped`.
-        """
+    def _scan(self, run: Callable, x: Array, carry: Any, tapped: bool) -> States:
+        """Runs all layers of a kind as one loop, which compiles as one layer."""
         routings, before = [], []
         for kind, layer in zip(
             param_forms.kinds(self.config), self.layers, strict=True
@@ -222,7 +212,7 @@ class Transformer(nnx.Module):
             graph, weights = nnx.split(layer)
 
             def one(carried: Any, each: Any, graph: Any = graph) -> Any:
-                new, routing = _run_layer(run, graph, carried, each)
+                new, routing = run(graph, carried, each)
                 return new, (routing, carried[0] if tapped else None)
 
             indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
@@ -231,7 +221,7 @@ class Transformer(nnx.Module):
             every = [param_forms.at(found, number) for number in range(len(kind))]
             routings += [routing for routing, _ in every if routing is not None]
             before += [state for _, state in every]
-        return x, carry, routings, before
+        return States(x, carry, routings, before)
 
     def logits(
         self, hidden: Activations, orientation: Orientation = COLUMNS
@@ -240,13 +230,6 @@ class Transformer(nnx.Module):
         c = self.config
         table = self.embed if c.tie_embeddings else self.head
         return orientation.unembed(table.weight[...], hidden, c.vocab_size)
-
-
-def _run_layer(run: Callable, graph: Any, carried: Any, each: Any) -> Any:
-    """Runs one layer of a kind: `each` is its number and its weights."""
-    index, weights = each
-    x, carry, routing = run(nnx.merge(graph, weights), index, *carried)
-    return (x, carry), routing
 
 
 def _split(

@@ -10,7 +10,8 @@ Under a `Layout` an orientation does what one device of a mesh does, inside
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -21,11 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkv.models import ModelConfig, Params, moe, partition, rotary, transformer
-from jaxkv.models.layers import Activations, Linear, Mixture, Orientation
+from jaxkv.models.layers import Activations, Function, Linear, Mixture, Orientation
 from jaxkv.models.partition import TENSOR
 from jaxkv.parallel import experts, sequence
-from pallas_kernels.flash_attention import tiled
-from pallas_kernels.grouped_matmul import grouped_matmul
 from scaling.costs.parallelism import Layout
 from scaling.training import meshes
 
@@ -60,57 +59,57 @@ def outputs(
       ValueError: the model has fewer learned positions than `seq`.
     """
     config.check_length(tokens.shape[1] * layout.context, "seq")
-    model, rows = (
-        transformer.merge(config, params),
-        RowOrientation(*tokens.shape, layout=layout),
-    )
-    how: Any = {"orientation": rows}
-    attend = functools.partial(rows.attend, window=config.window)
-    found = model.hidden(tokens.reshape(-1), rows.positions(), attend, (), **how)
-    logits = model.logits(found.last, rows).reshape(*tokens.shape, -1)
-    return Output(logits, rows.auxiliary(found.routings, config, logits.dtype))
+    model = transformer.merge(config, params)
+    rows = RowOrientation(config=config, shape=tokens.shape, layout=layout)
+    x = model.embedded(tokens.reshape(-1), rows.positions(), rows)
+    found = model.run(x, rows.positions(), rows.attend, (), rows)
+    logits = model.logits(model.final_norm(found.last, rows.axis), rows)
+    auxiliary = rows.auxiliary(found.routings, logits.dtype)
+    return Output(logits.reshape(*tokens.shape, -1), auxiliary)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOrientation(Orientation):
     """Activations are `[rows, features]`: of each sequence one token after another."""
 
-    batch: int
-    """Sequences that this device has."""
-    seq: int
-    """Tokens that it has of each."""
+    config: ModelConfig
+    """The whole model."""
+    shape: tuple[int, ...]
+    """Sequences, and the tokens of each, that this device has."""
     layout: Layout = ONE
     """How the model is divided."""
     axis: ClassVar[int] = -1
 
     def positions(self) -> Int32[Array, " seq"]:
         """Those of this device's tokens of each sequence."""
-        size, ring = self.seq * self.layout.context, self.layout.ring
+        size, ring = self.shape[1] * self.layout.context, self.layout.ring
         return sequence.positions(size, ring=ring, ulysses=self.layout.ulysses)
 
     def embed(self, table: Array, tokens: Array, num_words: int) -> Activations:
         """Looks tokens up; with sequence parallelism for the rows of this device."""
         if not self.layout.sequence:
-            return partition.look_up(table, tokens, num_words)
+            return super().embed(table, tokens, num_words)
         found = partition.look_up_own(table, tokens)
         return lax.psum_scatter(found, TENSOR, tiled=True)
 
     def learned(self, table: Array, places: Array) -> Activations:
         """Looks the positions of one sequence up, for all."""
+        if self.layout.sequence:
+            # Or gradients would be added up for each sequence, not each row.
+            table = lax.pcast(table, TENSOR, to="varying")
+        found = jnp.tile(table[places], (self.shape[0], 1))
         if not self.layout.sequence:
-            return jnp.tile(table[places], (self.batch, 1))
-        # Or gradients would be added up for each sequence, not each row.
-        table = lax.pcast(table, TENSOR, to="varying")
-        found = jnp.tile(table[places], (self.batch, 1))
+            return found
         part = found.shape[0] // self.layout.tensor
         start = lax.axis_index(TENSOR).astype(jnp.int32) * part
         return lax.dynamic_slice_in_dim(found, start, part)
 
+    def product(self, linear: Linear, x: Activations) -> Activations:
+        """A product with the rows first."""
+        return self.matmul(linear.matrix, x)
+
     def expand(
-        self,
-        linear: Linear,
-        x: Activations,
-        then: Callable[[Activations, int], Activations] | None = None,
+        self, linear: Linear, x: Activations, then: Function | None = None
     ) -> Activations:
         """A product that gives this device's features of all rows.
 
@@ -128,11 +127,11 @@ class RowOrientation(Orientation):
         """Adds sums up; with sequence parallelism those of this device's rows."""
         if part < whole and self.layout.sequence:
             return lax.psum_scatter(x, TENSOR, tiled=True)
-        return partition.add_up(x, part=part, whole=whole)
+        return super().add_up(x, part=part, whole=whole)
 
     def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
         """As `[batch, seq, kv_heads, group + 2, head_dim]`."""
-        return x.reshape(self.batch, self.seq, *shape)
+        return x.reshape(*self.shape, *shape)
 
     def fuse(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         """Keeps the parts, since products with rows first cost no more in parts."""
@@ -140,7 +139,7 @@ class RowOrientation(Orientation):
 
     def join_heads(self, x: Array) -> Activations:
         """From `[batch, seq, heads, head_dim]`."""
-        return x.reshape(self.batch * self.seq, -1)
+        return x.reshape(math.prod(self.shape), -1)
 
     def gather(self, x: Activations) -> Activations:
         """All rows, of which sequence parallelism leaves each device a part."""
@@ -156,23 +155,15 @@ class RowOrientation(Orientation):
         self, mixture: Mixture, x: Activations, routing: moe.Routing
     ) -> Activations:
         """Has rows answered by experts, on whichever device these are."""
-
-        def one_after_another(rows: Array, sizes: Array) -> Array:
-            product = functools.partial(grouped_matmul, group_sizes=sizes)
-            return mixture.answer(rows, product)
-
-        def side_by_side(rows: Array) -> Array:
-            return mixture.answer(rows, functools.partial(jnp.einsum, "erh,ehw->erw"))
-
         if self.layout.expert == 1:
-            return moe.mix(x, routing, one_after_another)
+            return super().mix(mixture, x, routing)
         if self.layout.capacity is None:
             num_own = mixture.down.weight.shape[0]
-            return experts.gather(x, routing, one_after_another, num_own=num_own)
-        (num_rows, num_experts), top_k = routing.probs.shape, routing.expert.shape[1]
-        sizes = {"top_k": top_k, "num_experts": num_experts}
-        capacity = self.layout.places(num_rows, **sizes)
-        return experts.exchange(x, routing, side_by_side, capacity=capacity)
+            return experts.gather(x, routing, mixture.answer, num_own=num_own)
+        num_rows, top_k = routing.expert.shape
+        num_experts = routing.probs.shape[1]
+        places = self.layout.places(num_rows, top_k=top_k, num_experts=num_experts)
+        return experts.exchange(x, routing, mixture.answer, capacity=places)
 
     def unembed(
         self, table: Array, x: Activations, num_words: int
@@ -182,33 +173,23 @@ class RowOrientation(Orientation):
         return self.matmul(table, self.gather(x), preferred_element_type=wide)
 
     def attend(
-        self,
-        _: Any,
-        qkv: rotary.Projected,
-        angles: rotary.Angles | None,
-        carry: Any,
-        *,
-        window: int | None,
+        self, _: Any, qkv: rotary.Projected, angles: rotary.Angles | None, carry: Any
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
-        """Attends within each sequence, as `transformer.Attend`."""
+        """Attends within each sequence: a `transformer.Attend`."""
         q, k, v = qkv if isinstance(qkv, tuple) else rotary.split_heads(qkv, self.axis)
         if angles is not None:
             q, k = (rotary.rotate(x, *angles, self.axis) for x in (q, k))
-        if self.layout.ring > 1:
-            attend = functools.partial(sequence.in_a_ring, degree=self.layout.ring)
-        else:
-
-            def attend(q: Array, k: Array, v: Array) -> Array:
-                return tiled.flash_attention(q, k, v, window=window)[0]
-
-        heads = [x.reshape(self.batch, self.seq, -1, x.shape[-1]) for x in (q, k, v)]
+        heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
+        how: Any = {"degree": self.layout.ring, "window": self.config.window}
+        attend = functools.partial(sequence.in_a_ring, **how)
         return sequence.by_heads(*heads, attend, degree=self.layout.ulysses), carry
 
     def auxiliary(
-        self, routings: Sequence[moe.Routing], config: ModelConfig, dtype: DTypeLike
+        self, routings: Sequence[moe.Routing], dtype: DTypeLike
     ) -> Float[Array, ""]:
         """What mixtures add to the mean loss: of all of them the mean, weighted."""
-        if config.experts is None or not routings:
+        every = self.config.experts
+        if every is None or not routings:
             return jnp.zeros((), dtype)
         copies, balance = meshes.copies(self.layout), []
         for routing in routings:
@@ -218,5 +199,5 @@ class RowOrientation(Orientation):
         total = functools.reduce(jnp.add, balance)
         if self.layout.sequence:  # every device has said the same
             total = lax.pmean(total, TENSOR)
-        num_mixtures = config.num_layers - config.experts.num_dense_layers
-        return (total * (config.experts.balance_weight / num_mixtures)).astype(dtype)
+        num_mixtures = self.config.num_layers - every.num_dense_layers
+        return (total * (every.balance_weight / num_mixtures)).astype(dtype)
