@@ -1,6 +1,6 @@
 """Our own models as the cost formulas see them."""
 
-from jaxkv.models import ModelConfig
+from jaxkv.models import ModelConfig, nonlinear
 from scaling.shapes.description import Description, Experts, HeadAttention
 
 
@@ -39,7 +39,7 @@ def describe(config: ModelConfig, *, name: str = "") -> Description:
         mlp_bias=config.mlp_bias,
         experts=experts,
         mixture_layers=tuple(map(config.is_mixture, range(config.num_layers))),
-        norm=config.norm,
+        norm="layer" if nonlinear.NORMS[config.norm].has_bias else "rms",
         position_rows=config.max_positions + config.position_offset if learned else 0,
         windows=(config.window,),
         tie_embeddings=config.tie_embeddings,
