@@ -18,7 +18,7 @@ from experiments.cli import main
 from experiments.framework import registry, run_folder
 from jaxkv import arrays
 from jaxkv.engine import drafting
-from jaxkv.models import checkpoints, config, transformer
+from jaxkv.models import checkpoints, config, nonlinear, transformer
 from jaxkv.models.huggingface import configs, families
 from jaxkv.speculation import Coupled
 from pallas_kernels import devices
@@ -28,6 +28,7 @@ from scaling.fits import fit
 from scaling.laws import base, powers
 from scaling.plan import budgets
 from scaling.shapes import huggingface
+from scaling.training import OptimizerConfig, Schedule, architectures, step
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
 from tests.support.folders import ROOT
 
@@ -173,6 +174,90 @@ def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert parameters.parameters(huggingface.describe(raw)) == counted
     with pytest.raises(ValueError, match="architecture 'Toy2LM' is not supported"):
         configs.from_hf(raw)
+
+
+class Invented(NamedTuple):
+    """A family whose norm and activation are not ours, and random weights of it."""
+
+    config: config.ModelConfig
+    params: dict
+    folder: Path
+
+
+@pytest.fixture
+def invented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invented:
+    """Edits of four files: config, nonlinear, families and configs."""
+    for field, alias, name in (
+        ("family", config.FamilyName.__value__, "toy"),
+        ("norm", Literal["rms", "layer"], "peak"),
+        ("activation", Literal["silu", "gelu", "gelu_tanh", "relu"], "relu2"),
+    ):
+        names = (*get_args(alias), name)
+        fields = config.ModelConfig.__dataclass_fields__
+        monkeypatch.setattr(fields[field], "type", Literal[names])  # ty: ignore[invalid-type-form]
+
+    def over_peak(x: jax.Array, axis: int, eps: float) -> jax.Array:
+        return x / (jnp.max(jnp.abs(x), axis, keepdims=True) + jnp.float32(eps))
+
+    peak = nonlinear.NormKind(over_peak, has_bias=True)
+    monkeypatch.setitem(nonlinear.NORMS, "peak", peak)
+    squared = lambda x: jnp.square(jax.nn.relu(x))  # noqa: E731
+    monkeypatch.setitem(nonlinear.ACTIVATIONS, "relu2", squared)
+
+    llama = families.FAMILIES["llama"]
+    implied = {**llama.implied, "norm": "peak"}
+    toy = llama._replace(architecture="ToyLM", implied=implied)
+    monkeypatch.setitem(families.FAMILIES, "toy", toy)
+    monkeypatch.setitem(configs.ACTIVATIONS, "relu2", ("relu2",))
+
+    names = {"norm": "peak", "activation": "relu2", "family": "toy"}
+    shape = dataclasses.replace(engines.MODEL, num_layers=1, **names)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(  # zero biases and scales of one hide where they belong
+        lambda x: x + jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype),
+        transformer.init_params(shape, jax.random.key(0)),
+    )
+    checkpoints.save_model(tmp_path / "toy", shape, params)
+    return Invented(shape, params, tmp_path / "toy")
+
+
+@pytest.mark.usefixtures("as_users_have_it")  # `FamilyName` is longer by then
+def test_a_norm_and_an_activation_are_written_once(invented: Invented) -> None:
+    shape, params, folder = invented
+    again = checkpoints.load_model(folder)
+    assert again.config == shape
+    size = sum(x.size for x in jax.tree.leaves(params))
+    assert architectures.parameters(shape).total == size
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 30, (2, 7)), jnp.int32)
+    columns = transformer.logits(params, tokens, config=shape)
+    rows = architectures.forward(params, tokens, config=shape).logits
+    np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-4)
+    for other in ({"norm": "layer"}, {"activation": "relu"}):
+        known = dataclasses.replace(shape, **other)
+        far = transformer.logits(params, tokens, config=known) - columns
+        assert np.abs(far).max() > 0.01
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("as_users_have_it")
+def test_a_norm_and_an_activation_are_served_and_trained(invented: Invented) -> None:
+    shape, params, folder = invented
+    engine = jaxkv.Engine.load(folder, num_pages=32, max_slots=2, max_length=32)
+    [found] = engine.generate([[5, 9, 2]], jaxkv.Sampling(temperature=0, max_tokens=8))
+    text = jnp.asarray([[5, 9, 2, *found.tokens]], jnp.int32)
+    trained = architectures.forward(params, text[:, :-1], config=shape).logits
+    assert np.argmax(trained[0, 2:], axis=-1).tolist() == list(found.tokens)
+
+    optimizer = OptimizerConfig(kind="adamw")
+    state = step.init(shape, optimizer, jnp.int32(0))
+    stream = jnp.asarray(np.tile(np.arange(20), 40), jnp.uint16)
+    losses = []
+    run = step.compiled(shape, optimizer, 4, 16)
+    for _ in range(2):
+        rate = Schedule.constant(1e-2)
+        state, loss = run(state, stream, rate, jnp.int32(0), jnp.int32(20))
+        losses.append(float(loss))
+    assert losses[1] < 0.5 * losses[0]
 
 
 # A kernel tiling

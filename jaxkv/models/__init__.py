@@ -20,6 +20,7 @@ __all__ = [
     "interface",
     "layers",
     "moe",
+    "nonlinear",
     "paged",
     "param_forms",
     "partition",

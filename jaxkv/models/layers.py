@@ -1,29 +1,37 @@
 """The layers of a transformer: attention with an MLP or a mixture of experts.
 
-Activations are columns, `[features, rows]`, and weights are `[out, in]`: a product is
-then `weight @ x`, in which the large operand is read once and in order. On CPUs this
-halves the time of small batches; accelerators do not mind.
+A layer is written once for serving and for training. An `Orientation` arranges the
+activations, multiplies them and exchanges them between devices. Weights are
+`[out, in]`.
 """
 
+import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.models import moe, partition
+from jaxkv.models import moe, nonlinear, partition, rotary
 from jaxkv.models.config import ModelConfig
 from pallas_kernels import devices
-from pallas_kernels.grouped_matmul import api
+from pallas_kernels.grouped_matmul import grouped_matmul
 
 type Numerics = Literal["fast", "reproducible"]
+type Activations = Float[Array, "..."]
+"""`[features, rows]` or `[rows, features]`, as an `Orientation` arranges them."""
+type Table = Float[Array, "entries hidden"]
+type Function = Callable[[Activations, int], Activations]
+"""A function of activations and the axis of the features."""
 
 MANY = 96
-"""Rows from which on CPUs multiply faster with the rows first: see `Linear.by_rows`."""
+"""Rows from which on CPUs multiply faster with the rows first."""
 
 FEW = range(2, 5)
 """Numbers of rows that CPUs multiply faster by weights `[in, out]` in their caches."""
@@ -52,8 +60,127 @@ def multiply(
     return jnp.matmul(weight, x, preferred_element_type=dtype)[:, :num_rows]
 
 
+@dataclasses.dataclass(frozen=True)
+class Orientation:
+    """How activations are arranged, multiplied and exchanged between devices.
+
+    This one has columns, `[features, rows]`, as suits decoding: a product is `weight @
+    x`, in which the large operand is read once and in order. On CPUs this halves the
+    time of small batches; accelerators do not mind. A subclass with `axis = -1` has
+    rows, `scaling.training.transformer_rows.RowOrientation`. Norms, activations,
+    mixtures and the structure of a layer are the same functions of either.
+    """
+
+    numerics: Numerics = "fast"
+    """As the experts' products take it."""
+    live: Bool[Array, " rows"] | None = None
+    """Rows that are sent to experts; None means all."""
+    axis: ClassVar[int] = -2
+    """Axis of the features, counted from the end; heads have the one before it."""
+
+    def arrange(self, x: Activations) -> Activations:
+        """Puts the features of a row side by side in a GPU's memory.
+
+        A norm is one kernel then. CPUs multiply faster the other way.
+        """
+        if self.axis == -1 or devices.current().platform != "gpu":
+            return x
+        return with_layout_constraint(x, Layout((1, 0)))
+
+    def turn(self, x: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
+        """Turns `[rows, features]` into activations, and back."""
+        return x if self.axis == -1 else x.T
+
+    def embed(self, table: Table, tokens: Array, num_words: int) -> Activations:
+        """Looks tokens up in a table of `num_words`, or of this device's part."""
+        return self.turn(partition.look_up(table, tokens, num_words))
+
+    def learned(self, table: Table, places: Int[Array, " n"]) -> Activations:
+        """Looks learned positions up."""
+        # Not a number past the table: a clamped index would give a plausible one.
+        return self.turn(table.at[places].get(mode="fill", fill_value=jnp.nan))
+
+    def matmul(
+        self, weight: Float[Array, "outputs inputs"], x: Activations, **how: Any
+    ) -> Activations:
+        """Multiplies every row by a weight; `how` is as `jnp.matmul` takes it."""
+        if self.axis == -1:
+            return jnp.matmul(x, weight.T, **how)
+        return jnp.matmul(weight, x, **how)
+
+    def product(self, linear: "Linear", x: Activations) -> Activations:
+        """Multiplies every row by this device's part of a weight, without the bias."""
+        if linear.transposed is None or x.shape[1] not in FEW:
+            return multiply(linear.matrix, x)
+        # Else XLA turns the product round.
+        rows = jax.lax.optimization_barrier(x.T) @ linear.transposed[...]
+        return jax.lax.optimization_barrier(rows).T
+
+    def add_up(self, x: Activations, *, part: int, whole: int) -> Activations:
+        """Adds the devices' sums over `part` of `whole` numbers."""
+        return partition.add_up(x, part=part, whole=whole)
+
+    def expand(
+        self, linear: "Linear", x: Activations, then: Function | None = None
+    ) -> Activations:
+        """Applies a product whose outputs are divided, and `then(y, axis)` to it.
+
+        What multiplies on CPUs takes the first operand as it lies and packs the second.
+        Of many rows and more outputs than inputs that way is 8 to 19 % faster, if
+        `then` makes fewer numbers of them before they are turned round.
+        """
+        if then is None:
+            return linear(x, self)
+        if devices.current().platform != "cpu" or x.shape[1] < MANY:
+            return then(linear(x, self), -2)
+        # Else XLA turns the product round.
+        rows = jax.lax.optimization_barrier(x.T) @ linear.matrix.T
+        return then(linear.add_bias(rows, -1), -1).T
+
+    def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
+        """Returns `[kv_heads, group + 2, head_dim, rows]`, `shape` without the rows."""
+        return x.reshape(*shape, x.shape[1])
+
+    def fuse(self, q: Array, k: Array, v: Array) -> rotary.Projected:
+        """Puts parts of what `split_heads` returned together, as `attend` takes it."""
+        return jnp.concatenate([q, k, v], self.axis - 1)
+
+    def join_heads(self, x: Array) -> Activations:
+        """Puts the features of all heads on one axis."""
+        return x.reshape(-1, x.shape[-1])
+
+    def gather(self, x: Activations) -> Activations:
+        """Returns all rows on every device, where devices have parts of them."""
+        return x
+
+    def share(self, x: Activations) -> Activations:
+        """Marks that devices make different things of the same `x` from here on."""
+        return x
+
+    def mix(
+        self, mixture: "Mixture", x: Activations, routing: moe.Routing
+    ) -> Activations:
+        """Adds up what this mixture's routed experts answer, each device its own."""
+        own, num_experts = mixture.down.weight.shape[0], routing.probs.shape[1]
+        mine = (
+            partition.own_experts(routing, part=own) if own < num_experts else routing
+        )
+        answer = functools.partial(mixture.answer, numerics=self.numerics)
+        y = self.turn(moe.mix(self.turn(x), mine, answer, live=self.live))
+        return y if own == num_experts else jax.lax.psum(y, partition.EXPERT)
+
+    def unembed(
+        self, table: Table, x: Activations, num_words: int
+    ) -> Float[Array, "rows words"]:
+        """Multiplies the last states by a table of `num_words`, in float32 at least."""
+        columns = multiply(table, x, np.promote_types(x.dtype, np.float32))
+        columns = partition.gather(columns, num_words)
+        # Else XLA turns the product round, and CPUs read the table half as fast.
+        return jax.lax.optimization_barrier(columns).T
+
+
 class Linear(nnx.Module):
-    """`weight @ x + bias` with the contracted axis last in the weight.
+    """A product and its bias, with the contracted axis last in the weight.
 
     With `for_few` it has the weight a second time, that axis first: see
     `param_forms.for_few_rows`.
@@ -77,34 +204,23 @@ class Linear(nnx.Module):
             nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
         )
 
-    def term(self, x: Float[Array, "inputs rows"]) -> Float[Array, "outputs rows"]:
-        """Multiplies every column by what this device has, without the bias."""
-        if self.transposed is not None and x.shape[1] in FEW:
-            # Else XLA turns the product round.
-            rows = jax.lax.optimization_barrier(x.T) @ self.transposed[...]
-            return jax.lax.optimization_barrier(rows).T
-        return multiply(self.weight[...].reshape(-1, x.shape[0]), x)
+    @property
+    def matrix(self) -> Float[Array, "outputs inputs"]:
+        """The weight with its outputs on one axis."""
+        weight = self.weight[...]
+        return weight.reshape(-1, weight.shape[-1])
 
-    def __call__(self, x: Float[Array, "inputs rows"]) -> Float[Array, "..."]:
-        """Multiplies every column; adds up what devices have of it."""
-        y = partition.add_up(self.term(x), part=x.shape[0], whole=self.num_inputs)
-        if self.bias is not None:
-            y = y + self.bias[...].reshape(-1, 1)
-        return y.reshape(*self.weight.shape[:-1], x.shape[1])
+    def __call__(self, x: Activations, orientation: Orientation) -> Activations:
+        """Multiplies every row, adds up what devices have of it, and adds the bias."""
+        y = orientation.product(self, x)
+        y = orientation.add_up(y, part=x.shape[orientation.axis], whole=self.num_inputs)
+        return self.add_bias(y, orientation.axis)
 
-    def by_rows(self, x: Float[Array, "inputs rows"]) -> Float[Array, "rows ..."]:
-        """As `__call__`, with the rows first.
-
-        What multiplies on CPUs takes the first operand as it lies and packs the second.
-        Of many rows and more outputs than inputs that way is 8 to 19 % faster.
-        """
-        # Else XLA turns the product round.
-        rows = jax.lax.optimization_barrier(x.T)
-        y = rows @ self.weight[...].reshape(-1, x.shape[0]).T
-        y = partition.add_up(y, part=x.shape[0], whole=self.num_inputs)
-        if self.bias is not None:
-            y = y + self.bias[...].reshape(1, -1)
-        return y.reshape(x.shape[1], *self.weight.shape[:-1])
+    def add_bias(self, y: Activations, axis: int) -> Activations:
+        """Adds the bias, if there is one, along the axis of the features."""
+        if self.bias is None:
+            return y
+        return y + self.bias[...].reshape((1, -1) if axis == -1 else (-1, 1))
 
 
 class ExpertLinear(nnx.Module):
@@ -114,38 +230,23 @@ class ExpertLinear(nnx.Module):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
 
-    def __call__(
-        self,
-        x: Float[Array, "rows inputs"],
-        sizes: Int[Array, " experts"],
-        numerics: Numerics,
-    ) -> Float[Array, "rows outputs"]:
-        """Multiplies rows, sorted by expert."""
-        weight = self.weight[...]
-        return api.grouped_matmul(
-            x.astype(weight.dtype), weight, sizes, numerics=numerics
-        )
-
 
 class Norm(nnx.Module):
-    """RMS or layer norm over the features (axis -2 of a column layout), in float32."""
+    """A norm over the features, see `nonlinear.norm`."""
 
     def __init__(self, size, config: ModelConfig, *, kind, dtype=jnp.float32):
         self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(None,))
-        centred = kind == "layer"
+        has_bias = nonlinear.NORMS[kind].has_bias
         self.bias = (
-            nnx.Param(jnp.zeros((size,), dtype), axes=(None,)) if centred else None
+            nnx.Param(jnp.zeros((size,), dtype), axes=(None,)) if has_bias else None
         )
-        self.eps = config.norm_eps
+        self.kind, self.eps = kind, config.norm_eps
 
-    def __call__(self, x: Float[Array, "*lead size rows"]) -> Float[Array, "..."]:
-        """Norms every column."""
-        y = x.astype(np.promote_types(x.dtype, np.float32))
-        if self.bias is not None:
-            y = y - y.mean(-2, keepdims=True)
-        y = y * jax.lax.rsqrt((y * y).mean(-2, keepdims=True) + self.eps)
-        y = y.astype(x.dtype) * _column(self.scale[...], x.ndim)
-        return y if self.bias is None else y + _column(self.bias[...], x.ndim)
+    def __call__(self, x: Activations, axis: int) -> Activations:
+        """Norms every row."""
+        bias = None if self.bias is None else self.bias[...]
+        how: Any = {"kind": self.kind, "eps": self.eps, "axis": axis}
+        return nonlinear.norm(x, self.scale[...], bias, **how)
 
 
 class Mixture(nnx.Module):
@@ -178,45 +279,55 @@ class Mixture(nnx.Module):
         self.config = config
 
     def __call__(
-        self,
-        x: Float[Array, "hidden rows"],
-        live: Bool[Array, " rows"] | None,
-        numerics: Numerics,
-    ) -> tuple[Float[Array, "hidden rows"], moe.Routing]:
-        """Routes every column, and says where to."""
-        c, experts = self.config, self.config.experts
+        self, x: Activations, orientation: Orientation
+    ) -> tuple[Activations, moe.Routing]:
+        """Has every row answered by its experts; returns the routing, too."""
+        experts, axis = self.config.experts, orientation.axis
         assert experts is not None
+        x = orientation.gather(x)
         # In 32 bits whatever the weights: two experts may be nearly as probable.
         wide = np.promote_types(x.dtype, np.float32)
-        scores = jnp.matmul(
+        scores = orientation.matmul(
             self.router.weight[...].astype(wide),
             x.astype(wide),
             precision=jax.lax.Precision.HIGHEST,
         )
         routing = moe.route(
-            scores.T, top_k=experts.top_k, renormalise=experts.renormalise
+            orientation.turn(scores),
+            top_k=experts.top_k,
+            renormalise=experts.renormalise,
         )
-
-        def answer(rows, sizes):
-            hidden = self.up(rows, sizes, numerics)
-            return self.down(
-                activate(c, jnp.split(hidden, 1 + c.gated, 1)), sizes, numerics
-            )
-
-        own = self.down.weight.shape[0]
-        if own < experts.num_experts:
-            mine = partition.own_experts(routing, part=own)
-            y = moe.mix(x.T, mine, answer, live=live).T
-            y = jax.lax.psum(y, partition.EXPERT)
-        else:
-            y = moe.mix(x.T, routing, answer, live=live).T
+        gate = None
+        if experts.shared_gate:
+            gate = jax.nn.sigmoid(self.shared_gate(x, orientation))
+        x = orientation.share(x)
+        y = orientation.mix(self, x, routing)
         if experts.shared_size:
-            shared = self.shared_down.term(activate(c, self.shared_up(x)))
-            if experts.shared_gate:
-                shared = shared * jax.nn.sigmoid(self.shared_gate(x))
-            y = y + shared
+            hidden = self.shared_up(x, orientation)
+            hidden = nonlinear.activate(self.config, hidden, axis)
+            shared = orientation.product(self.shared_down, hidden)
+            y = y + (shared if gate is None else shared * gate)
         part = self.down.weight.shape[1]
-        return partition.add_up(y, part=part, whole=experts.size), routing
+        return orientation.add_up(y, part=part, whole=experts.size), routing
+
+    def answer(
+        self,
+        x: Float[Array, "*experts rows hidden"],
+        sizes: Int[Array, " experts"] | None = None,
+        numerics: Numerics = "fast",
+    ) -> Float[Array, "*experts rows hidden"]:
+        """Returns the experts' answers to their rows.
+
+        Rows are sorted by expert, and `sizes` has the number of each; or without
+        `sizes` every expert has as many, on an axis of their own.
+        """
+        product: Any = functools.partial(jnp.einsum, "erh,ehw->erw")
+        if sizes is not None:
+            how: Any = {"group_sizes": sizes, "numerics": numerics}
+            product = functools.partial(grouped_matmul, **how)
+        up, down = self.up.weight[...], self.down.weight[...]
+        hidden = product(x.astype(up.dtype), up)
+        return product(nonlinear.activate(self.config, hidden, -1), down)
 
 
 class Layer(nnx.Module):
@@ -254,26 +365,22 @@ class Layer(nnx.Module):
             )
         self.config = config
 
-    def __call__(self, index, x, angles, attend, carry, live, numerics):
-        """Runs layer `index` on every column; `carry` goes through `attend`."""
-        c = self.config
-        qkv = self.qkv(self.attention_norm(x))
+    def __call__(self, index, x, angles, attend, carry, orientation):
+        """Runs layer `index` on every row; `carry` goes through `attend`."""
+        c, o = self.config, orientation
+        normed = self.attention_norm(x, o.axis)
+        qkv = o.split_heads(o.expand(self.qkv, normed), self.qkv.weight.shape[:-1])
         if c.qk_norm:
-            q, k, v = jnp.split(qkv, [c.group_size, c.group_size + 1], axis=1)
-            qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=1)
+            q, k, v = rotary.split_heads(qkv, o.axis)
+            qkv = o.fuse(self.q_norm(q, o.axis), self.k_norm(k, o.axis), v)
         y, carry = attend(index, qkv, angles, carry)
-        x = x + self.out(y.reshape(-1, x.shape[1]).astype(x.dtype))
-        normed = self.mlp_norm(x)
+        x = x + self.out(o.join_heads(y).astype(x.dtype), o)
+        normed = self.mlp_norm(x, o.axis)
         if self.is_mixture:
-            y, routing = self.mixture(normed, live, numerics)
+            y, routing = self.mixture(normed, o)
             return x + y, carry, routing
-        return x + self.down(self._hidden(normed)), carry, None
-
-    def _hidden(self, x: Float[Array, "hidden rows"]) -> Float[Array, "mlp rows"]:
-        """What lies between the MLP's projections."""
-        if devices.current().platform != "cpu" or x.shape[1] < MANY:
-            return activate(self.config, self.up(x))
-        return activate(self.config, jnp.moveaxis(self.up.by_rows(x), 1, 0)).T
+        hidden = o.expand(self.up, normed, functools.partial(nonlinear.activate, c))
+        return x + self.down(hidden, o), carry, None
 
 
 def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
@@ -296,26 +403,6 @@ def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
     return up, down
 
 
-def activate(config: ModelConfig, hidden) -> Array:
-    """What lies between the projections of an MLP: of gate and up, or of up alone."""
-    active = _ACTIVATIONS[config.activation](hidden[0])
-    return active * hidden[1] if config.gated else active
-
-
 def _out_std(config: ModelConfig) -> float:
     """The usual 1/sqrt(2 layers) keeps the residual stream's variance near one."""
     return 0.02 / (2 * config.num_layers) ** 0.5
-
-
-def _column(scale, ndim):
-    return (
-        scale.reshape(-1, 1) if ndim == 2 else scale.reshape(*(1,) * (ndim - 2), -1, 1)
-    )
-
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}

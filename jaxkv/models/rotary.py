@@ -1,9 +1,11 @@
 """Rotary positions: pairs of features turn with the position, each at its own pace."""
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -30,22 +32,49 @@ def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " ha
     return plain * (keep + (kind(1) - keep) / kind(s.factor))
 
 
-class Angles(NamedTuple):
-    """How far every pair of features of a row turns."""
+type Projected = Float[Array, "..."] | tuple[Array, Array, Array]
+"""Queries, key and value of each KV head, fused or in three parts: `split_heads`."""
 
-    cos: Float[Array, "half rows"]
-    sin: Float[Array, "half rows"]
+
+class Angles(NamedTuple):
+    """How far every pair of features of a row turns: `[half, rows]`, or transposed."""
+
+    cos: Float[Array, "_ _"]
+    sin: Float[Array, "_ _"]
 
 
 def angles(
-    config: ModelConfig, positions: Int[Array, " rows"], dtype: DTypeLike
+    config: ModelConfig,
+    positions: Int[Array, " rows"],
+    dtype: DTypeLike,
+    axis: int = -2,
 ) -> Angles | None:
-    """The angles at these positions, at least in float32; None where none turn."""
+    """Returns the angles at these positions, at least in float32.
+
+    None where none turn. The pairs of features have the first of the two axes, or with
+    `axis=-1` the last.
+    """
     if config.positions != "rope":
         return None
     wide = np.promote_types(dtype, np.float32)
-    turned = frequencies(config, wide)[:, None] * positions.astype(wide)[None, :]
+    pace, position = frequencies(config, wide), positions.astype(wide)
+    turned = jnp.expand_dims(pace, -3 - axis) * jnp.expand_dims(position, axis)
     return Angles(jnp.cos(turned), jnp.sin(turned))
+
+
+def split_heads(
+    qkv: Float[Array, "..."], axis: int
+) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+    """Returns the parts of `group + 2` heads: queries, one key and one value.
+
+    Args:
+      qkv: `[kv_heads, group + 2, head_dim, rows]`, or with `axis=-1` `[batch, seq,
+        kv_heads, group + 2, head_dim]`.
+      axis: of the features; that of the heads is the one before it.
+    """
+    group = qkv.shape[axis - 1] - 2
+    cut = functools.partial(lax.slice_in_dim, qkv, axis=axis - 1)
+    return cut(0, group), cut(group, group + 1), cut(group + 1, group + 2)
 
 
 def parts(
@@ -63,13 +92,18 @@ def parts(
 
 
 def rotate(
-    x: Float[Array, "*lead head_dim rows"],
-    cos: Float[Array, "half rows"],
-    sin: Float[Array, "half rows"],
-) -> Float[Array, "*lead head_dim rows"]:
-    """Turns every pair: feature i of the first half with feature i of the second."""
-    low, high = jnp.split(x.astype(cos.dtype), 2, axis=-2)
-    lead = (1,) * (x.ndim - 2)
-    cos, sin = (a.reshape(*lead, *a.shape) for a in (cos, sin))
+    x: Float[Array, "..."],
+    cos: Float[Array, "_ _"],
+    sin: Float[Array, "_ _"],
+    axis: int = -2,
+) -> Float[Array, "..."]:
+    """Turns every pair: feature i of the first half with feature i of the second.
+
+    `x` is `[..., head_dim, rows]`, or with `axis=-1` `[batch, seq, ..., head_dim]`.
+    """
+    low, high = jnp.split(x.astype(cos.dtype), 2, axis=axis)
+    shape = [1] * x.ndim
+    shape[axis], shape[1 if axis == -1 else -1] = cos.shape[axis], cos.shape[-3 - axis]
+    cos, sin = (a.reshape(shape) for a in (cos, sin))
     turned = [low * cos - high * sin, high * cos + low * sin]
-    return jnp.concatenate(turned, axis=-2).astype(x.dtype)
+    return jnp.concatenate(turned, axis=axis).astype(x.dtype)

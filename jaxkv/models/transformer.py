@@ -1,8 +1,9 @@
 """Decoder-only transformers, dense and mixtures: parameters and one forward pass.
 
-With `layers`, the only door to flax. Activations are columns, `[features, rows]`, and
-every row is one token; which sequence it belongs to is known to `attend` alone, so the
-same layers serve training (whole sequences) and the engine (packed rows over pages).
+With `layers`, the only door to flax. Every row of the activations is one token; which
+sequence it belongs to is known to `attend` alone, so the same layers serve training
+(whole sequences) and the engine (packed rows over pages). Activations are columns,
+`[features, rows]`, unless an `Orientation` is passed that has rows.
 """
 
 import functools
@@ -13,43 +14,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models import drawing, moe, param_forms, partition, rotary
+from jaxkv.models import drawing, moe, param_forms, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
-from jaxkv.models.layers import Layer, Linear, Norm, Numerics, multiply
-from pallas_kernels import devices
+from jaxkv.models.layers import (
+    Activations,
+    Layer,
+    Linear,
+    Norm,
+    Numerics,
+    Orientation,
+)
 from pallas_kernels.flash_attention import tiled
 
 type Attend[C] = Callable[
-    [
-        int | Int32[Array, ""],
-        Float[Array, "kv_heads group_and_2 head_dim rows"],
-        rotary.Angles | None,
-        C,
-    ],
-    tuple[Float[Array, "kv_heads group head_dim rows"], C],
+    [int | Int32[Array, ""], Any, rotary.Angles | None, C],
+    tuple[Float[Array, "..."], C],
 ]
 """`attend(layer, qkv, angles, carry) -> (out, carry)`: the only place where rows meet.
 
-`qkv` has of each KV head the group's queries, the key and the value, which `angles` are
-not yet encoded in; None where positions are learned.
+`qkv` is `[kv_heads, group + 2, head_dim, rows]`, or as an `Orientation` of rows splits
+it: of each KV head the group's queries, the key and the value, which `angles` are not
+yet encoded in; None where positions are learned. `out` has the queries alone.
 """
+
+COLUMNS = Orientation()
 
 
 class States(NamedTuple):
     """What the layers make of rows."""
 
-    last: Float[Array, "hidden rows"]
+    last: Activations
     """The last hidden state, normed."""
     carry: Any
     """What went through `attend`."""
     routings: list[moe.Routing]
     """Of each mixture."""
-    taps: list[Float[Array, "hidden rows"]]
+    taps: list[Activations]
     """The states that were asked for, in that order."""
 
 
@@ -101,7 +105,7 @@ class Transformer(nnx.Module):
         only: tuple[int, ...] | None = None,
         taps: tuple[int, ...] = (),
     ) -> States:
-        """Runs the layers on every row.
+        """Runs the layers on every row, activations being columns.
 
         Args:
           tokens: whose embeddings go into the first layer.
@@ -121,58 +125,86 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: layers are to be skipped, and they are stacked.
         """
-        c = self.config
-        x = self._embeddings(tokens) if inputs is None else inputs
-        if c.positions == "learned":
-            # Not a number past the table: what is clamped to it would look like one.
-            found = self.embed_positions.weight[...].at[positions + c.position_offset]
-            x = x + found.get(mode="fill", fill_value=jnp.nan).T
-        angles = rotary.angles(c, positions, x.dtype)
+        o = Orientation(numerics, live)
+        x = self.embedded(tokens, positions, o, inputs)
+        found = self.run(x, positions, attend, carry, o, only=only, tapped=bool(taps))
+        last = self.final_norm(found.last, o.axis)
+        states = [*found.taps, last] if taps else []
+        return found._replace(last=last, taps=[states[tap] for tap in taps])
 
-        def run(layer: Layer, index: Array, x: Array, carry: Any) -> Any:
+    def embedded(
+        self,
+        tokens: Int[Array, " rows"],
+        positions: Int[Array, " places"],
+        orientation: Orientation,
+        inputs: Activations | None = None,
+    ) -> Activations:
+        """Returns the input of the first layer: embeddings or `inputs`, and positions.
+
+        Positions are added where they are learned.
+        """
+        c, x = self.config, inputs
+        if x is None:
+            x = orientation.embed(self.embed.weight[...], tokens, c.vocab_size)
+        if c.positions != "learned":
+            return x
+        table = self.embed_positions.weight[...]
+        return x + orientation.learned(table, positions + c.position_offset)
+
+    def run(
+        self,
+        x: Activations,
+        positions: Int[Array, " places"],
+        attend: Attend,
+        carry: Any,
+        orientation: Orientation,
+        *,
+        only: tuple[int, ...] | None = None,
+        tapped: bool = False,
+    ) -> States:
+        """Runs the layers; arguments as those of `hidden`.
+
+        Returns:
+          The last state, not normed yet, and as taps all that went into the layers, of
+          stacked layers only if `tapped`.
+
+        Raises:
+          ValueError: layers are to be skipped, and they are stacked.
+        """
+        angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
+
+        def _run_layer(graph: Any, carried: Any, each: Any) -> Any:
+            """Runs one layer of a kind: `each` is its number and its weights."""
+            (index, weights), (x, carry) = each, carried
+            layer = nnx.merge(graph, weights)
             with jax.named_scope("layer"):
-                x = _by_row(x)
-                return layer(index, x, angles, attend, carry, live, numerics)
+                x = orientation.arrange(x)
+                x, carry, routing = layer(index, x, angles, attend, carry, orientation)
+            return (x, carry), routing
 
         if not self.scanned:
-            x, carry, routings, before = self._unroll(run, x, carry, only)
-        elif only is None:
-            x, carry, routings, before = self._scan(run, x, carry, bool(taps))
-        else:
+            return self._unroll(_run_layer, x, carry, only)
+        if only is not None:
             raise ValueError(f"{only=} must be None where layers are stacked")
-        last = self.final_norm(x)
-        states = [*before, last] if taps else []
-        return States(last, carry, routings, [states[tap] for tap in taps])
-
-    def _embeddings(self, tokens: Int[Array, " rows"]) -> Float[Array, "hidden rows"]:
-        table = self.embed.weight[...]
-        return partition.look_up(table, tokens, self.config.vocab_size).T
+        return self._scan(_run_layer, x, carry, tapped)
 
     def _unroll(
         self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
-    ) -> Any:
-        """Runs layer after layer, all of a kind as calls of one function.
-
-        Returns:
-          The last state, the carry, the routings, and what went into each layer.
-        """
+    ) -> States:
+        """Runs layer after layer, all of a kind as calls of one function."""
         routings, before = [], []
         for kind in param_forms.kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
-            one = jax.jit(functools.partial(_run_layer, run, graph))
+            one = jax.jit(functools.partial(run, graph))
             for index in kind if only is None else [i for i in kind if i in only]:
                 _, weights = nnx.split(self.layers[index])
                 before.append(x)
                 (x, carry), routing = one((x, carry), (jnp.int32(index), weights))
                 routings += [] if routing is None else [routing]
-        return x, carry, routings, before
+        return States(x, carry, routings, before)
 
-    def _scan(self, run: Callable, x: Array, carry: Any, tapped: bool) -> Any:
-        """Runs all layers of a kind as one loop, which compiles as one layer.
-
-        Returns:
-          As `_unroll`; what went into each layer only if `tapped`.
-        """
+    def _scan(self, run: Callable, x: Array, carry: Any, tapped: bool) -> States:
+        """Runs all layers of a kind as one loop, which compiles as one layer."""
         routings, before = [], []
         for kind, layer in zip(
             param_forms.kinds(self.config), self.layers, strict=True
@@ -180,7 +212,7 @@ class Transformer(nnx.Module):
             graph, weights = nnx.split(layer)
 
             def one(carried: Any, each: Any, graph: Any = graph) -> Any:
-                new, routing = _run_layer(run, graph, carried, each)
+                new, routing = run(graph, carried, each)
                 return new, (routing, carried[0] if tapped else None)
 
             indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
@@ -189,33 +221,15 @@ class Transformer(nnx.Module):
             every = [param_forms.at(found, number) for number in range(len(kind))]
             routings += [routing for routing, _ in every if routing is not None]
             before += [state for _, state in every]
-        return x, carry, routings, before
+        return States(x, carry, routings, before)
 
-    def logits(self, hidden: Float[Array, "hidden rows"]) -> Float[Array, "rows vocab"]:
+    def logits(
+        self, hidden: Activations, orientation: Orientation = COLUMNS
+    ) -> Float[Array, "rows words"]:
         """Next-token logits in float32 (float64 if the weights are)."""
-        table = (self.embed if self.config.tie_embeddings else self.head).weight[...]
-        wide = np.promote_types(hidden.dtype, np.float32)
-        columns = multiply(table, hidden, wide)
-        columns = partition.gather(columns, self.config.vocab_size)
-        # Else XLA turns the product round, and CPUs read the table half as fast.
-        return jax.lax.optimization_barrier(columns).T
-
-
-def _by_row(x: Float[Array, "hidden rows"]) -> Float[Array, "hidden rows"]:
-    """Has the features of a row side by side in a GPU's memory: a norm is one kernel.
-
-    CPUs multiply faster what lies the other way, as the shape says.
-    """
-    if devices.current().platform != "gpu":
-        return x
-    return with_layout_constraint(x, Layout((1, 0)))
-
-
-def _run_layer(run: Callable, graph: Any, carried: Any, each: Any) -> Any:
-    """Runs one layer of a kind: `each` is its number and its weights."""
-    index, weights = each
-    x, carry, routing = run(nnx.merge(graph, weights), index, *carried)
-    return (x, carry), routing
+        c = self.config
+        table = self.embed if c.tie_embeddings else self.head
+        return orientation.unembed(table.weight[...], hidden, c.vocab_size)
 
 
 def _split(

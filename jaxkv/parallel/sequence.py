@@ -85,14 +85,21 @@ def by_heads(q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int) -> Qu
     return change(attend(q, k, v), split_axis=1, concat_axis=2)
 
 
-def in_a_ring(q: Queries, k: Keys, v: Keys, *, degree: int) -> Queries:
-    """Ring attention: keys and values go round, in zigzag; causal, no window.
+def in_a_ring(
+    q: Queries, k: Keys, v: Keys, *, degree: int, window: int | None = None
+) -> Queries:
+    """Ring attention: keys and values go round, in zigzag; causal.
 
     Its gradient sends them round once more, with their gradients, which go one hop
     further: home.
+
+    Raises:
+      ValueError: there is a window, and more than one device.
     """
     if degree == 1:
-        return tiled.flash_attention(q, k, v)[0]
+        return tiled.flash_attention(q, k, v, window=window)[0]
+    if window is not None:
+        raise ValueError(f"{window=} must be None in a ring of {degree=}")
     return _ring(q, k, v, degree)
 
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxkv import validation
-from jaxkv.models import ModelConfig, Params, partition, rotary, transformer
+from jaxkv.models import ModelConfig, Params, nonlinear, partition, rotary, transformer
 from jaxkv.models.layers import multiply
 from jaxkv.models.transformer import Transformer
 
@@ -121,20 +120,13 @@ def inputs(
     Returns:
       Columns: the states, and what tokens and states together add to them.
     """
-    norm = functools.partial(_norm, eps=config.target.norm_eps)
+    norm = functools.partial(nonlinear.norm, kind="rms", eps=config.target.norm_eps)
     table, num_words = target["embed"]["weight"], config.target.vocab_size
     found = partition.look_up(table, tokens, num_words)
-    token = norm(found, params["token_norm"])
-    feature = norm(states, params["feature_norm"])
+    token = norm(found, **params["token_norm"])
+    feature = norm(states, **params["feature_norm"])
     both = jnp.concatenate([token, feature], axis=1)
     return states.T + multiply(params["merge"]["weight"], both.T)
-
-
-def _norm(x: Float[Array, "rows hidden"], scale: Params, *, eps: float) -> Array:
-    """RMS norm of rows."""
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
-    wide = wide * jax.lax.rsqrt((wide * wide).mean(1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale["scale"][None]
 
 
 def unroll(

@@ -11,10 +11,14 @@ def describe(config: ModelConfig, *, name: str = "") -> Description:
       config: its shape.
       name: what tables call it; its family by default.
     """
+    # JAX, which `jaxkv cost` starts without.
+    from jaxkv.models import nonlinear
+
     parts = {
         "name": name or config.family,
         "experts": config.experts and vars(config.experts),
         "mixture_layers": tuple(map(config.is_mixture, range(config.num_layers))),
+        "norm": "layer" if nonlinear.NORMS[config.norm].has_bias else "rms",
         "windows": (config.window,),
     }
     return describe_fields({**vars(config), **parts})

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import ModelConfig, Params, transformer
+from jaxkv.models import ModelConfig, Params, param_forms, transformer
 from jaxkv.models.partition import TENSOR
 from jaxkv.parallel import experts, processes, sequence, tensor
 from jaxkv.parallel import layout as parts
@@ -55,21 +55,17 @@ def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
     if layout.ring > 1 and model.window is not None:
         raise ValueError(f"{model.window=} must be None in a ring")
     if layout.expert > 1:
-        _check_experts(layout)
+        if layout.data % layout.expert:
+            raise ValueError(f"expert={layout.expert} must divide data={layout.data}")
+        if layout.tensor > 1:
+            raise ValueError(f"{layout=} must have expert or tensor, not both")
+        if layout.capacity is None and not layout.gather:
+            raise ValueError(
+                f"expert={layout.expert} needs gather, or a capacity such as 1.25: "
+                "what is sent to an expert must have a size that is known beforehand"
+            )
     parallelism.check(from_model.describe(model), layout, sequence=sequence_length)
     sequence.order(sequence_length, ring=layout.ring)
-
-
-def _check_experts(layout: Layout) -> None:
-    if layout.data % layout.expert:
-        raise ValueError(f"expert={layout.expert} must divide data={layout.data}")
-    if layout.tensor > 1:
-        raise ValueError(f"{layout=} must have expert or tensor, not both")
-    if layout.capacity is None and not layout.gather:
-        raise ValueError(
-            f"expert={layout.expert} needs gather, or a capacity such as 1.25: what "
-            "is sent to an expert must have a size that is known beforehand"
-        )
 
 
 def make_mesh(layout: Layout) -> Mesh:
@@ -196,10 +192,8 @@ def gather(model: Any, layout: Layout, tree: Any) -> Any:
     def undo(params: Params) -> Params:
         if layout.pipeline > 1:
             (stacked,) = params["layers"].values()
-            layers = {
-                index: jax.tree.map(lambda x, i=index: x[i], stacked)
-                for index in range(model.num_layers)
-            }
+            every = range(model.num_layers)
+            layers = {index: param_forms.at(stacked, index) for index in every}
             params = {**params, "layers": layers}
         return tensor.unfit_params(model, params, layout.tensor)
 

@@ -14,6 +14,7 @@ Sources: Huang et al. 2019, arXiv:1811.06965 (GPipe); Narayanan et al. 2021,
 arXiv:2104.04473, section 2.2 (1F1B, called PipeDream-Flush).
 """
 
+import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
 
@@ -23,12 +24,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import ModelConfig, Params
+from jaxkv.models import ModelConfig, Params, param_forms, transformer
 from jaxkv.models.partition import TENSOR
-from scaling.training import meshes, objectives, transformer_rows
+from scaling.training import meshes, objectives
 from scaling.training.architectures import Architecture
 from scaling.training.meshes import PIPELINE
 from scaling.training.recipes import StepConfig
+from scaling.training.transformer_rows import RowOrientation
 
 
 class Schedule(NamedTuple):
@@ -138,11 +140,10 @@ class _Run(NamedTuple):
 
     def start(self) -> _Carry:
         """Nothing is under way."""
-        params = self.how.cast(self.params)
-        how: Any = {"config": self.config, "layout": self.how.layout}
-        into = functools.partial(transformer_rows.embed, **how)
         # Looked up in earnest, the tables' sums would go over the wire.
-        shape = jax.eval_shape(into, params, self.tokens[0])
+        shape = jax.eval_shape(
+            lambda *x: self._begin(*x)[2], self.how.cast(self.params), self.tokens[0]
+        )
         axes = tuple(sorted(shape.manual_axis_type.varying))
         blank = lax.pcast(jnp.zeros(shape.shape, shape.dtype), axes, to="varying")
         kept = jnp.repeat(blank[None], self.table.kept, axis=0)
@@ -169,16 +170,23 @@ class _Run(NamedTuple):
         )
         place = jnp.maximum(backward, 0) % self.table.kept
         came = lax.dynamic_index_in_dim(kept, place, 0, keepdims=False)
-        back = lax.cond(
+
+        def back(came: Array, towards: Array, grads: Params, nats: Array) -> Any:
+            """Runs the micro-batch again, and backward."""
+            stage = functools.partial(self._stage, micro=jnp.maximum(backward, 0))
+            (_, loss), pull, more = jax.vjp(stage, self.params, came, has_aux=True)
+            own, towards = pull((towards, jnp.ones_like(loss)))
+            return towards, jax.tree.map(jnp.add, grads, own), nats + more
+
+        towards, grads, nats = lax.cond(
             backward >= 0,
-            lambda *x: self._back(*x, jnp.maximum(backward, 0)),
+            back,
             lambda came, towards, grads, nats: (towards * 0, grads, nats),
             came,
             carry.towards,
             carry.grads,
             carry.nats,
         )
-        towards, grads, nats = back
         num = self.how.layout.pipeline
         on = [(i, i + 1) for i in range(num - 1)]
         return _Carry(
@@ -203,18 +211,18 @@ class _Run(NamedTuple):
         moved = lax.all_gather(moved, TENSOR, to="invarying")
         return moved.reshape(x.shape)
 
-    def _back(
-        self, came: Array, towards: Array, grads: Params, nats: Array, micro: Array
-    ) -> tuple[Array, Params, Array]:
-        """Runs a micro-batch again, and backward."""
-        (_, loss), back, more_nats = jax.vjp(
-            lambda params, x: self._stage(params, x, micro),
-            self.params,
-            came,
-            has_aux=True,
-        )
-        more, towards = back((towards, jnp.ones_like(loss)))
-        return towards, jax.tree.map(jnp.add, grads, more), nats + more_nats
+    def _begin(
+        self, params: Params, tokens: Array
+    ) -> tuple[transformer.Transformer, RowOrientation, Array]:
+        """This stage's layers as a model, how it arranges tokens, their embeddings."""
+        config, layout, shape = self.config, self.how.layout, tokens.shape
+        (stacked,) = params["layers"].values()
+        every = range(config.num_layers // layout.pipeline)
+        layers = {index: param_forms.at(stacked, index) for index in every}
+        own = dataclasses.replace(config, num_layers=len(every))
+        model = transformer.merge(own, params | {"layers": layers})
+        rows = RowOrientation(config=config, shape=shape, layout=layout)
+        return model, rows, model.embedded(tokens.reshape(-1), rows.positions(), rows)
 
     def _stage(
         self, params: Params, x: Array, micro: Array
@@ -225,24 +233,19 @@ class _Run(NamedTuple):
         take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
         tokens, targets = take(self.tokens, micro), take(self.targets, micro)
         stage = lax.axis_index(PIPELINE)
-        first = transformer_rows.embed(params, tokens, config, layout)
+        model, rows, first = self._begin(params, tokens)
         x = jnp.where(stage == 0, first, x)
-        turn = transformer_rows.turns(config, tokens.shape[1], x.dtype, layout)
-        (stacked,) = params["layers"].values()
-        auxiliary, run = [], transformer_rows.run_layer
-        for index in range(config.num_layers // layout.pipeline):
-            layer = jax.tree.map(lambda leaf, i=index: leaf[i], stacked)
-            x, balance = run(layer, x, turn, tokens.shape, config, layout)
-            auxiliary.append(balance)
+        found = model.run(x, rows.positions(), rows.attend, (), rows)
+        x = found.last
 
         def of_last(x: Array) -> Array:
-            logits = transformer_rows.unembed(params, x, tokens.shape, config, layout)
+            logits = model.logits(model.final_norm(x, rows.axis), rows)
             found = objectives.divided_nats(
-                logits, targets, num_words=config.vocab_size
+                logits.reshape(*tokens.shape, -1), targets, num_words=config.vocab_size
             )
             return found.mean() / np.float32(self.how.accumulation)
 
         is_last = stage == layout.pipeline - 1
         nats = lax.cond(is_last, of_last, lambda _: meshes.zero_like(targets), x)
-        more = transformer_rows.weighted(auxiliary, config, nats.dtype)
+        more = rows.auxiliary(found.routings, nats.dtype)
         return (x, nats + more / np.float32(self.how.accumulation)), nats

@@ -22,9 +22,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv import validation
-from jaxkv.models import Params
+from jaxkv.models import Params, nonlinear
 from scaling.costs.parameters import Parameters, Weight
-from scaling.training import transformer_rows
 
 NUM_GATES = {"lstm": 4, "gru": 3}
 """Input, forget, cell, output; reset, update, candidate: PyTorch's order."""
@@ -115,18 +114,15 @@ def logits(
     Returns:
       Next-token logits, in float32 at least.
     """
+    norm = functools.partial(nonlinear.norm, kind="layer", eps=config.norm_eps)
     # Tokens first, so that the loop reads and writes whole rows.
     x = params["embed"]["weight"][tokens.T]
     for layer in params["layers"]:
-        inputs = (
-            transformer_rows.norm(x, layer["norm"], config.norm_eps)
-            if config.norm == "layer"
-            else x
-        )
+        inputs = norm(x, **layer["norm"]) if config.norm == "layer" else x
         y = _layer(inputs, layer, kind=config.kind)
         x = x + y if config.residual else y
     if config.norm == "layer":
-        x = transformer_rows.norm(x, params["final_norm"], config.norm_eps)
+        x = norm(x, **params["final_norm"])
     table = params["embed" if config.tie_embeddings else "head"]["weight"]
     wide = np.promote_types(x.dtype, np.float32)
     out = jnp.einsum("sbh,vh->sbv", x, table, preferred_element_type=wide)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.models import checkpoints, layers, param_forms, transformer
+from jaxkv.models import checkpoints, layers, nonlinear, param_forms, transformer
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import weights
 from scaling.training import transformer_rows
@@ -74,8 +74,10 @@ def test_many_rows_are_multiplied_with_the_rows_first(bias: bool) -> None:
     first = [True, False]
     for num_rows, rows_first in zip((layers.MANY, layers.MANY - 1), first, strict=True):
         some = x[:, :num_rows]
-        traced = jax.jit(layer._hidden).trace(some)
-        wanted = layers.activate(config, layer.up(jnp.asarray(some)))
+        activate = functools.partial(nonlinear.activate, config)
+        hidden = functools.partial(transformer.COLUMNS.expand, layer.up, then=activate)
+        traced = jax.jit(hidden).trace(some)
+        wanted = activate(layer.up(jnp.asarray(some), transformer.COLUMNS), -2)
         found = traced.lower().compile()(some)
         assert found.shape == wanted.shape
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-7)
@@ -203,9 +205,11 @@ def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
         for name in ("qkv", "out", "up", "down"):
             once, again = getattr(layer, name), getattr(other, name)
             x = jnp.asarray(rng.normal(size=(once.num_inputs, number)), "float32")
-            np.testing.assert_allclose(again(x), once(x), rtol=1e-5, atol=1e-6)
+            columns = transformer.COLUMNS
+            found, wanted = again(x, columns), once(x, columns)
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
             again.weight[...] = jnp.zeros_like(again.weight[...])
-            by_second = bool(np.any(again(x)))
+            by_second = bool(np.any(again(x, columns)))
             assert by_second == (1 < number < 5)
             again.weight[...] = once.weight[...]
 
