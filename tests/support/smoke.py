@@ -18,10 +18,11 @@ from tests.support import engines, texts
 QUICK = {"bench_fit", "cost_check"}
 """Whose smoke run takes a few seconds."""
 SLOW = {
-    *("batching", "bench_device", "bench_simulate", "bundled_heads", "chatbot"),
-    *("chunked_prefill", "disaggregation", "expert_parallel", "experts"),
-    *("flash_attention", "isoflop", "known_entropy", "learning_rate", "page_tables"),
-    *("preemption", "prefix_caching", "speculation", "speculation_zoo"),
+    *("batching", "bench_decode", "bench_device", "bench_kernels", "bench_simulate"),
+    *("bundled_heads", "chatbot", "chunked_prefill", "disaggregation"),
+    *("expert_parallel", "experts", "fit_coverage", "flash_attention", "isoflop"),
+    *("jacobi", "known_entropy", "learning_rate", "memory_waste", "page_tables"),
+    *("preemption", "prefix_caching", "sharing", "speculation", "speculation_zoo"),
 }
 """Whose smoke run takes a minute or more."""
 

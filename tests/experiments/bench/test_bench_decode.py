@@ -98,7 +98,7 @@ def test_it_times_itself_and_the_peers_that_are_there(
     assert Path("run/figure.png").stat().st_size > 10_000
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
     class Impatient(Quiet):
         """Stops when the second batch size begins."""
@@ -182,7 +182,7 @@ def test_only_calls_in_which_every_sequence_decodes_are_counted() -> None:
         ours.count_full(calls[2:3], infos[2:3])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_context_that_nobody_read_is_one_that_was_fed() -> None:
     """The engine stands as after reading: lengths are so, pages are untouched."""
     config = dataclasses.replace(experiment.CONFIGS["smoke"], prompt_tokens=8)

@@ -62,7 +62,7 @@ def right(problem: problems.Problem) -> Run:
     return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command_gives_its_document(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +329,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     assert seen[4].shape == (2,)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_when_the_time_is_over_nothing_more_begins(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

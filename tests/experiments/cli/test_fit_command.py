@@ -70,7 +70,7 @@ OF_THE_SWEEP = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
     args = ("fit", str(sweep), "--count", "non-embedding", "--bootstrap", "200")
     status, out, err = jaxkv(*args, "--out", "here", "--json")

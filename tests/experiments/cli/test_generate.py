@@ -57,7 +57,7 @@ def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
     assert best[len(prompt) - 1 : -1].tolist() == completion["tokens"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param("medusa", marks=pytest.mark.slow), "eagle"]
 )

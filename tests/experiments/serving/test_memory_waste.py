@@ -33,7 +33,7 @@ def test_every_place_is_something(result: experiment.Result) -> None:
     assert (np.diff(batch[:, 0]) > 0).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_grows_with_requests(result: experiment.Result) -> None:
     growth = result.growth
     assert result.weight_bytes + result.kv_bytes < result.memory_bytes
@@ -46,7 +46,7 @@ def test_memory_grows_with_requests(result: experiment.Result) -> None:
     assert (np.diff(last) > 0).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
     said = smoke.ours(experiment.claims(result))
     gpu = "OPT-13B on an A100 of 40 GB: share "

@@ -60,7 +60,7 @@ def is_walked(order: tuple[list[int], ...]) -> bool:
     return True
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prompts",
     [
@@ -129,7 +129,7 @@ def again_and_again(seed: int) -> list[list[int]]:
 POOL = 8
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("cached_first", [False, True])
 @pytest.mark.parametrize("rule", ["lru", "fifo"])
 def test_hits_are_those_counted_by_hand(
@@ -146,7 +146,7 @@ def test_hits_are_those_counted_by_hand(
     assert expected != by_hand(prompts, POOL, window, cached_first, others[rule])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_anyone_evicted_is_neither_rule(server: Server) -> None:
     prompts = again_and_again(1)
     found = [
@@ -193,13 +193,13 @@ def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
         workloads.recorded(str(path))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_pool_that_is_too_small_is_refused(server: Server) -> None:
     with pytest.raises(ValueError, match=r"num_pages=3 must be in \[4, "):
         server.serve([[1, 2, 3]], num_pages=3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_that_is_stopped_keeps_what_it_has(server: Server) -> None:
     config = experiment.CONFIGS["smoke"]
     progress = Impatient("serving")

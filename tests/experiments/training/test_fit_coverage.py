@@ -8,7 +8,7 @@ from tests.support import smoke
 from tests.support.impatience import Stopping
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_kind_of_surface_is_fitted() -> None:
     kept = smoke.run("fit_coverage")
     rows = kept.metrics["rows"]

@@ -112,6 +112,7 @@ def test_a_killed_worker_costs_nothing_but_time(service: Service, role: str) -> 
     assert dead["pid"] not in [x["pid"] for x in workers(service)]
 
 
+@pytest.mark.slow
 def test_workers_join_restart_and_leave(service: Service) -> None:
     spec = WorkerSpec(role="decode", folder=str(TOKENIZED), engine=ENGINE)
     name = service.add_worker(spec)

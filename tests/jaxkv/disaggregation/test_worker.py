@@ -204,7 +204,7 @@ def test_a_stalled_request_ends_and_its_worker_goes_on() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_worker_may_own_a_mesh() -> None:
     async def run() -> None:
         launcher = LocalLauncher()

@@ -36,7 +36,7 @@ def test_static_batching_forks_too() -> None:
     assert not run.info.num_preempted.any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 7, 8, 29])
 @pytest.mark.parametrize("chunk_size", [None, 1, 4])
 def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
@@ -61,7 +61,7 @@ def test_pages_of_the_prompt_are_shared() -> None:
     assert saved == pytest.approx(3 / 4 * 7 / 10)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_whoever_was_preempted_reads_what_all_have_in_common_once() -> None:
     # A pool in which the second group is preempted for the first while both write.
     prompt = list(range(10))

@@ -57,7 +57,7 @@ EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
             id="one slot, small pages",
             marks=pytest.mark.slow,
         ),
-        pytest.param(EVERYTHING, "fast", id="everything", marks=pytest.mark.thorough),
+        pytest.param(EVERYTHING, "fast", id="everything", marks=pytest.mark.slow),
         pytest.param(
             EVERYTHING,
             "reproducible",

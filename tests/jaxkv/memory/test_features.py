@@ -47,7 +47,7 @@ def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "asks"),
     [

@@ -214,7 +214,7 @@ def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
             again.weight[...] = once.weight[...]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama3", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
 )

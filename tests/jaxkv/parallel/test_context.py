@@ -137,7 +137,7 @@ def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
     check_family(family, mesh, how)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degree", "budget"),
     [
@@ -285,7 +285,7 @@ def test_trees_of_trained_heads_keep_the_answers(method: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pages_are_never_sent_nor_copied() -> None:
     sizes, mesh = [], make_mesh(context=2)
     names = "page_size", "max_slots", "max_length", "token_budget"

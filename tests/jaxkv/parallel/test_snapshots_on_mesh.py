@@ -54,7 +54,7 @@ def assert_equal(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [{"tensor": 2, "context": 2}, pytest.param({"context": 4}, marks=pytest.mark.slow)],

@@ -260,7 +260,7 @@ def test_trained_heads_keep_the_answers(method: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pages_are_never_sent_nor_copied() -> None:
     mesh, sizes = make_mesh(tensor=2), []
     names = "page_size", "max_slots", "max_length", "token_budget"
@@ -282,7 +282,7 @@ def test_pages_are_never_sent_nor_copied() -> None:
     assert big - small < 0.05 * (big_pool - small_pool)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_bits_in_any_batch() -> None:
     fields: Any = ALL_AT_ONCE | {"numerics": "reproducible", "max_beams": 0}
     engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=make_mesh(tensor=2), **fields)

@@ -184,7 +184,7 @@ def test_it_rests_where_no_drafts_pay_for_who_runs_or_may_come(
     assert int(drafter.rested(memory, 4).idle) == 4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
     plain, config = engines.TIGHT, dataclasses.replace(engines.TIGHT, max_drafts=2)
     speculation = Speculation(Adaptive(Jacobi(), patience=1000), Coupled())

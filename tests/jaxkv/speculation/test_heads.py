@@ -167,7 +167,7 @@ def said_behind(known: list[int], path: list[int], params: Both) -> np.ndarray:
     return last - np.log(np.exp(last - last.max()).sum()) - last.max()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     [

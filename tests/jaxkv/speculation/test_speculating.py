@@ -186,7 +186,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("medusa tree", "swapping", "groups"),
         marked("eagle", "cached", "alike"),
         marked("eagle", "swapping", "groups"),
-        marked("eagle tree", "swapping", "groups", speed=pytest.mark.thorough),
+        marked("eagle tree", "swapping", "groups"),
         marked("eagle tree", "tight", "singles"),
         marked("adaptive", "swapping", "groups"),
         marked("lookahead", "tight", "singles"),

@@ -497,7 +497,13 @@ def test_greedy_rows_are_the_argmax(name: str, with_law: bool) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("vocab", [300, pytest.param(49152, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", VERIFIERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[] if x == "rejection" else pytest.mark.slow)
+        for x in VERIFIERS
+    ],
+)
 def test_a_ruling_does_not_depend_on_the_batch(name: str, vocab: int) -> None:
     rows, rng = company(vocab), np.random.default_rng(1)
     together = jitted(name)(*rows)

@@ -159,7 +159,9 @@ def test_each_feature_and_all_of_them_equal_the_oracle(names, numerics: str) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("length", [1, 9, 81, 729])
+@pytest.mark.parametrize(
+    "length", [81, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 9, 729))]
+)
 def test_one_row_a_slot_with_every_feature(length: int) -> None:
     rng = np.random.default_rng(length)
     runs = [(length - 1, 1), (0, 1), (0, 0), (length // 2, 1)]

@@ -97,8 +97,8 @@ def check(mixed: Mixed) -> None:
     [
         dict(group=4, head_dim=64),
         # Blocks that are not full; results that leave in four pieces of columns.
-        dict(group=3, head_dim=128),
-        dict(group=4, head_dim=256),
+        pytest.param(dict(group=3, head_dim=128), marks=pytest.mark.slow),
+        pytest.param(dict(group=4, head_dim=256), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -125,7 +125,7 @@ BUGS = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = emulating.mutant(merge_beside, dict([BUGS[bug]]))

@@ -290,7 +290,7 @@ def test_bounds_are_kept_and_told_of(runs: dict, result: fit.FitResult) -> None:
     assert not wide.warnings
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_size_is_given_in_natural_units(runs: dict, result: fit.FitResult) -> None:
     # Its coordinate holds the exponent: fitting must not mistake one for the other.
     for name in ("A", "B"):

@@ -231,7 +231,7 @@ def test_claims_are_what_the_result_holds(whole: Result) -> None:
     assert "room for all" in (kept.folder / "figure.svg").read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)

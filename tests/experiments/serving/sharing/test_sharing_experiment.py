@@ -120,7 +120,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_requests_apart_share_nothing(server: Server) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
     done = served_by(server, [request_of(40, ask)] * 5)
@@ -129,7 +129,7 @@ def test_requests_apart_share_nothing(server: Server) -> None:
     assert done.num_cached.tolist() == [0] * 5
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 40, None])
 @pytest.mark.parametrize("beams", [False, True])
 def test_a_prompt_is_computed_once_whatever_the_chunks(
@@ -145,7 +145,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
     assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_samples_save_what_lengths_say(result: served.Result) -> None:
     samples = result.samples
     assert samples.lengths.tolist() == ["short", "short", "long", "long"]
@@ -156,7 +156,7 @@ def test_samples_save_what_lengths_say(result: served.Result) -> None:
     assert not samples.num_preempted.any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_beams_save_more_than_samples(result: served.Result) -> None:
     assert result.beams.num_sequences.tolist() == [4, 4]
     for name in ("short", "long"):
@@ -164,7 +164,7 @@ def test_beams_save_more_than_samples(result: served.Result) -> None:
     assert np.isnan(result.beams.expected_share).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
     readings = result.readings
     assert readings.chunk_size.tolist() == [3, 64]
@@ -172,7 +172,7 @@ def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
     np.testing.assert_array_equal(readings.prompt_rows, readings.prompt_tokens)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_common_beginning_is_found_and_changes_no_answer(
     result: served.Result,
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_common_beginning_is_found_and_changes_no_answer(
     assert prefixes.rate.shape == (1, smoke.repeats, 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
     picture, rows = result.picture, NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
@@ -216,7 +216,7 @@ def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
                 assert texts[0] == texts[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_claims_are_what_the_result_holds(result: served.Result) -> None:
     kept, samples = run("sharing"), result.samples
     said = ours(kept.claims)
@@ -245,7 +245,7 @@ def test_claims_are_what_the_result_holds(result: served.Result) -> None:
     assert "read_lines" in (kept.folder / "figure.svg").read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     config = dataclasses.replace(served.CONFIGS["smoke"], model=model)
@@ -268,7 +268,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
         assert support_smoke.draw(study, part)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     requests = [request_of(50, ask)] * 3
@@ -280,7 +280,7 @@ def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
     server.clear()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_settings_serve_the_same_requests(server: Server) -> None:
     """Whatever their number of answers, so that savings can be compared."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
