@@ -31,14 +31,14 @@ def model() -> str:
 
 @pytest.fixture(scope="module")
 def whole(model: str) -> Result:
-    """A run of every part: the smoke run has no host memory, and one page size."""
+    """A run of every part: the smoke run has no host memory and moves no pages."""
     return measured.run(dataclasses.replace(WHOLE, model=model))
 
 
 @pytest.fixture(scope="module")
 def result(model: str) -> Result:
-    """A run without what needs programs of its own: the host's memory, and moves."""
-    config = dataclasses.replace(SMOKE, model=model, page_sizes=())
+    """The smoke run on a smaller model."""
+    config = dataclasses.replace(SMOKE, model=model)
     return measured.run(config)
 
 
@@ -248,7 +248,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
 
 @pytest.mark.thorough
 def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
-    config = dataclasses.replace(SMOKE, model=model, page_sizes=())
+    config = dataclasses.replace(SMOKE, model=model)
     result = measured.run(config, Stopping(0))
     assert measured.claims(result) == []
     assert STUDY.tell(result) == []
