@@ -427,8 +427,8 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
 def _draw_moves(ax: Any, moves: Moves) -> None:
     """Time to bring one request back, against the page size."""
     x, y = "page size [tokens]", "time [ms]"
-    style.titled(ax, "Bringing one request back", x, y)
     if not len(moves):
+        style.titled(ax, "Bringing one request back: not measured in this run", x, y)
         return
     sizes, medians = moves.page_size.tolist(), {}
     for label, values, system in (
