@@ -13,7 +13,7 @@ def split(
 
     Args:
       rows: of a result.
-      names: of what stands in both, for it tells one row from another.
+      names: keys of both, which identify a row.
       details: names of what to know.
     """
     return {

@@ -58,7 +58,7 @@ def in_turns[C](
       num_rounds: turns of each, at least 1.
       begin: prepares everyone for a case; they have names.
       measure: measures one of them on a case.
-      progress: is told of every turn; when it ends early, the case is left out.
+      progress: gets every turn; when it ends early, the case is left out.
       doing: what is done, in a word.
       what: a case is.
 
@@ -93,7 +93,7 @@ class CallTimes(NamedTuple):
     Attributes:
       dispatched_s: when the host had handed it over.
       ready_s: when the device had its results.
-      drained_s: when the device had handed out the finished sequences behind it; equal
+      drained_s: when the device had handed out the sequences finished in it; equal
         to `ready_s` if there were none.
       fed: whether it fed any tokens; one that was handed over before the host knew that
         all is done does not.

@@ -20,7 +20,7 @@ def write_rows(
     Num[Array, "pages heads page_size width"],
     Float[Array, "pages heads page_size"] | None,
 ]:
-    """Writes what every row keeps, a key or a value say, to a place of a page.
+    """Writes the numbers of every row, such as a key, to a place of a page.
 
     In place. No two rows may name the same place. Rows whose page or offset is out of
     range, sentinels included, are dropped.

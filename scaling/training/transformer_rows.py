@@ -197,7 +197,7 @@ class RowOrientation(Orientation):
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)
             balance.append(moe.balance_loss(routing, loads))
         total = functools.reduce(jnp.add, balance)
-        if self.layout.sequence:  # every device has said the same
+        if self.layout.sequence:  # equal on every device
             total = lax.pmean(total, TENSOR)
         num_mixtures = self.config.num_layers - every.num_dense_layers
         return (total * (every.balance_weight / num_mixtures)).astype(dtype)

@@ -25,18 +25,30 @@ HAS_EXTRA = all(map(importlib.util.find_spec, ("fastapi", "uvicorn")))
 KEY = "a-secret-key"
 
 
+@pytest.mark.parametrize(
+    ("missing", "flags", "line"),
+    [
+        ("uvicorn", "", "jaxkv serve needs {}: pip install 'jaxkv[serve]'"),
+        (
+            "ray",
+            "--decode 1",
+            "disaggregated serving needs {}: pip install 'jaxkv[ray]'",
+        ),
+    ],
+)
 def test_without_the_extra_it_is_named(
-    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch, missing: str, flags: str, line: str
 ) -> None:
     find = importlib.util.find_spec
 
     def without(name: str, *args: Any) -> Any:
-        return None if name == "uvicorn" else find(name, *args)
+        return None if name == missing else find(name, *args)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    needs = "fastapi" if find("fastapi") is None else "uvicorn"
-    line = f"jaxkv serve needs {needs}: pip install 'jaxkv[serve]'"
-    assert_refused(jaxkv, "serve stdlib-bytes", line)
+    if missing == "uvicorn" and find("fastapi") is None:
+        missing = "fastapi"
+    words = f"serve {folders.TOKENIZED} --port 0 {flags}"
+    assert_refused(jaxkv, words, line.format(missing))
 
 
 @pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'serve'")
@@ -218,19 +230,6 @@ def test_workers_that_cannot_be_started_are_refused_in_one_line(
     jaxkv: Command, words: str, line: str
 ) -> None:
     assert_refused(jaxkv, f"serve {folders.TOKENIZED} --port 0 {words}", line)
-
-
-def test_without_ray_its_extra_is_named(
-    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-
-    def without(name: str, *args: Any) -> Any:
-        return None if name == "ray" else find(name, *args)
-
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    line = "disaggregated serving needs ray: pip install 'jaxkv[ray]'"
-    assert_refused(jaxkv, f"serve {folders.TOKENIZED} --port 0 --decode 1", line)
 
 
 WITHOUT_EXTRAS = """
