@@ -137,7 +137,7 @@ def test_faults_cost_nothing_but_time(cluster: Cluster, seed: int) -> None:
     assert [x.completion.tokens for x in answers] == wanted[:4]
 
 
-def test_a_stopped_worker_and_a_lost_node_are_recovered_within_30_s(
+def test_a_stopped_worker_and_a_lost_node_are_recovered_within_60_s(
     cluster: Cluster,
 ) -> None:
     """Also after a minute in which a worker was stopped."""
