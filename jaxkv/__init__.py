@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.scheduling.fcfs import fcfs
     from jaxkv.serving import Completion, Engine, Event, make_requests
+    from jaxkv.speculation.methods import SpeculationConfig
 
 # Names load on first use: importing the package costs little more than JAX does.
 _HOMES = {
@@ -66,6 +67,7 @@ _HOMES = {
     "Requests": "engine.requests",
     "Sampling": "sampling.params",
     "Speculation": "engine.drafting",
+    "SpeculationConfig": "speculation.methods",
     "StallError": "scheduling.stalls",
     "StepInfo": "engine.step",
     "attend": "models.interface",
@@ -100,6 +102,7 @@ __all__ = [
     "Requests",
     "Sampling",
     "Speculation",
+    "SpeculationConfig",
     "StallError",
     "StepInfo",
     "attend",

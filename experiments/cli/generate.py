@@ -216,11 +216,12 @@ _ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
 """Options of draws, and the values by which they are off."""
 _ONLY_SEARCHES = (("length_penalty", 1), ("early_stopping", "false"))
 _ONLY_DRAFTS = (
-    ("drafts", "METHOD"),
-    ("draft_model", "draft-model"),
-    ("heads", "medusa, or eagle"),
+    ("drafts", ()),
+    ("adaptive", ()),
+    ("draft_model", ("draft-model",)),
+    ("heads", ("medusa", "eagle")),
 )
-"""Options of speculation, and the methods that they go with."""
+"""Options of speculation, and the methods that they go with; () means any."""
 
 
 def _summary(
@@ -244,10 +245,14 @@ def check_drafting(options: ModelOptions) -> None:
     """
     if options.drafts is not None and options.drafts < 1:
         raise ValueError(f"--drafts {options.drafts}: must be at least 1")
-    for name, method in _ONLY_DRAFTS:
-        value, flag = getattr(options, name), "--" + name.replace("_", "-")
-        if options.speculate is None and value is not None:
-            raise ValueError(f"{flag} {value}: needs --speculate {method}")
+    method = options.speculate
+    for name, methods in _ONLY_DRAFTS:
+        value = getattr(options, name)
+        if value in (None, False) or method in methods or (method and not methods):
+            continue
+        given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+        needed = ", or ".join(methods) or "METHOD"
+        raise ValueError(f"{given}: needs --speculate {needed}")
 
 
 def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
@@ -332,21 +337,26 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
     """Returns arguments of `Engine.load`: dtype, and the speculation asked for."""
-    from jaxkv.speculation import head_folders
+    from jaxkv.speculation import SpeculationConfig, head_folders
 
+    fields: dict[str, Any] = {"dtype": options.dtype}
+    if options.drafts is not None:
+        fields["max_drafts"] = options.drafts
+    if options.speculate is None:
+        return fields
     draft = heads = None
     if options.draft_model is not None:
         draft = bundled.folder_of(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
-        heads = options.heads or bundled.heads_of(model, str(options.speculate))
-    fields = {
-        "dtype": options.dtype,
-        "speculate": options.speculate,
-        "draft_folder": draft,
-        "heads_folder": heads,
-        "adaptive": options.adaptive,
+        heads = options.heads or bundled.heads_of(model, options.speculate)
+    return fields | {
+        "speculate": SpeculationConfig(
+            options.speculate,
+            draft_folder=draft,
+            heads_folder=heads,
+            adaptive=options.adaptive,
+        )
     }
-    return fields | ({} if options.drafts is None else {"max_drafts": options.drafts})
 
 
 def _mesh(parallel: str) -> Any:

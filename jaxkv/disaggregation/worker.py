@@ -149,8 +149,8 @@ class Worker:
         self.identity = identity.of_engine(engine.config, self._pages, dtype=dtype)
         self.identity |= identity.of_folder(folder)
         for kind in ("draft_folder", "heads_folder"):
-            if fields.get(kind) is not None:
-                files = identity.of_folder(Path(fields[kind]))
+            if (drafted := getattr(fields.get("speculate"), kind, None)) is not None:
+                files = identity.of_folder(Path(drafted))
                 self.identity |= {f"{kind}.{name}": x for name, x in files.items()}
         # All programs are compiled before the first request.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)

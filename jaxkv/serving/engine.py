@@ -25,6 +25,7 @@ from jaxkv.serving import compilation_cache, outputs, refusals, request_batch
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import Part, Record
+from jaxkv.speculation import methods
 
 
 class Engine:
@@ -133,13 +134,14 @@ class Engine:
         loaded: Any = None,
         dtype: str = "float32",
         scan_layers: bool = False,
-        speculate: str | None = None,
-        draft_folder: Any = None,
-        draft_layers: int | tuple[int, ...] | None = None,
-        heads_folder: Any = None,
-        adaptive: bool = False,
+        speculate: methods.Method | methods.SpeculationConfig | None = None,
         mesh: Mesh | None = None,
-        **fields: Any,
+        policy: scheduling_interface.Policy | None = None,
+        eviction: Eviction | None = None,
+        logits_fn: step.LogitsFn | None = None,
+        keep_trace: bool = False,
+        host_pages: int | None = None,
+        **bounds: Any,
     ) -> "Engine":
         """Serves a Hugging Face folder, or a bundled model.
 
@@ -157,29 +159,24 @@ class Engine:
             `param_forms.stack_layers`, rather than to unroll them: the same answers,
             compiled sooner where the layers are many, but slower on a CPU, and on a GPU
             the host takes part in every step.
-          speculate: one of `speculation.methods.METHODS`, with `max_drafts` tokens
-            guessed in a step; the answers are the same, mostly sooner. None guesses
-            nothing.
-          draft_folder: of the smaller model that "draft-model" guesses by.
-          draft_layers: the model's layers that "early-exit" guesses by, such as
-            `layer_search.search` finds, or how many of the first; None means half.
-          heads_folder: of the heads that "medusa" and "eagle" guess by, trained for
-            this model.
-          adaptive: whether no more is guessed than pays, see `speculation.Adaptive`;
-            the engine is then tuned.
+          speculate: how to draft, with at most `max_drafts` tokens in a step: a
+            `speculation.SpeculationConfig`, or the name of a method that needs no more.
+            The answers are the same, mostly sooner. None decodes plainly.
           mesh: devices to divide the model and its pages over, see
             `parallel.make_mesh`; each reads its part of the weights. None means one.
-          **fields: of `EngineConfig`; `policy`, `eviction`, `logits_fn`, `keep_trace`
-            and `host_pages` go to the engine.
+          policy: as in the constructor, as are the next four.
+          eviction: see there.
+          logits_fn: see there.
+          keep_trace: see there.
+          host_pages: see there.
+          **bounds: fields of `EngineConfig`.
 
         Raises:
           ValueError: the folder or a field is not usable; the message says why.
         """
-        own = ("policy", "eviction", "logits_fn", "keep_trace", "host_pages")
-        bounds = [field.name for field in dataclasses.fields(EngineConfig)]
-        known = [*bounds, *own, *inspect.signature(cls.load).parameters]
-        validation.check_keywords("Engine.load", fields, known)
-        rest = {name: fields.pop(name) for name in own if name in fields}
+        known = [field.name for field in dataclasses.fields(EngineConfig)]
+        known += inspect.signature(cls.load).parameters
+        validation.check_keywords("Engine.load", bounds, known)
         # Flax and tokenizers load only here.
         from jaxkv.models import checkpoints
         from jaxkv.serving import loading
@@ -189,8 +186,8 @@ class Engine:
         layout.check_mesh(mesh)
         compilation_cache.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
-        adaptive = validation.boolean("adaptive", adaptive)
-        config = loading.bounds(fields, speculate=speculate, adaptive=adaptive)
+        speculation = methods.of(speculate)
+        config = loading.bounds(bounds, speculation)
         model = loaded
         if model is None:
             model = loading.read(folder, dtype=dtype, mesh=mesh)
@@ -198,13 +195,9 @@ class Engine:
             folder,
             model,
             config,
+            speculation,
             dtype=dtype,
             scan_layers=scan_layers,
-            speculate=speculate,
-            draft_folder=draft_folder,
-            draft_layers=draft_layers,
-            heads_folder=heads_folder,
-            adaptive=adaptive,
             mesh=mesh,
         )
         engine = cls(
@@ -216,10 +209,14 @@ class Engine:
             tokenizer=model.tokenizer,
             eos_ids=model.eos_ids,
             vocab_size=model.config.vocab_size,
+            policy=policy,
+            eviction=eviction,
+            logits_fn=logits_fn,
+            keep_trace=keep_trace,
+            host_pages=host_pages,
             mesh=mesh,
-            **rest,
         )
-        if adaptive:
+        if speculation is not None and speculation.adaptive:
             engine.tune()
         return engine
 

@@ -14,6 +14,7 @@ from jaxkv.speculation.eagle_drafting import Eagle, Followed
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.lookahead import Lookahead
 from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
+from jaxkv.speculation.methods import SpeculationConfig
 from jaxkv.speculation.ngram import NGram
 from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
 
@@ -36,6 +37,7 @@ __all__ = [
     "Rejection",
     "Ruling",
     "Speculation",
+    "SpeculationConfig",
     "Synthetic",
     "Typical",
     "Verifier",

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax.typing import DTypeLike
 
@@ -20,8 +20,9 @@ from jaxkv.speculation.eagle import EagleConfig
 from jaxkv.speculation.medusa import MedusaConfig
 
 type HeadsConfig = MedusaConfig | EagleConfig
+type Kind = Literal["medusa", "eagle"]
 
-_KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+_KINDS: dict[Kind, tuple[Any, tuple[str, ...]]] = {
     "medusa": (MedusaConfig, ("num_heads", "num_blocks")),
     "eagle": (EagleConfig, ("taps",)),
 }
@@ -47,7 +48,7 @@ class Loaded(NamedTuple):
     """How often each guess is right: by depth, then by rank."""
 
 
-def kind_of(config: HeadsConfig) -> str:
+def kind_of(config: HeadsConfig) -> Kind:
     """Which of `KINDS` heads are."""
     return next(name for name, (made, _) in _KINDS.items() if type(config) is made)
 

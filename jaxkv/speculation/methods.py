@@ -7,7 +7,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv import validation
-from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Speculation
+from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Drafter, Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, param_forms
 from jaxkv.models.layers import FEW
@@ -30,7 +30,7 @@ type Method = Literal[
     "ngram", "jacobi", "lookahead", "early-exit", "draft-model", "medusa", "eagle"
 ]
 
-METHODS: tuple[str, ...] = get_args(Method.__value__)
+METHODS: tuple[Method, ...] = get_args(Method.__value__)
 """Prompt lookup; Jacobi and lookahead decoding; the first layers of the model; a
 smaller model; heads that were trained for the model, of two kinds."""
 
@@ -63,55 +63,100 @@ class Served:
     pages: Pages
     speculation: Speculation | None = None
 
+    def speculating(self, drafter: Drafter) -> "Served":
+        """Returns the same with a drafter, and the verifier that keeps all tokens."""
+        return dataclasses.replace(self, speculation=Speculation(drafter, Coupled()))
 
-def serve(
+
+@validation.suggests_keywords
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig:
+    """How to speculate. Every method keeps all tokens, drawn ones too (`Coupled`).
+
+    Raises:
+      ValueError: the method is unknown, or a field belongs to another method.
+    """
+
+    method: Method
+    """One of `METHODS`."""
+    draft_folder: Any = None
+    """Folder, or name of a bundled model, of the smaller model of "draft-model"."""
+    draft_layers: int | tuple[int, ...] | None = None
+    """The model's layers that "early-exit" runs, such as `layer_search.search` finds,
+    or how many of the first; None means half."""
+    heads_folder: Any = None
+    """Folder of the heads of "medusa" or "eagle", trained for this model."""
+    adaptive: bool = False
+    """True if the number of drafts adapts to what pays, see `Adaptive`; the engine is
+    then tuned."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        validation.choice("method", self.method, METHODS)
+        validation.boolean("adaptive", self.adaptive)
+        for name, methods in (
+            ("draft_folder", ("draft-model",)),
+            ("draft_layers", ("early-exit",)),
+            ("heads_folder", head_folders.KINDS),
+        ):
+            value = getattr(self, name)
+            if value is not None and self.method not in methods:
+                raise ValueError(
+                    f"{name}={validation.shown(value)} goes with the method "
+                    f"{' or '.join(map(repr, methods))} alone, not {self.method!r}"
+                )
+
+
+def of(speculate: Any) -> SpeculationConfig | None:
+    """Returns a configuration, or that of a method which is given by its name.
+
+    Raises:
+      ValueError: it is neither, nor None, or the method is unknown.
+    """
+    if speculate is None or isinstance(speculate, SpeculationConfig):
+        return speculate
+    if not isinstance(speculate, str):
+        kinds = (str, SpeculationConfig, type(None))
+        validation.instance("speculate", speculate, *kinds)
+    return SpeculationConfig(validation.choice("speculate", speculate, METHODS))
+
+
+def build_speculative(
     model: Model,
     bounds: Any,
+    speculation: SpeculationConfig | None = None,
     *,
     dtype: str,
-    method: str | None = None,
     draft: Model | None = None,
-    layers: int | tuple[int, ...] | None = None,
     heads: head_folders.Loaded | None = None,
-    adaptive: bool = False,
 ) -> Served:
-    """Makes what serves a model, and speculates by a method.
-
-    Every method keeps all tokens, drawn ones too (`Coupled`).
+    """Makes forward pass, parameters, pages and drafter of a model that is served.
 
     Args:
       model: the target.
       bounds: the engine's, with `max_drafts` above 0 where there is a method.
+      speculation: the method and its fields; None decodes plainly. Models in folders
+        are given as `draft` and `heads`.
       dtype: of the pages.
-      method: one of `METHODS`; None decodes plainly.
-      draft: the model that drafts, for "draft-model" alone.
-      layers: those that "early-exit" runs, or how many of the first; None means half.
-      heads: what drafts for "medusa" and "eagle" alone.
-      adaptive: whether no more is guessed than pays.
+      draft: the model of "draft-model".
+      heads: those of "medusa" and "eagle".
 
     Raises:
-      ValueError: the method is none, or something is missing, or does not fit.
+      ValueError: a model or heads are missing, or do not fit the method or the target.
     """
-    if method is not None:
-        validation.choice("speculate", method, METHODS)
+    method = None if speculation is None else speculation.method
     if (draft is not None) != (method == "draft-model"):
         raise ValueError(
             "a draft model goes with the method 'draft-model', and only it"
         )
-    if layers is not None:
-        if method != "early-exit":
-            raise ValueError(
-                f"draft_layers={validation.shown(layers)} goes with the method "
-                "'early-exit' alone"
-            )
-        layers = _layers(layers, model.config.num_layers)
     kind = None if heads is None else head_folders.kind_of(heads.config)
     if kind is None and method in head_folders.KINDS:
         raise ValueError(f"speculate={method!r} needs heads that were trained for it")
     if kind is not None and kind != method:
         raise ValueError(f"{kind} heads do not go with speculate={method!r}")
-    if method is None and adaptive:
-        raise ValueError(f"{adaptive=} goes with a method to speculate")
+    layers = None if speculation is None else speculation.draft_layers
+    if layers is not None:
+        layers = _layers(layers, model.config.num_layers)
     model = _for_few_rows(model, bounds)
     if heads is not None:
         served = _with_heads(model, heads, bounds, dtype)
@@ -121,11 +166,26 @@ def serve(
         served = Served(forward, model.params, pages)
         if method is None:
             return served
-        served = _speculating(served, method, model, draft, bounds, dtype, layers)
-    speculation = served.speculation
-    if adaptive and speculation is not None:
-        speculation = speculation._replace(drafter=Adaptive(speculation.drafter))
-    return dataclasses.replace(served, speculation=speculation)
+        if draft is not None:
+            served = _with_draft_model(served, model, draft, bounds, dtype)
+        elif method == "early-exit":
+            if param_forms.is_stacked(model.params):
+                raise ValueError("'early-exit' needs layers that are not stacked")
+            if layers is None:
+                layers = tuple(range(max(1, model.config.num_layers // 2)))
+            own = paged.PagedForward(model.config, bounds.numerics)
+            served = served.speculating(draft_model.self_speculative(own, layers))
+        elif method == "lookahead":
+            if bounds.numerics == "reproducible":
+                raise ValueError(REPRODUCIBLE_TREES)
+            served = served.speculating(lookahead.sized(bounds.max_drafts))
+        else:
+            served = served.speculating(NGram() if method == "ngram" else Jacobi())
+    assert served.speculation is not None
+    assert speculation is not None
+    if speculation.adaptive:
+        served = served.speculating(Adaptive(served.speculation.drafter))
+    return served
 
 
 def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
@@ -171,34 +231,6 @@ def _for_few_rows(model: Model, bounds: Any) -> Model:
     return model._replace(params=jax.jit(param_forms.for_few_rows)(model.params))
 
 
-def _speculating(
-    served: Served,
-    method: str,
-    model: Model,
-    draft: Model | None,
-    bounds: Any,
-    dtype: str,
-    layers: tuple[int, ...] | None,
-) -> Served:
-    """Has a method guess."""
-    if draft is not None:
-        return _beside(served, model, draft, bounds, dtype)
-    if method == "early-exit":
-        if param_forms.is_stacked(model.params):
-            raise ValueError("'early-exit' needs layers that are not stacked")
-        if layers is None:
-            layers = tuple(range(max(1, model.config.num_layers // 2)))
-        own = paged.PagedForward(model.config, bounds.numerics)
-        drafter = draft_model.self_speculative(own, layers)
-    elif method == "lookahead":
-        if bounds.numerics == "reproducible":
-            raise ValueError(REPRODUCIBLE_TREES)
-        drafter = lookahead.sized(bounds.max_drafts)
-    else:
-        drafter = NGram() if method == "ngram" else Jacobi()
-    return dataclasses.replace(served, speculation=Speculation(drafter, Coupled()))
-
-
 def _with_heads(
     model: Model, heads: head_folders.Loaded, bounds: Any, dtype: str
 ) -> Served:
@@ -223,10 +255,10 @@ def _with_heads(
     return Served(forward, params, pages, Speculation(drafter, Coupled()))
 
 
-def _beside(
+def _with_draft_model(
     served: Served, model: Model, draft: Model, bounds: Any, dtype: str
 ) -> Served:
-    """Has another model draft."""
+    """Adds a draft model to a target, with pages of its own."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the draft model's {draft.config.vocab_size=} must be the served model's "

@@ -161,11 +161,13 @@ class Ours:
         model: checkpoints.Loaded,
         bounds: state.EngineConfig,
         dtype: str,
-        speculate: str | None = None,
+        speculate: methods.Method | None = None,
     ):
         self.dtype = dtype
         target = methods.Model(model.config, model.params)
-        served = methods.serve(target, bounds, dtype=dtype, method=speculate)
+        served = methods.build_speculative(
+            target, bounds, methods.of(speculate), dtype=dtype
+        )
         self._bounds, self._vocab_size = bounds, model.config.vocab_size
         self.forward = served.forward
         self._engine = Engine(

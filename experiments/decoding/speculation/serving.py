@@ -14,7 +14,14 @@ from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
-from jaxkv.speculation import Jacobi, Speculation, Synthetic, head_folders, methods
+from jaxkv.speculation import (
+    Jacobi,
+    Speculation,
+    SpeculationConfig,
+    Synthetic,
+    head_folders,
+    methods,
+)
 
 PLAIN = "plain"
 
@@ -29,7 +36,7 @@ class Way(NamedTuple):
       adaptive: whether no more is drafted than pays.
     """
 
-    method: str | None = None
+    method: methods.Method | None = None
     layers: int | tuple[int, ...] | None = None
     is_chain: bool = False
     adaptive: bool = False
@@ -154,15 +161,18 @@ class Server:
         small = None
         if draft is not None and its.method == "draft-model":
             small = methods.Model(draft.config, draft.params)
-        served = methods.serve(
+        how = None
+        if its.method is not None:
+            how = SpeculationConfig(
+                its.method, draft_layers=its.layers, adaptive=its.adaptive
+            )
+        served = methods.build_speculative(
             methods.Model(model.config, model.params),
             config,
+            how,
             dtype="float32",
-            method=its.method,
-            layers=its.layers,
             heads=heads,
             draft=small,
-            adaptive=its.adaptive,
         )
         self._engine = Engine(
             served.params,

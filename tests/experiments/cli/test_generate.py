@@ -78,7 +78,7 @@ def test_heads_that_do_not_fit_are_refused(jaxkv: Command, tiny: str) -> None:
         (f"{tiny} --speculate eagle", "no eagle heads ship with it"),
         (
             f"stdlib-bytes --speculate ngram --heads {folder}",
-            "do not go with speculate",
+            "needs --speculate medusa, or eagle",
         ),
     ):
         assert_refused(jaxkv, f"{words} --prompt a", line)

@@ -13,7 +13,7 @@ from experiments.harness import bundled
 from experiments.training.bundled_heads import experiment
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import head_folders
+from jaxkv.speculation import SpeculationConfig, head_folders
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
@@ -84,19 +84,23 @@ def test_heads_of_no_model_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_shipped_heads_draft_what_the_model_says(kind: str) -> None:
+def test_shipped_heads_draft_what_the_model_says(kind: Any) -> None:
     """The same tokens, in half the steps or fewer; of two answers, so by and large."""
     bar = {"medusa": 1.7, "eagle": 2.4}[kind]
     heads = bundled.heads_of("stdlib-bytes", kind)
     plain, one = answers()
     assert one == 1
     for how in ({"max_drafts": 4}, {"max_drafts": 8}):
-        found, tokens = answers(speculate=kind, heads_folder=heads, **how)
+        found, tokens = answers(
+            speculate=SpeculationConfig(kind, heads_folder=heads), **how
+        )
         assert found == plain
         assert tokens > bar
     chained: dict[str, Any] = {"numerics": "reproducible", "max_drafts": 4}
     exact, _ = answers(numerics="reproducible")
-    found, tokens = answers(speculate=kind, heads_folder=heads, **chained)
+    found, tokens = answers(
+        speculate=SpeculationConfig(kind, heads_folder=heads), **chained
+    )
     assert found == exact
     assert tokens > bar
 

@@ -21,6 +21,7 @@ from jaxkv.models import (
 )
 from jaxkv.parallel import collectives, layout, make_mesh
 from jaxkv.sampling import Sampling
+from jaxkv.speculation import SpeculationConfig
 from pallas_kernels.paged_attention import api
 from scaling.costs import traffic
 from scaling.costs.parallelism import Layout
@@ -253,9 +254,10 @@ def test_answers_of_divided_experts_are_those_of_one_device() -> None:
 @pytest.mark.parametrize(
     "method", ["draft-model", pytest.param("ngram", marks=pytest.mark.slow)]
 )
-def test_speculation_keeps_the_answers(method: str) -> None:
-    draft: Any = {"draft_folder": GOLDEN / "llama"} if method == "draft-model" else {}
-    fields: Any = {"max_drafts": 3, "token_budget": 32, "speculate": method, **draft}
+def test_speculation_keeps_the_answers(method: Any) -> None:
+    draft = GOLDEN / "llama" if method == "draft-model" else None
+    how = SpeculationConfig(method, draft_folder=draft)
+    fields: Any = {"max_drafts": 3, "token_budget": 32, "speculate": how}
     assert answers(make_mesh(context=2, tensor=2), **fields) == answers(None)
 
 
@@ -263,7 +265,7 @@ def test_speculation_keeps_the_answers(method: str) -> None:
 @pytest.mark.parametrize(
     "method", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)]
 )
-def test_trees_of_trained_heads_keep_the_answers(method: str) -> None:
+def test_trees_of_trained_heads_keep_the_answers(method: Any) -> None:
     """Trees' rows, their features, and the moves of what was accepted."""
     bounds: Any = {
         "max_slots": 2,
@@ -271,10 +273,8 @@ def test_trees_of_trained_heads_keep_the_answers(method: str) -> None:
         "num_pages": 20,
         "token_budget": 80,
     }
-    heads: Any = {
-        "speculate": method,
-        "heads_folder": ROOT / "experiments/models" / f"stdlib-bytes-{method}",
-    }
+    folder = ROOT / "experiments/models" / f"stdlib-bytes-{method}"
+    heads: Any = {"speculate": SpeculationConfig(method, heads_folder=folder)}
     found = []
     for mesh in (None, make_mesh(context=4)):
         how: Any = {} if mesh is None else heads

@@ -14,6 +14,7 @@ from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.parallel import collectives, layout, make_mesh, tensor
 from jaxkv.sampling import Sampling
+from jaxkv.speculation import SpeculationConfig
 from scaling.costs import traffic
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
@@ -227,16 +228,17 @@ def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
 @pytest.mark.parametrize(
     "method", ["draft-model", pytest.param("ngram", marks=pytest.mark.slow)]
 )
-def test_speculation_keeps_the_answers(method: str) -> None:
+def test_speculation_keeps_the_answers(method: Any) -> None:
     folder = GOLDEN / "llama"
-    draft: Any = {"draft_folder": folder} if method == "draft-model" else {}
-    fields: Any = {"max_drafts": 3, "token_budget": 32, "speculate": method, **draft}
+    draft = folder if method == "draft-model" else None
+    how = SpeculationConfig(method, draft_folder=draft)
+    fields: Any = {"max_drafts": 3, "token_budget": 32, "speculate": how}
     assert answers(folder, make_mesh(tensor=2), **fields) == answers(folder, None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["medusa", "eagle"])
-def test_trained_heads_keep_the_answers(method: str) -> None:
+def test_trained_heads_keep_the_answers(method: Any) -> None:
     fields: Any = {
         "max_slots": 4,
         "max_length": 96,
@@ -246,14 +248,9 @@ def test_trained_heads_keep_the_answers(method: str) -> None:
     asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
     found = []
     for mesh in (None, make_mesh(tensor=2), make_mesh(tensor=4)):
-        how: Any = (
-            {}
-            if mesh is None
-            else {
-                "speculate": method,
-                "heads_folder": ROOT / "experiments/models" / f"stdlib-bytes-{method}",
-            }
-        )
+        folder = ROOT / "experiments/models" / f"stdlib-bytes-{method}"
+        heads = SpeculationConfig(method, heads_folder=folder)
+        how: Any = {} if mesh is None else {"speculate": heads}
         engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **fields, **how)
         each = engine.generate(["import os\n", "class A:\n"], asks)
         found.append([one.answers[0].tokens for one in each])

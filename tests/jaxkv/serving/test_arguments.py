@@ -21,7 +21,7 @@ from jaxkv.models import checkpoints
 from jaxkv.models.paged import PagedForward
 from jaxkv.parallel import make_mesh
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import methods, static_tree
+from jaxkv.speculation import SpeculationConfig, methods, static_tree
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
@@ -101,16 +101,18 @@ def refusal(call: Callable[[], Any]) -> str:
     return message
 
 
-LOAD: dict[str, list[Any]] = {
+SPECULATION: dict[str, list[Any]] = {
     "draft_layers": [*NO_COUNTS, 3, [0, 0], (5,), ("a",), ()],
-    "folder": NO_PATHS,
     "draft_folder": [x for x in NO_PATHS if x is not None],
     "heads_folder": [x for x in NO_PATHS if x is not None],
+    "adaptive": [0, 1.5, "no", None],
+}
+LOAD: dict[str, list[Any]] = {
+    "folder": NO_PATHS,
     "mesh": NO_TYPES,
     "loaded": NO_TYPES,
     "speculate": NO_TYPES,
     "dtype": [0, 1.5, True, "3", "int8", np.float32(1.5), 2**32, {}],
-    "adaptive": [0, 1.5, "no", None],
     "policy": NO_TYPES,
     "num_pages": NO_COUNTS,
 }
@@ -121,15 +123,22 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", LOAD)
+@pytest.mark.parametrize("name", LOAD | SPECULATION)
 def test_engine_load_refuses(name: str, loaded: checkpoints.Loaded) -> None:
-    fields: dict[str, Any] = vars(engines.TIGHT) | {"loaded": loaded}
-    fields |= {"max_drafts": 3, "speculate": METHODS.get(name, "ngram")}
+    fields: dict[str, Any] = vars(engines.TIGHT) | {"loaded": loaded, "max_drafts": 3}
+    fields |= {"speculate": "ngram", "folder": TOKENIZED}
     if name == "dtype":
         fields["loaded"] = None
-    for value in LOAD[name]:
-        given = {"folder": TOKENIZED} | fields | {name: value}
-        message = refusal(lambda given=given: api.Engine.load(**given))
+    method: Any = METHODS.get(name, "ngram")
+
+    def load(value: Any) -> Any:
+        given = {name: value}
+        if name in SPECULATION:
+            given = {"speculate": SpeculationConfig(method, **given)}
+        return api.Engine.load(**(fields | given))
+
+    for value in (LOAD | SPECULATION)[name]:
+        message = refusal(lambda value=value: load(value))
         assert message.startswith(f"{name}={validation.shown(value)} must be "), message
 
 

@@ -20,6 +20,7 @@ from jaxkv.memory.page_table import PageTableView, SlotPages
 from jaxkv.sampling import Sampling
 from jaxkv.serving import compilation_cache, outputs
 from jaxkv.simulation import served
+from jaxkv.speculation import SpeculationConfig
 from jaxkv.workloads import dataframes
 from tests.support import engines
 from tests.support.folders import ROOT, TOKENIZED
@@ -239,7 +240,9 @@ def test_a_bundled_model_loads_by_its_name() -> None:
     assert engine.tokenizer is not None
     with pytest.raises(ValueError, match="needs max_length=242 or more, or steps_per_"):
         jaxkv.Engine.load(
-            "stdlib-bytes", speculate="ngram", adaptive=True, max_length=128
+            "stdlib-bytes",
+            speculate=SpeculationConfig("ngram", adaptive=True),
+            max_length=128,
         )
 
 

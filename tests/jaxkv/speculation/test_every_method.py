@@ -15,7 +15,7 @@ import pytest
 import jaxkv
 from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import methods
+from jaxkv.speculation import SpeculationConfig, methods
 from scaling.corpora import corpora
 from scaling.training import objectives
 from tests.support.folders import ROOT
@@ -83,9 +83,9 @@ def gap(known: list[int], tokens: list[int]) -> float:
     [*((method, False) for method in methods.METHODS), ("ngram", True)],
 )
 def test_tokens_are_those_of_plain_decoding(method: str, adaptive: bool) -> None:
-    how: dict[str, Any] = {"speculate": method, "adaptive": adaptive}
+    speculate: Any = {"method": method, "adaptive": adaptive} | HOW.get(method, {})
+    how: dict[str, Any] = {"speculate": SpeculationConfig(**speculate)}
     how |= {"max_drafts": 8, "num_lengths": 2 if adaptive else 1}
-    how |= HOW.get(method, {})
     found = [answers(**how)]
     if method == "ngram" and not adaptive:
         found.append(answers(max_slots=1, num=40, **how))

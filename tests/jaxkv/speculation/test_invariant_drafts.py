@@ -36,16 +36,16 @@ def heads_of(kind: str) -> head_folders.Loaded:
 
 
 @functools.cache
-def serve(method: str, place: str, seed: int) -> Run:
+def serve(method: Any, place: str, seed: int) -> Run:
     """Three drafts a step of every slot, where budget and pages allow."""
     config = dataclasses.replace(config_of(PLACES[place]), max_drafts=3)
     heads = heads_of(method) if method in HEADS else None
     small = methods.Model(SMALLER, engines.params(SMALLER))
-    served = methods.serve(
+    served = methods.build_speculative(
         methods.Model(MODEL, engines.params()),
         config,
+        methods.of(method),
         dtype="float32",
-        method=method,
         draft=small if method == "draft-model" else None,
         heads=heads,
     )

@@ -11,7 +11,7 @@ import pytest
 import jaxkv
 from jaxkv.models import checkpoints, param_forms, transformer
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import layer_search
+from jaxkv.speculation import SpeculationConfig, layer_search
 from tests.support import engines
 from tests.support.engines import MODEL
 from tests.support.folders import GOLDEN
@@ -86,8 +86,7 @@ def test_what_is_found_is_served() -> None:
     plain = jaxkv.Engine.load(folder, numerics="reproducible", **bounds)
     engine = jaxkv.Engine.load(
         folder,
-        speculate="early-exit",
-        draft_layers=found.layers,
+        speculate=SpeculationConfig("early-exit", draft_layers=found.layers),
         max_drafts=found.num_drafts,
         numerics="reproducible",
         keep_trace=True,

@@ -25,6 +25,7 @@ from jaxkv.speculation import (
     MedusaConfig,
     NGram,
     Rejection,
+    SpeculationConfig,
     head_folders,
     methods,
     self_speculative,
@@ -73,7 +74,7 @@ def prompts_of(num: int) -> list[list[int]]:
     ]
 
 
-def heads_for(family: str, kind: str, folder: Path) -> Path:
+def heads_for(family: str, kind: Any, folder: Path) -> Path:
     """Random heads for a model."""
     target = checkpoints.read_config(GOLDEN / family)
     heads: Any = MedusaConfig(target=target, num_heads=2)
@@ -97,10 +98,14 @@ def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
     ways: list[dict[str, Any]] = [
         {"speculate": "ngram"},
         {"speculate": "jacobi", "max_drafts": 3},
-        {"speculate": "early-exit", "draft_layers": 1},
-        {"speculate": "draft-model", "draft_folder": GOLDEN / family},
+        {"speculate": SpeculationConfig("early-exit", draft_layers=1)},
+        {"speculate": SpeculationConfig("draft-model", draft_folder=GOLDEN / family)},
         *(
-            {"speculate": kind, "heads_folder": heads_for(family, kind, tmp_path)}
+            {
+                "speculate": SpeculationConfig(
+                    kind, heads_folder=heads_for(family, kind, tmp_path)
+                )
+            }
             for kind in head_folders.KINDS
         ),
     ]
@@ -195,10 +200,13 @@ HEADS = head_folders.Loaded(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
 OF_OTHER = HEADS._replace(config=MedusaConfig(target=OTHER))
 
 
-def served(method: str | None, **how: Any) -> methods.Served:
+def served(method: Any, layers: Any = None, **models: Any) -> methods.Served:
     config = dataclasses.replace(engines.SERVED, max_drafts=2)
     model = methods.Model(MODEL, engines.params())
-    return methods.serve(model, config, dtype="float32", method=method, **how)
+    if layers is not None:
+        method = SpeculationConfig(method, draft_layers=layers)
+    how = methods.of(method)
+    return methods.build_speculative(model, config, how, dtype="float32", **models)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +235,12 @@ def served(method: str | None, **how: Any) -> methods.Served:
             lambda: served("early-exit", layers=3),
             "layers=3 must be in [1, 2]",
         ),
-        (lambda: served("ngram", layers=1), "layers=1 goes with"),
+        (lambda: served("ngram", layers=1), "draft_layers=1 goes with"),
+        (
+            lambda: SpeculationConfig("eagle", draft_folder="a"),
+            "draft_folder='a' goes with the method 'draft-model' alone, not 'eagle'",
+        ),
+        (lambda: SpeculationConfig("hydra"), "method='hydra' must be 'ngram', "),  # ty: ignore[invalid-argument-type]
         (lambda: NGram(0), "shortest=0 must be at least 1"),
         (lambda: NGram(3, 2), "longest=2 must be at least 3"),
         (lambda: paged.PagedForward(MODEL, layers=(2,)), "must be in [0, "),
@@ -266,7 +279,7 @@ def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
     def has_both(**fields: Any) -> bool:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
         model = methods.Model(MODEL, engines.params())
-        made = methods.serve(model, bounds, dtype="float32")
+        made = methods.build_speculative(model, bounds, dtype="float32")
         return param_forms.is_for_few(made.params)
 
     assert has_both(max_slots=2)
