@@ -85,10 +85,19 @@ def apply_plan(
     place = arrays.inverse(state.slots.order)
     turns = jnp.any(plan.preempt | plan.admit)
     with jax.named_scope("turn_over"):
+        staged = state.staging is not None
+        # The batch if no sequence is preempted or admitted.
+        batch = _Batch(
+            places=plan.places[place],
+            num_rows=plan.num_rows[place],
+            turned=jnp.zeros((len(Turned._fields),), jnp.int32),
+            back=jnp.full(plan.admit.shape, NOBODY, jnp.int32) if staged else None,
+            num_back=jnp.zeros((), jnp.int32) if staged else None,
+        )
         state, batch = arrays.when(
             turns,
             functools.partial(_turn_over, config=config, eviction=eviction),
-            (state, _as_before(state, plan, place)),
+            (state, batch),
             plan,
             place,
             found,
@@ -103,20 +112,6 @@ def apply_plan(
         kept=jnp.maximum(table.length + table.ahead, batch.places),
         num_copied=num_copied,
         enough=enough,
-    )
-
-
-def _as_before(
-    state: EngineState, plan: interface.Plan, place: Int32[Array, " slots"]
-) -> _Batch:
-    """What the slots do if nobody comes or goes."""
-    staged = state.staging is not None
-    return _Batch(
-        places=plan.places[place],
-        num_rows=plan.num_rows[place],
-        turned=jnp.zeros((len(Turned._fields),), jnp.int32),
-        back=jnp.full(plan.admit.shape, NOBODY, jnp.int32) if staged else None,
-        num_back=jnp.zeros((), jnp.int32) if staged else None,
     )
 
 

@@ -100,7 +100,16 @@ def _search(
     # By slot again: the slot it goes on from, and its history.
     beam = parents[first, sample]
     source = jnp.where(mine & ~done, found.slot[first, beam], NOBODY)
-    state = _follow(state, source, mine, config)
+    # Slots go on from the pages of their parents, less what was reserved ahead.
+    every = jnp.arange(config.max_slots, dtype=jnp.int32)
+    source = jnp.where(source == every, NOBODY, source)
+    length = state.table.length
+    keep = jnp.where(mine, length, length + config.max_length)
+    pool, table = page_table.truncate(
+        state.pool, state.table, keep, page_size=config.page_size
+    )
+    pool, table = page_sharing.reorder(pool, table, source)
+    state = state._replace(pool=pool, table=table)
     row = jnp.where(mine, sequence, NOBODY)
     place = jnp.where(mine, s.num_tokens[sequence], NOBODY)
     lead = jnp.where(active, found.lead, NOBODY)
@@ -115,24 +124,6 @@ def _search(
         num_tokens=arrays.put(s.num_tokens, row, place + 1),
     )
     return _finish(state._replace(search=new, sequences=s), found, done, config)
-
-
-def _follow(
-    state: EngineState,
-    source: Int32[Array, " slots"],
-    mine: Bool[Array, " slots"],
-    config: EngineConfig,
-) -> EngineState:
-    """Lets slots go on from the pages of others, less what was reserved ahead."""
-    every = jnp.arange(config.max_slots, dtype=jnp.int32)
-    source = jnp.where(source == every, NOBODY, source)
-    length = state.table.length
-    keep = jnp.where(mine, length, length + config.max_length)
-    pool, table = page_table.truncate(
-        state.pool, state.table, keep, page_size=config.page_size
-    )
-    pool, table = page_sharing.reorder(pool, table, source)
-    return state._replace(pool=pool, table=table)
 
 
 def _step(

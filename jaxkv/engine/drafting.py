@@ -35,6 +35,15 @@ REPRODUCIBLE_TREES = (
 )
 
 
+class Tree(NamedTuple):
+    """The drafts of each slot by descent."""
+
+    depth: Int32[Array, "slots drafts"]
+    """Steps from the root to each."""
+    ancestors: Bool[Array, "slots drafts drafts"]
+    """Which drafts lie on the way to each, itself among them."""
+
+
 class Drafts(NamedTuple):
     """What a drafter guesses for every slot."""
 
@@ -47,15 +56,8 @@ class Drafts(NamedTuple):
     were chosen, which is a law that is certain of them."""
     parents: Int32[Array, "slots drafts"] | None = None
     """Place of each one's parent, which stands before it; None in a chain."""
-
-
-class Tree(NamedTuple):
-    """The drafts of each slot by descent."""
-
-    depth: Int32[Array, "slots drafts"]
-    """Steps from the root to each."""
-    ancestors: Bool[Array, "slots drafts drafts"]
-    """Which drafts lie on the way to each, itself among them."""
+    tree: Tree | None = None
+    """Descent, which `propose` computes from `parents`."""
 
 
 class Verified(NamedTuple):
@@ -282,7 +284,10 @@ def propose(
         raise ValueError(f"{drafts.tokens.shape=} must be {shape}: (slots, max_drafts)")
     if drafts.parents is not None and config.numerics == "reproducible":
         raise ValueError(REPRODUCIBLE_TREES)
-    drafts = drafts._replace(num=jnp.clip(drafts.num, 0, granted))
+    drafts = drafts._replace(
+        num=jnp.clip(drafts.num, 0, granted),
+        tree=None if drafts.parents is None else tree(drafts.parents),
+    )
     s, sequence = state.sequences, state.slots.sequence
     index = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
     known = arrays.take(s.num_tokens, sequence, fill=0)

@@ -9,8 +9,6 @@ happens with all that the sequences have in common by then.
 Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
@@ -26,24 +24,17 @@ def num_to_feed(state: EngineState) -> Int32[Array, " slots"]:
     slots = state.slots
     known = arrays.take(state.sequences.num_tokens, slots.sequence, fill=0)
     if state.search is not None:
-        known -= _held_back(state, known).astype(jnp.int32)
+        # Beams wait with their last token until all of their group have it left.
+        s, group, beam = state.sequences, group_of_slots(state), is_beam(state)
+        prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
+        # The common tokens of a first fork are all there is: no beam waits there.
+        behind = beam & (state.table.length < known - 1) & (known > prompt)
+        late = jnp.zeros(s.group.shape, bool)
+        late = arrays.put(late, jnp.where(behind, group, NOBODY), True)
+        waits = arrays.take(late, group, fill=False) & beam
+        known -= waits.astype(jnp.int32)
     goal = jnp.where(slots.num_common > 0, slots.num_common, known)
     return jnp.where(slots.source >= 0, 0, goal)
-
-
-def _held_back(
-    state: EngineState, known: Int32[Array, " slots"]
-) -> Bool[Array, " slots"]:
-    """Beams that wait with their last token until all of their group have it left."""
-    s, sequence = state.sequences, state.slots.sequence
-    group = group_of_slots(state)
-    prompt = arrays.take(s.prompt_length, sequence, fill=0)
-    # The common tokens of a first fork are all there is: nobody waits for anybody.
-    behind = (state.table.length < known - 1) & (known > prompt)
-    behind &= is_beam(state)
-    late = jnp.zeros(s.group.shape, bool)
-    late = arrays.put(late, jnp.where(behind, group, NOBODY), True)
-    return arrays.take(late, group, fill=False) & is_beam(state)
 
 
 def is_beam(state: EngineState) -> Bool[Array, " slots"]:
@@ -84,10 +75,19 @@ def advance(
     length = state.table.length
     state = state._replace(table=page_table.advance(state.table, num_rows))
     state = prefix_caching.keep(state, length, config)
-    size = config.page_size
-    state = arrays.when(
-        jnp.any(forks >= 0), functools.partial(_fork, page_size=size), state, forks
-    )
+
+    def fork(state: EngineState, forks: Array) -> EngineState:
+        slots, size = state.slots, config.page_size
+        pool, table = page_sharing.fork(state.pool, state.table, forks, page_size=size)
+        every = jnp.arange(forks.shape[0], dtype=jnp.int32)
+        done = jnp.any(forks[:, None] == every[None, :], axis=0)
+        slots = slots._replace(
+            source=jnp.where(forks >= 0, NOBODY, slots.source),
+            num_common=jnp.where(done, 0, slots.num_common),
+        )
+        return state._replace(pool=pool, table=table, slots=slots)
+
+    state = arrays.when(jnp.any(forks >= 0), fork, state, forks)
     slot = arrays.namers(slots.sequence, s.num_fed.shape[0])
     before, after, rows = (
         arrays.take(x, slot, fill=0) for x in (length, state.table.length, num_rows)
@@ -121,21 +121,6 @@ def accept(
     slot = arrays.namers(state.slots.sequence, s.num_fed.shape[0])
     fed = jnp.maximum(s.num_fed, arrays.take(table.length, slot, fill=0))
     return state._replace(pool=pool, table=table, sequences=s._replace(num_fed=fed))
-
-
-def _fork(
-    state: EngineState, forks: Int32[Array, " slots"], *, page_size: int
-) -> EngineState:
-    """Forks slots from others, which nobody waits for any more."""
-    slots = state.slots
-    pool, table = page_sharing.fork(state.pool, state.table, forks, page_size=page_size)
-    every = jnp.arange(forks.shape[0], dtype=jnp.int32)
-    done = jnp.any(forks[:, None] == every[None, :], axis=0)
-    slots = slots._replace(
-        source=jnp.where(forks >= 0, NOBODY, slots.source),
-        num_common=jnp.where(done, 0, slots.num_common),
-    )
-    return state._replace(pool=pool, table=table, slots=slots)
 
 
 def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
@@ -218,9 +203,18 @@ def note_common(
     place = jnp.arange(group.shape[0], dtype=jnp.int32)
     others = preempt & (group != place)
 
+    def tokens_of(row: Array) -> Array:
+        """Tokens of running sequences; of beams those of their path."""
+        if (search := state.search) is None:
+            return s.tokens[row]
+        beam = (search.width[s.group[row]] > 0) & (
+            s.num_tokens[row] > s.prompt_length[row]
+        )
+        return jnp.where(beam[:, None], search.path[row], s.tokens[row])
+
     def compare(_: Array, num_common: Array) -> Array:
         row = jnp.maximum(state.slots.sequence[state.slots.order], 0)
-        mine, theirs = (_tokens_of(state, x) for x in (row, row[group]))
+        mine, theirs = (tokens_of(x) for x in (row, row[group]))
         known = jnp.minimum(s.num_tokens[row], s.num_tokens[row[group]])
         index = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]
         differs = (mine != theirs) | (index >= known[:, None])
@@ -232,12 +226,3 @@ def note_common(
     trips = jnp.any(others).astype(jnp.int32)
     num_common = lax.fori_loop(0, trips, compare, s.num_common)
     return state._replace(sequences=s._replace(num_common=num_common))
-
-
-def _tokens_of(state: EngineState, row: Int32[Array, " n"]) -> Int32[Array, "n max"]:
-    """Tokens of running sequences; of beams those of their path."""
-    s, search = state.sequences, state.search
-    if search is None:
-        return s.tokens[row]
-    beam = (search.width[s.group[row]] > 0) & (s.num_tokens[row] > s.prompt_length[row])
-    return jnp.where(beam[:, None], search.path[row], s.tokens[row])

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.drafting import Tree
+from jaxkv.engine.drafting import Drafts, Tree
 from jaxkv.engine.state import NOBODY, TILE, EngineConfig, EngineState
 from jaxkv.memory import kv_pages
 from jaxkv.models import interface
@@ -59,8 +59,7 @@ def feed(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None = None,
-    tree: Tree | None = None,
+    drafts: Drafts | None = None,
     *,
     config: EngineConfig,
     forward: interface.Forward,
@@ -68,8 +67,8 @@ def feed(
     """Feeds the next `num_rows` tokens of every slot, at most `token_budget` in all.
 
     Pages for all rows are reserved, `length` is not yet advanced. `forks` is the slot
-    whose logits each slot gets, too, or NOBODY. The last `num_drafts` rows of a slot,
-    None if there is no drafter, are drafts, which form a `tree`, or a chain.
+    whose logits each slot gets, too, or NOBODY. The last rows of a slot are its
+    `drafts`, None if there is no drafter.
 
     Returns:
       The logits of every slot's last known row, or of the row it is forked at, and of
@@ -80,20 +79,29 @@ def feed(
         rows = packed.rows if config.numerics == "fast" else _tile(packed, 0)
         return forward(params, pages, rows).logits
 
+    num_drafts = None if drafts is None else drafts.num
+    tree = None if drafts is None else drafts.tree
     packed = _pack(state, num_rows, num_drafts, config)
     shape = jax.eval_shape(probe, params, state.pages, packed)
     blank = jnp.zeros((packed.rows.logit_rows.shape[0], shape.shape[1]), shape.dtype)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
-    source = jnp.where(forks >= 0, forks, slot)
+    wanted = _Wanted(num_rows, jnp.where(forks >= 0, forks, slot), num_drafts, tree)
     run = functools.partial(forward, params)
     if config.numerics == "fast":
-        logits, drafted, pages = _feed_fast(
-            run, state, num_rows, (num_drafts, tree), source, blank, config
-        )
+        logits, drafted, pages = _feed_fast(run, state, wanted, blank, config)
     else:
-        logits, pages = _feed_tiles(run, state, num_rows, packed, blank)
+
+        def one(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
+            logits, pages = carry
+            result = run(pages, _tile(packed, index))
+            target = lax.dynamic_slice_in_dim(packed.target, index * TILE, TILE)
+            return arrays.put(logits, target, result.logits), result.pages
+
+        num_tiles = (jnp.sum(num_rows, dtype=jnp.int32) + TILE - 1) // TILE
+        with jax.named_scope("tiles"):
+            logits, pages = lax.fori_loop(0, num_tiles, one, (blank, state.pages))
         logits, drafted = _parted(logits, config)
-        logits = arrays.begin(logits, logits[source])
+        logits = arrays.begin(logits, logits[wanted.source])
     spare = packed.rows.logit_rows[config.max_slots : config.num_logit_rows]
     assert packed.rows.slot is not None
     spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
@@ -106,84 +114,81 @@ def feed(
     )
 
 
+class _Wanted(NamedTuple):
+    """What each slot feeds."""
+
+    num_rows: Int32[Array, " slots"]
+    source: Int32[Array, " slots"]
+    """The slot of whose row each slot gets the logits."""
+    num_drafts: Int32[Array, " slots"] | None
+    tree: Tree | None
+
+
 def _feed_fast(
     run: _Run,
     state: EngineState,
-    num_rows: Int32[Array, " slots"],
-    drafts: tuple[Int32[Array, " slots"] | None, Tree | None],
-    source: Int32[Array, " slots"],
+    wanted: _Wanted,
     blank: Float[Array, "all_rows vocab"],
     config: EngineConfig,
 ) -> tuple[Logits, Drafted, kv_pages.Pages]:
-    """Feeds one row a slot, or packed rows, whichever the step needs.
+    """Feeds one row a slot, or packed rows, whichever the step needs."""
+    busy, many = jnp.any(wanted.num_rows > 0), jnp.any(wanted.num_rows > 1)
 
-    Slot i gets the logits of the row of slot `source[i]`.
-    """
-    busy, many = jnp.any(num_rows > 0), jnp.any(num_rows > 1)
+    def several(length: int | None) -> Callable[[_Carry, _Wanted], _Carry]:
+        return functools.partial(_several, run, config, length)
+
+    def verify(carry: _Carry, wanted: _Wanted) -> _Carry:
+        """Runs the smallest program that has room."""
+        many = jnp.any(wanted.num_rows > 1)
+        for length in config.lengths:
+            few = jnp.all(wanted.num_rows <= 1 + length)
+            with jax.named_scope("verify"):
+                carry = arrays.when(many & few, several(length), carry, wanted)
+            many &= ~few
+        with jax.named_scope("mixed"):
+            return arrays.when(many, several(None), carry, wanted)
+
     # What the rows are made of is given to the loops, or the compiler would see that
     # rows, embedding and first products do not change from trip to trip, and move them
     # before the loop, where they run even if there is no trip.
-    carry, given = (*_parted(blank, config), state), (num_rows, source, *drafts)
+    carry = (*_parted(blank, config), state)
     # A step of one row a slot could run any program; the smallest one is the fastest.
     decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
-        carry = arrays.when(busy & ~many, decode, carry, *given)
+        carry = arrays.when(busy & ~many, decode, carry, wanted)
     if config.lengths:
         # In a loop of their own, so that steps of one row a slot see none of them.
-        carry = arrays.when(many, functools.partial(_many, run, config), carry, *given)
+        carry = arrays.when(many, verify, carry, wanted)
     else:
-        mixed = functools.partial(_several, run, config, None)
         with jax.named_scope("mixed"):
-            carry = arrays.when(many, mixed, carry, *given)
+            carry = arrays.when(many, several(None), carry, wanted)
     logits, drafted, state = carry
     return logits, drafted, state.pages
 
 
-def _many(
-    run: _Run,
-    config: EngineConfig,
-    carry: _Carry,
-    num_rows: Int32[Array, " slots"],
-    *others: Any,
-) -> _Carry:
-    """Feeds several rows of some slots by the smallest program that has room."""
-    many, given = jnp.any(num_rows > 1), (num_rows, *others)
-    for length in config.lengths:
-        few = jnp.all(num_rows <= 1 + length)
-        verify = functools.partial(_several, run, config, length)
-        with jax.named_scope("verify"):
-            carry = arrays.when(many & few, verify, carry, *given)
-        many &= ~few
-    mixed = functools.partial(_several, run, config, None)
-    with jax.named_scope("mixed"):
-        return arrays.when(many, mixed, carry, *given)
-
-
-def _decode(
-    run: _Run,
-    config: EngineConfig,
-    carry: _Carry,
-    num_rows: Int32[Array, " slots"],
-    source: Int32[Array, " slots"],
-    *_: Any,
-) -> _Carry:
+def _decode(run: _Run, config: EngineConfig, carry: _Carry, wanted: _Wanted) -> _Carry:
     """Feeds one row a slot."""
     logits, drafted, state = carry
+    num_rows = wanted.num_rows
     place = jnp.where(num_rows > 0, state.table.length, -1)
     rows = kv_pages.Rows(
         token=_tokens(state, state.slots.sequence, place),
         position=place,
         slot=None,
         page_ids=state.table.page_ids,
-        logit_rows=source,
+        logit_rows=wanted.source,
     )
     result = run(state.pages, rows)
     after = state._replace(pages=result.pages)
     if logits.shape[0] == num_rows.shape[0]:
         return result.logits, drafted, after
     # A scored prompt may feed a single token, which takes a spare logit row.
-    packed = _pack(state, num_rows, None, config)
-    return _with_spare(logits, result.logits, packed), drafted, after
+    rows = _pack(state, num_rows, None, config).rows
+    assert rows.slot is not None
+    slot = arrays.take(rows.slot, rows.logit_rows[: logits.shape[0]], fill=-1)
+    slot = arrays.begin(slot, jnp.arange(num_rows.shape[0], dtype=jnp.int32))
+    spread = result.logits[jnp.maximum(slot, 0)]
+    return jnp.where((slot >= 0)[:, None], spread, logits), drafted, after
 
 
 def _several(
@@ -191,15 +196,12 @@ def _several(
     config: EngineConfig,
     length: int | None,
     carry: _Carry,
-    num_rows: Int32[Array, " slots"],
-    source: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None,
-    tree: Tree | None,
+    wanted: _Wanted,
 ) -> _Carry:
     """Feeds up to `length` rows more than one of every slot; of None, packed rows."""
     _, drafted, state = carry
-    lay = _pack if length is None else functools.partial(_lay_dense, length)
-    rows = lay(state, num_rows, num_drafts, config).rows
+    num_rows, source, num_drafts, tree = wanted
+    rows = _pack(state, num_rows, num_drafts, config, length).rows
     if tree is not None and num_drafts is not None:
         rows = _branch(rows, state.table.length, num_drafts, tree)
     logit_rows = arrays.begin(rows.logit_rows, rows.logit_rows[source])
@@ -248,39 +250,6 @@ def _branch(
     )
 
 
-def _with_spare(
-    buffer: Logits, logits: Float[Array, "slots vocab"], packed: _Packed
-) -> Logits:
-    """Spreads the logits of one row a slot over all logit rows."""
-    num_slots = logits.shape[0]
-    assert packed.rows.slot is not None
-    logit_rows = packed.rows.logit_rows[: buffer.shape[0]]
-    slot = arrays.take(packed.rows.slot, logit_rows, fill=-1)
-    slot = arrays.begin(slot, jnp.arange(num_slots, dtype=jnp.int32))
-    return jnp.where((slot >= 0)[:, None], logits[jnp.maximum(slot, 0)], buffer)
-
-
-def _feed_tiles(
-    run: _Run,
-    state: EngineState,
-    num_rows: Int32[Array, " slots"],
-    packed: _Packed,
-    blank: Logits,
-) -> tuple[Logits, kv_pages.Pages]:
-    """Feeds the packed rows tile by tile, as many tiles as there are rows for."""
-
-    def one(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
-        logits, pages = carry
-        result = run(pages, _tile(packed, index))
-        target = lax.dynamic_slice_in_dim(packed.target, index * TILE, TILE)
-        return arrays.put(logits, target, result.logits), result.pages
-
-    total = jnp.sum(num_rows, dtype=jnp.int32)
-    num_tiles = (total + TILE - 1) // TILE
-    with jax.named_scope("tiles"):
-        return lax.fori_loop(0, num_tiles, one, (blank, state.pages))
-
-
 def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
     def cut(x: Array) -> Array:
         return lax.dynamic_slice_in_dim(x, index * TILE, TILE)
@@ -302,68 +271,52 @@ def _pack(
     num_rows: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
     config: EngineConfig,
+    length: int | None = None,
 ) -> _Packed:
-    """Lays the rows of all slots side by side, those of a slot in order."""
-    num_packed = config.token_budget
-    if config.numerics == "reproducible":
-        num_packed = -(-num_packed // TILE) * TILE
-    # Compared all with all: of a running sum XLA's kernel has lost this scope.
-    upto = jnp.tri(config.max_slots, dtype=jnp.bool_)
-    end = jnp.sum(jnp.where(upto, num_rows, 0), axis=1, dtype=jnp.int32)
-    row = jnp.arange(num_packed, dtype=jnp.int32)
-    used = row < end[-1]
-    before = jnp.sum(end[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
-    slot = jnp.where(used, before, -1)
-    start = arrays.take(state.table.length - (end - num_rows), slot, fill=0)
-    position = jnp.where(used, start + row, -1)
-    sequence = arrays.take(state.slots.sequence, slot, fill=NOBODY)
-    rows = position, slot, sequence, end, num_rows
-    return _packed(state, *rows, num_drafts, config.max_drafts, config)
+    """Packs the rows of all slots contiguously, those of a slot in order.
 
-
-@jax.named_scope("pack")
-def _lay_dense(
-    length: int,
-    state: EngineState,
-    num_rows: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None,
-    config: EngineConfig,
-) -> _Packed:
-    """Lays rows of `length` drafts for every slot, whether it has them or not."""
-    each = 1 + length
-    index = jnp.arange(each, dtype=jnp.int32)[None, :]
-    position = state.table.length[:, None] + index
-    position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)
-    sequence = jnp.repeat(state.slots.sequence, each)
-    end = jnp.arange(config.max_slots, dtype=jnp.int32) * each + num_rows
-    rows = position, None, sequence, end, num_rows
-    return _packed(state, *rows, num_drafts, length, config)
-
-
-def _packed(
-    state: EngineState,
-    position: Int32[Array, " rows"],
-    slot: Int32[Array, " rows"] | None,
-    sequence: Int32[Array, " rows"],
-    end: Int32[Array, " slots"],
-    num_rows: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None,
-    length: int,
-    config: EngineConfig,
-) -> _Packed:
-    """Rows with their tokens, and whose logits go where.
-
-    `end` is the row behind the last one of each slot, which has at most `length`
-    drafts.
+    With a `length`, every slot has `1 + length` rows, used or not, of as many drafts.
     """
+    if length is None:
+        num_packed, length = config.token_budget, config.max_drafts
+        if config.numerics == "reproducible":
+            num_packed = -(-num_packed // TILE) * TILE
+        # Compared all with all: of a running sum XLA's kernel has lost this scope.
+        upto = jnp.tri(config.max_slots, dtype=jnp.bool_)
+        end = jnp.sum(jnp.where(upto, num_rows, 0), axis=1, dtype=jnp.int32)
+        row = jnp.arange(num_packed, dtype=jnp.int32)
+        used = row < end[-1]
+        before = jnp.sum(end[None, :] <= row[:, None], axis=1, dtype=jnp.int32)
+        slot = jnp.where(used, before, -1)
+        start = arrays.take(state.table.length - (end - num_rows), slot, fill=0)
+        position = jnp.where(used, start + row, -1)
+        sequence = arrays.take(state.slots.sequence, slot, fill=NOBODY)
+    else:
+        each, slot = 1 + length, None
+        index = jnp.arange(each, dtype=jnp.int32)[None, :]
+        position = state.table.length[:, None] + index
+        position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)
+        sequence = jnp.repeat(state.slots.sequence, each)
+        end = jnp.arange(config.max_slots, dtype=jnp.int32) * each + num_rows
+    # Logit rows: the last known token of every slot, spare rows, drafts.
     last = end - 1 if num_drafts is None else end - 1 - num_drafts
-    logit_rows = jnp.where(num_rows > 0, last, -1)
+    last = jnp.where(num_rows > 0, last, -1)
+    logit_rows = [last]
     if config.num_logit_rows > config.max_slots:
-        spare = _spare_rows(state, sequence, position, config)
-        logit_rows = jnp.concatenate([logit_rows, spare])
-    if length:
-        drafted = _draft_rows(logit_rows[: config.max_slots], num_drafts, length)
-        logit_rows = jnp.concatenate([logit_rows, drafted])
+        # Prompt tokens to be scored; the last of a slot has its own logit row.
+        s = state.sequences
+        scored = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
+        scored &= arrays.take(s.prompt_scored, sequence, fill=False)
+        spare = arrays.places(scored, config.num_logit_rows - config.max_slots)
+        logit_rows.append(spare)
+    if length and num_drafts is None:
+        logit_rows.append(jnp.full((last.shape[0] * length,), -1, jnp.int32))
+    elif num_drafts is not None:
+        index = jnp.arange(1, length + 1, dtype=jnp.int32)[None, :]
+        there = (index <= num_drafts[:, None]) & (last >= 0)[:, None]
+        drafts = jnp.where(there, last[:, None] + index, -1).reshape(-1)
+        logit_rows.append(drafts)
+    logit_rows = jnp.concatenate(logit_rows)
     index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
     target = arrays.put(jnp.full_like(position, -1), logit_rows, index)
     rows = kv_pages.Rows(
@@ -374,35 +327,6 @@ def _packed(
         logit_rows=logit_rows,
     )
     return _Packed(rows, target)
-
-
-def _spare_rows(
-    state: EngineState,
-    sequence: Int32[Array, " rows"],
-    position: Int32[Array, " rows"],
-    config: EngineConfig,
-) -> Int32[Array, " spare"]:
-    """Rows of prompts to be scored, whose logits take the spare rows.
-
-    Every slot has a logit row for its last token; these are for the others.
-    """
-    s = state.sequences
-    known = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
-    wanted = known & arrays.take(s.prompt_scored, sequence, fill=False)
-    return arrays.places(wanted, config.num_logit_rows - config.max_slots)
-
-
-def _draft_rows(
-    last: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None,
-    length: int,
-) -> Int32[Array, " drafts"]:
-    """Rows of the drafts of every slot, which follow that of its last known token."""
-    if num_drafts is None:
-        return jnp.full((last.shape[0] * length,), -1, jnp.int32)
-    index = jnp.arange(1, length + 1, dtype=jnp.int32)[None, :]
-    there = (index <= num_drafts[:, None]) & (last >= 0)[:, None]
-    return jnp.where(there, last[:, None] + index, -1).reshape(-1)
 
 
 def _tokens(

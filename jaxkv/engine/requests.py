@@ -86,38 +86,10 @@ def submit(
       refused with it, so that nobody is overtaken.
     """
     state, requests = arrays.on_device((state, requests))
-    first = _first_rows(requests)
-    taken = _that_fit(requests, first, config)
-    taken = _with_room(state, taken, first)
-    begins = taken & (first == jnp.arange(first.shape[0], dtype=jnp.int32))
-    # The k-th sequence taken gets the k-th empty row.
-    empty = arrays.places(
-        state.sequences.status == EMPTY, state.sequences.status.shape[0]
-    )
-    row = arrays.take(empty, arrays.ranks(taken), fill=NOBODY)
-    queue = state.queue
-    place = jnp.where(begins, queue.length + arrays.ranks(begins), NOBODY)
-    return state._replace(
-        search=_begin_search(state, requests, row, config),
-        sequences=_written(state.sequences, requests, row, row[first], config),
-        queue=Queue(
-            sequence=arrays.put(queue.sequence, place, row),
-            length=queue.length + jnp.sum(begins, dtype=jnp.int32),
-        ),
-    ), taken
-
-
-def _first_rows(requests: Requests) -> Int32[Array, " requests"]:
-    """The first row of each row's request."""
-    index = jnp.arange(requests.limit.shape[0], dtype=jnp.int32)
-    return lax.cummax(jnp.where(requests.params.sample == 0, index, 0))
-
-
-def _that_fit(
-    requests: Requests, first: Int32[Array, " requests"], config: EngineConfig
-) -> Bool[Array, " requests"]:
-    """Rows of the requests that an idle engine could serve."""
-    r = requests
+    s, queue, r = state.sequences, state.queue, requests
+    index = jnp.arange(r.limit.shape[0], dtype=jnp.int32)
+    first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
+    # Requests that an idle engine could serve.
     fits = (r.prompt_length >= 1) & (r.limit > r.prompt_length)
     fits &= r.limit <= config.max_length
     fits &= ~r.prompt_scored | (config.num_logit_rows > config.max_slots)
@@ -126,50 +98,43 @@ def _that_fit(
     shared, own = demand.at_most(r.prompt_length, r.limit, page_size=config.page_size)
     pages = shared[first] + arrays.over_groups(own, first, "add")
     fits &= (size <= config.max_slots) & (pages <= config.num_pages)
-    # What holds for a request holds for all of its rows.
-    return ~arrays.over_groups(~fits, first, "max")
-
-
-def _with_room(
-    state: EngineState,
-    taken: Bool[Array, " requests"],
-    first: Int32[Array, " requests"],
-) -> Bool[Array, " requests"]:
-    """Those for whom queue and sequences have room, as nobody before lacks it."""
-    s = state.sequences
-    begins = taken & (first == jnp.arange(first.shape[0], dtype=jnp.int32))
-    # Counted with the running ones, because any of those may come back to the queue.
+    # A condition that fails for one row fails for all rows of the request.
+    taken = ~arrays.over_groups(~fits, first, "max")
+    # Requests for which queue and sequences have room. Running ones count, because any
+    # of those may come back to the queue.
+    begins = taken & (first == index)
     leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
     begun = _any_in_group(s, _alive(s)) & leads
-    places = state.queue.sequence.shape[0] - jnp.sum(begun, dtype=jnp.int32)
+    places = queue.sequence.shape[0] - jnp.sum(begun, dtype=jnp.int32)
     num_empty = jnp.sum(s.status == EMPTY, dtype=jnp.int32)
     room = jnp.cumsum(begins, dtype=jnp.int32) <= places
     room &= jnp.cumsum(taken, dtype=jnp.int32) <= num_empty
     lacks = arrays.over_groups(taken & ~room, first, "max")
-    # Nobody is overtaken: those behind a request without room are refused, too.
-    return taken & (jnp.cumsum(lacks, dtype=jnp.int32) == 0)
-
-
-def _written(
-    sequences: Sequences,
-    requests: Requests,
-    row: Int32[Array, " requests"],
-    group: Int32[Array, " requests"],
-    config: EngineConfig,
-) -> Sequences:
-    """The sequences with new ones in the rows named; all else of these is blank."""
-    r, known = requests, Sequences._fields
-    asked = {name: x for name, x in r._asdict().items() if name in known}
+    # No request overtakes another: all after one without room are refused, too.
+    taken &= jnp.cumsum(lacks, dtype=jnp.int32) == 0
+    begins = taken & (first == index)
+    # The k-th sequence taken gets the k-th empty row.
+    empty = arrays.places(s.status == EMPTY, s.status.shape[0])
+    row = arrays.take(empty, arrays.ranks(taken), fill=NOBODY)
+    place = jnp.where(begins, queue.length + arrays.ranks(begins), NOBODY)
+    asked = {name: x for name, x in r._asdict().items() if name in Sequences._fields}
     # Scores of a prompt come from reading all of it.
     asked["reuses"] = r.reuses & ~r.prompt_scored
     new = no_sequences(row.shape[0], config)._replace(
         status=jnp.full_like(row, WAITING),
-        group=group,
+        group=row[first],
         num_tokens=r.prompt_length,
         num_common=r.prompt_length,
         **asked,
     )
-    return jax.tree.map(lambda old, x: arrays.put(old, row, x), sequences, new)
+    return state._replace(
+        search=_begin_search(state, requests, row, config),
+        sequences=jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new),
+        queue=Queue(
+            sequence=arrays.put(queue.sequence, place, row),
+            length=queue.length + jnp.sum(begins, dtype=jnp.int32),
+        ),
+    ), taken
 
 
 def _begin_search(
@@ -220,13 +185,18 @@ def cancel(
       search, which end together, without an answer.
     """
     state, request_ids, samples = arrays.on_device((state, request_ids, samples))
-    ended = _named(state, request_ids, samples)
     s, queue, num_tokens = state.sequences, state.queue, state.sequences.num_tokens
-    goes_on = _any_in_group(s, _alive(s) & ~ended)
+    named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
+    if samples is not None:
+        named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
+    alive = _alive(s)
+    ended = jnp.any(named, axis=1) & alive
     if state.search is not None:
-        # Beams have no answers before the end.
+        # All beams of a search end together, and have no answers before the end.
         beam = state.search.width[s.group] > 0
+        ended |= alive & beam & _any_in_group(s, ended)
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
+    goes_on = _any_in_group(s, alive & ~ended)
     gone = arrays.take(ended, state.slots.sequence, fill=False)
     state = swapping.cancel(state, ended)
     state = prefix_caching.drop(groups.leave(state, gone), gone, eviction)
@@ -243,25 +213,6 @@ def cancel(
         slots=slots._replace(sequence=jnp.where(gone, NOBODY, slots.sequence)),
         queue=Queue(left, length=jnp.sum(stays, dtype=jnp.int32)),
     )
-
-
-def _named(
-    state: EngineState,
-    request_ids: Int32[Array, " n"],
-    samples: Int32[Array, " n"] | None,
-) -> Bool[Array, " sequences"]:
-    """The sequences that are to end, with all beams of a search of which one is."""
-    s = state.sequences
-    named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
-    if samples is not None:
-        named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
-    alive = _alive(s)
-    ended = jnp.any(named, axis=1) & alive
-    if state.search is None:
-        return ended
-    # Beams mean nothing without each other.
-    beam = state.search.width[s.group] > 0
-    return ended | (alive & beam & _any_in_group(s, ended))
 
 
 def requeue(

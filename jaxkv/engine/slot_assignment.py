@@ -48,7 +48,12 @@ def assign(
     are named by the rows of their first sequences.
     """
     every = jnp.arange(occupied.shape[0], dtype=jnp.int32)
-    order = _closed_up(state.slots.order, occupied)
+    # The free slots follow all occupied ones, in ascending order.
+    order = state.slots.order
+    key = jnp.where(occupied, arrays.inverse(order), order.shape[0] + every)
+    order = arrays.inverse(
+        jnp.sum(key[:, None] < key[None, :], axis=0, dtype=jnp.int32)
+    )
     waits = members(state, head) & admit[:, None]
     row = arrays.places(jnp.any(waits, axis=0), every.shape[0])
     # Ranks by counting who comes before: [who, of whom].
@@ -77,13 +82,3 @@ def assign(
         size=size,
         order=order,
     )
-
-
-def _closed_up(
-    order: Int32[Array, " slots"], occupied: Bool[Array, " slots"]
-) -> Int32[Array, " slots"]:
-    """The order with the free slots behind all others, in ascending order."""
-    every = jnp.arange(order.shape[0], dtype=jnp.int32)
-    key = jnp.where(occupied, arrays.inverse(order), order.shape[0] + every)
-    place = jnp.sum(key[:, None] < key[None, :], axis=0, dtype=jnp.int32)
-    return arrays.inverse(place)

@@ -321,7 +321,18 @@ def init(
         raise ValueError(f"{pages.layout.kv_dtype=} must be {config.kv_dtype=}")
     if pages.page_size != config.page_size:
         raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
-    slots = config.max_slots
+    slots, search = config.max_slots, None
+    if config.max_beams:
+        num, length = config.max_sequences, config.max_length
+        beams = beam_search.make_beams(config.max_beams)
+        search = Search(
+            width=jnp.zeros((num,), jnp.int32),
+            length_penalty=jnp.ones((num,), jnp.float32),
+            early_stopping=jnp.zeros((num,), jnp.int32),
+            groups=jax.tree.map(lambda x: jnp.repeat(x[None], num, axis=0), beams),
+            parents=jnp.zeros((num, length), jnp.int32),
+            path=jnp.zeros((num, length), jnp.int32),
+        )
     return EngineState(
         pages=pages,
         pool=page_pool.make_pool(config.num_pages),
@@ -342,7 +353,7 @@ def init(
         prefixes=make_prefixes(config.num_pages, config.page_size)
         if config.prefix_cache
         else None,
-        search=_make_search(config) if config.max_beams else None,
+        search=search,
         staging=swap_buffer.make_staging(
             pages,
             num_places=config.max_swap_pages,
@@ -391,17 +402,4 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         num_recomputed=zeros(),
         num_preempted=zeros(),
         num_swapped=zeros(),
-    )
-
-
-def _make_search(config: EngineConfig) -> Search:
-    num, length = config.max_sequences, config.max_length
-    group = beam_search.make_beams(config.max_beams)
-    return Search(
-        width=jnp.zeros((num,), jnp.int32),
-        length_penalty=jnp.ones((num,), jnp.float32),
-        early_stopping=jnp.zeros((num,), jnp.int32),
-        groups=jax.tree.map(lambda x: jnp.repeat(x[None], num, axis=0), group),
-        parents=jnp.zeros((num, length), jnp.int32),
-        path=jnp.zeros((num, length), jnp.int32),
     )

@@ -24,7 +24,7 @@ from jaxkv.engine import (
     swapping,
 )
 from jaxkv.engine import counts as engine_counts
-from jaxkv.engine.drafting import Drafter, Drafts, Speculation, Tree, Verified
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
 from jaxkv.memory import Eviction, invariants, kv_pages, prefix_cache, swap_buffer
@@ -122,25 +122,34 @@ def step(
     state, applied = plan_step(
         state, config=config, policy=policy, eviction=eviction, drafter=drafter
     )
-    planned, drafts, tree = state, None, None
+    planned, drafts = state, None
     if drafter is not None:
         assert applied.granted is not None  # where there are wishes, `schedule` grants
         state, drafts = drafting.propose(
             params, state, applied.granted, drafter, config
         )
-        if drafts.parents is not None:
-            tree = drafting.tree(drafts.parents)
-    state, result, has_logits = _feed(
-        params, state, applied.num_rows, drafts, tree, config=config, forward=forward
+    # Drafts are fed after the rows of their slot, and not counted.
+    forks = groups.due(state, applied.num_rows)
+    num_rows = applied.num_rows
+    result = model_runner.feed(
+        params,
+        state,
+        num_rows if drafts is None else num_rows + drafts.num,
+        forks,
+        drafts,
+        config=config,
+        forward=forward,
     )
+    state = state._replace(pages=result.pages)
+    with jax.named_scope("advance"):
+        state = groups.advance(state, num_rows, forks, config)
+    has_logits = (num_rows > 0) | (forks >= 0)
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
-            state, has_logits, result, logits_fn, config, speculation, drafts, tree
+            state, has_logits, result, logits_fn, config, speculation, drafts
         )
     if drafter is not None:
-        if tree is not None:
-            state = _to_a_chain(state, emitted.verified)
-        state = _accept(state, emitted, applied, drafter, config)
+        state = _accept(state, emitted, applied, drafts, drafter, config)
     ended = emitted.reason != NOT_ENDED
     state = _retire(state, ended, policy.holds_finished, eviction)
     info = _info(planned, applied, emitted, state, config)
@@ -152,63 +161,31 @@ def step(
     return state, info
 
 
-def _feed(
-    params: Any,
-    state: EngineState,
-    num_rows: Int32[Array, " slots"],
-    drafts: Drafts | None,
-    tree: Tree | None,
-    *,
-    config: EngineConfig,
-    forward: models_interface.Forward,
-) -> tuple[EngineState, model_runner.Fed, Bool[Array, " slots"]]:
-    """Runs the model, counts its rows as written, and forks whoever is due.
-
-    Drafts are fed behind the `num_rows` of their slot, and not counted.
-
-    Returns:
-      The new state; the logits; and the slots that have some.
-    """
-    forks = groups.due(state, num_rows)
-    num_drafts = None if drafts is None else drafts.num
-    rows = num_rows if num_drafts is None else num_rows + num_drafts
-    result = model_runner.feed(
-        params, state, rows, forks, num_drafts, tree, config=config, forward=forward
-    )
-    state = state._replace(pages=result.pages)
-    with jax.named_scope("advance"):
-        state = groups.advance(state, num_rows, forks, config)
-    return state, result, (num_rows > 0) | (forks >= 0)
-
-
-@jax.named_scope("accept")
-def _to_a_chain(state: EngineState, verified: Verified | None) -> EngineState:
-    """Moves K and V of accepted drafts behind each other, where their tokens stand."""
-    assert verified is not None
-    index = jnp.arange(verified.path.shape[1], dtype=jnp.int32)[None, :]
-    accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
-    stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
-    length = state.table.length[:, None]
-    pages = kv_pages.move(
-        state.pages,
-        state.table.page_ids,
-        length - 1 + verified.path,
-        jnp.where(stays, length + index, -1),
-    )
-    return state._replace(pages=pages)
-
-
 @jax.named_scope("accept")
 def _accept(
     state: EngineState,
     emitted: emitting.Emitted,
     applied: apply_plan.Applied,
+    drafts: Drafts | None,
     drafter: Drafter,
     config: EngineConfig,
 ) -> EngineState:
     """Counts accepted drafts as written, and has the drafter learn from the others."""
     verified = emitted.verified
     assert verified is not None
+    if drafts is not None and drafts.tree is not None:
+        # K and V of accepted drafts move to the places of their tokens.
+        index = jnp.arange(verified.path.shape[1], dtype=jnp.int32)[None, :]
+        accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
+        stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
+        length = state.table.length[:, None]
+        pages = kv_pages.move(
+            state.pages,
+            state.table.page_ids,
+            length - 1 + verified.path,
+            jnp.where(stays, length + index, -1),
+        )
+        state = state._replace(pages=pages)
     # Of an answer that ends only what it has, and its last token is never fed.
     num = jnp.where(verified.num_drafts > 0, emitted.num_emitted - 1, 0)
     # Where nobody was granted drafts nothing was reserved for any.

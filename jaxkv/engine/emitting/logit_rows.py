@@ -45,21 +45,16 @@ def change(
     if logits_fn is None:
         return raw
     logits: Any = logits_fn(answer, raw)
-    found = f"{logits.dtype}{list(logits.shape)}" if _is_array(logits) else None
-    if found is None or logits.shape != raw.shape or not _is_floating(logits):
-        raise ValueError(
-            f"logits_fn returned {found or validation.shown(logits)}, and must return "
-            f"{raw.dtype}{list(raw.shape)}, the shape of its argument"
-        )
-    return logits
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, jax.Array | np.ndarray)
-
-
-def _is_floating(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
+    found = validation.shown(logits)
+    if isinstance(logits, jax.Array | np.ndarray):
+        is_floating = jnp.issubdtype(logits.dtype, jnp.floating)
+        if is_floating and logits.shape == raw.shape:
+            return logits
+        found = f"{logits.dtype}{list(logits.shape)}"
+    raise ValueError(
+        f"logits_fn returned {found}, and must return "
+        f"{raw.dtype}{list(raw.shape)}, the shape of its argument"
+    )
 
 
 class LogitRows(NamedTuple):

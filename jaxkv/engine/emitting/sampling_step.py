@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
-from jaxkv.engine.drafting import Drafts, Speculation, Tree, Verified
+from jaxkv.engine.drafting import Drafts, Speculation, Verified
 from jaxkv.engine.emitting import logit_rows, verification
 from jaxkv.engine.emitting.logit_rows import LogitRows, LogitsFn, by_place, places
 from jaxkv.engine.state import (
@@ -76,14 +76,12 @@ def emit(
     config: EngineConfig,
     speculation: Speculation | None = None,
     drafts: Drafts | None = None,
-    tree: Tree | None = None,
 ) -> tuple[EngineState, Emitted]:
     """Draws for every slot that has logits and no known token to feed.
 
     The rows of this step are counted as written, drafts apart. `fed` marks slots that
     fed something, or were forked; `result` has their logits, of any other slot
-    anything. With speculation, the `drafts` stand behind the known tokens, and were
-    fed, as a `tree` if there is one.
+    anything. With speculation, the `drafts` follow the known tokens, and were fed.
 
     Returns:
       The new state, and what was drawn.
@@ -105,14 +103,31 @@ def emit(
         )
     else:
         judged = verification.verify(
-            state, result, emits, drafts, tree, speculation, logits_fn, config
+            state, result, emits, drafts, speculation, logits_fn, config
         )
-        drawn = _as_drawn(state, judged, emits, tree is not None, result, config)
+        is_tree = drafts.tree is not None
+        drawn = _as_drawn(state, judged, emits, is_tree, result, config)
     state, emitted = _note(state, drawn, emits)
-    state = _score(state, drawn, result, emitted, known, config)
+    # Log-probabilities: of the tokens drawn, of alternatives, and of prompts.
+    s, width = state.sequences, config.emit_width
+    sequence, place = by_place(state.slots.sequence, width), places(known, width)
+    counts = place < by_place(known + emitted.num_emitted, width)
+    place = jnp.where(counts, place, NOBODY)
+    logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
+    logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
+    s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
+    at = jnp.where(drawn.scored, sequence, NOBODY), place
+    s = _with_alternatives(s, drawn, at, result, config)
+    state = state._replace(sequences=s)
+
+    def choices(logits: Array) -> tuple[Array, Array]:
+        sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
+        ids, logprobs = sampling_beam_search.choices(logits, **sizes)
+        # No beam goes on from logits that are not all finite.
+        finite = top_k.is_finite(logits)[:, None]
+        return ids, jnp.where(finite, logprobs, jnp.nan)
 
     def choose(logits: Array) -> tuple[Array, Array]:
-        choices = functools.partial(_choices, config=config)
         return logit_rows.of_all(choices, (logits,), config)
 
     state, found = engine_beam_search.advance(state, logits, ready, choose, config)
@@ -197,7 +212,15 @@ def _note(
     else:
         full = place + 1 == s.limit[owner]
         why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
-        num, reason = _up_to_an_end(jnp.where(emits, drawn.num, 0), why)
+        # The first end among the tokens and its reason, packed in one number.
+        why = why.reshape(row.shape[0], -1)
+        num = jnp.where(emits, drawn.num, 0)
+        index = jnp.arange(width, dtype=jnp.int32)[None, :]
+        ends = (why != NOT_ENDED) & (index < num[:, None])
+        each, no_end = index * len(REASONS) + why, width * len(REASONS) + NOT_ENDED
+        first = jnp.min(jnp.where(ends, each, no_end), axis=1)
+        num = jnp.minimum(num, first // len(REASONS) + 1)
+        reason = first % len(REASONS)
         broken = emits & drawn.invalid & (reason == NOT_ENDED)
         reason = jnp.where(broken, NOT_A_NUMBER, reason)
         counts = place < by_place(known + num, width)
@@ -213,49 +236,6 @@ def _note(
     state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
     tokens, logprobs = (x.reshape(-1, width) for x in (drawn.tokens, drawn.logprobs))
     return state, Emitted(tokens, logprobs, num, reason, drawn.verified)
-
-
-def _up_to_an_end(
-    num: Int32[Array, " slots"], why: Int32[Array, " rows"]
-) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
-    """Of `num` tokens of each slot those up to the first that ends it, and why.
-
-    `why` says of each token how it would end its sequence, or NOT_ENDED.
-    """
-    why = why.reshape(num.shape[0], -1)
-    index = jnp.arange(why.shape[1], dtype=jnp.int32)[None, :]
-    ends = (why != NOT_ENDED) & (index < num[:, None])
-    # The first end and why, in one number; behind all tokens there is none.
-    each, behind = index * len(REASONS) + why, index.size * len(REASONS) + NOT_ENDED
-    first = jnp.min(jnp.where(ends, each, behind), axis=1)
-    return jnp.minimum(num, first // len(REASONS) + 1), first % len(REASONS)
-
-
-def _score(
-    state: EngineState,
-    drawn: _Drawn,
-    result: model_runner.Fed,
-    emitted: Emitted,
-    known: Int32[Array, " slots"],
-    config: EngineConfig,
-) -> EngineState:
-    """Keeps log-probabilities: of what was drawn, of alternatives, and of prompts."""
-    s, width = state.sequences, config.emit_width
-    sequence, place = by_place(state.slots.sequence, width), places(known, width)
-    counts = place < by_place(known + emitted.num_emitted, width)
-    place = jnp.where(counts, place, NOBODY)
-    logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
-    logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
-    s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
-    at = jnp.where(drawn.scored, sequence, NOBODY), place
-    return state._replace(sequences=_with_alternatives(s, drawn, at, result, config))
-
-
-def _choices(logits: Float[Array, "rows vocab"], config: EngineConfig) -> Any:
-    """`beam_search.choices`; no beam goes on from logits that are not all finite."""
-    sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
-    ids, logprobs = sampling_beam_search.choices(logits, **sizes)
-    return ids, jnp.where(top_k.is_finite(logits)[:, None], logprobs, jnp.nan)
 
 
 def _score_prompts(

@@ -39,7 +39,6 @@ def verify(
     result: model_runner.Fed,
     emits: Bool[Array, " slots"],
     drafts: Drafts,
-    tree: Tree | None,
     speculation: Speculation,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
@@ -50,8 +49,18 @@ def verify(
     """
 
     def judge(length: int) -> Judged:
-        few, its = _shortened(drafts, tree, length)
-        judged = _judge(state, result, emits, few, its, speculation, logits_fn, config)
+        law, parents, tree = drafts.law, drafts.parents, drafts.tree
+        if tree is not None:
+            ancestors = tree.ancestors[:, :length, :length]
+            tree = Tree(tree.depth[:, :length], ancestors) if length else None
+        few = Drafts(
+            num=drafts.num,
+            tokens=drafts.tokens[:, :length],
+            law=None if law is None else law[:, : 1 + length],
+            parents=None if parents is None or not length else parents[:, :length],
+            tree=tree,
+        )
+        judged = _judge(state, result, emits, few, speculation, logits_fn, config)
         path = jnp.pad(judged.verified.path, ((0, 0), (0, config.max_drafts - length)))
         return judged._replace(
             tokens=_wide(judged.tokens, config),
@@ -72,22 +81,6 @@ def verify(
         return lax.switch(index, [lambda: blank, *programs])
 
 
-def _shortened(
-    drafts: Drafts, tree: Tree | None, length: int
-) -> tuple[Drafts, Tree | None]:
-    """The first drafts of each slot, which has no others."""
-    law, parents = drafts.law, drafts.parents
-    few = Drafts(
-        num=drafts.num,
-        tokens=drafts.tokens[:, :length],
-        law=None if law is None else law[:, : 1 + length],
-        parents=None if parents is None or not length else parents[:, :length],
-    )
-    if tree is None or not length:
-        return few, None
-    return few, Tree(tree.depth[:, :length], tree.ancestors[:, :length, :length])
-
-
 def _wide(x: Int32[Array, "slots places"], config: EngineConfig) -> Array:
     return jnp.pad(x, ((0, 0), (0, config.emit_width - x.shape[1])))
 
@@ -97,7 +90,6 @@ def _judge(
     result: model_runner.Fed,
     emits: Bool[Array, " slots"],
     drafts: Drafts,
-    tree: Tree | None,
     speculation: Speculation,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
@@ -106,7 +98,7 @@ def _judge(
     num_slots, length = drafts.tokens.shape
     logits = of_places(result, length, config)
     rows = logit_rows.look_up(state, logits, emits, 1 + length)
-    answer = rows.answer if tree is None else by_branch(rows.answer, drafts, tree)
+    answer = rows.answer if drafts.tree is None else by_branch(rows.answer, drafts)
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     child = drafting.children(drafts, speculation.drafter.width)
     # By place; what stands at the root is no draft.
@@ -124,11 +116,21 @@ def _judge(
             logits, answer.tokens, answer.prompt_length, known, params
         )
         ruling = speculation.verifier(logits, children, law, params, known, raw)
-        return ruling, _flip(ruling.accept, params, known)
+        accept = ruling.accept
+
+        def flip() -> Array:
+            """Accepts each child with its probability."""
+            keys = params.key, params.sample, known
+            key = random_keys.draw_key(*keys, random_keys.ACCEPT)
+            rank = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
+            return random_keys.uniform(key, rank, accept.dtype) < accept
+
+        unsure = jnp.any((accept > 0) & (accept < 1))
+        return ruling, lax.cond(unsure, flip, lambda: accept > 0)
 
     judged = answer, logits, rows.params, token, law
     ruling, accepts = logit_rows.of_all(of_rows, judged, config)
-    accepted, path = walk(child, accepts.reshape(child.shape), drafts, tree)
+    accepted, path = walk(child, accepts.reshape(child.shape), drafts)
     return _along(path, accepted, ruling, known, drafts, emits)
 
 
@@ -186,8 +188,10 @@ def in_order(
     return logits[(first + jnp.pad(path, ((0, 0), (1, 0)))).reshape(-1)]
 
 
-def by_branch(answer: Answer, drafts: Drafts, tree: Tree) -> Answer:
+def by_branch(answer: Answer, drafts: Drafts) -> Answer:
     """What each place of a tree knows: the tokens on the way to it."""
+    tree = drafts.tree
+    assert tree is not None
     num_slots, num = drafts.tokens.shape
     width = num + 1
     known = answer.num_tokens.reshape(num_slots, width)[:, :1]
@@ -207,7 +211,6 @@ def walk(
     child: Int32[Array, "slots places width"],
     accepts: Bool[Array, "slots places width"],
     drafts: Drafts,
-    tree: Tree | None,
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots drafts"]]:
     """Goes from each root to the first accepted child, and on, while there is one.
 
@@ -216,6 +219,7 @@ def walk(
     """
     place = jnp.arange(1, drafts.tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
     accepts &= child >= 0
+    tree = drafts.tree
     if tree is None or drafts.parents is None:
         run = jnp.cumprod(accepts[:, :-1, 0].astype(jnp.int32), axis=1)
         path = jnp.broadcast_to(place, drafts.tokens.shape)
@@ -227,21 +231,3 @@ def walk(
     at_depth = reached[:, None, :] & (tree.depth[:, None, :] == place[:, :, None])
     path = jnp.max(jnp.where(at_depth, place[:, None, :], 0), axis=2)
     return jnp.sum(reached, axis=1, dtype=jnp.int32), path
-
-
-def _flip(
-    accept: Float[Array, "rows width"],
-    params: Params,
-    positions: Int32[Array, " rows"],
-) -> Bool[Array, "rows width"]:
-    """Accepts each child with its probability."""
-
-    def flip() -> Array:
-        key = random_keys.draw_key(
-            params.key, params.sample, positions, random_keys.ACCEPT
-        )
-        rank = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
-        return random_keys.uniform(key, rank, accept.dtype) < accept
-
-    unsure = jnp.any((accept > 0) & (accept < 1))
-    return lax.cond(unsure, flip, lambda: accept > 0)

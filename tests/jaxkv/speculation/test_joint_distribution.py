@@ -178,7 +178,6 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         granted = jnp.where(is_first, 0, jnp.minimum(wanted, num))
         s, every = state.sequences, jnp.arange(NUM, dtype=jnp.int32)
         state, drafts = drafting.propose(None, state, granted, case.drafter, config)
-        tree = None if drafts.parents is None else drafting.tree(drafts.parents)
         table = jnp.asarray(TARGET)
         last = arrays.take(s.tokens, (every, s.num_tokens - 1), fill=0)
         fed = model_runner.Fed(
@@ -189,9 +188,7 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
             spare_position=jnp.zeros((0,), jnp.int32),
         )
         everyone = jnp.ones((NUM,), bool)
-        judged = verification.verify(
-            state, fed, everyone, drafts, tree, pair, None, config
-        )
+        judged = verification.verify(state, fed, everyone, drafts, pair, None, config)
         index = jnp.arange(judged.tokens.shape[1], dtype=jnp.int32)[None, :]
         place = jnp.where(
             index < judged.num[:, None], s.num_tokens[:, None] + index, -1
