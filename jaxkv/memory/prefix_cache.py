@@ -241,7 +241,14 @@ def enter_unpinned(
     alike &= missing[None, :]
     first = jnp.min(jnp.where(alike, row[None, :], len(missing)), axis=1)
     new = missing & (first == row)
-    bucket, way = _empty_ways(cache, hashed, new)
+    # The k-th new row of a bucket takes its k-th empty way; -1 where there is none.
+    bucket = bucket_of(cache, hashed)
+    rivals = (row[None, :] < row[:, None]) & new[None, :]
+    rivals &= bucket[:, None] == bucket[None, :]
+    rank = jnp.sum(rivals, axis=1, dtype=jnp.int32)
+    empty = arrays.take(cache.buckets, bucket, fill=0) == NO_PAGE
+    place = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
+    way = way_of(empty & (place == rank[:, None]) & new[:, None])
     entered = jnp.where(way >= 0, page_ids, NO_PAGE)
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
     tick, idle = cache.tick + 1, cache.idle
@@ -262,23 +269,6 @@ def enter_unpinned(
     mine = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
     cached = jnp.where(asked, jnp.where(missing, mine, found), NO_PAGE)
     return cache, entered, cached
-
-
-def _empty_ways(
-    cache: Prefixes, hashed: UInt32[Array, "n words"], new: Bool[Array, " n"]
-) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Each row's bucket, and the empty way of it for a new row; -1 where there is none.
-
-    The k-th new row of a bucket takes its k-th empty way.
-    """
-    row = jnp.arange(new.size, dtype=jnp.int32)
-    bucket = bucket_of(cache, hashed)
-    earlier = row[None, :] < row[:, None]
-    rivals = earlier & new[None, :] & (bucket[:, None] == bucket[None, :])
-    rank = jnp.sum(rivals, axis=1, dtype=jnp.int32)
-    empty = arrays.take(cache.buckets, bucket, fill=0) == NO_PAGE
-    place = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
-    return bucket, way_of(empty & (place == rank[:, None]) & new[:, None])
 
 
 def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:

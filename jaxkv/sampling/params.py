@@ -94,22 +94,19 @@ class Sampling:
             num = getattr(self, name)
             if num is not None and num < self.n:
                 raise ValueError(f"{name}={num} must be None or at least n={self.n}")
-        if self.beam_width is not None and not self._only_searches():
+        asks_more = (
+            self.best_of is not None
+            or self.logprobs is not None
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+            or self.prompt_logprobs
+            or self.stop
+        )
+        if self.beam_width is not None and asks_more:
             raise ValueError(
                 "beam search takes no best_of, penalties, logprobs or stop strings"
             )
-
-    def _only_searches(self) -> bool:
-        """Whether nothing is asked that a beam search has no part in."""
-        others = (self.best_of, self.logprobs)
-        penalties = (self.presence_penalty, self.frequency_penalty)
-        return (
-            all(other is None for other in others)
-            and not any(penalties)
-            and self.repetition_penalty == 1
-            and not self.prompt_logprobs
-            and not self.stop
-        )
 
     @property
     def num_sequences(self) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays
 from jaxkv.sampling import fixed_point, random_keys, top_k, truncation
@@ -240,8 +240,37 @@ def sample(
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.SAMPLE
         )
-        found = _draw(logits, top, greedy, params, keys, drawn, any_cut, max_candidates)
-        return jnp.where(invalid, 0, found)
+        shortened = drawn & cut
+
+        def settle() -> tuple[Array, Array]:
+            """Draws from the best tokens where these settle top-k and top-p."""
+            values, ids = top_k.candidates(logits, max_candidates)
+            kept, settled = truncation.settle(logits, top, values, params, shortened)
+            scores = _score(top, params, keys)(values, ids)
+            place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
+            scores = jnp.where(place < kept[:, None], scores, -jnp.inf)
+            best = scores == jnp.max(scores, axis=1, keepdims=True)
+            return top_k.first(best, ids), shortened & settled
+
+        with jax.named_scope("cut"):
+            undrawn = greedy, jnp.zeros_like(cut)
+            token, settled = lax.cond(any_cut, settle, lambda: undrawn)
+        rest = drawn & ~settled
+
+        def search() -> Array:
+            """Draws from all tokens, once the cut of the row is known."""
+            last = None
+            # Where the best tokens are all tokens, they settle every row that is cut.
+            if logits.shape[1] > max_candidates:
+                every = truncation.everything(logits)
+                wanted = rest & shortened
+                last = truncation.exact_cuts(logits, top, params, wanted, every)
+            found = top_k.argmax(logits, _score(top, params, keys, last))[1]
+            return jnp.where(rest, found, token)
+
+        with jax.named_scope("rest"):
+            token = lax.cond(jnp.any(rest), search, lambda: token)
+        return jnp.where(invalid, 0, jnp.where(drawn, token, greedy))
 
     with jax.named_scope("sampled"):
         token = lax.cond(any_warm, draw, lambda: jnp.where(invalid, 0, greedy))
@@ -255,45 +284,6 @@ def sample(
             lambda: nothing,
         )
     return Draw(token, logprob, invalid)
-
-
-def _draw(
-    logits: Float[Array, "rows vocab"],
-    top: Float[Array, " rows"],
-    greedy: Int32[Array, " rows"],
-    params: Params,
-    keys: UInt32[Array, "rows 2"],
-    drawn: Bool[Array, " rows"],
-    any_cut: Bool[Array, ""],
-    max_candidates: int,
-) -> Int32[Array, " rows"]:
-    """Draws for the rows marked; the others are greedy.
-
-    Rows that top-k or top-p cuts are drawn from the best tokens where these settle the
-    cut. The others are drawn from all tokens, once their cut is known.
-    """
-    vocab = logits.shape[1]
-    cut = drawn & truncation.is_cut(params, vocab)
-    with jax.named_scope("cut"):
-        token, settled = lax.cond(
-            any_cut,
-            lambda: _draw_settled(logits, top, params, keys, cut, max_candidates),
-            lambda: (greedy, jnp.zeros_like(cut)),
-        )
-    rest = drawn & ~settled
-
-    def search() -> Array:
-        last = None
-        # Where the best tokens are all tokens, they settle every row that is cut.
-        if vocab > max_candidates:
-            everything = truncation.everything(logits)
-            last = truncation.exact_cuts(logits, top, params, rest & cut, everything)
-        found = top_k.argmax(logits, _score(top, params, keys, last))[1]
-        return jnp.where(rest, found, token)
-
-    with jax.named_scope("rest"):
-        token = lax.cond(jnp.any(rest), search, lambda: token)
-    return jnp.where(drawn, token, greedy)
 
 
 def _score(
@@ -310,28 +300,6 @@ def _score(
         return jnp.where(kept, scaled + noise, -jnp.inf)
 
     return score
-
-
-def _draw_settled(
-    logits: Float[Array, "rows vocab"],
-    top: Float[Array, " rows"],
-    params: Params,
-    keys: UInt32[Array, "rows 2"],
-    wanted: Bool[Array, " rows"],
-    max_candidates: int,
-) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
-    """Draws for the wanted rows whose top-k and top-p the best tokens settle.
-
-    Returns:
-      Tokens, and the rows that were settled; the others have still to be drawn.
-    """
-    values, ids = top_k.candidates(logits, max_candidates)
-    kept, settled = truncation.settle(logits, top, values, params, wanted)
-    scores = _score(top, params, keys)(values, ids)
-    place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
-    scores = jnp.where(place < kept[:, None], scores, -jnp.inf)
-    token = top_k.first(scores == jnp.max(scores, axis=1, keepdims=True), ids)
-    return token, wanted & settled
 
 
 def token_logprobs(

@@ -46,8 +46,12 @@ class FCFS(NamedTuple):
         counts = interface.skip_unmarked(counts)
         if self.cached_first is None:
             return self._plan(counts)
+        # Preempted requests first, then by cached tokens, then by time.
+        key = jnp.where(counts.waiting, counts.waiting_cached, -1)
+        key = jnp.where(counts.waiting_preempted, NO_LIMIT, key)
+        key = jnp.where(self.cached_first, key, 0)
+        order = jnp.argsort(-key, stable=True).astype(jnp.int32)
         plain = self._replace(cached_first=None)
-        order = _order(counts, self.cached_first)
         return interface.plan_in_order(plain, counts, order)
 
     def _plan(self, c: Counts) -> Plan:
@@ -57,7 +61,15 @@ class FCFS(NamedTuple):
         total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
         needed = jnp.cumsum(wanted, dtype=jnp.int32)
         if self.victim is not None:
-            needed = self._needed(c, self.victim, wanted, total)
+            # Pages that a sequence and all that are preempted after it want.
+            shortage = jnp.sum(wanted, dtype=jnp.int32) - total
+            cost = c.owned_tokens
+            if self.swap is not None:
+                cost = jnp.where(self.swap, c.swap_pages, cost)
+            rank = victims.ranks(c, self.victim, shortage, wanted, cost)
+            sooner = rank[:, None] <= rank[None, :]
+            needed = jnp.where(sooner, wanted[:, None], 0)
+            needed = jnp.sum(needed, axis=0, dtype=jnp.int32)
         runs = c.running & (needed <= total)
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         preempt = c.running & ~runs
@@ -80,7 +92,12 @@ class FCFS(NamedTuple):
         admit = interface.admissible(c, admit)
         swap = jnp.zeros_like(preempt)
         if self.swap is not None:
-            swap = _swapped(c, preempt & self.swap)
+            # In order, as far as there is room for all of their pages.
+            keeps = preempt & self.swap
+            pages = jnp.where(keeps, c.swap_pages, 0)
+            fits = jnp.cumsum(pages, dtype=jnp.int32) <= c.free_swap_pages
+            has_any = interface.any_of_group(c, pages > 0)
+            swap = keeps & has_any & ~interface.any_of_group(c, keeps & ~fits)
         return Plan(
             preempt=preempt,
             swap=swap,
@@ -90,23 +107,6 @@ class FCFS(NamedTuple):
             head_places=jnp.where(admit, c.waiting_tokens, 0),
             head_rows=jnp.where(admit, head_rows, 0),
         )
-
-    def _needed(
-        self,
-        c: Counts,
-        victim: Int32[Array, ""],
-        wanted: Int32[Array, " order"],
-        total: Int32[Array, ""],
-    ) -> Int32[Array, " order"]:
-        """Pages that a sequence and all who are preempted after it want."""
-        shortage = jnp.sum(wanted, dtype=jnp.int32) - total
-        cost = c.owned_tokens
-        if self.swap is not None:
-            cost = jnp.where(self.swap, c.swap_pages, cost)
-        rank = victims.ranks(c, victim, shortage, wanted, cost)
-        sooner = rank[:, None] <= rank[None, :]
-        needed = jnp.where(sooner, wanted[:, None], 0)
-        return jnp.sum(needed, axis=0, dtype=jnp.int32)
 
 
 def fcfs(
@@ -165,20 +165,3 @@ def fcfs(
         hold=rule(hold),
         cached_first=rule(cached_first),
     )
-
-
-def _order(counts: Counts, cached_first: Bool[Array, ""]) -> Int32[Array, " head"]:
-    """Who is considered first: preempted ones, then by what they find, then by time."""
-    c = counts
-    key = jnp.where(c.waiting, c.waiting_cached, -1)
-    key = jnp.where(c.waiting_preempted, NO_LIMIT, key)
-    key = jnp.where(cached_first, key, 0)
-    return jnp.argsort(-key, stable=True).astype(jnp.int32)
-
-
-def _swapped(counts: Counts, preempt: Bool[Array, " order"]) -> Bool[Array, " order"]:
-    """The preempted, in order, as far as there is room for all their pages."""
-    pages = jnp.where(preempt, counts.swap_pages, 0)
-    fits = jnp.cumsum(pages, dtype=jnp.int32) <= counts.free_swap_pages
-    has_any = interface.any_of_group(counts, pages > 0)
-    return preempt & has_any & ~interface.any_of_group(counts, preempt & ~fits)

@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from jaxkv import arrays
 from jaxkv.scheduling.interface import Counts
@@ -61,18 +61,14 @@ def ranks(
             jnp.where(enough, price, _LAST // 2 - frees),
         ]
     )
-    key = jnp.where(_first_group(c), _LAST, keys[victim])
-    place = jnp.arange(key.shape[0], dtype=jnp.int32)
+    place = jnp.arange(c.running.shape[0], dtype=jnp.int32)
+    first = jnp.argmax(c.running).astype(jnp.int32)
+    if c.group is None:
+        is_first = c.running & (place == first)
+    else:
+        is_first = c.running & (c.group == c.group[first])
+    key = jnp.where(is_first, _LAST, keys[victim])
     before = (key[:, None] > key[None, :]) | (
         (key[:, None] == key[None, :]) & (place[:, None] < place[None, :])
     )
     return jnp.sum(before, axis=0, dtype=jnp.int32)
-
-
-def _first_group(counts: Counts) -> Bool[Array, " order"]:
-    """Places of the first request in order."""
-    first = jnp.argmax(counts.running)
-    if counts.group is None:
-        place = jnp.arange(counts.running.shape[0], dtype=first.dtype)
-        return counts.running & (place == first)
-    return counts.running & (counts.group == counts.group[first])

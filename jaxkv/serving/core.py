@@ -86,13 +86,13 @@ class EngineCore:
         config: EngineConfig,
         *,
         policy: scheduling_interface.Policy,
-        eviction: Eviction | None,
-        logits_fn: step.LogitsFn | None,
-        speculation: Speculation | None,
-        eos_ids: tuple[int, ...],
-        host_pages: int,
-        keep_trace: bool,
-        mesh: Mesh | None,
+        eviction: Eviction | None = None,
+        logits_fn: step.LogitsFn | None = None,
+        speculation: Speculation | None = None,
+        eos_ids: tuple[int, ...] = (),
+        host_pages: int = 0,
+        keep_trace: bool = False,
+        mesh: Mesh | None = None,
     ):
         """Makes an idle core; compiles nothing yet. Arguments are those of `Engine`.
 
@@ -347,11 +347,14 @@ class EngineCore:
                 self.state, info = self.run_steps(
                     self.state, self.now(), may_draft=not self._rests
                 )
-                self.unread.append(
-                    call := Call(
-                        info=info, policy=self.policy, table=self._copy_table()
-                    )
-                )
+                call = Call(info=info, policy=self.policy)
+                self.unread.append(call)
+                # For `page_table`, before the next call consumes the state.
+                table = self.state.table
+                table = table.page_ids, table.length, self.state.slots.sequence
+                if all(x.is_fully_addressable for x in table):
+                    # No program, and the device is not waited for.
+                    call.table = jax.device_put(table, may_alias=False)
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
                 if (named := tracker.next_cancels()) is not None:
@@ -438,15 +441,6 @@ class EngineCore:
         request = f"request_id={name}, {len(record.prompt)} prompt tokens,"
         has_pages = bool(info.enough[-1])
         raise stalls.error(call.policy, request, has_pages=has_pages, request_id=name)
-
-    def _copy_table(self) -> Any:
-        """Copies what `page_table` shows, before the next call consumes the state."""
-        state = self.state
-        arrays = (state.table.page_ids, state.table.length, state.slots.sequence)
-        if not all(x.is_fully_addressable for x in arrays):
-            return None
-        # No program, and the device is not waited for.
-        return jax.device_put(arrays, may_alias=False)
 
     def page_table(self) -> PageTableView:
         """Builds the view of `Engine.page_table`."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
 from jaxkv import validation
 from jaxkv.engine import EngineConfig, EngineState
@@ -146,13 +146,27 @@ def _measure(
 
     Medians over turns: the first is slower, and others may be disturbed.
     """
-    rounds, names, begun = [], _names(config, num), time.perf_counter()
+    names = np.arange(config.max_sequences, dtype=np.int32)
+    rounds, names, begun = [], np.where(names < num, names, -1), time.perf_counter()
+    most = config.max_length - plan.context
+    ask = Sampling(temperature=0.0, max_tokens=most, prefix_cache=False)
+    requests = request_batch.make_requests(
+        [[0] * plan.context] * num,
+        [ask] * num,
+        config=config,
+        width=max(config.submit_width, config.max_slots),
+    )
+    steps_of_reading = _steps_of_reading(plan.context, config)
     while len(rounds) < _MOST_ROUNDS:
         if len(rounds) >= _ROUNDS and time.perf_counter() - begun > _SECONDS:
             break
         if len(rounds) % plan.rounds == 0:
             state = programs.withdraw(state, names)
-            state = _decoding(state, programs, config, plan, num)
+            state = programs.submit(_forced(state, 0), requests)
+            for _ in range(steps_of_reading // config.steps_per_call):
+                state = programs.run(state, False)
+                if np.sum(np.asarray(state.table.length) > plan.context) == num:
+                    break
         found = []
         for length in (0, *range(1 + len(config.lengths))):
             state = jax.block_until_ready(_forced(state, length))
@@ -163,33 +177,6 @@ def _measure(
         rounds.append(found)
     state = programs.withdraw(state, names)
     return state, np.median(rounds, axis=0) / config.steps_per_call
-
-
-def _decoding(
-    state: EngineState,
-    programs: Programs,
-    config: EngineConfig,
-    plan: Measurement,
-    num: int,
-) -> EngineState:
-    """Submits sequences to an idle engine, and goes on until all of them decode."""
-    most = config.max_length - plan.context
-    ask = Sampling(temperature=0.0, max_tokens=most, prefix_cache=False)
-    width = max(config.submit_width, config.max_slots)
-    prompts, asks = [[0] * plan.context] * num, [ask] * num
-    requests = request_batch.make_requests(prompts, asks, config=config, width=width)
-    state = programs.submit(_forced(state, 0), requests)
-    for _ in range(_steps_of_reading(plan.context, config) // config.steps_per_call):
-        state = programs.run(state, False)
-        if np.sum(np.asarray(state.table.length) > plan.context) == num:
-            break
-    return state
-
-
-def _names(config: EngineConfig, num: int) -> Int32[np.ndarray, " sequences"]:
-    """The names of so many requests, as `withdraw` takes them."""
-    names = np.arange(config.max_sequences, dtype=np.int32)
-    return np.where(names < num, names, -1)
 
 
 def _forced(state: EngineState, length: int) -> EngineState:

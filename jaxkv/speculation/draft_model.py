@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Int32
 
 from jaxkv import arrays, validation
 from jaxkv.engine.drafting import Drafter, Drafts
@@ -88,20 +88,29 @@ class DraftModel(Drafter):
         own = state.pages.beside if self.beside else state.pages
         weights = params.draft if self.beside else params
         assert own is not None
+        s = state.sequences
         row, slot = jnp.maximum(state.slots.sequence, 0), _count(granted.shape[0])
-        known, tokens = state.sequences.num_tokens[row], state.sequences.tokens[row]
+        known, tokens = s.num_tokens[row], s.tokens[row]
 
         def one(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
             tokens, law, own = carry
             drafts = index < granted
             place = jnp.where(drafts, known - 1 + index, -1)
             result = self.forward(weights, own, rows_of(state, tokens, place))
-            drawn, its = self._draw(
-                state, row, tokens, known + index, drafts, result.logits
+            params = jax.tree.map(lambda x: x[row], s.params)
+            warm = jnp.where(drafts, params.temperature, 0.0)
+            params, length = params._replace(temperature=warm), known + index
+            logits = sampler.penalise(
+                result.logits, tokens, s.prompt_length[row], length, params
             )
-            at = (slot, jnp.where(drafts, place + 1, -1))
-            if law is not None:
+            if law is None:
+                unscored = jnp.zeros_like(drafts)
+                drawn = sampler.sample(logits, params, length, scored=unscored).token
+            else:
+                drawn, its = draws.draw(logits, params, length)
+                drawn = jnp.maximum(drawn[:, 0], 0)
                 law = lax.dynamic_update_index_in_dim(law, its, index, axis=1)
+            at = (slot, jnp.where(drafts, place + 1, -1))
             return arrays.put(tokens, at, drawn), law, result.pages
 
         law = None
@@ -116,27 +125,6 @@ class DraftModel(Drafter):
         found = arrays.take(tokens, (slot[:, None], places), fill=0)
         pages = state.pages._replace(beside=own) if self.beside else own
         return memory, pages, Drafts(granted, found, law)
-
-    def _draw(
-        self,
-        state: EngineState,
-        row: Int32[Array, " slots"],
-        tokens: Int32[Array, "slots max_length"],
-        known: Int32[Array, " slots"],
-        drafts: Bool[Array, " slots"],
-        logits: Float[Array, "slots vocab"],
-    ) -> tuple[Int32[Array, " slots"], Float[Array, "slots vocab"] | None]:
-        """Draws a token behind the first `known` ones; and the law that it is of."""
-        s = state.sequences
-        params = jax.tree.map(lambda x: x[row], s.params)
-        warm = jnp.where(drafts, params.temperature, 0.0)
-        params = params._replace(temperature=warm)
-        logits = sampler.penalise(logits, tokens, s.prompt_length[row], known, params)
-        if self.couples:
-            unscored = jnp.zeros_like(drafts)
-            return sampler.sample(logits, params, known, scored=unscored).token, None
-        drawn, law = draws.draw(logits, params, known)
-        return jnp.maximum(drawn[:, 0], 0), law
 
 
 def _count(num: int) -> Int32[Array, " {num}"]:

@@ -123,16 +123,24 @@ class Lookahead(Drafter):
         row = jnp.maximum(sequence, 0)
         known, tokens = s.num_tokens[row], s.tokens[row]
         begins = (granted > 0) & (known == s.prompt_length[row] + 1)
-        memory = self._begun(memory, jnp.where(begins, sequence, -1), tokens, known)
+        target = jnp.where(begins, sequence, -1)
+        # A new window has the last tokens of the text, and no n-grams are known yet.
+        place = _count(self.ngram - 1)[:, None] + _count(self.columns)[None, :]
+        first = known - self.columns - self.ngram + 2
+        place = first[:, None, None] + place[None]
+        slot = _count(known.shape[0])[:, None, None]
+        at = jnp.broadcast_to(slot, place.shape), jnp.maximum(place, 0)
+        memory = memory._replace(
+            window=arrays.put(memory.window, target, arrays.take(tokens, at, fill=0)),
+            num_written=arrays.put(memory.num_written, target, 0),
+        )
         last = arrays.take(tokens, (_count(row.shape[0]), known - 1), fill=-2)
         candidates = find(
             memory.pool[row], memory.num_written[row], last, num=self.candidates
         )
-        window = memory.window[row]
-        parents = jnp.concatenate(
-            [_trie(candidates), self._window_parents(row.shape[0])], axis=1
-        )
-        num_slots = row.shape[0]
+        window, num_slots = memory.window[row], row.shape[0]
+        above = self._window_parents(num_slots)
+        parents = jnp.concatenate([_trie(candidates), above], axis=1)
         drafted = jnp.concatenate(
             [candidates.reshape(num_slots, -1), window.reshape(num_slots, -1)], axis=1
         )
@@ -171,26 +179,8 @@ class Lookahead(Drafter):
             num_written=arrays.put(memory.num_written, target, num),
         )
 
-    def _begun(
-        self,
-        memory: Iterated,
-        row: Int32[Array, " slots"],
-        tokens: Int32[Array, "slots max_length"],
-        known: Int32[Array, " slots"],
-    ) -> Iterated:
-        """Starts windows with what stands last in the text, and forgets n-grams."""
-        place = _count(self.ngram - 1)[:, None] + _count(self.columns)[None, :]
-        first = known - self.columns - self.ngram + 2
-        place = first[:, None, None] + place[None]
-        slot = _count(known.shape[0])[:, None, None]
-        at = jnp.broadcast_to(slot, place.shape), jnp.maximum(place, 0)
-        return memory._replace(
-            window=arrays.put(memory.window, row, arrays.take(tokens, at, fill=0)),
-            num_written=arrays.put(memory.num_written, row, 0),
-        )
-
     def _window_parents(self, num_slots: int) -> Int32[Array, "slots drafts"]:
-        """Places of the parents in the window, which stands behind the candidates."""
+        """Places of the parents in the window, which follows the candidates."""
         before = self.candidates * (self.ngram - 1)
         place = before + 1 + np.arange(self.columns * (self.ngram - 1))
         parents = place - self.columns

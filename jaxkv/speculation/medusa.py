@@ -174,7 +174,14 @@ class Medusa(Drafter):
         said = logits(params.draft, params.target, states, config=self.config)
         num = min(config.max_drafts, len(self.topology.ranks))
         tree = Topology(self.topology.parents[:num], self.topology.ranks[:num])
-        best = self._best(said, state, row, known, 1 + max(tree.ranks))
+        # The guesses of each head, the best first: [heads, slots, guesses].
+        heads, slots, vocab = said.shape
+        ahead = jnp.arange(heads, dtype=jnp.int32)[:, None]
+        positions = (known[None, :] + ahead).reshape(-1)
+        asked = jax.tree.map(lambda x: x[jnp.tile(row, heads)], state.sequences.params)
+        ranked = draws.coupled(said.reshape(-1, vocab), asked, positions)
+        _, best = top_k.candidates(ranked, 1 + max(tree.ranks))
+        best = best.reshape(heads, slots, -1)
         depths, ranks = (jnp.asarray(x) for x in (tree.depths, tree.ranks))
         tokens = best[depths - 1, :, ranks].T
         blank = ((0, 0), (0, config.max_drafts - num))
@@ -188,19 +195,3 @@ class Medusa(Drafter):
             parents=parents,
         )
         return memory, state.pages, drafts
-
-    def _best(
-        self,
-        said: Float[Array, "heads slots vocab"],
-        state: EngineState,
-        row: Int32[Array, " slots"],
-        known: Int32[Array, " slots"],
-        num: int,
-    ) -> Int32[Array, "heads slots {num}"]:
-        """The guesses of each head, the best first."""
-        heads, slots, vocab = said.shape
-        ahead = jnp.arange(heads, dtype=jnp.int32)[:, None]
-        positions = (known[None, :] + ahead).reshape(-1)
-        asked = jax.tree.map(lambda x: x[jnp.tile(row, heads)], state.sequences.params)
-        ranked = draws.coupled(said.reshape(-1, vocab), asked, positions)
-        return top_k.candidates(ranked, num)[1].reshape(heads, slots, num)
