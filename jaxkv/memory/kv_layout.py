@@ -150,9 +150,12 @@ class KVLayout:
         q: Float[Array, "rows q_heads head_dim"],
         rows: Rows,
         *,
+        scale: float | None = None,
         window: int | None = None,
+        numerics: Literal["fast", "reproducible"] = "fast",
+        packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
+        plan: dispatch.StepPlan | None = None,
         own_rows: bool = False,
-        **options: Any,
     ) -> Float[Array, "own q_heads value_width"]:
         """Attends from rows over pages that already have the keys of these rows.
 
@@ -163,9 +166,12 @@ class KVLayout:
           layer: which layer of them.
           q: queries, positions already encoded in them.
           rows: the packed rows.
+          scale: factor on the scores; None means head_dim ** -0.5.
           window: latest keys a row sees; None means all.
+          numerics: "reproducible" gives a row the same bits in any batch.
+          packed_q: the queries as the plan packs them; None packs them here.
+          plan: the result of `plan` for these rows; None makes one where it is needed.
           own_rows: True if a device keeps its part of the rows only, not all of them.
-          **options: `scale`, `numerics`, `packed_q` and `plan` of `paged_attention`.
 
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
@@ -181,8 +187,11 @@ class KVLayout:
             v_scales=v_scales,
             layer=layer,
             num_layers=pages.num_layers,
+            scale=scale,
+            numerics=numerics,
+            packed_q=packed_q,
+            plan=plan,
             **_seen_here(pages, rows, window),
-            **options,
         )
         if page_parts.degree() > 1:
             merge = api.merge_own_rows if own_rows else api.merge_devices

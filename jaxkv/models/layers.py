@@ -101,12 +101,16 @@ class Orientation:
         return self.turn(table.at[places].get(mode="fill", fill_value=jnp.nan))
 
     def matmul(
-        self, weight: Float[Array, "outputs inputs"], x: Activations, **how: Any
+        self,
+        weight: Float[Array, "outputs inputs"],
+        x: Activations,
+        *,
+        dtype: DTypeLike | None = None,
+        precision: jax.lax.Precision | None = None,
     ) -> Activations:
-        """Multiplies every row by a weight; `how` is as `jnp.matmul` takes it."""
-        if self.axis == -1:
-            return jnp.matmul(x, weight.T, **how)
-        return jnp.matmul(weight, x, **how)
+        """Multiplies every row by a weight; `dtype` None is that of the operands."""
+        pair = (x, weight.T) if self.axis == -1 else (weight, x)
+        return jnp.matmul(*pair, preferred_element_type=dtype, precision=precision)
 
     def product(self, linear: "Linear", x: Activations) -> Activations:
         """Multiplies every row by this device's part of a weight, without the bias."""

@@ -170,7 +170,7 @@ class RowOrientation(Orientation):
     ) -> Float[Array, "rows words"]:
         """Gives the logits of this device's words."""
         wide = np.promote_types(x.dtype, np.float32)
-        return self.matmul(table, self.gather(x), preferred_element_type=wide)
+        return self.matmul(table, self.gather(x), dtype=wide)
 
     def attend(
         self, _: Any, qkv: rotary.Projected, angles: rotary.Angles | None, carry: Any
