@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -21,6 +22,7 @@ class PeerProcess:
       python: the interpreter that has its libraries.
       words: the file it lies in, its class, and what that is made of, before the number
         of threads that it may use: as many as we.
+      environ: variables of its environment beside ours.
 
     Raises:
       ValueError: the interpreter cannot be started.
@@ -29,7 +31,7 @@ class PeerProcess:
     version: str
     """Of its libraries, known when it is ready."""
 
-    def __init__(self, name: str, python: Path, *words: Any):
+    def __init__(self, name: str, python: Path, *words: Any, **environ: str):
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")
         try:
@@ -38,6 +40,7 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
+                env={**os.environ, **environ},
                 text=True,
                 start_new_session=True,  # a Ctrl-C is for us to hear
             )
@@ -63,7 +66,7 @@ class PeerProcess:
 
     def __exit__(self, *error: object) -> None:
         """Ends the process."""
-        self._process.kill()
+        self._kill()
         self._process.communicate()
         self._errors.close()
 
@@ -80,7 +83,7 @@ class PeerProcess:
           ValueError: it broke down, and the line says what it said last; or was ended.
         """
         assert self._process.stdin is not None
-        timer = threading.Timer(limit_s, self._process.kill)
+        timer = threading.Timer(limit_s, self._kill)
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):  # then there is nothing to hear
@@ -93,6 +96,11 @@ class PeerProcess:
             raise ValueError(f"ended after {limit_s:.0f} s without an answer") from None
         finally:
             timer.cancel()
+
+    def _kill(self) -> None:
+        """Ends the process with all that it started, its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -18,11 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import runs
-from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
+from experiments.bench.kernels import elsewhere
+from experiments.bench.kernels.elsewhere import Budget
 from experiments.bench.kernels.report import plot as plot
 from experiments.bench.kernels.report import summary as summary
 from experiments.bench.peer_process import PeerProcess, start
+from experiments.harness.kernels import MAX_ERROR, Implementation, Run, runs
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
@@ -91,8 +92,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        peers, absent = start(stack, PeerProcess, python, runs.ELSEWHERE)
-        others = [runs.elsewhere(x, budget, num_calls) for x in peers]
+        peers, absent = start(stack, PeerProcess, python, elsewhere.PEERS)
+        others = [elsewhere.prepared(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
         ceilings = _measure_ceilings(config, target.platform)
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
