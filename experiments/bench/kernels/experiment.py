@@ -95,7 +95,14 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         peers, absent = start(stack, PeerProcess, python, elsewhere.PEERS)
         others = [elsewhere.prepared(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
-        ceilings = _measure_ceilings(config, target.platform)
+        sizes = (2**29, 8192, "bfloat16"), (2**25, 2048, "float32")
+        num, width, dtype = sizes[target.platform != "gpu"]
+        if config.shapes == "tiny":
+            num, width, dtype = 2**16, 64, "float32"
+        calls = min(10, config.num_calls)
+        ceilings = timing.measure_ceilings(
+            num_elements=num, width=width, dtype=dtype, num_calls=calls
+        )
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
@@ -142,15 +149,6 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
     return sorted(chosen, key=lambda spec: spec not in sets.SETS["quick"])
-
-
-def _measure_ceilings(config: Config, platform: str) -> Ceilings:
-    sizes = (2**29, 8192, "bfloat16") if platform == "gpu" else (2**25, 2048, "float32")
-    num, width, dtype = (2**16, 64, "float32") if config.shapes == "tiny" else sizes
-    num_calls = min(10, config.num_calls)
-    return timing.measure_ceilings(
-        num_elements=num, width=width, dtype=dtype, num_calls=num_calls
-    )
 
 
 class _Measurement:

@@ -89,8 +89,12 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         mine = found.where(spec=name)
         size, work = units.size(mine.bytes[0]), units.flops(mine.flops[0])
         parts.append(mine.sheet(f"{name}: {size}, {work}", *told))
-    if absent := _absent(rows):
-        parts.append(Sheet("not timed", ("implementation", "shapes", "why"), absent))
+    absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
+    if absent:
+        total = len({row["spec"] for row in rows})
+        reasons = collections.Counter(absent).items()
+        lines = [(who, f"{num} of {total}", why) for (who, why), num in reasons]
+        parts.append(Sheet("not timed", ("implementation", "shapes", "why"), lines))
     return parts
 
 
@@ -101,14 +105,6 @@ def _reached(ceilings: Ceilings) -> dict[str, str]:
         "matrix product": f"{units.flops(ceilings.flops_per_s)}/s",
         "empty call": units.seconds(ceilings.empty_call_s),
     }
-
-
-def _absent(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Lines of those that have no time: who, on how many shapes, why."""
-    absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
-    total = len({row["spec"] for row in rows})
-    reasons = collections.Counter(absent).items()
-    return [(who, f"{num} of {total}", why) for (who, why), num in reasons]
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:

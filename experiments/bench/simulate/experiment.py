@@ -96,13 +96,19 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     everyone, rows = members(config), []
     start = time.perf_counter()
     alone = [_runner([everyone[len(everyone) // 2]], config)]
-    at_once, parts = [_runner(everyone, config)], _parts(everyone, config)
+    at_once = [_runner(everyone, config)]
+    # All runs as `driver` divides them, in parts of one size.
+    size = driver.part_size(len(everyone), config.max_slots)
+    starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
+    parts = [_runner(everyone[i : i + size], config) for i in starts]
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
     serve = _plain([everyone[i] for i in spread], config)
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
-        rates = [_mapped_rate(runners) for runners in (alone, parts, at_once)]
+        for runner in (*alone, *parts, *at_once):
+            runner.reset()
+        rates = [_rate(_advance, runners) for runners in (alone, parts, at_once)]
         progress.show("plain Python")
         rates += [_rate(serve, accounts) for accounts in (True, False)]
         named = dict(zip(EVERYONE, rates, strict=True))
@@ -153,20 +159,6 @@ def _runner(group: list[Members], config: Config) -> Runner:
     runner = Runner(driver.stack(group), bounds, 0.0, None)
     runner.start()
     return runner
-
-
-def _parts(everyone: list[Members], config: Config) -> list[Runner]:
-    """All runs as `driver` divides them, in parts of one size."""
-    size = driver.part_size(len(everyone), config.max_slots)
-    starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
-    return [_runner(everyone[i : i + size], config) for i in starts]
-
-
-def _mapped_rate(runners: list[Runner]) -> Rate:
-    """Steps of all together, from an idle machine each."""
-    for runner in runners:
-        runner.reset()
-    return _rate(_advance, runners)
 
 
 def _rate(work: Callable[..., float], *args: Any) -> Rate:

@@ -88,7 +88,14 @@ def _designs(
     try:
         design = designs.nearest(family, optimum.num_params)
     except ValueError as error:
-        raise _refusal(case, error, _other_vocabulary(case, optimum)) from None
+        # Which vocabularies have designs small enough, or whose it is.
+        size, way_out = family.vocab_size, ""
+        most = designs.max_vocab_size(family, optimum.num_params)
+        if most is not None and 1 <= most < size:
+            way_out = f"; with --vocab-size in [1, {most:,}] there are smaller ones"
+            if size == case.belief.shape.get("vocab_size"):
+                way_out = f", that of the runs behind {case.belief.name}"
+        raise _refusal(case, error, way_out) from None
     how: Any = {"inference_tokens": case.served}
     try:
         return design, designs.best(family, case.loss, case.flops, **how)
@@ -106,17 +113,6 @@ def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
     aim = "" if target is None else f"--target-loss {target:g}: "
     said = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
     return ValueError(aim + said)
-
-
-def _other_vocabulary(case: Case, optimum: Optimum) -> str:
-    """Says which vocabularies have designs small enough, or whose it is."""
-    size = case.family.vocab_size
-    most = designs.max_vocab_size(case.family, optimum.num_params)
-    if most is None or not 1 <= most < size:
-        return ""
-    if size == case.belief.shape.get("vocab_size"):
-        return f", that of the runs behind {case.belief.name}"
-    return f"; with --vocab-size in [1, {most:,}] there are smaller ones"
 
 
 def _architecture(case: Case, best: Optimum, design: Design) -> dict[str, Any]:

@@ -151,7 +151,9 @@ def plot(axes: Any, result: Ways) -> None:
     """Draws what a device keeps, and what it sends for attention, by tokens."""
     kept, sent = axes
     for name in dict.fromkeys(result.layout.tolist()):
-        mine, system = result.where(layout=name), _system(name)
+        mine = result.where(layout=name)
+        # The name under which a layout has its colour.
+        system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ALONE
         style.curve(kept, mine.sequence, mine.kept_bytes / 1e9, system, name)
         if mine.attention_bytes.any():
             size = mine.attention_bytes / 1e9
@@ -181,9 +183,3 @@ def plot(axes: Any, result: Ways) -> None:
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
         style.plain_log(ax.yaxis)
         ax.legend()
-
-
-def _system(layout: str) -> str:
-    """The name under which a layout has its colour."""
-    names = [x for x in ("ring", "ulysses") if x in layout]
-    return " and ".join(names) or ALONE
