@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from experiments.framework import environment
+
 MAIN = Path(__file__).with_name("peer_main.py")
 
 
@@ -36,7 +38,7 @@ class PeerProcess:
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(
-                [*map(str, (python, MAIN, *words, _num_threads()))],
+                [*map(str, (python, MAIN, *words, environment.num_cpus()))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -149,10 +151,3 @@ def start[P: PeerProcess](
 def in_a_line(absent: Mapping[str, str]) -> str:
     """Why those by name are not there."""
     return "; ".join(f"{name}: {why}" for name, why in absent.items())
-
-
-def _num_threads() -> int:
-    """Processors that this process may use: what a peer gets, too."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

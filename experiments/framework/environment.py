@@ -40,13 +40,18 @@ def describe() -> dict[str, Any]:
         "versions": versions,
         "platform": platform.platform(),
         "cpu": next(names, platform.processor() or platform.machine()),
-        "num_cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "num_cpus": num_cpus(),
         "memory_bytes": memory_bytes,
         "devices": devices(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def num_cpus() -> int:
+    """Number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def devices() -> list[str]:

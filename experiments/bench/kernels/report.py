@@ -200,7 +200,18 @@ def markdown(folder: Path) -> str:
         raise ValueError(f"{folder}: {run.env.get('status')=}; only a whole run counts")
     names = dict.fromkeys(row["spec"] for row in rows)
     lines = [_line(name, [x for x in rows if x["spec"] == name]) for name in names]
-    return framework_report.markdown(Sheet("", HEADS, lines, _caption(head, run.env)))
+    ceilings = Ceilings(**head["ceilings"])
+    versions = {"jax": run.env["versions"].get("jax", "?"), **head["peers"]}
+    said = [
+        head["device"],
+        run.env["started_at"][:10],
+        f"commit {(run.env['commit'] or 'unknown')[:10]}",
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+    ]
+    reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
+    note = f"{'; '.join(said)}. Measured in the same run: {reached}. "
+    note += CLOCKS[ceilings.clock]
+    return framework_report.markdown(Sheet("", HEADS, lines, note))
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -222,18 +233,3 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
     share, target = units.share(ours["fraction"]), units.seconds(ours["target_s"])
     return name, size, mine, theirs, ratio, share, target
-
-
-def _caption(head: dict[str, Any], env: dict[str, Any]) -> str:
-    """Says where, when and with what, and what the device reached."""
-    ceilings = Ceilings(**head["ceilings"])
-    versions = {"jax": env["versions"].get("jax", "?"), **head["peers"]}
-    said = [
-        head["device"],
-        env["started_at"][:10],
-        f"commit {(env['commit'] or 'unknown')[:10]}",
-        ", ".join(f"{name} {version}" for name, version in versions.items()),
-    ]
-    reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
-    clock = CLOCKS[ceilings.clock]
-    return f"{'; '.join(said)}. Measured in the same run: {reached}. {clock}"
