@@ -56,14 +56,26 @@ def main(args: list[str] | None = None) -> int:
         # Whatever else a library prints must not stand beside the document.
         documents = sys.stdout if as_json else None
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-            answer = _dispatch(args, documents)
+            compilation_cache.keep_programs()
+            args = joining.join(args)
+            answer = None
+            with contextlib.suppress(SystemExit):  # help that has been printed
+                helps = {name: known.help for name, known in _COMMANDS.items()}
+                name = _word(args, "command", helps, _USAGE)
+                joining.check(name)
+                if name == "serve":  # reports before it ends
+                    answer = _serve(args[1:], documents)
+                else:
+                    answer = _COMMANDS[name].call(args[1:])
         if answer is not None and joining.speaks():
             if not as_json:
                 from experiments.cli.console import printing
 
                 printing.print_parts(answer.parts)
-                gap = [""] if answer.parts and answer.lines else []
-                print(*gap, *answer.lines, sep="\n", end="\n" * bool(answer.lines))
+                if answer.parts and answer.lines:
+                    print()
+                for line in answer.lines:
+                    print(line)
             elif answer.document:  # else it was printed before
                 print(config_json.dumps(answer.document))
         sys.stdout.flush()
@@ -82,23 +94,6 @@ def main(args: list[str] | None = None) -> int:
             return _complain(error, 2)
         traceback.print_exc()
         return 1
-
-
-def _dispatch(args: list[str], documents: TextIO | None) -> Output | None:
-    """Finds the command that the first word names, and calls it with the others.
-
-    `documents` is the stream for JSON documents; None without `--json`.
-    """
-    compilation_cache.keep_programs()
-    args = joining.join(args)
-    try:
-        name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
-        joining.check(name)
-        if name == "serve":  # reports before it ends
-            return _serve(args[1:], documents)
-        return _COMMANDS[name].call(args[1:])
-    except SystemExit:  # help was asked for, and has been printed
-        return None
 
 
 def _bench(args: list[str]) -> Output:
