@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ class PeerProcess:
       python: the interpreter that has its libraries.
       words: the file it lies in, its class, and what that is made of, before the number
         of threads that it may use: as many as we.
+      limit_s: seconds after which it is ended if it is not ready.
       environ: variables of its environment beside ours.
 
     Raises:
@@ -33,8 +34,15 @@ class PeerProcess:
     version: str
     """Of its libraries, known when it is ready."""
 
-    def __init__(self, name: str, python: Path, *words: Any, **environ: str):
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        *words: Any,
+        limit_s: float = threading.TIMEOUT_MAX,
+        **environ: str,
+    ):
+        self.name, self._start_limit_s = name, limit_s
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(
@@ -57,7 +65,8 @@ class PeerProcess:
           ValueError: what it needs is not installed there, or cannot be loaded.
         """
         try:
-            said = self._hear()
+            with self._limit(self._start_limit_s):
+                said = self._hear()
             if "absent" in said:
                 raise ValueError(f"{self.name}: {said['absent']}")
         except BaseException:
@@ -85,13 +94,19 @@ class PeerProcess:
           ValueError: it broke down, and the line says what it said last; or was ended.
         """
         assert self._process.stdin is not None
-        timer = threading.Timer(limit_s, self._kill)
-        timer.start()
-        try:
+        with self._limit(limit_s):
             with contextlib.suppress(BrokenPipeError):  # then there is nothing to hear
                 self._process.stdin.write(json.dumps(asked) + "\n")
                 self._process.stdin.flush()
             return self._hear()
+
+    @contextlib.contextmanager
+    def _limit(self, limit_s: float) -> Generator[None]:
+        """Ends the process if the work in the context takes longer."""
+        timer = threading.Timer(limit_s, self._kill)
+        timer.start()
+        try:
+            yield
         except ValueError:
             if timer.is_alive():
                 raise
@@ -101,7 +116,8 @@ class PeerProcess:
 
     def _kill(self) -> None:
         """Ends the process with all that it started, its session."""
-        with contextlib.suppress(ProcessLookupError):
+        # macOS permits no signal to a process that has ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _hear(self) -> dict[str, Any]:

@@ -168,7 +168,8 @@ def answer(
     groups = [[x] for x in names] if words[0] in worker.MEASURES else [names]
     group = groups[0]
     try:
-        with PeerProcess(*peer, PYTHONPATH=os.pathsep.join(sys.path)) as process:
+        path = os.pathsep.join(sys.path)
+        with PeerProcess(*peer, limit_s=limits_s[1], PYTHONPATH=path) as process:
             for group in groups:
                 soft_s, kill_s = soft_end_s - now_s(), kill_end_s - now_s()
                 if soft_s < 0:

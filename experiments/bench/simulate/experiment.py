@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -114,18 +114,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         named = dict(zip(EVERYONE, rates, strict=True))
         rows.append(
             {"round": index}
-            | {f"steps_per_s{name}": rate.per_s for name, rate in named.items()}
-            | {f"steps_per_cpu_s{name}": rate.per_cpu_s for name, rate in named.items()}
+            | {f"steps_per_s{name}": per_s for name, (per_s, _) in named.items()}
+            | {f"steps_per_cpu_s{name}": per_s for name, (_, per_s) in named.items()}
             | {"first_calls_s": compile_s}
         )
     return rows
-
-
-class Rate(NamedTuple):
-    """Steps in a second, and in one of the processor's time: all threads, no waits."""
-
-    per_s: float
-    per_cpu_s: float
 
 
 def members(config: Config) -> list[Members]:
@@ -161,12 +154,12 @@ def _runner(group: list[Members], config: Config) -> Runner:
     return runner
 
 
-def _rate(work: Callable[..., float], *args: Any) -> Rate:
-    """The rates of work that gives its steps."""
+def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
+    """Steps in a second, and in one of the processor's time: all threads, no waits."""
     start, cpu = time.perf_counter(), time.process_time()
     num = work(*args)
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    return Rate(num / seconds, num / cpu_s)
+    return num / seconds, num / cpu_s
 
 
 def _advance(runners: list[Runner]) -> float:
