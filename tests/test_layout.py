@@ -48,9 +48,7 @@ FLOORS = {
         "fitting",
         "cli",
         "training counting",
-        "bench",
-        "serving decoding",
-        "examples",
+        "bench serving decoding examples",
     ),
 }
 

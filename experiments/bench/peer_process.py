@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from experiments.framework import environment
 
 MAIN = Path(__file__).with_name("peer_main.py")
 
@@ -21,6 +24,8 @@ class PeerProcess:
       python: the interpreter that has its libraries.
       words: the file it lies in, its class, and what that is made of, before the number
         of threads that it may use: as many as we.
+      limit_s: seconds after which it is ended if it is not ready.
+      environ: variables of its environment beside ours.
 
     Raises:
       ValueError: the interpreter cannot be started.
@@ -29,15 +34,23 @@ class PeerProcess:
     version: str
     """Of its libraries, known when it is ready."""
 
-    def __init__(self, name: str, python: Path, *words: Any):
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        *words: Any,
+        limit_s: float = threading.TIMEOUT_MAX,
+        **environ: str,
+    ):
+        self.name, self._start_limit_s = name, limit_s
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(
-                [*map(str, (python, MAIN, *words, _num_threads()))],
+                [*map(str, (python, MAIN, *words, environment.num_cpus()))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
+                env={**os.environ, **environ},
                 text=True,
                 start_new_session=True,  # a Ctrl-C is for us to hear
             )
@@ -52,7 +65,8 @@ class PeerProcess:
           ValueError: what it needs is not installed there, or cannot be loaded.
         """
         try:
-            said = self._hear()
+            with self._limit(self._start_limit_s):
+                said = self._hear()
             if "absent" in said:
                 raise ValueError(f"{self.name}: {said['absent']}")
         except BaseException:
@@ -63,7 +77,7 @@ class PeerProcess:
 
     def __exit__(self, *error: object) -> None:
         """Ends the process."""
-        self._process.kill()
+        self._kill()
         self._process.communicate()
         self._errors.close()
 
@@ -80,19 +94,31 @@ class PeerProcess:
           ValueError: it broke down, and the line says what it said last; or was ended.
         """
         assert self._process.stdin is not None
-        timer = threading.Timer(limit_s, self._process.kill)
-        timer.start()
-        try:
+        with self._limit(limit_s):
             with contextlib.suppress(BrokenPipeError):  # then there is nothing to hear
                 self._process.stdin.write(json.dumps(asked) + "\n")
                 self._process.stdin.flush()
             return self._hear()
+
+    @contextlib.contextmanager
+    def _limit(self, limit_s: float) -> Generator[None]:
+        """Ends the process if the work in the context takes longer."""
+        timer = threading.Timer(limit_s, self._kill)
+        timer.start()
+        try:
+            yield
         except ValueError:
             if timer.is_alive():
                 raise
             raise ValueError(f"ended after {limit_s:.0f} s without an answer") from None
         finally:
             timer.cancel()
+
+    def _kill(self) -> None:
+        """Ends the process with all that it started, its session."""
+        # macOS permits no signal to a process that has ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -141,10 +167,3 @@ def start[P: PeerProcess](
 def in_a_line(absent: Mapping[str, str]) -> str:
     """Why those by name are not there."""
     return "; ".join(f"{name}: {why}" for name, why in absent.items())
-
-
-def _num_threads() -> int:
-    """Processors that this process may use: what a peer gets, too."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -3,5 +3,6 @@
 __all__ = [
     "cost",
     "plan",
+    "run",
     "train",
 ]

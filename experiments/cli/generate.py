@@ -117,7 +117,11 @@ def generate(model: str, options: Options) -> Output:
     is_search = options.beam_width is not None
     # Answers stream as they grow, unless it is known only later which are kept.
     is_ranked = is_search or num_drawn > num_kept
-    found = [[_begun(i, x) for x in range(num_drawn)] for i in range(len(asks))]
+    begun: Any = {"text": "", "tokens": [], "reason": "cancelled"}
+    drawn = [begun | {"sample": x, "score": None} for x in range(num_drawn)]
+    found: list[list[dict[str, Any]]] = [
+        [x | {"tokens": [], "prompt": i} for x in drawn] for i in range(len(asks))
+    ]
     status, under_way, keeps = 0, {*range(len(asks))}, None
     engine, prompts = _engine(model, options)
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
@@ -171,12 +175,6 @@ def generate(model: str, options: Options) -> Output:
 
 _TOLD = ("text", "tokens", "reason", "sample", "score")
 """Fields of an answer that the document has, beside the number of its prompt."""
-
-
-def _begun(prompt: int, sample: int) -> dict[str, Any]:
-    """What the document has of an answer before it has grown."""
-    answer = {"text": "", "tokens": [], "reason": "cancelled"}
-    return answer | {"sample": sample, "score": None, "prompt": prompt}
 
 
 def _asks(options: Options) -> list[Any]:
@@ -301,11 +299,19 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
     """Reads a model as `--dtype` and `--parallel` ask.
 
     Raises:
-      ValueError: it cannot be used, or has no tokenizer.
+      ValueError: it cannot be used, or has no tokenizer; or `--parallel` is no layout
+        of an engine, or there are fewer devices, or processes without one.
     """
+    from jaxkv.parallel import count_cpu_as, make_mesh, processes
     from jaxkv.serving import loading
 
-    folder, mesh = bundled.folder_of(model), _mesh(options.parallel)
+    folder, mesh = bundled.folder_of(model), None
+    degrees = mesh_degrees(options.parallel)
+    if (num := math.prod(degrees.values())) == 1:
+        processes.check_all_used(1)
+    else:
+        count_cpu_as(num)
+        mesh = make_mesh(**degrees)
     # As long a part of every page as a whole one on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
     loaded = loading.read(folder, dtype=options.dtype, mesh=mesh)
@@ -357,23 +363,6 @@ def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
             adaptive=options.adaptive,
         )
     }
-
-
-def _mesh(parallel: str) -> Any:
-    """The devices that `--parallel` asks for; None for one.
-
-    Raises:
-      ValueError: it is no layout of an engine, there are fewer devices, or
-        processes without one.
-    """
-    from jaxkv.parallel import count_cpu_as, make_mesh, processes
-
-    degrees = mesh_degrees(parallel)
-    if (num := math.prod(degrees.values())) == 1:
-        processes.check_all_used(1)
-        return None
-    count_cpu_as(num)
-    return make_mesh(**degrees)
 
 
 def mesh_degrees(parallel: str) -> dict[str, int]:

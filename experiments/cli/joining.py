@@ -91,7 +91,10 @@ def join(args: list[str]) -> list[str]:
         raise ValueError(f"{next(iter(given))} needs {NAMES[0]} HOST:PORT")
     from jaxkv.parallel import processes
 
-    numbers = [_number(name, given) for name in NAMES[1:]]
+    for name in NAMES[1:]:
+        if name in given and not given[name].isdecimal():
+            raise ValueError(f"{name} {given[name]}: must be a whole number")
+    numbers = [int(given[name]) if name in given else None for name in NAMES[1:]]
     processes.join(given[NAMES[0]], *numbers)
     if not processes.is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
@@ -139,11 +142,3 @@ def _taken(args: list[str]) -> tuple[dict[str, str], list[str]]:
         if not given[name]:
             raise ValueError(f"{name} needs a value")
     return given, rest
-
-
-def _number(name: str, given: dict[str, str]) -> int | None:
-    if name not in given:
-        return None
-    if not given[name].isdecimal():
-        raise ValueError(f"{name} {given[name]}: must be a whole number")
-    return int(given[name])

@@ -12,10 +12,9 @@ experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME
 import contextlib
 import dataclasses
 import io
-import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -47,14 +46,38 @@ def main(args: list[str] | None = None) -> int:
             return joining.leave(main(sys.argv[1:]))
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
-    _prepare_streams(as_json)
+    # No text fails for the encoding of where it goes; JSON is always UTF-8.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if as_json and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
     try:
         # Whatever else a library prints must not stand beside the document.
         documents = sys.stdout if as_json else None
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-            answer = _dispatch(args, documents)
+            compilation_cache.keep_programs()
+            args = joining.join(args)
+            answer = None
+            with contextlib.suppress(SystemExit):  # help that has been printed
+                helps = {name: known.help for name, known in _COMMANDS.items()}
+                name = _word(args, "command", helps, _USAGE)
+                joining.check(name)
+                if name == "serve":  # reports before it ends
+                    answer = _serve(args[1:], documents)
+                else:
+                    answer = _COMMANDS[name].call(args[1:])
         if answer is not None and joining.speaks():
-            _print(answer, as_json)
+            if not as_json:
+                from experiments.cli.console import printing
+
+                printing.print_parts(answer.parts)
+                if answer.parts and answer.lines:
+                    print()
+                for line in answer.lines:
+                    print(line)
+            elif answer.document:  # else it was printed before
+                print(config_json.dumps(answer.document))
         sys.stdout.flush()
         return 0 if answer is None else answer.status
     except outputs.Unwritable as error:  # who reads no more is not told so
@@ -73,36 +96,6 @@ def main(args: list[str] | None = None) -> int:
         return 1
 
 
-def _prepare_streams(as_json: bool) -> None:
-    """Lets no text fail for the encoding of where it goes; JSON is always UTF-8."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    if as_json and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
-
-
-def _dispatch(args: list[str], documents: TextIO | None) -> Output | None:
-    """Finds the command that the first word names, and calls it with the others.
-
-    `documents` is the stream for JSON documents; None without `--json`.
-    """
-    compilation_cache.keep_programs()
-    args = joining.join(args)
-    try:
-        name = _word(args, "command", {x: _COMMANDS[x].help for x in _COMMANDS}, _USAGE)
-        joining.check(name)
-        if name == "serve":  # reports before it ends
-            return _serve(args[1:], documents)
-        return _COMMANDS[name].call(args[1:])
-    except SystemExit:  # help was asked for, and has been printed
-        return None
-
-
-def _demo(args: list[str]) -> Output:
-    return _lift_metrics(_experiment("demo", args, "jaxkv demo"))
-
-
 def _bench(args: list[str]) -> Output:
     known = [x for x in registry.entries() if x.name.startswith("bench_")]
     questions = {x.name.removeprefix("bench_"): x.question for x in known}
@@ -119,34 +112,29 @@ def _run(args: list[str]) -> Output:
 
 def _generate(args: list[str]) -> Output:
     from experiments.cli import generate
-    from experiments.harness import bundled
 
-    known = ", ".join(bundled.names())
-    model, options = _subject(
-        args,
-        generate.Options,
-        "jaxkv generate MODEL",
-        f"which model? A folder, or one of: {known}",
-        f"MODEL is a folder, or the name of a bundled model: {known}.",
-    )
-    return generate.generate(model, options)
+    return generate.generate(*_served(args, generate.Options, "jaxkv generate MODEL"))
 
 
 def _serve(args: list[str], documents: TextIO | None = None) -> Output:
     from experiments.cli import serve
+
+    file = _value_of(args, "--config")
+    base = None if file is None else serve.read_options(file)
+    asked = _served(args, serve.Options, "jaxkv serve MODEL", base)
+    return serve.serve(*asked, documents)
+
+
+def _served[T](
+    args: list[str], options: type[T], prog: str, base: T | None = None
+) -> tuple[str, T]:
+    """Reads `COMMAND MODEL [OPTIONS]`, the model a folder or a bundled one."""
     from experiments.harness import bundled
 
     known = ", ".join(bundled.names())
-    file = _value_of(args, "--config")
-    model, options = _subject(
-        args,
-        serve.Options,
-        "jaxkv serve MODEL",
-        f"which model? A folder, or one of: {known}",
-        f"MODEL is a folder, or the name of a bundled model: {known}.",
-        None if file is None else serve.read_options(file),
-    )
-    return serve.serve(model, options, documents)
+    asks = f"which model? A folder, or one of: {known}"
+    description = f"MODEL is a folder, or the name of a bundled model: {known}."
+    return _subject(args, options, prog, asks, description, base)
 
 
 def _cost(args: list[str]) -> Output:
@@ -190,26 +178,17 @@ def _fit(args: list[str]) -> Output:
     return answer
 
 
-def _train(args: list[str]) -> Output:
-    from experiments.cli.train import command
-
-    return _configured(command.train, command.TrainOptions, command.TRAININGS, args)
-
-
-def _sweep(args: list[str]) -> Output:
-    from experiments.cli.train import command
-
-    return _configured(command.sweep, command.SweepOptions, command.SWEEPS, args)
-
-
-def _configured(
-    call: Any, options: Any, shipped: Iterable[str], args: list[str]
-) -> Output:
+def _train(args: list[str], name: str = "train") -> Output:
     """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
+    from experiments.cli.train import command
+
+    is_sweep = name == "sweep"
+    call: Any = command.sweep if is_sweep else command.train
+    options: Any = command.SweepOptions if is_sweep else command.TrainOptions
+    shipped = command.SWEEPS if is_sweep else command.TRAININGS
     known = f"JSON file, or one of: {', '.join(shipped)}"
     asks, description = f"which config? A {known}", f"CONFIG is a {known}."
-    prog = f"jaxkv {call.__name__} CONFIG"
-    return call(*_subject(args, options, prog, asks, description))
+    return call(*_subject(args, options, f"jaxkv {name} CONFIG", asks, description))
 
 
 def _plan(args: list[str]) -> Output:
@@ -251,7 +230,10 @@ class Command(NamedTuple):
 
 
 _COMMANDS = {
-    "demo": Command("serve the bundled model: static batching against ours", _demo),
+    "demo": Command(
+        "serve the bundled model: static batching against ours",
+        lambda args: _lift_metrics(_experiment("demo", args, "jaxkv demo")),
+    ),
     "list": Command("the experiments and their configs", _list),
     "run": Command("run an experiment and keep its folder", _run),
     "generate": Command("continue text with a model", _generate),
@@ -259,7 +241,9 @@ _COMMANDS = {
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
     "train": Command("train one model", _train),
-    "sweep": Command("train many, for a law to be fitted to", _sweep),
+    "sweep": Command(
+        "train many, for a law to be fitted to", lambda args: _train(args, "sweep")
+    ),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
     "plan": Command("choose the best model for a budget", _plan),
     "claims": Command("what was published, ours, and the verdict", _claims),
@@ -297,12 +281,12 @@ def _experiment(name: str, args: list[str], prog: str) -> Output:
     return run.run(experiment, *asked, config_name=name)
 
 
-class _Asked(NamedTuple):
-    """What an experiment is run with: its config, and where and how long."""
+type _Asked = tuple[Any, Path | None, float]
+"""What an experiment is run with: its config, and where and how long."""
 
-    config: Any
-    out: Path | None = None
-    max_seconds: float = math.inf
+
+_PLAIN = ("--out", "--config", "--max-seconds")
+"""Flags that are read without tyro, where no other one is given."""
 
 
 def _changed(
@@ -313,14 +297,24 @@ def _changed(
     out: str = "a new one under runs/",
 ) -> _Asked:
     """Reads changes to a config, and the rest; `--config` has been seen to."""
-    if (plain := _plain(base, args)) is not None:
-        return plain
+    rest, found = list(args), {}
+    while rest:
+        flag, joined, value = rest.pop(0).partition("=")
+        if not joined and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+        if flag in found or flag not in _PLAIN or not value:
+            break
+        found[flag] = value
+    else:
+        with contextlib.suppress(ValueError):  # of what is no number
+            max_seconds = float(found.get("--max-seconds", "inf"))
+            return base, Path(found["--out"]) if "--out" in found else None, max_seconds
 
     # Only here: a machine that is lent for a benchmark may not have tyro.
     from experiments.cli import parsing
 
     parsed = parsing.parse(parsing.changes(base, out), args, prog, description, ())
-    return _Asked(parsed.settings, parsed.out, parsed.max_seconds)
+    return parsed.settings, parsed.out, parsed.max_seconds
 
 
 def _subject[T](
@@ -382,42 +376,6 @@ def _value_of(args: list[str], flag: str) -> str | None:
         if arg.startswith(f"{flag}="):
             return arg.partition("=")[2]
     return None
-
-
-def _plain(base: Any, args: list[str]) -> _Asked | None:
-    """Reads what is asked if it is at most one `--out`, `--config`, `--max-seconds`."""
-    rest, found = list(args), {}
-    while rest:
-        flag, joined, value = rest.pop(0).partition("=")
-        if not joined and rest and not rest[0].startswith("-"):
-            value = rest.pop(0)
-        if flag in found or flag not in _PLAIN or not value:
-            return None
-        found[flag] = value
-    try:
-        max_seconds = float(found.get("--max-seconds", "inf"))
-    except ValueError:
-        return None
-    out = found.get("--out")
-    return _Asked(base, None if out is None else Path(out), max_seconds)
-
-
-_PLAIN = ("--out", "--config", "--max-seconds")
-
-
-def _print(answer: Output, as_json: bool) -> None:
-    if as_json and not answer.document:  # it was printed before
-        return
-    if as_json:
-        print(config_json.dumps(answer.document))
-        return
-    from experiments.cli.console import printing
-
-    printing.print_parts(answer.parts)
-    if answer.parts and answer.lines:
-        print()
-    for line in answer.lines:
-        print(line)
 
 
 def _complain(what: object, status: int) -> int:

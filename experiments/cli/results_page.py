@@ -61,20 +61,6 @@ _OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
 """What the page says of where a record was made."""
 
 
-def _claim(row: dict[str, Any]) -> Claim:
-    """Reads a claim, each field of its type; a number that was none is null.
-
-    Folders of earlier versions do not say its kind.
-    """
-    other = "cannot compare" if row["verdict"] == "differs" else "reproduces"
-    row = {"kind": other} | row
-    for name, hint in get_type_hints(Claim).items():
-        is_unset = name not in row and name in Claim._field_defaults
-        if not is_unset and (row[name] is not None or hint is not float):
-            config_json.restore(hint, row[name], name)
-    return Claim(**row)
-
-
 def read(run: Path, root: Path) -> Record:
     """Reads one run folder."""
     try:
@@ -84,7 +70,17 @@ def read(run: Path, root: Path) -> Record:
         )
         for name, kind in _OF_ENV.items():
             config_json.restore(kind, env[name], name)
-        claims = [_claim(x) for x in claimed]
+        claims = []
+        for row in claimed:
+            # Folders of earlier versions do not say its kind.
+            other = "cannot compare" if row["verdict"] == "differs" else "reproduces"
+            row = {"kind": other} | row
+            for name, hint in get_type_hints(Claim).items():
+                is_unset = name not in row and name in Claim._field_defaults
+                # A number that was none is null.
+                if not is_unset and (row[name] is not None or hint is not float):
+                    config_json.restore(hint, row[name], name)
+            claims.append(Claim(**row))
         experiment = registry.load(str(env["experiment"]))
         where = run / "config.json"
         ours = experiment.config_loads(files.read_text(where), str(where))

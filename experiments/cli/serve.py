@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -113,16 +114,25 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
     Raises:
       ValueError: the model, an option, or the address cannot be used.
     """
-    if _is_disaggregated(options):
+    names = ("decode", "prefill", "address", "service")
+    is_disaggregated = any(getattr(options, name) is not None for name in names)
+    if is_disaggregated:
         validation.installed("disaggregated serving", "ray", "ray")
     validation.installed("jaxkv serve", "serve", "fastapi", "uvicorn")
     from jaxkv.sampling import Sampling
     from jaxkv.server import SWITCH_S, AsyncEngine, http_server
 
-    key, is_given = _key(options)
+    given = options.api_key
+    given = os.environ.get(API_KEY) if given is None else given
+    if given is not None and (
+        len(given) < 8 or not all("!" <= x <= "~" for x in given)
+    ):
+        raise ValueError("--api-key must have at least 8 characters, all visible ASCII")
+    key = secrets.token_urlsafe(24) if given is None else given
+    shown_key = key if given is None else None
     generate.check_drafting(options.loading)
-    if _is_disaggregated(options):
-        return _serve_workers(model, options, key, is_given, documents)
+    if is_disaggregated:
+        return _serve_workers(model, options, key, shown_key, documents)
     read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
@@ -135,18 +145,15 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
         with AsyncEngine(engine, model_name=name) as backend:
-            return run(
-                backend, taken, options, None if is_given else key, key, documents
-            )
-
-
-def _is_disaggregated(options: Options) -> bool:
-    names = ("decode", "prefill", "address", "service")
-    return any(getattr(options, name) is not None for name in names)
+            return run(backend, taken, options, shown_key, key, documents)
 
 
 def _serve_workers(
-    model: str, options: Options, key: str, is_given: bool, documents: TextIO | None
+    model: str,
+    options: Options,
+    key: str,
+    shown_key: str | None,
+    documents: TextIO | None,
 ) -> Output:
     """Serves a model by workers of a Ray cluster, see `serve`."""
     from jaxkv.disaggregation import HttpFront, Service, WorkerSpec
@@ -183,7 +190,7 @@ def _serve_workers(
         for role, num in counts.items()
         for _ in range(num)
     ]
-    name, signals = options.name or Path(model).name, list[int]()
+    name = options.name or Path(model).name
     with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
         front = HttpFront(
             descriptor=taken.fileno(),
@@ -193,13 +200,7 @@ def _serve_workers(
             grace_s=options.grace_s,
         )
         taken.set_inheritable(True)
-
-        def hear(number: int) -> None:
-            if signals:  # the second one is meant
-                interrupts.leave(status=interrupts.status_of(number))
-            signals.append(number)
-
-        with interrupts.handling(lambda number, frame: None, hear):
+        with _signals() as signals:
             with Service(
                 folder,
                 specs,
@@ -210,8 +211,13 @@ def _serve_workers(
                 http=front,
                 model_name=name,
             ) as service:
-                shown = {} if is_given else {"api_key": key}
-                _announce(http_server.url_of(taken), name, service, shown, documents)
+                fields: dict[str, Any] = {"model": name, **service.info}
+                lines = [f"cluster: {fields['head']}, service: {fields['service']}"]
+                if documents is not None:
+                    workers = service.status()["workers"]
+                    fields |= {"router_pid": service.pid, "workers": workers}
+                url = http_server.url_of(taken)
+                _announce(url, fields, lines, shown_key, documents)
                 while not signals and not service.wait(0.2):
                     pass
                 if not signals:
@@ -220,19 +226,40 @@ def _serve_workers(
 
 
 def _announce(
-    url: str, name: str, service: Any, shown: dict[str, str], documents: TextIO | None
+    url: str,
+    fields: dict[str, Any],
+    lines: list[str],
+    shown_key: str | None,
+    documents: TextIO | None,
 ) -> None:
-    """Prints where the workers of a service are reached."""
-    fields = {"url": url, "model": name, "pid": os.getpid(), **service.info}
+    """Prints where a model is served: fields as JSON, or lines for a person."""
     if documents is not None:
-        workers = service.status()["workers"]
-        fields |= {"router_pid": service.pid, "workers": workers}
+        fields = {"url": url, "model": fields["model"], "pid": os.getpid()} | fields
+        shown = {} if shown_key is None else {"api_key": shown_key}
         print(json.dumps(fields | shown), file=documents, flush=True)
         return
-    print(f"serving {name} at {url}/v1", flush=True)
-    print(f"cluster: {fields['head']}, service: {fields['service']}", flush=True)
-    for label, text in shown.items():
-        print(f"{label.replace('_', ' ')}: {text}", flush=True)
+    lines = [f"serving {fields['model']} at {url}/v1", *lines]
+    lines += [] if shown_key is None else [f"api key: {shown_key}"]
+    print("\n".join(lines), flush=True)
+
+
+@contextlib.contextmanager
+def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
+    """Collects the numbers of signals; a second one ends the process at once.
+
+    Args:
+      call: called after the first, in another thread.
+    """
+    heard: list[int] = []
+
+    def hear(number: int) -> None:
+        if heard:
+            interrupts.leave(status=interrupts.status_of(number))
+        heard.append(number)
+        call()
+
+    with interrupts.handling(lambda number, frame: None, hear):
+        yield heard
 
 
 def run(
@@ -265,16 +292,9 @@ def run(
         deadline_s=options.deadline_s,
     )
     url = http_server.url_of(taken)
-    signals: list[int] = []
 
-    async def serve_app() -> None:
+    async def serve_app() -> list[int]:
         loop, wished = asyncio.get_running_loop(), asyncio.Event()
-
-        def hear(number: int) -> None:
-            if signals:  # the second one is meant
-                interrupts.leave(status=interrupts.status_of(number))
-            signals.append(number)
-            loop.call_soon_threadsafe(wished.set)
 
         async def stop() -> None:
             await wished.wait()
@@ -283,43 +303,20 @@ def run(
             await asyncio.to_thread(backend.close)
 
         def on_ready() -> None:
-            fields = {"url": url, "model": backend.model_name, "pid": os.getpid()}
-            if documents is not None:
-                shown = {} if shown_key is None else {"api_key": shown_key}
-                print(json.dumps(fields | shown), file=documents, flush=True)
-                return
-            print(f"serving {backend.model_name} at {url}/v1", flush=True)
-            if shown_key is not None:
-                print(f"api key: {shown_key}", flush=True)
+            fields = {"model": backend.model_name}
+            _announce(url, fields, [], shown_key, documents)
 
-        with interrupts.handling(lambda number, frame: None, hear):
+        with _signals(lambda: loop.call_soon_threadsafe(wished.set)) as signals:
             await http_server.serve(app.make_app(service), taken, stop, on_ready)
+        return signals
 
-    asyncio.run(serve_app())
+    signals = asyncio.run(serve_app())
     counts = {name: x for name, x in service.counters.items() if "{" not in name}
-    num, tokens = (
-        counts.get("requests_total", 0),
-        counts.get("completion_tokens_total", 0),
-    )
+    num = counts.get("requests_total", 0)
+    tokens = counts.get("completion_tokens_total", 0)
     print(f"[{num:,.0f} requests, {tokens:,.0f} tokens]", file=sys.stderr)
     status = interrupts.status_of(signals[0]) if signals else 1
     return Output({}, [], [], status)
-
-
-def _key(options: Options) -> tuple[str, bool]:
-    """The key that clients send, and whether the caller chose it.
-
-    Raises:
-      ValueError: it is too short, or cannot be sent in a header.
-    """
-    given = options.api_key
-    if given is None:
-        given = os.environ.get(API_KEY)
-    if given is None:
-        return secrets.token_urlsafe(24), False
-    if len(given) < 8 or not all("!" <= x <= "~" for x in given):
-        raise ValueError("--api-key must have at least 8 characters, all visible ASCII")
-    return given, True
 
 
 def _check(options: Options, longest: int) -> None:

@@ -19,22 +19,17 @@ _GREY = "0.6"
 
 def plot(axes: Any, result: Result) -> None:
     """Draws a result on two rows of two axes."""
-    result = _thinned(result)
+    num = len(result.row)
+    if num > MAX_DOTS:  # as many as can be told apart
+        rows = np.sort(np.random.default_rng(0).choice(num, MAX_DOTS, replace=False))
+        names = ("row", "num_params", "num_tokens", "flops", "loss", "is_fitted")
+        kept = {name: getattr(result, name)[rows] for name in (*names, "group")}
+        kept["predicted"] = result.predicted[:, rows]
+        result = dataclasses.replace(result, **kept)
     _draw_losses(axes[0, 0], result)
     _draw_residuals(axes[0, 1], result)
     _draw_groups(axes[1, 0], result)
     _draw_contour(axes[1, 1], result.contour, str(result.laws[0]))
-
-
-def _thinned(result: Result) -> Result:
-    """Keeps as many rows as can be told apart."""
-    num = len(result.row)
-    if num <= MAX_DOTS:
-        return result
-    rows = np.sort(np.random.default_rng(0).choice(num, MAX_DOTS, replace=False))
-    columns = ("row", "num_params", "num_tokens", "flops", "loss", "is_fitted", "group")
-    kept = {name: getattr(result, name)[rows] for name in columns}
-    return dataclasses.replace(result, **kept, predicted=result.predicted[:, rows])
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
@@ -55,8 +50,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
         label = label if x is result.flops else "law"
         look = {"color": "0.2", "linewidth": 1.4, "linestyle": (0, (1, 1))}
         ax.plot(*result.frontier, label=label, **look)
-    handles = ax.get_legend_handles_labels()[0]
-    if handles:
+    if ax.get_legend_handles_labels()[0]:
         ax.legend()
     off = np.abs(np.log(result.loss / result.predicted[0]))[result.is_fitted]
     title = f"{result.laws[0]} fits {off.size:,} runs"
@@ -182,8 +176,7 @@ def _axis(result: Result) -> tuple[str, np.ndarray]:
 
 def _label(result: Result) -> str:
     """Names what the laws predict, with its unit where it has one."""
-    is_loss = result.target == "loss"
-    if is_loss:
+    if result.target == "loss":
         return "loss [nats/token]"
     return f"{result.target.replace('_', ' ')} [as logged]"
 

@@ -12,7 +12,7 @@ from experiments.fitting.outcomes import Result
 from experiments.fitting.parts import ROLLOUT, Part, fit_parts
 from experiments.framework import config_json
 from jaxkv.progress import QUIET, Progress
-from scaling.fits import FitResult, goodness
+from scaling.fits import goodness
 from scaling.fits.fit import abridged, predict, to_json
 from scaling.laws import Law, published
 from scaling.logs import SIZES, Log, doubts, rules
@@ -110,7 +110,17 @@ def _document(
     unfitted: list[str],
 ) -> dict[str, Any]:
     """What `fit.json` holds: the first fit, the others, and what they rest on."""
-    first, *others = (_described(config, part, x) for part in parts for x in part.fits)
+    first, *others = (
+        to_json(fit)
+        | {
+            "formula": fit.find_law().formula,
+            "source": fit.find_law().source,
+            "residual_sizes": goodness.measure(fit.residuals)._asdict(),
+            **({"group": part.label} if config.by else {}),
+        }
+        for part in parts
+        for fit in part.fits
+    )
     axis = "compute" if "flops" in log.columns else "input"
     rolled_out = f"up to {ROLLOUT:g} of the largest {axis}"
     scored = f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
@@ -149,17 +159,6 @@ def _document(
         "frontiers": frontiers,
         "frontier_warnings": warnings,
         "shift": " ".join(shifts),
-    }
-
-
-def _described(config: Config, part: Part, fit: FitResult) -> dict[str, Any]:
-    """A fit, with its law and how far its runs are off."""
-    law = fit.find_law()
-    return to_json(fit) | {
-        "formula": law.formula,
-        "source": law.source,
-        "residual_sizes": goodness.measure(fit.residuals)._asdict(),
-        **({"group": part.label} if config.by else {}),
     }
 
 

@@ -173,8 +173,19 @@ def contour(fit: FitResult, columns: Columns) -> Contour:
         none = np.empty(0)
         return Contour("", "", none, none, np.empty((0, 0)), none, none)
     places = [[*fit.coefficients].index(name) for name in names]
-    samples = fit.sampled()[:, places]
-    x, y = (_range(fit, place, samples[:, i]) for i, place in enumerate(places))
+    samples, axes = fit.sampled()[:, places], []
+    for i, place in enumerate(places):  # about twice as wide as the samples
+        value, half = [*fit.coefficients.values()][place], 0.0
+        known = samples[np.isfinite(samples[:, i]), i]
+        if known.size:
+            low, high = np.quantile(known, (0.02, 0.98))
+            half = 1.5 * max(value - low, high - value)
+        elif np.isfinite(fit.covariance[place, place]):
+            half = 4 * float(np.sqrt(max(fit.covariance[place, place], 0.0)))
+        half = float(np.clip(half, 0.05 * abs(value) + 1e-6, 0.9 * abs(value) + 2e-6))
+        cells = NUM_CELLS[fit.num_points < FEW_RUNS]
+        axes.append(np.linspace(value - half, value + half, cells))
+    x, y = axes
     if fit.num_points > MAX_ROWS:
         none = np.empty((0, 0))
         return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
@@ -182,18 +193,3 @@ def contour(fit: FitResult, columns: Columns) -> Contour:
     # Where a law is exact the least objective is rounding.
     over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
     return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])
-
-
-def _range(fit: FitResult, place: int, samples: np.ndarray) -> np.ndarray:
-    """The values of a coefficient to look at: about twice as wide as its samples."""
-    value = [*fit.coefficients.values()][place]
-    samples = samples[np.isfinite(samples)]
-    half = 0.0
-    if samples.size:
-        low, high = np.quantile(samples, (0.02, 0.98))
-        half = 1.5 * max(value - low, high - value)
-    elif np.isfinite(fit.covariance[place, place]):
-        half = 4 * float(np.sqrt(max(fit.covariance[place, place], 0.0)))
-    half = float(np.clip(half, 0.05 * abs(value) + 1e-6, 0.9 * abs(value) + 2e-6))
-    cells = NUM_CELLS[fit.num_points < FEW_RUNS]
-    return np.linspace(value - half, value + half, cells)

@@ -1,6 +1,5 @@
 """Fits laws to a log as one, or each group of its rows by itself; and scores them."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +66,11 @@ def fit_parts(
       ValueError: the log, or every group of it, cannot be fitted.
     """
     parts, doubts = [], []
-    for label, rows in _groups(config, log):
+    groups = {"": np.ones(len(log.runs), bool)}
+    if config.by:  # in the order of their first rows
+        labels = np.array(log.label(config.names("by")))
+        groups = {label: labels == label for label in labels.tolist()}
+    for label, rows in groups.items():
         if label:
             progress.show(f"{config.by} {label}")
         try:
@@ -79,16 +82,6 @@ def fit_parts(
     if not parts:
         raise ValueError(f"{config.log}: no group can be fitted, such as {doubts[0]}")
     return parts, doubts
-
-
-def _groups(config: Config, log: Log) -> Iterator[tuple[str, np.ndarray]]:
-    """The groups in the order of their first rows."""
-    if not config.by:
-        yield "", np.ones(len(log.runs), bool)
-        return
-    labels = np.array(log.label(config.names("by")))
-    for label in dict.fromkeys(labels.tolist()):
-        yield label, labels == label
 
 
 def _part(

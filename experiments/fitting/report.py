@@ -89,15 +89,16 @@ def _name(fit: dict[str, Any]) -> str:
 
 
 def _coefficients(fit: dict[str, Any]) -> Sheet:
-    rows = []
-    for name, value in fit["coefficients"].items():
-        interval = _interval(fit["intervals"].get(name), value)
-        if name in fit.get("fixed", {}):
-            interval = "given"
-        rows.append((name, _short(value), interval))
-    for name, value in fit["exponents"].items():
-        interval = _interval(fit["exponent_intervals"].get(name), share=True)
-        rows.append((_OPTIMA[name], _short(value), interval))
+    given, intervals = fit.get("fixed", {}), fit["intervals"]
+    rows = [
+        (x, _short(y), "given" if x in given else _interval(intervals.get(x), y))
+        for x, y in fit["coefficients"].items()
+    ]
+    intervals = fit["exponent_intervals"]
+    rows += [
+        (_OPTIMA[x], _short(y), _interval(intervals.get(x), share=True))
+        for x, y in fit["exponents"].items()
+    ]
     level = f"{fit['level']:.0%} interval"
     note = f"{fit['formula']}. {fit['source']}."
     return Sheet(_name(fit), ("coefficient", "value", level), rows, note)
@@ -230,14 +231,10 @@ def _percent(value: float | None, sign: str = "") -> str:
 def frontier_json(each: Frontier) -> dict[str, Any]:
     """Writes a frontier down as JSON values."""
     laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
-    exponents = {name: law.exponent if law else None for name, law in laws.items()}
-    intervals = {
-        f"{name}_interval": law.interval if law else None for name, law in laws.items()
-    }
     return {
         "method": each.method,
-        **exponents,
-        **intervals,
+        **{name: law and law.exponent for name, law in laws.items()},
+        **{f"{name}_interval": law and law.interval for name, law in laws.items()},
         "num_minima": int((each.minima.reason[0] == 0).sum()),
         "num_budgets": len(each.flops),
         "num_resamples": each.num_resamples,

@@ -10,18 +10,17 @@ if TYPE_CHECKING:
         Direction,
         Ours,
         beside,
-        judge,
         ours,
     )
-    from experiments.framework.report import Excerpts, Part, Sheet, Verdicts
+    from experiments.framework.report import Excerpts, Part, Sheet
     from experiments.framework.run_folder import Run
     from experiments.framework.study import Experiment, Study
     from experiments.framework.table import Floats, Ints, Record, Table, Texts, column
 
 # Names load on first use: `jaxkv --help` reads the registry, and no arrays.
 _HOMES = {
-    "claims": "NOT_JUDGED Claim Direction Ours beside judge ours",
-    "report": "Excerpts Part Sheet Verdicts",
+    "claims": "NOT_JUDGED Claim Direction Ours beside ours",
+    "report": "Excerpts Part Sheet",
     "run_folder": "Run",
     "study": "Experiment Study",
     "table": "Floats Ints Record Table Texts column",
@@ -44,12 +43,10 @@ __all__ = [
     "Study",
     "Table",
     "Texts",
-    "Verdicts",
     "beside",
     "column",
     "config_json",
     "environment",
-    "judge",
     "ours",
     "refused",
     "registry",

@@ -111,15 +111,13 @@ def judge(
     tolerance: float = 0.0,
     relation: Relation = "equal",
     kind: Kind = "reproduces",
-    differs: str = "",
     note: str = "",
     published_high: float | None = None,
     needs_size: bool = False,
 ) -> Claim:
     """Holds a published number against ours; the verdict follows from the numbers.
 
-    What is not finite of ours never holds. Arguments are those of `Claim`, and
-    `differs`: why the conditions cannot be compared, empty if they can.
+    What is not finite of ours never holds. Arguments are those of `Claim`.
 
     Raises:
       ValueError: `published` is not finite, `tolerance` is negative, or the end of a
@@ -143,9 +141,6 @@ def judge(
     verdict: Verdict = "holds" if excess <= tolerance else "fails"
     if not math.isfinite(ours):
         verdict = "fails"
-    if differs:
-        verdict, kind = "differs", "cannot compare"
-        note = f"{differs} {note}".strip()
     return Claim(
         claim=claim,
         source=source,

@@ -1,5 +1,6 @@
 """What a run ran on: versions, devices, processor, commit."""
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -22,51 +23,41 @@ def describe() -> dict[str, Any]:
       where the system does not say), `devices`, `commit` (`None` outside git; with
       "+" if files differ from it), `xla_flags` and `started_at` (UTC).
     """
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        # A plain checkout has no version of jaxkv; the commit says more.
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    lines, memory_bytes = [], None
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions,
         "platform": platform.platform(),
-        "cpu": _cpu(),
-        "num_cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "cpu": next(names, platform.processor() or platform.machine()),
+        "num_cpus": num_cpus(),
+        "memory_bytes": memory_bytes,
         "devices": devices(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def num_cpus() -> int:
+    """Number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def devices() -> list[str]:
     """Names the devices, platform first; none if jax is not imported."""
     jax = sys.modules.get("jax")
     return [f"{x.platform}: {x.device_kind}" for x in jax.devices()] if jax else []
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # a plain checkout has no version of jaxkv; the commit says more
-    return versions
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
-    return next(names, platform.processor() or platform.machine())
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _commit() -> str | None:

@@ -39,16 +39,12 @@ class Entry(NamedTuple):
 def entries() -> tuple[Entry, ...]:
     """The experiments there are, sorted by name."""
     rooms = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-    found = [
-        Entry(name, said["question"], (*said["configs"],), _module(room, name))
-        for room, experiments in rooms.items()
-        for name, said in experiments.items()
-    ]
+    found = []
+    for room, experiments in rooms.items():
+        for name, said in experiments.items():
+            module = f"experiments.{room}.{name.removeprefix(f'{room}_')}.experiment"
+            found.append(Entry(name, said["question"], (*said["configs"],), module))
     return (*sorted(found),)
-
-
-def _module(room: str, name: str) -> str:
-    return f"experiments.{room}.{name.removeprefix(f'{room}_')}.experiment"
 
 
 def find(name: str) -> Entry:

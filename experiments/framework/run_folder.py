@@ -138,7 +138,17 @@ def new_folder(out: Path | None, name: str) -> Path:
       ValueError: `out` is a file, or holds something that is not a run.
     """
     if out is None:
-        return _stamped(name)
+        stamp, number = f"{name}-{datetime.now():%Y%m%d-%H%M%S}", 1
+        while True:  # several may start in the same second
+            out = DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
+            try:
+                out.mkdir(parents=True)
+                return out
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                line = f"{out}: cannot be written: {error.strerror}"
+                raise ValueError(line) from None
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: is a file, not a folder")
     if (
@@ -148,21 +158,6 @@ def new_folder(out: Path | None, name: str) -> Path:
     ):
         raise ValueError(f"{out}: holds something else than a run; name a new folder")
     return out
-
-
-def _stamped(name: str) -> Path:
-    """Makes a folder that nobody else has, though they start in the same second."""
-    stamp, number = f"{name}-{datetime.now():%Y%m%d-%H%M%S}", 1
-    while True:
-        out = DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
-        try:
-            out.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise ValueError(f"{out}: cannot be written: {error.strerror}") from None
-        else:
-            return out
 
 
 def begin(
@@ -325,9 +320,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _move(source: Path, target: Path) -> None:
-    for name in _names(source):
-        if (source / name).exists():
-            os.replace(source / name, target / name)
+    for path in (x for name in _names(source) if (x := source / name).exists()):
+        os.replace(path, target / path.name)
 
 
 def _names(folder: Path) -> list[str]:

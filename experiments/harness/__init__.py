@@ -21,6 +21,7 @@ __all__ = [
     "bundled",
     "cost_models",
     "divided_steps",
+    "kernels",
     "length_distributions",
     "model_shapes",
     "named_costs",

@@ -19,8 +19,18 @@ def arrange(figure: Any) -> None:
     """
     if not figure.axes:
         return
+    from matplotlib.container import BarContainer
+
     for ax in figure.axes:
-        _start_bars_at_zero(ax)
+        for bars in ax.containers:
+            if not isinstance(bars, BarContainer) or not len(bars):
+                continue
+            name = "x" if bars.orientation == "horizontal" else "y"
+            if getattr(ax, f"get_{name}scale")() == "log":
+                line = f"{name}scale='log' must be linear: bars start at zero"
+                raise ValueError(line)
+            low, high = getattr(ax, f"get_{name}lim")()
+            getattr(ax, f"set_{name}lim")(min(low, 0.0), max(high, 0.0))
         _set_in_layout(ax, False)
     layout = figure.get_layout_engine()
     for _ in range(2):  # what hangs over the edges of axes needs a second turn
@@ -71,20 +81,6 @@ def _set_in_layout(ax: Any, is_in: bool) -> None:
     ax.set_title(ax.get_title(loc="left"), loc="left").set_visible(is_in)
     if ax.get_legend() is not None:
         ax.get_legend().set_in_layout(is_in)
-
-
-def _start_bars_at_zero(ax: Any) -> None:
-    """Lets the axis along which bars grow reach zero."""
-    from matplotlib.container import BarContainer
-
-    for bars in ax.containers:
-        if not isinstance(bars, BarContainer) or not len(bars):
-            continue
-        name = "x" if bars.orientation == "horizontal" else "y"
-        if getattr(ax, f"get_{name}scale")() == "log":
-            raise ValueError(f"{name}scale='log' must be linear: bars start at zero")
-        low, high = getattr(ax, f"get_{name}lim")()
-        getattr(ax, f"set_{name}lim")(min(low, 0.0), max(high, 0.0))
 
 
 def _set_heads(axes: list[Any]) -> None:

@@ -113,19 +113,15 @@ def _saved(figure: Any, name: str) -> dict[str, bytes]:
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, metadata=metadata)
         files[f"{name}.{kind}"] = buffer.getvalue()
-    return files | {f"{name}.png": _reduced(files[f"{name}.png"])}
+    png = files[f"{name}.png"]
+    if len(png) >= LARGE_BYTES:  # 128 colours take a third of the size
+        from PIL import Image
 
-
-def _reduced(png: bytes) -> bytes:
-    """Returns a PNG with 128 colours, a third of the size, unless it is small."""
-    from PIL import Image
-
-    if len(png) < LARGE_BYTES:
-        return png
-    buffer = io.BytesIO()
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png")
-    return buffer.getvalue()
+        buffer = io.BytesIO()
+        image = Image.open(io.BytesIO(png)).convert("RGB")
+        image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png")
+        files[f"{name}.png"] = buffer.getvalue()
+    return files
 
 
 def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:

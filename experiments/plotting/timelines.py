@@ -72,7 +72,9 @@ def draw_slots(
             _bar(ax, span, facecolor=color, edgecolor="white")
             text = str(span.value + 1)
             if span.end - span.start > 0.016 * len(text) * num_steps:
-                ink = "black" if _luminance(color) > 0.35 else "white"
+                # How bright it is, in [0, 1]: Rec. 709 weights, gamma taken as 2.
+                weights = zip((0.213, 0.715, 0.072), color, strict=True)
+                ink = "black" if sum(w * x * x for w, x in weights) > 0.35 else "white"
                 center = ((span.start + span.end) / 2, span.slot + 1)
                 ax.text(*center, text, color=ink, **_NUMBER)
     reads = np.where((request_id >= 0) & (num_rows > 1), request_id, -1)
@@ -97,11 +99,6 @@ def draw_slots(
         if label[0] != "e" or held.any():
             ax.fill_between([], [], label=label, **look)
     ax.legend()
-
-
-def _luminance(color: tuple[float, float, float]) -> float:
-    """How bright a colour is, in [0, 1] (Rec. 709 weights, gamma taken as 2)."""
-    return sum(w * x * x for w, x in zip((0.213, 0.715, 0.072), color, strict=True))
 
 
 def _bar(ax: Any, span: Span, **look: Any) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Spec",
     "Timing",
     "deviceless",
+    "formulas",
     "launches",
     "problems",
     "sets",

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import quantizing
 from pallas_kernels.bench.specs import GroupedSpec, Spec
 
 NUM_SPARE = 3
@@ -23,6 +24,8 @@ MAX_CHECKED_ROWS = 16
 """Rows of each that are."""
 NUM_CHECKED_PRODUCTS = 64
 """Rows and columns of grouped products that are."""
+FEATURES = ("window", "softcap", "alibi", "sinks", "int8", "fp8")
+"""Options of attention that a problem can have; the last two are kinds of pages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class Problem:
     """`[batch]`, of trees alone."""
     ancestors: jax.Array | None
     """`[batch * rows, rows]`, of trees alone."""
+    options: dict[str, Any]
+    """Those of its feature, by the names that `paged_attention` has for them."""
 
     @property
     def num_turns(self) -> int:
@@ -72,12 +77,14 @@ class Problem:
     def seen(self, sequence: int, rows: np.ndarray, length: int) -> np.ndarray:
         """Which of the first places some rows of a sequence see: `[rows, length]`."""
         context, place = self.spec.contexts()[sequence], np.arange(length)
+        back = context + rows[:, None] - place
         if self.ancestors is None:
-            return place <= context + rows[:, None]
-        kin = np.asarray(self.ancestors)[sequence * self.spec.rows + rows]
-        seen = np.tile(place < context, (len(rows), 1))
-        seen[:, context : context + self.spec.rows] = kin
-        return seen
+            seen = back >= 0
+        else:
+            kin = np.asarray(self.ancestors)[sequence * self.spec.rows + rows]
+            seen = np.tile(place < context, (len(rows), 1))
+            seen[:, context : context + self.spec.rows] = kin
+        return seen & (back < self.options.get("window", np.inf))
 
     def error(self, out: jax.Array) -> float:
         """Compares a result with attention in float64, at some sequences, heads, rows.
@@ -151,13 +158,16 @@ class GroupedProblem:
         return float(np.linalg.norm(off) / np.linalg.norm(wanted))
 
 
-def make(spec: Spec, *, num_turns: int = 1, seed: int = 0) -> Problem:
+def make(
+    spec: Spec, *, num_turns: int = 1, seed: int = 0, feature: str = ""
+) -> Problem:
     """Draws the arrays of an attention spec.
 
     Args:
       spec: the shape, no copy.
       num_turns: tables over different pages.
       seed: of all that is random.
+      feature: one of `FEATURES`, or none.
     """
     rng, heads = np.random.default_rng(seed), spec.heads
     lengths = spec.contexts() + spec.rows
@@ -167,6 +177,17 @@ def make(spec: Spec, *, num_turns: int = 1, seed: int = 0) -> Problem:
     shape = (*used.shape, heads.head_dim)
     shape = (shape[0], heads.kv_heads, *shape[1:])
     k, v = (_poisoned(key, used, shape, dtype) for key in keys[:2])
+    by_head = jnp.arange(1, heads.q_heads + 1, dtype=jnp.float32) / heads.q_heads
+    options: dict[str, Any] = {
+        "window": {"window": 100},
+        "softcap": {"softcap": 20.0},
+        "alibi": {"alibi": -0.01 * by_head},
+        "sinks": {"sinks": by_head},
+    }.get(feature, {})
+    if feature in quantizing.NUMBERS:
+        kind: Any = feature
+        k, options["k_scales"] = quantizing.quantize(k, kind)
+        v, options["v_scales"] = quantizing.quantize(v, kind)
     num_rows = spec.batch * spec.rows
     q = jax.random.normal(keys[2], (num_rows, heads.q_heads, heads.head_dim), dtype)
     slot = np.repeat(np.arange(spec.batch), spec.rows)
@@ -186,6 +207,7 @@ def make(spec: Spec, *, num_turns: int = 1, seed: int = 0) -> Problem:
         slots=None if is_dense else jnp.asarray(slot, jnp.int32),
         context=context,
         ancestors=ancestors,
+        options=options,
     )
 
 
@@ -281,21 +303,35 @@ def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
 
 def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.ndarray:
     """Attention of some rows of a sequence and a KV head: `[rows, group, head_dim]`."""
-    spec = problem.spec
+    spec, options = problem.spec, problem.options
     length = int(problem.lengths()[sequence])
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
-    k, v = (
-        _wide(pages[ids, head]).reshape(-1, spec.heads.head_dim)[:length]
-        for pages in (problem.k_pages, problem.v_pages)
-    )
+
+    def read(pages: jax.Array, scales: jax.Array | None) -> np.ndarray:
+        found = pages[ids, head]
+        if scales is not None:
+            found = quantizing.dequantize(found, scales[ids, head])
+        return _wide(found).reshape(-1, spec.heads.head_dim)[:length]
+
+    k = read(problem.k_pages, options.get("k_scales"))
+    v = read(problem.v_pages, options.get("v_scales"))
     group = spec.heads.q_heads // spec.heads.kv_heads
-    index = sequence * spec.rows + rows
-    q = _wide(problem.q[index])[:, head * group : (head + 1) * group]
+    mine = slice(head * group, (head + 1) * group)
+    q = _wide(problem.q[sequence * spec.rows + rows])[:, mine]
     scores = np.einsum("rgd,td->rgt", q, k) / np.sqrt(spec.heads.head_dim)
+    if "softcap" in options:
+        scores = options["softcap"] * np.tanh(scores / options["softcap"])
+    if "alibi" in options:
+        back = spec.contexts()[sequence] + rows[:, None] - np.arange(length)
+        scores -= _wide(options["alibi"][mine])[:, None] * back[:, None]
     seen = problem.seen(sequence, rows, length)
     scores = np.where(seen[:, None, :], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("rgt,td->rgd", weights, v) / weights.sum(-1)[..., None]
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if "sinks" in options:  # one more key, whose value is 0
+        total += np.exp(_wide(options["sinks"][mine])[:, None] - top)
+    return np.einsum("rgt,td->rgd", weights, v) / total
 
 
 def _wide(x: Any) -> np.ndarray:

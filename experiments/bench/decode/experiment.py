@@ -167,7 +167,14 @@ class Peer(peer_process.PeerProcess):
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Measures every case with every engine; ended early, it has whole cases."""
-    model = _load(config)
+    model = model_shapes.load(config.model, config.dtype)
+    length = max(_length(config, context) for _, context in config.cases)
+    if length > model.config.max_positions:
+        raise ValueError(
+            f"{max(x for _, x in config.cases)} tokens of context and "
+            f"{config.output_tokens=} with those of a call are more than "
+            f"{model.config.max_positions=}"
+        )
     rows: list[dict[str, Any]] = []
     fixed: dict[int, parts.Parts] = {}
     with contextlib.ExitStack() as stack:
@@ -181,7 +188,13 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             others, absent = peer_process.start(
                 stack, Peer, config.peer_python, peers, needed=True
             )
-        ceilings = _ceilings(config)
+        # What the device reads and multiplies, on arrays that no cache holds.
+        on_gpu = devices.current().platform == "gpu"
+        sizes = (2**29, 8192) if on_gpu else (2**25, 1024)
+        size, width = (2**16, 64) if config.model == "random-tiny" else sizes
+        ceilings = timing.measure_ceilings(
+            num_elements=size, width=width, dtype=config.dtype, num_calls=10
+        )
 
         def measure(
             case: tuple[int, int], engine: Ours | Peer, turn_s: float = config.turn_s
@@ -219,7 +232,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             ours["absent"] = peer_process.in_a_line(absent)
             for row in (ours, *theirs):
                 row |= _floor(model, config, case, row, ceilings)
-            ours |= _parts(fixed.get(case[0]), ours["step_s"])
+            if (step := fixed.get(case[0])) is not None:
+                # Attention takes what the other parts do not.
+                ours |= step._asdict() | {"attention_s": ours["step_s"] - sum(step)}
             rows += [ours, *theirs]
     return rows
 
@@ -227,32 +242,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 metrics = functools.partial(split, names=tables.NAMES, details=DETAILS)
 
 
-def _load(config: Config) -> checkpoints.Loaded:
-    model = model_shapes.load(config.model, config.dtype)
-    length = max(_length(config, context) for _, context in config.cases)
-    if length > model.config.max_positions:
-        raise ValueError(
-            f"{max(x for _, x in config.cases)} tokens of context and "
-            f"{config.output_tokens=} with those of a call are more than "
-            f"{model.config.max_positions=}"
-        )
-    return model
-
-
 def _length(config: Config, context: int) -> int:
     """Tokens of a sequence: context, a token, those of a call, and the turn's."""
     drafts = 0 if config.speculate is None else config.drafts
     first = 1 + config.steps_per_call * (1 + drafts)
     return context + first + config.output_tokens
-
-
-def _ceilings(config: Config) -> Ceilings:
-    """What the device reads and multiplies, on arrays that no cache holds."""
-    sizes = (2**29, 8192) if devices.current().platform == "gpu" else (2**25, 1024)
-    num, width = (2**16, 64) if config.model == "random-tiny" else sizes
-    return timing.measure_ceilings(
-        num_elements=num, width=width, dtype=config.dtype, num_calls=10
-    )
 
 
 def _floor(
@@ -278,13 +272,6 @@ def _floor(
         "fraction": floor_s / row["step_s"],
         "read_bytes_per_s": rate,
     }
-
-
-def _parts(fixed: parts.Parts | None, step_s: float) -> dict[str, Any]:
-    """Seconds of a step by part; attention takes what the others do not."""
-    if fixed is None:
-        return {}
-    return fixed._asdict() | {"attention_s": step_s - sum(fixed)}
 
 
 def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:

@@ -150,7 +150,17 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         found.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
     ]
     if known := [x for x in ours if "products_s" in x]:
-        parts.append(_parts(known))
+        lines = [
+            [
+                f"{x['batch']:,}",
+                f"{x['prompt_tokens']:,}",
+                f"{1e3 * x['step_s']:.1f}",
+                *(units.share(x[key] / x["step_s"]) for key in PARTS),
+            ]
+            for x in known
+        ]
+        heads = ["sequences", "context", "step, ms", *(x for x, _ in PARTS.values())]
+        parts.append(Sheet("where the time of a step goes", heads, lines))
     names = found.distinct("implementation")
     if not names[1:]:
         return parts
@@ -175,18 +185,3 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     told = (*NAMES, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""
     return [*parts, found.sheet("everyone", *told, note=note)]
-
-
-def _parts(ours: list[dict[str, Any]]) -> Sheet:
-    """Where the time of our step goes."""
-    lines = [
-        [
-            f"{x['batch']:,}",
-            f"{x['prompt_tokens']:,}",
-            f"{1e3 * x['step_s']:.1f}",
-            *(units.share(x[key] / x["step_s"]) for key in PARTS),
-        ]
-        for x in ours
-    ]
-    heads = ["sequences", "context", "step, ms", *(name for name, _ in PARTS.values())]
-    return Sheet("where the time of a step goes", heads, lines)

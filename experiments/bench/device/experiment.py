@@ -2,39 +2,53 @@
 
 In every call the most valuable that is not recorded yet is done, part by part: whether
 the kernels are right, how fast they are, what a step launches, how fast the engine
-decodes, how fast we train, and a sweep. Each part has a share of the time that is left;
-each piece of it runs in a process of its own and is on the disk when it is done, so a
-kernel that crashes, or a machine that is taken away, costs a piece.
+decodes, how fast we train, and a sweep. Each part has a share of the time that is left,
+and a process that crashes, or a machine that is taken away, costs a piece.
 """
 
-import collections
 import dataclasses
 import json
 import math
+import os
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.device import parts
-from experiments.bench.device.parts import Part, Piece
-from experiments.framework import Part as ReportPart
-from experiments.framework import Sheet, run_folder
+from experiments.bench.decode import timeline
+from experiments.bench.device import worker
+from experiments.bench.kernels import checks
+from experiments.bench.peer_process import PeerProcess
+from experiments.framework import Part, Sheet, run_folder
 from experiments.plotting import style, systems
 from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
+from pallas_kernels.bench import sets
 
 FILE = "pieces.jsonl"
 """In the folder: what is recorded, a piece a line."""
 MAX_TRIES = 2
 """Times that a piece is tried that gives nothing."""
-LEAST_S = 5.0
-"""Seconds under which nothing is begun."""
-SPARE_S = 3.0
-"""Seconds at the end, in which what there is is written."""
+LEAST_S, SPARE_S, GRACE_S = 5.0, 3.0, 60.0
+"""Seconds under which no piece is begun, those at the end for the report, and those
+beyond its share after which a part's process is killed."""
 MOST_SHARE = 0.6
 """Of a call's time, that a piece must have had before its end counts as a failure."""
-GRACE_S = 60.0
-"""Seconds beyond its share after which a part's process is killed."""
+
+now_s = time.monotonic
+"""The clock; tests put another one in its place."""
+
+PARTS = {
+    "correctness": (0.25, 20.0, 99),
+    "kernels": (0.3, 60.0, 8),
+    "timeline": (0.15, 60.0, 2),
+    "decode": (0.3, 120.0, 1),
+    "train": (0.15, 60.0, 1),
+    "isoflop": (0.5, 60.0, 1),
+}
+"""By part: its share of the time left, relative to later parts; the seconds under which
+it is not begun on a GPU, as it would be killed; the most pieces of one process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +68,24 @@ class Config:
         """Refuses parts that there are not."""
         validation.above(self, "max_s")
         for name in self.only:
-            validation.choice("only", name, NAMES)
+            validation.choice("only", name, tuple(PARTS))
 
 
-NAMES = ("correctness", "kernels", "timeline", "decode", "train", "isoflop")
-CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=NAMES[:1])}
+CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}
+
+
+def pieces_of(size: str) -> dict[str, Sequence[str]]:
+    """Names of the pieces by part, the most informative first."""
+    is_real, quick = size == "gpu", sets.SETS["quick"]
+    shapes = sets.SETS["real" if is_real else "tiny"]
+    return {
+        "correctness": checks.names(size),
+        "kernels": [x.name for x in sorted(shapes, key=lambda x: x not in quick)],
+        "timeline": timeline.NAMES,
+        "decode": [f"batch-{x}" for x in ((1, 32, 128) if is_real else (1,))],
+        "train": [f"width-{x}" for x in ((128, 256, 512, 1024) if is_real else (8,))],
+        "isoflop": ["isoflop"],
+    }
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
@@ -67,173 +94,133 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     Returns:
       A row for each piece: `part`, `name`, `seconds`, `tries`, `found` and `note`.
     """
-    left_s = getattr(progress, "left_s", math.inf)
-    end_s = parts.now_s() + min(config.max_s, left_s) - SPARE_S
+    is_limited = math.isfinite(limit_s := getattr(progress, "left_s", math.inf))
+    total_s = min(config.max_s, limit_s) - SPARE_S
+    end_s = now_s() + total_s
+    size, names_of = config.size, pieces_of(config.size)
+    asked = [part for part in names_of if part in (config.only or PARTS)]
+    tried: set[tuple[str, str]] = set()
     with files.kept(config.folder) as folder:
         folder.mkdir(parents=True, exist_ok=True)
-        call = _Call(Kept(folder / FILE), end_s, progress)
-        asked = [
-            part
-            for part in parts.of(config.size)
-            if not config.only or part.name in config.only
-        ]
-        update = progress.bar("pieces", sum(len(x.names) for x in asked), "pieces")
-        while not progress.stopped and (open_ := [x for x in asked if call.lacks(x)]):
+        path = folder / FILE
+        lines = files.read_text(path).splitlines() if path.exists() else []
+        kept = [files.parse_object(line, path) for line in lines]
+        rows = {(x["part"], x["name"]): x for x in kept}
+
+        def lacking(part: str) -> list[str]:
+            """Pieces to try in this call: new ones, then those that failed before."""
+            keys = [(part, name) for name in names_of[part]]
+            new = [name for _, name in keys if (part, name) not in rows]
+            old = [rows[key] for key in keys if key in rows and key not in tried]
+            again = [x for x in old if x["found"] is None and x["tries"] < MAX_TRIES]
+            return new + [x["name"] for x in again]
+
+        update = progress.bar("pieces", sum(len(names_of[x]) for x in asked), "pieces")
+        while not progress.stopped and (open_ := [x for x in asked if lacking(x)]):
             has_begun = False
             for place, part in enumerate(open_):
-                has_begun |= call.spend(part, open_[place:])
-                update(sum(len(x.names) - len(call.lacks(x)) for x in asked))
+                share, least_s, at_once = PARTS[part]
+                least_s = least_s if size == "gpu" else LEAST_S
+                share /= sum(PARTS[x][0] for x in open_[place:])
+                part_end_s = now_s() + max((end_s - now_s()) * share, least_s)
+                while (names := lacking(part)[:at_once]) and not progress.stopped:
+                    left_s = end_s - now_s()
+                    soft_s = min(left_s, part_end_s - now_s())
+                    if left_s < least_s or soft_s < LEAST_S:
+                        break
+                    has_begun = goes_on = True
+                    kill_s = min(left_s, soft_s + GRACE_S)
+                    progress.show(f"{part}: {names[0]}")
+                    for piece in answer((part, size, folder), names, (soft_s, kill_s)):
+                        key = part, piece["name"]
+                        # A piece that the end of the call cut short has not failed.
+                        is_cut = kill_s == left_s < MOST_SHARE * total_s
+                        is_cut &= piece.get("note") == worker.KILLED
+                        goes_on = piece.pop("goes_on", False) or is_cut
+                        tries = rows.pop(key, {"tries": 0})["tries"] + (not goes_on)
+                        row = {"part": part, "name": key[1], "seconds": 0.0}
+                        row |= {"tries": tries, "found": None, "note": ""}
+                        rows[key] = row | piece
+                        text = "".join(json.dumps(x) + "\n" for x in rows.values())
+                        files.write_aside(path, text)
+                        tried.add(key)
+                    if goes_on:
+                        break
+                update(sum(len(names_of[x]) - len(lacking(x)) for x in asked))
             if not has_begun:
-                # Somebody must see that the time is up: then the command goes on.
-                while math.isfinite(left_s) and not progress.stopped:
+                # The command must see that the time is up, to go on in the next call.
+                while is_limited and not progress.stopped:
                     time.sleep(0.1)
                 break
-        return call.kept.rows
+        return [*rows.values()]
 
 
-class Kept:
-    """The pieces that are recorded, each on the disk before it is counted."""
+def answer(
+    words: tuple[Any, ...], names: Sequence[str], limits_s: tuple[float, float]
+) -> Iterator[dict[str, Any]]:
+    """Answers pieces by a `worker`; begins none after one limit, is killed after both.
 
-    def __init__(self, path: Path):
-        self.path = path
-        lines = files.read_text(path).splitlines() if path.exists() else []
-        self.rows = [files.parse_object(line, path) for line in lines]
-
-    def lacks(self, part: Part) -> list[str]:
-        """Names of pieces that are to be tried, those that failed last."""
-        tries = {x["name"]: x for x in self.rows if x["part"] == part.name}
-        new = [x for x in part.names if x not in tries]
-        again = [
-            name
-            for name in part.names
-            if name in tries
-            and tries[name]["found"] is None
-            and tries[name]["tries"] < MAX_TRIES
-        ]
-        return new + again
-
-    def add(self, part: str, piece: Piece, seconds: float) -> None:
-        """Records a piece, in place of an earlier try."""
-        same = [x for x in self.rows if (x["part"], x["name"]) == (part, piece.name)]
-        tries = (same[0]["tries"] if same else 0) + (not piece.goes_on)
-        row = {"part": part, "name": piece.name, "seconds": seconds, "tries": tries}
-        row |= {"found": piece.found, "note": piece.note}
-        self.rows = [x for x in self.rows if x not in same] + [row]
-        text = "".join(json.dumps(x) + "\n" for x in self.rows)
-        files.write_aside(self.path, text)
-
-
-class _Call:
-    """One call: until when, and what has been tried in it.
-
-    Args:
-      kept: what is recorded.
-      end_s: of the call, by `parts.now_s`.
-      progress: is told what is done.
+    Yields `name`, `seconds`, and `found` or, where it broke down, `note`.
     """
-
-    def __init__(self, kept: Kept, end_s: float, progress: Progress):
-        self.kept, self.end_s, self.progress = kept, end_s, progress
-        self._total_s = end_s - parts.now_s()
-        self._tried: set[tuple[str, str]] = set()
-
-    def lacks(self, part: Part) -> list[str]:
-        """Pieces to be tried in this call: none twice."""
-        lacking = self.kept.lacks(part)
-        return [x for x in lacking if (part.name, x) not in self._tried]
-
-    def spend(self, part: Part, behind: list[Part]) -> bool:
-        """Answers pieces until the part's share of what is left is over.
-
-        Args:
-          part: whose.
-          behind: the parts that still have pieces, it and those behind it.
-
-        Returns:
-          Whether anything was begun: a part needs some time.
-        """
-        left_s = self.end_s - parts.now_s()
-        share_s = left_s * part.share / sum(x.share for x in behind)
-        soft_end_s = parts.now_s() + max(share_s, part.least_s)
-        has_begun = False
-        while (names := self.lacks(part)) and not self.progress.stopped:
-            now_s = parts.now_s()
-            is_over = soft_end_s - now_s < LEAST_S
-            if self.end_s - now_s < part.least_s or is_over:
-                break
-            has_begun = True
-            chosen = names[: part.at_once]
-            self.progress.show(f"{part.name}: {chosen[0]}")
-            if not self._answer(part, chosen, soft_end_s - now_s, now_s):
-                break
-        return has_begun
-
-    def _answer(
-        self, part: Part, names: list[str], soft_s: float, now_s: float
-    ) -> bool:
-        """Has some pieces answered and records them; whether to ask for more."""
-        left_s = self.end_s - now_s
-        soft_s = min(soft_s, left_s)
-        kill_s = min(left_s, soft_s + GRACE_S)
-        pieces = part.answer(names, self.kept.path.parent, soft_s, kill_s)
-        seconds = parts.now_s() - now_s
-        for piece in pieces:
-            was_killed = piece.found is None and piece.note.startswith(parts.KILLED)
-            if was_killed and kill_s == left_s < MOST_SHARE * self._total_s:
-                piece = piece._replace(goes_on=True)  # the call's end came too soon
-            self.kept.add(part.name, piece, seconds / len(pieces))
-            if piece.found is None:
-                self._tried.add((part.name, piece.name))
-        return bool(pieces) and not pieces[-1].goes_on
+    start_s = now_s()
+    soft_end_s, kill_end_s = (start_s + x for x in limits_s)
+    peer = (words[0], Path(sys.executable), worker.__file__, "Worker", *words)
+    groups = [[x] for x in names] if words[0] in worker.MEASURES else [names]
+    group = groups[0]
+    try:
+        path = os.pathsep.join(sys.path)
+        with PeerProcess(*peer, limit_s=limits_s[1], PYTHONPATH=path) as process:
+            for group in groups:
+                soft_s, kill_s = soft_end_s - now_s(), kill_end_s - now_s()
+                if soft_s < 0:
+                    return
+                asked = {"names": group, "limits_s": (soft_s, kill_s)}
+                pieces = process.ask(asked, kill_s)["pieces"]
+                seconds = (now_s() - start_s) / max(1, len(pieces))
+                yield from ({"seconds": seconds, **x} for x in pieces)
+                start_s = now_s()
+    except ValueError as error:
+        note = worker.KILLED if now_s() > kill_end_s else str(error)
+        goes_on = words[0] == "isoflop" and now_s() > soft_end_s
+        piece = {"name": group[0], "seconds": now_s() - start_s}
+        yield piece | {"note": note, "goes_on": goes_on}
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """The pieces, for JSON, and what is wrong, by name."""
-    return {"pieces": result, "wrong": wrong(result), "failed": failed(result)}
-
-
-def wrong(result: list[dict[str, Any]]) -> list[str]:
-    """Kernels whose answer is wrong: the piece and the implementation."""
-    return [
+    """The pieces, for JSON, kernels whose answer is wrong, and pieces that failed."""
+    wrong = [
         f"{row['name']}: {each['implementation']}, error={each['error']:.2g}"
         for row in result
         if row["part"] == "correctness" and row["found"]
         for each in row["found"]["implementations"]
         if not each.get("right", True)
     ]
+    failed = [x for x in result if x["found"] is None]
+    lines = [f"{x['part']} {x['name']}: {x['note']}" for x in failed]
+    return {"pieces": result, "wrong": wrong, "failed": lines}
 
 
-def failed(result: list[dict[str, Any]]) -> list[str]:
-    """Pieces that gave nothing, and why."""
-    return [
-        f"{row['part']} {row['name']}: {row['note']}"
-        for row in result
-        if row["found"] is None
-    ]
-
-
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
-    """Tells how much of each part there is, and what went wrong."""
-    done = collections.Counter(x["part"] for x in result if x["found"] is not None)
-    spent: dict[str, float] = collections.defaultdict(float)
-    for row in result:
-        spent[row["part"]] += row["seconds"]
-    lines = [[x, str(done[x]), f"{spent[x]:.0f}"] for x in NAMES]
-    found: list[ReportPart] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
-    for title, said in (("wrong", wrong(result)), ("failed", failed(result))):
-        if said:
-            found.append(Sheet(title, ["what"], [[x] for x in said]))
-    return found
+def summary(result: list[dict[str, Any]]) -> list[Part]:
+    """Pieces and seconds of each part, and what went wrong."""
+    lines = []
+    for name in PARTS:
+        mine = [x for x in result if x["part"] == name]
+        done = sum(x["found"] is not None for x in mine)
+        lines.append([name, str(done), f"{sum(x['seconds'] for x in mine):.0f}"])
+    found = metrics(result)
+    sheets: list[Part] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
+    for title in ("wrong", "failed"):
+        if found[title]:
+            sheets.append(Sheet(title, ["what"], [[x] for x in found[title]]))
+    return sheets
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws how much of each part there is."""
-    done = [
-        sum(x["part"] == name and x["found"] is not None for x in result)
-        for name in NAMES
-    ]
-    bars = ax.barh(NAMES, done, color=style.colors()[systems.BLUE])
-    ax.bar_label(bars, [str(x) for x in done], padding=3)
+    done = [x["part"] for x in result if x["found"] is not None]
+    counts = [*map(done.count, PARTS)]
+    bars = ax.barh([*PARTS], counts, color=style.colors()[systems.BLUE])
+    ax.bar_label(bars, padding=3)
     ax.invert_yaxis()
-    title = f"{sum(done)} of {len(result)} pieces recorded"
+    title = f"{len(done)} of {len(result)} pieces recorded"
     style.titled(ax, title, "recorded [pieces]", "")

@@ -1,50 +1,72 @@
-"""Answers pieces of one part in a process of its own, so that a crash loses one piece.
+"""Answers pieces of a part of `bench device`, in a process that `peer_main` runs."""
 
-    python -m experiments.bench.device.worker PART SIZE FILE SECONDS NAME...
-
-appends a line of JSON to FILE when it begins a piece, `{"begins": name}`, and another
-when it has its answer, `{"name", "found"}`, or says why there is none, `{"name",
-"note"}`. It begins no piece when the seconds are over.
-"""
-
-import json
-import os
+import dataclasses
+import importlib.util
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.bench.device import checks, timeline
+from experiments.bench.decode import timeline
+from experiments.bench.kernels import checks
+from experiments.cli import run
+from experiments.framework import config_json, registry
 
-PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
-    "correctness": checks.check,
-    "timeline": timeline.measure,
-}
-
-
-def main(part: str, size: str, file: str, seconds: str, *names: str) -> None:
-    """Answers pieces by name, one after another."""
-    end_s = time.monotonic() + float(seconds)
-    for name in names:
-        if time.monotonic() > end_s:
-            return
-        append(Path(file), {"begins": name})
-        try:
-            said = {"found": PARTS[part](size, name)}
-        except Exception as error:  # whatever a compiler or a device raises is told
-            lines = str(error).strip().split("\n")
-            said = {"note": f"{type(error).__name__}: {lines[0][:300]}"}
-        append(Path(file), {"name": name, **said})
+MEASURES = {"correctness": checks.check, "timeline": timeline.measure}
+"""Parts whose pieces are calls; those of other parts are runs of experiments."""
+KILLED = "killed: it did not end in its time"
 
 
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Adds a line, which is on the disk when this returns."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+class Worker:
+    """A part, and a folder that is kept; an exception ends the process."""
 
+    version = ""
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    def __init__(self, part: str, size: str, folder: str, num_threads: str):
+        self.part, self.size, self.folder = part, size, folder
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Answers pieces by name.
+
+        Shapes of kernels share a run, which measures the ceilings once; a run of
+        `decode` or `train` that is cut short has no result; `isoflop` goes on.
+        """
+        part, folder, names = self.part, self.folder, tuple(asked["names"])
+        if measure := MEASURES.get(part):
+            pieces = [{"name": x, "found": measure(self.size, x)} for x in names]
+            return {"pieces": pieces}
+        is_real = self.size == "gpu"
+        max_s, changes = asked["limits_s"][0], dict[str, Any]()
+        if part == "kernels":
+            shapes = "real" if is_real else "tiny"
+            changes = {"these": names, "max_s": max(1.0, max_s), "shapes": shapes}
+        elif part == "isoflop":
+            changes = {"folder": f"{folder}/isoflop", "keep_models": False}
+        else:
+            field, _, number = names[0].partition("-")
+            max_s, changes[field] = asked["limits_s"][1], (int(number),)
+            # On a GPU's machine the peers are in the same Python, where they are.
+            if part == "train" and is_real and importlib.util.find_spec("torch"):
+                changes["peer_python"] = Path(sys.executable)
+        experiment = registry.load(part if part == "isoflop" else f"bench_{part}")
+        real = "gpu" if "gpu" in experiment.configs else "real"
+        config = experiment.configs[real if is_real else "smoke"]
+        config = dataclasses.replace(config, **changes)
+        out = Path(folder, "isoflop-run" if part == "isoflop" else ".run")
+        done = run.run(experiment, config, out, max_s)
+        is_cut = done.status != 0
+        found = config_json.plain(done.document["metrics"])
+        if part == "isoflop":
+            found = None if is_cut else found
+            return {"pieces": [{"name": names[0], "found": found, "goes_on": is_cut}]}
+        if part != "kernels":
+            piece = {"found": found} if found["rows"] else {"note": KILLED}
+            return {"pieces": [{"name": names[0], **piece}]}
+        head, pieces = {x: found[x] for x in ("device", "ceilings", "peers")}, []
+        for name in names:
+            rows = [x for x in found["rows"] if x["spec"] == name]
+            rest = [x for x in found["absent"] if x["spec"] == name]
+            skipped = any(x["note"].startswith("skipped: the") for x in rest)
+            if rows and not (skipped and is_cut):
+                shape = head | {"rows": rows, "absent": rest}
+                pieces.append({"name": name, "found": shape})
+        return {"pieces": pieces}

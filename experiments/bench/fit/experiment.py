@@ -13,7 +13,7 @@ import functools
 import importlib
 import importlib.util
 import statistics
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from scipy import optimize
 
 from experiments.bench.tables import draw_bars, split
-from experiments.framework import Part, Sheet, units
+from experiments.framework import Floats, Ints, Part, Table, Texts, column, units
 from experiments.harness.timing import timed
 from experiments.plotting import style
 from jaxkv import validation
@@ -64,6 +64,19 @@ class Config:
             )
 
 
+class Times(Table):
+    """The rows of a result, their values in this order."""
+
+    method: Texts = column("name")
+    seconds: Floats = column("of all resamples", heading="time", form=units.seconds)
+    worst_excess: Floats = column("over the lowest objective", form="{:.1e}")
+    ratio: Floats = column("of a resample", heading="over ours", form="{:.1f}x")
+    resamples: Ints = column("fitted")
+    points: Ints = column("of each")
+    above: Ints = column("excesses", heading="above 1e-9", form="{:,}")
+
+
+TOLD = ("method", "seconds", "ratio", "worst_excess", "above")
 PANEL_SIZE_INCHES = (6.8, 2.8)
 
 CONFIGS = {
@@ -123,24 +136,6 @@ def value_and_gradient(x: np.ndarray, runs: Runs) -> tuple[float, np.ndarray]:
     return float(np.sum(clipped * (error - 0.5 * clipped))), gradient
 
 
-def _rivals() -> Iterator[tuple[str, Callable[[np.ndarray, Runs], np.ndarray]]]:
-    """Lists the ways that can be gone on this machine, by name."""
-    yield "NumPy gradient + SciPy BFGS", _fitting(value_and_gradient, jac=True)
-    if importlib.util.find_spec("autograd") is not None:
-        autograd: Any = importlib.import_module("autograd")
-        library: Any = importlib.import_module("autograd.numpy")
-        gradient = autograd.grad(lambda x, runs: objective(x, runs, library))
-        yield "autograd + SciPy BFGS", _fitting(objective, jac=gradient)
-    # SciPy's default.
-    yield "finite differences + SciPy BFGS", _fitting(objective, jac=None)
-
-
-def _fitting(call: Any, jac: Any) -> Callable[[np.ndarray, Runs], np.ndarray]:
-    return lambda start, runs: (
-        optimize.minimize(call, start, args=(runs,), method="BFGS", jac=jac).x
-    )
-
-
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, piece by piece; ended early, it has whole pieces."""
     data, law = synthetic.runs(config.num_points), published.CHINCHILLA
@@ -158,11 +153,22 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         centre = problem.seen.centre
         return _logged(evaluation.coefficients(law, ends.coordinates, centre))
 
-    def loop(fit: Callable) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda rows: np.array([fit(start, runs.drawn(row)) for row in rows])
+    def bfgs(call: Any, jac: Any) -> Callable[[np.ndarray], np.ndarray]:
+        def end(row: np.ndarray) -> np.ndarray:
+            args = (runs.drawn(row),)
+            return optimize.minimize(call, start, args=args, method="BFGS", jac=jac).x
 
-    rivals = [*_rivals()][: None if config.slow else 1]
-    everyone = {OURS: ours} | {name: loop(fit) for name, fit in rivals}
+        return lambda rows: np.array([*map(end, rows)])
+
+    everyone = {OURS: ours}
+    everyone["NumPy gradient + SciPy BFGS"] = bfgs(value_and_gradient, True)
+    if config.slow and importlib.util.find_spec("autograd") is not None:
+        autograd: Any = importlib.import_module("autograd")
+        library: Any = importlib.import_module("autograd.numpy")
+        gradient = autograd.grad(lambda x, runs: objective(x, runs, library))
+        everyone["autograd + SciPy BFGS"] = bfgs(objective, gradient)
+    if config.slow:  # SciPy's default
+        everyone["finite differences + SciPy BFGS"] = bfgs(objective, None)
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
         first_s, _ = timed(ours, drawn)
@@ -230,23 +236,12 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     """Tells times and excesses, side by side."""
     if not result:
         return []
-    heads = ["method", "time", "over ours", "worst excess", "above 1e-9"]
-    lines = [
-        (
-            row["method"],
-            units.seconds(row["seconds"]),
-            f"{row['ratio']:.1f}x",
-            f"{row['worst_excess']:.1e}",
-            f"{row['above_1e-9']:,}",
-        )
-        for row in result
-    ]
     title = f"{result[0]['resamples']:,} resamples of {result[0]['points']} runs"
     note = (
         "excess: objective above the lowest that anybody found for a resample; the "
         "first call compiles."
     )
-    return [Sheet(title, heads, lines, note)]
+    return [Times.of([*row.values()] for row in result).sheet(title, *TOLD, note=note)]
 
 
 @contextlib.contextmanager

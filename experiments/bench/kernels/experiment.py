@@ -18,11 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import runs
-from experiments.bench.kernels.calls import MAX_ERROR, Budget, Implementation, Run
+from experiments.bench.kernels import elsewhere
+from experiments.bench.kernels.elsewhere import Budget
 from experiments.bench.kernels.report import plot as plot
 from experiments.bench.kernels.report import summary as summary
 from experiments.bench.peer_process import PeerProcess, start
+from experiments.harness.kernels import MAX_ERROR, Implementation, Run, runs
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
@@ -91,10 +92,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        peers, absent = start(stack, PeerProcess, python, runs.ELSEWHERE)
-        others = [runs.elsewhere(x, budget, num_calls) for x in peers]
+        peers, absent = start(stack, PeerProcess, python, elsewhere.PEERS)
+        others = [elsewhere.prepared(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
-        ceilings = _measure_ceilings(config, target.platform)
+        sizes = (2**29, 8192, "bfloat16"), (2**25, 2048, "float32")
+        num, width, dtype = sizes[target.platform != "gpu"]
+        if config.shapes == "tiny":
+            num, width, dtype = 2**16, 64, "float32"
+        calls = min(10, config.num_calls)
+        ceilings = timing.measure_ceilings(
+            num_elements=num, width=width, dtype=dtype, num_calls=calls
+        )
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
@@ -141,15 +149,6 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
     return sorted(chosen, key=lambda spec: spec not in sets.SETS["quick"])
-
-
-def _measure_ceilings(config: Config, platform: str) -> Ceilings:
-    sizes = (2**29, 8192, "bfloat16") if platform == "gpu" else (2**25, 2048, "float32")
-    num, width, dtype = (2**16, 64, "float32") if config.shapes == "tiny" else sizes
-    num_calls = min(10, config.num_calls)
-    return timing.measure_ceilings(
-        num_elements=num, width=width, dtype=dtype, num_calls=num_calls
-    )
 
 
 class _Measurement:

@@ -89,8 +89,12 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         mine = found.where(spec=name)
         size, work = units.size(mine.bytes[0]), units.flops(mine.flops[0])
         parts.append(mine.sheet(f"{name}: {size}, {work}", *told))
-    if absent := _absent(rows):
-        parts.append(Sheet("not timed", ("implementation", "shapes", "why"), absent))
+    absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
+    if absent:
+        total = len({row["spec"] for row in rows})
+        reasons = collections.Counter(absent).items()
+        lines = [(who, f"{num} of {total}", why) for (who, why), num in reasons]
+        parts.append(Sheet("not timed", ("implementation", "shapes", "why"), lines))
     return parts
 
 
@@ -101,14 +105,6 @@ def _reached(ceilings: Ceilings) -> dict[str, str]:
         "matrix product": f"{units.flops(ceilings.flops_per_s)}/s",
         "empty call": units.seconds(ceilings.empty_call_s),
     }
-
-
-def _absent(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Lines of those that have no time: who, on how many shapes, why."""
-    absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
-    total = len({row["spec"] for row in rows})
-    reasons = collections.Counter(absent).items()
-    return [(who, f"{num} of {total}", why) for (who, why), num in reasons]
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
@@ -204,7 +200,18 @@ def markdown(folder: Path) -> str:
         raise ValueError(f"{folder}: {run.env.get('status')=}; only a whole run counts")
     names = dict.fromkeys(row["spec"] for row in rows)
     lines = [_line(name, [x for x in rows if x["spec"] == name]) for name in names]
-    return framework_report.markdown(Sheet("", HEADS, lines, _caption(head, run.env)))
+    ceilings = Ceilings(**head["ceilings"])
+    versions = {"jax": run.env["versions"].get("jax", "?"), **head["peers"]}
+    said = [
+        head["device"],
+        run.env["started_at"][:10],
+        f"commit {(run.env['commit'] or 'unknown')[:10]}",
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+    ]
+    reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
+    note = f"{'; '.join(said)}. Measured in the same run: {reached}. "
+    note += CLOCKS[ceilings.clock]
+    return framework_report.markdown(Sheet("", HEADS, lines, note))
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -226,18 +233,3 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
     share, target = units.share(ours["fraction"]), units.seconds(ours["target_s"])
     return name, size, mine, theirs, ratio, share, target
-
-
-def _caption(head: dict[str, Any], env: dict[str, Any]) -> str:
-    """Says where, when and with what, and what the device reached."""
-    ceilings = Ceilings(**head["ceilings"])
-    versions = {"jax": env["versions"].get("jax", "?"), **head["peers"]}
-    said = [
-        head["device"],
-        env["started_at"][:10],
-        f"commit {(env['commit'] or 'unknown')[:10]}",
-        ", ".join(f"{name} {version}" for name, version in versions.items()),
-    ]
-    reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
-    clock = CLOCKS[ceilings.clock]
-    return f"{'; '.join(said)}. Measured in the same run: {reached}. {clock}"

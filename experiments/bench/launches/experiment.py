@@ -104,14 +104,11 @@ class Config:
 
     def model(self, num_layers: int) -> ModelConfig:
         """The model of that depth."""
+        names = ("vocab_size", "hidden_size", "mlp_size", "head_dim")
+        names += ("num_q_heads", "num_kv_heads")
         return ModelConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
+            **{name: getattr(self, name) for name in names},
             num_layers=num_layers,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            mlp_size=self.mlp_size,
             max_positions=self.max_length,
             tie_embeddings=False,
         )
@@ -189,10 +186,12 @@ class Launches(Record):
 
     def per(self, which: str) -> dict[str, int]:
         """Launches of a `layer`, the `forward` pass beside, or the `step` beside it."""
-        found = dict.fromkeys(dict.fromkeys(self.counts.path.tolist()), 0)
-        for path, part, num in zip(*vars(self.counts).values(), strict=True):
-            if which == (part if part in ("layer", "forward") else "step"):
-                found[str(path)] += int(num)
+        found = dict.fromkeys(self.counts.distinct("path"), 0)
+        for row in self.counts.rows():
+            if which == (
+                row["part"] if row["part"] in ("layer", "forward") else "step"
+            ):
+                found[row["path"]] += row["launches"]
         return found
 
 
@@ -227,7 +226,15 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
         found = copies, pool, compiler_report.alias_bytes
         routes = (*ROUTES, FILLING) if cached else ROUTES
         counts = count(plan, 1 if config.scanned else depth, routes)
-        waits = Waits.of(_waits(plan))
+        loops = [
+            (thunk, inside)
+            for thunk, inside in launches.walk(plan)
+            if thunk.kind in launches.LOOPS and thunk.trips is None
+        ]
+        waits = Waits.of(
+            (scope_of(x), x.kind, any(y.kind == "CommandBuffer" for y in inside))
+            for x, inside in loops
+        )
     return Launches(counts, waits, Compiled.of(compiled), cached, *found)
 
 
@@ -282,13 +289,6 @@ def _part(thunk: Thunk, inside: tuple[Thunk, ...]) -> str:
     return "forward" if "decode" in scopes or "mixed" in scopes else "other"
 
 
-def _waits(plan: list[Thunk]) -> Iterator[tuple[str, str, int]]:
-    for thunk, inside in launches.walk(plan):
-        if thunk.kind in launches.LOOPS and thunk.trips is None:
-            captured = any(x.kind == "CommandBuffer" for x in inside)
-            yield scope_of(thunk), thunk.kind, int(captured)
-
-
 def scope_of(thunk: Thunk) -> str:
     """The named scopes around a thunk, without what JAX and XLA add."""
     strange = r"jit\(.*\)|while|cond|body|closed_call|eval_jaxpr|branch_\d+_fun"
@@ -311,31 +311,26 @@ def weight_copies(text: str, params: Any) -> int:
 def metrics(result: Launches) -> dict[str, Any]:
     """The counts by path, for JSON."""
     parts: dict[str, dict[str, int]] = {}
-    for path, part, num in zip(*vars(result.counts).values(), strict=True):
-        parts.setdefault(str(path), {})[str(part)] = int(num)
+    for row in result.counts.rows():
+        parts.setdefault(row["path"], {})[row["part"]] = row["launches"]
+    beside = {
+        path: {x: found[x] for x in found if x not in ("layer", "forward")}
+        for path, found in parts.items()
+    }
     for path, num in result.per("step").items():
         parts[path]["step"] = num
-    outside = [
-        path
-        for path, captured in zip(result.waits.path, result.waits.captured, strict=True)
-        if not captured
-    ]
     return {
         "target": TARGET,
         "flags": ", ".join(f"{k}={v}" for k, v in devices.COMPILER_OPTIONS.items()),
         **parts,
         **{f"per_{which}": result.per(which) for which in ("layer", "forward", "step")},
-        "parts": {path: _parts(result, path) for path in parts},
-        "loops_outside_graphs": len(outside),
+        "parts": beside,
+        "loops_outside_graphs": int(np.sum(result.waits.captured == 0)),
         "weight_copies": result.weight_copies,
         "compile_s": float(result.compiled.wall_s.sum()),
         **{
-            f"compile_{layers}_layers_s": wall_s
-            for layers, wall_s in zip(
-                result.compiled.layers.tolist(),
-                result.compiled.wall_s.tolist(),
-                strict=True,
-            )
+            f"compile_{row['layers']}_layers_s": row["wall_s"]
+            for row in result.compiled.rows()
         },
     }
 
@@ -345,13 +340,6 @@ def summary(result: Launches) -> list[Sheet]:
     repeated = ("per_layer", "per_forward", "per_step", "parts", "compile_s")
     shown = {k: v for k, v in metrics(result).items() if k not in repeated}
     return [*report.metric_sheets(config_json.plain(shown))]
-
-
-def _parts(result: Launches, path: str) -> dict[str, int]:
-    """Launches of each part of a step beside the forward pass, for one path."""
-    rows = result.counts.where(path=path)
-    found = zip(rows.part.tolist(), rows.launches.tolist(), strict=True)
-    return {part: int(num) for part, num in found if part not in ("layer", "forward")}
 
 
 def plot(ax: Any, result: Launches) -> None:
@@ -398,6 +386,5 @@ def claims(result: Launches) -> Iterator[Ours]:
     yield ours("captured", int(np.sum(captured == 0)), num=len(captured))
     yield ours("weights", result.weight_copies)
     yield ours("pool", result.alias_bytes, published=result.pool_bytes)
-    for layers, cpu_s, wall_s in zip(*vars(result.compiled).values(), strict=True):
-        if layers == 32:
-            yield ours("compile", float(wall_s), cpu=f"{cpu_s:.0f}")
+    for row in result.compiled.where(layers=32).rows():
+        yield ours("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -96,30 +96,29 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     everyone, rows = members(config), []
     start = time.perf_counter()
     alone = [_runner([everyone[len(everyone) // 2]], config)]
-    at_once, parts = [_runner(everyone, config)], _parts(everyone, config)
+    at_once = [_runner(everyone, config)]
+    # All runs as `driver` divides them, in parts of one size.
+    size = driver.part_size(len(everyone), config.max_slots)
+    starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
+    parts = [_runner(everyone[i : i + size], config) for i in starts]
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
     serve = _plain([everyone[i] for i in spread], config)
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
-        rates = [_mapped_rate(runners) for runners in (alone, parts, at_once)]
+        for runner in (*alone, *parts, *at_once):
+            runner.reset()
+        rates = [_rate(_advance, runners) for runners in (alone, parts, at_once)]
         progress.show("plain Python")
         rates += [_rate(serve, accounts) for accounts in (True, False)]
         named = dict(zip(EVERYONE, rates, strict=True))
         rows.append(
             {"round": index}
-            | {f"steps_per_s{name}": rate.per_s for name, rate in named.items()}
-            | {f"steps_per_cpu_s{name}": rate.per_cpu_s for name, rate in named.items()}
+            | {f"steps_per_s{name}": per_s for name, (per_s, _) in named.items()}
+            | {f"steps_per_cpu_s{name}": per_s for name, (_, per_s) in named.items()}
             | {"first_calls_s": compile_s}
         )
     return rows
-
-
-class Rate(NamedTuple):
-    """Steps in a second, and in one of the processor's time: all threads, no waits."""
-
-    per_s: float
-    per_cpu_s: float
 
 
 def members(config: Config) -> list[Members]:
@@ -155,26 +154,12 @@ def _runner(group: list[Members], config: Config) -> Runner:
     return runner
 
 
-def _parts(everyone: list[Members], config: Config) -> list[Runner]:
-    """All runs as `driver` divides them, in parts of one size."""
-    size = driver.part_size(len(everyone), config.max_slots)
-    starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
-    return [_runner(everyone[i : i + size], config) for i in starts]
-
-
-def _mapped_rate(runners: list[Runner]) -> Rate:
-    """Steps of all together, from an idle machine each."""
-    for runner in runners:
-        runner.reset()
-    return _rate(_advance, runners)
-
-
-def _rate(work: Callable[..., float], *args: Any) -> Rate:
-    """The rates of work that gives its steps."""
+def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
+    """Steps in a second, and in one of the processor's time: all threads, no waits."""
     start, cpu = time.perf_counter(), time.process_time()
     num = work(*args)
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    return Rate(num / seconds, num / cpu_s)
+    return num / seconds, num / cpu_s
 
 
 def _advance(runners: list[Runner]) -> float:

@@ -4,10 +4,9 @@ Words and columns carry all of the meaning, in ASCII; colour only helps, and is 
 where the output is not a terminal or `NO_COLOR` is set (no-color.org).
 """
 
-import itertools
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import console as rich_console
@@ -45,7 +44,16 @@ def print_parts(parts: Sequence[Part]) -> None:
     console = make_console()
     is_piped = not console.is_terminal and "COLUMNS" not in os.environ
     width = min(console.width, PIPED_WIDTH if is_piped else MAX_WIDTH)
-    for title, below in itertools.chain(*(_blocks(part, width) for part in parts)):
+    blocks: list[tuple[str, Iterable[rich_console.RenderableType]]] = []
+    for part in parts:
+        if isinstance(part, Sheet):
+            blocks.append((part.title, _sheet(part, width)))
+        elif isinstance(part, Excerpts):
+            blocks.append((part.title, [_excerpts(part)]))
+        else:
+            heads = report.group_heads(part.claims).items()
+            blocks += [(head, [_verdicts(claims)]) for head, claims in heads]
+    for title, below in blocks:
         with console.capture() as said:
             if title:
                 console.print(text.Text(title, "bold"), width=width)
@@ -54,27 +62,19 @@ def print_parts(parts: Sequence[Part]) -> None:
         print("", *(line.rstrip() for line in said.get().splitlines()), sep="\n")
 
 
-def _blocks(
-    part: Part, width: int
-) -> Iterator[tuple[str, list[rich_console.RenderableType]]]:
-    """Titles of a part, each with what is printed below it."""
-    if isinstance(part, Sheet):
-        yield part.title, [*_sheet(part, width)]
-    elif isinstance(part, Excerpts):
-        yield part.title, [_excerpts(part)]
-    else:
-        for head, claims in report.group_heads(part.claims).items():
-            yield head, [_verdicts(claims)]
-
-
 def _sheet(sheet: Sheet, width: int) -> Iterator[rich_console.RenderableType]:
     """A table, on its side or in pieces where it is too wide, and its note."""
     if not sheet.rows:
         yield "(nothing)"
     else:
-        shapes = (sheet, _broken_heads(sheet), _turned(sheet))
+        first, *rows = zip(sheet.columns, *sheet.rows, strict=True)
+        shapes = (sheet, _broken_heads(sheet), Sheet("", first, rows))
         fitting = [shape for shape in shapes if _min_width(shape) <= width]
-        yield from map(_grid, fitting[:1] or _pieces(sheet))
+        pieces = (  # every row a table of its own, of names and values
+            Sheet("", ("", ""), [*zip(sheet.columns, row, strict=True), ("", "")])
+            for row in sheet.rows
+        )
+        yield from map(_grid, fitting[:1] or pieces)
     if sheet.note:
         yield ""
         yield text.Text(sheet.note)
@@ -89,7 +89,8 @@ def _grid(sheet: Sheet) -> table.Table:
         pad_edge=False,
     )
     for i, head in enumerate(sheet.columns):
-        right = all(_is_number(row[i]) for row in sheet.rows)
+        cells = (row[i] for row in sheet.rows)
+        right = all(x in ("", "-") or x.lstrip("-")[:1].isdigit() for x in cells)
         grid.add_column(
             text.Text(head),
             justify="right" if right else "left",
@@ -141,20 +142,6 @@ def _broken_heads(sheet: Sheet) -> Sheet:
     return sheet._replace(columns=heads)
 
 
-def _turned(sheet: Sheet) -> Sheet:
-    """Swaps rows and columns."""
-    first, *rows = zip(sheet.columns, *sheet.rows, strict=True)
-    return Sheet("", first, rows)
-
-
-def _pieces(sheet: Sheet) -> list[Sheet]:
-    """Makes every row a table of its own, of names and values."""
-    return [
-        Sheet("", ("", ""), [*zip(sheet.columns, row, strict=True), ("", "")])
-        for row in sheet.rows
-    ]
-
-
 def _min_width(sheet: Sheet) -> int:
     """Columns that a table needs, its sentences wrapped."""
     needed = 0
@@ -169,7 +156,3 @@ def _min_width(sheet: Sheet) -> int:
 
 def _is_prose(sheet: Sheet, column: int) -> bool:
     return any(row[column].count(" ") > 2 for row in sheet.rows)
-
-
-def _is_number(cell: str) -> bool:
-    return cell in ("", "-") or cell.lstrip("-").partition(" ")[0][:1].isdigit()

@@ -10,7 +10,18 @@ from scaling.shapes import HeadAttention
 
 def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
     """Lays out what serving takes, what is sent, and one device's part."""
-    return [_serving(case, told), *_traffic(case), _device(case, told["per_device"])]
+    rows = [
+        (f"{x.scheme}: {x.name}", x.formula, *map(units.size, (x.forward, x.backward)))
+        for x in case.of(traffic.training)
+    ]
+    heads = ("exchange", "per device", "forward", "backward")
+    note = "Bytes that a device sends in one step of one micro-batch."
+    if (stages := case.layout.pipeline) > 1:
+        note += f" T = {2 * stages - 1} ticks; g micro-batches share the idle ones."
+    sent = [Sheet("communication", heads, rows, note)] if rows else []
+    if case.layout.pages > 1:
+        sent += _passes(case, heads[:3])
+    return [_serving(case, told), *sent, _device(case, told["per_device"])]
 
 
 def _serving(case: Case, told: dict[str, Any]) -> Sheet:
@@ -34,21 +45,6 @@ def _serving(case: Case, told: dict[str, Any]) -> Sheet:
     )
     more = ("products", "memory", "bound by")
     return Sheet("serving, at best", (*heads, *more), rows, note)
-
-
-def _traffic(case: Case) -> list[Sheet]:
-    rows = [
-        (f"{x.scheme}: {x.name}", x.formula, *map(units.size, (x.forward, x.backward)))
-        for x in case.of(traffic.training)
-    ]
-    heads = ("exchange", "per device", "forward", "backward")
-    note = "Bytes that a device sends in one step of one micro-batch."
-    if (stages := case.layout.pipeline) > 1:
-        note += f" T = {2 * stages - 1} ticks; g micro-batches share the idle ones."
-    found = [Sheet("communication", heads, rows, note)] if rows else []
-    if case.layout.pages > 1:
-        found += _passes(case, heads[:3])
-    return found
 
 
 def _passes(case: Case, heads: tuple[str, ...]) -> list[Sheet]:

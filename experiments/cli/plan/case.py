@@ -22,7 +22,10 @@ _SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 
 def look_up(options: Options) -> Case:
     """Reads the law and the offers, chooses the device, and counts the budget."""
-    offers = tuple(map(_offer, options.gpu))
+    try:
+        offers = tuple(map(pricing.parse, options.gpu))
+    except ValueError as error:
+        raise ValueError(f"--gpu {error}") from None
     flops = _flops(options, pricing.best(offers, options.mfu) if offers else None)
     belief = read_law(options.law, options.group)
     served = options.inference_tokens
@@ -32,9 +35,16 @@ def look_up(options: Options) -> Case:
         raise ValueError(
             f"serving takes {served:.4g} tokens' worth: more than {MOST:g}"
         )
+    # All architectures have what was asked, or else what the fitted runs have.
+    asked = {name: getattr(options, name) for name in USUAL}
+    given = {name: value for name, value in asked.items() if value is not None}
+    shared: dict[str, Any] = {**USUAL, **belief.shape, **given}
+    if options.tie_embeddings:
+        shared["tie_embeddings"] = True
+    count = options.count or belief.count or "total"
     case = Case(
         belief=belief,
-        family=_family(options, belief),
+        family=Family(**shared, count=count, attention=options.attention),
         offers=offers,
         flops=flops,
         mfu=options.mfu,
@@ -56,17 +66,6 @@ def look_up(options: Options) -> Case:
         line = f"a budget of {case.flops:.4g} FLOPs is too large for any design"
         raise ValueError(line)
     return case
-
-
-def _family(options: Options, belief: Belief) -> Family:
-    """What all architectures share: what was asked, or else as in the fitted runs."""
-    asked = {name: getattr(options, name) for name in USUAL}
-    given = {name: value for name, value in asked.items() if value is not None}
-    shared: dict[str, Any] = {**USUAL, **belief.shape, **given}
-    if options.tie_embeddings:
-        shared["tie_embeddings"] = True
-    count = options.count or belief.count or "total"
-    return Family(**shared, count=count, attention=options.attention)
 
 
 def read_law(name: str, group: str | None = None) -> Belief:
@@ -165,13 +164,6 @@ def _of_group(document: Any, group: str | None) -> Any:
     if group is not None and group not in known:
         raise ValueError(config_json.unknown("--group", group, known))
     return document | by_group[known[0] if group is None else group]
-
-
-def _offer(text: str) -> Offer:
-    try:
-        return pricing.parse(text)
-    except ValueError as error:
-        raise ValueError(f"--gpu {error}") from None
 
 
 def _flops(options: Options, offer: Offer | None) -> float:

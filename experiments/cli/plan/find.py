@@ -25,7 +25,23 @@ def find(options: Options, case: Case) -> dict[str, Any]:
     belief, powers, unique = case.belief, case.belief.powers, case.unique_tokens
     free, best = budgets.allocate(powers, case.flops), case.allocate()
     training_only = case._replace(served=0.0).allocate()
-    design, (other, tokens, loss) = _designs(case, best)
+    family = case.family
+    try:
+        design = designs.nearest(family, best.num_params)
+    except ValueError as error:
+        # Which vocabularies have designs small enough, or whose it is.
+        size, way_out = family.vocab_size, ""
+        most = designs.max_vocab_size(family, best.num_params)
+        if most is not None and 1 <= most < size:
+            way_out = f"; with --vocab-size in [1, {most:,}] there are smaller ones"
+            if size == belief.shape.get("vocab_size"):
+                way_out = f", that of the runs behind {belief.name}"
+        raise _refusal(case, error, way_out) from None
+    how: Any = {"inference_tokens": case.served}
+    try:  # all operations counted
+        other, tokens, loss = designs.best(family, case.loss, case.flops, **how)
+    except ValueError as error:
+        raise _refusal(case, error, "; a smaller --sequence might do") from None
     sure = spread.of_optimum(case, best)
     train = case.bill(6 * best.num_params * best.num_tokens)
     whole, (number, duration_s) = case.bill(case.flops), case.division(train.device_s)
@@ -80,22 +96,6 @@ def find(options: Options, case: Case) -> dict[str, Any]:
     return told
 
 
-def _designs(
-    case: Case, optimum: Optimum
-) -> tuple[Design, tuple[Design, float, float]]:
-    """The nearest design; and the best, its tokens and loss, all operations counted."""
-    family = case.family
-    try:
-        design = designs.nearest(family, optimum.num_params)
-    except ValueError as error:
-        raise _refusal(case, error, _other_vocabulary(case, optimum)) from None
-    how: Any = {"inference_tokens": case.served}
-    try:
-        return design, designs.best(family, case.loss, case.flops, **how)
-    except ValueError as error:
-        raise _refusal(case, error, "; a smaller --sequence might do") from None
-
-
 def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
     limits = ""
     if case.unique_tokens is not None:
@@ -106,17 +106,6 @@ def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
     aim = "" if target is None else f"--target-loss {target:g}: "
     said = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
     return ValueError(aim + said)
-
-
-def _other_vocabulary(case: Case, optimum: Optimum) -> str:
-    """Says which vocabularies have designs small enough, or whose it is."""
-    size = case.family.vocab_size
-    most = designs.max_vocab_size(case.family, optimum.num_params)
-    if most is None or not 1 <= most < size:
-        return ""
-    if size == case.belief.shape.get("vocab_size"):
-        return f", that of the runs behind {case.belief.name}"
-    return f"; with --vocab-size in [1, {most:,}] there are smaller ones"
 
 
 def _architecture(case: Case, best: Optimum, design: Design) -> dict[str, Any]:

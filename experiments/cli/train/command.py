@@ -118,7 +118,14 @@ def train(name: str, options: TrainOptions) -> Output:
     Raises:
       ValueError: there is no such config, or `training.train` refuses it.
     """
-    config = _divided(find(name, TrainConfig, TRAININGS), options)
+    config = find(name, TrainConfig, TRAININGS)
+    layout = config.how.layout
+    if options.parallel is not None:
+        layout = parallelism.parse(options.parallel, zero=layout.zero)
+    if options.zero is not None:
+        layout = dataclasses.replace(layout, zero=options.zero)
+    how = dataclasses.replace(config.how, layout=layout)
+    config = dataclasses.replace(config, how=how)
     if options.print_config:
         return _printed(config)
     parallel.count_cpu_as(config.how.layout.num_devices)
@@ -135,13 +142,8 @@ def train(name: str, options: TrainOptions) -> Output:
         per_step = architectures.training_flops(
             config.model, batch=config.batch_size, sequence=config.seq_len
         )
-        nothing: dict[str, Any] = {
-            "tokens": 0,
-            "step": 0,
-            "loss": None,
-            "duration_s": 0.0,
-        }
-        last = result.curve[-1] if result.curve else nothing
+        nothing = {"tokens": 0, "step": 0, "loss": None, "duration_s": 0.0}
+        last: dict[str, Any] = result.curve[-1] if result.curve else nothing
         document = {
             "out": out,
             "status": result.status,
@@ -156,7 +158,16 @@ def train(name: str, options: TrainOptions) -> Output:
         if result.status == "done" and processes.is_first():
             steps = config.num_steps
             assert last["tokens"] == config.batch_size * config.seq_len * steps
-            document |= _score(config, corpus, result.params)
+            score = objectives.score_stream(
+                result.params,
+                corpus.held_out,
+                model=config.model,
+                seq_len=config.seq_len,
+                num_windows=NUM_EVAL_WINDOWS,
+            )
+            bits = score.loss / math.log(2) / corpus.bytes_per_token
+            document |= {"loss": score.loss, "loss_se": score.loss_se}
+            document["bits_per_byte"] = bits
             with contextlib.closing(locking.WriterLock(out)):
                 document["model"] = _save(config, out / MODEL, result.params)
             if document["model"]:
@@ -172,34 +183,6 @@ def train(name: str, options: TrainOptions) -> Output:
     rows = [units.named(key, value) for key, value in document.items() if key != "out"]
     status = {"done": 0, "stopped": stopped, "diverged": 1}[result.status]
     return Output(document, [Sheet("run", ("", ""), rows)], lines, status)
-
-
-def _divided(config: TrainConfig, options: TrainOptions) -> TrainConfig:
-    """The config with the layout that the command line asks for."""
-    layout = config.how.layout
-    if options.parallel is not None:
-        layout = parallelism.parse(options.parallel, zero=layout.zero)
-    if options.zero is not None:
-        layout = dataclasses.replace(layout, zero=options.zero)
-    how = dataclasses.replace(config.how, layout=layout)
-    return dataclasses.replace(config, how=how)
-
-
-def _score(
-    config: TrainConfig, corpus: streams.Corpus, params: transformer.Params
-) -> dict[str, float]:
-    score = objectives.score_stream(
-        params,
-        corpus.held_out,
-        model=config.model,
-        seq_len=config.seq_len,
-        num_windows=NUM_EVAL_WINDOWS,
-    )
-    return {
-        "loss": score.loss,
-        "loss_se": score.loss_se,
-        "bits_per_byte": score.loss / math.log(2) / corpus.bytes_per_token,
-    }
 
 
 def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path | None:

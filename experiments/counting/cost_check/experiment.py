@@ -87,7 +87,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def _row(config: Config, family: str) -> dict[str, Any]:
-    model = _model(config, family)
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_q_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": config.hidden_size // 8,
+        "mlp_size": 8 * config.hidden_size // 3,
+        "max_positions": max(config.sequence, _KEPT_SEQUENCE),
+    }
+    model = ModelConfig(**sizes | _CHANGES[family])
     shape = from_model.describe(model)
     step = flops.training(shape, batch=config.batch, sequence=config.sequence)
     listed = residuals.residuals(model, number_bytes=4)
@@ -107,20 +117,6 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
         "xla_temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
     }
-
-
-def _model(config: Config, family: str) -> ModelConfig:
-    plain = ModelConfig(
-        vocab_size=256,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_q_heads=8,
-        num_kv_heads=4,
-        head_dim=config.hidden_size // 8,
-        mlp_size=8 * config.hidden_size // 3,
-        max_positions=max(config.sequence, _KEPT_SEQUENCE),
-    )
-    return dataclasses.replace(plain, **_CHANGES[family])
 
 
 def _compiled(model: ModelConfig, config: Config, what: str) -> Any:

@@ -119,6 +119,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Computes the bounds; milliseconds."""
     device, llama = devices.find(config.device), published.describe("llama-7b")
     progress.show("bounds")
+    large = published.describe("llama-2-70b")
+    weights = 2 * parameters.parameters(large).total
+    room = 4 * device.memory_bytes - weights
     intensity = [
         [serving.decode(llama, batch=b, context=context).intensity for b in BATCHES]
         for context in CONTEXTS
@@ -128,7 +131,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         ridge=device.ridge(),
         latencies=_latencies(device, config.tokens),
         requests=_requests(device, config),
-        kept=_kept(device, llama),
+        kept=Kept(
+            small=float(serving.kv_bytes_per_token(llama)),
+            large=float(serving.kv_bytes_per_token(published.describe("llama-13b"))),
+            request=float(serving.kv_bytes_of(published.describe("opt-13b"), 2048)),
+            devices_70b=math.ceil(weights / device.memory_bytes),
+            tokens_70b=room / serving.kv_bytes_per_token(large),
+        ),
         growth=_growth(llama),
         intensity=np.array(intensity),
     )
@@ -182,19 +191,6 @@ def _requests(device: Device, config: Config) -> Requests:
     prompt_s = serving.roofline(prompt, device).time_s
     each_s = config.answer_tokens * step_s / batch + prompt_s
     return Requests(1 / alone, 1 / each_s, batch)
-
-
-def _kept(device: Device, llama: Description) -> Kept:
-    large = published.describe("llama-2-70b")
-    weights = 2 * parameters.parameters(large).total
-    room = 4 * device.memory_bytes - weights
-    return Kept(
-        small=float(serving.kv_bytes_per_token(llama)),
-        large=float(serving.kv_bytes_per_token(published.describe("llama-13b"))),
-        request=float(serving.kv_bytes_of(published.describe("opt-13b"), 2048)),
-        devices_70b=math.ceil(weights / device.memory_bytes),
-        tokens_70b=room / serving.kv_bytes_per_token(large),
-    )
 
 
 def _growth(llama: Description) -> Growth:

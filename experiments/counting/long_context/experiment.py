@@ -14,7 +14,7 @@ from experiments.framework import (
     Floats,
     Ints,
     Ours,
-    Part,
+    Record,
     Table,
     Texts,
     beside,
@@ -107,7 +107,19 @@ class Ways(Table):
     found_bytes: Floats = column("by the programs' collectives", heading="found")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Ways:
+class Result(Record):
+    """What was counted."""
+
+    ways: Ways = column(
+        "a row for each sequence and layout",
+        heading="a device's part of a training step of one sequence",
+        note="Kept: by XLA's plan of the program's memory. What is sent beside "
+        "attention are gradients of weights, whatever the sequence.",
+        prefix="",
+    )
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
     """Compiles every layout for every sequence; ended early, those done."""
     jobs = [(words, size) for words in config.layouts for size in config.sequences]
     rows = []
@@ -120,44 +132,30 @@ def run(config: Config, progress: Progress = QUIET) -> Ways:
         total = sum(x for _, x in both)
         name = words or ALONE
         rows.append((name, size, found.kept_bytes, own, total, found.sent_bytes))
-    return Ways.of(rows)
-
-
-def metrics(result: Ways) -> dict[str, Any]:
-    """Lists all of them, a row each."""
-    return {"ways": result.rows()}
-
-
-def summary(result: Ways) -> list[Part]:
-    """A table: what a device keeps and sends."""
-    return [
-        result.sheet(
-            "a device's part of a training step of one sequence",
-            note="Kept: by XLA's plan of the program's memory. What is sent beside "
-            "attention are gradients of weights, whatever the sequence.",
-        )
-    ]
+    return Result(Ways.of(rows))
 
 
 @BOOK.judges
-def claims(result: Ways) -> Iterator[Ours]:
+def claims(result: Result) -> Iterator[Ours]:
     """Holds the formulas against the programs."""
-    for row in result.rows():
+    for row in result.ways.rows():
         words = {name: row[name] for name in ("layout", "sequence")}
         yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
 
 
-def plot(axes: Any, result: Ways) -> None:
+def plot(axes: Any, result: Result) -> None:
     """Draws what a device keeps, and what it sends for attention, by tokens."""
-    kept, sent = axes
-    for name in dict.fromkeys(result.layout.tolist()):
-        mine, system = result.where(layout=name), _system(name)
+    (kept, sent), ways = axes, result.ways
+    for name in ways.distinct("layout"):
+        mine = ways.where(layout=name)
+        # The name under which a layout has its colour.
+        system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ALONE
         style.curve(kept, mine.sequence, mine.kept_bytes / 1e9, system, name)
         if mine.attention_bytes.any():
             size = mine.attention_bytes / 1e9
             style.curve(sent, mine.sequence, size, system, name)
     log: Any = {"xscale": "log", "yscale": "log"}
-    longest = result.where(sequence=max(result.distinct("sequence"), default=0))
+    longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
     whole = longest.where(layout=ALONE).kept_bytes
     divided = longest.at(longest.layout != ALONE)
     titles = ["Memory kept by a device", "Sent by a device for attention"]
@@ -176,14 +174,8 @@ def plot(axes: Any, result: Ways) -> None:
     labels = ("kept by a device [GB]", "sent by a device [GB]")
     for ax, title, y in zip(axes, titles, labels, strict=True):
         style.titled(ax, title, x, y, **log)
-        ax.set_xticks(shown := list(result.distinct("sequence")))
+        ax.set_xticks(shown := list(ways.distinct("sequence")))
         ax.set_xticks([], minor=True)
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
         style.plain_log(ax.yaxis)
         ax.legend()
-
-
-def _system(layout: str) -> str:
-    """The name under which a layout has its colour."""
-    names = [x for x in ("ring", "ulysses") if x in layout]
-    return " and ".join(names) or ALONE

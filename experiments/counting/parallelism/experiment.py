@@ -31,8 +31,7 @@ from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.models import ModelConfig
 from jaxkv.progress import QUIET, Progress
-from scaling.costs import flops, memory, parallelism, traffic
-from scaling.costs.parallelism import Layout
+from scaling.costs import flops, memory, parallelism
 from scaling.shapes import from_model, published
 from scaling.training import meshes
 
@@ -150,13 +149,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     rows, parts = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parallelism.parse(words)
-        sizes = {"batch": config.batch, "sequence": config.sequence}
+        sizes: Any = {"batch": config.batch, "sequence": config.sequence}
         one, two = (
             divided_steps.counted(config.shape(num), layout, **sizes)[:3]
             for num in (1, 2)
         )
         whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
-        formulas, sent = _formulas(config, layout, num_layers)
+        model = config.shape(num_layers)
+        shape, sent = (
+            from_model.describe(model),
+            divided_steps.sent(model, layout, **sizes),
+        )
+        formulas = (
+            float(sum(memory.most_held(shape, layout))),
+            sum(each.forward + each.backward for each in sent),
+            flops.training(shape, **sizes).model / layout.num_devices,
+        )
         told = [x for pair in zip(formulas, whole, strict=True) for x in pair]
         rows.append((words, layout.num_devices, *told))
         for scheme in dict.fromkeys(each.scheme for each in sent):
@@ -166,20 +174,6 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             )
             parts.append((words, scheme, *both))
     return Result(Ways.of(rows), Parts.of(parts), num_layers, config.model)
-
-
-def _formulas(
-    config: Config, layout: Layout, num_layers: int
-) -> tuple[tuple[float, float, float], tuple[traffic.Traffic, ...]]:
-    """The same by the formulas; and what is sent, kind by kind."""
-    model = config.shape(num_layers)
-    shape = from_model.describe(model)
-    sizes: Any = {"batch": config.batch, "sequence": config.sequence}
-    sent = divided_steps.sent(model, layout, **sizes)
-    step = flops.training(shape, **sizes)
-    held = float(sum(memory.most_held(shape, layout)))
-    total = sum(each.forward + each.backward for each in sent)
-    return (held, total, step.model / layout.num_devices), sent
 
 
 def summary(result: Result) -> list[Part]:

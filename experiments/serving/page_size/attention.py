@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from experiments.bench.kernels import MAX_ERROR, Run, runs
 from experiments.framework import Ints, Ours, Record, Table, beside, column, ours, table
+from experiments.harness.kernels import MAX_ERROR, Run, runs
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress

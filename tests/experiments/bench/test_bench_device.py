@@ -1,25 +1,29 @@
-"""The hour with a GPU: parts, shares, calls that go on, by a clock that is not real."""
+"""The hour with a GPU: parts, shares and calls that go on, by a fake clock."""
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from experiments.bench.device import (
-    checks,
-    experiment,
-    parts,
-    timeline,
-    twins,
-    worker,
-)
+from experiments.bench.decode import timeline
+from experiments.bench.device import experiment, worker
 from experiments.bench.device.experiment import Config
-from experiments.bench.device.parts import Part, Piece
+from experiments.bench.kernels import checks
+from experiments.harness.kernels import runs
 from jaxkv.progress import Quiet
 from tests.support.commands import Command
+
+
+class Part(NamedTuple):
+    """A fake part: its answers are pieces and the seconds that they take."""
+
+    name: str
+    names: tuple[str, ...]
+    answer: Callable[[Sequence[str], float, float], tuple[list[dict[str, Any]], float]]
+    at_once: int = 1
 
 
 class Clock(Quiet):
@@ -45,42 +49,42 @@ def call(
 
     def make(left_s: float, *fakes: Part) -> Any:
         clock = Clock(left_s)
-        monkeypatch.setattr(parts, "now_s", lambda: clock.now_s)
+        monkeypatch.setattr(experiment, "now_s", lambda: clock.now_s)
         monkeypatch.setattr(
             experiment.time, "sleep", lambda s: setattr(clock, "now_s", clock.end_s)
         )
         log: list[tuple[str, ...]] = []
+        by_name = {x.name: x for x in fakes}
 
-        def timed(part: Part) -> Part:
-            def answer(names: Sequence[str], *args: Any) -> list[Piece]:
-                log.append((part.name, *names))
-                _, soft_s, kill_s = args
-                assert soft_s <= kill_s <= clock.left_s
-                worked: Any = part.answer
-                found, seconds = worked(names, *args)
-                clock.now_s += seconds
-                return found
+        def answer(
+            words: tuple[Any, ...], names: Sequence[str], limits_s: tuple[float, float]
+        ) -> Iterator[dict[str, Any]]:
+            log.append((words[0], *names))
+            soft_s, kill_s = limits_s
+            assert soft_s <= kill_s <= clock.left_s
+            found, seconds = by_name[words[0]].answer(names, soft_s, kill_s)
+            clock.now_s += seconds
+            yield from ({"seconds": seconds / len(found), **x} for x in found)
 
-            return part._replace(answer=answer)
-
-        monkeypatch.setattr(parts, "of", lambda size: tuple(map(timed, fakes)))
+        names_of = {x.name: x.names for x in fakes}
+        parts = {x.name: (0.5, 10.0, x.at_once) for x in fakes}
+        monkeypatch.setattr(experiment, "PARTS", parts)
+        monkeypatch.setattr(experiment, "pieces_of", lambda size: names_of)
+        monkeypatch.setattr(experiment, "answer", answer)
         rows = experiment.run(Config(folder=str(tmp_path)), clock)
         return rows, log
 
     return make
 
 
-def fake(
-    name: str, num: int, each_s: float, share: float = 0.5, at_once: int = 1
-) -> Part:
+def fake(name: str, num: int, each_s: float) -> Part:
     """A part whose pieces take so long each, and are cut at their share."""
 
-    def answer(names: Sequence[str], folder: Path, soft_s: float, kill_s: float) -> Any:
+    def answer(names: Sequence[str], soft_s: float, kill_s: float) -> Any:
         fit = [x for i, x in enumerate(names) if i * each_s <= soft_s]
-        return [Piece(x, {"by": name}) for x in fit], each_s * len(fit)
+        return [{"name": x, "found": {"by": name}} for x in fit], each_s * len(fit)
 
-    names = tuple(f"{name}{i}" for i in range(num))
-    return Part(name, share, names, answer, 10.0, at_once)
+    return Part(name, tuple(f"{name}{i}" for i in range(num)), answer)
 
 
 def done(rows: list[dict[str, Any]]) -> set[str]:
@@ -115,21 +119,21 @@ def test_what_is_recorded_is_on_the_disk_at_once(call: Any, tmp_path: Path) -> N
 
 def test_a_failure_is_tried_again_in_another_call_and_then_no_more(call: Any) -> None:
     def fail(names: Sequence[str], *args: Any) -> Any:
-        return [Piece(names[0], note="status 1: boom")], 20.0
+        return [{"name": names[0], "note": "boom"}], 20.0
 
     fails = fake("f", 1, 1.0)._replace(answer=fail)
     for tries in (1, 2):
         (row,), log = call(500.0, fails)
         assert len(log) == 1
-        assert (row["tries"], row["note"]) == (tries, "status 1: boom")
+        assert (row["tries"], row["note"]) == (tries, "boom")
     _, log = call(500.0, fails)
     assert log == []
-    assert experiment.failed([row]) == ["f f0: status 1: boom"]
+    assert experiment.metrics([row])["failed"] == ["f f0: boom"]
 
 
 def test_a_piece_cut_by_the_end_of_a_call_has_not_failed(call: Any) -> None:
-    def cut(names: Sequence[str], folder: Path, soft_s: float, kill_s: float) -> Any:
-        return [Piece(names[0], note=parts.KILLED)], kill_s
+    def cut(names: Sequence[str], soft_s: float, kill_s: float) -> Any:
+        return [{"name": names[0], "note": worker.KILLED}], kill_s
 
     long = fake("long", 1, 1.0)._replace(answer=cut)
     rows, _ = call(103.0, fake("first", 1, 60.0), long)
@@ -139,81 +143,52 @@ def test_a_piece_cut_by_the_end_of_a_call_has_not_failed(call: Any) -> None:
     assert [(x["name"], x["tries"]) for x in rows] == [("first0", 1), ("long0", 1)]
 
 
-def test_a_worker_that_breaks_down_loses_a_piece() -> None:
-    lines = ['{"begins": "a"}', '{"name": "a", "found": {"x": 1}}', '{"begins": "b"}']
-    found = parts.read_lines([*lines, '{"na'], ("a", "b", "c"), "status -11: crash")
-    assert found == [Piece("a", {"x": 1}), Piece("b", note="status -11: crash")]
-    # Where its time was over it has begun no more.
-    assert parts.read_lines(lines[:2], ("a", "b"), "") == found[:1]
-    # Where it never came to begin, the first one is to blame.
-    assert parts.read_lines([], ("a",), "no jax") == [Piece("a", note="no jax")]
-
-
-def test_the_worker_tells_what_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def check(size: str, name: str) -> dict[str, Any]:
-        if name == "bad":
-            raise RuntimeError("no room\nand more")
-        return {"size": size}
-
-    monkeypatch.setitem(worker.PARTS, "correctness", check)
-    file = tmp_path / "said"
-    worker.main("correctness", "tiny", str(file), "60", "bad", "good")
-    found = parts.read_lines(file.read_text().splitlines(), ("bad", "good"), "")
-    assert found == [
-        Piece("bad", note="RuntimeError: no room"),
-        Piece("good", {"size": "tiny"}),
-    ]
-    worker.main("correctness", "tiny", str(tmp_path / "none"), "-1", "good")
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_process_that_does_not_end_is_ended() -> None:
-    import sys
-
-    said = parts.execute([sys.executable, "-c", "import time; time.sleep(60)"], 0.3)
-    assert said[0] is None
-    assert parts.why(*said[::2]).startswith(parts.KILLED)
-    status, out, err = parts.execute(
-        [sys.executable, "-c", "import sys; print(1); sys.exit('bad\\nworse')"], 30
-    )
-    assert (status, out.strip()) == (1, "1")
-    assert parts.why(status, err) == "status 1: worse"
+@pytest.mark.thorough
+def test_a_worker_answers_until_it_breaks_down_or_is_killed(tmp_path: Path) -> None:
+    """A feature that there is, one that there is not, and one that is never asked."""
+    words = ("correctness", "tiny", tmp_path)
+    names = ["softcap-decode", "no such shape", "sinks-decode"]
+    good, bad = experiment.answer(words, names, (60.0, 120.0))
+    assert good["found"]["implementations"][0]["right"]
+    assert good["seconds"] > bad["seconds"]
+    assert (bad["name"], bad["goes_on"]) == ("no such shape", False)
+    assert bad["note"] == "correctness: ended early: KeyError: 'no such shape'"
+    [killed] = experiment.answer(words, names, (60.0, 0.0))
+    assert (killed["name"], killed["note"]) == (names[0], worker.KILLED)
+    assert not list(experiment.answer(words, names, (-1.0, 60.0)))
 
 
 def test_the_time_line_by_hand() -> None:
     event = timeline.Event
     ran = [event("a", 0, 10), event("b", 5, 10), event("a", 30, 10)]
-    found = timeline.tell(ran, 2)
+    found = timeline.per_step(ran, 2)
     assert found["launches_per_step"] == 1.5
     assert found["busy_share"] == pytest.approx(25 / 40)
     first = found["kernels"][0]
     assert first == {"name": "a", "per_step": 1.0, "seconds_per_step": 10e-9}
     with pytest.raises(ValueError, match="saw nothing"):
-        timeline.tell([], 1)
+        timeline.per_step([], 1)
 
 
 @pytest.mark.thorough
-def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = checks.check("tiny", "softcap-decode")
     assert right["implementations"][0]["right"]
-    found = checks.api.paged_attention
+    found = runs.api.paged_attention
 
-    def wrong(*args: Any, implementation: Any, **options: Any) -> Any:
-        state = found(*args, implementation=implementation, **options)
-        calls.append(1)
-        return state._replace(out=state.out * (1.1 if len(calls) > 1 else 1.0))
+    def wrong(*args: Any, **options: Any) -> Any:
+        state = found(*args, **options)
+        return state._replace(out=state.out * 1.1)
 
-    calls: list[int] = []
-    monkeypatch.setattr(checks.api, "paged_attention", wrong)
-    told = checks.check("tiny", "softcap-decode")
-    row = {"part": "correctness", "name": "softcap-decode", "found": told}
-    assert experiment.wrong([row]) == ["softcap-decode: reference, error=0.1"]
+    monkeypatch.setattr(runs.api, "paged_attention", wrong)
+    result = checks.check("tiny", "softcap-decode")
+    row = {"part": "correctness", "name": "softcap-decode", "found": result}
+    metrics = experiment.metrics([row])
+    assert metrics["wrong"] == ["softcap-decode: reference, error=0.1"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", twins.CHECKS)
+@pytest.mark.parametrize("name", checks.FORMULAS)
 def test_formulas_agree_and_tell_of_what_does_not(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -222,13 +197,13 @@ def test_formulas_agree_and_tell_of_what_does_not(
     assert reference["error"] < 1e-5
     assert "not a GPU" in kernel["note"]  # on a CPU it is told why, and nothing fails
     called = "rotate_and_write" if name == "rotary-write" else "flash_attention"
-    place = twins.rotary_write if name == "rotary-write" else twins
+    place = checks.rotary_write if name == "rotary-write" else checks
     right = getattr(place, called)
 
     def told(change: Callable[[Any], Any]) -> bool:
         wrong = lambda *args, **options: change(right(*args, **options))  # noqa: E731
         monkeypatch.setattr(place, called, wrong)
-        return twins.check("tiny", name)[0]["right"]
+        return checks.check("tiny", name)["implementations"][0]["right"]
 
     assert told(lambda found: found)
     if name == "rotary-write":

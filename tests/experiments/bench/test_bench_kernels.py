@@ -14,12 +14,11 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench import peer_process
-from experiments.bench.kernels import calls as kernels_calls
-from experiments.bench.kernels import experiment, report, runs
-from experiments.bench.kernels.calls import Implementation, Run
+from experiments.bench.kernels import elsewhere, experiment, report
 from experiments.bench.kernels.experiment import Config
 from experiments.framework import registry
 from experiments.framework.report import Sheet
+from experiments.harness.kernels import Implementation, Run, calls, runs
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless, problems, sets, specs
@@ -215,7 +214,7 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     head, *rows = experiment.run(config)
     assert head["peers"] == {}
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes.keys() == runs.ELSEWHERE.keys()
+    assert notes.keys() == elsewhere.PEERS.keys()
     # Of a library, never of a file of ours.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
@@ -231,7 +230,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append(args)
         return Run(lambda index: None, lambda: 0.0)
 
-    monkeypatch.setattr(kernels_calls, "make_run", prepare)
+    monkeypatch.setattr(calls, "make_run", prepare)
     h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
     monkeypatch.setattr(devices, "current", lambda: h200)
     return asked
@@ -334,7 +333,7 @@ def test_when_the_time_is_over_nothing_more_begins(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(kernels_calls, "now_s", lambda: clock[0])
+    monkeypatch.setattr(elsewhere, "now_s", lambda: clock[0])
 
     def taking(seconds: float) -> Any:
         def prepare(problem: problems.Problem) -> Run:
@@ -379,7 +378,7 @@ def test_a_peer_that_does_not_answer_is_ended(
     says = """print('{"version": "1"}', flush=True)"""
     (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
     monkeypatch.setattr(peer_process, "MAIN", tmp_path / "silent.py")
-    monkeypatch.setattr(runs, "ELSEWHERE", {"one": ("", "")})
+    monkeypatch.setattr(elsewhere, "PEERS", {"one": ("", "")})
     few(ours=right)
     config = Config(
         shapes="tiny",
@@ -399,7 +398,7 @@ def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
     experts = specs.Experts(8, 2, 256, 512)
     spec = specs.GroupedSpec(tokens=40, experts=experts)
     problem = problems.make_grouped(spec)
-    for implementation in runs.of_products():
+    for implementation in runs.of(spec):
         implementation.prepare(problem)
     kernels = [len(report.kernels) for report in compiled(prepared)]
     assert kernels == [0, 1, 0, 0, 1]

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.bench.kernels import runs
-from experiments.bench.kernels.calls import Implementation, Run
 from experiments.framework import config_json
 from experiments.framework.study import Experiment, of_module
+from experiments.harness.kernels import Implementation, Run, runs
 from experiments.serving.page_size import attention, experiment, serving
 from experiments.serving.page_size.attention import CONFIGS, Config
 from experiments.serving.page_size.serving import Result, Serving

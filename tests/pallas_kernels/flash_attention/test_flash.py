@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.bench import formulas
 from pallas_kernels.flash_attention import tiled
 from pallas_kernels.flash_attention.tiled import flash_attention
-from tests.support.flash_cases import draw, in_float64, plain, total
+from tests.support.flash_cases import draw, total
 
 pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
@@ -42,7 +43,8 @@ def test_outputs_and_gradients_are_those_of_plain_softmax(case) -> None:
         grad = jax.grad(partial(total, attend), argnums=(0, 1, 2))
         return jax.jit(lambda *arrays: (attend(*arrays), grad(*arrays)))
 
-    wanted = in_float64(both(partial(plain, causal=causal, window=window)), *arrays)
+    formula = partial(formulas.attention, causal=causal, window=window)
+    wanted = formulas.in_float64(both(formula), *arrays)
     # Several tiles, and one that holds everything.
     for tile in (16, 128):
         ours = partial(flash_attention, causal=causal, window=window, tile=tile)
@@ -57,9 +59,8 @@ def test_outputs_and_gradients_are_those_of_plain_softmax(case) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_error_is_that_of_the_type(dtype: str) -> None:
     arrays = draw(70, 70, 4, 2, 32, dtype)
-    twin = partial(plain, causal=True, window=None)
-    wanted = in_float64(twin, *arrays)
-    same = jax.jit(twin)(*arrays)
+    wanted = formulas.in_float64(formulas.attention, *arrays)
+    same = jax.jit(formulas.attention)(*arrays)
     found = jax.jit(partial(flash_attention, tile=16))(*arrays)
     assert found[0].dtype == dtype
     assert found[1].dtype == jnp.float32

@@ -11,9 +11,10 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from pallas_kernels import devices
+from pallas_kernels.bench import formulas
 from pallas_kernels.flash_attention import tiled
 from pallas_kernels.flash_attention.tiled import flash_attention
-from tests.support.flash_cases import draw, plain, total
+from tests.support.flash_cases import draw, total
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_gradients_of_both_results(
 
     def stand_in(q: Any, k: Any, v: Any, sizes: Any) -> Any:
         served.append(sizes.window)
-        out, lse = plain(q, k, v, causal=sizes.causal, window=sizes.window)
+        out, lse = formulas.attention(q, k, v, causal=sizes.causal, window=sizes.window)
         return out, jax.lax.stop_gradient(lse)
 
     monkeypatch.setattr(tiled, "_cudnn", stand_in)
@@ -98,7 +99,7 @@ def test_gradients_of_both_results(
         return jnp.sum(jnp.sin(out))
 
     grad = partial(jax.grad, argnums=(0, 1, 2))
-    wanted = grad(partial(loss, partial(plain, causal=True, window=7)))(*arrays)
+    wanted = grad(partial(loss, partial(formulas.attention, window=7)))(*arrays)
     found = jax.jit(grad(partial(loss, partial(flash_attention, window=7))))(*arrays)
     assert served == [7]
     for a, b in zip(found, wanted, strict=True):

@@ -1,5 +1,1 @@
-"""Peers of the kernels: jax's own in this process, torch's in theirs."""
-
-__all__ = [
-    "jax_peers",
-]
+"""Peers of the kernels in other frameworks, each in a process of its own."""

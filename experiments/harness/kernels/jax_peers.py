@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.kernels import calls
-from experiments.bench.kernels.calls import Run
+from experiments.harness.kernels import calls
+from experiments.harness.kernels.calls import Run
 from pallas_kernels import devices
 from pallas_kernels.bench import GroupedProblem, Problem, Spec
 

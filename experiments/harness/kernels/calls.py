@@ -1,9 +1,6 @@
-"""What is timed: a call on a shape, ready and checked, who makes it, and the time."""
+"""A kernel call on a shape, ready to be checked and timed, and its implementation."""
 
-import collections
-import contextlib
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +9,6 @@ from pallas_kernels.bench import GroupedProblem, Problem, Timing
 
 MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest error, by type, with which an answer counts as one."""
-
-now_s = time.monotonic
-"""The clock; tests put another one in its place."""
 
 
 class Run(NamedTuple):
@@ -69,38 +63,3 @@ def make_run(
         return jitted(*turns[index % len(turns)])
 
     return Run(call, lambda: problem.error(call(0)))
-
-
-class Budget:
-    """Seconds from now on, for all together and in shares.
-
-    Args:
-      seconds: what the whole may take, above 0. Nothing is begun after that; what has
-        begun in this process ends when it ends.
-    """
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end_s = now_s() + seconds
-        self._used_s = collections.defaultdict[str, float](float)
-
-    def left_s(self) -> float:
-        """Seconds until nothing more is begun; not above 0 when the time is over."""
-        return self._end_s - now_s()
-
-    @contextlib.contextmanager
-    def spend(self, name: str, share: float) -> Generator[None]:
-        """Counts the time in the context as used by that name, of its share.
-
-        Raises:
-          ValueError: that share is over, or the whole time.
-        """
-        if self.left_s() <= 0:
-            raise ValueError(f"skipped: the {self.seconds:g} s were over")
-        if self._used_s[name] > (share_s := share * self.seconds):
-            raise ValueError(f"skipped: its share of the time, {share_s:g} s, was over")
-        start_s = now_s()
-        try:
-            yield
-        finally:
-            self._used_s[name] += now_s() - start_s

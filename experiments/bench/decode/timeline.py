@@ -1,26 +1,29 @@
-"""What a step launches, how long that runs, and what lies between: by the profiler.
+"""Kernels of a decode step, their time and the gaps between them, by the profiler.
 
-The engine serves a model of few layers of the 8B shape; two depths tell a layer from
-what stands beside the layers.
+The engine serves a model of few layers of the 8B shape; two depths separate a layer
+from the work outside of the layers.
 """
 
 import collections
 import dataclasses
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from experiments.bench.decode.ours import Ours
 from experiments.harness import model_shapes
 from jaxkv.models import checkpoints, transformer
 
 NAMES = ("layers-2", "layers-8")
-NUM_TOLD = 12
-"""Kernels that are told of, those that take longest."""
+NUM_LISTED = 12
+"""Kernels that are listed, those that take longest."""
 GRAPHS = ("cuGraphLaunch", "cudaGraphLaunch")
+CALLERS = ("while", "call", "conditional")
+"""Operations whose own operations are recorded, too."""
 
 
 class Event(NamedTuple):
@@ -32,18 +35,17 @@ class Event(NamedTuple):
 
 
 def measure(size: str, name: str) -> dict[str, Any]:
-    """Decodes under the profiler, and tells what a step was made of."""
-    num_layers = int(name.partition("-")[2])
+    """Decodes under the profiler; returns counts and times of a step."""
     is_real = size == "gpu"
     shape = model_shapes.RANDOM["random-8b" if is_real else "random-tiny"]
-    depth = num_layers if is_real else num_layers // 2
+    depth = int(name.partition("-")[2]) // (1 if is_real else 2)
     shape = dataclasses.replace(shape, num_layers=depth)
     dtype = "bfloat16" if is_real else "float32"
     params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
     batch, context, num_tokens = (32, 1024, 64) if is_real else (2, 8, 16)
-    length = context + 17 + num_tokens
-    budget = max(batch, 256 if is_real else 8)
-    bounds = model_shapes.bounds(batch, length, token_budget=budget)
+    bounds = model_shapes.bounds(
+        batch, context + 17 + num_tokens, token_budget=256 if is_real else 8
+    )
     ours = Ours(checkpoints.Loaded(shape, params, None, ()), bounds, dtype)
     prompts = [[0] * context] * batch
     quiet = ours.decode(prompts, num_tokens, 10.0)
@@ -58,48 +60,47 @@ def measure(size: str, name: str) -> dict[str, Any]:
         "context": context,
         "step_s": batch * quiet.decode_s / quiet.num_decoded,
         "graphs_per_step": num_graphs / num_steps,
-        **tell(ran, num_steps),
+        **per_step(ran, num_steps),
     }
 
 
 def read(folder: Path) -> tuple[list[Event], int]:
     """What ran on the device, in order, and how many graphs the host launched."""
     [path] = folder.rglob("*.xplane.pb")
-    data = jax.profiler.ProfileData.from_file(str(path))
+    planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
     ran, num_graphs = [], 0
-    planes = list(data.planes)
     on_gpu = any(x.name.startswith("/device:GPU") for x in planes)
     for plane in planes:
         is_device = plane.name.startswith("/device:GPU" if on_gpu else "/host:CPU")
         for line in plane.lines:
             for event in line.events:
                 num_graphs += event.name in GRAPHS
-                # On a CPU the operations are those with a name in the program.
-                counts = line.name.startswith("Stream") if on_gpu else _is_op(event)
+                if on_gpu:
+                    counts = line.name.startswith("Stream")
+                else:  # operations are those with a name in the program
+                    counts = not event.name.startswith(CALLERS)
+                    counts = counts and any(x == "hlo_op" for x, _ in event.stats)
                 if is_device and counts:
                     ran.append(Event(event.name, event.start_ns, event.duration_ns))
     return sorted(ran, key=lambda x: x.start_ns), num_graphs
 
 
-def _is_op(event: Any) -> bool:
-    inside = ("while", "call", "conditional")  # whose own operations are told
-    return not event.name.startswith(inside) and any(
-        name == "hlo_op" for name, _ in event.stats
-    )
-
-
-def tell(ran: list[Event], num_steps: int) -> dict[str, Any]:
+def per_step(ran: Sequence[Event], num_steps: int) -> dict[str, Any]:
     """Counts and times of what ran, for a step; events are in order of their start."""
     if not ran:
         raise ValueError("the profiler saw nothing run on the device")
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for event in ran:
         by_name[event.name].append(event.duration_ns * 1e-9)
-    longest = sorted(by_name, key=lambda x: -sum(by_name[x]))[:NUM_TOLD]
-    busy_ns, span_ns = _busy(ran)
+    longest = sorted(by_name, key=lambda x: -sum(by_name[x]))[:NUM_LISTED]
+    starts = np.array([x.start_ns for x in ran])
+    stops = starts + [x.duration_ns for x in ran]
+    ends = np.maximum.accumulate(stops)
+    busy_from = np.maximum(starts, np.append(starts[0], ends[:-1]))
+    busy_ns = np.maximum(stops - busy_from, 0.0).sum()
     return {
         "launches_per_step": len(ran) / num_steps,
-        "busy_share": busy_ns / span_ns,
+        "busy_share": float(busy_ns / max(ends[-1] - starts[0], 1.0)),
         "kernels": [
             {
                 "name": name[:80],
@@ -109,16 +110,3 @@ def tell(ran: list[Event], num_steps: int) -> dict[str, Any]:
             for name in longest
         ],
     }
-
-
-def _busy(ran: Iterable[Event]) -> tuple[float, float]:
-    """Nanoseconds in which anything ran, and those from first to last."""
-    busy, first, end = 0.0, None, 0.0
-    for event in ran:
-        stop = event.start_ns + event.duration_ns
-        if first is None:
-            first = end = event.start_ns
-        busy += max(0.0, stop - max(end, event.start_ns))
-        end = max(end, stop)
-    assert first is not None
-    return busy, max(end - first, 1.0)

@@ -1,0 +1,193 @@
+"""Is every kernel right? Each shape, and each feature of attention, against float64.
+
+Attention over pages, copies and grouped products are held against their `Problem`, as
+`bench kernels` does before it times; rotary writes and flash attention against the
+formulas here.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.harness.kernels import MAX_ERROR, runs
+from pallas_kernels import row_packing
+from pallas_kernels.bench import GroupedSpec, Spec, formulas, problems, sets
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.page_ops import rotary_write
+
+MAX_8_BIT_ERROR = 2e-2
+"""Of answers in 16 bits, from pages of 8: both sides read the same numbers."""
+GRADIENT_ROOM = 2.0
+"""By how much more a gradient may be off than an output: it is three products deep."""
+ROWS = {"decode": 1, "chunk": 40, "tree": 8}
+"""Kinds of rows that every feature is checked on, and how many a sequence has."""
+NUM_LAYERS, LAYER = 3, 1
+"""Layers of the pages of rotary writes, and the one that is written to."""
+
+
+def shapes(size: str) -> dict[str, Spec | GroupedSpec]:
+    """The shapes to check by name: those of the set quick, or tiny ones."""
+    return {x.name: x for x in sets.SETS["quick" if size == "gpu" else "tiny"]}
+
+
+def names(size: str) -> list[str]:
+    """All that is checked."""
+    features = (f"{x}-{kind}" for x in problems.FEATURES for kind in ROWS)
+    return [*shapes(size), *features, *FORMULAS]
+
+
+def check(size: str, name: str) -> dict[str, Any]:
+    """Errors of all of our implementations, and whether each is small enough.
+
+    Returns:
+      By implementation `error` and `right`, or a `note` that says why it has none.
+    """
+    feature, _, kind = name.partition("-")
+    if name in FORMULAS:
+        known, error, most = FORMULAS[name](size)
+    else:
+        if feature in problems.FEATURES:
+            sizes: dict[str, Any] = {"heads": sets.specs.TINY, "page_size": 8}
+            sizes = {} if size == "gpu" else sizes | {"dtype": "float32"}
+            sizes |= {"kind": kind, "rows": ROWS[kind], "lengths": "uniform"}
+            spec = Spec(batch=3, context=300, **sizes)
+            problem: Any = problems.make(spec, feature=feature)
+        else:
+            problem = problems.of(shapes(size)[name], num_turns=1)
+        spec = problem.spec
+        known = {x.name: x.prepare for x in runs.of(spec) if not x.is_peer}
+        error = lambda name: float(known[name](problem).error())  # noqa: E731
+        most = MAX_8_BIT_ERROR if feature in ("int8", "fp8") else MAX_ERROR[spec.dtype]
+    rows = []
+    for name in known:
+        row: dict[str, Any] = {"implementation": name}
+        try:
+            found = error(name)
+            row |= {"error": found, "right": bool(found <= most)}
+        except Exception as failed:  # a refusal, or a compiler's: the others go on
+            said = str(failed).strip().split("\n")[0][:200]
+            row["note"] = f"{type(failed).__name__}: {said}"
+        rows.append(row)
+    return {"implementations": rows}
+
+
+type Check = tuple[Iterable[str], Callable[[Any], float], float]
+"""Names of implementations, the error of one, and the largest error that is right."""
+
+
+def _rotary_write(size: str) -> Check:
+    """Queries turned and packed; keys and values in their places, the rest kept."""
+    kv_heads, group, head_dim, page_size, num_rows, num_pages, dtype = (
+        (8, 4, 128, 16, 200, 64, "bfloat16")
+        if size == "gpu"
+        else (2, 3, 8, 4, 12, 5, "float32")
+    )
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    place = rng.permutation(num_pages * page_size)[:num_rows]
+    page, offset = place // page_size, place % page_size
+    page[1], page[-1] = -1, num_pages  # rows that are written to no place
+    packing = row_packing.pack_rows(
+        jnp.arange(num_rows, dtype=jnp.int32) // 4,
+        jnp.asarray(page >= 0),
+        num_slots=num_rows // 4,
+        tokens=2,
+        max_rows=4,
+    )
+    qkv = normal(num_rows, kv_heads, group + 2, head_dim)
+    angles = rng.uniform(0, 7, (num_rows, head_dim // 2)).astype(np.float32)
+    shape = NUM_LAYERS * num_pages, kv_heads, page_size, head_dim
+    pages = [normal(*shape) for _ in "kv"]
+    each = rotary_write.query_rows(num_rows, kv_heads * group)
+    by_query = num_rows, kv_heads, group, -1
+    cos, sin = (
+        jnp.asarray(f(angles))[each].reshape(by_query) for f in (np.cos, np.sin)
+    )
+
+    # Pairs as complex numbers, turned by the unit of their angle.
+    x = np.asarray(qkv, np.float64)
+    low, high = np.split(x, 2, axis=-1)
+    turned = (low + 1j * high) * np.exp(1j * angles.astype(float))[:, None, None]
+    turned = np.concatenate([turned.real, turned.imag], -1)
+    queries = turned[:, :, :group]
+    packed = np.where((page >= 0)[:, None, None, None], queries, 0)
+    kept = np.flatnonzero((page >= 0) & (page < num_pages))
+    there = LAYER * num_pages + page[kept], slice(None), offset[kept]
+    right = [queries, packed, turned[kept, :, group], x[kept, :, -1]]
+    untouched = np.ones(shape[:3], bool)
+    untouched[there] = False
+
+    def error(implementation: Any) -> float:
+        call = functools.partial(
+            rotary_write.rotate_and_write,
+            num_layers=NUM_LAYERS,
+            implementation=implementation,
+        )
+        where = (jnp.asarray(x, jnp.int32) for x in (page, offset))
+        options: Any = {"packing": packing, "layer": jnp.int32(LAYER)}
+        turns = rotary_write.Turns(cos, sin)
+        q, in_blocks, *found = jax.jit(call)(qkv, turns, *pages, *where, **options)
+        assert in_blocks is not None  # a packing was given
+        for before, after in zip(map(np.asarray, pages), found, strict=True):
+            if not (before == np.asarray(after))[untouched].all():
+                return float("inf")
+        back = row_packing.unpack(in_blocks, packing, group=group, fill=0.0)
+        written = (np.asarray(each)[there] for each in found)
+        return _worst([q, back.reshape(queries.shape), *written], right)
+
+    return ("reference", "mosaic_gpu"), error, MAX_ERROR[dtype]
+
+
+def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> Check:
+    """Output and log-sum-exp of causal attention, or the gradient of its output."""
+    batch, seq, heads, kv_heads, head_dim, dtype = (
+        (2, 500, 8, 2, 128, "bfloat16")
+        if size == "gpu"
+        else (1, 150, 4, 2, 8, "float32")
+    )
+    rng = np.random.default_rng(1)
+    arrays = [
+        jnp.asarray(rng.normal(size=(batch, seq, num, head_dim)), dtype)
+        for num in (heads, kv_heads, kv_heads, heads)
+    ]
+
+    def call(attend: Callable[..., Any], **options: Any) -> Any:
+        attend = functools.partial(attend, window=window, **options)
+
+        def pull(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+            out = attend(q, k, v)
+            if not gradient:
+                return out
+            return jax.vjp(lambda *x: attend(*x)[0], q, k, v)[1](cotangent)
+
+        return jax.jit(pull)
+
+    right = formulas.in_float64(call(formulas.attention), *arrays)
+
+    def error(implementation: Any) -> float:
+        found = call(flash_attention, implementation=implementation)(*arrays)
+        return _worst(found, right)
+
+    most = MAX_ERROR[dtype] * (GRADIENT_ROOM if gradient else 1)
+    return ("reference", "cudnn"), error, most
+
+
+def _worst(found: Iterable[Any], wanted: Iterable[Any]) -> float:
+    """The largest relative error of several arrays; NaN where one is there."""
+    errors = []
+    for x, y in zip(found, map(np.asarray, wanted), strict=True):
+        errors.append(np.linalg.norm(np.asarray(x, float) - y) / np.linalg.norm(y))
+    return float(np.max(errors))
+
+
+FORMULAS: dict[str, Callable[[str], Check]] = {
+    "rotary-write": _rotary_write,
+    "flash": _flash,
+    "flash-window": functools.partial(_flash, window=100),
+    "flash-gradient": functools.partial(_flash, gradient=True),
+}
+"""What is checked against the formulas of this file, by name."""
