@@ -58,7 +58,7 @@ def api_error(error: BaseException) -> ApiError:
     """Returns the answer to an exception that parsing or a backend has raised."""
     if isinstance(error, ApiError):
         return error
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = validation.one_line(error)
     if isinstance(error, ValueError):
         line = line.replace("self.", "")
         field = re.match(r"(\w+)=", line)
