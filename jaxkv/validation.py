@@ -37,6 +37,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line, or the error's type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class UnknownKeyword(TypeError, ValueError):
     """A keyword that a function does not have.
 

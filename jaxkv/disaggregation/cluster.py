@@ -184,14 +184,8 @@ def connected(address: str | None, service: str, *, folder: str) -> Generator[La
         ray.shutdown()
 
 
-def dumps(function: Any) -> bytes:
-    """Pickles a function, one defined in a script or notebook included."""
-    return cloudpickle.dumps(function)
-
-
-def loads(pickled: bytes) -> Any:
-    """Returns the function that `dumps` pickled."""
-    return cloudpickle.loads(pickled)
+dumps, loads = cloudpickle.dumps, cloudpickle.loads
+"""Pickle and unpickle a function, one defined in a script or notebook included."""
 
 
 def head_address() -> str:

@@ -23,7 +23,6 @@ TOKENIZER_FILES = (
 )
 REMEMBERED_BYTES = 1 << 26
 """Folders with fewer bytes of weights are hashed at every load, in under 0.1 s."""
-_CHUNK_BYTES = 1 << 20
 
 
 def of_engine(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
@@ -65,8 +64,32 @@ def of_folder(folder: Path) -> dict[str, str]:
         folder / "config.json",
         *(folder / name for name in TOKENIZER_FILES),
     ]
-    files = [path for path in files if path.is_file()]
-    digests = _digests(folder, files)
+    memory = folder.parent / f".{folder.name}.sha256.json"
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    found, num_bytes = {}, 0
+    for path in filter(Path.is_file, files):
+        status = path.stat()
+        num_bytes += status.st_size
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        old = known.get(path.name)
+        if isinstance(old, list) and old[:-1] == stamp:
+            found[path.name] = old
+        else:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.name] = [*stamp, digest]
+    if num_bytes >= REMEMBERED_BYTES and found != known:
+        draft = memory.with_name(f"{memory.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(found))
+            draft.replace(memory)
+        except OSError:
+            draft.unlink(missing_ok=True)
+    digests = {name: str(entry[-1]) for name, entry in found.items()}
     return {
         "weights": _joined(digests, (path.name for path in weights)),
         "config": digests["config.json"],
@@ -87,39 +110,3 @@ def difference(theirs: Any, ours: dict[str, str]) -> str | None:
 def _joined(digests: dict[str, str], names: Iterable[str]) -> str:
     lines = "\n".join(f"{name} {digests[name]}" for name in names)
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _digests(folder: Path, files: list[Path]) -> dict[str, str]:
-    """Returns each file's digest, by name, from memory where it is unchanged."""
-    memory = folder.parent / f".{folder.name}.sha256.json"
-    try:
-        known = json.loads(memory.read_text())
-    except (OSError, ValueError):
-        known = {}
-    known = known if isinstance(known, dict) else {}
-    found, num_bytes = {}, 0
-    for path in files:
-        status = path.stat()
-        num_bytes += status.st_size
-        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        old = known.get(path.name)
-        if isinstance(old, list) and old[:-1] == stamp:
-            found[path.name] = old
-        else:
-            found[path.name] = [*stamp, _sha256(path)]
-    if num_bytes >= REMEMBERED_BYTES and found != known:
-        draft = memory.with_name(f"{memory.name}.{os.getpid()}")
-        try:
-            draft.write_text(json.dumps(found))
-            draft.replace(memory)
-        except OSError:
-            draft.unlink(missing_ok=True)
-    return {name: str(entry[-1]) for name, entry in found.items()}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -180,7 +180,16 @@ class Members:
                     raise
         if not self.serving("decode"):
             raise ValueError("1 or more decode workers are needed")
-        self._background(self._discover())
+
+        async def discover() -> None:
+            while True:
+                await asyncio.sleep(self._config.discover_s)
+                try:
+                    self._adopt()
+                except Exception as error:
+                    logger.warning("workers cannot be listed: %s", error)
+
+        self._background(discover())
 
     def serving(self, role: str | None = None) -> list[Member]:
         """Returns the workers of a role, or of both, that take requests."""
@@ -280,14 +289,6 @@ class Members:
         for name, handle in self._launcher.find().items():
             if name not in self.by_name and name not in self._removed:
                 self._attach(name, handle, None)
-
-    async def _discover(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.discover_s)
-            try:
-                self._adopt()
-            except Exception as error:
-                logger.warning("workers cannot be listed: %s", error)
 
     async def _keep(self, member: Member) -> None:
         """Waits until a worker is ready, then collects its reports until it is lost."""

@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +154,8 @@ async def serve(connection: Connection, setup: Setup) -> None:
             loop.call_soon_threadsafe(is_over.set)
 
         threading.Thread(target=read, daemon=True).start()
-        async with _closing(router):
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(router.close)
             start = asyncio.create_task(router.start(setup.specs))
             over = asyncio.create_task(is_over.wait())
             await asyncio.wait({start, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,14 +202,6 @@ def _plain(error: Exception) -> Exception:
         return type(error)(str(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-@contextlib.asynccontextmanager
-async def _closing(router: Router) -> AsyncGenerator[None]:
-    try:
-        yield
-    finally:
-        await router.close()
 
 
 def main(fd: int) -> None:

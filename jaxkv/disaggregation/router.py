@@ -332,28 +332,27 @@ class Router:
             is_streamed=is_streamed,
         )
         self._requests[number] = request
-        request.task = asyncio.create_task(self._within(request, deadline_s))
+
+        async def within_deadline() -> RoutedAnswer:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    return await self._attempts(request)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{deadline_s=} passed before the request was complete"
+                ) from None
+            except asyncio.CancelledError:
+                if request.is_cancelled:
+                    raise RequestCancelledError("the request was cancelled") from None
+                raise
+
+        request.task = asyncio.create_task(within_deadline())
         return request
 
     def _end(self, request: _Request) -> None:
         if request.task is not None and not request.task.done():
             request.task.cancel()
         self._requests.pop(request.number, None)
-
-    async def _within(
-        self, request: _Request, deadline_s: float | None
-    ) -> RoutedAnswer:
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await self._attempts(request)
-        except TimeoutError:
-            raise TimeoutError(
-                f"{deadline_s=} passed before the request was complete"
-            ) from None
-        except asyncio.CancelledError:
-            if request.is_cancelled:
-                raise RequestCancelledError("the request was cancelled") from None
-            raise
 
     async def _attempts(self, request: _Request) -> RoutedAnswer:
         """Tries to serve a request, each time with workers that are still there."""

@@ -20,6 +20,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxkv import files, validation
@@ -103,7 +104,9 @@ class Service:
                 WorkerSpec(role=role, folder=str(folder), engine=dict(engine or {}))
                 for role in roles
             ]
-        self._scratch = tempfile.mkdtemp(prefix="jaxkv-", dir=_short_folder())
+        # Paths of Ray's sockets must be short.
+        short = "/tmp" if os.path.isdir("/tmp") else None
+        self._scratch = tempfile.mkdtemp(prefix="jaxkv-", dir=short)
         setup = Setup(
             address=address,
             service=name or f"jaxkv-{secrets.token_hex(4)}",
@@ -152,10 +155,6 @@ class Service:
             self._process.wait(limit_s)
         return self._process.poll() is not None
 
-    def end_reason(self) -> str:
-        """Describes how the router's process ended."""
-        return self._reason()
-
     @property
     def pid(self) -> int:
         """Process id of the router's process."""
@@ -177,7 +176,7 @@ class Service:
           A future; `asyncio.wrap_future` makes it awaitable.
         """
         fields = {"key_id": key_id, "deadline_s": deadline_s}
-        return self._call("answer", prompt, sampling or Sampling(), **fields)
+        return self._call("answer", prompt, sampling or Sampling(), fields=fields)
 
     def generate(
         self,
@@ -207,14 +206,15 @@ class Service:
     ) -> AsyncGenerator[Event]:
         """Answers a prompt, event by event, see `Router.stream`."""
         loop, replies = asyncio.get_running_loop(), asyncio.Queue[Reply]()
-        fields = {"key_id": key_id, "deadline_s": deadline_s}
 
         def receive(reply: Reply) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(replies.put_nowait, reply)
 
-        arguments = (prompt, sampling or Sampling())
-        number = self._begin(receive, "stream", *arguments, **fields)
+        fields = {"key_id": key_id, "deadline_s": deadline_s}
+        number = self._begin(
+            receive, "stream", (prompt, sampling or Sampling()), fields
+        )
         try:
             while (reply := await replies.get()).kind == "item":
                 yield reply.value
@@ -224,12 +224,18 @@ class Service:
             self._forget(number)
 
     def events(
-        self, prompt: str | Sequence[int], sampling: Sampling | None = None, **how: Any
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        key_id: int | None = None,
+        deadline_s: float | None = None,
     ) -> Iterator[Event]:
         """Like `stream`, for code without an event loop."""
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        arguments = (prompt, sampling or Sampling())
-        number = self._begin(replies.put, "stream", *arguments, **how)
+        fields = {"key_id": key_id, "deadline_s": deadline_s}
+        arguments = prompt, sampling or Sampling()
+        number = self._begin(replies.put, "stream", arguments, fields)
         try:
             while (reply := replies.get()).kind == "item":
                 yield reply.value
@@ -285,10 +291,10 @@ class Service:
         self.close()
 
     def _call(
-        self, method: str, *args: Any, **fields: Any
+        self, method: str, *args: Any, fields: Mapping[str, Any] = MappingProxyType({})
     ) -> "concurrent.futures.Future[Any]":
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        number = self._begin(_into(future), method, *args, **fields)
+        number = self._begin(_into(future), method, args, fields)
 
         def forget(done: "concurrent.futures.Future[Any]") -> None:
             if done.cancelled():
@@ -298,13 +304,17 @@ class Service:
         return future
 
     def _begin(
-        self, receive: Callable[[Reply], None], method: str, *args: Any, **fields: Any
+        self,
+        receive: Callable[[Reply], None],
+        method: str,
+        args: tuple[Any, ...],
+        fields: Mapping[str, Any],
     ) -> int:
         """Sends a call; its replies go to `receive`, from another thread."""
         number = next(self._numbers)
         self._replies[number] = receive
         try:
-            self._send(Call(number, method, args, fields))
+            self._send(Call(number, method, args, dict(fields)))
         except BaseException:
             self._replies.pop(number, None)
             raise
@@ -319,11 +329,11 @@ class Service:
     def _send(self, message: Any) -> None:
         with self._sending:
             if self._is_over:
-                raise ServiceLostError(self._reason())
+                raise ServiceLostError(self.end_reason())
             try:
                 self._connection.send(message)
             except OSError:
-                raise ServiceLostError(self._reason()) from None
+                raise ServiceLostError(self.end_reason()) from None
 
     def _read(self) -> None:
         """Hands replies out until the router's process ends, then an error to all."""
@@ -340,14 +350,14 @@ class Service:
             self._is_over = True
         for number in [*self._replies]:
             if (receive := self._replies.pop(number, None)) is not None:
-                receive(Reply(number, "error", ServiceLostError(self._reason())))
+                receive(Reply(number, "error", ServiceLostError(self.end_reason())))
         # Ray's agents are of the same process group; without this they outlive a lost
         # head by 65 s. Never later, when the number may be of another group.
         with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
             self._process.wait(5)
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _reason(self) -> str:
+    def end_reason(self) -> str:
         """Describes how the router's process ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
@@ -371,8 +381,3 @@ def _into(future: "concurrent.futures.Future[Any]") -> Callable[[Reply], None]:
             future.set_result(reply.value)
 
     return receive
-
-
-def _short_folder() -> str | None:
-    """A folder for scratch folders: paths of Ray's sockets must be short."""
-    return "/tmp" if os.path.isdir("/tmp") else None

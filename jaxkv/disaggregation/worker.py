@@ -132,7 +132,10 @@ class Worker:
     def _start(self) -> None:
         spec = self.spec
         if spec.cores is not None:
-            _bind_to_cores(spec.cores)
+            # All threads of this process; later ones inherit it.
+            for thread in Path("/proc/self/task").glob("*"):
+                with contextlib.suppress(OSError):  # a thread that has just ended
+                    os.sched_setaffinity(int(thread.name), spec.cores)
         # A step may take less than Python's default interval, and tokens would wait.
         sys.setswitchinterval(SWITCH_S)
         fields: dict[str, Any] = {**spec.engine, "prefix_cache": True}
@@ -199,7 +202,19 @@ class Worker:
         key_id: int,
     ) -> None:
         """Starts to answer a prompt; its reports come with `poll`."""
-        self._start_task(attempt, self._answer(attempt, prompt, sampling, key_id))
+
+        async def answer() -> None:
+            try:
+                stream = self._engine.stream(prompt, sampling, key_id=key_id)
+                async with contextlib.aclosing(stream):
+                    async for event in stream:
+                        self._post(Report(attempt, event=event))
+            except (ValueError, StallError) as error:
+                self._post(Report(attempt, refusal=type(error)(str(error))))
+            except Exception as error:
+                self._post(Report(attempt, failure=str(error)))
+
+        self._start_task(attempt, answer())
 
     async def prefill(
         self, attempt: Attempt, tokens: list[int], salt: int
@@ -211,8 +226,24 @@ class Worker:
           StallError: the policy never reads the prompt.
           RuntimeError: the engine has failed, or the attempt was cancelled.
         """
+
+        async def read_prompt() -> tuple[Prefilled, str, np.ndarray]:
+            started = time.perf_counter()
+            ask = Sampling.greedy(max_tokens=1, ignore_eos=True, salt=salt)
+            stream = self._engine.stream(tokens, ask)
+            async with contextlib.aclosing(stream):
+                async for _ in stream:
+                    pass
+            read = time.perf_counter()
+            take = self._engine.engine.take_prefix
+            pages, _ = await self._engine.run(lambda: take(tokens, salt=salt))
+            header, payload = page_messages.pack(pages, tokens, salt, self.identity)
+            num_bytes = len(header) + payload.nbytes
+            copied = time.perf_counter()
+            return Prefilled(num_bytes, read - started, copied - read), header, payload
+
         try:
-            return await self._start_task(attempt, self._prefill(tokens, salt))
+            return await self._start_task(attempt, read_prompt())
         except asyncio.CancelledError:
             raise RuntimeError("the attempt was cancelled") from None
         except (ValueError, StallError):
@@ -281,40 +312,6 @@ class Worker:
             box.reports.append(report)
             box.is_filled.set()
 
-    async def _answer(
-        self,
-        attempt: Attempt,
-        prompt: list[int] | str,
-        sampling: Sampling,
-        key_id: int,
-    ) -> None:
-        try:
-            stream = self._engine.stream(prompt, sampling, key_id=key_id)
-            async with contextlib.aclosing(stream):
-                async for event in stream:
-                    self._post(Report(attempt, event=event))
-        except (ValueError, StallError) as error:
-            self._post(Report(attempt, refusal=type(error)(str(error))))
-        except Exception as error:
-            self._post(Report(attempt, failure=str(error)))
-
-    async def _prefill(
-        self, tokens: list[int], salt: int
-    ) -> tuple[Prefilled, str, np.ndarray]:
-        started = time.perf_counter()
-        ask = Sampling.greedy(max_tokens=1, ignore_eos=True, salt=salt)
-        stream = self._engine.stream(tokens, ask)
-        async with contextlib.aclosing(stream):
-            async for _ in stream:
-                pass
-        read = time.perf_counter()
-        take = self._engine.engine.take_prefix
-        pages, _ = await self._engine.run(lambda: take(tokens, salt=salt))
-        header, payload = page_messages.pack(pages, tokens, salt, self.identity)
-        num_bytes = len(header) + payload.nbytes
-        copied = time.perf_counter()
-        return Prefilled(num_bytes, read - started, copied - read), header, payload
-
     async def _take_care(self) -> None:
         """Forgets routers that stopped polling; ends the process without any."""
         since = time.monotonic()
@@ -328,10 +325,3 @@ class Worker:
                 since = now
             elif now - since > ORPHAN_S:
                 os._exit(0)
-
-
-def _bind_to_cores(cores: tuple[int, ...]) -> None:
-    """Binds all threads of this process; later ones inherit it."""
-    for thread in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # a thread that has just ended
-            os.sched_setaffinity(int(thread.name), cores)

@@ -41,10 +41,16 @@ def read(data: bytes, max_bytes: int) -> Columns:
     kind = find(data)
     if kind in _ARROW:
         return _read_arrow(data, kind, max_bytes)
-    if kind == _ZIP:
-        return _read_npz(data, max_bytes)
-    with _decoding(kind, EOFError):
-        return _of_arrays({"": np.load(io.BytesIO(data), allow_pickle=False)})
+    with _decoding(kind, zipfile.BadZipFile, EOFError):
+        if kind != _ZIP:
+            return _of_arrays({"": np.load(io.BytesIO(data), allow_pickle=False)})
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            if not members or not all(x.filename.endswith(".npy") for x in members):
+                raise ValueError("only arrays of NumPy (.npz) are read from one")
+            check_size(sum(x.file_size for x in members), max_bytes)
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return _of_arrays({name: arrays[name] for name in arrays.files})
 
 
 def unpack_zstd(data: bytes, max_bytes: int) -> bytes:
@@ -107,7 +113,7 @@ def _read_arrow(data: bytes, kind: str, max_bytes: int) -> Columns:
         if kind == "Parquet":
             file = arrow.parquet.ParquetFile(source)
             size = file.metadata.num_rows * max(file.metadata.num_columns, 1)
-            _check_size(size * _BYTES_PER_CELL, max_bytes)
+            check_size(size * _BYTES_PER_CELL, max_bytes)
             table = file.read()
         elif kind == "Feather":
             table = arrow.feather.read_table(source)
@@ -115,14 +121,15 @@ def _read_arrow(data: bytes, kind: str, max_bytes: int) -> Columns:
             is_stream = "stream" in kind
             open_source = arrow.ipc.open_stream if is_stream else arrow.ipc.open_file
             table = open_source(source).read_all()
-        _check_size(table.nbytes, max_bytes)
+        check_size(table.nbytes, max_bytes)
         while any(arrow.types.is_struct(x) for x in table.schema.types):
             table = table.flatten()
         pairs = zip(table.column_names, table.columns, strict=True)
         return Columns([(name, _plain(arrow, column)) for name, column in pairs])
 
 
-def _check_size(num_bytes: int, max_bytes: int) -> None:
+def check_size(num_bytes: int, max_bytes: int) -> None:
+    """Refuses more bytes than the limit."""
     if num_bytes > max_bytes:
         raise ValueError(f"more than {max_bytes >> 20} MiB; leave columns or rows out")
 
@@ -140,17 +147,6 @@ def _plain(arrow: Any, column: Any) -> list[Any]:
     if types.is_decimal(kind):
         return [None if x is None else float(x) for x in values]
     return values
-
-
-def _read_npz(data: bytes, max_bytes: int) -> Columns:
-    with _decoding(_ZIP, zipfile.BadZipFile, EOFError):
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-            if not members or not all(x.filename.endswith(".npy") for x in members):
-                raise ValueError("only arrays of NumPy (.npz) are read from one")
-            _check_size(sum(x.file_size for x in members), max_bytes)
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return _of_arrays({name: arrays[name] for name in arrays.files})
 
 
 def _of_arrays(arrays: dict[str, np.ndarray]) -> Columns:
@@ -172,12 +168,11 @@ def _of_arrays(arrays: dict[str, np.ndarray]) -> Columns:
         said = ", ".join(f"{name} {len(column)}" for name, column in columns)
         raise ValueError(f"its arrays have different lengths: {said}")
     notes = (f"no columns, and left out: {', '.join(left)}",) if left else ()
-    return Columns([(name, _values(column)) for name, column in columns], notes)
-
-
-def _values(column: np.ndarray) -> list[Any]:
-    if column.dtype.kind == "S":
-        column = np.char.decode(column, "utf-8")
-    if column.dtype.kind == "M":
-        column = np.datetime_as_string(column.astype("datetime64[us]"))
-    return column.tolist()
+    values = []
+    for name, column in columns:
+        if column.dtype.kind == "S":
+            column = np.char.decode(column, "utf-8")
+        if column.dtype.kind == "M":
+            column = np.datetime_as_string(column.astype("datetime64[us]"))
+        values.append((name, column.tolist()))
+    return Columns(values, notes)

@@ -66,7 +66,18 @@ def read(text: str) -> Delimited:
     """
     match = _SEP.fullmatch(text.partition("\n")[0].rstrip("\r"))
     num_skipped = 1 if match else 0
-    delimiter = match[1] if match else _find_delimiter(text)
+    if match:
+        delimiter = match[1]
+    else:
+        heads: list[str] = []
+        for line in filter(None, map(str.strip, io.StringIO(text, newline=""))):
+            heads = [*heads[-1:], line]
+            if not line.startswith("#"):
+                break
+        known = [mark for mark in _DELIMITERS if any(mark in line for line in heads)]
+        delimiter = known[0] if known else ","
+        if len(known) > 1:
+            delimiter = max(known, key=lambda mark: _rate(text, mark))
     reader = _Reader(text, delimiter, num_skipped)
     names: list[str] = []
     rows: list[tuple[int, list[str]]] = []
@@ -81,15 +92,13 @@ def read(text: str) -> Delimited:
     # In plain CSV a comma inside of a cell needs quotes.
     if "," in text and (delimiter != "," or '"' in text):
         doubtful = _read_commas(names, rows, delimiter)
-    return Delimited(names, rows, _note(reader.comments), doubtful)
-
-
-def _note(comments: list[int]) -> tuple[str, ...]:
-    if not comments:
-        return ()
-    lines = "comment line" if len(comments) == 1 else "comment lines"
-    some = ", ".join(map(str, comments[:3])) + (", ..." if len(comments) > 3 else "")
-    return (f"{len(comments)} {lines} left out (line {some})",)
+    notes: tuple[str, ...] = ()
+    if comments := reader.comments:
+        lines = "comment line" if len(comments) == 1 else "comment lines"
+        more = ", ..." if len(comments) > 3 else ""
+        some = ", ".join(map(str, comments[:3])) + more
+        notes = (f"{len(comments)} {lines} left out (line {some})",)
+    return Delimited(names, rows, notes, doubtful)
 
 
 class _Reader:
@@ -144,24 +153,18 @@ class _Reader:
                 continue
             if self._is_first_line:
                 self._line = number
-                if (
-                    "#" in line
-                    and line.lstrip()[0] == "#"
-                    and not self._are_labels(lines)
-                ):
-                    self._last_comment = line
-                    self.comments.append(number)
-                    continue
+                if "#" in line and line.lstrip()[0] == "#":
+                    # It begins every row where issue numbers have it, for one.
+                    if self._labels is None and self._has_header:
+                        place, rest = lines.tell(), filter(str.strip, lines)
+                        self._labels = all(x.lstrip()[0] == "#" for x in rest)
+                        lines.seek(place)
+                    if not self._labels:
+                        self._last_comment = line
+                        self.comments.append(number)
+                        continue
             self._is_first_line = False
             yield line
-
-    def _are_labels(self, lines: io.StringIO) -> bool:
-        """Whether # begins every row, as it does before issue numbers."""
-        if self._labels is None and self._has_header:
-            place = lines.tell()
-            self._labels = all(not x.strip() or x.lstrip()[0] == "#" for x in lines)
-            lines.seek(place)
-        return bool(self._labels)
 
     def _commented_header(self, first: list[str]) -> list[str]:
         """Reads the comment above the first row as its header, if it is one."""
@@ -181,26 +184,12 @@ class _Reader:
         return cells if is_header else []
 
 
-def _find_delimiter(text: str) -> str:
-    """Finds the delimiter that gives all rows the same number of cells, above 1.
-
-    Where several do, or none, the one with more rows of that kind, then with more
-    columns of numbers, then with more cells.
-    """
-    lines = (line.strip() for line in io.StringIO(text, newline=""))
-    heads: list[str] = []
-    for line in filter(None, lines):
-        heads = [*heads[-1:], line]
-        if not line.startswith("#"):
-            break
-    known = [mark for mark in _DELIMITERS if any(mark in line for line in heads)]
-    if len(known) < 2:
-        return known[0] if known else ","
-    return max(known, key=lambda mark: _rate(text, mark))
-
-
 def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
-    """Rates a delimiter; of two the greater is better."""
+    """Rates a delimiter; of two the greater is better.
+
+    The better one gives all rows the same number of cells, above 1, or more of the
+    rows; then it has more columns of numbers, then more cells.
+    """
     num_names, num_rows, num_same = 0, 0, 0
     is_number: list[bool] = []
     try:

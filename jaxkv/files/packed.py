@@ -7,12 +7,18 @@ import lzma
 import os
 import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxkv.files import columnar
 
-_GZIP, _BZIP2, _XZ = b"\x1f\x8b", b"BZh", b"\xfd7zXZ"
+_UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda packed: gzip.GzipFile(fileobj=packed),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ": lzma.LZMAFile,
+}
+"""How the files of a packer begin -> what reads them."""
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
@@ -27,29 +33,6 @@ def read(path: Path, max_bytes: int) -> bytes:
       OSError: the file cannot be opened.
       ValueError: the file is a folder or a device, is too large, or is damaged.
     """
-    data = _read(path, max_bytes)
-    try:
-        if data.startswith(_GZIP):
-            data = _limited(gzip.GzipFile(fileobj=io.BytesIO(data)), max_bytes)
-        elif data.startswith(_BZIP2):
-            data = _limited(bz2.BZ2File(io.BytesIO(data)), max_bytes)
-        elif data.startswith(_XZ):
-            data = _limited(lzma.LZMAFile(io.BytesIO(data)), max_bytes)
-        elif data.startswith(_ZSTD):
-            data = columnar.unpack_zstd(data, max_bytes)
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
-        raise ValueError(str(error)) from None
-    if len(data) > max_bytes:
-        raise ValueError(f"more than {max_bytes >> 20} MiB; leave columns or rows out")
-    return data
-
-
-def _limited(file: Any, max_bytes: int) -> bytes:
-    with file:
-        return file.read(max_bytes + 1)
-
-
-def _read(path: Path, max_bytes: int) -> bytes:
     # Opening a pipe without a writer blocks forever unless told otherwise.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
@@ -58,4 +41,17 @@ def _read(path: Path, max_bytes: int) -> bytes:
             kind = "a folder" if stat.S_ISDIR(mode) else "a device"
             raise ValueError(f"it is {kind}, not a file")
         os.set_blocking(descriptor, True)
-        return file.read(max_bytes + 1)
+        data = file.read(max_bytes + 1)
+    try:
+        for start, unpack in _UNPACKERS.items():
+            if data.startswith(start):
+                with unpack(io.BytesIO(data)) as file:
+                    data = file.read(max_bytes + 1)
+                break
+        else:
+            if data.startswith(_ZSTD):
+                data = columnar.unpack_zstd(data, max_bytes)
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(str(error)) from None
+    columnar.check_size(len(data), max_bytes)
+    return data

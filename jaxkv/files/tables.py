@@ -3,6 +3,7 @@
 Cells are returned as they are written; callers give columns a meaning and check them.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,8 +49,8 @@ def read(
       RaggedError: a CSV's row has another number of cells than its header.
       ValueError: the file cannot be read; one line that names it and the place.
     """
-    data = _read_bytes(path, max_bytes)
-    try:
+    with _reading(path):
+        data = packed.read(path, max_bytes)
         if columnar.find(data):
             found = columnar.read(data, max_bytes)
             columns = [
@@ -60,9 +61,7 @@ def read(
             names = [name for name, _ in columns]
             cells = zip(*(column for _, column in columns), strict=True)
             return _table(path, names, ((0, row) for row in cells), found.notes)
-    except ValueError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    text = _decode(path, data)
+        text = _decode(data)
     start = next((mark for mark in text if not mark.isspace()), "")
     if start == "{":
         rows, notes = _json_lines(path, text, keep_lists, allow_partial)
@@ -87,27 +86,26 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     Raises:
       ValueError: the file is of another kind, or larger than `max_bytes`; one line.
     """
-    data = _read_bytes(path, max_bytes)
-    if kind := columnar.find(data):
-        raise ValueError(f"{path}: cannot be read: it is {kind}, not text")
-    return _decode(path, data)
+    with _reading(path):
+        data = packed.read(path, max_bytes)
+        if kind := columnar.find(data):
+            raise ValueError(f"it is {kind}, not text")
+        return _decode(data)
 
 
-def _read_bytes(path: Path, max_bytes: int) -> bytes:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return packed.read(path, max_bytes)
+        yield
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
-def _decode(path: Path, data: bytes) -> str:
-    try:
-        for start, kind in _FOREIGN.items():
-            if data.startswith(start):
-                raise ValueError(f"it is {kind}")
-        return data.decode("utf-8-sig")
-    except ValueError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+def _decode(data: bytes) -> str:
+    for start, kind in _FOREIGN.items():
+        if data.startswith(start):
+            raise ValueError(f"it is {kind}")
+    return data.decode("utf-8-sig")
 
 
 def _table(

@@ -51,12 +51,14 @@ class Collective(NamedTuple):
         Above 0, tensors of that rank at least count alone, and of vectors floating
         ones: no counters and flags, nor, with 2, what belongs to a vector.
         """
-        sizes = [
-            _width(kind) * math.prod(sides)
-            for kind, sides in self.shapes
-            if rank == 0 or (len(sides) >= rank and (len(sides) > 1 or kind[0] in "fb"))
-        ]
-        p, size = self.devices, sum(sizes) * self.trips
+        size = 0
+        for kind, sides in self.shapes:
+            is_floating = len(sides) > 1 or kind[0] in "fb"
+            if rank == 0 or (len(sides) >= rank and is_floating):
+                digits = re.match(r"[a-z]+(\d+)", kind)
+                width = max(1, int(digits.group(1)) // 8) if digits else 1
+                size += _BYTES.get(kind, width) * math.prod(sides)
+        p, size = self.devices, size * self.trips
         if p == 1:
             return 0.0
         if self.kind == "collective-permute":
@@ -72,11 +74,6 @@ def collectives(text: str) -> list[Collective]:
     Raises:
       ValueError: there is no program in the text.
     """
-    bodies, entry = _computations(text)
-    return list(_walk(bodies, entry, 1, True))
-
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     bodies: dict[str, list[str]] = {}
     entry, name = "", ""
     for line in text.splitlines():
@@ -88,7 +85,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
             bodies[name].append(line)
     if not entry:
         raise ValueError("text must be that of a compiled program: no ENTRY in it")
-    return bodies, entry
+    return list(_walk(bodies, entry, 1, True))
 
 
 def _walk(
@@ -103,7 +100,11 @@ def _walk(
         shapes[result] = shape
         base = kind.removesuffix("-start")
         if base in KINDS:
-            operands = _operands(rest, shapes)
+            operands = tuple(
+                (kind, tuple(int(x) for x in sides.split(",") if x))
+                for part in re.findall(r"%([\w.-]+)", rest.split(")")[0])
+                for kind, sides in _SHAPE.findall(shapes.get(part, ""))
+            )
             yield Collective(base, operands, _devices(line), trips, is_sure)
             continue
         if kind == "while":
@@ -117,18 +118,6 @@ def _walk(
             called += [part.strip().lstrip("%") for part in found.split(",")]
         for each in called:
             yield from _walk(bodies, each, inner, sure)
-
-
-def _operands(
-    rest: str, shapes: dict[str, str]
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The shapes of what stands between an operation's brackets."""
-    inside = rest.split(")")[0]
-    found = []
-    for part in re.findall(r"%([\w.-]+)", inside):
-        for kind, sides in _SHAPE.findall(shapes.get(part, "")):
-            found.append((kind, tuple(int(x) for x in sides.split(",") if x)))
-    return tuple(found)
 
 
 def _devices(line: str) -> int:
@@ -146,11 +135,3 @@ def _devices(line: str) -> int:
     if "source_target_pairs=" in line:
         return 2
     raise ValueError(f"no devices are named in {line.strip()[:300]!r}")
-
-
-def _width(kind: str) -> int:
-    """Bytes of a number."""
-    if kind in _BYTES:
-        return _BYTES[kind]
-    digits = re.match(r"[a-z]+(\d+)", kind)
-    return max(1, int(digits.group(1)) // 8) if digits else 1

@@ -70,29 +70,19 @@ def join(
             below=num_processes,
             hint=f"in [0, {num_processes - 1}]",
         )
-        host, port = _address(coordinator)
+        host, _, port = coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(
+                f"{coordinator=} must be host:port, such as 127.0.0.1:4000, or "
+                f"{CLUSTER!r}"
+            )
         if process_id:
-            _wait_for(host, port)
+            _wait_for(host.strip("[]"), int(port))
         how |= {
             "coordinator_address": coordinator,
             "num_processes": num_processes,
             "process_id": process_id,
         }
-    _initialize(coordinator, how)
-    global _joined
-    if num_processes is None or process_id is None:
-        _joined = _Joined(jax.process_count(), jax.process_index())
-    else:  # JAX has not looked for devices yet, and may be told how many a CPU is
-        _joined = _Joined(num_processes, process_id)
-
-
-def _initialize(coordinator: str, how: dict[str, Any]) -> None:
-    """Joins, or gives up: JAX's own time-out would end the process with a trace.
-
-    Raises:
-      ValueError: the others do not come, or JAX refuses. A thread of this process goes
-        on waiting for those who do not come: it should end.
-    """
     failed: list[Exception] = []
 
     def begin() -> None:
@@ -101,6 +91,8 @@ def _initialize(coordinator: str, how: dict[str, Any]) -> None:
         except (RuntimeError, ValueError) as error:
             failed.append(error)
 
+    # JAX's own time-out would end the process with a trace. The thread goes on waiting
+    # for processes that do not come: this one should end.
     thread = threading.Thread(target=begin, daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
@@ -113,15 +105,11 @@ def _initialize(coordinator: str, how: dict[str, Any]) -> None:
     if failed:
         reason = str(failed[0]).strip().partition("\n")[0]
         raise ValueError(f"{coordinator=}: {reason}") from failed[0]
-
-
-def _address(coordinator: str) -> tuple[str, int]:
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(
-            f"{coordinator=} must be host:port, such as 127.0.0.1:4000, or {CLUSTER!r}"
-        )
-    return host.strip("[]"), int(port)
+    global _joined
+    if num_processes is None or process_id is None:
+        _joined = _Joined(jax.process_count(), jax.process_index())
+    else:  # JAX has not looked for devices yet, and may be told how many a CPU is
+        _joined = _Joined(num_processes, process_id)
 
 
 def _wait_for(host: str, port: int) -> None:

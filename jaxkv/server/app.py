@@ -9,16 +9,22 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any
 
-import fastapi
-from fastapi import Request, Response
-from starlette.exceptions import HTTPException
-
 from jaxkv import validation
 from jaxkv.server import openai_requests
 from jaxkv.server.backend import Backend, OverloadedError
 from jaxkv.server.openai_requests import ApiError, GenerationRequest, api_error
 from jaxkv.server.openai_responses import Writer
 from jaxkv.serving import Completion, Event
+
+try:
+    import fastapi
+    from fastapi import Request, Response
+    from starlette.exceptions import HTTPException
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"jaxkv.server.app needs {error.name}: pip install 'jaxkv[serve]'",
+        name=error.name,
+    ) from None
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 30.0
@@ -67,7 +73,7 @@ class Service:
         self.responses: collections.Counter[int] = collections.Counter()
         """Answers by HTTP status."""
 
-    def authorize(self, request: Request) -> None:
+    async def authorize(self, request: Request) -> None:
         """Checks the bearer token, in constant time.
 
         Raises:
@@ -152,9 +158,7 @@ class Service:
                 left -= event.completion is not None
                 yield i, event
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancelled(*tasks)
 
     async def _stream(self, ask: GenerationRequest, i: int) -> AsyncGenerator[Event]:
         """The events of one prompt, which are counted."""
@@ -218,10 +222,7 @@ def make_app(service: Service) -> fastapi.FastAPI:
     app.state.service = service
     backend = service.backend
 
-    async def authorize(request: Request) -> None:
-        service.authorize(request)
-
-    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorize)])
+    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(service.authorize)])
 
     @app.exception_handler(ApiError)
     @app.exception_handler(Exception)
@@ -287,15 +288,13 @@ def make_app(service: Service) -> fastapi.FastAPI:
 
     @guarded.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        given = openai_requests.read_object(await _body(request))
-        return _json_response(await _checked(openai_requests.tokenize, given, backend))
+        body = await _body(request)
+        return _json_response(await _checked(openai_requests.tokenize, body, backend))
 
     @guarded.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        given = openai_requests.read_object(await _body(request))
-        return _json_response(
-            await _checked(openai_requests.detokenize, given, backend)
-        )
+        body = await _body(request)
+        return _json_response(await _checked(openai_requests.detokenize, body, backend))
 
     app.include_router(guarded)
     return app
@@ -312,17 +311,26 @@ async def _answer(
     ask = await _checked(parse, body, headers, service.backend, service.deadline_s)
     backend = service.backend
     writer = Writer(ask, backend.model_name, backend.tokenizer)
+
+    async def complete() -> dict[str, Any]:
+        found: dict[int, Completion] = {}
+        async with contextlib.aclosing(service.events(ask)) as events:
+            async for i, event in events:
+                if event.completion is not None:
+                    found[i] = event.completion
+        return writer.document([found[i] for i in range(len(ask.prompts))])
+
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(service.admitted(len(ask.prompts)))
             if not ask.is_streamed:
-                work = _complete(service, ask, writer)
-                response = _json_response(await _unless_gone(request, work))
+                document = await _unless_gone(request.receive, complete())
+                response = _json_response(document)
                 service.responses[200] += 1
                 return response
             events = service.events(ask)
             # Awaited before the status goes out: what cannot be served is known then.
-            first = await _unless_gone(request, anext(events))
+            first = await _unless_gone(request.receive, anext(events))
         except _Gone:
             service.counters["disconnects_total"] += 1
             return Response(status_code=499)
@@ -330,17 +338,6 @@ async def _answer(
             raise service.error_of(error) from error
         lines = _lines(first, events, writer, service)
         return _EventStream(lines, service, stack.pop_all())
-
-
-async def _complete(
-    service: Service, ask: GenerationRequest, writer: Writer
-) -> dict[str, Any]:
-    found: dict[int, Completion] = {}
-    async with contextlib.aclosing(service.events(ask)) as events:
-        async for i, event in events:
-            if event.completion is not None:
-                found[i] = event.completion
-    return writer.document([found[i] for i in range(len(ask.prompts))])
 
 
 async def _lines(
@@ -381,20 +378,20 @@ class _Gone(Exception):
     """The client has closed the connection."""
 
 
-async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns once the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
-    """Awaits something; cancels it if the client leaves.
+async def _unless_gone[T](
+    receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
+) -> T:
+    """Awaits something; cancels it if the client closes the connection.
 
     Raises:
       _Gone: the client has left.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(leave())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -436,17 +433,13 @@ class _EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
 
         del scope
-        writer = asyncio.ensure_future(write())
-        gone = asyncio.ensure_future(_gone(receive))
         with self._stack:
             try:
-                await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if writer.done() and writer.exception() is None:
-                    self._service.responses[200] += 1
-                else:
-                    self._service.counters["disconnects_total"] += 1
+                await _unless_gone(receive, write())
+                self._service.responses[200] += 1
+            except Exception:
+                self._service.counters["disconnects_total"] += 1
             finally:
-                await _cancelled(writer, gone)
                 await self._lines.aclose()
 
 
@@ -456,26 +449,18 @@ async def _body(request: Request) -> bytes:
     Raises:
       ApiError: it is too large, or takes too long.
     """
-    parts, num = [], 0
-    length = request.headers.get("content-length", "0")
+    body, stream = bytearray(), request.stream()
+    is_large = int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES
     try:
-        is_large = int(length) > MAX_BODY_BYTES
         async with asyncio.timeout(BODY_S):
-            async for part in request.stream() if not is_large else _nothing():
-                parts.append(part)
-                num += len(part)
-                if is_large := num > MAX_BODY_BYTES:
-                    break
+            while not is_large and (part := await anext(stream, None)) is not None:
+                body += part
+                is_large = len(body) > MAX_BODY_BYTES
     except TimeoutError:
         raise ApiError(408, f"the body took longer than {BODY_S:g} s") from None
     if is_large:
         raise ApiError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
-    return b"".join(parts)
-
-
-async def _nothing() -> AsyncGenerator[bytes]:
-    return
-    yield
+    return bytes(body)
 
 
 async def _checked[T](function: Callable[..., T], *args: Any) -> T:

@@ -91,10 +91,18 @@ class AsyncEngine:
         # Registered before the reason is looked up, or a failure between the two would
         # reach no one.
         self._listeners[name] = listener
+
+        def submit() -> None:
+            self.engine.submit(prompt, sampling, request_id=name, key_id=key_id)
+            self._has_work.set()
+
+        def cancel() -> None:
+            self.engine.cancel(name)
+            self._has_work.set()
+
         try:
             self._refuse_if_over()
-            args = prompt, sampling, name, key_id
-            taken = loop.run_in_executor(self._calls, self._submit, *args)
+            taken = loop.run_in_executor(self._calls, submit)
             await _within(taken, due, deadline_s)
             while not is_complete:
                 event = await _within(listener.events.get(), due, deadline_s)
@@ -109,7 +117,7 @@ class AsyncEngine:
             self._listeners.pop(name, None)
             if not is_complete and self._reason() is None:
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
-                    self._calls.submit(self._cancel, name)
+                    self._calls.submit(cancel)
 
     async def run[T](self, function: Callable[..., T], *args: Any) -> T:
         """Calls a function in a thread: one of the engine's that may take long.
@@ -135,16 +143,6 @@ class AsyncEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _submit(
-        self, prompt: str | Sequence[int], sampling: Sampling, name: int, key_id: int
-    ) -> None:
-        self.engine.submit(prompt, sampling, request_id=name, key_id=key_id)
-        self._has_work.set()
-
-    def _cancel(self, name: int) -> None:
-        self.engine.cancel(name)
-        self._has_work.set()
 
     def _reason(self) -> str | None:
         """Why there are no answers any more; None while there are."""
@@ -190,16 +188,16 @@ class AsyncEngine:
             event = events.popleft()
             if (listener := self._listeners.get(event.request_id)) is not None:
                 by_loop.setdefault(listener.loop, []).append((listener.events, event))
+
+        def put_all(pairs: list[tuple[asyncio.Queue[Any], Event]]) -> None:
+            for queue, event in pairs:
+                queue.put_nowait(event)
+
         for loop, pairs in by_loop.items():
-            if not _call(loop, _put_all, pairs):
+            if not _call(loop, put_all, pairs):
                 for name in {event.request_id for _, event in pairs}:
                     self._listeners.pop(name, None)
                     self.engine.cancel(name)
-
-
-def _put_all(pairs: list[tuple[asyncio.Queue[Any], Event]]) -> None:
-    for queue, event in pairs:
-        queue.put_nowait(event)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:

@@ -8,8 +8,14 @@ import socket
 from collections.abc import Callable, Generator
 from typing import Any
 
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+try:
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"jaxkv.server.http_server needs {error.name}: pip install 'jaxkv[serve]'",
+        name=error.name,
+    ) from None
 
 IDLE_S = 30.0
 """Seconds after which a connection without a request is closed; at most twice that."""

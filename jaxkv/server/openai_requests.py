@@ -3,7 +3,9 @@
 Errors have OpenAI's shape, so that its client raises what its users expect.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -56,7 +58,7 @@ def api_error(error: BaseException) -> ApiError:
     """Returns the answer to an exception that parsing or a backend has raised."""
     if isinstance(error, ApiError):
         return error
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = validation.one_line(error)
     if isinstance(error, ValueError):
         line = line.replace("self.", "")
         field = re.match(r"(\w+)=", line)
@@ -70,6 +72,10 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, StallError):
         return ApiError(500, line, kind="server_error", code="stalled")
     return ApiError(500, line, kind="server_error")
+
+
+def _refusal(field: str, line: str) -> ApiError:
+    return ApiError(400, line, param=field)
 
 
 class GenerationRequest(NamedTuple):
@@ -108,14 +114,13 @@ def parse_completion(
       ApiError: a field is unknown, refused, or out of its range.
     """
     given = _fields(body, "completion", backend)
-    raw = _taken(given, "prompt", _needed)
-    prompts, texts = _prompts(raw, backend.tokenizer)
+    prompts, texts = _prompts(_needed(given, "prompt"), backend.tokenizer)
     echo = _taken(given, "echo", validation.boolean, False)
     num_tops = _taken(given, "logprobs", validation.integer)
     max_tokens = _taken(given, "max_tokens", validation.integer)
-    common = _common(given, headers, deadline_s)
-    common["logprobs"] = num_tops
-    common["prompt_logprobs"] = echo and num_tops is not None
+    fields, own = _common(given, headers, deadline_s)
+    fields["logprobs"] = num_tops
+    fields["prompt_logprobs"] = echo and num_tops is not None
     echoes = None
     if echo:
         decode = backend.tokenizer.decode
@@ -123,15 +128,15 @@ def parse_completion(
             decode(ids) if text is None else text
             for ids, text in zip(prompts, texts, strict=True)
         ]
-    rooms = _rooms(prompts, max_tokens, DEFAULT_MAX_TOKENS, backend)
-    return _request(
-        common,
+    fields["max_tokens"] = max_tokens
+    return GenerationRequest(
         kind="completion",
         prompts=prompts,
-        rooms=rooms,
+        samplings=_samplings(fields, prompts, DEFAULT_MAX_TOKENS, backend),
         echoes=echoes,
         logprobs=num_tops,
         drops_answer=max_tokens == 0,
+        **own,
     )
 
 
@@ -140,40 +145,40 @@ def parse_chat(
 ) -> GenerationRequest:
     """Reads the body of /v1/chat/completions; see `parse_completion`."""
     given = _fields(body, "chat", backend)
-    messages = _messages(_taken(given, "messages", _needed))
-    tools = _taken(given, "tools", _tools)
+    messages = _messages(_needed(given, "messages"))
+    tools = given.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
+        raise _refusal("tools", "tools must be a list of objects")
     if given.get("tool_choice") == "none":
-        tools = None
+        tools = []
     wants = _taken(given, "logprobs", validation.boolean, False)
     num_tops = _taken(given, "top_logprobs", validation.integer)
     if num_tops and not wants:
-        raise ApiError(
-            400, f"top_logprobs={num_tops} needs logprobs=true", param="top_logprobs"
-        )
+        line = f"top_logprobs={num_tops} needs logprobs=true"
+        raise _refusal("top_logprobs", line)
     limits = [
-        _taken(given, name, _positive)
+        _taken(given, name, functools.partial(validation.integer, low=1))
         for name in ("max_tokens", "max_completion_tokens")
     ]
     if None not in limits and limits[0] != limits[1]:
-        raise ApiError(
-            400,
+        raise _refusal(
+            "max_tokens",
             f"max_tokens={limits[0]} must be max_completion_tokens={limits[1]}, "
             "or one of them absent",
-            param="max_tokens",
         )
-    max_tokens = limits[0] if limits[1] is None else limits[1]
-    common = _common(given, headers, deadline_s)
+    fields, own = _common(given, headers, deadline_s)
     num_tops = (num_tops or 0) if wants else None
-    common["logprobs"] = num_tops
-    prompt = backend.tokenizer.encode_chat(messages, tools=tools)
-    return _request(
-        common,
+    fields["logprobs"] = num_tops
+    fields["max_tokens"] = limits[0] if limits[1] is None else limits[1]
+    prompts = [backend.tokenizer.encode_chat(messages, tools=tools or None)]
+    return GenerationRequest(
         kind="chat",
-        prompts=[prompt],
-        rooms=_rooms([prompt], max_tokens, backend.max_length, backend),
+        prompts=prompts,
+        samplings=_samplings(fields, prompts, backend.max_length, backend),
         echoes=None,
         logprobs=num_tops,
         drops_answer=False,
+        **own,
     )
 
 
@@ -258,10 +263,9 @@ def _fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
         if name in _NEUTRAL:
             if given[name] not in _NEUTRAL[name]:
                 shown = validation.shown(given[name])
-                raise ApiError(400, f"{name}={shown} is not supported", param=name)
+                raise _refusal(name, f"{name}={shown} is not supported")
         elif name not in known and name not in _NO_EFFECT:
-            shown = validation.shown(name)
-            raise ApiError(400, f"{shown} is not a field of this API", param=name[:64])
+            raise _unknown(name)
     model = given.get("model", backend.model_name)
     if model != backend.model_name:
         raise ApiError(
@@ -280,62 +284,60 @@ def _taken(
     default: Any = None,
 ) -> Any:
     """The checked value of a field, or the default where it is absent."""
+    return check(name, given[name]) if name in given else default
+
+
+def _needed(given: dict[str, Any], name: str) -> Any:
     if name not in given:
-        if check is _needed:
-            raise ApiError(400, f"{name} must be given", param=name)
-        return default
-    return check(name, given[name])
-
-
-def _needed(name: str, value: Any) -> Any:
-    del name
-    return value
-
-
-def _positive(name: str, value: Any) -> int:
-    return validation.integer(name, value, low=1)
+        raise _refusal(name, f"{name} must be given")
+    return given[name]
 
 
 def _common(
     given: dict[str, Any], headers: Mapping[str, str], deadline_s: float
-) -> dict[str, Any]:
-    """The fields that both kinds of requests have; those of `Sampling` unchecked."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields that both kinds of requests have.
+
+    Returns:
+      Fields of `Sampling`, unchecked, and of `GenerationRequest`.
+    """
     fields = {name: given[name] for name in _SAMPLING if name in given}
     stop, ends = given.get("stop", []), given.get("stop_tokens", [])
     stop = [stop] if isinstance(stop, str) else stop
     for name, value in (("stop", stop), ("stop_tokens", ends)):
         if not isinstance(value, list):
-            raise ApiError(
-                400, f"{name}={validation.shown(value)} must be a list", param=name
-            )
+            raise _refusal(name, f"{name}={validation.shown(value)} must be a list")
         fields[name] = tuple(value)
     is_streamed = _taken(given, "stream", validation.boolean, False)
     options = given.get("stream_options", {})
     if options and not is_streamed:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        raise _refusal("stream_options", "stream_options needs stream=true")
     # Obfuscation pads chunks against observers of their sizes; there is none here.
     if not isinstance(options, dict) or options.keys() - _STREAM_OPTIONS:
-        raise ApiError(
-            400,
+        raise _refusal(
+            "stream_options",
             f"stream_options={validation.shown(options)} must be an object with "
             "include_usage",
-            param="stream_options",
         )
     flags = {name: validation.boolean(name, options[name]) for name in options}
     if flags.get("include_obfuscation"):
-        raise ApiError(
-            400, "include_obfuscation=True is not supported", param="stream_options"
-        )
+        raise _refusal("stream_options", "include_obfuscation=True is not supported")
     # Which answers are kept is known only at the end.
     ranks = {"best_of": given.get("n", 1), "beam_width": None}
     for name, unranked in ranks.items():
         if is_streamed and name in given and given[name] != unranked:
-            raise ApiError(400, f"{name} is not supported with stream=true", param=name)
+            raise _refusal(name, f"{name} is not supported with stream=true")
     limit = given.get("deadline_s", headers.get(DEADLINE_HEADER, deadline_s))
-    return fields | {
+    if isinstance(limit, str):  # of a header
+        with contextlib.suppress(ValueError):
+            limit = float(limit)
+    hint = f"in [0.001, {MAX_DEADLINE_S:g}]"
+    return fields, {
         "is_streamed": is_streamed,
         "has_usage": flags.get("include_usage", False),
-        "deadline_s": _deadline(limit),
+        "deadline_s": validation.number(
+            "deadline_s", limit, low=0.001, high=MAX_DEADLINE_S, hint=hint
+        ),
     }
 
 
@@ -343,52 +345,15 @@ _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 MAX_DEADLINE_S = 86400.0
 
 
-def _deadline(value: Any) -> float:
-    if isinstance(value, str):  # of a header
-        try:
-            value = float(value)
-        except ValueError:
-            pass
-    hint = f"in [0.001, {MAX_DEADLINE_S:g}]"
-    return validation.number(
-        "deadline_s", value, low=0.001, high=MAX_DEADLINE_S, hint=hint
-    )
-
-
-def _request(
-    common: dict[str, Any],
-    *,
-    kind: Literal["completion", "chat"],
-    prompts: list[list[int]],
-    rooms: list[int],
-    echoes: list[str] | None,
-    logprobs: int | None,
-    drops_answer: bool,
-) -> GenerationRequest:
-    own = {
-        name: common.pop(name) for name in ("is_streamed", "has_usage", "deadline_s")
-    }
-    sampling = Sampling(**common)
-    return GenerationRequest(
-        kind=kind,
-        prompts=prompts,
-        samplings=[dataclasses.replace(sampling, max_tokens=max(1, x)) for x in rooms],
-        echoes=echoes,
-        logprobs=logprobs,
-        drops_answer=drops_answer,
-        **own,
-    )
-
-
-def _rooms(
-    prompts: list[list[int]], max_tokens: int | None, default: int, backend: Backend
-) -> list[int]:
-    """Tokens that the answers to each prompt may have.
+def _samplings(
+    fields: dict[str, Any], prompts: list[list[int]], default: int, backend: Backend
+) -> list[Sampling]:
+    """How each prompt's answers are drawn, with the tokens that they may have.
 
     An engine would end an answer at `max_length`; here a request that asks for more is
     refused, as OpenAI does.
     """
-    rooms = []
+    rooms, max_tokens = [], fields.pop("max_tokens")
     for i, prompt in enumerate(prompts):
         left = backend.max_length - len(prompt)
         wanted = max(1, max_tokens or 0)
@@ -403,7 +368,8 @@ def _rooms(
                 code="context_length_exceeded",
             )
         rooms.append(wanted)
-    return rooms
+    sampling = Sampling(**fields)
+    return [dataclasses.replace(sampling, max_tokens=room) for room in rooms]
 
 
 def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None]]:
@@ -412,87 +378,81 @@ def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None
     if {type(one) for one in each} == {int}:
         each = [each]
     if len(each) > MAX_PROMPTS:
-        raise ApiError(
-            400,
-            f"len(prompt)={len(each)} must be at most {MAX_PROMPTS}",
-            param="prompt",
-        )
+        line = f"len(prompt)={len(each)} must be at most {MAX_PROMPTS}"
+        raise _refusal("prompt", line)
     kinds = {type(one) for one in each}
     if kinds == {str}:
         return [tokenizer.encode(text) for text in each], each
     if kinds == {list} and all({type(x) for x in one} <= {int} for one in each):
         return each, [None] * len(each)
-    raise ApiError(
-        400,
+    raise _refusal(
+        "prompt",
         f"prompt={validation.shown(raw)} must be a text, a list of texts, a list of "
         "token ids, or a list of such lists",
-        param="prompt",
     )
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
-    """Messages for a chat template: their content is text, and None only with calls."""
+    """Messages for a chat template: their content is text, and None only with calls.
+
+    Parts of a content are joined; images and audio are refused.
+    """
     if not isinstance(raw, list) or not raw:
-        raise ApiError(400, "messages must be a list, not empty", param="messages")
+        raise _refusal("messages", "messages must be a list, not empty")
     found = []
     for i, message in enumerate(raw):
         where = f"messages[{i}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ApiError(400, f"{where} must have a role", param=where)
-        content = message.get("content")
+            raise _refusal(where, f"{where} must have a role")
+        content, where = message.get("content"), f"{where}.content"
         if isinstance(content, list):
-            content = "".join(_part(f"{where}.content", part) for part in content)
+            for part in content:
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind != "text" or not isinstance(part.get("text"), str):
+                    kind = validation.shown(kind)
+                    line = f"{where} has a part of type {kind}, must be 'text'"
+                    raise _refusal(where, line)
+            content = "".join(part["text"] for part in content)
         if not isinstance(content, str) and not (
             content is None and message.get("tool_calls")
         ):
-            raise ApiError(400, f"{where}.content must be text", param=where)
+            raise ApiError(400, f"{where} must be text", param=f"messages[{i}]")
         found.append(message | {"content": content})
     return found
 
 
-def _part(where: str, part: Any) -> str:
-    """The text of a part of a message; images and audio are refused."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise ApiError(
-            400,
-            f"{where} has a part of type {validation.shown(kind)}, must be 'text'",
-            param=where,
-        )
-    return part["text"]
-
-
-def _tools(name: str, value: Any) -> list[dict[str, Any]] | None:
-    if not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
-        raise ApiError(400, f"{name} must be a list of objects", param=name)
-    return value or None
-
-
-def tokenize(given: dict[str, Any], backend: Backend) -> dict[str, Any]:
+def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     """Answers /tokenize, vLLM's: the token ids of a text.
 
     Raises:
       ApiError: a field is missing, unknown or of another type.
       ValueError: the text is not valid Unicode.
     """
-    _only(given, "prompt", "add_special_tokens", "model")
-    text = _taken(given, "prompt", _needed)
+    given = _only(body, "prompt", "add_special_tokens", "model")
+    text = _needed(given, "prompt")
     if not isinstance(text, str):
-        raise ApiError(400, "prompt must be text", param="prompt")
+        raise _refusal("prompt", "prompt must be text")
     special = _taken(given, "add_special_tokens", validation.boolean, True)
     ids = backend.tokenizer.encode(text, add_special_tokens=special)
     return {"tokens": ids, "count": len(ids), "max_model_len": backend.max_length}
 
 
-def detokenize(given: dict[str, Any], backend: Backend) -> dict[str, Any]:
+def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     """Answers /detokenize, vLLM's: the text of token ids; raises as `tokenize`."""
-    _only(given, "tokens", "model")
-    ids = validation.tokens("tokens", _taken(given, "tokens", _needed)).tolist()
+    given = _only(body, "tokens", "model")
+    ids = validation.tokens("tokens", _needed(given, "tokens")).tolist()
     text = backend.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text}
 
 
-def _only(given: dict[str, Any], *names: str) -> None:
+def _only(body: bytes, *names: str) -> dict[str, Any]:
+    """The fields of a body that has no other fields than these."""
+    given = read_object(body)
     for name in given.keys() - {*names}:
-        shown = validation.shown(name)
-        raise ApiError(400, f"{shown} is not a field of this API", param=name[:64])
+        raise _unknown(name)
+    return given
+
+
+def _unknown(name: str) -> ApiError:
+    line = f"{validation.shown(name)} is not a field of this API"
+    return _refusal(name[:64], line)

@@ -151,8 +151,17 @@ class Writer:
             tokens, own = list(answer.tokens), list(answer.logprobs or [])
             tops = list(answer.top_logprobs or [{} for _ in tokens])
         if self.request.kind == "chat":
-            rows = zip(tokens, own, tops, strict=True)
-            return {"content": [self._entry(*row) for row in rows], "refusal": None}
+
+            def entry(token: int, logprob: float | None) -> dict[str, Any]:
+                piece, raw = self._piece(token)
+                return {"token": piece, "logprob": _json_number(logprob), "bytes": raw}
+
+            content = [
+                entry(token, logprob)
+                | {"top_logprobs": [entry(*pair) for pair in (top or {}).items()]}
+                for token, logprob, top in zip(tokens, own, tops, strict=True)
+            ]
+            return {"content": content, "refusal": None}
         offsets = []
         if self.request.echoes is not None:
             begun = self.request.prompts[prompt]
@@ -161,42 +170,24 @@ class Writer:
             own = (completion.prompt_logprobs or []) + own
             none = [None, *[{} for _ in begun[1:]]]
             tops = (completion.prompt_top_logprobs or none) + tops
+        best: list[dict[str, float | None] | None] = []
+        rows = zip(tops, tokens, own, strict=True) if num else ()
+        for top, token, logprob in rows:
+            found: dict[str, float | None] = {}
+            # Best first: of two tokens with one text the better one stays. The token
+            # that follows is always among them.
+            for each, value in ((top or {}) | {token: logprob}).items():
+                found.setdefault(self._piece(each)[0], _json_number(value))
+            best.append(None if top is None else found)
         text = self._text(prompt, answer)
         start = len(text) - len(answer.text or "")
         offsets += self._offsets(tokens[len(offsets) :], start, len(text))
         return {
             "tokens": [self._piece(token)[0] for token in tokens],
             "token_logprobs": [_json_number(x) for x in own],
-            "top_logprobs": [
-                None if x is None else self._best(x, token, logprob)
-                for x, token, logprob in zip(tops, tokens, own, strict=True)
-            ]
-            if num
-            else None,
+            "top_logprobs": best if num else None,
             "text_offset": offsets,
         }
-
-    def _best(
-        self, top: dict[int, float], token: int, logprob: float | None
-    ) -> dict[str, float | None]:
-        """The most likely tokens by text, the one that follows always among them."""
-        found: dict[str, float | None] = {}
-        for each, value in (top | {token: logprob}).items():
-            # Best first: of two tokens with one text the better one stays.
-            found.setdefault(self._piece(each)[0], _json_number(value))
-        return found
-
-    def _entry(
-        self, token: int, logprob: float | None, top: dict[int, float] | None
-    ) -> dict[str, Any]:
-        """A token of a chat answer, with its alternatives."""
-
-        def one(token: int, logprob: float | None) -> dict[str, Any]:
-            piece, raw = self._piece(token)
-            return {"token": piece, "logprob": _json_number(logprob), "bytes": raw}
-
-        best = [one(*pair) for pair in (top or {}).items()]
-        return one(token, logprob) | {"top_logprobs": best}
 
     def _offsets(self, tokens: Sequence[int], start: int, end: int) -> list[int]:
         """Places of tokens in the text of a choice, which begins them at `start`."""

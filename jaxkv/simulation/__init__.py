@@ -3,9 +3,10 @@
 from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.costs import Apart, Drafted, Received
-from jaxkv.simulation.members import Bounds, Members, Part
+from jaxkv.simulation.members import Bounds, Part
 from jaxkv.simulation.served import Served
 from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation.step import Members
 from jaxkv.simulation.work import Cost, Work
 
 __all__ = [

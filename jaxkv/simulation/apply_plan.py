@@ -87,15 +87,6 @@ class Wish(NamedTuple):
     """Drafts fed behind these rows, beyond these places; None without speculation."""
 
 
-class Done(NamedTuple):
-    """What applying the plan came to."""
-
-    num_admitted: Int32[Array, ""]
-    """Requests that got slots."""
-    num_moved: Int32[Array, ""]
-    """Pages swapped out and in."""
-
-
 def apply_plan(
     state: Simulation,
     plan: interface.Plan,
@@ -103,42 +94,39 @@ def apply_plan(
     capacity: Capacity,
     max_samples: int,
     whose: Int32[Array, " slots"],
-) -> tuple[Simulation, Wish, Done]:
+) -> tuple[Simulation, Wish, Int32[Array, ""], Int32[Array, ""]]:
     """Preempts some and admits others, as the engine's `apply_plan` does.
 
     The state is as `retire` leaves it, which says `whose` each slot was before;
     `queued` is what the policy saw of the queue.
+
+    Returns:
+      The state, the plan for each slot, the number of requests that got slots, and the
+      number of pages swapped out and in.
     """
     slots, group = state.slots, batch.groups(state.slots, max_samples)
-    out, pages, pages_out = _swap_out(state, plan, group, capacity)
-    state = _note(state, plan.preempt, out, pages, whose)
+    # All pages that the plan swaps out find room in the buffer, or none is moved.
+    leaves = plan.swap & plan.preempt
+    written, _ = batch.num_owned(slots, group, slots.length, capacity.page_size)
+    written = jnp.where(leaves, written, 0)
+    pages_out = jnp.sum(written, dtype=jnp.int32)
+    room = state.num_swapped + pages_out <= capacity.max_swap_pages
+    pages_out = jnp.where(room, pages_out, 0)
+    out = leaves & room & (slots.length > 0)
+    state = _note(state, plan.preempt, out, jnp.where(out, written, 0), whose)
     stays = (slots.sequence >= 0) & ~plan.preempt
     owned, _ = batch.num_owned(slots, group, slots.places, capacity.page_size)
     used = jnp.sum(jnp.where(stays, owned, 0), dtype=jnp.int32)
-    admit, pages_in = _admit(plan, queued, stays, capacity.num_pages - used)
-    slots, wish = _close_ranks(slots, plan, queued, stays, admit)
-    losers = jnp.where(plan.preempt, whose // max_samples, NOBODY)
-    if group is not None:
-        losers = jnp.where(group.is_first, losers, NOBODY)
-    rest = jnp.where(admit, NOBODY, queued.request)
-    waiting = jnp.concatenate([losers, rest, state.queue[admit.shape[0] :]])
-    state = state._replace(
-        slots=slots,
-        queue=arrays.packed(waiting, state.queue.shape[0]),
-        num_swapped=state.num_swapped + pages_out - pages_in,
-    )
-    num_admitted = jnp.sum(admit, dtype=jnp.int32)
-    return state, wish, Done(num_admitted, pages_out + pages_in)
-
-
-def _close_ranks(
-    slots: Slots,
-    plan: interface.Plan,
-    queued: Queued,
-    stays: Bool[Array, " slots"],
-    admit: Bool[Array, " head"],
-) -> tuple[Slots, Wish]:
-    """Slots of those who stay, then of those who come, and what each is to get."""
+    # Those swapped out come back all or none; and none without a slot.
+    admit = plan.admit & queued.is_seen
+    pages_in = jnp.sum(jnp.where(admit, queued.pages_out, 0), dtype=jnp.int32)
+    fits = pages_in <= capacity.num_pages - used
+    pages_in = jnp.where(fits, pages_in, 0)
+    admit &= fits | (queued.pages_out == 0)
+    num_free = stays.shape[0] - jnp.sum(stays, dtype=jnp.int32)
+    num_slots = jnp.cumsum(jnp.where(admit, queued.size, 0), dtype=jnp.int32)
+    admit &= num_slots <= num_free
+    # Slots of those who stay, then of those who come, and what each is to get.
     leads = queued.is_reader & (queued.pages_out == 0)[:, None]
     asked = Wish(
         num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
@@ -147,54 +135,26 @@ def _close_ranks(
     )
     comes = admit[:, None] & (queued.slots.sequence >= 0)
     source = arrays.places(jnp.concatenate([stays, comes.ravel()]), stays.shape[0])
-    wish = Wish(plan.num_rows, plan.places, plan.drafts)
-    slots, wish = _taken((slots, wish), (queued.slots, asked), source)
-    sequence = jnp.where(source >= 0, slots.sequence, NOBODY)
-    return slots._replace(sequence=sequence), wish
-
-
-def _swap_out(
-    state: Simulation,
-    plan: interface.Plan,
-    group: batch.Groups | None,
-    capacity: Capacity,
-) -> tuple[Bool[Array, " slots"], Int32[Array, " slots"], Int32[Array, ""]]:
-    """Who is swapped out, with how many pages of each: all that shall be, or nobody."""
-    slots, leaves = state.slots, plan.swap & plan.preempt
-    written, _ = batch.num_owned(slots, group, slots.length, capacity.page_size)
-    written = jnp.where(leaves, written, 0)
-    num_pages = jnp.sum(written, dtype=jnp.int32)
-    room = state.num_swapped + num_pages <= capacity.max_swap_pages
-    out = leaves & room & (slots.length > 0)
-    return out, jnp.where(out, written, 0), jnp.where(room, num_pages, 0)
-
-
-def _admit(
-    plan: interface.Plan,
-    queued: Queued,
-    stays: Bool[Array, " slots"],
-    free_pages: Int32[Array, ""],
-) -> tuple[Bool[Array, " head"], Int32[Array, ""]]:
-    """Who comes in, and the pages that come back with those who were swapped out."""
-    # Those swapped out come back all or none; and nobody without a slot.
-    admit = plan.admit & queued.is_seen
-    pages_in = jnp.sum(jnp.where(admit, queued.pages_out, 0), dtype=jnp.int32)
-    fits = pages_in <= free_pages
-    admit &= fits | (queued.pages_out == 0)
-    num_free = stays.shape[0] - jnp.sum(stays, dtype=jnp.int32)
-    num_slots = jnp.cumsum(jnp.where(admit, queued.size, 0), dtype=jnp.int32)
-    return admit & (num_slots <= num_free), jnp.where(fits, pages_in, 0)
-
-
-def _taken[T](old: T, new: T, source: Int32[Array, " slots"]) -> T:
-    """Takes entries of old and new ones side by side; zeros where the place is none."""
+    old = slots, Wish(plan.num_rows, plan.places, plan.drafts)
     fields, kind = jax.tree.flatten(old)
-    both = zip(fields, jax.tree.leaves(new), strict=True)
+    both = zip(fields, jax.tree.leaves((queued.slots, asked)), strict=True)
     columns = [jnp.concatenate([x, y.ravel()]).astype(jnp.int32) for x, y in both]
     # Rows of a table: one gather, in place of one for each field.
     rows = jnp.where((source >= 0)[:, None], jnp.stack(columns, axis=1)[source], 0)
     taken = [rows[:, k].astype(x.dtype) for k, x in enumerate(fields)]
-    return jax.tree.unflatten(kind, taken)
+    slots, wish = jax.tree.unflatten(kind, taken)
+    sequence = jnp.where(source >= 0, slots.sequence, NOBODY)
+    losers = jnp.where(plan.preempt, whose // max_samples, NOBODY)
+    if group is not None:
+        losers = jnp.where(group.is_first, losers, NOBODY)
+    rest = jnp.where(admit, NOBODY, queued.request)
+    waiting = jnp.concatenate([losers, rest, state.queue[admit.shape[0] :]])
+    state = state._replace(
+        slots=slots._replace(sequence=sequence),
+        queue=arrays.packed(waiting, state.queue.shape[0]),
+        num_swapped=state.num_swapped + pages_out - pages_in,
+    )
+    return state, wish, jnp.sum(admit, dtype=jnp.int32), pages_out + pages_in
 
 
 def _note(
@@ -214,7 +174,18 @@ def _note(
         given = jnp.where(s.forked, s.common, given)
     again = jnp.where(leaves, jnp.maximum(again - given, 0), 0)
     index = jnp.where(state.began | leaves, whose, NOBODY)
-    events = jnp.stack(_events(state, gone, again), axis=1)
+
+    def if_(mask: Array, value: Array) -> Array:
+        return jnp.where(mask, value, 0)
+
+    events = Events(
+        first_s=if_(state.began, state.clock[0] + 1),
+        first_us=if_(state.began, state.clock[1]),
+        finish_s=if_(state.ended, state.clock[0] + 1),
+        finish_us=if_(state.ended, state.clock[1]),
+        num_preempted=gone.astype(jnp.int32),
+        num_recomputed=again,
+    )
     progress = Progress(
         known=slots.known,
         fed=jnp.maximum(slots.fed, slots.length),
@@ -224,27 +195,9 @@ def _note(
         common=jnp.where(out, given if s is None else s.common, 0),
     )
     return state._replace(
-        events=arrays.put(state.events, index, events, "add"),
+        events=arrays.put(state.events, index, jnp.stack(events, axis=1), "add"),
         left=jnp.where(gone, whose, NOBODY),
         left_with=jnp.stack(progress, axis=1),
-    )
-
-
-def _events(
-    state: Simulation, gone: Bool[Array, " slots"], again: Int32[Array, " slots"]
-) -> Events:
-    """What is noted at each place; `again` are the tokens that will be fed again."""
-
-    def if_(mask: Array, value: Array) -> Array:
-        return jnp.where(mask, value, 0)
-
-    return Events(
-        first_s=if_(state.began, state.clock[0] + 1),
-        first_us=if_(state.began, state.clock[1]),
-        finish_s=if_(state.ended, state.clock[0] + 1),
-        finish_us=if_(state.ended, state.clock[1]),
-        num_preempted=gone.astype(jnp.int32),
-        num_recomputed=again,
     )
 
 

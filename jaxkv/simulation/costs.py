@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -41,11 +42,12 @@ class Apart(NamedTuple):
         both = (work.num_decodes > 0) & (work.num_prompt_rows > 0)
         none = jnp.zeros_like(work.num_decodes)
         drawn = work.num_drawing - work.num_decodes
+        drafts = {name: getattr(work, name) for name in Work._field_defaults}
         reads = work._replace(
             num_decodes=none,
             decode_context=none,
             num_drawn=drawn,
-            **_no_drafts(work),
+            **jax.tree.map(jnp.zeros_like, drafts),
         )
         decodes = work._replace(
             num_prompt_rows=none,
@@ -124,12 +126,3 @@ class Received(NamedTuple):
             prompt_squares=jnp.zeros_like(work.prompt_squares),
         )
         return jnp.where(self.receives, self.cost(received), self.cost(work))
-
-
-def _no_drafts(work: Work) -> dict[str, Array]:
-    """Zeros for the counts of drafts, where there are any."""
-    return {
-        name: jnp.zeros_like(count)
-        for name in Work._field_defaults
-        if (count := getattr(work, name)) is not None
-    }

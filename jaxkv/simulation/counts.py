@@ -3,10 +3,7 @@
 The counts are those of `counts.counts`, made of what a simulation knows.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
 
 from jaxkv.engine import NOBODY
 from jaxkv.memory import demand
@@ -31,7 +28,19 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
     if max_samples > 1:
         finish = state.events[sequence, Events._fields.index("finish_s")]
         alive &= (finish == 0) & (sample[None, :] < workload.samples[row][:, None])
-        is_reader, sharing = _share_prompt(alive, was, prompt)
+        before = jnp.cumsum(alive, axis=1, dtype=jnp.int32)
+        # Only the first sequence feeds. Those that have pages were forked before; the
+        # rest wait for the first, which reads.
+        is_reader, is_in = alive & (before == 1), was.swapped_length == 0
+        waits = alive & ~is_reader & is_in
+        reads = is_reader & jnp.any(waits, axis=1, keepdims=True)
+        shares = waits | reads | ((before[:, -1:] > 1) & is_in)
+        sharing = Sharing(
+            common=jnp.where(shares, jnp.broadcast_to(prompt, alive.shape), was.common),
+            reads=reads,
+            waits=waits,
+            forked=was.swapped_length > 0,
+        )
     holds = state.slots.held is not None
     slots = Slots(
         sequence=jnp.where(alive, sequence, NOBODY),
@@ -53,30 +62,6 @@ def look(state: Simulation, workload: Workload, head: int, max_samples: int) -> 
         pages_out=jnp.sum(pages_out, axis=1, dtype=jnp.int32),
         swapped_length=was.swapped_length,
         is_seen=request >= 0,
-    )
-
-
-def _share_prompt(
-    alive: Bool[Array, "head samples"],
-    was: Progress,
-    prompt: Int32[Array, "head 1"],
-) -> tuple[Bool[Array, "head samples"], Sharing]:
-    """Who of each request's sequences feeds first, and what they have in common."""
-    before = jnp.cumsum(alive, axis=1, dtype=jnp.int32)
-    is_reader = alive & (before == 1)
-    # Who has pages was forked before; the others wait for the first, which reads.
-    waits = alive & ~is_reader & (was.swapped_length == 0)
-    reads = is_reader & jnp.any(waits, axis=1, keepdims=True)
-    several = before[:, -1:] > 1
-    return is_reader, Sharing(
-        common=jnp.where(
-            waits | reads | (several & (was.swapped_length == 0)),
-            jnp.broadcast_to(prompt, alive.shape),
-            was.common,
-        ),
-        reads=reads,
-        waits=waits,
-        forked=was.swapped_length > 0,
     )
 
 
@@ -116,46 +101,12 @@ def observe(
     state: Simulation, queued: Queued, capacity: Capacity, max_samples: int
 ) -> interface.Counts:
     """What the policy may know, as `counts.counts` has it."""
-    of_line = _of_line(state.slots, capacity, max_samples)
-    owned = jnp.sum(of_line["owned_pages"], dtype=jnp.int32)
-    return interface.Counts(
-        **of_line,
-        **_of_head(queued, capacity),
-        free_pages=capacity.num_pages - owned,
-        free_swap_pages=capacity.max_swap_pages - state.num_swapped,
-        page_size=capacity.page_size,
-        max_length=capacity.max_length,
-        token_budget=capacity.token_budget,
-        spare_logit_rows=0,
-    )
-
-
-def _of_line(slots: Slots, capacity: Capacity, max_samples: int) -> dict[str, Any]:
-    """Counts of the slots."""
-    size = capacity.page_size
+    slots, size = state.slots, capacity.page_size
     group, goal = batch.groups(slots, max_samples), batch.goal(slots)
     owned, theirs = batch.num_owned(slots, group, slots.places, size)
     moves, _ = batch.num_owned(slots, group, slots.length, size)
     none = jnp.zeros_like(slots.returned)
-    return dict(
-        running=batch.is_running(slots),
-        held=none if slots.held is None else slots.held,
-        group=None if group is None else group.first,
-        num_tokens=goal,
-        length=slots.length,
-        num_pages=demand.pages_for(slots.places, page_size=size),
-        owned_pages=owned,
-        owned_tokens=demand.own_tokens(slots.length, theirs, page_size=size),
-        swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
-        copies=batch.num_copies(slots, group, goal - slots.length, size),
-        preempted=slots.returned & batch.is_running(slots),
-        scored_prompt=none,
-    )
-
-
-def _of_head(queued: Queued, capacity: Capacity) -> dict[str, Array]:
-    """Counts of the requests at the head of the queue."""
-    size, q, alive = capacity.page_size, queued.slots, queued.slots.sequence >= 0
+    q, alive = queued.slots, queued.slots.sequence >= 0
     common = jnp.zeros_like(queued.request)
     if q.sharing is not None:
         common = jnp.max(jnp.where(alive, q.sharing.common, 0), axis=1)
@@ -173,7 +124,19 @@ def _of_head(queued: Queued, capacity: Capacity) -> dict[str, Array]:
         num_pages=capacity.num_pages,
     )
     is_out = queued.pages_out > 0
-    return dict(
+    return interface.Counts(
+        running=batch.is_running(slots),
+        held=none if slots.held is None else slots.held,
+        group=None if group is None else group.first,
+        num_tokens=goal,
+        length=slots.length,
+        num_pages=demand.pages_for(slots.places, page_size=size),
+        owned_pages=owned,
+        owned_tokens=demand.own_tokens(slots.length, theirs, page_size=size),
+        swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
+        copies=batch.num_copies(slots, group, goal - slots.length, size),
+        preempted=slots.returned & batch.is_running(slots),
+        scored_prompt=none,
         waiting=queued.is_seen,
         waiting_tokens=jnp.where(common > 0, common, known),
         waiting_cached=jnp.zeros_like(common),
@@ -182,4 +145,10 @@ def _of_head(queued: Queued, capacity: Capacity) -> dict[str, Array]:
         waiting_preempted=jnp.any(alive & q.returned, axis=1),
         waiting_swapped=is_out,
         waiting_scored_prompt=jnp.zeros_like(is_out),
+        free_pages=capacity.num_pages - jnp.sum(owned, dtype=jnp.int32),
+        free_swap_pages=capacity.max_swap_pages - state.num_swapped,
+        page_size=size,
+        max_length=capacity.max_length,
+        token_budget=capacity.token_budget,
+        spare_logit_rows=0,
     )

@@ -18,9 +18,8 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import chunked_prefill, interface
 from jaxkv.simulation import driver
 from jaxkv.simulation.costs import Received
-from jaxkv.simulation.members import Members
 from jaxkv.simulation.state import Capacity
-from jaxkv.simulation.step import Cost
+from jaxkv.simulation.step import Cost, Members
 from jaxkv.workloads import arrivals, lengths, metrics
 
 HEAD = 16

@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation import served
-from jaxkv.simulation.members import Bounds, Members, Part
+from jaxkv.simulation.members import Bounds, Part
 from jaxkv.simulation.served import Served
+from jaxkv.simulation.step import Members
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024
@@ -124,12 +125,14 @@ def simulate(
     ]
     for runner in runners:  # one after the other: the first one compiles for all
         runner.start()
-    told = _Told(progress, runners)
+    total = sum(float(runner.num_served.sum()) for runner in runners)
+    bar, lock = progress.bar("simulated", total, "requests"), threading.Lock()
 
     def finish(runner: Part) -> Served:
         while not runner.done.all() and not progress.stopped:
             runner.advance()
-            told.say()
+            with lock:
+                bar(sum(runner.num_behind() for runner in runners))
         return runner.served()
 
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
@@ -144,17 +147,3 @@ def part_size(num: int, max_slots: int) -> int:
     num_threads = os.cpu_count() or 1
     turns = -(-num // (num_threads * max(_PLACES_TOGETHER // max_slots, 1)))
     return -(-num // (num_threads * turns))
-
-
-class _Told:
-    """What the person is told, by several threads."""
-
-    def __init__(self, progress: Progress, runners: list[Part]) -> None:
-        self._runners, self._lock = runners, threading.Lock()
-        total = sum(float(runner.num_served.sum()) for runner in runners)
-        self._bar = progress.bar("simulated", total, "requests")
-
-    def say(self) -> None:
-        """Shows how far all are."""
-        with self._lock:
-            self._bar(sum(runner.num_behind() for runner in self._runners))

@@ -10,25 +10,11 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv import clock
-from jaxkv.scheduling import interface, stalls
+from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
-from jaxkv.simulation.accepting import Acceptance
-from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.served import Means, Served, Totals, Trace
-from jaxkv.simulation.state import Capacity, Events, Simulation, init
-from jaxkv.simulation.work import Cost
-from jaxkv.workloads import Workload
-
-
-class Members(NamedTuple):
-    """What is simulated, all leaves with a leading axis of members; see `stack`."""
-
-    workload: Workload
-    capacity: Capacity
-    policy: interface.Policy
-    cost: Cost
-    reservation: Reservation | None = None
-    acceptance: Acceptance | None = None
+from jaxkv.simulation.state import Events, Simulation, init
+from jaxkv.simulation.step import Members
 
 
 class Bounds(NamedTuple):
@@ -64,15 +50,10 @@ def _advance(
     def one(state: Simulation, member: Members) -> tuple[Simulation, step.StepInfo]:
         state, info = step.run_steps(
             state,
-            member.workload,
-            capacity=member.capacity,
-            policy=member.policy,
-            cost=member.cost,
+            **member._asdict(),
             num_steps=bounds.num_steps,
             max_samples=bounds.max_samples,
             head=bounds.head,
-            reservation=member.reservation,
-            acceptance=member.acceptance,
         )
         if not bounds.keep_trace:  # what nobody reads is not computed either
             nothing = jnp.zeros((bounds.num_steps, 0), jnp.int32)
@@ -162,22 +143,24 @@ class Part:
 
         `end` is the clock behind the steps.
         """
-        idle, work = self._idle[member], info.work
+        idle, work, load = self._idle[member], info.work, self._members.workload
         if info.num_running[-1] + info.num_waiting[-1] == 0:
             idle.reset()
             return
         num_rows = work.num_decodes + work.num_prompt_rows
         starts = np.concatenate([info.start, end[None]])
         jumps = (np.diff(starts, axis=0) != 0).any(axis=1) & (info.micros == 0)
-        idle.count(
-            draws,
-            num_rows,
-            num_tokens=lambda: self._num_tokens(member),
-            waits=jumps,
-        )
+
+        def num_tokens() -> int:
+            # Of the requests that are open, as each sequence feeds them.
+            each = np.asarray(load.prompt[member]) + np.asarray(load.output[member])
+            each = each * np.asarray(load.samples[member])
+            return int(each[self._open(member)].sum())
+
+        idle.count(draws, num_rows, num_tokens=num_tokens, waits=jumps)
         if idle.num_steps < stalls.MAX_STEPS:
             return
-        load, first = self._members.workload, int(self._open(member)[0])
+        first = int(self._open(member)[0])
         size = f"{int(load.prompt[member, first])} + {int(load.output[member, first])}"
         raise stalls.error(
             self._members.policy,
@@ -196,12 +179,6 @@ class Part:
         sample = np.arange(ends.shape[1])[None, :]
         alive = (ends == 0) & (sample < np.asarray(load.samples[member])[:, None])
         return taken[alive.any(axis=1)[taken]]
-
-    def _num_tokens(self, member: int) -> int:
-        """Counts the tokens of those requests, as each sequence feeds them."""
-        load, which = self._members.workload, self._open(member)
-        each = np.asarray(load.prompt[member]) + np.asarray(load.output[member])
-        return int((each * np.asarray(load.samples[member]))[which].sum())
 
     def _fold(self, info: Any) -> None:
         start_s = clock.to_seconds(info.start)
@@ -246,20 +223,18 @@ class Part:
         external = np.where(
             self._sums["busy_s"] > 0, 1.0 - sum(shares.values()), np.nan
         )
+        trace = None
+        if self._bounds.keep_trace:
+            start_s, infos = zip(*self._infos, strict=True)
+            joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
+            trace = Trace(np.concatenate(start_s, axis=1), joined)
         return Served(
             **vars(found),
             end_s=np.minimum(self.clock_s, self._until_s),
             means=Means(**means | shares, external=external),
             totals=Totals(**self._sums),
-            trace=self._trace(),
+            trace=trace,
         )
-
-    def _trace(self) -> Trace | None:
-        if not self._bounds.keep_trace:
-            return None
-        start_s, infos = zip(*self._infos, strict=True)
-        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
-        return Trace(np.concatenate(start_s, axis=1), joined)
 
 
 def _add(sums: dict[str, np.ndarray], name: str, values: np.ndarray) -> None:

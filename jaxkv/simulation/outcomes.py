@@ -66,7 +66,12 @@ def read(
       A value for each request of each member.
     """
     members, num = state.num_done.shape, workload.prompt.shape[-1]
-    w = _spread(workload, members)
+    own = {"arrival": (num, 2), "clients": ()}
+    spread: Any = {
+        name: np.broadcast_to(np.asarray(x), (*members, *own.get(name, (num,))))
+        for name, x in workload._asdict().items()
+    }
+    w: Any = Workload(**spread)
     table = np.asarray(state.events).reshape(*members, num, -1, len(Events._fields))
     noted: Any = Events(*np.moveaxis(table, -1, 0))
     is_sequence = np.arange(table.shape[-2]) < w.samples[..., None]
@@ -75,7 +80,18 @@ def read(
     finish = _time(noted.finish_s, noted.finish_us, until_s)
     finish_s = np.max(np.where(is_sequence, finish, -np.inf), axis=-1)
     finish_s = np.where(np.isfinite(finish_s), finish_s, np.nan)
-    arrival_s, served = _arrivals(state, w, finish_s)
+    served = np.zeros(finish_s.shape, bool)
+    all_order, num_served = np.asarray(state.order), np.asarray(state.num_served)
+    arrival_s = np.where(w.samples > 0, clock.to_seconds(w.arrival), np.nan)
+    for member in np.ndindex(finish_s.shape[:-1]):
+        at = (*member, all_order[member][: num_served[member]])
+        served[at] = True
+        if (clients := int(w.clients[member])) < len(at[-1]):
+            # The k-th can come when k - clients other requests have been answered.
+            done_s = np.concatenate([np.full(clients, -np.inf), np.sort(finish_s[at])])
+            done_s = done_s[: len(at[-1])]
+            asked_s = np.maximum(arrival_s[at], done_s)
+            arrival_s[at] = np.where(np.isnan(done_s), np.nan, asked_s)
     found = Outcome(
         arrival_s=arrival_s,
         first_s=np.where(np.isfinite(first_s), first_s, np.nan),
@@ -89,51 +105,10 @@ def read(
     return found
 
 
-def _spread(workload: Workload, members: tuple[int, ...]) -> Any:
-    """Gives a workload all the leading axes, as NumPy's arrays."""
-    num = workload.prompt.shape[-1]
-    own = {"arrival": (num, 2), "clients": ()}
-    spread: Any = {
-        name: np.broadcast_to(np.asarray(x), (*members, *own.get(name, (num,))))
-        for name, x in workload._asdict().items()
-    }
-    return Workload(**spread)
-
-
 def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray:
     """Times as `Events` has them, in seconds; NaN for never, and for later."""
     time = seconds - 1 + micros / clock.SECOND
     return np.where((seconds > 0) & (time <= until_s), time, np.nan)
-
-
-def _arrivals(
-    state: Simulation, w: Any, finish_s: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """When requests came, and which of them can be served."""
-    served = np.zeros(finish_s.shape, bool)
-    all_order, num_served = np.asarray(state.order), np.asarray(state.num_served)
-    arrival_s = np.where(w.samples > 0, clock.to_seconds(w.arrival), np.nan)
-    for member in np.ndindex(finish_s.shape[:-1]):
-        order = all_order[member][: num_served[member]]
-        served[(*member, order)] = True
-        if (clients := int(w.clients[member])) < len(order):
-            at = (*member, order)
-            arrival_s[at] = _asked(arrival_s[at], finish_s[at], clients)
-    return arrival_s, served
-
-
-def _asked(
-    arrival_s: Float[np.ndarray, " requests"],
-    finish_s: Float[np.ndarray, " requests"],
-    clients: int,
-) -> Float[np.ndarray, " requests"]:
-    """When requests came in a closed loop: as soon as a client was answered.
-
-    The k-th can come when k - clients others have been answered.
-    """
-    answered = np.concatenate([np.full(clients, -np.inf), np.sort(finish_s)])
-    asked = np.maximum(arrival_s, answered[: len(arrival_s)])
-    return np.where(np.isnan(answered[: len(arrival_s)]), np.nan, asked)
 
 
 def _warn(found: Outcome, w: Any, is_over: bool) -> None:

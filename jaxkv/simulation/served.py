@@ -116,25 +116,18 @@ def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:
 
     The parts are of the same kind; their traces may be of different lengths.
     """
-    if parts[0].trace is not None:
-        traces = [part.trace for part in parts if part.trace is not None]
-        num = max(trace.start_s.shape[1] for trace in traces)
-        traces = [_lengthened(trace, num) for trace in traces]
-        parts = [
-            dataclasses.replace(x, trace=y) for x, y in zip(parts, traces, strict=True)
-        ]
+    parts = list(parts)
+    lengths = [0 if x.trace is None else x.trace.start_s.shape[1] for x in parts]
+    for i, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+        if (trace := part.trace) is None:
+            continue
+
+        # Steps are added that do nothing.
+        def padded(x: Any, value: int = 0, num: int = max(lengths) - length) -> Any:
+            widths = [(0, 0), (0, num)] + [(0, 0)] * (x.ndim - 2)
+            return np.pad(x, widths, constant_values=value)
+
+        longer = jax.tree.map(padded, trace)
+        info = longer.info._replace(drew=padded(np.asarray(trace.info.drew), NOBODY))
+        parts[i] = dataclasses.replace(part, trace=longer._replace(info=info))
     return jax.tree.map(lambda *x: np.concatenate(x)[keep], *parts)
-
-
-def _lengthened(trace: Trace, num: int) -> Trace:
-    """Adds steps that do nothing."""
-
-    def padded(x: np.ndarray, value: int = 0) -> np.ndarray:
-        widths = [(0, 0), (0, num - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-        return np.pad(x, widths, constant_values=value)
-
-    info = trace.info
-    drew = padded(np.asarray(info.drew), NOBODY)
-    return jax.tree.map(padded, trace)._replace(
-        info=jax.tree.map(padded, info)._replace(drew=drew)
-    )

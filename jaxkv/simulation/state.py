@@ -191,7 +191,15 @@ def init(
         head = validation.integer("head", head, low=1)
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
-    fits = _fits_alone(w, c, max_slots, reservation)
+    # Requests that an idle engine could serve.
+    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=c.page_size)
+    fits = shared + w.samples * own <= c.num_pages
+    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
+    fits &= w.samples > 0
+    if (r := reservation) is not None:
+        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
+        order = contiguous.order_of(asked, c.page_size)
+        fits &= order <= contiguous.largest(r.idle)
     num = w.prompt.shape[0] * max_samples
 
     # A fresh buffer each: the state is donated, and no buffer can be donated twice.
@@ -222,19 +230,3 @@ def init(
         order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
         num_served=jnp.sum(fits, dtype=jnp.int32),
     )
-
-
-def _fits_alone(
-    w: Workload, c: Capacity, max_slots: int, reservation: Reservation | None
-) -> Bool[Array, " requests"]:
-    """Which requests an idle engine could serve."""
-    size = c.page_size
-    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=size)
-    fits = shared + w.samples * own <= c.num_pages
-    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
-    fits &= w.samples > 0
-    if reservation is not None:
-        r = reservation
-        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
-        fits &= contiguous.order_of(asked, size) <= contiguous.largest(r.idle)
-    return fits

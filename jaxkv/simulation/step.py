@@ -23,7 +23,6 @@ from jaxkv.scheduling import interface
 from jaxkv.simulation import accepting, apply_plan, batch, contiguous
 from jaxkv.simulation import work as step_work
 from jaxkv.simulation.accepting import Acceptance
-from jaxkv.simulation.batch import Slots
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counts import look, observe, reserve
 from jaxkv.simulation.state import Capacity, Simulation, init
@@ -64,6 +63,22 @@ class StepInfo(NamedTuple):
     any, and each drew one."""
 
 
+class Members(NamedTuple):
+    """The arguments of one simulation; of many, with a leading axis, see `stack`."""
+
+    workload: Workload
+    capacity: Capacity
+    policy: interface.Policy
+    cost: Cost
+    reservation: Reservation | None = None
+    acceptance: Acceptance | None = None
+
+
+type _Behind = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
+"""Requests that have entered the queue; requests that the clients have asked by now,
+if they have come."""
+
+
 def step(
     state: Simulation,
     workload: Workload,
@@ -95,27 +110,9 @@ def step(
       The new state, and what happened.
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
-    state, (info, behind) = _step(
-        state,
-        workload,
-        capacity,
-        policy,
-        cost,
-        max_samples=max_samples,
-        head=head,
-        reservation=reservation,
-        acceptance=acceptance,
-    )
+    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    state, (info, behind) = _step(state, it, max_samples, head)
     return state, _all_waiting(state, workload, info, behind)
-
-
-class _Behind(NamedTuple):
-    """By what those are counted who have come and stand behind the queue."""
-
-    num_taken: Int32[Array, "*steps"]
-    """Requests that have entered the queue."""
-    num_asked: Int32[Array, "*steps"]
-    """Requests that the clients have asked by now, if they have come."""
 
 
 def _all_waiting(
@@ -125,90 +122,37 @@ def _all_waiting(
 
     Of many at a time, since a search in each step would take a tenth of its time.
     """
+    num_taken, num_asked = behind
     come = apply_plan.num_arrived(state, workload, info.start)
-    come = jnp.minimum(come, behind.num_asked)
-    return info._replace(num_waiting=info.num_waiting + come - behind.num_taken)
+    num_behind = jnp.minimum(come, num_asked) - num_taken
+    return info._replace(num_waiting=info.num_waiting + num_behind)
 
 
 def _step(
-    state: Simulation,
-    w: Workload,
-    capacity: Capacity,
-    policy: interface.Policy,
-    cost: Cost,
-    *,
-    max_samples: int,
-    head: int | None,
-    reservation: Reservation | None,
-    acceptance: Acceptance | None,
+    state: Simulation, it: Members, max_samples: int, head: int | None
 ) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
     """Runs one step; only those in the queue are counted as waiting."""
-    state, plan, wish, done = _plan_step(
-        state, w, capacity, policy, max_samples, head, reservation, acceptance
+    w, capacity, _, _, reservation, acceptance = it
+    state, whose = apply_plan.retire(state, max_samples)
+    head = head or whose.shape[0]
+    state = apply_plan.arrive(state, w, head)
+    queued = look(state, w, head, max_samples)
+    if reservation is not None:
+        queued = reserve(state, queued, w, capacity, reservation)
+    counts = observe(state, queued, capacity, max_samples)
+    if acceptance is not None:
+        drafts = accepting.wishes(state.slots, w, acceptance, max_samples)
+        counts = counts._replace(drafts=drafts)
+    plan = interface.schedule(counts, it.policy)
+    state, wish, num_admitted, num_moved = apply_plan.apply_plan(
+        state, plan, queued, capacity, max_samples, whose
     )
-    slots, runs = state.slots, batch.is_running(state.slots)
-    group = batch.groups(slots, max_samples)
-    slots, granted = apply_plan.grant(slots, group, wish, capacity, reservation)
+    # All rows are fed, or none; sequences whose known tokens are all fed draw.
+    runs, group = batch.is_running(state.slots), batch.groups(state.slots, max_samples)
+    slots, granted = apply_plan.grant(state.slots, group, wish, capacity, reservation)
     request = jnp.maximum(slots.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
-    fed = _feed(
-        slots, group, granted, runs, prompt, prompt + output, acceptance, max_samples
-    )
-    work = fed.work._replace(num_copied=granted.num_copied, num_swapped=done.num_moved)
-    turns = (done.num_admitted > 0) | jnp.any(plan.preempt)
-    clock, micros = _advance(state, w, work, turns, cost)
-    split = _split(fed.slots, group, prompt, output, capacity, reservation)
-    info = _info(
-        state,
-        plan,
-        done,
-        granted,
-        fed,
-        work,
-        micros,
-        split,
-        speculates=acceptance is not None,
-    )
-    behind = _Behind(state.num_taken, state.num_done + w.clients)
-    slots = apply_plan.release_drafts(fed.slots, granted)._replace(known=fed.known)
-    return state._replace(
-        clock=clock,
-        slots=slots,
-        began=fed.emits & (fed.known == prompt + fed.num_drawn),
-        ended=fed.ended,
-    ), (info, behind)
-
-
-class _Fed(NamedTuple):
-    """What came of the rows that a step fed."""
-
-    slots: Slots
-    """With these rows written, and the drafts that were accepted."""
-    work: Work
-    """Of these rows and what they drew; no pages."""
-    runs: Bool[Array, " slots"]
-    """Who had a slot."""
-    emits: Bool[Array, " slots"]
-    """Who drew."""
-    num_drawn: Int32[Array, " slots"]
-    """Tokens that each drew."""
-    known: Int32[Array, " slots"]
-    """Tokens that each has with these."""
-    ended: Bool[Array, " slots"]
-    """Who drew its last."""
-
-
-def _feed(
-    slots: Slots,
-    group: batch.Groups | None,
-    granted: apply_plan.Granted,
-    runs: Bool[Array, " slots"],
-    prompt: Int32[Array, " slots"],
-    limit: Int32[Array, " slots"],
-    acceptance: Acceptance | None,
-    max_samples: int,
-) -> _Fed:
-    """Writes what was granted, and draws for those whose known tokens are all fed."""
+    limit = prompt + output
     work = step_work.of_rows(slots, granted.num_rows, granted.num_drafts, prompt)
     slots, forked = batch.feed(slots, group, granted.num_rows)
     emits = ((granted.num_rows > 0) | forked) & runs & (slots.length == slots.known)
@@ -220,102 +164,47 @@ def _feed(
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
         work = work._replace(num_accepted=accepted)
-    work = work._replace(num_drawn=jnp.sum(drawn, dtype=jnp.int32))
+    work = work._replace(
+        num_drawn=jnp.sum(drawn, dtype=jnp.int32),
+        num_copied=granted.num_copied,
+        num_swapped=num_moved,
+    )
     known = slots.known + drawn
-    return _Fed(slots, work, runs, emits, drawn, known, emits & (known == limit))
-
-
-def _info(
-    state: Simulation,
-    plan: interface.Plan,
-    done: apply_plan.Done,
-    granted: apply_plan.Granted,
-    fed: _Fed,
-    work: Work,
-    micros: Int32[Array, ""],
-    split: tuple[batch.Split, Int32[Array, ""]],
-    *,
-    speculates: bool,
-) -> StepInfo:
-    """What happened; `state` has the clock before it, and those who ran."""
-    return StepInfo(
-        start=state.clock,
-        micros=micros,
-        work=work,
-        num_running=jnp.sum(fed.runs, dtype=jnp.int32),
-        num_waiting=jnp.sum(state.queue >= 0, dtype=jnp.int32),
-        num_admitted=done.num_admitted,
-        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
-        num_finished=jnp.sum(fed.ended, dtype=jnp.int32),
-        used_pages=granted.used_pages,
-        split=split[0],
-        saved_pages=split[1],
-        drew=jnp.where(fed.emits, fed.slots.sequence, NOBODY),
-        enough=granted.enough,
-        num_drawn=fed.num_drawn if speculates else None,
-    )
-
-
-def _plan_step(
-    state: Simulation,
-    w: Workload,
-    capacity: Capacity,
-    policy: interface.Policy,
-    max_samples: int,
-    head: int | None,
-    reservation: Reservation | None,
-    acceptance: Acceptance | None,
-) -> tuple[Simulation, interface.Plan, apply_plan.Wish, apply_plan.Done]:
-    """Decides one step, and lets sequences out and in."""
-    state, whose = apply_plan.retire(state, max_samples)
-    state = apply_plan.arrive(state, w, head or whose.shape[0])
-    queued = look(state, w, head or whose.shape[0], max_samples)
-    if reservation is not None:
-        queued = reserve(state, queued, w, capacity, reservation)
-    counts = observe(state, queued, capacity, max_samples)
-    if acceptance is not None:
-        drafts = accepting.wishes(state.slots, w, acceptance, max_samples)
-        counts = counts._replace(drafts=drafts)
-    plan = interface.schedule(counts, policy)
-    state, wish, done = apply_plan.apply_plan(
-        state, plan, queued, capacity, max_samples, whose
-    )
-    return state, plan, wish, done
-
-
-def _split(
-    slots: Slots,
-    group: batch.Groups | None,
-    prompt: Int32[Array, " slots"],
-    output: Int32[Array, " slots"],
-    capacity: Capacity,
-    reservation: Reservation | None,
-) -> tuple[batch.Split, Int32[Array, ""]]:
-    """What places in use are good for, and the pages that sharing saves."""
+    ended = emits & (known == limit)
+    # A step that feeds, moves, admits and preempts no sequence ends with the next
+    # arrival. A policy may wait although requests have arrived.
+    busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
+    seconds = jnp.asarray(it.cost(work), jnp.float32)
+    clock, micros = advance(state.clock, jnp.where(busy, seconds, 0.0))
+    turns = (num_admitted > 0) | jnp.any(plan.preempt)
+    idle = ~busy & ~turns & (state.num_taken < state.num_served)
+    upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
+    clock = jnp.where(idle, later(clock, w.arrival[upcoming]), clock)
     asked = None
     if (r := reservation) is not None:
         asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
-    return batch.split(slots, group, prompt + output, capacity.page_size, asked)
-
-
-def _advance(
-    state: Simulation,
-    w: Workload,
-    work: Work,
-    turns: Bool[Array, ""],
-    cost: Cost,
-) -> tuple[Int32[Array, " 2"], Int32[Array, ""]]:
-    """The clock after a step, and how long it took; the next arrival ends a wait.
-
-    A step waits if it feeds and moves nothing and `turns` is False: it admits and
-    preempts no request. A policy may wait although requests have arrived.
-    """
-    busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
-    seconds = jnp.asarray(cost(work), jnp.float32)
-    clock, micros = advance(state.clock, jnp.where(busy, seconds, 0.0))
-    idle = ~busy & ~turns & (state.num_taken < state.num_served)
-    upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
-    return jnp.where(idle, later(clock, w.arrival[upcoming]), clock), micros
+    split, saved_pages = batch.split(slots, group, limit, capacity.page_size, asked)
+    info = StepInfo(
+        start=state.clock,
+        micros=micros,
+        work=work,
+        num_running=jnp.sum(runs, dtype=jnp.int32),
+        num_waiting=jnp.sum(state.queue >= 0, dtype=jnp.int32),
+        num_admitted=num_admitted,
+        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
+        num_finished=jnp.sum(ended, dtype=jnp.int32),
+        used_pages=granted.used_pages,
+        split=split,
+        saved_pages=saved_pages,
+        drew=jnp.where(emits, slots.sequence, NOBODY),
+        enough=granted.enough,
+        num_drawn=None if acceptance is None else drawn,
+    )
+    behind = state.num_taken, state.num_done + w.clients
+    slots = apply_plan.release_drafts(slots, granted)._replace(known=known)
+    began = emits & (known == prompt + drawn)
+    state = state._replace(clock=clock, slots=slots, began=began, ended=ended)
+    return state, (info, behind)
 
 
 def run_steps(
@@ -340,21 +229,13 @@ def run_steps(
       when `num_done` has reached `num_served`.
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
-
-    def body(state: Simulation, _: None) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
-        return _step(
-            state,
-            workload,
-            capacity,
-            policy,
-            cost,
-            max_samples=max_samples,
-            head=head,
-            reservation=reservation,
-            acceptance=acceptance,
-        )
-
-    state, (infos, behind) = lax.scan(body, state, None, length=num_steps)
+    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    state, (infos, behind) = lax.scan(
+        lambda state, _: _step(state, it, max_samples, head),
+        state,
+        None,
+        length=num_steps,
+    )
     return state, _all_waiting(state, workload, infos, behind)
 
 
@@ -394,7 +275,8 @@ def run(
         head=head,
         reservation=reservation,
     )
-
+    workload, capacity = arrays.on_device((workload, capacity))
+    it = Members(workload, capacity, policy, cost, reservation, acceptance)
     served = jnp.arange(state.order.size, dtype=jnp.int32) < state.num_served
     sizes = ((workload.prompt + workload.output) * workload.samples)[state.order]
     # In float32, since an int32 would be full after 2**31 tokens.
@@ -402,17 +284,7 @@ def run(
 
     def one(carry: tuple[Simulation, Array], _: None) -> Any:
         state, num_rows = carry
-        after, info = step(
-            state,
-            workload,
-            capacity=capacity,
-            policy=policy,
-            cost=cost,
-            max_samples=max_samples,
-            head=head,
-            reservation=reservation,
-            acceptance=acceptance,
-        )
+        after, (info, _) = _step(state, it, max_samples, head)
         rows = info.work.num_decodes + info.work.num_prompt_rows
         # Rows fed since the last token: more than all tokens are the same ones again.
         draws = info.work.num_drawn > 0

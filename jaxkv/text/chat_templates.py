@@ -20,6 +20,8 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from jaxkv.validation import one_line
+
 MAX_STEPS = 5_000_000
 """Lines of Python that a template may run: some seconds of work, and a hundred times
 what a conversation of a thousand messages takes."""
@@ -30,11 +32,7 @@ MAX_SIZE = 10_000_000
 def render(
     template: Any,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Renders a conversation as transformers 5.24 does.
 
@@ -44,12 +42,11 @@ def render(
       messages: in order, at least one; each with "role" and "content", or with other
         keys in place of the content, such as "tool_calls". Keys that are None count as
         missing.
-      add_generation_prompt: whether to open the assistant's next turn.
-      tools: the functions that the model may call, as JSON schemas.
-      documents: texts that the model may quote.
-      **variables: of the template: the texts of special tokens, such as `bos_token`,
-        and any other. Those that are not passed are undefined, save that `tools` and
-        `documents` are None.
+      variables: those of the template: the texts of special tokens, such as
+        `bos_token`; `tools`, the functions that the model may call, as JSON schemas,
+        None by default; `documents`, texts that the model may quote, None by default;
+        `add_generation_prompt`, True (the default) to open the assistant's next turn;
+        and any other. Those that are not passed are undefined.
 
     Raises:
       ValueError: there is no template, or an object of another type in its place; a
@@ -57,37 +54,68 @@ def render(
         the template refuses the messages, is broken, or runs for longer than
         `MAX_STEPS`.
     """
-    text = _text_of(template, tools is not None)
-    _check_messages(messages)
-    for name in variables:
+    given: dict[str, Any] = {"tools": None, "documents": None} | dict(variables or {})
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        found = {entry.get("name"): entry.get("template") for entry in named}
+        has_tools = given["tools"] is not None and "tool_use" in found
+        template = found.get("tool_use" if has_tools else "default")
+    if template is None:
+        raise ValueError("this model has no chat template: give it plain text")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"the chat template is no text but of type {type(template).__name__}"
+        )
+    if not _is_list(messages) or not messages:
+        raise ValueError("messages must be a list, each with a role and a content")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not (
+            "role" in message and len(message) > 1
+        ):
+            raise ValueError(
+                f"message {number} must have a role and a content, or tool calls"
+            )
+    for name in given:
         if name in _OPTIONS:
             raise ValueError(f"{name} is no variable of a chat template")
-    for name, value in ("tools", tools), ("documents", documents):
-        is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    for name in ("tools", "documents"):
+        value = given[name]
         if value is not None and not (
-            is_list and all(isinstance(entry, Mapping) for entry in value)
+            _is_list(value) and all(isinstance(entry, Mapping) for entry in value)
         ):
             raise ValueError(f"{name} must be a list of mappings, or None")
-    conversation = [
-        _with_reasoning({key: x for key, x in message.items() if x is not None})
-        for message in messages
-    ]
-    given = dict(variables, messages=conversation, tools=tools, documents=documents)
-    given["add_generation_prompt"] = add_generation_prompt
+    conversation = []
+    for message in messages:
+        plain = {key: x for key, x in message.items() if x is not None}
+        # Templates read a reasoning under two names.
+        reasoning = [plain[name] for name in _REASONING if name in plain][:1]
+        for each in reasoning:
+            plain = {"thinking": each} | plain | {"reasoning_content": each}
+        conversation.append(plain)
+    given = {"add_generation_prompt": True} | given | {"messages": conversation}
     helpers: dict[str, Any] = {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
         "namespace": _Namespace,
     }
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
     try:
         # Through JSON, so that the template can reach no object of ours.
-        plain = json.loads(json.dumps(given, default=dict))
-        program = _environment().from_string(text, globals=helpers)
+        given = json.loads(json.dumps(given, default=dict))
+        program = environment.from_string(template, globals=helpers)
         with _counted_steps():
-            return program.render(plain)
+            return program.render(given)
     except Exception as error:  # a template may raise any exception
-        line = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"the chat template failed: {line}") from None
+        raise ValueError(f"the chat template failed: {one_line(error)}") from None
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 _OPTIONS = frozenset(
@@ -109,46 +137,6 @@ _OPTIONS = frozenset(
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message may have its reasoning, the first one preferred."""
-
-
-def _check_messages(messages: object) -> None:
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    if not is_list or not messages:
-        raise ValueError("messages must be a list, each with a role and a content")
-    for number, message in enumerate(messages):
-        named = isinstance(message, Mapping) and "role" in message and len(message) > 1
-        if not named:
-            raise ValueError(
-                f"message {number} must have a role and a content, or tool calls"
-            )
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning has the two names that templates read."""
-    found = [message[name] for name in _REASONING if name in message]
-    if not found:
-        return message
-    return {"thinking": found[0]} | message | {"reasoning_content": found[0]}
-
-
-def _text_of(template: Any, has_tools: bool) -> str:
-    """The text of a template, or of one of several that have names.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, Mapping)]
-        found = {entry.get("name"): entry.get("template") for entry in named}
-        wanted = "tool_use" if has_tools and "tool_use" in found else "default"
-        template = found.get(wanted)
-    if template is None:
-        raise ValueError("this model has no chat template: give it plain text")
-    if not isinstance(template, str):
-        raise ValueError(
-            f"the chat template is no text but of type {type(template).__name__}"
-        )
-    return template
 
 
 @contextlib.contextmanager
@@ -243,23 +231,8 @@ def _check_name(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"namespace has no variable {name!r}")
 
 
-def _environment() -> jinja2.Environment:
-    """The sandbox, with the syntax that templates may count on."""
-    environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    return environment
-
-
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _to_json(

@@ -73,7 +73,10 @@ def read(
     by_text: dict[str, AddedToken] = {}
 
     def note(name: Any, token: AddedToken) -> None:
-        by_id[_id(name)] = by_text[token.content] = token
+        try:
+            by_id[int(name)] = by_text[token.content] = token
+        except (TypeError, ValueError):
+            raise ValueError(f"token id {name!r} must be a whole number") from None
 
     # The tokenizer has these tokens afterwards, and keeps them.
     listed = settings.pop("added_tokens_decoder", None)
@@ -88,7 +91,9 @@ def read(
         _take_roles(settings, {})
         plain = [*map(settings.get, SPECIAL_TOKENS), *(settings.get(EXTRA) or [])]
         # Those that `tokenizer_config.json` writes with flags do not count here.
-        texts = {text_of(entry) for entry in plain if not _has_type(entry)}
+        texts = {
+            text_of(x) for x in plain if not isinstance(x, Mapping) or "__type" not in x
+        }
         for text, name in (added or {}).items():
             is_special = text in texts
             flags = {"normalized": not is_special, "special": is_special}
@@ -166,10 +171,6 @@ def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
     return known + [token for token in more if token not in known]
 
 
-def _has_type(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and "__type" in entry
-
-
 def _token(name: str, entry: Any) -> AddedToken:
     """A token as a file has it: a text, which is special, or a text with flags."""
     text = text_of(entry)
@@ -179,10 +180,3 @@ def _token(name: str, entry: Any) -> AddedToken:
         return AddedToken(text, {"special": True})
     flags = {name: bool(entry[name]) for name in _FLAGS if name in entry}
     return AddedToken(text, flags)
-
-
-def _id(name: Any) -> int:
-    try:
-        return int(name)
-    except (TypeError, ValueError):
-        raise ValueError(f"token id {name!r} must be a whole number") from None

@@ -46,28 +46,24 @@ class StopSearch:
         text = final + tail if tail else final
         places = _places(text, self._stops, self._num_final)
         self._num_final = len(final)
-        if self._stream is not None:
-            places += self._special_places(len(text), token, self._stream)
+        if (stream := self._stream) is not None:
+            num_final = len(self._shown)
+            self._shown += stream.finish() if token is None else stream.push(token)
+            shown = self._shown + stream.tail()
+            self._lengths.append((len(shown), len(text)))
+            if found := _places(shown, self._special_stops, num_final):
+                # A place in the text with special tokens is one in the text without
+                # them: a hidden token adds no characters, all its places are `before`.
+                place = min(found)
+                pairs = zip(self._lengths, self._lengths[1:], strict=False)
+                places += [
+                    next(
+                        max(before, after - (shown_after - place))
+                        for (_, before), (shown_after, after) in pairs
+                        if shown_after > place
+                    )
+                ]
         return min(places, default=None)
-
-    def _special_places(
-        self, length: int, token: int | None, stream: TextStream
-    ) -> list[int]:
-        num_final = len(self._shown)
-        self._shown += stream.finish() if token is None else stream.push(token)
-        shown = self._shown + stream.tail()
-        self._lengths.append((len(shown), length))
-        found = _places(shown, self._special_stops, num_final)
-        return [self._place_in_text(min(found))] if found else []
-
-    def _place_in_text(self, place: int) -> int:
-        """Where the text without special tokens has a place of the text with them."""
-        pairs = zip(self._lengths, self._lengths[1:], strict=False)
-        for (_, before), (shown_after, after) in pairs:
-            if shown_after > place:
-                # A hidden token adds no characters: its places are all `before`.
-                return max(before, after - (shown_after - place))
-        raise AssertionError("no token has the stop string")
 
 
 def _places(text: str, stops: Sequence[str], num_known: int) -> list[int]:

@@ -259,8 +259,22 @@ class TextStream:
         self._stages = decoder.stages()
         # What the decode of the context has and the text must not repeat.
         self._known = ""
-        if len(context):
-            self._read(context)
+        if not len(context):
+            return
+        # The last tokens suffice where a few of them have text of their own and some
+        # of it is final.
+        num, start = 0, len(context)
+        while start and (num < _NUM_CONTEXT or not decoder.is_local):
+            start -= 1
+            piece = self._pieces[int(context[start])]
+            is_byte = isinstance(piece, str) and _BYTE.fullmatch(piece)
+            num += bool(piece) and not is_byte
+        text = "".join(map(self.push, map(int, context[start:])))
+        if start and not text:
+            self._stages = decoder.stages()
+            for token in context:
+                self.push(int(token))
+        self._known = self._held(True)
 
     def push(self, token: int) -> str:
         """Adds a token; returns the characters that are now final."""
@@ -298,25 +312,6 @@ class TextStream:
         num = _num_shared(text, self._known)
         self._known = self._known[num:] if num == len(text) else ""
         return text[num:]
-
-    def _read(self, context: Sequence[int]) -> None:
-        """Brings the stages into their state after the context.
-
-        The last tokens suffice where a few of them have text of their own and some of
-        it is final.
-        """
-        num, start = 0, len(context)
-        while start and (num < _NUM_CONTEXT or not self._decoder.is_local):
-            start -= 1
-            piece = self._pieces[int(context[start])]
-            is_byte = isinstance(piece, str) and _BYTE.fullmatch(piece)
-            num += bool(piece) and not is_byte
-        text = "".join(map(self.push, map(int, context[start:])))
-        if start and not text:
-            self._stages = self._decoder.stages()
-            for token in context:
-                self.push(int(token))
-        self._known = self._held(True)
 
 
 def _num_shared(text: str, other: str) -> int:
@@ -462,12 +457,8 @@ def _bytes_of(piece: str) -> bytes:
     return piece.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes, as in GPT-2."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    chars = {chr(byte): byte for byte in shown}
-    return chars | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTES = _byte_alphabet()
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTES = {chr(byte): byte for byte in _SHOWN}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""The characters that are written for bytes, as in GPT-2."""

@@ -23,6 +23,7 @@ from jaxkv.text.streams import (
     TextStream,
     stage_makers,
 )
+from jaxkv.validation import one_line
 
 NUM_BYTES = 256
 # A byte vocabulary may have a few special tokens after the 256 bytes, never many.
@@ -64,15 +65,11 @@ class _Chats:
           ValueError: if there is no template, if a message lacks role or content, or if
             the template refuses the messages or is itself broken.
         """
-        template = self.settings.get("chat_template")
-        if chat_template is not None:
-            named = template if isinstance(template, list) else []
-            found = [x for x in named if x.get("name") == chat_template]
-            template = found[-1].get("template") if found else chat_template
-        known: dict[str, Any] = {**self.special_tokens, **variables}
-        return chat_templates.render(
-            template, messages, add_generation_prompt=add_generation_prompt, **known
-        )
+        more = {
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template": chat_template,
+        }
+        return self._render(messages, variables | more)
 
     def encode_chat(
         self,
@@ -81,8 +78,20 @@ class _Chats:
         **variables: Any,
     ) -> list[int]:
         """Returns the token ids of `apply_chat_template`'s text, with its arguments."""
-        text = self.apply_chat_template(messages, add_generation_prompt, **variables)
+        variables["add_generation_prompt"] = add_generation_prompt
+        text = self._render(messages, variables)
         return self.encode(text, add_special_tokens=False)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]
+    ) -> str:
+        template = self.settings.get("chat_template")
+        if (chosen := variables.pop("chat_template", None)) is not None:
+            named = template if isinstance(template, list) else []
+            found = [x for x in named if x.get("name") == chosen]
+            template = found[-1].get("template") if found else chosen
+        known = {**self.special_tokens, **variables}
+        return chat_templates.render(template, messages, known)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -118,7 +127,8 @@ class ByteTokenizer(_Chats):
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the ids' text; broken UTF-8 becomes replacement characters."""
         del skip_special_tokens  # ids past 255 have no text of their own
-        return _bytes_of(ids).decode("utf-8", errors="replace")
+        found = bytes(int(token) for token in ids if 0 <= token < NUM_BYTES)
+        return found.decode("utf-8", errors="replace")
 
     def stream(
         self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -161,6 +171,8 @@ class Tokenizer(_Chats):
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.settings = dict(settings or {})
         self._has_warned = False
+        self._decoders: dict[bool, StreamDecoder] = {}
+        """By whether special tokens are hidden."""
 
     @classmethod
     def from_json(
@@ -188,7 +200,7 @@ class Tokenizer(_Chats):
         try:
             core = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"not a tokenizer: {_one_line(error)}") from None
+            raise ValueError(f"not a tokenizer: {one_line(error)}") from None
         present = json.loads(text).get("added_tokens") or []
         named = special_tokens.read(settings or {}, special_map, added_tokens, present)
         core.add_tokens(
@@ -214,20 +226,17 @@ class Tokenizer(_Chats):
         found = self.core.encode(text, add_special_tokens=add_special_tokens)
         ids = found.ids
         if add_special_tokens and ids[:1] == ids[1:2] and not self._has_warned:
-            self._warn_of_two(found)
+            # Empty texts have no tokens; the mask marks those that were put around a
+            # text.
+            if found.special_tokens_mask[:2] == [1, 0]:
+                self._has_warned = True
+                warnings.warn(
+                    f"the text begins with {found.tokens[0]!r}, and the tokenizer puts "
+                    "another one first: encode it with add_special_tokens=False, or "
+                    "use encode_chat",
+                    stacklevel=2,
+                )
         return ids
-
-    def _warn_of_two(self, found: tokenizers.Encoding) -> None:
-        """Warns, once, of a text that begins with the token put in front of it."""
-        # Empty texts have no tokens; the mask marks those that were put around a text.
-        if found.special_tokens_mask[:2] == [1, 0]:
-            self._has_warned = True
-            first = found.tokens[0]
-            warnings.warn(
-                f"the text begins with {first!r}, and the tokenizer puts another one "
-                "first: encode it with add_special_tokens=False, or use encode_chat",
-                stacklevel=3,
-            )
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the ids' text; broken UTF-8 becomes replacement characters."""
@@ -247,8 +256,24 @@ class Tokenizer(_Chats):
           context: tokens before the text, such as a prompt; see `TextStream`.
           skip_special_tokens: as `decode` takes it.
         """
-        shared = self._skipping if skip_special_tokens else self._showing
-        return TextStream(shared, context)
+        if skip_special_tokens not in self._decoders:
+            hidden = self._special_texts if skip_special_tokens else frozenset()
+
+            def piece_of(token: int) -> str | None:
+                text = self.core.id_to_token(token)
+                return None if text in hidden else text
+
+            def build(state: Mapping[str, Any]) -> Decode:
+                document = _NO_PARTS | {"decoder": state}
+                return tokenizers.Tokenizer.from_str(
+                    json.dumps(document)
+                ).decoder.decode
+
+            decoder = self.core.decoder
+            state = None if decoder is None else json.loads(decoder.__getstate__())
+            stages = stage_makers(state, build, self._replaced)
+            self._decoders[skip_special_tokens] = StreamDecoder(piece_of, stages)
+        return TextStream(self._decoders[skip_special_tokens], context)
 
     def stop_search(
         self, stops: Sequence[str], context: Sequence[int] = ()
@@ -276,24 +301,6 @@ class Tokenizer(_Chats):
         hidden = [each for token, each in added if each.special or is_hidden(token)]
         return frozenset(each.content for each in hidden)
 
-    @functools.cached_property
-    def _skipping(self) -> StreamDecoder:
-        return self._stream_decoder(self._special_texts)
-
-    @functools.cached_property
-    def _showing(self) -> StreamDecoder:
-        return self._stream_decoder(frozenset())
-
-    def _stream_decoder(self, hidden: frozenset[str]) -> StreamDecoder:
-        def piece_of(token: int) -> str | None:
-            text = self.core.id_to_token(token)
-            return None if text in hidden else text
-
-        decoder = self.core.decoder
-        state = None if decoder is None else json.loads(decoder.__getstate__())
-        stages = stage_makers(state, _decode_of, self._replaced)
-        return StreamDecoder(piece_of, stages)
-
     @property
     def _replaced(self) -> tuple[tuple[str, str], ...]:
         """Patterns that are replaced in a decoded text, as transformers does."""
@@ -315,6 +322,17 @@ class Tokenizer(_Chats):
         }
 
 
+_NO_PARTS = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
+    **dict.fromkeys(
+        ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
+    ),
+}
+"""A `tokenizer.json` of a tokenizer without parts."""
+
+
 def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
@@ -322,26 +340,6 @@ def _utf8(text: str) -> bytes:
         raise ValueError(f"text is not valid Unicode: {error}") from None
 
 
-def _bytes_of(ids: Iterable[int]) -> bytes:
-    """The bytes among token ids."""
-    return bytes(int(token) for token in ids if 0 <= token < NUM_BYTES)
-
-
-def _byte_piece(token: int) -> bytes | None:
-    return bytes([token]) if 0 <= token < NUM_BYTES else None
-
-
-_BYTE_TOKENS = StreamDecoder(_byte_piece, BYTES)
-
-
-def _decode_of(state: Mapping[str, Any]) -> Decode:
-    """The decoder of the library whose state this is, as a `tokenizer.json` has it."""
-    model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
-    parts = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
-    document = {"version": "1.0", "added_tokens": [], "model": model, "decoder": state}
-    core = tokenizers.Tokenizer.from_str(json.dumps(dict.fromkeys(parts) | document))
-    return core.decoder.decode
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+_BYTE_TOKENS = StreamDecoder(
+    lambda token: bytes([token]) if 0 <= token < NUM_BYTES else None, BYTES
+)

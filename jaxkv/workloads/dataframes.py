@@ -25,7 +25,10 @@ def make(columns: Mapping[str, Any]) -> Any:
             library = importlib.import_module(name)
         except ImportError:
             continue
-        plain = {key: _plain(value) for key, value in columns.items()}
+        plain = {
+            key: x.tolist() if isinstance(x, np.ndarray) and x.ndim > 1 else x
+            for key, x in columns.items()
+        }
         return library.DataFrame(plain)
     raise ImportError(
         "to_dataframe() needs pandas or polars; `pip install pandas` installs one"
@@ -52,8 +55,3 @@ def per_row(values: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
         if not rest or key.startswith("num_"):
             columns[key] = x.sum(axis=rest).reshape(-1) if rest else x.reshape(-1)
     return columns
-
-
-def _plain(value: Any) -> Any:
-    array = isinstance(value, np.ndarray) and value.ndim > 1
-    return value.tolist() if array else value

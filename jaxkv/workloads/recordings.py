@@ -111,10 +111,35 @@ def read(path: Path, *, skip_empty: bool = False) -> Recording:
     kept: list[_Row] = []
     num_empty, before = 0, None
     try:
-        kind = _kind(table)
+        # The kind that has all its columns in the table.
+        names = {*table.names}
+        kind = next((kind for kind in _KINDS if {*kind[:3]} <= names), None)
+        if kind is None and _MOONCAKE.time in names:
+            kind = _MOONCAKE  # a row that lacks a number is named
+        if kind is None:
+            for name in table.repeated:
+                if any(name in kind[:3] for kind in _KINDS):
+                    raise ValueError(f"two columns are named {name!r}")
+            known = "; ".join(", ".join(k[:3]) for k in _KINDS)
+            said = ", ".join(table.names)
+            raise ValueError(f"its columns are {said}; known are: {known}")
         for row in _rows(table, kind):
-            _check(row, before)
+            if row.arrival_s < 0 and before is None:
+                raise ValueError(
+                    f"line {row.line}: arrives at {row.arrival_s} s, before 0"
+                )
+            if before is not None and row.arrival_s < before.arrival_s:
+                raise ValueError(
+                    f"line {row.line}: arrives before line {before.line}; is the file "
+                    "sorted?"
+                )
             before = row
+            for what, num, low in (
+                ("prompt", row.prompt, 1),
+                ("output", row.output, 0),
+            ):
+                if not low <= num <= LONGEST:
+                    raise ValueError(f"line {row.line}: the {what} has {num} tokens")
             if skip_empty and row.output == 0:
                 num_empty += 1
             elif row.output < 1:
@@ -212,10 +237,6 @@ def _float(value: Any) -> float:
     return float(value)
 
 
-def _milliseconds(value: Any) -> float:
-    return _float(value) / 1e3
-
-
 def _since_1970(cell: Any) -> float:
     moment = datetime.fromisoformat(cell)
     if moment.tzinfo is None:
@@ -227,67 +248,44 @@ _KINDS = (
     _Kind("TIMESTAMP", "ContextTokens", "GeneratedTokens", _since_1970),
     _Kind("Timestamp", "Request tokens", "Response tokens", _float),
     _Kind("arrival_s", "prompt_tokens", "output_tokens", _float),
-    _Kind("timestamp", "input_length", "output_length", _milliseconds),
+    _Kind("timestamp", "input_length", "output_length", lambda x: _float(x) / 1e3),
 )
 _MOONCAKE = _KINDS[-1]
-
-
-def _kind(table: tables.RawTable) -> _Kind:
-    """Finds the kind that has most of its columns in the table.
-
-    Raises:
-      ValueError: no kind has its columns there, or two columns have one name.
-    """
-    names = {*table.names}
-    kind = next((kind for kind in _KINDS if {*kind[:3]} <= names), None)
-    if kind is None and _MOONCAKE.time in names:
-        kind = _MOONCAKE  # a row that lacks a number is named
-    if kind is None:
-        for name in table.repeated:
-            if any(name in kind[:3] for kind in _KINDS):
-                raise ValueError(f"two columns are named {name!r}")
-        known = "; ".join(", ".join(k[:3]) for k in _KINDS)
-        said = ", ".join(table.names)
-        raise ValueError(f"its columns are {said}; known are: {known}")
-    return kind
 
 
 def _rows(table: tables.RawTable, kind: _Kind) -> Iterator[_Row]:
     """Reads the rows of a kind, with times from the first row's, or from 0 s."""
     start = 0.0 if kind.time == "arrival_s" else None
-    if kind.seconds is _since_1970:
-        _check_zones(table, kind.time)
-    for row in table.rows:
-        line = row.line or row.number
-        seconds = _number(row.cells, kind.time, line, kind.seconds)
-        start = seconds if start is None else start
-        prompt = _number(row.cells, kind.prompt, line, _whole)
-        yield _Row(
-            line,
-            seconds - start,
-            prompt,
-            _number(row.cells, kind.output, line, _whole),
-            _chunk_ids(row.cells, prompt, line) if kind is _MOONCAKE else None,
-        )
-
-
-def _check_zones(table: tables.RawTable, name: str) -> None:
-    """Refuses dates of which some have a zone and some have none.
-
-    Raises:
-      ValueError: names the first row that is unlike the first one.
-    """
     first: tuple[bool, int] | None = None
-    for row in table.rows:
-        cell, line = str(row.cells.get(name)), row.line or row.number
+    for row in table.rows if kind.seconds is _since_1970 else ():
+        cell, line = str(row.cells.get(kind.time)), row.line or row.number
         # Of ISO 8601 only the zone has these after the hour.
         has_zone = any(mark in cell[10:] for mark in "+-Zz")
         first = first or (has_zone, line)
         if has_zone != first[0]:
             has = "has a zone" if has_zone else "has no zone"
             raise ValueError(
-                f"line {line}: {name}={cell!r} {has}, unlike line {first[1]}"
+                f"line {line}: {kind.time}={cell!r} {has}, unlike line {first[1]}"
             )
+    for row in table.rows:
+        line = row.line or row.number
+        seconds = _number(row.cells, kind.time, line, kind.seconds)
+        start = seconds if start is None else start
+        prompt = _number(row.cells, kind.prompt, line, _whole)
+        output, ids = _number(row.cells, kind.output, line, _whole), None
+        if kind is _MOONCAKE:
+            ids = row.cells.get("hash_ids")
+            if not isinstance(ids, list) or not all(type(x) is int for x in ids):
+                raise ValueError(
+                    f"line {line}: hash_ids is not a list of whole numbers"
+                )
+            if len(ids) != -(-prompt // CHUNK):
+                raise ValueError(
+                    f"line {line}: {len(ids)} hash_ids for {prompt} tokens, {CHUNK} to "
+                    "each"
+                )
+            ids = tuple(ids)
+        yield _Row(line, seconds - start, prompt, output, ids)
 
 
 _LONG_GAP_S = 60.0
@@ -342,17 +340,6 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _chunk_ids(row: Mapping[str, Any], prompt: int, line: int) -> tuple[int, ...]:
-    ids = row.get("hash_ids")
-    if not isinstance(ids, list) or not all(type(x) is int for x in ids):
-        raise ValueError(f"line {line}: hash_ids is not a list of whole numbers")
-    if len(ids) != -(-prompt // CHUNK):
-        raise ValueError(
-            f"line {line}: {len(ids)} hash_ids for {prompt} tokens, {CHUNK} to each"
-        )
-    return tuple(ids)
-
-
 def _number[T: (int, float)](
     row: Mapping[str, Any], name: str, line: int, convert: Callable[[Any], T]
 ) -> T:
@@ -371,21 +358,3 @@ def _number[T: (int, float)](
         kind = "a time" if name.lower() in ("timestamp", "arrival_s") else "whole"
         raise ValueError(f"line {line}: {name}={row[name]!r} is not {kind}") from None
     return value
-
-
-def _check(row: _Row, before: _Row | None) -> None:
-    """Refuses a row that cannot be.
-
-    Raises:
-      ValueError: names it.
-    """
-    if row.arrival_s < 0 and before is None:
-        raise ValueError(f"line {row.line}: arrives at {row.arrival_s} s, before 0")
-    if before is not None and row.arrival_s < before.arrival_s:
-        raise ValueError(
-            f"line {row.line}: arrives before line {before.line}; is the file sorted?"
-        )
-    if not 1 <= row.prompt <= LONGEST:
-        raise ValueError(f"line {row.line}: the prompt has {row.prompt} tokens")
-    if not 0 <= row.output <= LONGEST:
-        raise ValueError(f"line {row.line}: the output has {row.output} tokens")

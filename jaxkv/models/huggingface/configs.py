@@ -39,14 +39,31 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     raw = without_aliases(family, raw)
     given = {key: value for key, value in raw.items() if value is not None}
     is_rotary = family.implied.get("positions") != "learned"
-    _refuse_unsupported(family, given, is_rotary)
+    # Keys, and values of keys, that ask for other arithmetic than ours are refused.
+    read = frozenset()
+    if is_rotary:
+        read = positions.KEYS
+        has_switch = family.windows in ("flagged", "off")
+        if has_switch or given.get("use_sliding_window") is False:
+            read |= positions.WINDOW_KEYS
+    harmless.refuse_unknown(family, given, read)
+    refuse_other_values(family, given, {**harmless.ONLY, **family.only_served})
     ours = read_fields(family, raw)
     ours["family"] = name
     if is_rotary:
         ours |= positions.read(family, raw, ours["num_layers"])
     if experts := ours.pop("experts", None):
         if (dense := experts.pop("dense_layers", None)) is not None:
-            experts["num_dense_layers"] = _num_dense_layers(dense, ours["num_layers"])
+            # Layers without experts are the first, in any order.
+            is_whole = all(type(layer) is int for layer in dense)
+            found = {*dense} if is_whole else set()
+            num = len(found)
+            if not is_whole or found != {*range(num)} or num >= ours["num_layers"]:
+                raise ValueError(
+                    f"mlp_only_layers={shown(dense)} is not supported, only the first "
+                    "layers and not all"
+                )
+            experts["num_dense_layers"] = num
         experts = Experts(**experts)
     return ModelConfig(**ours, experts=experts)
 
@@ -77,7 +94,17 @@ def read_fields(
             ours |= dict.fromkeys(fields, _checked(key, fields[0], value, most))
         elif fields[0] not in ours and fields[0] not in family.derived:
             raise ValueError(f"{key} is missing")
-    _derive(ours)
+    hidden, heads = ours["hidden_size"], ours["num_q_heads"]
+    ours.setdefault("mlp_size", 4 * hidden)
+    if "kv_rank" in ours:  # latent attention: every head has a key of its own
+        ours.setdefault("q_rank", None)
+    else:
+        ours.setdefault("num_kv_heads", heads)
+        if "head_dim" not in ours and hidden % heads:
+            raise ValueError(
+                f"hidden_size={hidden} must be a multiple of num_q_heads={heads}"
+            )
+        ours.setdefault("head_dim", hidden // heads)
     prefix = "experts."
     if mixture := [field for field in ours if field.startswith(prefix)]:
         ours["experts"] = {
@@ -93,11 +120,18 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
       ValueError: if the family cannot express the configuration, naming the field.
     """
     family = FAMILIES[config.family]
+    num_dense = config.experts.num_dense_layers if config.experts else 0
+    written = {
+        "activation": ACTIVATIONS[config.activation][0],
+        "experts.dense_layers": [*range(num_dense)],
+    }
     raw = {
         "architectures": [family.architecture],
         "model_type": config.family,
         **{
-            key: _written(config, fields[0])
+            key: written[fields[0]]
+            if fields[0] in written
+            else operator.attrgetter(fields[0])(config)
             for key, (fields, _) in family.keys.items()
             if config.experts or not fields[0].startswith("experts.")
         },
@@ -180,21 +214,6 @@ def refuse_other_values(
             )
 
 
-def _refuse_unsupported(
-    family: Family, given: Mapping[str, Any], is_rotary: bool
-) -> None:
-    """Refuses keys, and values of keys, that ask for other arithmetic than ours."""
-    read = frozenset()
-    if is_rotary:
-        read = positions.KEYS
-        if family.windows in ("flagged", "off") or (
-            given.get("use_sliding_window") is False
-        ):
-            read |= positions.WINDOW_KEYS
-    harmless.refuse_unknown(family, given, read)
-    refuse_other_values(family, given, {**harmless.ONLY, **family.only_served})
-
-
 def _checked(key: str, field: str, value: Any, most: int) -> Any:
     """Returns a value that has the type its field needs."""
     if field == "experts.gate_bias":
@@ -206,40 +225,3 @@ def _checked(key: str, field: str, value: Any, most: int) -> Any:
             return ours
     names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
     raise ValueError(f"{key}={shown(value)} is not supported, only {names}")
-
-
-def _written(config: ModelConfig, field: str) -> Any:
-    """Returns the value of a field as a `config.json` has it."""
-    if field == "activation":
-        return ACTIVATIONS[config.activation][0]
-    if field == "experts.dense_layers":
-        return list(range(config.experts.num_dense_layers if config.experts else 0))
-    return operator.attrgetter(field)(config)
-
-
-def _derive(ours: dict[str, Any]) -> None:
-    """Fills in the sizes that follow from others."""
-    hidden, heads = ours["hidden_size"], ours["num_q_heads"]
-    ours.setdefault("mlp_size", 4 * hidden)
-    if "kv_rank" in ours:  # latent attention: every head has a key of its own
-        ours.setdefault("q_rank", None)
-        return
-    ours.setdefault("num_kv_heads", heads)
-    if "head_dim" not in ours:
-        if hidden % heads:
-            raise ValueError(
-                f"hidden_size={hidden} must be a multiple of num_q_heads={heads}"
-            )
-        ours["head_dim"] = hidden // heads
-
-
-def _num_dense_layers(layers: list[Any], num_layers: int) -> int:
-    """Counts the layers without experts, which must be the first, in any order."""
-    if all(type(layer) is int for layer in layers):
-        found = set(layers)
-        if found == set(range(len(found))) and len(found) < num_layers:
-            return len(found)
-    raise ValueError(
-        f"mlp_only_layers={shown(layers)} is not supported, only the first layers and "
-        "not all"
-    )

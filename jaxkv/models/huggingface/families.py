@@ -80,7 +80,9 @@ def _key(*fields: str, default: Any = None) -> Key:
     return Key(fields, default)
 
 
-def _keys(keys: Mapping[str, Key], *without: str, **defaults: Any) -> dict[str, Key]:
+def _keys(
+    keys: Mapping[str, Key], *without: str, **defaults: bool | int | float
+) -> dict[str, Key]:
     """Returns another family's keys without some, and with other defaults."""
     return {
         key: value._replace(default=defaults.get(key, value.default))

@@ -49,42 +49,14 @@ def read(
       ValueError: names the key, its value and what is supported instead.
     """
     given = {key: value for key, value in raw.items() if value is not None}
-    return {
-        **_read_rope(given, family.rope_theta),
-        "window": _read_window(family, raw, num_layers),
+    # In `rope_scaling` (old) or `rope_parameters` (transformers 5).
+    found = {
+        key: given[key] for key in ("rope_scaling", "rope_parameters") if given.get(key)
     }
-
-
-def write(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Writes the keys that `read` reads, rotary ones in the older of their two forms.
-
-    Both versions of transformers read that one. Reading them back shows what has no
-    place.
-    """
-    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
-    raw["rope_scaling"] = config.rope_scaling and _write_scaling(config.rope_scaling)
-    if family.windows == "always":
-        raw["sliding_window"] = config.window
-    elif family.windows == "flagged" and config.window is not None:
-        raw |= {"use_sliding_window": True, "sliding_window": config.window}
-        raw["max_window_layers"] = 0
-    return raw
-
-
-def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    raw = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "linear":
-        return raw
-    return raw | {
-        "low_freq_factor": scaling.low_frequency_factor,
-        "high_freq_factor": scaling.high_frequency_factor,
-        ORIGINAL: scaling.original_max_positions,
-    }
-
-
-def _read_rope(given: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Rotary positions: `rope_scaling` (old) or `rope_parameters` (transformers 5)."""
-    rope = _rope_object(given)
+    rope = _agreed(found)
+    if rope is not None and not isinstance(rope, Mapping):
+        raise ValueError(f"{next(iter(found))}={shown(rope)} must be an object")
+    rope = {key: value for key, value in (rope or {}).items() if value is not None}
     kind = _agreed({"rope_type": rope.get("rope_type"), "type": rope.get("type")})
     kind = "default" if kind is None else kind
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -98,54 +70,68 @@ def _read_rope(given: Mapping[str, Any], base: float) -> dict[str, Any]:
             raise ValueError(
                 f"{key}={shown(value)} means nothing with rope_type={kind!r}"
             )
-    part = _from_either("partial_rotary_factor", rope, given)
+
+    def from_either(key: str) -> Any:
+        # A value of the rotary object, of the file, or of both, where it is the same.
+        own = {f"{key} of the rotary object": rope.get(key)}
+        return _agreed(own | {key: given.get(key)})
+
+    part = from_either("partial_rotary_factor")
     if part not in (None, 1):
         raise ValueError(
             f"partial_rotary_factor={shown(part)} is not supported, only 1.0"
         )
-    theta = _from_either("rope_theta", rope, given)
-    theta = number("rope_theta", base if theta is None else theta)
-    return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, given)}
-
-
-def _rope_object(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What says how positions are stretched, without nulls."""
-    found = {
-        key: given[key] for key in ("rope_scaling", "rope_parameters") if given.get(key)
-    }
-    rope = _agreed(found)
-    if rope is not None and not isinstance(rope, Mapping):
-        raise ValueError(f"{next(iter(found))}={shown(rope)} must be an object")
-    return {key: value for key, value in (rope or {}).items() if value is not None}
-
-
-def _scaling(
-    kind: str, rope: Mapping[str, Any], given: Mapping[str, Any]
-) -> RopeScaling | None:
-    if kind == "default":
-        return None
-    factor = number("factor", rope.get("factor"))
+    theta = from_either("rope_theta")
+    theta = number("rope_theta", family.rope_theta if theta is None else theta)
+    scaling = None
+    if kind != "default":
+        factor = number("factor", rope.get("factor"))
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=factor)
-    original = _from_either(ORIGINAL, rope, given)
-    if original is None:
-        original = given.get("max_position_embeddings")
-    low, high = (
-        number(key, rope.get(key)) for key in ("low_freq_factor", "high_freq_factor")
-    )
-    if low >= high:
-        raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}")
-    return RopeScaling(
-        factor=factor,
-        low_frequency_factor=low,
-        high_frequency_factor=high,
-        original_max_positions=size(ORIGINAL, original),
-    )
+        scaling = RopeScaling(kind="linear", factor=factor)
+    elif kind == "llama3":
+        original = from_either(ORIGINAL)
+        if original is None:
+            original = given.get("max_position_embeddings")
+        low, high = (
+            number(key, rope.get(key))
+            for key in ("low_freq_factor", "high_freq_factor")
+        )
+        if low >= high:
+            raise ValueError(
+                f"low_freq_factor={low} must be below high_freq_factor={high}"
+            )
+        scaling = RopeScaling(
+            factor=factor,
+            low_frequency_factor=low,
+            high_frequency_factor=high,
+            original_max_positions=size(ORIGINAL, original),
+        )
+    window = _read_window(family, raw, num_layers)
+    return {"rope_theta": theta, "rope_scaling": scaling, "window": window}
 
 
-def _from_either(key: str, rope: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """A value that stands in the rotary object, beside it, or in both alike."""
-    return _agreed({f"{key} of the rotary object": rope.get(key), key: given.get(key)})
+def write(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys that `read` reads, rotary ones in the older of their two forms.
+
+    Both versions of transformers read that one. Reading them back shows what has no
+    place.
+    """
+    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
+    raw["rope_scaling"] = None
+    if (scaling := config.rope_scaling) is not None:
+        raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            raw["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_frequency_factor,
+                "high_freq_factor": scaling.high_frequency_factor,
+                ORIGINAL: scaling.original_max_positions,
+            }
+    if family.windows == "always":
+        raw["sliding_window"] = config.window
+    elif family.windows == "flagged" and config.window is not None:
+        raw |= {"use_sliding_window": True, "sliding_window": config.window}
+        raw["max_window_layers"] = 0
+    return raw
 
 
 def _agreed(values: Mapping[str, Any]) -> Any:

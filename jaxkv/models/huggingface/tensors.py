@@ -58,11 +58,24 @@ def leaves(config: ModelConfig) -> list[Leaf]:
             raise ValueError(f"family={config.family!r} has no place for {module}")
         suffix = "bias" if kind == "bias" else "weight"
         names = tuple(f"{prefix}{name}.{suffix}" for name in family.modules[module])
-        shapes = _part_shapes(module, spec.shape, len(names))
+        # The shapes `[out, ...]` of the tensors.
+        shapes = [spec.shape]
         if module in EXPERT_MODULES:
-            every = range(spec.shape[0])
+            num_experts, width, columns = spec.shape
+            shapes = [(columns // len(names), width)] * len(names) * num_experts
+            every = range(num_experts)
             names = tuple(name.format(x) for x in every for name in names)
-            shapes = shapes * spec.shape[0]
+        elif module in (".qkv", ".up", ".mixture.shared_up"):
+            if module == ".qkv":
+                kv_heads, group_and_kv, head_dim, *rest = spec.shape
+                row_counts = [kv_heads * (group_and_kv - 2) * head_dim]
+                row_counts += 2 * [kv_heads * head_dim]
+            else:
+                gate_and_up, mlp_size, *rest = spec.shape
+                row_counts = gate_and_up * [mlp_size]
+            if len(names) == 1:
+                row_counts = [sum(row_counts)]
+            shapes = [(count, *rest) for count in row_counts]
         is_transposed = family.is_conv1d and in_layer
         if is_transposed:
             shapes = [shape[::-1] for shape in shapes]
@@ -75,28 +88,6 @@ def _module(path: tuple[str | int, ...]) -> str:
     if path[0] == "layers":  # then the layer's number
         path = ("", *path[2:])
     return ".".join(map(str, path[:-1]))
-
-
-def _part_shapes(
-    module: str, shape: tuple[int, ...], num_parts: int
-) -> list[tuple[int, ...]]:
-    """The shapes `[out, ...]` of the tensors that make up one parameter of ours."""
-    if module in EXPERT_MODULES:
-        _, width, columns = shape
-        return [(columns // num_parts, width)] * num_parts
-    if module == ".qkv":
-        kv_heads, group_and_kv, head_dim, *rest = shape
-        row_counts = [kv_heads * (group_and_kv - 2) * head_dim] + 2 * [
-            kv_heads * head_dim
-        ]
-    elif module in (".up", ".mixture.shared_up"):
-        gate_and_up, mlp_size, *rest = shape
-        row_counts = gate_and_up * [mlp_size]
-    else:
-        return [shape]
-    if num_parts == 1:
-        row_counts = [sum(row_counts)]
-    return [(count, *rest) for count in row_counts]
 
 
 def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:

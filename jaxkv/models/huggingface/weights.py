@@ -4,7 +4,7 @@ Every tensor's name, type and shape is checked before any is used. Nothing is un
 """
 
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,14 @@ def load_params(
       another shape, not floating, not finite, or with values too large for `dtype`.
     """
     tensors = _open_tensors(folder)
-    _refuse_counts(folder, config, len(tensors))
+    # A tree of millions of parameters is refused before it is made.
+    num_experts = config.experts.num_experts if config.experts else 0
+    for what, num in (("layers", config.num_layers), ("experts", num_experts)):
+        if num > len(tensors):
+            raise ValueError(
+                f"{folder}: {num} {what} in config.json, but only {len(tensors)} "
+                "tensors"
+            )
     leaves = huggingface_tensors.leaves(config)
     found = canonical(config, tensors)
     expected = {
@@ -64,15 +71,15 @@ def load_params(
     says_twice = config.tie_embeddings and head in found
     if says_twice:
         expected[head] = expected[embed]
-    _check_names(folder, expected.keys(), found.keys())
-    for name, shape in expected.items():
-        path, file = tensors[found[name]]
-        _check_tensor(path, found[name], file.get_slice(found[name]), shape)
+    _check_tensors(folder, expected, tensors, found)
 
     def read(name: str) -> np.ndarray:
         return _read(tensors, found[name], dtype)
 
-    if says_twice and not _same_bits(read(embed), read(head)):
+    # As bits, by which a NaN is equal to itself.
+    if says_twice and not np.array_equal(
+        *(np.ascontiguousarray(read(x)).view(np.uint8) for x in (embed, head))
+    ):
         raise ValueError(
             f"{folder}: {found[head]} differs from {found[embed]}, but config.json has "
             "tie_word_embeddings=true; with false the first is used"
@@ -100,10 +107,7 @@ def load_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
     """
     tensors = _open_tensors(folder)
     expected = {name: leaf.shape for name, leaf in _named(shapes).items()}
-    _check_names(folder, expected.keys(), tensors.keys())
-    for name, shape in expected.items():
-        path, file = tensors[name]
-        _check_tensor(path, name, file.get_slice(name), shape)
+    _check_tensors(folder, expected, tensors, {name: name for name in tensors})
     arrays = [jnp.asarray(_read(tensors, name, dtype)) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
@@ -139,45 +143,41 @@ def _read(
         return array
 
 
-def _refuse_counts(folder: Path, config: ModelConfig, num_tensors: int) -> None:
-    """Refuses what would make a tree of millions of parameters, before it is made."""
-    num_experts = config.experts.num_experts if config.experts else 0
-    for what, num in (("layers", config.num_layers), ("experts", num_experts)):
-        if num > num_tensors:
-            raise ValueError(
-                f"{folder}: {num} {what} in config.json, but only {num_tensors} tensors"
-            )
+def _check_tensors(
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, tuple[Path, Any]],
+    found: Mapping[str, str],
+) -> None:
+    """Checks names, shapes and types, before any tensor is read.
 
-
-def _check_names(folder: Path, expected: Set[str], found: Set[str]) -> None:
-    """Checks that the tensors that should be there are, and no other."""
+    Args:
+      folder: the folder.
+      expected: shapes by the names that a full model has.
+      tensors: as `_open_tensors` returns them.
+      found: the names of these, by the names that a full model has.
+    """
     for problem, names in (
-        ("missing", expected - found),
-        ("unexpected", found - expected),
+        ("missing", expected.keys() - found.keys()),
+        ("unexpected", found.keys() - expected.keys()),
     ):
         if names:
             first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
             raise ValueError(f"{folder}: {len(names)} tensors {problem}: {first}")
-
-
-def _check_tensor(path: Path, name: str, view: Any, shape: tuple[int, ...]) -> None:
-    """Checks the shape and the type of a tensor that was not read yet."""
-    if tuple(view.get_shape()) != shape:
-        raise ValueError(
-            f"{path}: {name} has shape {tuple(view.get_shape())}, "
-            f"config.json asks for {shape}"
-        )
-    if view.get_dtype() not in STORED_TYPES:
-        raise ValueError(
-            f"{path}: {name} is of type {view.get_dtype()}, "
-            f"supported are {', '.join(STORED_TYPES)}"
-        )
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays of one type and shape are equal, a NaN to itself."""
-    a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (a, b))
-    return np.array_equal(a, b)
+    for full_name, shape in expected.items():
+        name = found[full_name]
+        path, file = tensors[name]
+        view = file.get_slice(name)
+        if tuple(view.get_shape()) != shape:
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(view.get_shape())}, "
+                f"config.json asks for {shape}"
+            )
+        if view.get_dtype() not in STORED_TYPES:
+            raise ValueError(
+                f"{path}: {name} is of type {view.get_dtype()}, "
+                f"supported are {', '.join(STORED_TYPES)}"
+            )
 
 
 def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:

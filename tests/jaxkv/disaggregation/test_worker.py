@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -345,13 +346,13 @@ def test_digests_are_remembered_until_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, hashed = make_folder(tmp_path / "a"), []
-    whole = identity._sha256
+    whole = hashlib.file_digest
 
-    def count(path: Path) -> str:
-        hashed.append(path.name)
-        return whole(path)
+    def count(file: Any, kind: str) -> Any:
+        hashed.append(Path(file.name).name)
+        return whole(file, kind)
 
-    monkeypatch.setattr(identity, "_sha256", count)
+    monkeypatch.setattr(hashlib, "file_digest", count)
     identity.of_folder(folder)
     assert [*tmp_path.iterdir()] == [folder]  # small folders leave no file
     monkeypatch.setattr(identity, "REMEMBERED_BYTES", 1)

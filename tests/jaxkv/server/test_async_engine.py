@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import importlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -271,3 +273,17 @@ def test_an_engine_answers_over_http_with_its_own_tokens(served) -> None:
         _, error = front.error("/v1/completions", {"prompt": "a", "logprobs": 3})
         assert line in error["message"]
     wait_until_idle(served)
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"), [("app", "fastapi"), ("http_server", "uvicorn")]
+)
+def test_without_the_extra_an_import_names_it(
+    module: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"jaxkv.server.{module}", raising=False)
+    with pytest.raises(ImportError) as refusal:
+        importlib.import_module(f"jaxkv.server.{module}")
+    extra = "pip install 'jaxkv[serve]'"
+    assert str(refusal.value) == f"jaxkv.server.{module} needs {missing}: {extra}"

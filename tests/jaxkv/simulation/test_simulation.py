@@ -255,7 +255,7 @@ BUGS = {
     "those behind the queue are not waiting": Bug(
         simulation_step,
         "_all_waiting",
-        "info.num_waiting + come - behind.num_taken",
+        "info.num_waiting + num_behind",
         "info.num_waiting",
         test_everybody_who_has_come_is_counted_as_waiting,
         (None,),
@@ -269,7 +269,7 @@ BUGS = {
     ),
     "an idle machine waits step by step": Bug(
         simulation_step,
-        "_advance",
+        "_step",
         "jnp.where(idle, later(clock, w.arrival[upcoming]), clock)",
         "clock",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,

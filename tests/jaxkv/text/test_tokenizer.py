@@ -226,7 +226,7 @@ def test_templates_have_what_they_count_on() -> None:
     text = chat_templates.render(
         [{"name": "default", "template": template}],
         [{"role": "user", "content": "<Ω&>"}] * 2,
-        bos_token="<s>",
+        {"bos_token": "<s>"},
     )
     assert text == '{"role": "user", "content": "<Ω&>"}4<s>'
 
