@@ -76,51 +76,32 @@ class _BytePairs(NamedTuple):
 
 def _byte_pairs(split: Split, vocab_size: int, cache: Path) -> _BytePairs:
     """Reads byte pairs from the cache, or learns them and tries to keep them there."""
-    folder = Path(cache) / _key(split, vocab_size)
-    with contextlib.suppress(OSError, ValueError):
-        return _read(folder)
-    found = _learn(split, vocab_size)
-    # Without a place to keep them they are learnt again: slower, not wrong.
-    with contextlib.suppress(ValueError):
-        _write(folder, found)
-    return found
-
-
-def _key(split: Split, vocab_size: int) -> str:
     key = hashlib.sha256(f"1 {byte_pairs.VERSION} {vocab_size}".encode())
     for side in split:
         key.update(f" {len(side)} ".encode())
         for document in side:
             key.update(hashlib.sha256(document.text).digest())
-    return key.hexdigest()
-
-
-def _learn(split: Split, vocab_size: int) -> _BytePairs:
+    folder = Path(cache) / key.hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        text = (folder / "tokenizer.json").read_text("utf-8")
+        settings = {"eos_token": byte_pairs.END_TEXT}
+        read = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
+        sides = [np.load(folder / f"{x}.npy", mmap_mode="r") for x in Split._fields]
+        return _BytePairs(read, *sides)
     learnt = byte_pairs.train((x.text.decode() for x in split.train), vocab_size)
-
-    def stream(documents: Sequence[Document]) -> np.ndarray:
-        parts = byte_pairs.encode(learnt, [x.text.decode() for x in documents])
+    streams_ = []
+    for side in split:
+        parts = byte_pairs.encode(learnt, [x.text.decode() for x in side])
         ended = [np.array([*ids, byte_pairs.END], np.uint16) for ids in parts]
-        return np.concatenate(ended)
-
-    return _BytePairs(learnt, stream(split.train), stream(split.held_out))
-
-
-def _read(folder: Path) -> _BytePairs:
-    text = (folder / "tokenizer.json").read_text("utf-8")
-    settings = {"eos_token": byte_pairs.END_TEXT}
-    learnt = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
-    sides = (np.load(folder / f"{side}.npy", mmap_mode="r") for side in Split._fields)
-    return _BytePairs(learnt, *sides)
-
-
-def _write(folder: Path, found: _BytePairs) -> None:
-    # If another run was faster, it has written the same.
-    with files.aside(folder) as new:
-        for name, text in found.tokenizer.files().items():
+        streams_.append(np.concatenate(ended))
+    # Without a place to keep them they are learnt again: slower, not wrong. If another
+    # run was faster, it has written the same.
+    with contextlib.suppress(ValueError), files.aside(folder) as new:
+        for name, text in learnt.files().items():
             (new / name).write_text(text, encoding="utf-8")
-        for side in Split._fields:
-            np.save(new / f"{side}.npy", getattr(found, side))
+        for name, stream in zip(Split._fields, streams_, strict=True):
+            np.save(new / f"{name}.npy", stream)
+    return _BytePairs(learnt, *streams_)
 
 
 def _reordered(

@@ -78,17 +78,12 @@ def training(
         *exchanges.vocabulary(*sizes),
         *stages.hops(*sizes),
     )
+    n = micro_batches
     return (
-        *(_times(traffic, micro_batches) for traffic in each),
+        *(x._replace(forward=n * x.forward, backward=n * x.backward) for x in each),
         *stages.idle(*sizes, micro_batches=micro_batches, schedule=schedule),
         *stages.tables(model, layout, gradient_bytes),
         *_data(model, layout, number_bytes, gradient_bytes),
-    )
-
-
-def _times(traffic: Traffic, num: int) -> Traffic:
-    return traffic._replace(
-        forward=num * traffic.forward, backward=num * traffic.backward
     )
 
 
@@ -266,18 +261,14 @@ def prefill(
     if layout.pages == 1 or rows % layout.pages:
         own, attention = rows, _pages(model, layout, rows, layers)
     else:
-        own, taps = rows // layout.pages, num_taps
-        sizes = rows, logit_rows, layers, taps, number_bytes
+        own = rows // layout.pages
+        sizes = rows, logit_rows, layers, num_taps, number_bytes
         attention = _row_parts(model, layout, *sizes)
     each = _of_rows(model, layout, own, number_bytes)
     if own < rows:
         part = f"b s/{layout.pages}"
         each = [x._replace(formula=x.formula.replace("b s", part)) for x in each]
-    return (
-        *each,
-        *attention,
-        *_logits(model, layout, logit_rows),
-    )
+    return (*each, *attention, *_logits(model, layout, logit_rows))
 
 
 def _of_rows(
@@ -292,7 +283,11 @@ def _of_rows(
         *stages.hops(model, layout, rows, u),
     ]
     if layout.gather:
-        found += _answers(model, layout, rows, u)
+        # What experts answer to rows that every device has, added up.
+        sent = 2 * exchanges.ring_share(layout.expert) * rows * model.hidden_size * u
+        sent *= exchanges.mixtures(model, layout)
+        name, formula = "experts' answers, all-reduce", "2 (p-1)/p · b s h u · L"
+        found.append(Traffic("expert", name, formula, sent, 0.0))
     else:
         found += _expert(model, layout, rows, u, u)
     for traffic in found:
@@ -370,14 +365,3 @@ def _row_parts(
         sent = share * rows * taps * model.hidden_size * u
         name = "states for heads that draft, all-gather"
         yield Traffic("pages", name, f"{taps} (p-1)/p · b s h u", sent, 0.0)
-
-
-def _answers(
-    model: Description, layout: Layout, rows: int, u: int
-) -> Iterable[Traffic]:
-    """What experts answer to rows that every device has, added up."""
-    p = layout.expert
-    sent = 2 * exchanges.ring_share(p) * rows * model.hidden_size * u
-    sent *= exchanges.mixtures(model, layout)
-    name = "experts' answers, all-reduce"
-    yield Traffic("expert", name, "2 (p-1)/p · b s h u · L", sent, 0.0)

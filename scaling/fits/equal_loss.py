@@ -48,7 +48,13 @@ def compare(
       ValueError: a law has neither optimum nor single input, the two count different
         inputs, or no loss was reached by both.
     """
-    names = [_axis(result) for result in (first, second)]
+    names = []
+    for law in (first.find_law(), second.find_law()):
+        if law.two_powers is None and len(law.inputs) > 1:
+            raise ValueError(
+                f"{law.name} has neither a compute optimum nor a single input"
+            )
+        names.append("flops" if law.two_powers else law.inputs[0])
     if names[0] != names[1]:
         raise ValueError(f"{names[0]} of one fit cannot be compared with {names[1]}")
     fits = [(result, result.ranges[names[0]]) for result in (first, second)]
@@ -74,15 +80,6 @@ def compare(
     shares = [(1 - level) / 2, (1 + level) / 2]
     ends = np.quantile(several, shares, axis=0, method="nearest")
     return Comparison(loss, ratio, np.exp(ends[0]), np.exp(ends[1]))
-
-
-def _axis(result: FitResult) -> str:
-    law = result.find_law()
-    if law.two_powers is not None:
-        return "flops"
-    if len(law.inputs) == 1:
-        return law.inputs[0]
-    raise ValueError(f"{law.name} has neither a compute optimum nor a single input")
 
 
 def _losses(

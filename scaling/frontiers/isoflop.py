@@ -110,8 +110,8 @@ def surface(groups: Groups, *, robust: bool = False) -> variable_projection.Surf
         loss.
     """
     points, ones = _points(groups), np.ones((1, groups.rows.size))
-    found = variable_projection.fit(*points, ones)
-    return variable_projection.fit_robustly(*points, ones, found) if robust else found
+    found = variable_projection.fit(points, ones)
+    return variable_projection.fit_robustly(points, ones, found) if robust else found
 
 
 FEW_DECIDE = 0.1
@@ -138,14 +138,14 @@ def doubts(
       parabolas, one for each group, do not leave less than chance explains.
     """
     points = _points(groups)
-    residuals, said = whole.log_residuals(*points)[0], []
+    residuals, said = whole.log_residuals(points)[0], []
     a, a_robust = (float(x.beta[0] / (x.alpha[0] + x.beta[0])) for x in (whole, robust))
     if abs(a - a_robust) > FEW_DECIDE:
         said.append(
             f"a few runs decide the surface: by squares N* grows as C^{a:.2f}, "
             f"robustly as C^{a_robust:.2f}"
         )
-    if goodness.is_far(residuals, np.log(points[2])):
+    if goodness.is_far(residuals, np.log(points.loss)):
         _, most, worst = goodness.measure(residuals)
         said.append(
             f"the surface misses one run in ten by more than {most:.1%}, the worst by "
@@ -191,9 +191,9 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
         if is_whole:
             fits = whole
         elif np.isfinite(whole.delta):
-            fits = variable_projection.fit_robustly(*points, weights, whole)
+            fits = variable_projection.fit_robustly(points, weights, whole)
         else:
-            fits = variable_projection.fit(*points, weights, start)
+            fits = variable_projection.fit(points, weights, start)
         minima = Minima.nowhere(len(weights), len(groups.groups), OUTSIDE)
         both = np.isfinite(fits.log_a) & np.isfinite(fits.log_b)
         log_a, log_b = (np.where(both, x, 0.0) for x in (fits.log_a, fits.log_b))
@@ -216,9 +216,9 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
     return find
 
 
-def _points(groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _points(groups: Groups) -> variable_projection.Points:
     """Log N, log D and the loss of all grouped runs."""
-    return (
+    return variable_projection.Points(
         np.log(np.concatenate([group.num_params for group in groups.groups])),
         np.log(np.concatenate([group.num_tokens for group in groups.groups])),
         np.concatenate([group.loss for group in groups.groups]),

@@ -124,15 +124,15 @@ class Config:
             size=self.size,
             balance_weight=BALANCING[balancing],
         )
-        return architectures.transformer(
+        dense = architectures.transformer(
             self.width,
             num_heads=max(8, self.mesh_devices),
             num_layers=self.num_layers,
             mlp_size=self.size * self.top_k,
             vocab_size=corpora.VOCAB_SIZE,
             seq_len=self.seq_len,
-            experts=mixed,
         )
+        return dataclasses.replace(dense, experts=mixed)
 
     def training(self, balancing: str) -> TrainConfig:
         """How it is trained, on one device."""

@@ -56,7 +56,8 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
         for cut in CUTS:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])
             with contextlib.suppress(ValueError):  # too few runs are left
-                fit = fits_fit.rollout(published.find(name), log.columns, larger)
+                law = published.find(name)
+                fit = fits_fit.fit(law, log.columns, held_out=larger)
                 errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
         found[name] = float(np.mean(errors)) if errors else math.inf
     return dict(sorted(found.items(), key=lambda item: item[1]))

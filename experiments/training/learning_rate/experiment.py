@@ -76,7 +76,7 @@ class Config:
     @property
     def sweep(self) -> SweepConfig:
         """The grid of runs."""
-        return family.sweep_of(self, seeds=(self.seed,), min_steps=1)
+        return family.sweep_of(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)

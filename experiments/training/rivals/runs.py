@@ -143,7 +143,7 @@ def score(
     corpus: streams.Corpus, config: Config, run: TrainConfig, params: transformer.Params
 ) -> TokenLosses:
     """Scores a run, few windows at a time: they stay in a processor's cache."""
-    losses = objectives.stream_losses(
+    found = objectives.score_stream(
         params,
         corpus.held_out,
         model=run.model,
@@ -151,7 +151,7 @@ def score(
         num_windows=config.num_windows,
         batch_size=16,
     )
-    return TokenLosses(losses)
+    return TokenLosses(found.losses)
 
 
 def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trained:
