@@ -151,9 +151,10 @@ def merge_and_unpack(
                 return inputs.row[block, jnp.minimum(token, tokens - 1)]
 
             def send(token: Any) -> Any:
-                heads, held = pl.ds(head * group, group), pl.ds(token * group, group)
+                heads = pl.ds(head * group, group)
                 target = outputs.out.at[row_at(token), heads, columns]
-                plgpu.copy_smem_to_gmem(outputs.held.at[held], target)
+                source = outputs.held.at[pl.ds(token * group, group)]
+                plgpu.copy_smem_to_gmem(source, target)
                 return token + 1
 
             # A block is filled from its first place on.
