@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt16
@@ -33,8 +32,8 @@ def open(config: CorpusConfig, *, cache: Path | None = None) -> streams.Corpus:
     if config.tokenizer == "bytes":
         both, end = (tokens(split.train), tokens(split.held_out)), END
     else:
-        pairs = _byte_pairs(split, config.vocab_size, cache or CACHE)
-        both, end = (pairs.train, pairs.held_out), byte_pairs.END
+        _, *both = _byte_pairs(split, config.vocab_size, cache or CACHE)
+        end = byte_pairs.END
     train, held_out = both
     if config.num_unique_tokens:
         train = _reordered(train, split.train, end)
@@ -54,7 +53,7 @@ def tokenizer(
     """Returns the tokenizer that a text's tokens are of."""
     if config.tokenizer == "bytes":
         return ByteTokenizer(config.vocab_size)
-    return _byte_pairs(texts.load(config), config.vocab_size, cache or CACHE).tokenizer
+    return _byte_pairs(texts.load(config), config.vocab_size, cache or CACHE)[0]
 
 
 def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
@@ -66,16 +65,14 @@ def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
     return np.concatenate(parts) if parts else end[:0]
 
 
-class _BytePairs(NamedTuple):
-    """What a cached folder holds."""
+def _byte_pairs(
+    split: Split, vocab_size: int, cache: Path
+) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
+    """Reads byte pairs from the cache, or learns them and tries to keep them there.
 
-    tokenizer: Tokenizer
-    train: np.ndarray
-    held_out: np.ndarray
-
-
-def _byte_pairs(split: Split, vocab_size: int, cache: Path) -> _BytePairs:
-    """Reads byte pairs from the cache, or learns them and tries to keep them there."""
+    Returns:
+      The tokenizer, and the streams of both sides.
+    """
     key = hashlib.sha256(f"1 {byte_pairs.VERSION} {vocab_size}".encode())
     for side in split:
         key.update(f" {len(side)} ".encode())
@@ -86,22 +83,26 @@ def _byte_pairs(split: Split, vocab_size: int, cache: Path) -> _BytePairs:
         text = (folder / "tokenizer.json").read_text("utf-8")
         settings = {"eos_token": byte_pairs.END_TEXT}
         read = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
-        sides = [np.load(folder / f"{x}.npy", mmap_mode="r") for x in Split._fields]
-        return _BytePairs(read, *sides)
+        train, held_out = (
+            np.load(folder / f"{x}.npy", mmap_mode="r") for x in Split._fields
+        )
+        return read, train, held_out
     learnt = byte_pairs.train((x.text.decode() for x in split.train), vocab_size)
-    streams_ = []
-    for side in split:
+
+    def stream(side: Sequence[Document]) -> np.ndarray:
         parts = byte_pairs.encode(learnt, [x.text.decode() for x in side])
         ended = [np.array([*ids, byte_pairs.END], np.uint16) for ids in parts]
-        streams_.append(np.concatenate(ended))
+        return np.concatenate(ended)
+
+    train, held_out = stream(split.train), stream(split.held_out)
     # Without a place to keep them they are learnt again: slower, not wrong. If another
     # run was faster, it has written the same.
     with contextlib.suppress(ValueError), files.aside(folder) as new:
         for name, text in learnt.files().items():
             (new / name).write_text(text, encoding="utf-8")
-        for name, stream in zip(Split._fields, streams_, strict=True):
-            np.save(new / f"{name}.npy", stream)
-    return _BytePairs(learnt, *streams_)
+        np.save(new / "train.npy", train)
+        np.save(new / "held_out.npy", held_out)
+    return learnt, train, held_out
 
 
 def _reordered(

@@ -9,7 +9,7 @@ is next to nothing) should be doubted, unless all three intervals hold the truth
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -60,14 +60,6 @@ CONFIGS = {
 }
 
 
-class Outcome(NamedTuple):
-    """What became of one surface: per quantity; and whether the fit was doubted."""
-
-    covered: np.ndarray
-    width: np.ndarray
-    doubted: bool
-
-
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Fits all surfaces, a row for each kind; ended early, it has whole kinds."""
     kinds = [
@@ -102,7 +94,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome:
+def _fit(
+    kind: str, size: int, noise: Any, seed: int, config: Config
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """What is covered and how wide by quantity, and whether the fit is doubted."""
     data, truth = synthetic.simulate(kind, size, seed=seed, noise=noise)
     result = fit.fit(
         published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
@@ -116,7 +111,7 @@ def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome
     low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
     true = np.array([exponent, truth["E"], synthetic.surface(params, tokens, truth)])
-    return Outcome((low <= true) & (true <= high), high - low, bool(result.warnings))
+    return (low <= true) & (true <= high), high - low, bool(result.warnings)
 
 
 def _kinds(
