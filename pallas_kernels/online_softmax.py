@@ -18,15 +18,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Scoring(NamedTuple):
-    """What makes scores of products, beside which keys are seen."""
+    """What makes scores of products; numbers of heads by query head or KV head."""
 
     scale: float
     """Factor on the products."""
     softcap: float | None = None
     """Bound of the scores; None means none."""
-    slopes: Float[Array, "kv_heads group"] | None = None
+    slopes: Float[Array, "*heads"] | None = None
     """What a score gains by each place nearer to the query; None means nothing."""
-    sinks: Float[Array, "kv_heads group"] | None = None
+    sinks: Float[Array, "*heads"] | None = None
     """One more score, that takes weight and brings no value; None means none."""
 
 

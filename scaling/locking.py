@@ -74,7 +74,11 @@ def _lock(file: IO[str], folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        who = _name(file.read())
+        number, _, host = file.read().strip().partition(" ")
+        who = "another process"
+        if number.isdigit():  # else it is just about to write its number
+            elsewhere = f" on {host}" if host != socket.gethostname() else ""
+            who = f"process {number}{elsewhere}"
         raise ValueError(f"{folder}: {who} is writing here; one at a time") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -84,12 +88,3 @@ def _lock(file: IO[str], folder: Path) -> None:
             "from writing here",
             stacklevel=2,
         )
-
-
-def _name(text: str) -> str:
-    """Names the process that a lock's file tells of."""
-    number, _, host = text.strip().partition(" ")
-    if not number.isdigit():  # it is just about to write it
-        return "another process"
-    elsewhere = f" on {host}" if host != socket.gethostname() else ""
-    return f"process {number}{elsewhere}"

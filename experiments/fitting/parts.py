@@ -141,7 +141,8 @@ def _fit(
     options["bootstrap"] = 0 if progress.stopped else ROLLOUT_RESAMPLES
     options["bootstrap"] = min(config.bootstrap, options["bootstrap"])
     try:
-        held_out = fits_fit.rollout(law, seen.columns, is_large, **options).held_out
+        options["held_out"] = is_large
+        held_out = fits_fit.fit(law, seen.columns, **options).held_out
     except ValueError:  # such as one size among the small runs
         return fit
     assert held_out is not None

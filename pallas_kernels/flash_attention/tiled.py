@@ -220,7 +220,18 @@ def _forward(
 
         state = online_softmax.start((*lead, sizes.rows), head_dim, q.dtype)
         state = jax.tree.map(lambda x: devices.varying_like(x, *padded), state)
-        state = lax.fori_loop(*_columns(index, sizes), column, state)
+        # The tiles of keys, first and end, that this tile of queries sees anything of.
+        last = jnp.asarray(-(-sizes.num_keys // sizes.tile), jnp.int32)
+        first = jnp.zeros((), jnp.int32)
+        if sizes.causal:
+            ahead = sizes.num_keys - sizes.num_queries
+            last = jnp.minimum(
+                last, ((index + 1) * sizes.tile - 1 + ahead) // sizes.tile + 1
+            )
+            if sizes.window is not None:
+                oldest = index * sizes.rows + ahead - sizes.window + 1
+                first = jnp.maximum(oldest, 0) // sizes.tile
+        state = lax.fori_loop(first, last, column, state)
         return online_softmax.finish(state, None, q.dtype)
 
     num = padded[0].shape[3] // sizes.rows
@@ -272,7 +283,16 @@ def _backward(
             return lax.dynamic_update_slice_in_dim(d_q, part, at, axis=3), d_k, d_v
 
         zero = devices.varying_like(jnp.zeros(keys.shape, wide), q, k, v, d_out)
-        d_q, d_k, d_v = lax.fori_loop(*_rows(other, sizes), row, (d_q, zero, zero))
+        # The tiles of queries, first and end, that see anything of this tile of keys.
+        last = jnp.asarray(-(-sizes.num_queries // sizes.rows), jnp.int32)
+        first = jnp.zeros((), jnp.int32)
+        if sizes.causal:
+            ahead = sizes.num_keys - sizes.num_queries
+            first = jnp.maximum(other * sizes.tile - ahead, 0) // sizes.rows
+            if sizes.window is not None:
+                newest = (other + 1) * sizes.tile - 1 + sizes.window - 1 - ahead
+                last = jnp.minimum(last, jnp.maximum(newest, -1) // sizes.rows + 1)
+        d_q, d_k, d_v = lax.fori_loop(first, last, row, (d_q, zero, zero))
         return d_q, (d_k, d_v)
 
     num = k.shape[2] // sizes.tile
@@ -308,34 +328,6 @@ def _seen(query: Array, key: Array, sizes: _Sizes) -> Array:
         if sizes.window is not None:
             seen &= behind < sizes.window
     return seen
-
-
-def _columns(index: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """The tiles of keys, first and end, that a tile of queries sees anything of."""
-    last = jnp.asarray(-(-sizes.num_keys // sizes.tile), jnp.int32)
-    first = jnp.zeros((), jnp.int32)
-    if sizes.causal:
-        ahead = sizes.num_keys - sizes.num_queries
-        last = jnp.minimum(
-            last, ((index + 1) * sizes.tile - 1 + ahead) // sizes.tile + 1
-        )
-        if sizes.window is not None:
-            oldest = index * sizes.rows + ahead - sizes.window + 1
-            first = jnp.maximum(oldest, 0) // sizes.tile
-    return first, last
-
-
-def _rows(other: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """The tiles of queries, first and end, that see anything of a tile of keys."""
-    last = jnp.asarray(-(-sizes.num_queries // sizes.rows), jnp.int32)
-    first = jnp.zeros((), jnp.int32)
-    if sizes.causal:
-        ahead = sizes.num_keys - sizes.num_queries
-        first = jnp.maximum(other * sizes.tile - ahead, 0) // sizes.rows
-        if sizes.window is not None:
-            newest = (other + 1) * sizes.tile - 1 + sizes.window - 1 - ahead
-            last = jnp.minimum(last, jnp.maximum(newest, -1) // sizes.rows + 1)
-    return first, last
 
 
 def _cut(x: Array, index: Array, axis: int, size: int) -> Array:

@@ -69,7 +69,20 @@ def grouped_matmul(
 
     Source: Gale et al. 2022, arXiv:2211.15841, section 4: experts as one product.
     """
-    _check(x, w, group_sizes)
+    if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"{x.shape=} must be [rows, width] and {w.shape=} [groups, width, columns]"
+        )
+    if group_sizes.shape != w.shape[:1]:
+        raise ValueError(
+            f"{group_sizes.shape=} must be {w.shape[:1]}, one for each group"
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"{group_sizes.dtype=} must be an integer type")
+    if x.dtype != w.dtype:
+        raise ValueError(f"{x.dtype=} must be {w.dtype=}")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise ValueError(f"{x.dtype=} must be a floating type of 16 bits or more")
     wanted = x.dtype if preferred_element_type is None else preferred_element_type
     dtype = jnp.dtype(wanted)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -106,24 +119,6 @@ def choose(
     return devices.choose(
         implementation, lambda: _why_not_mosaic(x, w, wanted, numerics)
     )
-
-
-def _check(x: Array, w: Array, group_sizes: Array) -> None:
-    """Refuses arrays that do not fit each other."""
-    if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"{x.shape=} must be [rows, width] and {w.shape=} [groups, width, columns]"
-        )
-    if group_sizes.shape != w.shape[:1]:
-        raise ValueError(
-            f"{group_sizes.shape=} must be {w.shape[:1]}, one for each group"
-        )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(f"{group_sizes.dtype=} must be an integer type")
-    if x.dtype != w.dtype:
-        raise ValueError(f"{x.dtype=} must be {w.dtype=}")
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-        raise ValueError(f"{x.dtype=} must be a floating type of 16 bits or more")
 
 
 def _why_not_mosaic(
@@ -184,10 +179,6 @@ def _multiply(
     )
 
 
-def _forward(x: Array, w: Array, group_sizes: Array, way: _Way) -> tuple[Array, Any]:
-    return _multiply(x, w, group_sizes, way), (x, w, group_sizes)
-
-
 def _backward(way: _Way, kept: Any, gradient: Array) -> tuple[Array, Array, Any]:
     x, w, group_sizes = kept
     gradient = gradient.astype(x.dtype)
@@ -197,4 +188,6 @@ def _backward(way: _Way, kept: Any, gradient: Array) -> tuple[Array, Array, Any]
     return of_x, of_w, np.zeros(group_sizes.shape, jax.dtypes.float0)
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(
+    lambda x, w, sizes, way: (_multiply(x, w, sizes, way), (x, w, sizes)), _backward
+)

@@ -60,39 +60,27 @@ def copy_pages(
             f"{read.shape[1:]=}, {read.dtype=} must be {pages.shape[1:]=}, "
             f"{pages.dtype=}"
         )
-    apart = disjoint or origin is not None
-    chosen = devices.choose(implementation, lambda: _why_not_mosaic(pages, apart))
-    if chosen == "mosaic_gpu":
+
+    def why_not_mosaic() -> str | None:
+        page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
+        if page_bytes == 0 or page_bytes % LINE_BYTES:
+            return f"{page_bytes=} must be a positive multiple of {LINE_BYTES}"
+        if not disjoint and origin is None:
+            return "pages may be both read and written; say `disjoint` if none is"
+        return None
+
+    if devices.choose(implementation, why_not_mosaic) == "mosaic_gpu":
         from pallas_kernels.page_ops import copy_mosaic_gpu
 
         return copy_mosaic_gpu.copy_pages(pages, source, target, origin=origin)
-    return _copy(pages, source, target, read)
-
-
-def _copy(
-    pages: Shaped[Array, "pages ..."],
-    source: Int[Array, " n"],
-    target: Int[Array, " n"],
-    origin: Shaped[Array, "origin_pages ..."],
-) -> Shaped[Array, "pages ..."]:
-    """The reference: gathers all sources, then scatters."""
-    read = (source >= 0) & (source < origin.shape[0])
-    content = origin.at[source].get(
+    # The reference: gathers all sources, then scatters.
+    is_read = (source >= 0) & (source < read.shape[0])
+    content = read.at[source].get(
         mode="fill", fill_value=0, wrap_negative_indices=False
     )
     # On a GPU the gather would become part of the scatter, which would then read the
     # array that it writes and so need a copy of all of it.
     content = lax.optimization_barrier(content)
-    return pages.at[jnp.where(read, target, -1)].set(
+    return pages.at[jnp.where(is_read, target, -1)].set(
         content, mode="drop", wrap_negative_indices=False
     )
-
-
-def _why_not_mosaic(pages: Shaped[Array, "pages ..."], disjoint: bool) -> str | None:
-    """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
-    page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
-    if page_bytes == 0 or page_bytes % LINE_BYTES:
-        return f"{page_bytes=} must be a positive multiple of {LINE_BYTES}"
-    if not disjoint:
-        return "pages may be both read and written; say `disjoint` if none is"
-    return None

@@ -49,7 +49,8 @@ def copy_pages(
         return pages
     line = LINE_BYTES // pages.dtype.itemsize
     num_lines = page_bytes // LINE_BYTES
-    lines = _largest_divisor(num_lines, min(MAX_LINES, part_bytes // LINE_BYTES))
+    most = min(num_lines, MAX_LINES, part_bytes // LINE_BYTES)
+    lines = max(x for x in range(1, most + 1) if num_lines % x == 0)
     shape, num_pages = (-1, num_lines // lines, lines, line), pages.shape[0]
     num_readable = num_pages if origin is None else origin.shape[0]
 
@@ -81,8 +82,3 @@ def copy_pages(
         interpret=interpret,
     )(*given, written, *ids)
     return jax.freeze(written).reshape(pages.shape)
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most `most`."""
-    return max(x for x in range(1, min(number, most) + 1) if number % x == 0)

@@ -139,6 +139,7 @@ def paged_attention(
     if num_layers < 1 or k_pages.shape[0] % num_layers:
         raise ValueError(f"{num_layers=} must divide {k_pages.shape[0]=}")
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    scoring = Scoring(scale, softcap, alibi, sinks)
     chosen = choose(
         q,
         k_pages,
@@ -169,11 +170,8 @@ def paged_attention(
             k_pages if v_pages is None else v_pages,
             page_ids,
             plan,
-            scale=scale,
+            scoring,
             window=window,
-            softcap=softcap,
-            alibi=alibi,
-            sinks=sinks,
             packed_q=packed_q,
             layer=layer,
             num_layers=num_layers,
@@ -188,7 +186,7 @@ def paged_attention(
         )
     (rows, q_heads, head_dim), kv_heads = q.shape, k_pages.shape[1]
     by_head = kv_heads, q_heads // kv_heads
-    attend = reference.attend_per_slot
+    attend: Any = reference.attend_per_slot
     if numerics == "fast" and slots is None:
         few = max(1, 4 // max(page_ids.shape[0], 1))
         size = min(reference.MAX_BLOCK, few * reference.BLOCK)
@@ -203,13 +201,12 @@ def paged_attention(
         )
     elif numerics == "fast":
         attend = reference.attend_per_tile
-    out, lse = attend(
+    out, lse = reference.differentiable(
+        attend,
         q.reshape(rows, *by_head, head_dim),
         Memory(k_pages, v_pages, k_scales, v_scales, value_width),
         reference.View(page_ids, positions, slots, context, ancestors, window),
-        Scoring(
-            scale=scale,
-            softcap=softcap,
+        scoring._replace(
             slopes=None if alibi is None else alibi.reshape(by_head),
             sinks=None if sinks is None else sinks.reshape(by_head),
         ),

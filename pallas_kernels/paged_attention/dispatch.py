@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import devices, row_packing
+from pallas_kernels.layered import Layer
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import decode_plan, prefill_plan, stream_k
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.prefill_plan import PrefillPlan
@@ -92,18 +94,18 @@ def plan_step(
     if slots is None and num_rows > num_slots:
         slots = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
+    plan_decode = functools.partial(
+        decode_plan.plan_decode,
+        slots=slots,
+        kv_heads=kv_heads,
+        group=group,
+        tiling=tiling.decode,
+        context=context,
+        ancestors=ancestors,
+        **options,
+    )
     if slots is None or is_dense or num_rows <= few:
-        plan = decode_plan.plan_decode(
-            positions,
-            slots,
-            kv_heads=kv_heads,
-            group=group,
-            tiling=tiling.decode,
-            context=context,
-            ancestors=ancestors,
-            **options,
-        )
-        return StepPlan(tiling, plan, None)
+        return StepPlan(tiling, plan_decode(positions), None)
     runs = row_packing.runs(slots, (positions >= 0) & (slots >= 0))
     chunks = positions
     if context is not None:
@@ -120,18 +122,8 @@ def plan_step(
     left = jnp.where(runs.count > few, -1, positions)
     if context is not None:
         left = jnp.where(in_tree, positions, left)
-    plan = decode_plan.plan_decode(
-        left,
-        slots,
-        kv_heads=kv_heads,
-        group=group,
-        tiling=tiling.decode,
-        context=context,
-        ancestors=ancestors,
-        max_rows_per_slot=few if context is None else None,
-        nth=runs.nth,
-        **options,
-    )
+    most = few if context is None else None
+    plan = plan_decode(left, max_rows_per_slot=most, nth=runs.nth)
     return StepPlan(tiling, plan, many)
 
 
@@ -141,17 +133,18 @@ def attend(
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: StepPlan,
+    scoring: Scoring,
     *,
     window: int | None,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
-    sinks: Float[Array, " q_heads"] | None = None,
-    **features: Any,
+    layer: Layer = 0,
+    num_layers: int = 1,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from all rows, with the kernels that the plan names.
 
     Arguments and errors are those of `decode.attend`; `plan` is `plan_step` of these
-    rows, with the same window, `packed_q` the queries as its `few` packs them, and
-    `features` are scale, softcap, alibi, and the layer.
+    rows, with the same window, and `packed_q` the queries as its `few` packs them.
 
     Returns:
       Output in the type of q, and natural log-sum-exp; 0 and -inf without a key.
@@ -161,35 +154,23 @@ def attend(
     from pallas_kernels.paged_attention.hopper import merge_beside
     from pallas_kernels.paged_attention.hopper import prefill as hopper_prefill
 
-    arrays, few = (q, k_pages, v_pages, page_ids), plan.few
-    of_few, of_many = plan.tiling.decode, plan.tiling.prefill
+    arrays, few, of_few = (q, k_pages, v_pages, page_ids), plan.few, plan.tiling.decode
+    how: Any = {"layer": layer, "num_layers": num_layers, "interpret": interpret}
+    how |= {"scoring": scoring}
     prefill = functools.partial(
         hopper_prefill.attend,
         *arrays,
         plan.many,
         window=window,
-        sinks=sinks,
-        tiling=of_many,
-        **features,
+        tiling=plan.tiling.prefill,
+        **how,
     )
     if few is None:
         return prefill()
-    decode = *arrays, few
+    how |= {"packed_q": packed_q, "tiling": of_few}
     sizes = {"group": q.shape[1] // k_pages.shape[1], "head_dim": q.shape[2]}
-    shaped = {name: features.get(name) for name in ("softcap", "alibi")}
-    if plan.many is not None and merge_beside.takes(
-        few, **sizes, sinks=sinks, **shaped
-    ):
-        states = hopper_decode.partial_states(
-            *decode, packed_q=packed_q, tiling=of_few, **features
-        )
-        return prefill(others=merge_beside.Cut(*states, few, of_few))
-    found = hopper_decode.attend(
-        *decode,
-        packed_q=packed_q,
-        sinks=sinks,
-        dtype=q.dtype,
-        tiling=of_few,
-        **features,
-    )
+    if plan.many is not None and merge_beside.takes(few, scoring, **sizes):
+        states = hopper_decode.partial_states(*arrays, few, **how)
+        return prefill(others=merge_beside.Cut(states, few, of_few))
+    found = hopper_decode.attend(*arrays, few, dtype=q.dtype, **how)
     return found if plan.many is None else prefill(others=found)

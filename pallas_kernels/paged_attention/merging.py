@@ -7,7 +7,7 @@ Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
 """
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -20,6 +20,17 @@ from pallas_kernels.row_packing import Packing
 
 type MergeImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for the platform."""
+
+
+class CutStates(NamedTuple):
+    """What the programs of decode leave of packed rows, log-sum-exps in base 2."""
+
+    out: Float32[Array, "blocks kv_heads block_rows head_dim"]
+    """Results of the items that no cut went through; the others hold anything."""
+    lse: Float32[Array, "blocks kv_heads block_rows"]
+    part_out: Float32[Array, "programs 2 block_rows head_dim"]
+    """Partial states of every program; unused ones hold anything."""
+    part_lse: Float32[Array, "programs 2 block_rows"]
 
 
 def add_sinks(
@@ -39,10 +50,7 @@ def add_sinks(
 
 
 def merge_and_unpack(
-    out: Float32[Array, "blocks kv_heads block_rows head_dim"],
-    lse: Float32[Array, "blocks kv_heads block_rows"],
-    part_out: Float32[Array, "programs 2 block_rows head_dim"],
-    part_lse: Float32[Array, "programs 2 block_rows"],
+    states: CutStates,
     ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
@@ -57,10 +65,7 @@ def merge_and_unpack(
     """Merges what was cut, and brings the output of packed rows back to rows.
 
     Args:
-      out: as for `merge_parts`, like all that follow.
-      lse: in base 2.
-      part_out: partial states of every program.
-      part_lse: in base 2.
+      states: of all items.
       ends: those of `stream_k.Schedule`, which say whose they are.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
@@ -75,25 +80,20 @@ def merge_and_unpack(
     Raises:
       ValueError: an implementation that is unknown or does not run here.
     """
-    states, kv_heads = (out, lse, part_out, part_lse), out.shape[1]
     if devices.choose(implementation, lambda: None) == "mosaic_gpu":
         from pallas_kernels.paged_attention.hopper import merge
 
         return merge.merge_and_unpack(
-            *states, ends, packing, group=group, tiling=tiling, dtype=dtype
+            states, ends, packing, group=group, tiling=tiling, dtype=dtype
         )
-    parts = stream_k.parts(ends, kv_heads=kv_heads, tiling=tiling)
-    out, lse = merge_parts(*states, parts)
+    parts = stream_k.parts(ends, kv_heads=states.out.shape[1], tiling=tiling)
+    out, lse = merge_parts(states, parts)
     merged = row_packing.unpack(out, packing, group=group, fill=0.0)
     return merged.astype(dtype), lse
 
 
 def merge_parts(
-    out: Float32[Array, "blocks kv_heads block_rows head_dim"],
-    lse: Float32[Array, "blocks kv_heads block_rows"],
-    part_out: Float32[Array, "programs 2 block_rows head_dim"],
-    part_lse: Float32[Array, "programs 2 block_rows"],
-    parts: Int32[Array, "items 2"],
+    states: CutStates, parts: Int32[Array, "items 2"]
 ) -> tuple[
     Float32[Array, "blocks kv_heads block_rows head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
@@ -104,15 +104,13 @@ def merge_parts(
     another order each time. log-sum-exps are in base 2, -inf where nothing was seen.
 
     Args:
-      out: results of the items that no cut went through; the others hold anything.
-      lse: likewise.
-      part_out: partial states of every program; unused ones hold anything.
-      part_lse: likewise.
+      states: of all items.
       parts: whose they are, see `stream_k.parts`.
 
     Returns:
       Results of all items: 0 and -inf of those without tiles.
     """
+    out, lse, part_out, part_lse = states
     (programs, _, rows, head_dim), shape = part_out.shape, out.shape
     first, last = parts[:, 0, None], parts[:, 1, None]
     program = jnp.arange(programs, dtype=jnp.int32)[None]

@@ -24,19 +24,8 @@ TILE_ROWS = 2 * WGMMA_ROWS
 """Rows of a tile of queries: a warpgroup has half of them."""
 
 
-SLOT, ROW, BEGIN, END, WHOLE, LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    6,
-    7,
-    8,
-    9,
-    10,
-    11,
-)
+SLOT, ROW, BEGIN, END, WHOLE, _ = range(6)
+LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = range(6, 12)
 """Lines of `PrefillPlan.tiles`; `WHOLE` has one for each half."""
 
 ALL_KV = NUM_KV + 1
@@ -180,11 +169,8 @@ def _lines_of_rows(
     *spans, num_kv = _spans(lowest, highest, keys=keys, window=window)
     opens = many & (first == index)
     lines = [slots.astype(jnp.int32), row, begin, end, *whole, *spans]
-    return _stacked([*lines, jnp.where(opens, num_kv, 0), num_kv])
-
-
-def _stacked(lines: list[Int32[Array, " rows"]]) -> Int32[Array, "lines rows"]:
-    """Chooses by the line: `stack` would be a kernel besides that of its operands."""
+    lines += [jnp.where(opens, num_kv, 0), num_kv]
+    # Chosen by the line: `stack` would be a kernel besides that of its operands.
     number = jnp.arange(len(lines), dtype=jnp.int32)[:, None]
     found = lines[0][None, :]
     for i, line in enumerate(lines[1:], 1):

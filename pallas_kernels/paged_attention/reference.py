@@ -50,34 +50,29 @@ class View(NamedTuple):
     window: int | None = None
 
 
-def _differentiable(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes derivatives of `attend` come from its form with loops of static length.
+def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
+    """Calls `attend`, with derivatives by its form with loops of static length.
 
-    `attend` takes `is_bounded`, False in every call that is not differentiated.
+    It takes the trees, and `is_bounded`, True only where it is differentiated.
     """
+    leaves, kind = jax.tree.flatten(trees)
+    is_array = [isinstance(x, Array | np.ndarray) for x in leaves]
+    arrays = [x for x, mask in zip(leaves, is_array, strict=True) if mask]
 
-    @functools.wraps(attend)
-    def call(*trees: Any, **static: Any) -> Any:
-        leaves, kind = jax.tree.flatten(trees)
-        is_array = [isinstance(x, Array | np.ndarray) for x in leaves]
-        arrays = [x for x, mask in zip(leaves, is_array, strict=True) if mask]
+    def run(is_bounded: bool, *arrays: Array) -> Any:
+        rest = iter(arrays)
+        mixed = zip(leaves, is_array, strict=True)
+        given = kind.unflatten([next(rest) if mask else x for x, mask in mixed])
+        return attend(*given, is_bounded=is_bounded)
 
-        def run(is_bounded: bool, *arrays: Array) -> Any:
-            rest = iter(arrays)
-            mixed = zip(leaves, is_array, strict=True)
-            given = kind.unflatten([next(rest) if mask else x for x, mask in mixed])
-            return attend(*given, is_bounded=is_bounded, **static)
+    plain = jax.custom_jvp(functools.partial(run, False))
 
-        plain = jax.custom_jvp(functools.partial(run, False))
+    @plain.defjvp
+    def tangents_of(arrays: Any, tangents: Any) -> Any:
+        bounded = functools.partial(run, True)
+        return plain(*arrays), jax.jvp(bounded, arrays, tangents)[1]
 
-        @plain.defjvp
-        def tangents_of(arrays: Any, tangents: Any) -> Any:
-            bounded = functools.partial(run, True)
-            return plain(*arrays), jax.jvp(bounded, arrays, tangents)[1]
-
-        return plain(*arrays)
-
-    return call
+    return plain(*arrays)
 
 
 def _loop(
@@ -101,7 +96,6 @@ def _loop(
     return lax.scan(one, carry, jnp.arange(at_most, dtype=jnp.int32))[0]
 
 
-@_differentiable
 def attend_per_slot(
     q: Float[Array, "rows kv_heads group head_dim"],
     memory: Memory,
@@ -176,7 +170,6 @@ def attend_per_slot(
     return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
-@_differentiable
 def attend_per_tile(
     q: Float[Array, "rows kv_heads group head_dim"],
     memory: Memory,
@@ -274,7 +267,13 @@ def attend_per_tile(
         state = online_softmax.start(shape, memory.value_width, q.dtype)
         begin, end = first // BLOCK, last // BLOCK + 1
         if is_wide:
-            seen_by_all = jnp.min(jnp.where(mine, _seen_by_all(here), end * BLOCK))
+            # How many places, from the first on, each row sees.
+            if here.ancestors is None or here.context is None:
+                own = here.positions + 1
+            else:
+                has_tree = (here.positions >= 0) & (here.context >= 0)
+                own = jnp.where(has_tree, here.context, here.positions + 1)
+            seen_by_all = jnp.min(jnp.where(mine, own, end * BLOCK))
             num_wide = seen_by_all // MAX_BLOCK
             wide = functools.partial(block, MAX_BLOCK, True)
             most = num_places // MAX_BLOCK
@@ -352,14 +351,6 @@ def _first_seen(view: View) -> Int[Array, " rows"]:
     if view.window is None:
         return jnp.zeros_like(view.positions)
     return jnp.maximum(view.positions - view.window + 1, 0)
-
-
-def _seen_by_all(view: View) -> Int[Array, " rows"]:
-    """How many places, from the first on, each row sees; without a window."""
-    if view.ancestors is None or view.context is None:
-        return view.positions + 1
-    has_tree = (view.positions >= 0) & (view.context >= 0)
-    return jnp.where(has_tree, view.context, view.positions + 1)
 
 
 def _visible(places: Int[Array, " places"], view: View) -> Bool[Array, "rows places"]:

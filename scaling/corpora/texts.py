@@ -119,7 +119,19 @@ def load(config: CorpusConfig) -> Split:
         what, found = config.pattern, [*_matching(config.pattern)]
     else:
         what, found = "the standard library", [*_standard_library()]
-    documents = _distinct(found)
+    documents, seen = [], set()
+    for name, path in sorted(found):
+        try:
+            text = path.read_bytes()
+            text.decode()
+        except UnicodeDecodeError:
+            continue
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+        digest = hashlib.sha256(text).digest()
+        if text and digest not in seen:
+            seen.add(digest)
+            documents.append(Document(name, path, text))
     if not documents:
         raise ValueError(
             f"no text files in {what}"
@@ -189,26 +201,3 @@ def _matching(pattern: str) -> Iterator[tuple[str, Path]]:
         path = Path(found)
         if path.is_file():
             yield path.relative_to(root).as_posix(), path
-
-
-def _distinct(found: Iterable[tuple[str, Path]]) -> list[Document]:
-    """Reads the files in order of their names, the first of equal texts only."""
-    documents, seen = [], set()
-    for name, path in sorted(found):
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-        digest = hashlib.sha256(text).digest()
-        if text and digest not in seen and _is_utf8(text):
-            seen.add(digest)
-            documents.append(Document(name, path, text))
-    return documents
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

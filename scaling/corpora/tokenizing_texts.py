@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt16
@@ -33,8 +32,8 @@ def open(config: CorpusConfig, *, cache: Path | None = None) -> streams.Corpus:
     if config.tokenizer == "bytes":
         both, end = (tokens(split.train), tokens(split.held_out)), END
     else:
-        pairs = _byte_pairs(split, config.vocab_size, cache or CACHE)
-        both, end = (pairs.train, pairs.held_out), byte_pairs.END
+        _, *both = _byte_pairs(split, config.vocab_size, cache or CACHE)
+        end = byte_pairs.END
     train, held_out = both
     if config.num_unique_tokens:
         train = _reordered(train, split.train, end)
@@ -54,7 +53,7 @@ def tokenizer(
     """Returns the tokenizer that a text's tokens are of."""
     if config.tokenizer == "bytes":
         return ByteTokenizer(config.vocab_size)
-    return _byte_pairs(texts.load(config), config.vocab_size, cache or CACHE).tokenizer
+    return _byte_pairs(texts.load(config), config.vocab_size, cache or CACHE)[0]
 
 
 def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
@@ -66,61 +65,44 @@ def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
     return np.concatenate(parts) if parts else end[:0]
 
 
-class _BytePairs(NamedTuple):
-    """What a cached folder holds."""
+def _byte_pairs(
+    split: Split, vocab_size: int, cache: Path
+) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
+    """Reads byte pairs from the cache, or learns them and tries to keep them there.
 
-    tokenizer: Tokenizer
-    train: np.ndarray
-    held_out: np.ndarray
-
-
-def _byte_pairs(split: Split, vocab_size: int, cache: Path) -> _BytePairs:
-    """Reads byte pairs from the cache, or learns them and tries to keep them there."""
-    folder = Path(cache) / _key(split, vocab_size)
-    with contextlib.suppress(OSError, ValueError):
-        return _read(folder)
-    found = _learn(split, vocab_size)
-    # Without a place to keep them they are learnt again: slower, not wrong.
-    with contextlib.suppress(ValueError):
-        _write(folder, found)
-    return found
-
-
-def _key(split: Split, vocab_size: int) -> str:
+    Returns:
+      The tokenizer, and the streams of both sides.
+    """
     key = hashlib.sha256(f"1 {byte_pairs.VERSION} {vocab_size}".encode())
     for side in split:
         key.update(f" {len(side)} ".encode())
         for document in side:
             key.update(hashlib.sha256(document.text).digest())
-    return key.hexdigest()
-
-
-def _learn(split: Split, vocab_size: int) -> _BytePairs:
+    folder = Path(cache) / key.hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        text = (folder / "tokenizer.json").read_text("utf-8")
+        settings = {"eos_token": byte_pairs.END_TEXT}
+        read = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
+        train, held_out = (
+            np.load(folder / f"{x}.npy", mmap_mode="r") for x in Split._fields
+        )
+        return read, train, held_out
     learnt = byte_pairs.train((x.text.decode() for x in split.train), vocab_size)
 
-    def stream(documents: Sequence[Document]) -> np.ndarray:
-        parts = byte_pairs.encode(learnt, [x.text.decode() for x in documents])
+    def stream(side: Sequence[Document]) -> np.ndarray:
+        parts = byte_pairs.encode(learnt, [x.text.decode() for x in side])
         ended = [np.array([*ids, byte_pairs.END], np.uint16) for ids in parts]
         return np.concatenate(ended)
 
-    return _BytePairs(learnt, stream(split.train), stream(split.held_out))
-
-
-def _read(folder: Path) -> _BytePairs:
-    text = (folder / "tokenizer.json").read_text("utf-8")
-    settings = {"eos_token": byte_pairs.END_TEXT}
-    learnt = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
-    sides = (np.load(folder / f"{side}.npy", mmap_mode="r") for side in Split._fields)
-    return _BytePairs(learnt, *sides)
-
-
-def _write(folder: Path, found: _BytePairs) -> None:
-    # If another run was faster, it has written the same.
-    with files.aside(folder) as new:
-        for name, text in found.tokenizer.files().items():
+    train, held_out = stream(split.train), stream(split.held_out)
+    # Without a place to keep them they are learnt again: slower, not wrong. If another
+    # run was faster, it has written the same.
+    with contextlib.suppress(ValueError), files.aside(folder) as new:
+        for name, text in learnt.files().items():
             (new / name).write_text(text, encoding="utf-8")
-        for side in Split._fields:
-            np.save(new / f"{side}.npy", getattr(found, side))
+        np.save(new / "train.npy", train)
+        np.save(new / "held_out.npy", held_out)
+    return learnt, train, held_out
 
 
 def _reordered(

@@ -69,14 +69,30 @@ def stored(
       ValueError: a size out of range.
     """
     check(sequence=sequence, number_bytes=number_bytes)
-    e = number_bytes
-    return (
-        *_norms(model, e, dropout),
-        *_attention(model, e),
-        *_scores(model, e, sequence, flash, dropout),
-        *_mlp(model, e),
-        *_experts(model, e),
-    )
+    e, h, n = number_bytes, model.hidden_size, model.attention.num_q_heads
+    norm = functools.partial(Stored, "norms", place="every", divided="sequence")
+    size = model.norms_per_layer * e
+    found = [
+        norm("inputs of the norms", f"{size} h", size * h),
+        norm("outputs of the norms", f"{2 * e} h", 2 * e * h),
+    ]
+    if dropout:
+        found.append(norm("dropout masks of the branches", "2 h", 2 * h))
+    found += _attention(model, e)
+    scores = functools.partial(Stored, "scores", place="every", divided="heads")
+    if flash:
+        found.append(scores("log-sum-exp", "4 n", 4 * n))
+    else:
+        found.append(scores("weights", f"{e} n s", e * n * sequence))
+    if dropout and not flash:
+        found.append(scores("mask of the weights", "n s", n * sequence))
+        found.append(scores("weights that are left", f"{e} n s", e * n * sequence))
+    if model.num_dense_layers:
+        inner = e * (2 + model.gated)
+        name = "gate, up and their product" if model.gated else "up, before and after"
+        width = inner * model.mlp_size
+        found.append(Stored("mlp", name, f"{inner} i", width, "dense", "heads"))
+    return (*found, *_experts(model, e))
 
 
 def per_token(
@@ -96,26 +112,15 @@ def per_token(
     layout = layout or Layout()
     sums = {"every": 0.0, "dense": 0.0, "mixture": 0.0}
     for tensor in tensors:
-        sums[tensor.place] += tensor.bytes / _parts(tensor.divided, model, layout)
+        parts = 1
+        if tensor.divided == "kv_heads":  # fewer heads than devices are copied
+            parts = min(layout.tensor, model.attention.num_kv_heads)
+        elif tensor.divided == "heads" or (
+            tensor.divided == "sequence" and layout.sequence
+        ):
+            parts = layout.tensor
+        sums[tensor.place] += tensor.bytes / parts
     return sums["every"] + sums["dense"], sums["every"] + sums["mixture"]
-
-
-def _parts(divided: Divided, model: Description, layout: Layout) -> int:
-    if divided == "kv_heads":  # fewer heads than devices are copied
-        return min(layout.tensor, model.attention.num_kv_heads)
-    if divided == "heads" or (divided == "sequence" and layout.sequence):
-        return layout.tensor
-    return 1
-
-
-def _norms(model: Description, e: int, dropout: bool) -> Iterable[Stored]:
-    h = model.hidden_size
-    tensor = functools.partial(Stored, "norms", place="every", divided="sequence")
-    count = model.norms_per_layer
-    yield tensor("inputs of the norms", f"{count * e} h", count * e * h)
-    yield tensor("outputs of the norms", f"{2 * e} h", 2 * e * h)
-    if dropout:
-        yield tensor("dropout masks of the branches", "2 h", 2 * h)
 
 
 def _attention(model: Description, e: int) -> Iterable[Stored]:
@@ -140,27 +145,6 @@ def _attention(model: Description, e: int) -> Iterable[Stored]:
     yield tensor("latent and its norm, rotary key", "(2 c + dr)", latent, "no")
     yield tensor("queries and keys", "2 n (dn + dr)", 2 * n * a.key_dim, "heads")
     yield tensor("values and output", "2 n dv", 2 * n * a.value_dim, "heads")
-
-
-def _scores(
-    model: Description, e: int, sequence: int, flash: bool, dropout: bool
-) -> Iterable[Stored]:
-    n = model.attention.num_q_heads
-    tensor = functools.partial(Stored, "scores", place="every", divided="heads")
-    if flash:
-        yield tensor("log-sum-exp", "4 n", 4 * n)
-        return
-    yield tensor("weights", f"{e} n s", e * n * sequence)
-    if dropout:
-        yield tensor("mask of the weights", "n s", n * sequence)
-        yield tensor("weights that are left", f"{e} n s", e * n * sequence)
-
-
-def _mlp(model: Description, e: int) -> Iterable[Stored]:
-    if model.num_dense_layers:
-        size, inner = e * (2 + model.gated) * model.mlp_size, 2 + model.gated
-        name = "gate, up and their product" if model.gated else "up, before and after"
-        yield Stored("mlp", name, f"{e * inner} i", size, "dense", "heads")
 
 
 def _experts(model: Description, e: int) -> Iterable[Stored]:

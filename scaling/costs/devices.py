@@ -5,7 +5,7 @@ numbers are zero). Bandwidths are bytes per second; that of the link counts one
 direction, half of what sheets print for NVLink. Sizes are in bytes, a GB being 1e9.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 type Precision = Literal["float32", "bfloat16", "float8"]
@@ -114,16 +114,15 @@ _MEASURED = {
 """16-bit products and bytes of memory a second that somebody reached, and who."""
 
 
-def _devices() -> Iterator[Device]:
+def _device(name: str, *sizes: str) -> Device:
     powers = ("e9", "e9", "e12", "e12", "e12", "e9")
-    for line in _SIZES.split("\n")[1:-1]:
-        name, *sizes = line.split()
-        read = (float(x + power) for x, power in zip(sizes, powers, strict=True))
-        measured = _MEASURED.get(name, (0.0, 0.0, ""))
-        yield Device(name, *read, _SOURCES[name], *measured)
+    read = (float(x + power) for x, power in zip(sizes, powers, strict=True))
+    return Device(name, *read, _SOURCES[name], *_MEASURED.get(name, (0.0, 0.0, "")))
 
 
-DEVICES: Mapping[str, Device] = {device.name: device for device in _devices()}
+DEVICES: Mapping[str, Device] = {
+    line.split()[0]: _device(*line.split()) for line in _SIZES.split("\n")[1:-1]
+}
 """All that are known, by name."""
 
 _OTHER_NAMES = {

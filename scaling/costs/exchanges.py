@@ -29,14 +29,46 @@ class Traffic(NamedTuple):
     backward: float
 
 
+class Pass(NamedTuple):
+    """What goes through the layers of a pipeline's stage at once.
+
+    Attributes:
+      model: its shape.
+      layout: how it is divided.
+      tokens: of a micro-batch on a device.
+      u: bytes of a number on the wire.
+    """
+
+    model: Description
+    layout: Layout
+    tokens: int
+    u: int
+
+    @property
+    def layers(self) -> int:
+        """Layers of a stage."""
+        return self.model.num_layers // self.layout.pipeline
+
+    @property
+    def block(self) -> int:
+        """Bytes of the tokens' hidden states."""
+        return self.tokens * self.model.hidden_size * self.u
+
+    @property
+    def mixtures(self) -> int:
+        """Layers with experts, of the stage that has most of them."""
+        return max(
+            sum(self.model.mixture_layers[first : first + self.layers])
+            for first in range(0, self.model.num_layers, self.layers)
+        )
+
+
 def ring_share(p: int) -> float:
     """What of its data a device sends in an all-gather over p devices."""
     return (p - 1) / p
 
 
-def tensor(
-    model: Description, layout: Layout, tokens: int, layers: int, u: int
-) -> Iterable[Traffic]:
+def tensor(sent_in: Pass) -> Iterable[Traffic]:
     """After attention and after the FFN; backward, before them.
 
     Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
@@ -44,24 +76,24 @@ def tensor(
     all-reduce send as much, but of what is kept in parts the products' inputs are
     gathered once more for the gradients of weights.
     """
-    p, block = layout.tensor, tokens * model.hidden_size * u
-    num_mixtures = mixtures(model, layout)
+    model, layout, block = sent_in.model, sent_in.layout, sent_in.block
+    p, num_mixtures = layout.tensor, sent_in.mixtures
     if p == 1:
         return
-    once = 2 * ring_share(p) * 2 * block * layers
+    once = 2 * ring_share(p) * 2 * block * sent_in.layers
     name = "all-gathers and reduce-scatters" if layout.sequence else "all-reduces"
     formula = "2 · 2 (p-1)/p · b s h u · L"
     yield Traffic("tensor", f"{name} of a layer", formula, once, once)
     if layout.sequence:
         # What goes into experts is kept.
-        inputs = 2 * layers - num_mixtures
+        inputs = 2 * sent_in.layers - num_mixtures
         again = ring_share(p) * block * inputs
         name = "inputs gathered again for weights' gradients"
         yield Traffic("sequence", name, "2 · (p-1)/p · b s h u · L", 0.0, again)
     elif num_mixtures:
         assert model.experts is not None
         numbers = model.experts.top_k + model.experts.shared_gate
-        shares = 2 * ring_share(p) * tokens * numbers * 4 * num_mixtures
+        shares = 2 * ring_share(p) * sent_in.tokens * numbers * 4 * num_mixtures
         name = "gradients of experts' shares, all-reduce"
         yield Traffic("tensor", name, "2 (p-1)/p · 4 k b s · L", 0.0, shares)
 
@@ -85,9 +117,7 @@ def undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Tra
     yield Traffic(scheme, name, "2 (p-1)/p · N u of norms", 0.0, sent)
 
 
-def vocabulary(
-    model: Description, layout: Layout, tokens: int, u: int
-) -> Iterable[Traffic]:
+def vocabulary(sent_in: Pass) -> Iterable[Traffic]:
     """The table and the head divided by vocabulary, on the stages that have them.
 
     Each device looks up its own words, and the sums make the embedding; the loss needs
@@ -95,28 +125,19 @@ def vocabulary(
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
-    p, block = layout.tensor, tokens * model.hidden_size * u
+    p = sent_in.layout.tensor
     if p == 1:
         return
     # Forward the looked-up parts are added, backward those of the head's input; with
     # sequence parallelism both are half of that, and gathered in the other direction.
-    reduce = 2 * ring_share(p) * block
+    reduce = 2 * ring_share(p) * sent_in.block
     formula = "2 (p-1)/p · b s h u"
-    if layout.sequence:
+    if sent_in.layout.sequence:
         name = "embedding and head's input, scattered and gathered"
         yield Traffic("vocabulary", name, formula, reduce, reduce)
     else:
         yield Traffic("vocabulary", "embedding, all-reduce", formula, reduce, 0.0)
         yield Traffic("vocabulary", "head's input, all-reduce", formula, 0.0, reduce)
-    small = 3 * 2 * ring_share(p) * tokens * 4
+    small = 3 * 2 * ring_share(p) * sent_in.tokens * 4
     name = "greatest logit, sum and target's, all-reduces"
     yield Traffic("vocabulary", name, "3 · 2 (p-1)/p · 4 b s", small, 0.0)
-
-
-def mixtures(model: Description, layout: Layout) -> int:
-    """Layers with experts, of the stage that has most of them."""
-    each = model.num_layers // layout.pipeline
-    return max(
-        sum(model.mixture_layers[x * each : (x + 1) * each])
-        for x in range(layout.pipeline)
-    )

@@ -130,19 +130,18 @@ def decode(
     check(batch=batch, context=context, steps=steps)
     terms = forward(model, batch=batch, sequence=steps, past=context)
     scores, values, _ = _widths(model, absorbed=True)
-    met = model.over_layers(lambda window: _keys_met(context, steps, window))
+
+    def keys_met(window: int | None) -> int:
+        growing = steps if window is None else min(steps, max(window - context, 0))
+        met = growing * context + growing * (growing - 1) // 2
+        return met + (steps - growing) * min(context + growing, window or 0)
+
+    met = model.over_layers(keys_met)
     widths = {"scores": scores, "values": values}
     return tuple(
         x._replace(flops=2 * batch * met * widths[x.name]) if x.growth == "s^2" else x
         for x in terms
     )
-
-
-def _keys_met(context: int, steps: int, window: int | None) -> int:
-    """Keys that queries meet of which the first sees `context`, each one more."""
-    growing = steps if window is None else min(steps, max(window - context, 0))
-    met = growing * context + growing * (growing - 1) // 2
-    return met + (steps - growing) * min(context + growing, window or 0)
 
 
 def training(

@@ -139,7 +139,14 @@ def parse(text: str, *, zero: int = 0) -> Layout:
         if name in degrees:
             raise ValueError(f"{name} is given twice in {text!r}")
         if name == "capacity":
-            degrees[name] = _capacity(word, value, text)
+            try:
+                degrees[name] = float(value)
+            except ValueError:
+                degrees[name] = math.nan
+            if not 0 < degrees[name] < math.inf:
+                raise ValueError(
+                    f"{word!r} in {text!r} needs a number above 0, such as 1.25"
+                )
             continue
         if name in ("sequence", "gather"):
             if value:
@@ -154,17 +161,6 @@ def parse(text: str, *, zero: int = 0) -> Layout:
     if "data" not in degrees and degrees.get("expert", 1) % context == 0:
         degrees["data"] = max(1, degrees.get("expert", 1) // context)
     return Layout(**(degrees | flags), zero=zero)
-
-
-def _capacity(word: str, value: str, text: str) -> float:
-    """Reads the one word that is no whole number."""
-    try:
-        found = float(value)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise ValueError(f"{word!r} in {text!r} needs a number above 0, such as 1.25")
-    return found
 
 
 def check(model: Description, layout: Layout, *, sequence: int | None = None) -> None:

@@ -6,7 +6,7 @@ one of many devices.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from scaling.shapes import Description, HeadAttention
@@ -80,8 +80,12 @@ def parameters(model: Description) -> Parameters:
     Llama-2-7B: 6,738,415,616 in total, 6,476,271,616 of them outside embeddings, and
     6,607,077,376 that a token is multiplied with.
     """
-    places = copies(model)
-    found = [(w, w.size * places[w.place]) for w in weights(model)]
+    return count(weights(model), copies(model))
+
+
+def count(listed: Iterable[Weight], places: Mapping[Place, int]) -> Parameters:
+    """Counts listed weights by every convention, each as often as its place occurs."""
+    found = [(w, w.size * places[w.place]) for w in listed]
     inside = [(w, size) for w, size in found if w.place != "ahead"]
     tables = ("embedding", "positions", "head")
     looked_up = sum(s for w, s in inside if w.part in ("embedding", "positions"))
@@ -118,30 +122,29 @@ def weights(model: Description) -> tuple[Weight, ...]:
     section 2 (Mixtral); DeepSeek-AI 2024, arXiv:2412.19437, section 2 (MLA, shared and
     routed experts, multi-token prediction).
     """
-    return (*_tables(model), *_layers(model), *_ends(model), *_ahead(model))
-
-
-def _tables(model: Description) -> Iterable[Weight]:
     h, v, rows = model.hidden_size, model.vocab_size, model.position_rows
-    yield Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")
+    found = [Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")]
     if rows:
-        yield Weight("positions", "positions", "r h", rows * h, "first")
-
-
-def _layers(model: Description) -> Iterable[Weight]:
-    yield from _attention(model)
+        found.append(Weight("positions", "positions", "r h", rows * h, "first"))
+    layers = [*_attention(model)]
     if model.num_dense_layers:
-        yield from _mlp(model)
+        layers += _mlp(model)
     if model.num_mixture_layers:
-        yield from _experts(model)
-    count = model.norms_per_layer
-    yield from _norms(model, "block norms", count, "every")
-
-
-def _ends(model: Description) -> Iterable[Weight]:
-    yield from _norms(model, "final norm", 1, "last")
-    h, v, stored = model.hidden_size, model.vocab_size, int(not model.tie_embeddings)
-    yield Weight("head", "head", "v h", v * h, "last", stored, stored, 1, "vocab")
+        layers += _experts(model)
+    layers.append(_norms(model, "block norms", model.norms_per_layer, "every"))
+    found += [*layers, _norms(model, "final norm", 1, "last")]
+    stored = int(not model.tie_embeddings)
+    head = Weight("head", "head", "v h", v * h, "last", stored, stored, 1, "vocab")
+    found.append(head)
+    if model.num_ahead_layers:
+        # A layer like the last one, and what joins it to the model: DeepSeek-AI 2024,
+        # arXiv:2412.19437, section 2.2.
+        kinds = ("every", "mixture" if model.mixture_layers[-1] else "dense")
+        found += [x._replace(place="ahead") for x in layers if x.place in kinds]
+        found.append(Weight("ahead", "join", "2 h h", 2 * h * h, "ahead", applied=1))
+        names = ("embedding norm", "hidden norm", "final norm")
+        found += [_norms(model, name, 1, "ahead") for name in names]
+    return tuple(found)
 
 
 def _attention(model: Description) -> Iterable[Weight]:
@@ -205,25 +208,7 @@ def _experts(model: Description) -> Iterable[Weight]:
         yield weight("shared gate", "h", h)
 
 
-def _norms(model: Description, name: str, count: int, place: Place) -> Iterable[Weight]:
+def _norms(model: Description, name: str, count: int, place: Place) -> Weight:
     vectors = count * (2 if model.norm == "layer" else 1)
     formula = "h" if vectors == 1 else f"{vectors} h"
-    yield Weight("norms", name, formula, vectors * model.hidden_size, place)
-
-
-def _ahead(model: Description) -> Iterable[Weight]:
-    """A layer like the last one, and what joins it to the model.
-
-    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2.
-    """
-    if not model.num_ahead_layers:
-        return
-    kinds = ("every", "mixture" if model.mixture_layers[-1] else "dense")
-    for weight in _layers(model):
-        if weight.place in kinds:
-            yield weight._replace(place="ahead")
-    h = model.hidden_size
-    join = Weight("ahead", "join", "2 h h", 2 * h * h, "ahead", applied=1)
-    yield join
-    for name in ("embedding norm", "hidden norm", "final norm"):
-        yield from _norms(model, name, 1, "ahead")
+    return Weight("norms", name, formula, vectors * model.hidden_size, place)

@@ -13,25 +13,19 @@ Source: Chen et al. 2016, arXiv:1604.06174, section 3.
 from collections.abc import Iterable
 
 from scaling.costs import exchanges
-from scaling.costs.exchanges import Traffic
-from scaling.costs.parallelism import Layout
-from scaling.shapes import Description
+from scaling.costs.exchanges import Pass, Traffic
 
 
-def of_stages(
-    model: Description, layout: Layout, tokens: int, u: int, layers: Iterable[Traffic]
-) -> Iterable[Traffic]:
+def of_stages(sent_in: Pass, layers: Iterable[Traffic]) -> Iterable[Traffic]:
     """What layers send forward, and the embedding, for stages of a pipeline.
 
     All stages look tokens up, and one takes what is found.
 
     Args:
-      model: its shape.
-      layout: how it is divided.
-      tokens: of a micro-batch on a device.
-      u: bytes of an activation on the wire.
+      sent_in: the pass forward.
       layers: what they send.
     """
+    layout = sent_in.layout
     if layout.pipeline == 1:
         return
     for each in layers:
@@ -40,14 +34,12 @@ def of_stages(
     if (p := layout.tensor) > 1:
         # An all-reduce; with sequence parallelism scattered alone.
         times = 1 if layout.sequence else 2
-        sent = times * exchanges.ring_share(p) * tokens * model.hidden_size * u
+        sent = times * exchanges.ring_share(p) * sent_in.block
         formula = f"{times} (p-1)/p · b s h u".replace("1 (", "(")
         yield Traffic("vocabulary", "embedding, run again", formula, 0.0, sent)
 
 
-def between_products(
-    model: Description, layout: Layout, tokens: int, u: int, layers: Iterable[Traffic]
-) -> Iterable[Traffic]:
+def between_products(sent_in: Pass, layers: Iterable[Traffic]) -> Iterable[Traffic]:
     """What is sent forward, where the results of products are kept.
 
     With sequence parallelism rows that are gathered for a product are not, but those
@@ -55,10 +47,10 @@ def between_products(
     needs the greatest logit and the sum, not the target's. Arguments are those of
     `of_stages`.
     """
-    p, block = layout.tensor, tokens * model.hidden_size * u
+    layout, block, p = sent_in.layout, sent_in.block, sent_in.layout.tensor
     for each in layers:
         if each.scheme == "tensor" and layout.sequence:
-            num = 2 * model.num_layers + exchanges.mixtures(model, layout)
+            num = 2 * sent_in.model.num_layers + sent_in.mixtures
             sent = exchanges.ring_share(p) * block * num
             name, formula = "reduce-scatters of a layer", "2 (p-1)/p · b s h u · L"
             yield _again(each._replace(name=name, formula=formula), sent)
@@ -71,7 +63,7 @@ def between_products(
             name = "embedding and head's input, run again"
         formula = "2 (p-1)/p · b s h u"
         yield Traffic("vocabulary", name, formula, 0.0, sent)
-        small = 2 * 2 * exchanges.ring_share(p) * tokens * 4
+        small = 2 * 2 * exchanges.ring_share(p) * sent_in.tokens * 4
         name, formula = "greatest logit and sum, run again", "2 · 2 (p-1)/p · 4 b s"
         yield Traffic("vocabulary", name, formula, 0.0, small)
 

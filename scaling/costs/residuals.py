@@ -63,7 +63,8 @@ def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, 
     norm("block norms", c.hidden_size, 2 * layers, output=True)
     norm("final norm", c.hidden_size, 1, output=True)
     if c.qk_norm:  # what they give is rotated, and not kept itself
-        norm("query and key norms", c.head_dim, _heads(c) * layers, output=False)
+        num_heads = (c.num_q_heads + c.num_kv_heads) * layers
+        norm("query and key norms", c.head_dim, num_heads, output=False)
     if c.positions == "rope":
         # Cosine and sine of half a head, in the shape of queries and in that of keys.
         found.append(Residual("rope", "angles", 4 * 4 * (c.head_dim // 2) * layers))
@@ -82,10 +83,6 @@ def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, 
     if c.gated:
         add("mlp", "up and the product", e * 2 * c.mlp_size)
     return tuple(found)
-
-
-def _heads(config: ModelConfig) -> int:
-    return config.num_q_heads + config.num_kv_heads
 
 
 def total(found: tuple[Residual, ...], tokens: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from scaling.costs import exchanges, memory
-from scaling.costs.exchanges import Traffic
+from scaling.costs.exchanges import Pass, Traffic
 from scaling.costs.parallelism import Layout
 from scaling.shapes import Description
 
@@ -31,37 +31,30 @@ def ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
     return num_micro + 2 * (num_stages - 1)
 
 
-def hops(model: Description, layout: Layout, tokens: int, u: int) -> Iterable[Traffic]:
+def hops(sent_in: Pass) -> Iterable[Traffic]:
     """One activation to the next stage, one gradient back: what an inner stage sends.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, sections 3.2 and 4.1: with tensor
     parallelism each device sends its part, and the stage that receives gathers them
     over its faster links; with sequence parallelism they are parts anyway.
     """
+    layout = sent_in.layout
     if layout.pipeline == 1:
         return
-    sent = tokens * model.hidden_size * u / layout.tensor
+    sent = sent_in.block / layout.tensor
     formula = "b s h u / t" if layout.tensor > 1 else "b s h u"
     yield Traffic("pipeline", "to the next stage, and back", formula, sent, sent)
     if layout.tensor > 1 and not layout.sequence:
-        gathered = exchanges.ring_share(layout.tensor) * tokens * model.hidden_size * u
+        gathered = exchanges.ring_share(layout.tensor) * sent_in.block
         name = "parts gathered by the stage that receives"
         formula = "(t-1)/t · b s h u"
         yield Traffic("scatter_gather", name, formula, gathered, gathered)
 
 
-def idle(
-    model: Description,
-    layout: Layout,
-    tokens: int,
-    u: int,
-    *,
-    micro_batches: int,
-    schedule: Schedule,
-) -> Iterable[Traffic]:
+def idle(sent_in: Pass, *, micro_batches: int, schedule: Schedule) -> Iterable[Traffic]:
     """What is passed on in ticks in which nothing was made: T - g hops each way."""
-    num = ticks(layout.pipeline, micro_batches, schedule) - micro_batches
-    for each in hops(model, layout, tokens, u):
+    num = ticks(sent_in.layout.pipeline, micro_batches, schedule) - micro_batches
+    for each in hops(sent_in):
         name, formula = f"{each.name}, idle ticks", f"(T - g) · {each.formula}"
         sent = num * each.forward, num * each.backward
         yield Traffic("idle", name, formula, *sent)

@@ -9,7 +9,7 @@ is counted like any other.
 from collections.abc import Iterable
 
 from scaling.costs import exchanges, memory, parallelism, recomputation, stages
-from scaling.costs.exchanges import Traffic
+from scaling.costs.exchanges import Pass, Traffic
 from scaling.costs.flops import check as check_sizes
 from scaling.costs.parallelism import Layout
 from scaling.costs.stages import Schedule
@@ -60,49 +60,40 @@ def training(
     check_sizes(batch=batch, sequence=sequence, number_bytes=number_bytes)
     check_sizes(micro_batches=micro_batches)
     parallelism.check(model, layout, sequence=sequence)
-    tokens = batch * sequence // layout.context
-    layers = model.num_layers // layout.pipeline
+    sent_in = Pass(model, layout, batch * sequence // layout.context, number_bytes)
     dispatch = number_bytes if dispatch_bytes is None else dispatch_bytes
     inside = (
-        *exchanges.tensor(model, layout, tokens, layers, number_bytes),
-        *_ulysses(model, layout, tokens, layers, number_bytes),
-        *_ring(model, layout, tokens, layers, number_bytes),
-        *_expert(model, layout, tokens, number_bytes, dispatch),
+        *exchanges.tensor(sent_in),
+        *_ulysses(sent_in),
+        *_ring(sent_in),
+        *_expert(sent_in, dispatch),
     )
-    sizes = model, layout, tokens, number_bytes
     again = recomputation.between_products if remat else recomputation.of_stages
     each = (
         *inside,
-        *again(*sizes, inside),
+        *again(sent_in, inside),
         *exchanges.undivided(model, layout, gradient_bytes),
-        *exchanges.vocabulary(*sizes),
-        *stages.hops(*sizes),
+        *exchanges.vocabulary(sent_in),
+        *stages.hops(sent_in),
     )
+    n = micro_batches
     return (
-        *(_times(traffic, micro_batches) for traffic in each),
-        *stages.idle(*sizes, micro_batches=micro_batches, schedule=schedule),
+        *(x._replace(forward=n * x.forward, backward=n * x.backward) for x in each),
+        *stages.idle(sent_in, micro_batches=micro_batches, schedule=schedule),
         *stages.tables(model, layout, gradient_bytes),
         *_data(model, layout, number_bytes, gradient_bytes),
     )
 
 
-def _times(traffic: Traffic, num: int) -> Traffic:
-    return traffic._replace(
-        forward=num * traffic.forward, backward=num * traffic.backward
-    )
-
-
-def _ulysses(
-    model: Description, layout: Layout, tokens: int, layers: int, u: int
-) -> Iterable[Traffic]:
+def _ulysses(sent_in: Pass) -> Iterable[Traffic]:
     """Queries, keys, values and output change between sequence and heads.
 
     KV heads fewer than devices are copied first.
 
     Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.
     """
-    p = layout.ulysses
-    if p == 1:
+    model, layout, tokens, u = sent_in
+    if (p := layout.ulysses) == 1:
         return
     a = model.attention
     outputs = a.num_q_heads * a.value_dim
@@ -111,35 +102,33 @@ def _ulysses(
         numbers = a.num_q_heads * a.head_dim + outputs + 2 * kv_heads * a.head_dim
     else:
         numbers = a.num_q_heads * (2 * a.key_dim + a.value_dim) + outputs
-    sent = exchanges.ring_share(p) * tokens * numbers * u / layout.tensor * layers
+    sent = exchanges.ring_share(p) * tokens * numbers * u / layout.tensor
+    sent *= sent_in.layers
     formula = "(2 n + 2 m) d · b s/p · (p-1)/p · u · L"
     yield Traffic("ulysses", "4 all-to-alls of a layer", formula, sent, sent)
 
 
-def _ring(
-    model: Description, layout: Layout, tokens: int, layers: int, u: int
-) -> Iterable[Traffic]:
+def _ring(sent_in: Pass) -> Iterable[Traffic]:
     """Keys and values go round in p - 1 hops; backward again, with their gradients.
 
     The gradients make p hops, the last one home.
 
     Source: Liu et al. 2023, arXiv:2310.01889, section 3.
     """
-    p = layout.ring
-    if p == 1:
+    model, layout, tokens, u = sent_in
+    if (p := layout.ring) == 1:
         return
     a = model.attention
     heads = max(a.num_kv_heads // (layout.tensor * layout.ulysses), 1)
-    block = tokens * layout.ulysses * heads * (a.key_dim + a.value_dim) * u * layers
+    block = tokens * layout.ulysses * heads * (a.key_dim + a.value_dim) * u
+    block *= sent_in.layers
     formula = "2 m d · b s/p · (p-1) · u · L; back with p more"
     forward = block * (p - 1)
     name, back = "keys and values, hop by hop", forward + block * p
     yield Traffic("ring", name, formula, float(forward), float(back))
 
 
-def _expert(
-    model: Description, layout: Layout, tokens: int, u: int, dispatch: int
-) -> Iterable[Traffic]:
+def _expert(sent_in: Pass, dispatch: int) -> Iterable[Traffic]:
     """Each token to its k experts and back, or all tokens to all devices.
 
     Sent directly, as many bytes as experts that are drawn alike make on average. With a
@@ -149,7 +138,8 @@ def _expert(
     Sources: Lepikhin et al. 2020, arXiv:2006.16668, section 3; bytes in 8 bits:
     DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2.
     """
-    p, x, layers = layout.expert, model.experts, exchanges.mixtures(model, layout)
+    model, layout, tokens, u = sent_in
+    p, x, layers = layout.expert, model.experts, sent_in.mixtures
     if x is None:
         return
     if (copies := layout.copies) > 1:
@@ -227,10 +217,10 @@ def decode(
       ValueError: a size out of range, or a degree that does not divide.
     """
     check_sizes(batch=batch, number_bytes=number_bytes)
-    layers = model.num_layers // layout.pipeline
+    sent_in = Pass(model, layout, batch, number_bytes)
     return (
-        *_of_rows(model, layout, batch, number_bytes),
-        *_pages(model, layout, batch, layers),
+        *_of_rows(sent_in),
+        *_pages(sent_in),
         *_logits(model, layout, batch),
     )
 
@@ -262,39 +252,33 @@ def prefill(
       ValueError: as for `decode`.
     """
     check_sizes(rows=rows, logit_rows=logit_rows, number_bytes=number_bytes)
-    layers = model.num_layers // layout.pipeline
+    sent_in = Pass(model, layout, rows, number_bytes)
     if layout.pages == 1 or rows % layout.pages:
-        own, attention = rows, _pages(model, layout, rows, layers)
+        each, attention = _of_rows(sent_in), _pages(sent_in)
     else:
-        own, taps = rows // layout.pages, num_taps
-        sizes = rows, logit_rows, layers, taps, number_bytes
-        attention = _row_parts(model, layout, *sizes)
-    each = _of_rows(model, layout, own, number_bytes)
-    if own < rows:
+        each = _of_rows(sent_in._replace(tokens=rows // layout.pages))
+        attention = _row_parts(sent_in, logit_rows, num_taps)
         part = f"b s/{layout.pages}"
         each = [x._replace(formula=x.formula.replace("b s", part)) for x in each]
-    return (
-        *each,
-        *attention,
-        *_logits(model, layout, logit_rows),
-    )
+    return (*each, *attention, *_logits(model, layout, logit_rows))
 
 
-def _of_rows(
-    model: Description, layout: Layout, rows: int, u: int
-) -> Iterable[Traffic]:
+def _of_rows(sent_in: Pass) -> Iterable[Traffic]:
     """What a pass over rows sends but for attention and logits."""
-    parallelism.check(model, layout)
-    layers = model.num_layers // layout.pipeline
+    parallelism.check(sent_in.model, sent_in.layout)
     found = [
-        *exchanges.tensor(model, layout, rows, layers, u),
-        *exchanges.vocabulary(model, layout, rows, u),
-        *stages.hops(model, layout, rows, u),
+        *exchanges.tensor(sent_in),
+        *exchanges.vocabulary(sent_in),
+        *stages.hops(sent_in),
     ]
-    if layout.gather:
-        found += _answers(model, layout, rows, u)
+    if sent_in.layout.gather:
+        # What experts answer to rows that every device has, added up.
+        sent = 2 * exchanges.ring_share(sent_in.layout.expert) * sent_in.block
+        sent *= sent_in.mixtures
+        name, formula = "experts' answers, all-reduce", "2 (p-1)/p · b s h u · L"
+        found.append(Traffic("expert", name, formula, sent, 0.0))
     else:
-        found += _expert(model, layout, rows, u, u)
+        found += _expert(sent_in, sent_in.u)
     for traffic in found:
         if traffic.forward and "target" not in traffic.name:
             yield traffic._replace(backward=0.0)
@@ -316,9 +300,7 @@ def _heads(model: Description, layout: Layout) -> HeadAttention:
     return model.attention
 
 
-def _pages(
-    model: Description, layout: Layout, rows: int, layers: int
-) -> Iterable[Traffic]:
+def _pages(sent_in: Pass) -> Iterable[Traffic]:
     """States of attention over parts of the pages, merged by log-sum-exp in float32.
 
     Of every row and query head an all-reduce of the greatest log-sum-exp, and one of
@@ -326,24 +308,17 @@ def _pages(
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1, for the merge.
     """
+    model, layout, rows, _ = sent_in
     if (p := layout.pages) == 1:
         return
     a = _heads(model, layout)
     numbers = rows * a.num_q_heads / layout.tensor * (a.value_dim + 2)
-    sent = 2 * exchanges.ring_share(p) * numbers * 4 * layers
+    sent = 2 * exchanges.ring_share(p) * numbers * 4 * sent_in.layers
     formula = "2 (p-1)/p · 4 b s n (d + 2) / t · L"
     yield Traffic("pages", "states of attention, all-reduces", formula, sent, 0.0)
 
 
-def _row_parts(
-    model: Description,
-    layout: Layout,
-    rows: int,
-    logit_rows: int,
-    layers: int,
-    taps: int,
-    u: int,
-) -> Iterable[Traffic]:
+def _row_parts(sent_in: Pass, logit_rows: int, taps: int) -> Iterable[Traffic]:
     """Rows in parts: those of all attend everywhere, and each device gets its own back.
 
     Every device has 1/p of the queries, keys and values, which all need: an all-gather.
@@ -354,9 +329,10 @@ def _row_parts(
 
     Source: Yang et al. 2024, arXiv:2411.01783, section 3 (pass-Q).
     """
+    model, layout, rows, u = sent_in
     a, share = _heads(model, layout), exchanges.ring_share(layout.pages)
     kv_heads = max(a.num_kv_heads, layout.tensor)
-    each = share * rows / layout.tensor * layers
+    each = share * rows / layout.tensor * sent_in.layers
     numbers = a.num_q_heads * a.head_dim + kv_heads * (a.head_dim + a.value_dim)
     name, formula = "queries, keys and values", "(p-1)/p · b s (n + 2 m) d u / t · L"
     yield Traffic("pages", f"{name}, all-gather", formula, each * numbers * u, 0.0)
@@ -370,14 +346,3 @@ def _row_parts(
         sent = share * rows * taps * model.hidden_size * u
         name = "states for heads that draft, all-gather"
         yield Traffic("pages", name, f"{taps} (p-1)/p · b s h u", sent, 0.0)
-
-
-def _answers(
-    model: Description, layout: Layout, rows: int, u: int
-) -> Iterable[Traffic]:
-    """What experts answer to rows that every device has, added up."""
-    p = layout.expert
-    sent = 2 * exchanges.ring_share(p) * rows * model.hidden_size * u
-    sent *= exchanges.mixtures(model, layout)
-    name = "experts' answers, all-reduce"
-    yield Traffic("expert", name, "2 (p-1)/p · b s h u · L", sent, 0.0)

@@ -41,7 +41,7 @@ def report(
         covariance = slopes @ covariance @ slopes.T
     natural = evaluation.coefficients(law, best[None], centre)[0]
     residuals = evaluation.values(law, best[None], seen.logs)[0] - seen.target
-    shape = diagnostics.shape(problem, matrix)
+    condition_number, flat_directions = diagnostics.shape(problem, matrix)
 
     def interval(value: Any, spread: Any, sampled: Any) -> Any:
         if samples is None:
@@ -77,8 +77,8 @@ def report(
         covariance=covariance,
         intervals=_pairs(names, ends),
         samples=samples,
-        condition_number=shape.condition_number,
-        flat_directions=shape.flat_directions,
+        condition_number=condition_number,
+        flat_directions=flat_directions,
         bounds_hit=diagnostics.bounds_hit(problem, best),
         warnings=[],
         num_points=n,

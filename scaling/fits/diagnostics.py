@@ -45,13 +45,6 @@ class Starts(NamedTuple):
     distinct_minima: int
 
 
-class Shape(NamedTuple):
-    """The curvature at the optimum: see `FitResult`."""
-
-    condition_number: float
-    flat_directions: list[dict[str, float]]
-
-
 def compare_starts(problem: Problem, ends: Solution) -> Starts:
     """Says how every start ended; counts optima that differ in what they predict."""
     low, high = problem.box
@@ -83,8 +76,10 @@ def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[s
     return [n for n, w in zip(problem.law.coefficients, walls, strict=True) if w]
 
 
-def shape(problem: Problem, matrix: Float[np.ndarray, "free free"]) -> Shape:
-    """Finds directions in which the objective does not rise."""
+def shape(
+    problem: Problem, matrix: Float[np.ndarray, "free free"]
+) -> tuple[float, list[dict[str, float]]]:
+    """Condition number of the curvature, and its flat directions: see `FitResult`."""
     size, bends, directions = intervals.scaled_bends(matrix)
     ratio = bends / max(bends[-1], 1e-300)
     names = np.array(problem.law.coefficients)[problem.free].tolist()
@@ -94,7 +89,7 @@ def shape(problem: Problem, matrix: Float[np.ndarray, "free free"]) -> Shape:
             direction = direction / size
             direction = direction / np.linalg.norm(direction)
             flat.append(dict(zip(names, map(float, direction), strict=True)))
-    return Shape(1 / max(float(ratio[0]), 1e-17), flat)
+    return 1 / max(float(ratio[0]), 1e-17), flat
 
 
 def collinear(

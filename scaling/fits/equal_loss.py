@@ -48,7 +48,13 @@ def compare(
       ValueError: a law has neither optimum nor single input, the two count different
         inputs, or no loss was reached by both.
     """
-    names = [_axis(result) for result in (first, second)]
+    names = []
+    for law in (first.find_law(), second.find_law()):
+        if law.two_powers is None and len(law.inputs) > 1:
+            raise ValueError(
+                f"{law.name} has neither a compute optimum nor a single input"
+            )
+        names.append("flops" if law.two_powers else law.inputs[0])
     if names[0] != names[1]:
         raise ValueError(f"{names[0]} of one fit cannot be compared with {names[1]}")
     fits = [(result, result.ranges[names[0]]) for result in (first, second)]
@@ -61,7 +67,16 @@ def compare(
             + " and the other ".join(f"{x.min():.4g} to {x.max():.4g}" for x in curves)
         )
     loss = np.geomspace(high, low, num_losses)
-    needed = [_needed(result, span, loss) for result, span in fits]
+    needed = []
+    for result, span in fits:
+        # The logarithm of the compute at which each curve reaches each loss.
+        compute = np.geomspace(span[0] / _BEYOND, span[1] * _BEYOND, _GRID)
+        rows = []
+        for curve in _losses(result, compute):
+            falling = np.log(np.minimum.accumulate(curve)[::-1])
+            x, log_compute = np.log(loss), np.log(compute)[::-1]
+            rows.append(np.interp(x, falling, log_compute, left=np.nan, right=np.nan))
+        needed.append(np.array(rows))
     ratio = np.exp(needed[1][0] - needed[0][0])
     sampled = [curves[1:] for curves in needed]
     count = min(map(len, sampled))
@@ -74,15 +89,6 @@ def compare(
     shares = [(1 - level) / 2, (1 + level) / 2]
     ends = np.quantile(several, shares, axis=0, method="nearest")
     return Comparison(loss, ratio, np.exp(ends[0]), np.exp(ends[1]))
-
-
-def _axis(result: FitResult) -> str:
-    law = result.find_law()
-    if law.two_powers is not None:
-        return "flops"
-    if len(law.inputs) == 1:
-        return law.inputs[0]
-    raise ValueError(f"{law.name} has neither a compute optimum nor a single input")
 
 
 def _losses(
@@ -100,18 +106,3 @@ def _losses(
     rows = np.concatenate([fitted, result.sampled()])
     columns = dict(zip(law.coefficients, rows.T[:, :, None], strict=True))
     return np.asarray(published.optimum(law, columns, compute[None]).loss)
-
-
-def _needed(
-    result: FitResult, span: tuple[float, float], loss: Float[np.ndarray, " losses"]
-) -> Float[np.ndarray, "curves losses"]:
-    """The logarithm of the compute at which each curve reaches each loss."""
-    compute = np.geomspace(span[0] / _BEYOND, span[1] * _BEYOND, _GRID)
-    found = []
-    for curve in _losses(result, compute):
-        falling = np.minimum.accumulate(curve)[::-1]
-        ends = {"left": np.nan, "right": np.nan}
-        found.append(
-            np.interp(np.log(loss), np.log(falling), np.log(compute)[::-1], **ends)
-        )
-    return np.array(found)

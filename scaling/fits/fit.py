@@ -1,9 +1,9 @@
 """Fits scaling laws robustly, from many starts, and says how far to trust the result.
 
-The doors: `fit` and `rollout`, which fits the small runs and scores the others; then
-`predict`, `score` and `compare`; `to_json` and `from_json`.
+The doors: `fit`; then `predict`, `score` and `compare`; `to_json` and `from_json`.
 """
 
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +42,6 @@ __all__ = [
     "fit",
     "from_json",
     "predict",
-    "rollout",
     "score",
     "scored",
     "to_json",
@@ -64,6 +63,7 @@ def fit(
     cluster: Any = None,
     level: float = 0.9,
     seed: int = 0,
+    held_out: Any = None,
     progress: Report | None = None,
 ) -> FitResult:
     """Fits a law to runs.
@@ -90,19 +90,38 @@ def fit(
       cluster: labels; rows with equal labels are resampled together.
       level: probability of the intervals, in (0, 1).
       seed: of the resamples.
+      held_out: a mask of the rows that are not fitted; the fit is scored on them.
       progress: called with the number of resamples done.
 
     Returns:
       The fit, with all that is doubtful about it in `warnings`.
 
     Raises:
-      ValueError: the data cannot be fitted (see `observations.observe`), or an
-        argument is outside its range.
+      ValueError: the data cannot be fitted (see `observations.observe`), an argument
+        is outside its range, or `held_out` has no row.
 
     Source: the objective is that of Hoffmann et al. 2022, arXiv:2203.15556,
     section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
     """
-    _check(loss=loss, space=space, delta=delta, bootstrap=bootstrap, level=level)
+    validation.choice("loss", loss, typing.get_args(Loss))
+    validation.choice("space", space, typing.get_args(Space))
+    if not 0 < delta < np.inf:
+        raise ValueError(f"{delta=} must be positive and finite; see loss='mse'")
+    if bootstrap < 0 or bootstrap == 1:
+        raise ValueError(f"{bootstrap=} must be 0 or at least 2 resamples")
+    if not 0 < level < 1:
+        raise ValueError(f"{level=} must be in (0, 1)")
+    larger = None
+    if held_out is not None:
+        mask = np.asarray(held_out, bool)
+        if not mask.any():
+            raise ValueError("no run is held out: there is nothing to score")
+        columns = {name: np.asarray(column) for name, column in data.items()}
+        larger = {name: column[mask] for name, column in columns.items()}
+        data = {name: column[~mask] for name, column in columns.items()}
+        weights, cluster = (
+            None if x is None else np.asarray(x)[~mask] for x in (weights, cluster)
+        )
     fixed, bounds = dict(fixed or {}), dict(bounds or {})
     limits = restrictions.limits(law, fixed, bounds)
     seen = observe(law, data, weights, cluster, num_given=len(fixed))
@@ -128,71 +147,18 @@ def fit(
     if bootstrap:
         samples = _resample(problem, best, bootstrap, seed, progress)
     result = assemble.report(problem, data, found, best, objective, samples, level)
-    return _as_given(result, law, form, fixed, bounds)
-
-
-def _as_given(
-    result: FitResult,
-    law: Law,
-    form: Law,
-    fixed: dict[str, float],
-    bounds: dict[str, tuple[float, float]],
-) -> FitResult:
-    """Puts a result into the law's own coordinates, and what was given to the bit."""
-
-    def outward(coordinates: np.ndarray) -> np.ndarray:
-        return restrictions.outward(law, form, coordinates, result.centre)
-
+    # In the law's own coordinates, and what was given to the bit.
+    own = functools.partial(restrictions.outward, law, form, centre=seen.centre)
     ends = {name: (value, value) for name, value in fixed.items()}
-    return result._replace(
+    result = result._replace(
         coefficients=result.coefficients | fixed,
         intervals=result.intervals | ends,
-        coordinates=outward(result.coordinates[None])[0],
-        samples=None if result.samples is None else outward(result.samples),
+        coordinates=own(result.coordinates[None])[0],
+        samples=None if samples is None else own(samples),
         fixed=fixed,
         bounds=bounds,
     )
-
-
-def rollout(
-    law: Law,
-    data: Mapping[str, Any],
-    held_out: Any = None,
-    *,
-    weights: Any = None,
-    cluster: Any = None,
-    **options: Any,
-) -> FitResult:
-    """Fits the small runs and scores the fit on the others.
-
-    Args:
-      law: from `published.LAWS`.
-      data: columns, as `fit` takes them.
-      held_out: which rows are not fitted; by default those with more than a tenth of
-        the largest compute.
-      weights: as `fit` takes them.
-      cluster: as `fit` takes it.
-      options: its other options.
-
-    Returns:
-      The fit of the others, with `held_out` filled in.
-
-    Raises:
-      ValueError: nothing is held out, or the rest cannot be fitted.
-    """
-    columns = {name: np.asarray(data[name]) for name in data}
-    if held_out is None:
-        flops = prediction.compute(law, columns)
-        held_out = flops > flops.max() / 10
-    held_out = np.asarray(held_out, bool)
-    if not held_out.any():
-        raise ValueError("no run is held out: there is nothing to score")
-    for name, column in {"weights": weights, "cluster": cluster}.items():
-        options[name] = None if column is None else np.asarray(column)[~held_out]
-    rest = {name: column[~held_out] for name, column in columns.items()}
-    result = fit(law, rest, **options)
-    larger = {name: column[held_out] for name, column in columns.items()}
-    return scored(result, larger)
+    return result if larger is None else scored(result, larger)
 
 
 def scored(result: FitResult, data: Mapping[str, Any]) -> FitResult:
@@ -307,16 +273,3 @@ def _coordinates(
     if not (np.isfinite(values).all() and (values[:, logged] > 0).all()):
         raise ValueError("coefficients to start from must be finite, sizes positive")
     return evaluation.coordinates(law, values, seen.centre)
-
-
-def _check(
-    *, loss: str, space: str, delta: float, bootstrap: int, level: float
-) -> None:
-    validation.choice("loss", loss, typing.get_args(Loss))
-    validation.choice("space", space, typing.get_args(Space))
-    if not 0 < delta < np.inf:
-        raise ValueError(f"{delta=} must be positive and finite; see loss='mse'")
-    if bootstrap < 0 or bootstrap == 1:
-        raise ValueError(f"{bootstrap=} must be 0 or at least 2 resamples")
-    if not 0 < level < 1:
-        raise ValueError(f"{level=} must be in (0, 1)")

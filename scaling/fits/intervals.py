@@ -85,7 +85,13 @@ def curvature(
     else:
         delta = problem.deltas()[-1]
         clipped = np.clip(residuals, -delta, delta)
-        factor = np.mean(clipped**2) / _share_within(residuals, delta) ** 2
+        # How probable a residual below delta is, also where few are: counting those
+        # would count the points that the fit passes through. Half of the residuals are
+        # within their median, and the density is taken as level up to there.
+        size = np.abs(residuals)
+        window = max(delta, float(np.median(size)), 1e-300)
+        share = max(float(np.mean(size <= window)) * delta / window, 1e-300)
+        factor = np.mean(clipped**2) / share**2
         factor *= lost**2
     covariance = np.zeros((free.size, free.size))
     covariance[np.ix_(free, free)] = factor * _inverse(matrix)
@@ -156,14 +162,3 @@ def _inverse(matrix: np.ndarray) -> np.ndarray:
     size, bends, directions = scaled_bends(matrix)
     bends = np.maximum(bends, 1e-14 * bends[-1])
     return (directions / bends) @ directions.T / np.outer(size, size)
-
-
-def _share_within(residuals: np.ndarray, delta: float) -> float:
-    """Estimates how probable a residual below delta is, also where few are.
-
-    Counting those would count the points that the fit passes through. Half of the
-    residuals are within their median, and the density is taken as level up to there.
-    """
-    window = max(delta, float(np.median(np.abs(residuals))), 1e-300)
-    share = float(np.mean(np.abs(residuals) <= window))
-    return max(share * delta / window, 1e-300)

@@ -156,8 +156,8 @@ def _solve_piece(
         for delta in problem.deltas():
             scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
             least = jnp.float64(tolerance * scale)
-            settings = multistart.Settings(jnp.float64(delta), least)
-            end = call(*arrays, jnp.asarray(x), walls, settings, jnp.int32(count))
+            settings = multistart.Settings(jnp.float64(delta), jnp.int32(count), least)
+            end = call(*arrays, jnp.asarray(x), walls, settings)
             x = np.asarray(end.coordinates)
             steps += np.asarray(end.num_steps)[:count]
             found = [np.asarray(part)[:count] for part in end]

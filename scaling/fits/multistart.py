@@ -34,9 +34,11 @@ class Settings(NamedTuple):
       delta: residuals beyond it count linearly; infinite for least squares.
       tolerance: stop when the next step promises to lower the objective by less.
       max_steps: evaluations that a problem has at most.
+      num_problems: how many of the problems to solve, the first ones.
     """
 
     delta: Any
+    num_problems: Any
     tolerance: Any = 1e-10
     max_steps: Any = 300
 
@@ -104,7 +106,6 @@ def solve(
     starts: Float[Array, "problems k"],
     box: tuple[Float[Array, "*problems k"], Float[Array, "*problems k"]],
     settings: Settings,
-    num_problems: Int32[Array, ""],
     *,
     space: Space = "log",
     num_lanes: int = 64,
@@ -120,7 +121,6 @@ def solve(
       box: least and largest coordinates, of all problems or of each; steps end at its
         walls.
       settings: see there.
-      num_problems: how many to solve, the first ones.
       space: see `residuals`.
       num_lanes: problems worked on at once.
 
@@ -161,8 +161,12 @@ def solve(
         ended = steady | (lane.damping > _LAST_DAMPING)
         ended &= jnp.isfinite(lane.objective)
         ended |= lane.num_steps >= settings.max_steps
-        ended &= lane.problem < num_problems
-        solution = _note(solution, lane, promise, ended)
+        ended &= lane.problem < settings.num_problems
+        place = jnp.where(ended, lane.problem, jnp.int32(width))
+        values = Solution(lane.x, lane.objective, promise, lane.damping, lane.num_steps)
+        solution = jax.tree.map(
+            lambda all_, one: all_.at[place].set(one, mode="drop"), solution, values
+        )
         nth = jnp.cumsum(ended, dtype=jnp.int32)
         lane = _where(ended, fresh(after + nth - 1), lane)
         move = jnp.where(ended[:, None], jnp.zeros_like(move), move)
@@ -193,7 +197,7 @@ def solve(
     )
     state = (fresh(lanes), jnp.int32(lanes.size), nothing)
     return jax.lax.while_loop(
-        lambda state: jnp.any(state[0].problem < num_problems), advance, state
+        lambda state: jnp.any(state[0].problem < settings.num_problems), advance, state
     )[2]
 
 
@@ -271,15 +275,6 @@ def _where(mask: Any, new: Any, old: Any) -> Any:
         return jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
     return jax.tree.map(choose, new, old)
-
-
-def _note(solution: Solution, lane: _Lane, promise: Any, ended: Any) -> Solution:
-    """Writes the ends of the lanes that have ended."""
-    place = jnp.where(ended, lane.problem, jnp.int32(len(solution.objective)))
-    values = Solution(lane.x, lane.objective, promise, lane.damping, lane.num_steps)
-    return jax.tree.map(
-        lambda all_, one: all_.at[place].set(one, mode="drop"), solution, values
-    )
 
 
 @functools.cache

@@ -92,19 +92,33 @@ def observe(
                 f"{name} is the same in all {n} rows{near}: nothing to fit"
             )
     if cluster is None:
-        _refuse_duplicates(np.stack(columns, 1))
-        labels = np.arange(n)
+        labels, rows = np.arange(n), np.stack(columns, 1)
+        _, first, place = np.unique(
+            rows, axis=0, return_index=True, return_inverse=True
+        )
+        if len(first) < n:
+            again = first[place.reshape(-1)]
+            row = int(np.argmax(again != labels))
+            raise ValueError(
+                f"rows {again[row]} and {row} are the same run; label the rows of one "
+                "run as a cluster if that is meant"
+            )
     else:
         labels = np.unique(np.asarray(cluster), return_inverse=True)[1].reshape(-1)
         if len(labels) != n:
             raise ValueError(f"{len(labels)} cluster labels for {n} rows")
+    weights = np.ones(n) if weights is None else np.asarray(weights, np.float64)
+    if weights.shape != (n,):
+        raise ValueError(f"weights of shape {weights.shape} for {n} rows")
+    if not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
+        raise ValueError("weights must be finite, at least 0, and not all 0")
     logs, target = np.log(columns[:-1]), np.log(columns[-1])
     centre = law.centre(logs)
     return Observations(
         logs - centre[:, None],
         centre,
         target,
-        _weights(weights, n),
+        weights,
         labels,
         float(np.median(target)),
     )
@@ -124,25 +138,3 @@ def _column(law: Law, data: Mapping[str, Any], name: str) -> np.ndarray:
         row = int(np.argmax(wrong))
         raise ValueError(f"row {row}: {name}={column[row]} must be positive and finite")
     return column
-
-
-def _refuse_duplicates(rows: np.ndarray) -> None:
-    _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    if len(first) < len(rows):
-        again = first[place.reshape(-1)]
-        row = int(np.argmax(again != np.arange(len(rows))))
-        raise ValueError(
-            f"rows {again[row]} and {row} are the same run; label the rows of one run "
-            "as a cluster if that is meant"
-        )
-
-
-def _weights(weights: Any, n: int) -> np.ndarray:
-    if weights is None:
-        return np.ones(n)
-    weights = np.asarray(weights, np.float64)
-    if weights.shape != (n,):
-        raise ValueError(f"weights of shape {weights.shape} for {n} rows")
-    if not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
-        raise ValueError("weights must be finite, at least 0, and not all 0")
-    return weights

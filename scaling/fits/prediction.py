@@ -60,54 +60,33 @@ def predict(
     if interval is None:
         nothing = np.full(value.shape, np.nan)
         return Prediction(np.exp(value), nothing, nothing)
-    ends = _by_curvature if result.samples is None else _by_samples
-    low, high = ends(result, logs, value, interval == "prediction", level)
-    return Prediction(np.exp(value), np.exp(low), np.exp(high))
-
-
-def _by_samples(
-    result: FitResult,
-    logs: np.ndarray,
-    value: np.ndarray,
-    with_noise: bool,
-    level: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    assert result.samples is not None
+    if result.samples is None:
+        at = result.coordinates
+        natural = evaluation.coefficient_slopes(law, at, result.centre)
+        slopes = evaluation.slopes(law, at, logs) @ np.linalg.inv(natural)
+        variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
+        if interval == "prediction":
+            variance = variance + np.mean(result.noise**2)
+        freedom = max(1, result.num_points - result.num_free)
+        half = intervals.student(level, freedom) * np.sqrt(np.maximum(variance, 0))
+        return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
     # A residual for every resample and point; drawn with a seed, so that asking twice
     # gives one answer.
-    rng, law = np.random.default_rng(0), result.find_law()
-    size = {"num_points": result.num_points, "k": result.num_free}
-    step, ends = max(1, _MAX_NUMBERS // len(result.samples)), []
+    rng, ends = np.random.default_rng(0), []
+    size: Any = {"num_points": result.num_points, "k": result.num_free}
+    step = max(1, _MAX_NUMBERS // len(result.samples))
     for first in range(0, len(value), step):
         some = slice(first, first + step)
         samples = evaluation.values(law, result.samples, logs[:, some])
-        if with_noise:
+        if interval == "prediction":
             samples = samples - rng.choice(result.noise, samples.shape)
         ends.append(
             intervals.from_samples(
                 value[some], samples, level, loss=result.loss, **size
             )
         )
-    low, high = zip(*ends, strict=True)
-    return np.concatenate(low), np.concatenate(high)
-
-
-def _by_curvature(
-    result: FitResult,
-    logs: np.ndarray,
-    value: np.ndarray,
-    with_noise: bool,
-    level: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    law, at = result.find_law(), result.coordinates
-    natural = evaluation.coefficient_slopes(law, at, result.centre)
-    slopes = evaluation.slopes(law, at, logs) @ np.linalg.inv(natural)
-    variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
-    if with_noise:
-        variance = variance + np.mean(result.noise**2)
-    freedom = max(1, result.num_points - result.num_free)
-    half = intervals.student(level, freedom) * np.sqrt(np.maximum(variance, 0))
-    return value - half, value + half
+    low, high = map(np.concatenate, zip(*ends, strict=True))
+    return Prediction(np.exp(value), np.exp(low), np.exp(high))
 
 
 def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:

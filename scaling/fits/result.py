@@ -64,7 +64,7 @@ class FitResult(NamedTuple):
       exponents: `a` and `b` of the compute optimum `N* ~ C^a`, `D* ~ C^b`, for laws
         that have one.
       exponent_intervals: of these.
-      held_out: the score on runs left out, where there is one (`rollout`).
+      held_out: the score on runs left out, where there is one.
       loss: what was minimised: `huber`, `lad` or `mse`.
       delta: of `huber`.
       space: of the residuals: `log` or `linear`.
@@ -159,7 +159,15 @@ def from_json(document: Any) -> FitResult:
         for name, (is_so, what) in _KINDS.items():
             if not is_so(fields[name]):
                 raise ValueError(f"its {name} must be {what}")
-        _check_settings(fields)
+        for name, choices in (("loss", Loss), ("space", Space)):
+            if fields[name] not in typing.get_args(choices):
+                known = ", ".join(typing.get_args(choices))
+                raise ValueError(f"its {name} must be one of {known}")
+        for name in ("distinct_minima", "num_points"):
+            if type(fields[name]) is not int or fields[name] < 1:
+                raise ValueError(f"its {name} must be a count")
+        if not 0 < (fields["level"] or 0) < 1:
+            raise ValueError("its level must be in (0, 1)")
         law = published.find(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
@@ -209,14 +217,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_text, value))
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_number, value.values()))
-
-
 _NUMBERS = (
     "objective",
     "condition_number",
@@ -229,29 +229,21 @@ _KINDS = {
     **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),
     **dict.fromkeys(
         ("inputs", "statuses", "bounds_hit", "warnings"),
-        (_are_texts, "a list of texts"),
+        (
+            lambda x: isinstance(x, list | tuple) and all(map(_is_text, x)),
+            "a list of texts",
+        ),
     ),
     **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
     **dict.fromkeys(
-        ("coefficients", "exponents", "fixed"), (_are_numbers, "numbers by name")
+        ("coefficients", "exponents", "fixed"),
+        (
+            lambda x: isinstance(x, Mapping) and all(map(_is_number, x.values())),
+            "numbers by name",
+        ),
     ),
 }
 """What a field of a fit.json must be."""
-
-
-def _check_settings(fields: Mapping[str, Any]) -> None:
-    """Refuses a fit that was not fitted by anything there is."""
-    for name, choices in (("loss", typing.get_args(Loss)), ("space", _SPACES)):
-        if fields[name] not in choices:
-            raise ValueError(f"its {name} must be one of {', '.join(choices)}")
-    for name in ("distinct_minima", "num_points"):
-        if type(fields[name]) is not int or fields[name] < 1:
-            raise ValueError(f"its {name} must be a count")
-    if not 0 < (fields["level"] or 0) < 1:
-        raise ValueError("its level must be in (0, 1)")
-
-
-_SPACES = typing.get_args(Space)
 
 
 def _array(values: Any) -> np.ndarray:

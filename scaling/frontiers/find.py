@@ -4,14 +4,16 @@ Approach 2 wherever runs share budgets, by every method, and approach 1 where th
 training curves: their exponents stand beside the fitted law's.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkv.progress import QUIET, Progress
 from scaling.frontiers import envelope, isoflop
 from scaling.frontiers.frontier import (
     CHUNK,
-    Find,
     Frontier,
     compare,
     disagreement,
@@ -71,7 +73,9 @@ def find(
     tolerance: float,
     smoothing: float,
     resamples: int,
-    **options: Any,
+    level: float = 0.9,
+    seed: int = 0,
+    progress: Progress = QUIET,
 ) -> Found:
     """Finds the frontiers that a log has.
 
@@ -80,17 +84,22 @@ def find(
       tolerance: of budgets in a group, as `groups.find_groups` has it.
       smoothing: of training curves, decades of FLOPs.
       resamples: of every bootstrap.
-      options: of every bootstrap: level, seed and progress of `frontier.frontier`.
+      level: of every bootstrap, as `frontier.frontier` has it.
+      seed: likewise.
+      progress: likewise.
     """
     names = ("num_params", "num_tokens", "loss")
     if missing := [LETTERS[x] for x in names if x not in log.columns]:
         said = " and ".join(missing)
         note = f"no isoFLOP groups, no envelope: the log has no {said}"
         return Found(_NO_GROUPS, [], [], None, [note], [])
+    bootstrapped = functools.partial(
+        frontier, level=level, seed=seed, progress=progress
+    )
     notes: list[str] = []
     groups = _groups(log, tolerance, notes)
     if len(groups.groups) > 1:
-        found = _by_groups(groups, notes, resamples, options)
+        found = _by_groups(groups, notes, resamples, bootstrapped)
     else:
         notes.append(
             f"no isoFLOP groups: fewer than two budgets have {MIN_SIZES} "
@@ -109,12 +118,15 @@ def find(
         notes.append(f"no envelope: {error}")
         return found
     best, strata = envelope.envelope(read), np.zeros(len(read.num_params), int)
-    last = frontier(ENVELOPE, best, read.flops, strata, resamples=resamples, **options)
+    last = bootstrapped(ENVELOPE, best, read.flops, strata, resamples=resamples)
     return found._replace(frontiers=[*found.frontiers, last])
 
 
 def _by_groups(
-    groups: Groups, notes: list[str], resamples: int, options: dict[str, Any]
+    groups: Groups,
+    notes: list[str],
+    resamples: int,
+    bootstrapped: Callable[..., Frontier],
 ) -> Found:
     """Approach 2 by every method; adds to the notes."""
     if num := groups.num_merged:
@@ -125,15 +137,12 @@ def _by_groups(
         )
     if groups.num_left:
         notes.append(f"{groups.num_left} runs are in no isoFLOP group")
-
-    def plain(method: str, minima: Find, **bootstrap: Any) -> Frontier:
-        return frontier(method, minima, groups.flops, groups.strata, **bootstrap)
-
+    runs: Any = {"flops": groups.flops, "strata": groups.strata}
     surface = isoflop.surface(groups)
     robust = isoflop.surface(groups, robust=True)
     few = min(resamples, ROBUST_RESAMPLES)
     found = [
-        plain(method, minima, resamples=number, **options)
+        bootstrapped(method, minima, **runs, resamples=number)
         for method, minima, number in (
             (PARABOLA, isoflop.by_parabola(groups), resamples),
             ("akima", isoflop.by_akima(groups), resamples),
@@ -142,7 +151,7 @@ def _by_groups(
         )
     ]
     windows = [
-        plain(f"parabola of {window}", isoflop.by_parabola(groups, window))
+        frontier(f"parabola of {window}", isoflop.by_parabola(groups, window), **runs)
         for window in isoflop.WINDOWS
         if max(group.sizes.size for group in groups.groups) >= window
     ]
@@ -157,7 +166,7 @@ def _by_groups(
     elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
         exponents = float(surface.alpha[0]), float(surface.beta[0])
         corrected = isoflop.by_parabola(groups, None, exponents)
-        found.append(plain(CORRECTED, corrected))
+        found.append(frontier(CORRECTED, corrected, **runs))
     return Found(groups, found, windows, exponents, notes, doubts)
 
 

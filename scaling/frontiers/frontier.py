@@ -9,7 +9,7 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, sections 3.1 and 3.2.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -147,16 +147,28 @@ def frontier(
         for c, reason in zip(flops, minima.reason[0], strict=True)
         if reason != FINE
     ]
-    warnings = _shorten(refused, method, len(flops))
+    warnings = refused
+    if len(refused) > 4:  # many are told of by their number
+        reasons = sorted({line.rpartition(": ")[2] for line in refused})
+        warnings = [
+            f"{method}: no minimum at {len(refused)} of {len(flops)} budgets: "
+            f"{'; '.join(reasons)}"
+        ]
     if np.isnan(laws["num_params"][0][0]):
         warnings.append(f"{method}: fewer than two budgets have a minimum; no law")
         return Frontier(method, flops, minima, None, None, None, 0, tuple(warnings))
     draws = np.random.default_rng(seed)
     slopes: dict[str, list[np.ndarray]] = {name: [] for name in _LAWS}
-    for size in _chunks(resamples, method, progress):
-        found = find(_draw(draws, size, strata))
-        for name in _LAWS:
-            slopes[name].append(_power(flops, getattr(found, name))[0])
+    if resamples and not progress.stopped:
+        update = progress.bar(method, resamples, "resamples")
+        for done in range(0, resamples, CHUNK):
+            if progress.stopped:
+                break
+            size = min(CHUNK, resamples - done)
+            found = find(_draw(draws, size, strata))
+            for name in _LAWS:
+                slopes[name].append(_power(flops, getattr(found, name))[0])
+            update(done + size)
     drawn = {
         name: np.concatenate(each or [np.empty(0)]) for name, each in slopes.items()
     }
@@ -194,30 +206,6 @@ def frontier(
 
 
 _LAWS = ("num_params", "num_tokens", "loss")
-
-
-def _chunks(resamples: int, method: str, progress: Progress) -> Iterator[int]:
-    """Numbers of resamples to draw at a time, under a bar that counts them."""
-    if not resamples or progress.stopped:
-        return
-    update = progress.bar(method, resamples, "resamples")
-    for done in range(0, resamples, CHUNK):
-        if progress.stopped:
-            return
-        size = min(CHUNK, resamples - done)
-        yield size
-        update(done + size)
-
-
-def _shorten(refused: list[str], method: str, num_budgets: int) -> list[str]:
-    """Tells of a few budgets one by one, of many by their number."""
-    if len(refused) <= 4:
-        return refused
-    reasons = sorted({line.rpartition(": ")[2] for line in refused})
-    return [
-        f"{method}: no minimum at {len(refused)} of {num_budgets} budgets: "
-        f"{'; '.join(reasons)}"
-    ]
 
 
 def _draw(

@@ -14,17 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from scaling.fits import goodness
-from scaling.frontiers import akima, parabola, variable_projection
-from scaling.frontiers.frontier import (
-    DEEP,
-    DOWNWARD,
-    EDGE,
-    FEW,
-    FINE,
-    OUTSIDE,
-    Find,
-    Minima,
-)
+from scaling.frontiers import akima, frontier, parabola, variable_projection
+from scaling.frontiers.frontier import Find, Minima
 from scaling.frontiers.groups import MIN_SIZES, Group, Groups, by_size
 
 WINDOWS = (3, 5, 7)
@@ -75,11 +66,11 @@ def by_parabola(
                     for p, mask in zip(place, used, strict=True)
                 ]
             )
-        reason = np.where(vertex.curvature > 0, FINE, DOWNWARD)
+        reason = np.where(vertex.curvature > 0, frontier.FINE, frontier.DOWNWARD)
         low = np.where(used, x, np.inf).min(1, initial=np.inf)
         high = np.where(used, x, -np.inf).max(1, initial=-np.inf)
         beyond = ~((place >= low) & (place <= high))
-        reason = np.where((reason == FINE) & beyond, OUTSIDE, reason)
+        reason = np.where((reason == frontier.FINE) & beyond, frontier.OUTSIDE, reason)
         return place, vertex.height, reason
 
     return _each(groups, minimum)
@@ -94,7 +85,7 @@ def by_akima(groups: Groups) -> Find:
         present = weight > 0
         log_loss = np.log(np.where(present, loss, 1.0))
         place, low = akima.lowest(np.log10(group.sizes), log_loss, present)
-        return place, np.exp(low), np.full(len(loss), FINE)
+        return place, np.exp(low), np.full(len(loss), frontier.FINE)
 
     return _each(groups, minimum)
 
@@ -110,8 +101,8 @@ def surface(groups: Groups, *, robust: bool = False) -> variable_projection.Surf
         loss.
     """
     points, ones = _points(groups), np.ones((1, groups.rows.size))
-    found = variable_projection.fit(*points, ones)
-    return variable_projection.fit_robustly(*points, ones, found) if robust else found
+    found = variable_projection.fit(points, ones)
+    return variable_projection.fit_robustly(points, ones, found) if robust else found
 
 
 FEW_DECIDE = 0.1
@@ -138,14 +129,14 @@ def doubts(
       parabolas, one for each group, do not leave less than chance explains.
     """
     points = _points(groups)
-    residuals, said = whole.log_residuals(*points)[0], []
+    residuals, said = whole.log_residuals(points)[0], []
     a, a_robust = (float(x.beta[0] / (x.alpha[0] + x.beta[0])) for x in (whole, robust))
     if abs(a - a_robust) > FEW_DECIDE:
         said.append(
             f"a few runs decide the surface: by squares N* grows as C^{a:.2f}, "
             f"robustly as C^{a_robust:.2f}"
         )
-    if goodness.is_far(residuals, np.log(points[2])):
+    if goodness.is_far(residuals, np.log(points.loss)):
         _, most, worst = goodness.measure(residuals)
         said.append(
             f"the surface misses one run in ten by more than {most:.1%}, the worst by "
@@ -191,10 +182,10 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
         if is_whole:
             fits = whole
         elif np.isfinite(whole.delta):
-            fits = variable_projection.fit_robustly(*points, weights, whole)
+            fits = variable_projection.fit_robustly(points, weights, whole)
         else:
-            fits = variable_projection.fit(*points, weights, start)
-        minima = Minima.nowhere(len(weights), len(groups.groups), OUTSIDE)
+            fits = variable_projection.fit(points, weights, start)
+        minima = Minima.nowhere(len(weights), len(groups.groups), frontier.OUTSIDE)
         both = np.isfinite(fits.log_a) & np.isfinite(fits.log_b)
         log_a, log_b = (np.where(both, x, 0.0) for x in (fits.log_a, fits.log_b))
         # At constant N D, `alpha A N^-alpha = beta B D^-beta` at the minimum.
@@ -209,16 +200,16 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
             value = fits.floor + np.exp(log_a - fits.alpha * n)
             value += np.exp(log_b - fits.beta * d)
             deep = inside & (value < _depth(group))
-            minima.reason[deep, i] = DEEP
+            minima.reason[deep, i] = frontier.DEEP
             _put(minima, inside & ~deep, i, n, d, value)
         return minima
 
     return find
 
 
-def _points(groups: Groups) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _points(groups: Groups) -> variable_projection.Points:
     """Log N, log D and the loss of all grouped runs."""
-    return (
+    return variable_projection.Points(
         np.log(np.concatenate([group.num_params for group in groups.groups])),
         np.log(np.concatenate([group.num_tokens for group in groups.groups])),
         np.concatenate([group.loss for group in groups.groups]),
@@ -235,7 +226,7 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
     """A finder that looks at every group by itself."""
 
     def find(weights: np.ndarray) -> Minima:
-        minima = Minima.nowhere(len(weights), len(groups.groups), FEW)
+        minima = Minima.nowhere(len(weights), len(groups.groups), frontier.FEW)
         for i, group in enumerate(groups.groups):
             loss, weight = by_size(group, weights[:, group.places])
             rank = np.cumsum(weight > 0, 1)
@@ -243,14 +234,14 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
             at = np.take_along_axis(rank, best[:, None], 1)[:, 0]
             enough = rank[:, -1] >= MIN_SIZES
             inner = (at > 1) & (at < rank[:, -1])
-            minima.reason[enough & ~inner, i] = EDGE
+            minima.reason[enough & ~inner, i] = frontier.EDGE
             rows = np.flatnonzero(enough & inner)
             if not rows.size:
                 continue
             place, low, reason = minimum(group, loss[rows], weight[rows])
-            deep = (reason == FINE) & (low < _depth(group))
-            minima.reason[rows, i] = np.where(deep, DEEP, reason)
-            good = minima.reason[:, i] == FINE
+            deep = (reason == frontier.FINE) & (low < _depth(group))
+            minima.reason[rows, i] = np.where(deep, frontier.DEEP, reason)
+            good = minima.reason[:, i] == frontier.FINE
             n, value = np.full((2, len(weights)), np.nan)
             n[rows], value[rows] = place * np.log(10), low
             # Along the group log D is a line in log N, or close to one.
@@ -285,4 +276,4 @@ def _put(
     minima.num_params[good, column] = np.exp(log_n[good])
     minima.num_tokens[good, column] = np.exp(log_d[good])
     minima.loss[good, column] = loss[good]
-    minima.reason[good, column] = FINE
+    minima.reason[good, column] = frontier.FINE

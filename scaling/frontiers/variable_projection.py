@@ -10,7 +10,7 @@ Used for scaling laws by the Open-Athena study of Chinchilla's approaches.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -24,6 +24,20 @@ _NUM_ROUNDS = 30
 _CUTOFF = 1.345
 """Spreads beyond which a residual counts linearly: 95 % of the efficiency of least
 squares where noise is normal. Huber 1964, Ann. Math. Statist. 35(1)."""
+
+
+class Points(NamedTuple):
+    """Runs that a surface is fitted to.
+
+    Attributes:
+      log_n: natural logarithms of the parameters.
+      log_d: natural logarithms of the tokens.
+      loss: nats per token.
+    """
+
+    log_n: Float[np.ndarray, " points"]
+    log_d: Float[np.ndarray, " points"]
+    loss: Float[np.ndarray, " points"]
 
 
 class Surface(NamedTuple):
@@ -49,24 +63,20 @@ class Surface(NamedTuple):
     objective: Float[np.ndarray, " fits"]
     delta: float = np.inf
 
-    def log_residuals(
-        self, log_n: Float[np.ndarray, " n"], log_d: Float[np.ndarray, " n"], loss: Any
-    ) -> Float[np.ndarray, "fits n"]:
+    def log_residuals(self, points: Points) -> Float[np.ndarray, "fits points"]:
         """Computes ln(fitted / seen) of some runs."""
         terms = (
             np.exp(size[:, None] - exponent[:, None] * x)
             for size, exponent, x in (
-                (self.log_a, self.alpha, log_n),
-                (self.log_b, self.beta, log_d),
+                (self.log_a, self.alpha, points.log_n),
+                (self.log_b, self.beta, points.log_d),
             )
         )
-        return np.log((self.floor[:, None] + sum(terms)) / loss)
+        return np.log((self.floor[:, None] + sum(terms)) / points.loss)
 
 
 def fit(
-    log_n: Float[np.ndarray, " points"],
-    log_d: Float[np.ndarray, " points"],
-    loss: Float[np.ndarray, " points"],
+    points: Points,
     weights: Float[np.ndarray, "fits points"],
     start: tuple[float, float] | Float[np.ndarray, "fits 2"] | None = None,
     num_steps: int = _NUM_STEPS,
@@ -74,9 +84,7 @@ def fit(
     """Fits the surface by weighted least squares.
 
     Args:
-      log_n: natural logarithms of the parameters.
-      log_d: natural logarithms of the tokens.
-      loss: nats per token.
+      points: the runs.
       weights: at least 0, as a bootstrap draws them.
       start: alpha and beta to begin at, for all or for each set of weights; by default
         25 places.
@@ -85,12 +93,11 @@ def fit(
     Returns:
       The best surface found for each set of weights.
     """
-    n0, d0 = float(log_n.mean()), float(log_d.mean())
-    x, y = log_n - n0, log_d - d0  # A and B are then of the size of their terms
+    n0, d0 = float(points.log_n.mean()), float(points.log_d.mean())
+    # A and B are then of the size of their terms.
+    centred = Points(points.log_n - n0, points.log_d - d0, points.loss)
     starts = _STARTS if start is None else (start,)
-    found = [
-        _descend(x, y, loss, weights, np.array(each), num_steps) for each in starts
-    ]
+    found = [_descend(centred, weights, np.array(x), num_steps) for x in starts]
     best = np.argmin([each[2] for each in found], 0)
     pick = np.arange(len(weights))
     theta, linear, objective = (
@@ -103,18 +110,12 @@ def fit(
 
 
 def fit_robustly(
-    log_n: Float[np.ndarray, " points"],
-    log_d: Float[np.ndarray, " points"],
-    loss: Float[np.ndarray, " points"],
-    weights: Float[np.ndarray, "fits points"],
-    whole: Surface,
+    points: Points, weights: Float[np.ndarray, "fits points"], whole: Surface
 ) -> Surface:
     """Fits the surface by Huber's loss of residuals over the loss.
 
     Args:
-      log_n: as `fit` has it, and those that follow.
-      log_d: natural logarithms of the tokens.
-      loss: nats per token.
+      points: the runs.
       weights: at least 0.
       whole: one surface of all points, where to begin. If it is not robust, the spread
         of the residuals is measured, once more at its own optimum; else its `delta`
@@ -123,15 +124,14 @@ def fit_robustly(
     Returns:
       The surface found for each set of weights, with the `delta`.
     """
-    points = (log_n, log_d, loss)
     if not np.isfinite(whole.delta):
         for _ in range(2):
-            size = np.abs(whole.log_residuals(*points)[0])
+            size = np.abs(whole.log_residuals(points)[0])
             spread = 1.4826 * float(np.median(size))
-            ones = np.ones((1, loss.size))
+            ones = np.ones((1, points.loss.size))
             delta = max(_CUTOFF * spread, 1e-9)
-            whole = fit_robustly(*points, ones, whole._replace(delta=delta))
-        return whole if len(weights) == 1 else fit_robustly(*points, weights, whole)
+            whole = fit_robustly(points, ones, whole._replace(delta=delta))
+        return whole if len(weights) == 1 else fit_robustly(points, weights, whole)
     # Squares of outliers may have led far away; resamples begin where all points ended.
     near = (float(whole.alpha[0]), float(whole.beta[0]))
     starts = (near, (0.35, 0.35)) if len(weights) == 1 else (near,)
@@ -143,18 +143,17 @@ def fit_robustly(
 
 
 def _reweight(
-    points: tuple[np.ndarray, np.ndarray, np.ndarray],
+    points: Points,
     weights: Float[np.ndarray, "fits points"],
     start: tuple[float, float],
     delta: float,
 ) -> tuple[Surface, Float[np.ndarray, " fits"]]:
     """Repeats least squares with lower weights for large residuals; and their costs."""
-    log_n, log_d, loss = points
     shrink = np.ones_like(weights)
     theta = np.tile(np.array(start, float), (len(weights), 1))
     for _ in range(_NUM_ROUNDS):  # a step or two is as good as weights that will change
-        found = fit(log_n, log_d, loss, weights * shrink / loss**2, theta, 2)
-        size = np.abs(np.expm1(found.log_residuals(log_n, log_d, loss)))
+        found = fit(points, weights * shrink / points.loss**2, theta, 2)
+        size = np.abs(np.expm1(found.log_residuals(points)))
         shrink = np.minimum(1.0, delta / np.maximum(size, 1e-300))
         before, theta = theta, np.stack([found.alpha, found.beta], 1)
         if np.all(np.abs(theta - before) < 1e-4 * theta):
@@ -164,9 +163,7 @@ def _reweight(
 
 
 def _descend(
-    x: Float[np.ndarray, " points"],
-    y: Float[np.ndarray, " points"],
-    loss: Float[np.ndarray, " points"],
+    points: Points,
     weights: Float[np.ndarray, "fits points"],
     start: Float[np.ndarray, "*fits 2"],
     num_steps: int,
@@ -176,10 +173,10 @@ def _descend(
     Float[np.ndarray, " fits"],
 ]:
     """Gauss-Newton on the projected problem, damped (Levenberg-Marquardt)."""
-    root = np.sqrt(weights)
+    (x, y, _), root = points, np.sqrt(weights)
     theta = np.broadcast_to(start, (len(weights), 2))
     damping = np.full(len(weights), 1e-3)
-    state = _project(theta, x, y, loss, root)
+    state = _project(theta, points, root)
     for _ in range(num_steps):
         basis, residual, linear, objective = state
         # d(X c)/d(alpha), d(X c)/d(beta), less what X itself can follow.
@@ -194,9 +191,18 @@ def _descend(
         slopes -= basis @ (basis.transpose(0, 2, 1) @ slopes)
         gradient = -(slopes * residual[:, :, None]).sum(1)
         normal = slopes.transpose(0, 2, 1) @ slopes
-        step = _solve(normal, gradient, damping)
+        # Damped normal equations; no step where both slopes vanish.
+        a, d = (normal[:, i, i] * (1 + damping) + 1e-300 for i in (0, 1))
+        b, (g, h) = normal[:, 0, 1], gradient.T
+        determinant = a * d - b**2
+        usable = determinant > 1e-14 * a * d
+        determinant = np.where(usable, determinant, 1.0)
+        step = np.stack([d * g - b * h, a * h - b * g], 1) / determinant[:, None]
+        fallback = np.stack([g / a, h / d], 1) / 2
+        fallback = np.where(fallback == fallback, fallback, 0)
+        step = np.where(usable[:, None], step, fallback)
         trial = np.clip(theta - step, *BOUNDS)
-        tried = _project(trial, x, y, loss, root)
+        tried = _project(trial, points, root)
         better = tried[3] <= objective
         theta = np.where(better[:, None], trial, theta)
         damping = np.clip(damping * np.where(better, 0.1, 8.0), 1e-12, 1e12)
@@ -211,9 +217,7 @@ def _descend(
 
 def _project(
     theta: Float[np.ndarray, "fits 2"],
-    x: Float[np.ndarray, " points"],
-    y: Float[np.ndarray, " points"],
-    loss: Float[np.ndarray, " points"],
+    points: Points,
     root: Float[np.ndarray, "fits points"],
 ) -> tuple[
     Float[np.ndarray, "fits points 3"],
@@ -229,14 +233,14 @@ def _project(
     """
     design = np.stack(
         [
-            np.ones((len(theta), x.size)),
-            np.exp(-theta[:, :1] * x),
-            np.exp(-theta[:, 1:] * y),
+            np.ones((len(theta), points.loss.size)),
+            np.exp(-theta[:, :1] * points.log_n),
+            np.exp(-theta[:, 1:] * points.log_d),
         ],
         2,
     )
     design *= root[:, :, None]
-    target = root * loss
+    target = root * points.loss
     basis, linear = _least_squares(design, target)
     # Where one is negative the best of the faces is the answer: with three terms
     # there are few enough to look at them all.
@@ -277,20 +281,3 @@ def _least_squares(
         c[:, k] /= upper[:, k, k]
         c[:, :k] -= upper[:, :k, k] * c[:, k : k + 1]
     return basis, c
-
-
-def _solve(
-    normal: Float[np.ndarray, "fits 2 2"],
-    gradient: Float[np.ndarray, "fits 2"],
-    damping: Float[np.ndarray, " fits"],
-) -> Float[np.ndarray, "fits 2"]:
-    """Solves the damped normal equations; no step where both slopes vanish."""
-    a, d = (normal[:, i, i] * (1 + damping) + 1e-300 for i in (0, 1))
-    b = normal[:, 0, 1]
-    determinant = a * d - b**2
-    usable = determinant > 1e-14 * a * d
-    determinant = np.where(usable, determinant, 1.0)
-    g, h = gradient[:, 0], gradient[:, 1]
-    step = np.stack([d * g - b * h, a * h - b * g], 1) / determinant[:, None]
-    fallback = np.stack([g / a, h / d], 1) / 2
-    return np.where(usable[:, None], step, np.where(fallback == fallback, fallback, 0))

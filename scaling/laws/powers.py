@@ -5,6 +5,7 @@ coordinates, so the derivatives are the terms' shares of the sum, times logarith
 """
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -42,9 +43,11 @@ def power_sum(
     coordinates: tuple[Coordinate, ...],
     terms: tuple[Term, ...],
     source: str,
-    **rest: Any,
+    *,
+    target: str = "loss",
+    two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None,
 ) -> Law:
-    """Makes the law of a sum of terms."""
+    """Makes the law of a sum of terms; `target` and `two_powers` are fields of it."""
     place = {coordinate.name: i for i, coordinate in enumerate(coordinates)}
     row = {column: i for i, column in enumerate(inputs)}
 
@@ -102,7 +105,8 @@ def power_sum(
         shift=shift,
         linearise=linearise,
         floor=next((term.scale for term in terms if not term.powers), None),
-        **rest,
+        target=target,
+        two_powers=two_powers,
     )
 
 

@@ -79,17 +79,13 @@ def exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
     Raises:
       ValueError: the law has no such optimum.
     """
-    powers = _two_powers(law, coefficients)
+    powers = loss_powers(law, coefficients)
     total = powers.alpha + powers.beta
     return Exponents(powers.beta / total, powers.alpha / total)
 
 
 def optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
-    """Divides a compute budget between parameters and tokens, `flops = 6 N D`.
-
-    In closed form: `N* = G (C/6)^a`, `G = (alpha A / (beta B))^(1 / (alpha + beta))`,
-    `a = beta / (alpha + beta)`. With the `hoffmann-tex` constants, 5.76e23 FLOPs make
-    4.036e10 parameters and 2.379e12 tokens.
+    """Divides a compute budget between parameters and tokens by a law.
 
     Args:
       law: one that says how loss falls with parameters and with tokens.
@@ -98,10 +94,23 @@ def optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
 
     Raises:
       ValueError: the law has no such optimum.
+    """
+    return divide(loss_powers(law, coefficients), flops)
+
+
+def divide(powers: TwoPowers, flops: Any) -> Optimum:
+    """Divides a compute budget between parameters and tokens, `flops = 6 N D`.
+
+    In closed form: `N* = G (C/6)^a`, `G = (alpha A / (beta B))^(1 / (alpha + beta))`,
+    `a = beta / (alpha + beta)`. With the `hoffmann-tex` constants, 5.76e23 FLOPs make
+    4.036e10 parameters and 2.379e12 tokens.
+
+    Args:
+      powers: of the loss.
+      flops: the budget, a number or an array.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 4.
     """
-    powers = _two_powers(law, coefficients)
     total = powers.alpha + powers.beta
     ratio = (powers.alpha * powers.A) / (powers.beta * powers.B)
     num_params = ratio ** (1 / total) * (flops / 6) ** (powers.beta / total)
@@ -110,7 +119,12 @@ def optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
     return Optimum(num_params, num_tokens, powers.floor + inner**powers.outer)
 
 
-def _two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+def loss_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+    """Reads off how a law's loss falls with parameters and tokens.
+
+    Raises:
+      ValueError: the law has no such form.
+    """
     if law.two_powers is None:
         raise ValueError(
             f"{law.name} does not say how loss falls with parameters and with tokens"

@@ -57,7 +57,9 @@ def simulate(
       Columns, and the surface's coefficients.
     """
     rng = np.random.default_rng(seed)
-    params, tokens = _design(num, rng)
+    flops = np.repeat(np.geomspace(6e18, 3e21, 9), -(-num // 9))[:num]
+    params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.7, 0.7, num)
+    tokens = flops / (6 * params)
     truth = dict(COEFFICIENTS)
     if kind == "collinear: D = 20 N":
         tokens = 20 * params
@@ -76,7 +78,9 @@ def simulate(
         truth["A"] = 1e-3
     elif kind == "weak term":
         truth["A"] = 20.0
-    error = _draw(rng, len(params), noise)
+    size = len(params)
+    drawn = rng.normal(size=size) if noise == "normal" else rng.standard_t(3, size)
+    error = NOISE * drawn
     if kind == "outliers":
         wild = rng.random(num) < 0.1
         error = error + wild * rng.uniform(0.05, 0.5, num)
@@ -92,15 +96,3 @@ def surface(
     """Computes the loss of a run without noise."""
     A, B, E, alpha, beta = (coefficients[x] for x in COEFFICIENTS)
     return E + A / params**alpha + B / tokens**beta
-
-
-def _design(num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    flops = np.repeat(np.geomspace(6e18, 3e21, 9), -(-num // 9))[:num]
-    params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.7, 0.7, num)
-    return params, flops / (6 * params)
-
-
-def _draw(rng: np.random.Generator, num: int, noise: Noise) -> np.ndarray:
-    if noise == "normal":
-        return NOISE * rng.normal(size=num)
-    return NOISE * rng.standard_t(3, num)

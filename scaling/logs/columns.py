@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv import validation
-from scaling.logs import files, rules
+from scaling.logs import rules
 from scaling.logs.files import RawTable
 from scaling.logs.rules import parse_number as parse
 
@@ -143,7 +143,16 @@ def read(
       ValueError: a column is missing, or a cell is not a number above 0.
     """
     names, notes, needs = roles.names, [*roles.notes], [*needs]
-    sources = _sources(table, columns, names)
+    sources: dict[str, tuple[str, float | None]] = {}
+    for meaning in SIZES:
+        unit = getattr(columns, f"{FIELDS[meaning]}_unit")
+        if meaning in names:
+            sources[meaning] = names[meaning], unit
+        elif unit != 1:
+            flag = FLAGS[meaning]
+            raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
+    if "loss" in names:
+        sources["loss"] = names["loss"], None
     _refuse_missing(table, roles, needs)
     there = {*sources} | ({*SIZES} if len({*SIZES} & {*sources}) > 1 else set())
     for need in needs:
@@ -174,23 +183,6 @@ def read(
     if "run" in names:
         labels = [str(row.cells.get(names["run"])) for row in table.rows]
     return values, labels, notes
-
-
-def _sources(
-    table: RawTable, columns: Columns, names: Mapping[str, str]
-) -> dict[str, tuple[str, float | None]]:
-    """Finds columns and units of N, D, C and the loss, as far as there are any."""
-    found: dict[str, tuple[str, float | None]] = {}
-    for meaning in SIZES:
-        unit = getattr(columns, f"{FIELDS[meaning]}_unit")
-        if meaning in names:
-            found[meaning] = names[meaning], unit
-        elif unit != 1:
-            flag = FLAGS[meaning]
-            raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
-    if "loss" in names:
-        found["loss"] = names["loss"], None
-    return found
 
 
 def units(
@@ -410,21 +402,17 @@ def _numbers(
         )
     said = ", ".join(f"{name} is {kind} in {n}" for (name, kind), n in faults.items())
     names = [*dict.fromkeys(name for name, _ in faults)]
+    way_out = "is it another column?"
+    if len(rows) < len(table.rows):
+        rule = " or ".join(f"{rules.quote(name)} is invalid" for name in names)
+        test = rules.parse(rule, names)
+        if not all(test(row.cells) for row in rows):  # such as 3M where no unit may be
+            rule = " or ".join(f"row == {row.number}" for row in rows)
+        way_out = f"--ignore '{rule}' leaves them out"
     raise ValueError(
         f"{table.path}: {len(rows)} of {len(table.rows)} rows cannot be read: {said}, "
-        f"first in {rows[0].place}; {_way_out(table, rows, names)}"
+        f"first in {rows[0].place}; {way_out}"
     )
-
-
-def _way_out(table: RawTable, rows: list[files.RawRow], names: list[str]) -> str:
-    """Suggests a rule that leaves out the rows that cannot be read."""
-    if len(rows) == len(table.rows):
-        return "is it another column?"
-    rule = " or ".join(f"{rules.quote(name)} is invalid" for name in names)
-    test = rules.parse(rule, names)
-    if not all(test(row.cells) for row in rows):  # such as 3M where no unit may be
-        rule = " or ".join(f"row == {row.number}" for row in rows)
-    return f"--ignore '{rule}' leaves them out"
 
 
 def _derive(found: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:

@@ -76,7 +76,12 @@ def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
             first, *others = found
             same = f"; the same holds for {', '.join(others)}" if others else ""
             said.append(found[first] + same)
-    said += [*_repeated(log, free), *_rates(log, free), *_checkpoints(log)]
+    said += [*_repeated(log, free), *_rates(log, free)]
+    if not log.has_one_row_per_run and log.curves is None:
+        said.append(
+            f"runs have several rows, and each is fitted: --last-of "
+            f"{_shell(log.roles['run'])} reads the last of each"
+        )
     return said if log.source.is_dir() else [*said, *_units(log, columns)]
 
 
@@ -164,15 +169,6 @@ def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
                 f"{','.join(_shell(x) for x in names if x)} reads the best of each"
             )
             return
-
-
-def _checkpoints(log: Log) -> Iterator[str]:
-    """Points at rows of one run, of which the last should count."""
-    if not log.has_one_row_per_run and log.curves is None:
-        yield (
-            f"runs have several rows, and each is fitted: --last-of "
-            f"{_shell(log.roles['run'])} reads the last of each"
-        )
 
 
 def _units(log: Log, columns: Columns) -> Iterator[str]:

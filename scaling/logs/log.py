@@ -190,7 +190,11 @@ def read(
     if last_of:
         table = _last(table, roles, last_of, notes)
     if best_of:
-        table = _lowest(table, roles, best_of, notes)
+        loss = loss_of(table, roles)
+        losses = [parse(row.cells.get(loss), None) for row in table.rows]
+        best = best_rates.lowest(_keys(table, roles, best_of, "--best-of"), losses)
+        said = f"not the lowest {loss} of rows with one {' and '.join(best_of)}"
+        table = _keep(table, best, said, notes)
     rows = table.rows
     values, labels, said = logs_columns.read(table, columns, roles, [*needs])
     log = Log(
@@ -207,21 +211,14 @@ def read(
     )
     log = log._replace(notes=log.notes + _twins(log, is_sweep))
     if is_sweep and {best_rates.CELL, best_rates.RATE} <= {*table.names}:
-        log = _best(log)
+        best = best_rates.winners([row.cells for row in log.raw])
+        if num_left := len(log.raw) - len(best):
+            words = "left out: not the best learning rate of size and tokens"
+            log = log.take(np.isin(np.arange(len(log.raw)), best))
+            log = log._replace(notes=(*log.notes, f"{_rows(num_left)} {words}"))
     if is_sweep and (path / files.CURVES).exists():
         log = log._replace(curves=_curves(log, files.read(path / "curves.jsonl")))
     return log
-
-
-def _best(log: Log) -> Log:
-    """Leaves out the learning rates of a sweep that were not the best."""
-    kept = best_rates.winners([row.cells for row in log.raw])
-    num_left = len(log.raw) - len(kept)
-    if not num_left:
-        return log
-    said = f"{_rows(num_left)} left out: not the best learning rate of size and tokens"
-    mask = np.isin(np.arange(len(log.raw)), kept)
-    return log.take(mask)._replace(notes=(*log.notes, said))
 
 
 def _last(
@@ -246,17 +243,6 @@ def _last(
         progress.append(how_far)
     kept = best_rates.last(_keys(table, roles, names, "--last-of"), progress)
     said = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
-    return _keep(table, kept, said, notes)
-
-
-def _lowest(
-    table: RawTable, roles: Roles, names: Sequence[str], notes: list[str]
-) -> RawTable:
-    """Keeps the best of the rows that agree in some columns."""
-    loss = loss_of(table, roles)
-    losses = [parse(row.cells.get(loss), None) for row in table.rows]
-    kept = best_rates.lowest(_keys(table, roles, names, "--best-of"), losses)
-    said = f"not the lowest {loss} of rows with one {' and '.join(names)}"
     return _keep(table, kept, said, notes)
 
 
@@ -301,7 +287,10 @@ def _leave_out(
         rows = kept
     for name in table.names:
         states = [str(row.cells.get(name)) for row in rows]
-        if not _are_states(name, states):
+        words = {*map(letters, states)}
+        is_known = words & _COMPLETED or any(map(NOT_COMPLETED.fullmatch, words))
+        # "status" is of our sweeps; of other names, none such as California.
+        if name != "status" and not (is_known and _STATES.fullmatch(letters(name))):
             continue
         places = [i for i, state in enumerate(states) if letters(state) in _COMPLETED]
         if num_left := len(rows) - len(places):
@@ -319,15 +308,6 @@ def _leave_out(
 def letters(text: str) -> str:
     """Reduces text to its letters and digits in lower case."""
     return re.sub(r"[\W_]", "", text.lower())
-
-
-def _are_states(name: str, cells: list[str]) -> bool:
-    """Whether a column has states of runs, and not such as California."""
-    if name == "status":  # of our sweeps
-        return True
-    words = {*map(letters, cells)}
-    is_known = bool(words & _COMPLETED) or any(map(NOT_COMPLETED.fullmatch, words))
-    return is_known and _STATES.fullmatch(letters(name)) is not None
 
 
 def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:

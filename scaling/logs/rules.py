@@ -116,7 +116,11 @@ class _Reader:
     def _comparison(self) -> Test:
         left_text, left = self._value()
         if self._take("is"):
-            return self._state(left)
+            if self._take("missing"):
+                return lambda row: left(row) in (None, "")
+            if self._take("invalid"):
+                return lambda row: not 0 < (_number(left(row)) or 0.0) < math.inf
+            raise self._error("needs missing or invalid before", self._here())
         token = self._peek()
         if token is None or token.text not in {*_ORDERS, "==", "!="}:
             raise self._error("needs a comparison such as <= before", self._here())
@@ -138,13 +142,6 @@ class _Reader:
             return order(x, y)
 
         return test
-
-    def _state(self, value: _Value) -> Test:
-        if self._take("missing"):
-            return lambda row: value(row) in (None, "")
-        if self._take("invalid"):
-            return lambda row: not 0 < (_number(value(row)) or 0.0) < math.inf
-        raise self._error("needs missing or invalid before", self._here())
 
     def _value(self) -> tuple[str, _Value]:
         token = self._peek()

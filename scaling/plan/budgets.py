@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers
+from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers, published
 
 type Amount = float | Float[np.ndarray, "..."]
 
@@ -54,12 +54,7 @@ def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
       ValueError: the law has no such form, or the coefficients have no optimum.
     """
     is_repeating = law.name == "data-constrained"
-    found = CHINCHILLA.two_powers if is_repeating else law.two_powers
-    if found is None:
-        raise ValueError(
-            f"{law.name} does not say how loss falls with parameters and with tokens"
-        )
-    powers = found(coefficients)
+    powers = published.loss_powers(CHINCHILLA if is_repeating else law, coefficients)
     for name in ("A", "B", "alpha", "beta", "outer"):
         value = getattr(powers, name)
         if not 0 < value < math.inf:
@@ -121,11 +116,7 @@ def allocate(
     arXiv:2401.00448, section 2; Muennighoff et al. 2023, arXiv:2305.16264, section 5.
     """
     if inference_tokens == 0:
-        total = powers.alpha + powers.beta
-        ratio = powers.alpha * powers.A / (powers.beta * powers.B)
-        num_params = ratio ** (1 / total) * (flops / 6) ** (powers.beta / total)
-        num_tokens = flops / (6 * num_params)
-        free = Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+        free = published.divide(powers, flops)
     else:
         served = math.log(2 * inference_tokens)
 

@@ -11,7 +11,7 @@ models that `costs` counts tell all of them.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -219,7 +219,7 @@ def pick(family: Family, place: int) -> Design:
 
 def describe(family: Family, width: int, depth: int, mlp: int) -> Description:
     """Gives the shape of one design in full."""
-    head_dim = _range_of(width).head_dim
+    head_dim = next(x for x in RANGES if x.low <= width < x.high).head_dim
     heads = width // head_dim
     grouped = heads >= 4 * _KV_HEADS and heads % _KV_HEADS == 0
     return Description(
@@ -241,15 +241,7 @@ def describe(family: Family, width: int, depth: int, mlp: int) -> Description:
 @functools.lru_cache(maxsize=4)
 def make_grid(family: Family) -> Grid:
     """Lists all designs of a family with their exact counts, read-only."""
-    columns = zip(*_blocks(family), strict=True)
-    grid = Grid(*(np.concatenate(column) for column in columns))
-    for column in grid:
-        column.setflags(write=False)
-    return grid
-
-
-def _blocks(family: Family) -> Iterator[tuple[np.ndarray, ...]]:
-    """All designs of one width at a time."""
+    blocks = []
     for each in RANGES:
         if family.vocab_size > each.max_vocab_size:
             continue
@@ -257,8 +249,22 @@ def _blocks(family: Family) -> Iterator[tuple[np.ndarray, ...]]:
             depths = _multiples(each.layers, *(width / x for x in each.aspects[::-1]))
             mlps = _multiples(each.mlp, *(width * x for x in MLP_RATIOS))
             depth, mlp = (x.ravel() for x in np.meshgrid(depths, mlps, indexing="ij"))
-            counts, flops = _extend(family, width, depth, mlp)
-            yield np.full(depth.size, width), depth, mlp, counts, flops
+            shapes = ((1, 1), (2, 1), (1, 2))
+            corners = [describe(family, width, *shape) for shape in shapes]
+            params = [count_params(family, model) for model in corners]
+            how: Any = {"sequence": family.sequence, "attention": family.attention}
+            flops = [float(training(model, **how).model) for model in corners]
+            found = []
+            for one, deeper, wider in (params, flops):
+                layer, column = deeper - one, wider - one
+                found.append(one - layer + depth * (layer + column * (mlp - 1)))
+            counts, steps = found
+            block = np.full(depth.size, width), depth, mlp, counts
+            blocks.append((*block, steps / family.sequence))
+    grid = Grid(*map(np.concatenate, zip(*blocks, strict=True)))
+    for column in grid:
+        column.setflags(write=False)
+    return grid
 
 
 def _multiples(step: int, low: float, high: float) -> Int[np.ndarray, " n"]:
@@ -267,28 +273,6 @@ def _multiples(step: int, low: float, high: float) -> Int[np.ndarray, " n"]:
     return np.arange(first, max(first, int(high / step)) + 1, dtype=np.int64) * step
 
 
-def _extend(
-    family: Family, width: int, depth: np.ndarray, mlp: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Extends the counts of three models to all depths and FFN widths."""
-    corners = [describe(family, width, *shape) for shape in ((1, 1), (2, 1), (1, 2))]
-    found = []
-    for measure in (count_params, _step_flops):
-        one, deeper, wider = (measure(family, model) for model in corners)
-        layer, column = deeper - one, wider - one
-        found.append(one - layer + depth * (layer + column * (mlp - 1)))
-    return found[0], found[1] / family.sequence
-
-
 def count_params(family: Family, model: Description) -> int:
     """Counts a model's parameters as the family does."""
     return getattr(parameters.parameters(model), family.count.replace("-", "_"))
-
-
-def _step_flops(family: Family, model: Description) -> float:
-    found = training(model, sequence=family.sequence, attention=family.attention)
-    return float(found.model)
-
-
-def _range_of(width: int) -> Range:
-    return next(each for each in RANGES if each.low <= width < each.high)

@@ -68,7 +68,10 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
             believed = case._replace(belief=belief)
             found = believed.allocate()
             if case.target_loss is not None:
-                needed.append([_log_needed(believed)])
+                try:
+                    needed.append([math.log(believed.needed())])
+                except ValueError:  # no budget is enough
+                    needed.append([_NEVER])
             optima.append([math.log(found.num_params), math.log(found.num_tokens)])
         except (ValueError, OverflowError):  # a resample without an optimum
             continue
@@ -93,11 +96,3 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
         num_resamples=len(samples),
         num_without=len(samples) - len(optima),
     )
-
-
-def _log_needed(case: Case) -> float:
-    """Logarithm of the budget that a resample asks for; `_NEVER` if none is enough."""
-    try:
-        return math.log(case.needed())
-    except ValueError:
-        return _NEVER

@@ -10,7 +10,7 @@ from scaling.shapes import huggingface
 from scaling.shapes.description import Description
 
 
-def _rows(keys: str, rows: Mapping[str, tuple[Any, ...]], **common: Any):
+def _rows(common: dict[str, Any], keys: str, rows: Mapping[str, tuple[Any, ...]]):
     names = keys.split()
     return {
         name: common | dict(zip(names, row, strict=True)) for name, row in rows.items()
@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Touvron et al. 2023, arXiv:2302.13971, table 2; 2307.09288; Grattafiori et al.
     # 2024, arXiv:2407.21783, table 3.
     **_rows(
+        {"model_type": "llama"},
         _LLAMA,
         {
             "llama-7b": (4096, 32, 32, 32, 11008, 32000, 2048),
@@ -38,86 +39,82 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "llama-3.1-70b": (8192, 80, 64, 8, 28672, 128256, 131072),
             "llama-3.1-405b": (16384, 126, 128, 8, 53248, 128256, 131072),
         },
-        model_type="llama",
     ),
     **_rows(
+        {"model_type": "llama", "tie_word_embeddings": True},
         _LLAMA,
         {"smollm2-135m": (576, 30, 9, 3, 1536, 49152, 8192)},
-        model_type="llama",
-        tie_word_embeddings=True,
     ),
     # Jiang et al. 2023, arXiv:2310.06825, table 1; 2024, arXiv:2401.04088, table 1.
     **_rows(
+        {"model_type": "mistral", "sliding_window": 4096},
         _LLAMA,
         {"mistral-7b": (4096, 32, 32, 8, 14336, 32000, 32768)},
-        model_type="mistral",
-        sliding_window=4096,
     ),
     **_rows(
+        {
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
         _LLAMA,
         {"mixtral-8x7b": (4096, 32, 32, 8, 14336, 32000, 32768)},
-        model_type="mixtral",
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=None,
     ),
     # Yang et al. 2024, arXiv:2407.10671, table 1; Qwen Team 2025, arXiv:2505.09388.
     **_rows(
+        {"model_type": "qwen2"},
         f"{_LLAMA} tie_word_embeddings",
         {
             "qwen2-0.5b": (896, 24, 14, 2, 4864, 151936, 131072, True),
             "qwen2-7b": (3584, 28, 28, 4, 18944, 152064, 131072, False),
         },
-        model_type="qwen2",
     ),
     **_rows(
+        {"model_type": "qwen3", "head_dim": 128},
         f"{_LLAMA} tie_word_embeddings",
         {
             "qwen3-0.6b": (1024, 28, 16, 8, 3072, 151936, 40960, True),
             "qwen3-8b": (4096, 36, 32, 8, 12288, 151936, 40960, False),
         },
-        model_type="qwen3",
-        head_dim=128,
     ),
     **_rows(
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
         _LLAMA,
         {"qwen3-30b-a3b": (2048, 48, 32, 4, 6144, 151936, 40960)},
-        model_type="qwen3_moe",
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
     ),
     # Gemma Team 2024, arXiv:2403.08295, table 1; arXiv:2408.00118, table 1.
     **_rows(
+        {"model_type": "gemma", "head_dim": 256},
         _LLAMA,
         {
             "gemma-2b": (2048, 18, 8, 1, 16384, 256000, 8192),
             "gemma-7b": (3072, 28, 16, 16, 24576, 256000, 8192),
         },
-        model_type="gemma",
-        head_dim=256,
     ),
     **_rows(
+        {"model_type": "gemma2", "head_dim": 256, "sliding_window": 4096},
         _LLAMA,
         {
             "gemma-2-2b": (2304, 26, 8, 4, 9216, 256000, 8192),
             "gemma-2-9b": (3584, 42, 16, 8, 14336, 256000, 8192),
         },
-        model_type="gemma2",
-        head_dim=256,
-        sliding_window=4096,
     ),
     # Radford et al. 2019, table 2; Brown et al. 2020, arXiv:2005.14165, table 2.1, in
     # which the 13B model's width is printed 5140, not its 40 heads of 128.
     **_rows(
+        {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024},
         _GPT,
         {"gpt2": (768, 12, 12), "gpt2-xl": (1600, 48, 25)},
-        model_type="gpt2",
-        vocab_size=50257,
-        n_positions=1024,
     ),
     **_rows(
+        {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 2048},
         _GPT,
         {
             "gpt3-125m": (768, 12, 12),
@@ -126,12 +123,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "gpt3-13b": (5120, 40, 40),
             "gpt3-175b": (12288, 96, 96),
         },
-        model_type="gpt2",
-        vocab_size=50257,
-        n_positions=2048,
     ),
     # Zhang et al. 2022, arXiv:2205.01068, table 1.
     **_rows(
+        {"model_type": "opt", "vocab_size": 50272, "max_position_embeddings": 2048},
         "hidden_size num_hidden_layers num_attention_heads ffn_dim",
         {
             "opt-125m": (768, 12, 12, 3072),
@@ -139,9 +134,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "opt-66b": (9216, 64, 72, 36864),
             "opt-175b": (12288, 96, 96, 49152),
         },
-        model_type="opt",
-        vocab_size=50272,
-        max_position_embeddings=2048,
     ),
     # DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.2; arXiv:2412.19437, section 4.2.
     "deepseek-v2": {

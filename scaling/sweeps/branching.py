@@ -132,20 +132,33 @@ def run(
         half = half or Half(0, begin(trunk, is_vmapped), None)
         lanes, end = half.trunk, half.branch
         schedules = [_schedules(runs, is_vmapped) for runs in horizons]
-        _compile(trunk, corpus, lanes, schedules[-1], is_vmapped)
-        go = functools.partial(_go, trunk, corpus, is_vmapped=is_vmapped)
+        call = _call(trunk, corpus, is_vmapped)
+        # Compiled before a clock runs.
+        jax.block_until_ready(call(lanes.state, schedules[-1], jnp.int32(0)))
         for i, runs in enumerate(horizons[half.horizon :], half.horizon):
             branch_at = runs[0].num_steps - runs[0].cooldown_steps
-            lanes, goes_on = go(lanes, schedules[-1], branch_at, advance=advance)
+            lanes, goes_on = _go(call, lanes, schedules[-1], branch_at, advance)
             if not goes_on:
                 raise Stopped(Half(i, lanes, None))
-            end, goes_on = go(
-                end or lanes, schedules[i], runs[0].num_steps, advance=advance
+            end, goes_on = _go(
+                call, end or lanes, schedules[i], runs[0].num_steps, advance
             )
             if not goes_on:
                 raise Stopped(Half(i, lanes, end))
             for j, each in enumerate(runs):
-                yield _finish(each, end, j, is_vmapped, score)
+                scored = params = None
+                if end.alive[j]:
+                    params = end.state.params
+                    if is_vmapped:
+                        params = jax.tree.map(lambda x, j=j: x[j], params)
+                    scored = score(each, params)
+                    params = jax.tree.map(np.asarray, params)
+                if scored is None or not math.isfinite(scored.loss):
+                    status, scored, params = "diverged", None, None
+                else:
+                    status = "done"
+                curve = [*end.curves[j]]
+                yield Finished(each, status, scored, curve, end.seconds, params)
                 done += 1
             end = None
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -162,13 +175,13 @@ def speed(
 
     Without compilation, which a sweep pays once for a model.
     """
-    schedules = _schedules(runs, is_vmapped)
+    call, schedules = _call(runs, corpus, is_vmapped), _schedules(runs, is_vmapped)
     lanes, num_steps = begin(runs, is_vmapped), 4
-    _go(runs, corpus, lanes, schedules, 1, is_vmapped=is_vmapped)
+    _go(call, lanes, schedules, 1)
 
     def spend() -> float:
         started = time.monotonic()
-        _go(runs, corpus, lanes, schedules, num_steps, is_vmapped=is_vmapped)
+        _go(call, lanes, schedules, num_steps)
         return time.monotonic() - started
 
     while True:
@@ -188,23 +201,20 @@ def begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> Lanes:
 
 
 def _go(
-    runs: Sequence[TrainConfig],
-    corpus: Corpus,
+    call: Callable[..., Any],
     lanes: Lanes,
     schedule: Schedule,
     until: int,
-    *,
-    is_vmapped: bool,
     advance: Callable[[int], bool] = lambda steps: True,
 ) -> tuple[Lanes, bool]:
     """Trains up to a step, noting the loss on the way; and whether to go on."""
+    num_runs = len(lanes.alive)
     if not lanes.alive.any():
         return lanes._replace(step=max(until, lanes.step)), True
-    call = _call(runs, corpus, schedule, is_vmapped)
     for end in _reports(lanes.step, until):
         started = time.monotonic()
         num_steps = end - lanes.step
-        state, loss = call(lanes.state, jnp.int32(num_steps))
+        state, loss = call(lanes.state, schedule, jnp.int32(num_steps))
         losses = np.atleast_1d(np.asarray(loss, np.float64))
         middle = (lanes.step + end + 1) / 2
         alive = lanes.alive & np.isfinite(losses)
@@ -216,61 +226,29 @@ def _go(
                 (*curve, (middle, float(x))) if good else curve
                 for curve, x, good in zip(lanes.curves, losses, alive, strict=True)
             ),
-            lanes.seconds + (time.monotonic() - started) / len(runs),
+            lanes.seconds + (time.monotonic() - started) / num_runs,
         )
         if not alive.any():
             lanes = lanes._replace(step=until)
-        if not advance(num_steps * len(runs)):
+        if not advance(num_steps * num_runs):
             return lanes, False
         if not alive.any():
             break
     return lanes, True
 
 
-def _compile(
-    runs: Sequence[TrainConfig],
-    corpus: Corpus,
-    lanes: Lanes,
-    schedule: Schedule,
-    is_vmapped: bool,
-) -> None:
-    """Has the program compiled, before a clock runs."""
-    call = _call(runs, corpus, schedule, is_vmapped)
-    jax.block_until_ready(call(lanes.state, jnp.int32(0)))
-
-
 def _call(
-    runs: Sequence[TrainConfig], corpus: Corpus, schedule: Schedule, is_vmapped: bool
+    runs: Sequence[TrainConfig], corpus: Corpus, is_vmapped: bool
 ) -> Callable[..., Any]:
-    """The program, as a function of the state and the number of steps."""
+    """The program, as a function of the state, the schedule and the number of steps."""
     first = runs[0]
     program = _program(
         first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
     )
     seeds = _stack([jnp.int32(x.seed) for x in runs], is_vmapped)
-    return lambda state, num_steps: program(
+    return lambda state, schedule, num_steps: program(
         state, corpus.stream, schedule, seeds, num_steps
     )
-
-
-def _finish(
-    run: TrainConfig,
-    end: Lanes,
-    lane: int,
-    is_vmapped: bool,
-    score: Scorer,
-) -> Finished:
-    curve = [*end.curves[lane]]
-    scored = params = None
-    if end.alive[lane]:
-        params = end.state.params
-        if is_vmapped:
-            params = jax.tree.map(lambda x: x[lane], params)
-        scored = score(run, params)
-        params = jax.tree.map(np.asarray, params)
-    if scored is None or not math.isfinite(scored.loss):
-        return Finished(run, "diverged", None, curve, end.seconds, None)
-    return Finished(run, "done", scored, curve, end.seconds, params)
 
 
 def _reports(step: int, until: int) -> Iterator[int]:

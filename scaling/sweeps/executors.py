@@ -113,7 +113,10 @@ def local(
         parts = [group.lanes]
         if mode == "loop":
             parts = [(lane,) for lane in group.lanes]
-        tell = functools.partial(_tell, advance, group.model)
+
+        def tell(steps: int, model: Any = group.model) -> bool:
+            return advance(steps, model)
+
         for lanes in parts:
             if not tell(0):  # before a program is compiled for nothing
                 return
@@ -125,10 +128,6 @@ def local(
                 save(place, stop.half)
                 return
             shutil.rmtree(place, ignore_errors=True)
-
-
-def _tell(advance: Callable[[int, Any], bool], model: Any, steps: int) -> bool:
-    return advance(steps, model)
 
 
 def _run(
@@ -190,7 +189,9 @@ def connect(config: SweepConfig) -> Any:
     if ray.is_initialized():
         return ray
     try:
-        _knock(config.ray_address)
+        host, colon, port = config.ray_address.rpartition("//")[2].rpartition(":")
+        if colon and port.isdigit():  # where there is no cluster Ray tries for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         with warnings.catch_warnings():
             # Jax warns of every fork; what Ray forks is another program at once.
             warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
@@ -203,13 +204,6 @@ def connect(config: SweepConfig) -> Any:
         line = str(error).strip().partition("\n")[0]
         raise ValueError(f"{config.ray_address=}: no cluster: {line}") from None
     return ray
-
-
-def _knock(address: str) -> None:
-    """Raises an `OSError` where nobody listens: Ray itself tries for minutes."""
-    host, colon, port = address.rpartition("//")[2].rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
 
 
 def on_ray(
@@ -268,6 +262,7 @@ def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
     batch_tokens = run.batch_size * run.seq_len
     num_tokens = run.num_steps * batch_tokens
     run_id = grid.run_id(config, run, corpus.digest)
+    kind = getattr(run.model, "family", None) or getattr(run.model, "kind", None)
     bits = None
     if score is not None and math.isfinite(corpus.bytes_per_token):
         bits = score.loss / math.log(2) / corpus.bytes_per_token
@@ -275,7 +270,7 @@ def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
         "run_id": run_id,
         "cell": grid.cell_id(config, run, corpus.digest),
         "status": finished.status,
-        "architecture": _architecture(run.model),
+        "architecture": str(kind or type(run.model).__name__),
         "hidden_size": run.model.hidden_size,
         "num_layers": run.model.num_layers,
         "num_params": params.total,
@@ -311,8 +306,3 @@ def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
         for step, loss in finished.curve
     ]
     return Made(record, curve, run.model, finished.params)
-
-
-def _architecture(model: Any) -> str:
-    kind = getattr(model, "family", None) or getattr(model, "kind", None)
-    return str(kind or type(model).__name__)

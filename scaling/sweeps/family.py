@@ -4,6 +4,7 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2, for isoFLOP sweeps.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.config import ModelConfig
@@ -75,24 +76,24 @@ class FamilySweep:
     @property
     def sweep(self) -> SweepConfig:
         """The grid of the runs; a `ValueError` if it is none."""
-        return sweep_of(self)
+        return sweep_of(vars(self))
 
 
-def sweep_of(config: Any, **others: Any) -> SweepConfig:
+def sweep_of(fields: Mapping[str, Any]) -> SweepConfig:
     """The grid of a config of this family.
 
     Args:
-      config: has `widths`, `num_layers`, `seq_len`, and what else it has of
-        `SweepConfig`.
-      others: further fields.
+      fields: of the config, by name: `widths`, `num_layers`, `seq_len`, and any of
+        `SweepConfig`; others are ignored.
 
     Raises:
       ValueError: it is none.
     """
     names = {x.name for x in dataclasses.fields(SweepConfig)}
-    given = {name: value for name, value in vars(config).items() if name in names}
-    models = tuple(shape(x, config.num_layers, config.seq_len) for x in config.widths)
-    return SweepConfig(models=models, base_width=BASE_WIDTH, **given, **others)
+    given = {name: value for name, value in fields.items() if name in names}
+    sizes = fields["num_layers"], fields["seq_len"]
+    models = tuple(shape(width, *sizes) for width in fields["widths"])
+    return SweepConfig(models=models, base_width=BASE_WIDTH, **given)
 
 
 ISOFLOP = {

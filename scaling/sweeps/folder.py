@@ -96,7 +96,14 @@ class SweepFolder:
         self._lock = locking.WriterLock(out)
         try:
             with files.writing(out):
-                self._mend()
+                for row in self._read(self._runs):
+                    self.known.setdefault(row["run_id"], row)
+                # What a killed sweep left half done is taken away.
+                rows = self._read(self._curves)
+                kept = [row for row in rows if row["run_id"] in self.known]
+                if len(kept) < len(rows):
+                    text = "".join(json.dumps(row) + "\n" for row in kept)
+                    files.write_aside(self._curves, text)
         except BaseException:
             self.close()
             raise
@@ -142,16 +149,6 @@ class SweepFolder:
         self._append(self._curves, curve)
         self._append(self._runs, [record])
         self.known[record["run_id"]] = record
-
-    def _mend(self) -> None:
-        """Reads what there is, and takes away what a killed sweep left half done."""
-        for row in self._read(self._runs):
-            self.known.setdefault(row["run_id"], row)
-        rows = self._read(self._curves)
-        kept = [row for row in rows if row["run_id"] in self.known]
-        if len(kept) < len(rows):
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            files.write_aside(self._curves, text)
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """Reads a file's whole lines, and cuts off the last one if it is not whole."""

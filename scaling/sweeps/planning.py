@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scaling.sweeps import grid
@@ -73,21 +73,24 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
             losses = {rate: loss_at(cell, rate) for rate in rates}
             best[cell] = min(losses, key=lambda rate: losses[rate])
     if wanted:
-        return [
-            Group(model, (Lane(rate, first),), tuple(steps))
-            for (model, rate), steps in wanted.items()
-        ]
+        return _at_rates(wanted, (first,))
     repeated: dict[tuple[Architecture, float], list[int]] = {}
     for model in config.models[: config.num_repeated]:
         for steps in by_model.get(model, []):
             if math.isfinite(loss_at(Cell(model, steps), best[Cell(model, steps)])):
                 repeated.setdefault((model, best[Cell(model, steps)]), []).append(steps)
     others = config.seeds[1:]
-    groups = [
-        Group(model, tuple(Lane(rate, seed) for seed in others), tuple(steps))
-        for (model, rate), steps in repeated.items()
+    return missing(_at_rates(repeated, others)) if others else []
+
+
+def _at_rates(
+    steps: Mapping[tuple[Architecture, float], list[int]], seeds: Sequence[int]
+) -> list[Group]:
+    """Groups of one rate each, given the numbers of steps by model and rate."""
+    return [
+        Group(model, tuple(Lane(rate, seed) for seed in seeds), tuple(horizons))
+        for (model, rate), horizons in steps.items()
     ]
-    return missing(groups) if others else []
 
 
 def unfinished(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv.models import checkpoints
+from jaxkv.models import ModelConfig, checkpoints
 from jaxkv.progress import QUIET, Progress
 from jaxkv.text.tokenizer import ByteTokenizer
 from scaling.corpora import Corpus, CorpusConfig, streams
@@ -196,23 +196,21 @@ def _keep(config: SweepConfig, folder: SweepFolder, made: Made, commit: str) -> 
     record = made.record | {"commit": commit}
     if record["run_id"] in folder.known:
         return
-    if config.keep_models and made.params is not None:
+    model = made.model
+    # Rivals, which the engine does not serve, are not written.
+    if (
+        config.keep_models
+        and made.params is not None
+        and isinstance(model, ModelConfig)
+    ):
         text = config.corpus
         is_bytes = isinstance(text, CorpusConfig) and text.tokenizer == "bytes"
-        _save(model_folder(folder.path, record["run_id"]), made, is_bytes)
+        checkpoints.save_model(
+            model_folder(folder.path, record["run_id"]),
+            model,
+            made.params,
+            tokenizer=ByteTokenizer(model.vocab_size) if is_bytes else None,
+            overwrite=True,
+        )
     ordered = {name: record[name] for name in RECORD}
     folder.add(ordered, made.curve)
-
-
-def _save(folder: Path, made: Made, is_bytes: bool) -> None:
-    """Writes a model that the engine serves; a rival, which it does not, is not."""
-    try:
-        model = architectures.servable(made.model)
-    except ValueError:
-        return
-    tokenizer = None
-    if is_bytes:
-        tokenizer = ByteTokenizer(model.vocab_size)
-    checkpoints.save_model(
-        folder, model, made.params, tokenizer=tokenizer, overwrite=True
-    )

@@ -57,13 +57,20 @@ class Workers:
           branching.Stopped: the person said so.
           RuntimeError: one failed, as for want of memory.
         """
+
+        def advance(num_steps: int) -> bool:
+            with self._lock:
+                self._done += num_steps
+                self._update(self._done)
+            return not self._progress.stopped
+
         horizons = [[run] for run in runs]
         for finished in branching.run(
             horizons,
             self.corpus,
             is_vmapped=False,
             score=self._score,
-            advance=self._advance,
+            advance=advance,
         ):
             if finished.status == "failed":
                 raise RuntimeError(finished.error)
@@ -90,9 +97,3 @@ class Workers:
             for found in pool.map(one, jobs):
                 if found is not None:
                     yield found[0]
-
-    def _advance(self, num_steps: int) -> bool:
-        with self._lock:
-            self._done += num_steps
-            self._update(self._done)
-        return not self._progress.stopped

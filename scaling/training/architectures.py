@@ -35,12 +35,10 @@ def transformer(
     mlp_size: int,
     vocab_size: int,
     seq_len: int,
-    **others: Any,
 ) -> ModelConfig:
     """Gives the shape of a transformer whose heads each have their own K and V.
 
-    Its width, a multiple of `num_heads`, is shared by them; `others` are further fields
-    of the config.
+    Its width, a multiple of `num_heads`, is shared by them.
     """
     return ModelConfig(
         vocab_size=vocab_size,
@@ -51,7 +49,6 @@ def transformer(
         head_dim=width // num_heads,
         mlp_size=mlp_size,
         max_positions=seq_len,
-        **others,
     )
 
 
@@ -142,21 +139,16 @@ def sized[A: (ModelConfig, recurrent.RecurrentConfig)](base: A, num_params: int)
             raise ValueError("mixtures of experts are not sized by one dial")
         found: Any = _wide(base, num_params)
     else:
-        found = _stack(base, num_params)
+        # A GRU, the smaller of the two, has more than 4 h^2 a layer.
+        most = 2 + math.isqrt(max(num_params, 0) // (4 * base.num_layers))
+        shapes = (dataclasses.replace(base, hidden_size=h) for h in range(1, most))
+        found = min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
     if abs(_outside(found) - num_params) > 0.05 * num_params:
         raise ValueError(
             f"{num_params=} is not met within 5 % by any shape with "
             f"{base.num_layers=}; the nearest has {_outside(found)}"
         )
     return found
-
-
-def _stack(base: recurrent.RecurrentConfig, num_params: int):
-    """The hidden size whose count is nearest."""
-    # A GRU, the smaller of the two, has more than 4 h^2 a layer.
-    most = 2 + math.isqrt(max(num_params, 0) // (4 * base.num_layers))
-    shapes = (dataclasses.replace(base, hidden_size=h) for h in range(1, most))
-    return min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
 
 
 def _wide(base: ModelConfig, num_params: int):

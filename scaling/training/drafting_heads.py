@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxkv import validation
 from jaxkv.models import Params, transformer
@@ -122,17 +122,14 @@ def mean_loss(
     said = guesses(params, target, tokens, found, heads=heads, depth=depth)
     law = jax.nn.softmax(found.logits)
     nats = -jnp.sum(law[None] * jax.nn.log_softmax(said), axis=-1)
-    counts = _known(depth, tokens.shape[1])[:, None]
+    # Where guesses mean something.
+    counts = np.arange(tokens.shape[1])[None] > np.arange(depth)[:, None]
+    counts = counts[:, None]
     each = jnp.sum(jnp.where(counts, nats, 0), (1, 2)) / jnp.sum(
         jnp.broadcast_to(counts, nats.shape), (1, 2), dtype=nats.dtype
     )
     weights = np.float32(decay) ** np.arange(depth, dtype=np.float32)
     return jnp.sum(each * (weights / weights.sum()))
-
-
-def _known(depth: int, seq: int) -> Bool[np.ndarray, "depth seq"]:
-    """Where guesses mean something."""
-    return np.arange(seq)[None, :] > np.arange(depth)[:, None]
 
 
 def train(
@@ -237,15 +234,20 @@ def acceptance(
     Returns:
       Shares in [0, 1], by depth, 1 the first guess, and rank of the guess there.
     """
-    look = jax.jit(
-        functools.partial(_is_right, heads=heads, depth=depth, num_ranks=num_ranks)
-    )
+
+    @jax.jit
+    def is_right(params: Params, target: Params, tokens: Array) -> Array:
+        found = read(target, tokens, heads)
+        said = guesses(params, target, tokens, found, heads=heads, depth=depth)
+        best = jax.lax.top_k(said[:, :, :-1], num_ranks)[1].astype(jnp.int32)
+        return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)
+
     hits, num_steps = np.zeros((depth, num_ranks)), 0
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
         fill = ((0, batch_size - len(batch)), (0, 0))
-        found = np.asarray(look(params, target, jnp.asarray(np.pad(batch, fill))))
-        for right in found[: len(batch)]:
+        found = is_right(params, target, jnp.asarray(np.pad(batch, fill)))
+        for right in np.asarray(found)[: len(batch)]:
             place = start
             while place + depth < windows.shape[1]:
                 # Guess d of the step at a place stands d places further.
@@ -253,19 +255,3 @@ def acceptance(
                 hits, num_steps = hits + mine, num_steps + 1
                 place += 1 + int(np.cumprod(mine[:, 0]).sum())
     return hits / max(num_steps, 1)
-
-
-def _is_right(
-    params: Params,
-    target: Params,
-    tokens: Int[Array, "batch seq"],
-    *,
-    heads: HeadsConfig,
-    depth: int,
-    num_ranks: int,
-) -> Bool[Array, "batch seq-1 depth num_ranks"]:
-    """Whether each of the best guesses at a place is the token behind it."""
-    found = read(target, tokens, heads)
-    said = guesses(params, target, tokens, found, heads=heads, depth=depth)
-    best = jax.lax.top_k(said[:, :, :-1], num_ranks)[1].astype(jnp.int32)
-    return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)

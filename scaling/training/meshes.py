@@ -4,6 +4,7 @@ A state is whole, as one device has it, wherever it is kept or handed out; it is
 to be trained, and put together again. So a run can be taken up under another layout.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -169,12 +170,7 @@ def place(model: Any, layout: Layout, tree: Any) -> Any:
             fitted["layers"] = {0: jax.tree.map(lambda *x: np.stack(x), *every)}
         return fitted
 
-    fitted = jax.tree.map(
-        lambda x: fit(x) if _is_params(x) and isinstance(model, ModelConfig) else x,
-        tree,
-        is_leaf=_is_params,
-    )
-
+    fitted = _over_params(fit, model, tree)
     return jax.tree.map(
         lambda x, spec: parts.put(np.asarray(x), spec, mesh),
         fitted,
@@ -197,17 +193,21 @@ def gather(model: Any, layout: Layout, tree: Any) -> Any:
             params = {**params, "layers": layers}
         return tensor.unfit_params(model, params, layout.tensor)
 
-    tree = jax.tree.map(
-        lambda x: undo(x) if _is_params(x) and isinstance(model, ModelConfig) else x,
-        tree,
-        is_leaf=_is_params,
-    )
-    return jax.tree.map(jnp.asarray, tree)
+    return jax.tree.map(jnp.asarray, _over_params(undo, model, tree))
 
 
 def zero_like(x: Int[Array, "..."]) -> Float[Array, ""]:
     """A zero that differs over the axes over which `x` does."""
     return x.reshape(-1)[0].astype(jnp.float32) * 0
+
+
+def _over_params(change: Callable[[Params], Params], model: Any, tree: Any) -> Any:
+    """Changes what a tree has of a transformer's parameters, or like them."""
+    if not isinstance(model, ModelConfig):
+        return tree
+    return jax.tree.map(
+        lambda x: change(x) if _is_params(x) else x, tree, is_leaf=_is_params
+    )
 
 
 def _is_params(x: Any) -> bool:

@@ -7,8 +7,8 @@ how the text is cut into tokens.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,7 @@ class StreamScore(NamedTuple):
       windows: mean loss of each window, so that models can be compared pair by pair.
       positions: mean loss at each place of a window; `carry` more tokens than the
         place's index, and one, were seen before it.
+      losses: of each token, without the first `carry` of each window.
     """
 
     loss: float
@@ -92,14 +93,16 @@ class StreamScore(NamedTuple):
     num_tokens: int
     windows: Float[np.ndarray, " windows"]
     positions: Float[np.ndarray, " places"]
+    losses: Float[np.ndarray, "windows places"]
 
     @classmethod
     def of(cls, losses: Float[np.ndarray, "windows places"]) -> "StreamScore":
-        """Sums up what `stream_losses` found."""
+        """Sums up the nats of each token."""
         means = losses.mean(1)
         num = len(means)
         se = float(means.std(ddof=1) / math.sqrt(num)) if num > 1 else math.inf
-        return cls(float(means.mean()), se, losses.size, means, losses.mean(0))
+        places = losses.mean(0)
+        return cls(float(means.mean()), se, losses.size, means, places, losses)
 
 
 def token_losses(
@@ -251,14 +254,10 @@ def score(
     documents = list(documents)
     if not documents:
         raise ValueError("no documents to score")
-    windows, counts = cut(documents, seq_len)
-    losses = _losses(model)
-    nats, num_windows = 0.0, len(windows)
-    for start in range(0, num_windows, batch_size):
-        batch, count = (x[start : start + batch_size] for x in (windows, counts))
-        fill = ((0, batch_size - len(batch)), (0, 0))
-        found = losses(params, jnp.asarray(np.pad(batch, fill)))
-        nats += float(np.sum(np.asarray(found, np.float64)[: len(batch)] * count))
+    (windows, counts), start, nats = cut(documents, seq_len), 0, 0.0
+    for losses in _losses(params, windows, model, batch_size):
+        end = start + len(losses)
+        nats, start = nats + float(np.sum(losses * counts[start:end])), end
     num_tokens = int(counts.sum())
     bits = nats / math.log(2) / corpora.num_bytes(documents)
     return Score(bits, nats / num_tokens, num_tokens)
@@ -292,13 +291,6 @@ def stream_windows(
 
 
 def score_stream(
-    params: transformer.Params, held_out: UInt[np.ndarray, " tokens"], **how: Any
-) -> StreamScore:
-    """Scores windows of a held-out stream; arguments as those of `stream_losses`."""
-    return StreamScore.of(stream_losses(params, held_out, **how))
-
-
-def stream_losses(
     params: transformer.Params,
     held_out: UInt[np.ndarray, " tokens"],
     *,
@@ -307,8 +299,8 @@ def stream_losses(
     num_windows: int,
     carry: int = 0,
     batch_size: int = 64,
-) -> Float[np.ndarray, "windows places"]:
-    """Finds the nats of each token of windows of a held-out stream.
+) -> StreamScore:
+    """Scores windows of a held-out stream.
 
     Nothing is carried from window to window: the first prediction of each is made from
     one token, as in training. So the loss is that of a reader of short pieces, above
@@ -324,9 +316,6 @@ def stream_losses(
         that all that count have at least `carry` + 1 tokens to go by; in [0, seq_len).
       batch_size: windows per forward pass.
 
-    Returns:
-      The losses, without the first `carry` of each window.
-
     Raises:
       ValueError: the stream is shorter than one window, holds a token that the model
         does not have, or a size is out of range.
@@ -338,15 +327,25 @@ def stream_losses(
     windows = stream_windows(held_out, seq_len=seq_len, num_windows=num_windows)
     if (top := int(windows.max())) >= model.vocab_size:
         raise ValueError(f"token {top} is not below {model.vocab_size=}")
-    losses, parts = _losses(model), []
+    losses = [*_losses(params, windows, model, batch_size)]
+    return StreamScore.of(np.concatenate(losses)[:, carry:])
+
+
+def _losses(
+    params: transformer.Params,
+    windows: Int[np.ndarray, "windows window"],
+    model: architectures.Architecture,
+    batch_size: int,
+) -> Iterator[Float[np.ndarray, "batch window-1"]]:
+    """Nats of every token of some windows at a time, the last ones padded."""
+    call = _compiled(model)
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size]
         fill = ((0, batch_size - len(batch)), (0, 0))
-        found = np.asarray(losses(params, jnp.asarray(np.pad(batch, fill))), np.float64)
-        parts.append(found[: len(batch), carry:])
-    return np.concatenate(parts)
+        found = call(params, jnp.asarray(np.pad(batch, fill)))
+        yield np.asarray(found, np.float64)[: len(batch)]
 
 
 @functools.cache
-def _losses(model: architectures.Architecture):
+def _compiled(model: architectures.Architecture):
     return jax.jit(functools.partial(token_losses, model=model))

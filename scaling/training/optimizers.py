@@ -4,7 +4,9 @@ The only door to optax. A step multiplies the updates by its learning rate,
 so the rate is an array and no value of it compiles anew.
 """
 
+import functools
 import math
+from collections.abc import Callable, Mapping
 
 import jax
 import optax
@@ -17,7 +19,26 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
 
     Weight decay is decoupled: Loshchilov & Hutter 2017, arXiv:1711.05101.
     """
-    parts = [_MAKERS[config.kind](config)]
+    if config.kind == "muon":
+        direction = optax.contrib.muon(
+            learning_rate=1.0,
+            beta=config.momentum,
+            weight_decay=config.weight_decay,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            muon_weight_dimension_numbers=_muon_axes,
+            # Updates as large as AdamW's, so that one learning rate suits both: Liu et
+            # al. 2025, arXiv:2502.16982, section 2.2.
+            consistent_rms=0.2,
+        )
+    else:
+        are_matrices = functools.partial(jax.tree.map_with_path, _is_matrix)
+        direction = optax.chain(
+            *_DIRECTIONS[config.kind](config),
+            optax.add_decayed_weights(config.weight_decay, mask=are_matrices),
+            optax.scale(-1.0),
+        )
+    parts = [direction]
     if math.isfinite(config.max_grad_norm):
         parts.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
     whole = optax.chain(*parts)
@@ -30,67 +51,29 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.GradientTransformation(whole.init, update)
 
 
-def _adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    return _decayed(config, optax.scale_by_adam(b1=config.beta1, b2=config.beta2))
-
-
-def _sgd(config: OptimizerConfig) -> optax.GradientTransformation:
-    return _decayed(config, optax.trace(decay=config.momentum))
-
-
-def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Chen et al. 2023, arXiv:2302.06675, algorithm 2."""
-    return _decayed(config, optax.scale_by_lion(b1=config.beta1, b2=config.beta2))
-
-
-def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4, without relative steps."""
-    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=_MIN_FACTORED)
-    return _decayed(config, factored, optax.clip_by_block_rms(1.0))
-
-
 _MIN_FACTORED = 16
 """Smallest side of a matrix whose mean squares are kept as a product; optax's own 128
 would factor nothing of the small models."""
 
-
-def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    return optax.contrib.muon(
-        learning_rate=1.0,
-        beta=config.momentum,
-        weight_decay=config.weight_decay,
-        adam_b1=config.beta1,
-        adam_b2=config.beta2,
-        muon_weight_dimension_numbers=_muon_axes,
-        # Updates as large as AdamW's, so that one learning rate suits both: Liu et
-        # al. 2025, arXiv:2502.16982, section 2.2.
-        consistent_rms=0.2,
-    )
-
-
-_MAKERS = {
-    "muon": _muon,
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "adafactor": _adafactor,
-    "lion": _lion,
+_DIRECTIONS: Mapping[
+    str, Callable[[OptimizerConfig], tuple[optax.GradientTransformation, ...]]
+] = {
+    "adamw": lambda x: (optax.scale_by_adam(b1=x.beta1, b2=x.beta2),),
+    "sgd": lambda x: (optax.trace(decay=x.momentum),),
+    # Chen et al. 2023, arXiv:2302.06675, algorithm 2.
+    "lion": lambda x: (optax.scale_by_lion(b1=x.beta1, b2=x.beta2),),
+    # Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4, without relative steps.
+    "adafactor": lambda x: (
+        optax.scale_by_factored_rms(min_dim_size_to_factor=_MIN_FACTORED),
+        optax.clip_by_block_rms(1.0),
+    ),
 }
-
-
-def _decayed(
-    config: OptimizerConfig, *parts: optax.GradientTransformation
-) -> optax.GradientTransformation:
-    decay = optax.add_decayed_weights(config.weight_decay, mask=_are_matrices)
-    return optax.chain(*parts, decay, optax.scale(-1.0))
+"""Updates before weight decay, by the kind of optimizer."""
 
 
 def _is_matrix(path, _) -> bool:
     """Whether a parameter is a matrix of a layer: not an embedding, scale or bias."""
     return path[0].key == "layers" and path[-1].key == "weight"
-
-
-def _are_matrices(params):
-    return jax.tree.map_with_path(_is_matrix, params)
 
 
 def _muon_axes(params):

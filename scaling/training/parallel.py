@@ -65,7 +65,11 @@ def gradient(
         def of_device(params: Params, tokens: Array, targets: Array) -> Any:
             # Each device its own copy: else gradients would be summed leaf by leaf,
             # piece by piece, before anybody asks.
-            params = jax.tree.map(_copied, params, _others(params, specs, copies))
+            params = jax.tree.map(
+                lambda x, axes: lax.pcast(x, axes, to="varying") if axes else x,
+                params,
+                _others(params, specs, copies),
+            )
             nats, grads = mean(model, how, params, tokens, targets)
             grads = jax.tree.map(
                 _summed, grads, _others(grads, specs, copies), specs, made
@@ -98,10 +102,6 @@ def _others(params: Params, specs: Params, copies: tuple[str, ...]) -> Params:
         params,
         specs,
     )
-
-
-def _copied(x: Array, axes: _Axes) -> Array:
-    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def _summed(

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import validation
 from jaxkv.models import Params, nonlinear
+from scaling.costs import parameters as costs_parameters
 from scaling.costs.parameters import Parameters, Weight
 
 NUM_GATES = {"lstm": 4, "gru": 3}
@@ -119,7 +120,15 @@ def logits(
     x = params["embed"]["weight"][tokens.T]
     for layer in params["layers"]:
         inputs = norm(x, **layer["norm"]) if config.norm == "layer" else x
-        y = _layer(inputs, layer, kind=config.kind)
+        weights, state = layer["inputs"], layer["state"]
+        bias = weights["bias"].reshape(-1)[None, None]
+        made = jnp.einsum("sbh,gh->sbg", inputs, _flat(weights["weight"])) + bias
+        start = jnp.zeros(inputs.shape[1:], inputs.dtype)
+        if config.kind == "lstm":
+            y, _ = _scan(_lstm, _flat(state["weight"]), (), made, (start, start))
+        else:
+            of_state = (state["bias"],)
+            (y,) = _scan(_gru, _flat(state["weight"]), of_state, made, (start,))
         x = x + y if config.residual else y
     if config.norm == "layer":
         x = norm(x, **params["final_norm"])
@@ -127,20 +136,6 @@ def logits(
     wide = np.promote_types(x.dtype, np.float32)
     out = jnp.einsum("sbh,vh->sbv", x, table, preferred_element_type=wide)
     return out.swapaxes(0, 1)
-
-
-def _layer(
-    x: Float[Array, "seq batch hidden"], layer: Params, *, kind: Literal["lstm", "gru"]
-) -> Float[Array, "seq batch hidden"]:
-    """The states of one layer after every token."""
-    inputs, state = layer["inputs"], layer["state"]
-    bias = inputs["bias"].reshape(-1)[None, None]
-    made = jnp.einsum("sbh,gh->sbg", x, _flat(inputs["weight"])) + bias
-    start = jnp.zeros(x.shape[1:], x.dtype)
-    if kind == "lstm":
-        return _scan(_lstm, _flat(state["weight"]), (), made, (start, start))[0]
-    bias = (state["bias"],)
-    return _scan(_gru, _flat(state["weight"]), bias, made, (start,))[0]
 
 
 def _flat(weight: Float[Array, "gates hidden inputs"]) -> Float[Array, "rows inputs"]:
@@ -250,22 +245,9 @@ def parameters(config: RecurrentConfig) -> Parameters:
     An LSTM of two layers of 256 over 257 tokens, tied: 1,118,720 in total, 1,052,928
     of them outside the embedding.
     """
-    places = {"first": 1, "every": config.num_layers, "last": 1}
-    found = [(w, w.size * places[w.place]) for w in weights(config)]
-    total = sum(size * w.stored for w, size in found)
-    tables = ("embedding", "head")
-    outside = sum(size for w, size in found if w.part not in tables)
-    matmul = sum(size * w.applied for w, size in found)
-    looked_up = config.vocab_size * config.hidden_size
-    return Parameters(
-        total=total,
-        non_embedding=outside,
-        matmul=matmul,
-        active=total,
-        active_non_embedding=total - looked_up,
-        matmul_total=matmul,
-        ahead=0,
-    )
+    every = config.num_layers
+    places: dict[costs_parameters.Place, int] = {"first": 1, "every": every, "last": 1}
+    return costs_parameters.count(weights(config), places)
 
 
 def forward_flops(config: RecurrentConfig, *, tokens: int) -> int:

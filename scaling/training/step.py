@@ -50,65 +50,6 @@ def init(
     return TrainState(params, optimizers.make(optimizer).init(params), jnp.int32(0))
 
 
-def steps(
-    state: TrainState,
-    stream: UInt[Array, " tokens"],
-    schedule: Schedule,
-    seed: Int[Array, ""],
-    num_steps: Int[Array, ""],
-    *,
-    model: architectures.Architecture,
-    optimizer: OptimizerConfig,
-    batch_size: int,
-    seq_len: int,
-    how: StepConfig = PLAIN,
-    objective: objectives.Objective = objectives.NEXT_TOKEN,
-) -> tuple[TrainState, Float[Array, ""]]:
-    """Takes some steps of training.
-
-    Args:
-      state: where the run stands, as `place` divides it if `how` has a layout.
-      stream: the tokens to learn, such as `Corpus.stream`.
-      schedule: of the learning rate.
-      seed: of the order of the text.
-      num_steps: how many steps, at least 1.
-      model: shape of the model.
-      optimizer: as the state was made for.
-      batch_size: windows per step.
-      seq_len: predictions per window.
-      how: what to keep, in which type, on which devices.
-      objective: what is minimised.
-
-    Returns:
-      The new state; and the mean loss of the steps, in nats per token. However a run
-      is divided into calls, its states are the same.
-    """
-    how.check(batch_size)
-    objective.check(seq_len, how.layout)
-    update = optimizers.make(optimizer).update
-    gradient = parallel.gradient(model, how, objective)
-
-    def step(_, carry):
-        (params, moments, step), total = carry
-        windows = corpora.draw(
-            stream,
-            seed,
-            step,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            aligned=objective.of_records,
-        )
-        loss, grads = gradient(params, windows)
-        updates, moments = update(grads, moments, params)
-        rate = schedule.at(step)
-        params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
-        state = TrainState(params, moments, step + 1)
-        return _kept_divided(state, model, how.layout), total + loss
-
-    state, total = jax.lax.fori_loop(0, num_steps, step, (state, jnp.float32(0)))
-    return state, total / num_steps.astype(jnp.float32)
-
-
 @functools.cache
 def compiled(
     model: architectures.Architecture,
@@ -118,18 +59,57 @@ def compiled(
     how: StepConfig = PLAIN,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> Any:
-    """Gives `steps` as a program, the same one whenever the arguments are equal."""
-    return jax.jit(
-        functools.partial(
-            steps,
-            model=model,
-            optimizer=optimizer,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            how=how,
-            objective=objective,
-        )
-    )
+    """Makes the program of some steps, the same one whenever the arguments are equal.
+
+    Args:
+      model: shape of the model.
+      optimizer: as the state was made for.
+      batch_size: windows per step.
+      seq_len: predictions per window.
+      how: what to keep, in which type, on which devices.
+      objective: what is minimised.
+
+    Returns:
+      A function of a state, as `place` divides it if `how` has a layout; of the tokens
+      to learn, such as `Corpus.stream`; of the schedule of the learning rate; of the
+      seed of the order of the text; and of the number of steps, at least 1. It returns
+      the new state, and the mean loss of the steps in nats per token. However a run is
+      divided into calls, its states are the same.
+    """
+    update = optimizers.make(optimizer).update
+
+    def steps(
+        state: TrainState,
+        stream: UInt[Array, " tokens"],
+        schedule: Schedule,
+        seed: Int[Array, ""],
+        num_steps: Int[Array, ""],
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        how.check(batch_size)
+        objective.check(seq_len, how.layout)
+        gradient = parallel.gradient(model, how, objective)
+
+        def step(_, carry):
+            (params, moments, step), total = carry
+            windows = corpora.draw(
+                stream,
+                seed,
+                step,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                aligned=objective.of_records,
+            )
+            loss, grads = gradient(params, windows)
+            updates, moments = update(grads, moments, params)
+            rate = schedule.at(step)
+            params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
+            state = TrainState(params, moments, step + 1)
+            return _kept_divided(state, model, how.layout), total + loss
+
+        state, total = jax.lax.fori_loop(0, num_steps, step, (state, jnp.float32(0)))
+        return state, total / num_steps.astype(jnp.float32)
+
+    return jax.jit(steps)
 
 
 def place(

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
 from scaling.training import meshes, objectives, run_folder, step
 from scaling.training.recipes import Schedule, TrainConfig
-from scaling.training.step import TrainState, compiled, init, steps
+from scaling.training.step import TrainState, compiled, init
 
 __all__ = [
     "Result",
@@ -33,7 +33,6 @@ __all__ = [
     "init",
     "restore",
     "save",
-    "steps",
     "train",
     "train_in_memory",
 ]
@@ -114,7 +113,13 @@ def train(
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
     state = init(config.model, config.optimizer, jnp.int32(config.seed))
     if not processes.is_first():
-        return _follow(config, corpus, state, objective, progress)
+        # The first process has the folder; the state is put together by all.
+        state, first_step = processes.agree((state, 0))
+        run = _Run(config, corpus, state, int(first_step), objective, progress)
+        for line in run.reports():
+            if line["step"] % config.checkpoint_every == 0:
+                _ = run.state
+        return Result(run.state, run.curve, None, run.status)
     if start is not None:
         state = restore(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
@@ -122,55 +127,26 @@ def train(
         described["objective"] = repr(objective)
     folder = run_folder.RunFolder(out, described, int(state.step))
     with contextlib.closing(folder):
-        return _train(config, corpus, folder, state, objective, progress, resume)
-
-
-def _train(
-    config: TrainConfig,
-    corpus: streams.Corpus,
-    folder: run_folder.RunFolder,
-    state: TrainState,
-    objective: objectives.Objective,
-    progress: Progress,
-    resume: Literal["last", "previous"],
-) -> Result:
-    """Trains from a state, or from the last checkpoint if there is one."""
-    last = folder.newest_checkpoint(resume)
-    if last is not None:
-        state = _read_arrays(last, state)
-    layout = dataclasses.asdict(config.how.layout)
-    curve = folder.go_on(last, int(state.step), processes.num(), layout)
-    state, first_step = processes.agree((state, folder.first_step))
-    run = _Run(config, corpus, state, int(first_step), objective, progress)
-    run.curve = curve
-    try:
-        for line in run.reports():
-            folder.report(line)
-            run.tell(line)
-            if line["step"] % config.checkpoint_every == 0:
-                _save(folder, run.state)
-    except KeyboardInterrupt:
-        if processes.num() > 1:  # the others are where they cannot be told
-            raise
-        run.status = "stopped"
-    state = run.state
-    return Result(state, run.curve, _save(folder, state), run.status)
-
-
-def _follow(
-    config: TrainConfig,
-    corpus: streams.Corpus,
-    state: TrainState,
-    objective: objectives.Objective,
-    progress: Progress,
-) -> Result:
-    """Trains with the first process, which alone has the folder."""
-    state, first_step = processes.agree((state, 0))
-    run = _Run(config, corpus, state, int(first_step), objective, progress)
-    for line in run.reports():
-        if line["step"] % config.checkpoint_every == 0:
-            _ = run.state  # put together by all
-    return Result(run.state, run.curve, None, run.status)
+        last = folder.newest_checkpoint(resume)
+        if last is not None:
+            state = _read_arrays(last, state)
+        layout = dataclasses.asdict(config.how.layout)
+        curve = folder.go_on(last, int(state.step), processes.num(), layout)
+        state, first_step = processes.agree((state, folder.first_step))
+        run = _Run(config, corpus, state, int(first_step), objective, progress)
+        run.curve = curve
+        try:
+            for line in run.reports():
+                folder.report(line)
+                run.tell(line)
+                if line["step"] % config.checkpoint_every == 0:
+                    _save(folder, run.state)
+        except KeyboardInterrupt:
+            if processes.num() > 1:  # the others are where they cannot be told
+                raise
+            run.status = "stopped"
+        state = run.state
+        return Result(state, run.curve, _save(folder, state), run.status)
 
 
 def train_in_memory(
@@ -240,7 +216,8 @@ class _Run:
         self._objective = objective
         self._stream = corpus.stream
         self._per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
-        self._update = self._open_bar()
+        total = (config.num_steps - first_step) * config.batch_size * config.seq_len
+        self._update = progress.bar("training", total, "tokens")
 
     @property
     def state(self) -> TrainState:
@@ -265,7 +242,8 @@ class _Run:
             if any(processes.gather(int(self._progress.stopped))):
                 self.status = "stopped"
                 return
-            end = _next_stop(taken, config)
+            every = (config.report_every, config.checkpoint_every)
+            end = min(config.num_steps, *((taken // n + 1) * n for n in every))
             # Not donated: an interrupt in here leaves the state before it whole.
             new, loss = call(
                 self._state, tokens, schedule, seed, jnp.int32(end - taken)
@@ -290,11 +268,6 @@ class _Run:
         """Shows who watches how far the run is."""
         self._update(line["tokens"])
         self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
-
-    def _open_bar(self) -> Callable[[float], None]:
-        num_steps = self._config.num_steps - self._first
-        total = num_steps * self._config.batch_size * self._config.seq_len
-        return self._progress.bar("training", total, "tokens")
 
 
 def restore(checkpoint: Path, like: TrainState) -> TrainState:
@@ -366,9 +339,3 @@ def _save(folder: run_folder.RunFolder, state: TrainState) -> Path:
         save(path, state, folder.texts())
     folder.prune()
     return path
-
-
-def _next_stop(step: int, config: TrainConfig) -> int:
-    """The step of the next report or checkpoint, or the end."""
-    every = (config.report_every, config.checkpoint_every)
-    return min(config.num_steps, *((step // n + 1) * n for n in every))

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_packing
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import decode_plan, prefill_plan
 from pallas_kernels.paged_attention.dispatch import Tilings
 from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
@@ -96,10 +97,7 @@ def run(
             packed_q=packed_q,
             layer=jnp.int32(1),
             num_layers=3,
-            scale=case.scale,
-            softcap=case.softcap,
-            alibi=arrays["alibi"],
-            sinks=arrays["sinks"],
+            scoring=scoring(case, arrays),
             tiling=tiling,
             interpret=interpret,
         )
@@ -126,11 +124,8 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
             plan,
             layer=jnp.int32(1),
             num_layers=3,
-            scale=case.scale,
+            scoring=scoring(case, arrays),
             window=case.window,
-            softcap=case.softcap,
-            alibi=arrays["alibi"],
-            sinks=arrays["sinks"],
             tiling=tiling,
             interpret=interpret,
         )
@@ -139,6 +134,11 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
         patch.setattr(plgpu, "wgmma", watched_product)
         attend = jax.jit(plan_and_attend, static_argnums=1)
         return jax.block_until_ready(attend(case.arrays(), interpret))
+
+
+def scoring(case: Case, arrays: dict[str, Any]) -> Scoring:
+    """Makes scores as the case asks, slopes and sinks by query head."""
+    return Scoring(case.scale, case.softcap, arrays["alibi"], arrays["sinks"])
 
 
 def among_layers(arrays: dict[str, Any]) -> list[Any]:

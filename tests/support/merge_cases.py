@@ -29,7 +29,7 @@ class Case(NamedTuple):
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The arguments that are arrays."""
-        return *self.states, self.plan.schedule.ends, self.plan.packing
+        return self.states, self.plan.schedule.ends, self.plan.packing
 
     def by_twin(self) -> tuple[Any, Any]:
         """What comes out by plain `jnp`."""
@@ -79,5 +79,5 @@ def make(
     part_out[~written], part_lse[~written] = np.nan, np.nan
     # A row that saw nothing in one part of its item.
     part_lse[written.nonzero()[0][0], 1, 0] = -np.inf
-    states = tuple(jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
-    return Case(states, plan, group, tiling)
+    states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
+    return Case(merging.CutStates(*states), plan, group, tiling)

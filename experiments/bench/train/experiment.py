@@ -147,6 +147,9 @@ def _ours(config: Config, width: int) -> Ours:
         mlp_size=4 * width,
         vocab_size=corpora.VOCAB_SIZE,
         seq_len=config.seq_len,
+    )
+    model = dataclasses.replace(
+        model,
         norm="layer",
         positions="learned",
         activation="gelu_tanh",

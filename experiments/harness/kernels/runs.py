@@ -115,16 +115,15 @@ def merge_alone(
     parts = (tiling.num_programs, 2, *blocks[2:])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (blocks, blocks[:-1], parts, parts[:-1])
-    states = [
-        jax.random.normal(key, shape, jnp.float32)
-        for key, shape in zip(keys, shapes, strict=True)
-    ]
+    states = merging.CutStates(
+        *map(functools.partial(jax.random.normal, dtype=jnp.float32), keys, shapes)
+    )
     group = problem.spec.heads.q_heads // problem.spec.heads.kv_heads
     merge = functools.partial(
         merging.merge_and_unpack, group=group, tiling=tiling, dtype=problem.q.dtype
     )
     merge = jax.jit(merge)
-    return lambda index: merge(*states, plan.schedule.ends, plan.packing)
+    return lambda index: merge(states, plan.schedule.ends, plan.packing)
 
 
 def _copy(name: Any, problem: CopyProblem) -> Run:

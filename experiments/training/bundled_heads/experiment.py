@@ -20,7 +20,6 @@ from experiments.framework import (
     Table,
     Texts,
     column,
-    environment,
 )
 from experiments.harness import bundled, model_shapes
 from experiments.plotting import style
@@ -260,9 +259,9 @@ def model_card(
 ) -> str:
     """Writes the card of heads, in Markdown; every number in it is the run's."""
     recipe = config.recipe(kind)
-    run, text, env = recipe.run, recipe.run.corpus, environment.describe()
+    run, text = recipe.run, recipe.run.corpus
     assert isinstance(text, corpora.CorpusConfig)
-    split, versions = corpora.load(text), env["versions"]
+    split = corpora.load(text)
     epochs = row["num_tokens"] / len(corpora.tokens(split.train))
     about = _ABOUT[kind].format(
         num=recipe.depth,
@@ -308,8 +307,6 @@ def model_card(
         zero, Muon for matrices of layers, AdamW for the rest, seed {run.seed}. The loss
         is the cross-entropy with the model's own law, {recipe.depth} guesses deep, each
         weighing {recipe.decay} of the one before it, {_LOSS[kind]}. It ended at
-        {row["loss"]:.4f} nats. It took {row["duration_s"]:,.0f} seconds on the clock of
-        {env["num_cpus"]} cores ({env["cpu"]}) that other work shared, with Python
-        {versions["python"]}, jax {versions["jax"]}, optax {versions["optax"]}.""",
+        {row["loss"]:.4f} nats. {bundled_model.made_with(row["duration_s"])}""",
     ]
     return bundled_model.card_text(parts)

@@ -238,8 +238,6 @@ def plot(ax: Any, result: Result) -> None:
 def model_card(config: Config, split: corpora.Split, result: Result) -> str:
     """Writes the model's card, in Markdown; every number in it is the run's."""
     model, trunk = architectures.servable(config.trunk.model), config.trunk
-    env = environment.describe()
-    versions = env["versions"]
     epochs = result.num_tokens / len(corpora.tokens(split.train))
     data = corpora.describe(config.text)
     window = config.cooldown_seq_len
@@ -283,22 +281,31 @@ def model_card(config: Config, split: corpora.Split, result: Result) -> str:
         constant learning rate of {trunk.learning_rate}, then
         {config.cooldown_steps:,} steps of {config.cooldown_batch_size} x {window} while
         it falls to zero. Muon for the layers' matrices, AdamW for the rest, seed
-        {trunk.seed}. It took {result.duration_s:,.0f} seconds on the clock of
-        {env["num_cpus"]} cores ({env["cpu"]}) that other work shared, with Python
-        {versions["python"]}, jax {versions["jax"]}, optax {versions["optax"]}.""",
+        {trunk.seed}. {made_with(result.duration_s)}""",
     ]
     return card_text(parts)
+
+
+def made_with(duration_s: float) -> str:
+    """How long training took, on which processor and with which versions."""
+    env = environment.describe()
+    versions = env["versions"]
+    return (
+        f"It took {duration_s:,.0f} seconds on the clock of {env['num_cpus']} cores "
+        f"({env['cpu']}) that other work shared, with Python {versions['python']}, jax "
+        f"{versions['jax']}, optax {versions['optax']}."
+    )
 
 
 def card_text(parts: Sequence[str]) -> str:
     """The Markdown of weights trained on the standard library, licence included."""
     licence = """The text is under the licence of the Python Software Foundation; the
         weights are given on the same terms."""
-    return "\n\n".join(map(_filled, [*parts, "## Licence", licence])) + "\n"
-
-
-def _filled(part: str) -> str:
-    """Fills a paragraph; headings, tables and commands stay as they are."""
-    if part.startswith(("-", "#", "|", "    ")):
-        return part
-    return textwrap.fill(" ".join(part.split()), 88, break_on_hyphens=False)
+    # Paragraphs are filled; headings, tables and commands stay as they are.
+    filled = [
+        part
+        if part.startswith(("-", "#", "|", "    "))
+        else textwrap.fill(" ".join(part.split()), 88, break_on_hyphens=False)
+        for part in (*parts, "## Licence", licence)
+    ]
+    return "\n\n".join(filled) + "\n"

@@ -13,6 +13,7 @@ uneven experts and devices are, and what each capacity drops and costs.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ from experiments.framework import (
     beside,
     column,
     ours,
+    table,
     units,
 )
 from experiments.harness import divided_steps, timing
@@ -41,7 +43,7 @@ from jaxkv import validation
 from jaxkv.models import Experts, ModelConfig, Params, moe, transformer
 from jaxkv.parallel import experts
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import corpora, streams
+from scaling.corpora import corpora
 from scaling.costs import parallelism
 from scaling.training import (
     OptimizerConfig,
@@ -124,15 +126,15 @@ class Config:
             size=self.size,
             balance_weight=BALANCING[balancing],
         )
-        return architectures.transformer(
+        dense = architectures.transformer(
             self.width,
             num_heads=max(8, self.mesh_devices),
             num_layers=self.num_layers,
             mlp_size=self.size * self.top_k,
             vocab_size=corpora.VOCAB_SIZE,
             seq_len=self.seq_len,
-            experts=mixed,
         )
+        return dataclasses.replace(dense, experts=mixed)
 
     def training(self, balancing: str) -> TrainConfig:
         """How it is trained, on one device."""
@@ -222,46 +224,30 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     drops, loads, losses = [], [], []
     trained: Params | None = None
     for balancing in progress.track(tuple(BALANCING), "mixtures", "training"):
-        trained = _train(config, balancing, corpus, progress)
-        found = _routed(config, balancing, trained, windows)
-        loads += found
+        training = config.training(balancing)
+        found = training_train.train_in_memory(training, corpus, progress=progress)
+        trained, model = found.params, config.model(balancing)
+        outputs = jax.jit(functools.partial(transformer.outputs, config=model))
+        of_experts = outputs(trained, jnp.asarray(windows[:, :-1])).loads
+        one = moe.imbalance(of_experts)
+        for p in config.devices:
+            parts = of_experts.reshape(len(of_experts), p, -1).sum(axis=2)
+            layers = zip(moe.imbalance(parts).busiest, *one, strict=True)
+            loads += [
+                (balancing, layer, p, *map(float, values))
+                for layer, values in enumerate(layers, 1)
+            ]
         loss, more = _dropped(config, balancing, trained, windows)
         losses.append(loss)
         drops += more
     ways = _divide(config, trained, windows, progress) if trained is not None else []
-    model = config.model("with")
     return Result(
         ways=Ways.of(ways),
         drops=Drops.of(drops),
         loads=Loads.of(loads),
-        params=architectures.parameters(model).total,
+        params=architectures.parameters(config.model("with")).total,
         losses=np.array(losses),
     )
-
-
-def _train(
-    config: Config, balancing: str, corpus: streams.Corpus, progress: Progress
-) -> Params:
-    told = config.training(balancing)
-    return training_train.train_in_memory(told, corpus, progress=progress).params
-
-
-def _routed(
-    config: Config, balancing: str, params: Params, windows: np.ndarray
-) -> list[tuple[Any, ...]]:
-    """How uneven experts and devices are, layer by layer."""
-    model = config.model(balancing)
-    outputs = jax.jit(functools.partial(transformer.outputs, config=model))
-    loads = outputs(params, jnp.asarray(windows[:, :-1])).loads
-    one, rows = moe.imbalance(loads), []
-    for p in config.devices:
-        parts = loads.reshape(len(loads), p, -1).sum(axis=2)
-        each = moe.imbalance(parts).busiest
-        rows += [
-            (balancing, layer, p, *map(float, values))
-            for layer, values in enumerate(zip(each, *one, strict=True), 1)
-        ]
-    return rows
 
 
 def _dropped(
@@ -272,17 +258,23 @@ def _dropped(
     asked = jnp.asarray(windows)
     whole = parallelism.parse(f"ep={p},gather")
     rows, base = [], _loss(model, whole, params, asked)
-    routings = _routings(model, params, asked[:, :-1])
+
+    @jax.jit
+    def read(params: Params, tokens: Array) -> list[moe.Routing]:
+        return transformer.read(transformer.merge(model, params), tokens).routings
+
+    # What all rows choose in each layer, where nothing is dropped.
+    routings = read(params, asked[:, :-1])
     for capacity in config.capacities:
         layout = parallelism.parse(f"ep={p},capacity={capacity:g}")
         own = len(windows) // p * config.seq_len
         chosen = {"top_k": config.top_k, "num_experts": config.num_experts}
-        limit = {"capacity": layout.places(own, **chosen)}
-        lost = [
-            experts.dropped(_rows(routing, slice(d * own, (d + 1) * own)), **limit)
-            for routing in routings
-            for d in range(p)
-        ]
+        limit, lost = layout.places(own, **chosen), []
+        for routing in routings:
+            for begin in range(0, p * own, own):
+                part = operator.itemgetter(slice(begin, begin + own))
+                mine = jax.tree.map(part, routing)
+                lost.append(experts.dropped(mine, capacity=limit))
         sent = divided_steps.sent(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
@@ -290,20 +282,6 @@ def _dropped(
         loss = _loss(model, layout, params, asked)
         rows.append((balancing, capacity, float(np.mean(lost)), loss, to_experts))
     return base, rows
-
-
-def _rows(routing: moe.Routing, rows: slice) -> moe.Routing:
-    """Where some of the rows go."""
-    return jax.tree.map(lambda x: x[rows], routing)
-
-
-def _routings(model: ModelConfig, params: Params, tokens: Array) -> list[moe.Routing]:
-    """What all rows choose in each layer, where nothing is dropped."""
-
-    def read(params: Params, tokens: Array) -> list[moe.Routing]:
-        return transformer.read(transformer.merge(model, params), tokens).routings
-
-    return jax.jit(read)(params, tokens)
 
 
 def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> float:
@@ -326,10 +304,8 @@ def _divide(
         layout = parallelism.parse(words)
         mesh = meshes.make_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
-        given = (
-            meshes.place(model, layout, params),
-            jax.device_put(asked, everywhere),
-        )
+        placed = jax.device_put(asked, everywhere)
+        given = meshes.place(model, layout, params), placed
         gradient = parallel.gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
         formula = divided_steps.sent(
@@ -338,6 +314,11 @@ def _divide(
         both = [(x.forward + x.backward, x.scheme) for x in formula]
         steps.append(functools.partial(program, *given))
         grads = meshes.gather(model, layout, steps[-1]()[1])
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True)
+        errors = (
+            float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())
+            for a, b in pairs
+        )
         rows.append(
             (
                 words,
@@ -345,30 +326,16 @@ def _divide(
                 sum(size for size, scheme in both if scheme != "data"),
                 sum(size for size, _ in both),
                 divided_steps.sent_by(program),
-                _difference(grads, wanted),
+                max(errors),
             )
         )
     times = timing.medians(steps, config.rounds)
     return [(*row, step_s) for row, step_s in zip(rows, times, strict=True)]
 
 
-def _difference(found: Params, wanted: Params) -> float:
-    """The largest, over the largest number of the parameter's gradient."""
-    return max(
-        float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    )
-
-
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists all layouts, capacities and loads, a row each."""
-    return {
-        "params": result.params,
-        "losses": result.losses.tolist(),
-        "ways": result.ways.rows(),
-        "drops": result.drops.rows(),
-        "loads": result.loads.rows(),
-    }
+    """Lists all layouts, capacities and loads, a row each, and the losses."""
+    return table.metrics(result) | {"losses": result.losses.tolist()}
 
 
 def summary(result: Result) -> list[Part]:
@@ -418,7 +385,8 @@ def plot(axes: Any, result: Result) -> None:
         here = np.array([each == kind for each in kinds])
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
         sent = ways.layers_bytes[here] / 1e6
-        style.curve(left, ways.devices[here], sent, _system(label), label)
+        system = "tensor" if label.startswith("tensor") else label.partition("=")[0]
+        style.curve(left, ways.devices[here], sent, system, label)
         last[label] = float(sent[-1])
     title = "Activations that a device sends in a step"
     if len(last) > 1:
@@ -446,8 +414,3 @@ def plot(axes: Any, result: Result) -> None:
     style.titled(right, title, x, y)
     right.set_ylim(bottom=0)
     right.legend()
-
-
-def _system(label: str) -> str:
-    """The name under which a way to divide the experts has its colour."""
-    return "tensor" if label.startswith("tensor") else label.partition("=")[0]

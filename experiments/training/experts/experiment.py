@@ -11,7 +11,7 @@ serving the bytes of every expert that some token of the batch meets.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -131,12 +131,14 @@ class Result(Record):
     )
 
     @property
+    @table.shown()
     def laws(self) -> Laws:
         """What was fitted to each kind."""
         counts = [len(self.runs.where(kind=kind, is_fitted=True)) for kind in PAIR]
         return Laws(np.array(PAIR), np.array(counts), *self.slope.T)
 
     @property
+    @table.shown()
     def imbalance(self) -> Imbalance:
         """Loads, layer by layer; of an early end none."""
         rows = []
@@ -174,32 +176,29 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     all_runs, top_k = Runs.of(rows), config.shapes.top_k
     is_whole = len({(x["kind"], x["width"]) for x in rows}) >= 2 * len(config.widths)
     routers = [x.score.router for x in found if x.row["kind"] == "mixture"]
-    return Result(
-        runs=all_runs,
-        **fit_both(all_runs, config.num_resamples if is_whole else 0),
-        loads=_loads(config, found),
-        routing_error=routing_error(routers[-1], top_k=top_k) if routers else np.nan,
-    )
-
-
-def _loads(config: Config, found: Sequence[Run]) -> np.ndarray:
-    """The loads of a pair, over their mean; none if one was not trained."""
+    # Of a pair, over their mean; none if one was not trained.
     by_kind = [
         [run.score.loads for run in found if run.is_of(kind, config.shown)]
         for kind in ("mixture", "unbalanced")
     ]
-    if not all(by_kind):
-        return np.zeros((2, 0, 0))
-    loads = np.stack([first for first, *_ in by_kind])
-    return loads / loads.mean(axis=2, keepdims=True)
+    loads = np.zeros((2, 0, 0))
+    if all(by_kind):
+        loads = np.stack([first for first, *_ in by_kind])
+        loads = loads / loads.mean(axis=2, keepdims=True)
+    return Result(
+        runs=all_runs,
+        **fit_both(all_runs, config.num_resamples if is_whole else 0),
+        loads=loads,
+        routing_error=routing_error(routers[-1], top_k=top_k) if routers else np.nan,
+    )
 
 
-def fit_both(found: Runs, num_resamples: int) -> dict[str, np.ndarray]:
+def fit_both(fitted: Runs, num_resamples: int) -> dict[str, np.ndarray]:
     """Fits a power law of compute to each kind; without resamples to none."""
     curves, slopes = np.full((2, 0, 3), np.nan), np.full((2, 3), np.nan)
     grid, ratio = np.zeros(0), np.full(3, np.nan)
     if num_resamples:
-        used = found.where(is_fitted=True)
+        used = fitted.where(is_fitted=True)
         law = published.find("power").over("flops")
         grid = np.geomspace(used.flops.min(), used.flops.max(), 50)
         curves, fits = np.full((2, 50, 3), np.nan), []
@@ -214,12 +213,8 @@ def fit_both(found: Runs, num_resamples: int) -> dict[str, np.ndarray]:
         with contextlib.suppress(ValueError):  # no loss that both reached
             both = fit.compare(mixture, dense)
             ratio = np.stack(both[1:])[:, len(both.loss) // 2]
-    return {
-        "curve_flops": grid,
-        "curve_loss": curves,
-        "slope": slopes,
-        "ratio": ratio,
-    }
+    found = {"curve_flops": grid, "curve_loss": curves}
+    return found | {"slope": slopes, "ratio": ratio}
 
 
 def routing_error(router: np.ndarray, *, top_k: int) -> float:
@@ -263,13 +258,8 @@ def claims(result: Result) -> Iterator[Ours]:
 def metrics(result: Result) -> dict[str, Any]:
     """Gives laws, the ratio of compute, the imbalance, and every run."""
     names = ("ratio", "ratio_low", "ratio_high")
-    return {
-        "routing_error": result.routing_error,
-        **dict(zip(names, result.ratio.tolist(), strict=True)),
-        "laws": result.laws.rows(),
-        "imbalance": result.imbalance.rows(),
-        "runs": result.runs.rows(),
-    }
+    ratios = dict(zip(names, result.ratio.tolist(), strict=True))
+    return table.metrics(result) | ratios
 
 
 def summary(result: Result) -> list[Part]:

@@ -180,15 +180,15 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
     )
     if kind == "unbalanced":
         experts = dataclasses.replace(experts, balance_weight=0.0)
-    return architectures.transformer(
+    dense = architectures.transformer(
         width,
         num_heads=width // _HEAD_DIM,
         num_layers=shapes.num_layers,
         mlp_size=size,
         vocab_size=corpora.VOCAB_SIZE,
         seq_len=shapes.seq_len,
-        experts=None if kind == "dense" else experts,
     )
+    return dense if kind == "dense" else dataclasses.replace(dense, experts=experts)
 
 
 def num_steps(width: int, shapes: Shapes) -> int:

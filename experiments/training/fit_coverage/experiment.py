@@ -9,7 +9,7 @@ is next to nothing) should be doubted, unless all three intervals hold the truth
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -60,14 +60,6 @@ CONFIGS = {
 }
 
 
-class Outcome(NamedTuple):
-    """What became of one surface: per quantity; and whether the fit was doubted."""
-
-    covered: np.ndarray
-    width: np.ndarray
-    doubted: bool
-
-
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Fits all surfaces, a row for each kind; ended early, it has whole kinds."""
     kinds = [
@@ -91,12 +83,21 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             outcomes.append(_fit(kind, size, drawn, config.seed + i, config))
             done += 1
             update(done)
-        about = {"kind": kind, "runs": size, "noise": noise, "surfaces": count}
-        rows.append(about | _shares(outcomes))
+        row = {"kind": kind, "runs": size, "noise": noise, "surfaces": count}
+        covered, width, doubted = map(np.array, zip(*outcomes, strict=True))
+        whole, width = covered.all(1), np.median(width, axis=0)
+        shares = {f"covers {x}": covered[:, i].mean() for i, x in enumerate(QUANTITIES)}
+        shares |= {f"width {x}": width[i] for i, x in enumerate(QUANTITIES)}
+        shares |= {"doubted": doubted.mean(), "covers all": whole.mean()}
+        shares["neither"] = np.mean(~whole & ~doubted)
+        rows.append(row | {name: float(x) for name, x in shares.items()})
     return rows
 
 
-def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome:
+def _fit(
+    kind: str, size: int, noise: Any, seed: int, config: Config
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """What is covered and how wide by quantity, and whether the fit is doubted."""
     data, truth = synthetic.simulate(kind, size, seed=seed, noise=noise)
     result = fit.fit(
         published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
@@ -110,21 +111,7 @@ def _fit(kind: str, size: int, noise: Any, seed: int, config: Config) -> Outcome
     low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
     true = np.array([exponent, truth["E"], synthetic.surface(params, tokens, truth)])
-    return Outcome((low <= true) & (true <= high), high - low, bool(result.warnings))
-
-
-def _shares(outcomes: list[Outcome]) -> dict[str, float]:
-    """What became of the surfaces of one kind."""
-    covered = np.array([x.covered for x in outcomes])
-    width = np.median([x.width for x in outcomes], axis=0)
-    doubted = np.array([x.doubted for x in outcomes])
-    whole = covered.all(1)
-    row = {f"covers {x}": covered[:, i].mean() for i, x in enumerate(QUANTITIES)}
-    row |= {f"width {x}": width[i] for i, x in enumerate(QUANTITIES)}
-    row["doubted"] = doubted.mean()
-    row["covers all"] = whole.mean()
-    row["neither"] = np.mean(~whole & ~doubted)
-    return {name: float(value) for name, value in row.items()}
+    return (low <= true) & (true <= high), high - low, bool(result.warnings)
 
 
 def _kinds(
@@ -153,10 +140,8 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     left.set_xticks(range(len(sound)), names)
     title = "Sound surfaces: coverage of 90 % intervals"
     if covered:
-        title = (
-            f"Sound surfaces: 90 % intervals hold the truth in {min(covered):.0f} to "
-        )
-        title += f"{max(covered):.0f} %"
+        title = "Sound surfaces: 90 % intervals hold the truth in "
+        title += f"{min(covered):.0f} to {max(covered):.0f} %"
         left.legend()
     style.titled(left, title, "", "intervals that hold the truth [%]", ylim=(80, 100))
     names = [row["kind"] for row in ill]
@@ -221,8 +206,7 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
     if ill:
         keys = ("covers all", "doubted", "neither")
         rows = [[row["kind"], *(units.share(row[x]) for x in keys)] for row in ill]
-        title = (
-            f"ill-posed surfaces of {ill[0]['runs']} runs, {ill[0]['surfaces']} each"
-        )
+        sizes = f"{ill[0]['runs']} runs, {ill[0]['surfaces']} each"
+        title = f"ill-posed surfaces of {sizes}"
         parts.append(Sheet(title, ["kind", *keys], rows))
     return parts

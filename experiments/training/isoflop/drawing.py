@@ -23,7 +23,13 @@ def plot(axes: Any, result: Result) -> None:
     from matplotlib import ticker
 
     _draw_curves(axes[0, 0], result)
-    _draw_groups(axes[0, 1], result)
+    ax, fit = axes[0, 1], result.fit
+    drawing.draw_groups(ax, fit)
+    ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
+    num = int(np.isfinite(fit.minima.x).sum())
+    title = f"isoFLOP curves: {num} of {len(fit.minima.x)} budgets have a minimum"
+    style.titled(ax, title, "parameters [1]", "held-out loss [nats/token]")
+    ax.legend()
     for ax, name in ((axes[1, 0], "num_params"), (axes[1, 1], "num_tokens")):
         _draw_optima(ax, result, name)
     _draw_losses(axes[2, 0], result)
@@ -84,17 +90,20 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
         exponents.append(one.exponent)
     surface = result.surface
     ax.plot(surface.flops, getattr(surface, name), "k--", linewidth=1, label="law")
-    star = {"color": colors()[systems.RED], "markersize": 10}
-    ax.plot(predicted["flops"], predicted[name], "*", label="held-out run", **star)
+    _star(ax, predicted["flops"], predicted[name])
     what = {"num_params": "parameters", "num_tokens": "tokens"}[name]
     known = [x for x in exponents if np.isfinite(x)]
     title = f"Optimal {what}"
     if known:
         title += f" grow as C^{min(known):.2f} to C^{max(known):.2f}"
-    unit = {"num_params": "parameters", "num_tokens": "tokens"}[name]
-    y = f"optimal number [{unit}]"
+    y = f"optimal number [{what}]"
     style.titled(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
     ax.legend()
+
+
+def _star(ax: Any, x: float, y: float) -> None:
+    look = {"color": colors()[systems.RED], "markersize": 10}
+    ax.plot(x, y, "*", label="held-out run", **look)
 
 
 def _line(ax: Any, powers: Powers, x: np.ndarray, color: Any, label: str) -> None:
@@ -102,18 +111,6 @@ def _line(ax: Any, powers: Powers, x: np.ndarray, color: Any, label: str) -> Non
         y = powers.coefficient * x**powers.exponent
         label = f"{label}, C^{powers.exponent:.2f}"
         ax.plot(x, y, color=color, linewidth=1, label=label)
-
-
-def _draw_groups(ax: Any, result: Result) -> None:
-    """Losses of one budget by size, and parabolas through them."""
-    fit = result.fit
-    drawing.draw_groups(ax, fit)
-    ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
-    num = int(np.isfinite(fit.minima.x).sum())
-    title = f"isoFLOP curves: {num} of {len(fit.minima.x)} budgets have a minimum"
-    y = "held-out loss [nats/token]"
-    style.titled(ax, title, "parameters [1]", y)
-    ax.legend()
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
@@ -135,8 +132,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
     ax.plot([at], [value], "_", color=color, markersize=12, label=label)
     title = f"Ten times the compute: predicted {value:.3f} nats/token"
     if truth:
-        star = {"color": colors()[systems.RED], "markersize": 10}
-        ax.plot(truth["flops"], truth["loss"], "*", label="held-out run", **star)
+        _star(ax, truth["flops"], truth["loss"])
         title += f", trained {truth['loss']:.3f}"
     y = "held-out loss [nats/token]"
     style.titled(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
@@ -154,9 +150,7 @@ def _draw_rates(ax: Any, result: Result) -> None:
         mine = mine.at(np.argsort(mine.num_tokens))
         look = {"color": color, "marker": mark, "label": f"width {width:.0f}"}
         ax.plot(mine.num_tokens, mine.learning_rate, **look)
-    x, y = predicted["num_tokens"], predicted["learning_rate"]
-    star = {"color": colors()[systems.RED], "markersize": 10}
-    ax.plot(x, y, "*", label="held-out run", **star)
+    _star(ax, predicted["num_tokens"], predicted["learning_rate"])
     title = "Best learning rates by tokens and width"
     if len(widths):
         ends = [np.median(rates.where(width=x).learning_rate) for x in widths[[0, -1]]]

@@ -121,25 +121,16 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         progress,
     )
 
-    def frontiers(log: Log, resamples: int, progress: Progress) -> list[find.Frontier]:
-        return find.find(
-            log,
-            tolerance=0.1,
-            smoothing=SMOOTHING,
-            resamples=resamples,
-            level=config.level,
-            seed=0,
-            progress=progress,
-        ).frontiers
-
-    by_cosine = frontiers(cosine, config.bootstrap, progress)
+    how: Any = {"tolerance": 0.1, "smoothing": SMOOTHING, "level": config.level}
+    found = find.find(cosine, resamples=config.bootstrap, progress=progress, **how)
+    by_cosine = found.frontiers
     predicted = _predict(config, log, rows, fit.document, errors)
     progress.show(
         f"width {predicted['width']} for {predicted['num_steps']:,} steps: "
         f"{predicted['predicted']:.4f} predicted"
     )
     truth = held_out.train(config, folder, predicted, progress)
-    decayed = frontiers(log, 0, QUIET)
+    decayed = find.find(log, resamples=0, **how).frontiers
     curves = cosine.curves.columns
     rates = learning_rates.optimal_rates(rows)
     # From the smallest run to the one that is predicted.

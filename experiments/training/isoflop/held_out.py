@@ -14,8 +14,7 @@ from jaxkv import files
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.text import tokenizer
-from scaling.corpora import Corpus
-from scaling.sweeps import SweepConfig, branching, executors, family, grid
+from scaling.sweeps import branching, executors, family, grid
 from scaling.sweeps.sweep import model_folder
 from scaling.training import TrainConfig
 from scaling.training import train as training_train
@@ -54,14 +53,25 @@ def train(
     tried: dict[float, tuple[TrainConfig, Result]] = {}
     for i, rate in enumerate(prediction["learning_rates"]):
         run = grid.train_config(sweep, cell, grid.Lane(rate, config.seeds[0]))
-        run = _reporting(run)
+        every = max(10, run.num_steps // 300)
+        run = dataclasses.replace(run, report_every=every, checkpoint_every=20 * every)
         at = folder / "held_out" / str(i)
         tried[rate] = run, training_train.train(run, at, progress=progress)
         if tried[rate][1].status == "stopped":
             return Truth(None, [])
     if not path.exists():
         corpus = executors.open_corpus(sweep.corpus)
-        records = [_record(sweep, corpus, *each) for each in tried.values()]
+        records = []
+        for run, result in tried.values():
+            is_done = result.status == "done"
+            score = None
+            if is_done:
+                score = executors.score(sweep, corpus, run, result.params)
+            seconds = result.curve[-1]["duration_s"] if result.curve else 0.0
+            status = "done" if is_done else "diverged"
+            ended = branching.Finished(run, status, score, [], seconds, None)
+            commit = {"commit": environment.describe()["commit"]}
+            records.append(executors.made(sweep, corpus, ended).record | commit)
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
         files.write_aside(path, config_json.dumps(best | {"tried": losses}))
@@ -82,26 +92,3 @@ def train(
         if x["step"] % run.report_every == 0  # a shorter stretch is mostly noise
     ]
     return Truth(record, curve)
-
-
-def _record(
-    sweep: SweepConfig, corpus: Corpus, run: TrainConfig, result: Result
-) -> dict[str, Any]:
-    """Scores a run, and writes it down as a sweep's are."""
-    is_done = result.status == "done"
-    finished = branching.Finished(
-        run=run,
-        status="done" if is_done else "diverged",
-        score=executors.score(sweep, corpus, run, result.params) if is_done else None,
-        curve=[],
-        seconds=result.curve[-1]["duration_s"] if result.curve else 0.0,
-        params=None,
-    )
-    record = executors.made(sweep, corpus, finished).record
-    return record | {"commit": environment.describe()["commit"]}
-
-
-def _reporting(run: TrainConfig) -> TrainConfig:
-    """Has a run report some hundred times, and be saved now and then."""
-    every = max(10, run.num_steps // 300)
-    return dataclasses.replace(run, report_every=every, checkpoint_every=20 * every)

@@ -56,7 +56,8 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
         for cut in CUTS:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])
             with contextlib.suppress(ValueError):  # too few runs are left
-                fit = fits_fit.rollout(published.find(name), log.columns, larger)
+                law = published.find(name)
+                fit = fits_fit.fit(law, log.columns, held_out=larger)
                 errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
         found[name] = float(np.mean(errors)) if errors else math.inf
     return dict(sorted(found.items(), key=lambda item: item[1]))
@@ -124,6 +125,10 @@ def predict(
     low = value * math.exp(-math.hypot(math.log(best / low), half))
     high = value * math.exp(math.hypot(math.log(high / best), half))
     largest = c > 0.5 * c.max()
+    rates, tried = [rate], config.learning_rates
+    if len(tried) > 1:  # and its neighbours at the grid's ratio
+        ratio = tried[1] / tried[0]
+        rates = [float(f"{rate * ratio**i:.4g}") for i in (-1, 0, 1)]
     return {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "conventions": CONVENTIONS,
@@ -139,7 +144,7 @@ def predict(
         "num_tokens": num_tokens,
         "flops": per_token * num_tokens,
         "learning_rate": rate,
-        "learning_rates": _around(rate, config.learning_rates),
+        "learning_rates": rates,
         "rate_powers": powers,
         "law": fit.law,
         "predicted": value,
@@ -155,14 +160,6 @@ def predict(
         "token_law": [found.num_tokens.coefficient, found.num_tokens.exponent],
         "loss_law": [found.loss.coefficient, found.loss.exponent],
     }
-
-
-def _around(rate: float, grid: tuple[float, ...]) -> list[float]:
-    """A rate and, if a grid has several, its neighbours at the grid's ratio."""
-    if len(grid) < 2:
-        return [rate]
-    ratio = grid[1] / grid[0]
-    return [float(f"{rate * ratio**i:.4g}") for i in (-1, 0, 1)]
 
 
 def average(by_law: dict[str, float], errors: dict[str, float]) -> tuple[float, float]:

@@ -29,6 +29,13 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("interval", float(found["is_inside"]), **found)
 
 
+_PREDICTED = (
+    *("largest_fitted_flops", "best_fitted_loss", "predicted", "level", "low", "high"),
+    *("log_linear", "seed_spread"),
+)
+"""Numbers of `prediction.json` that are reported under the same name."""
+
+
 def metrics(result: Result) -> dict[str, Any]:
     """Gathers the numbers."""
     predicted, fit = result.predicted, json.loads(result.fit.document)
@@ -54,19 +61,12 @@ def metrics(result: Result) -> dict[str, Any]:
         "cosine_excess_se": float(ratios.std(ddof=1) / ratios.size**0.5),
         "law_exponent": fit["exponents"]["a"],
         "law": fit["law"],
-        "largest_fitted_flops": predicted["largest_fitted_flops"],
-        "best_fitted_loss": predicted["best_fitted_loss"],
         "held_out_width": predicted["width"],
         "held_out_params": predicted["num_params"],
         "held_out_tokens": predicted["num_tokens"],
         "held_out_flops": predicted["flops"],
         "held_out_factor": predicted["flops"] / predicted["largest_fitted_flops"],
-        "predicted": predicted["predicted"],
-        "level": predicted["level"],
-        "low": predicted["low"],
-        "high": predicted["high"],
-        "log_linear": predicted["log_linear"],
-        "seed_spread": predicted["seed_spread"],
+        **{name: predicted[name] for name in _PREDICTED},
         "seconds_of_fitted_runs": sum(row["seconds"] for row in rows),
     }
     if not result.truth:
@@ -87,10 +87,11 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[Part]:
     """Lays out the approaches, the budgets and the prediction."""
-    return [_approaches(result), _budgets(result), _prediction(result)]
+    found = metrics(result)
+    return [_approaches(result, found), _budgets(result), _prediction(result, found)]
 
 
-def _approaches(result: Result) -> Sheet:
+def _approaches(result: Result, found: dict[str, Any]) -> Sheet:
     fit, cosine = json.loads(result.fit.document), json.loads(result.cosine)
     every = [(each, "cosine") for each in cosine["frontiers"]]
     every += [(each, "constant, then falling") for each in fit["frontiers"]]
@@ -112,7 +113,6 @@ def _approaches(result: Result) -> Sheet:
     rows.append(("3", fit["law"], "constant, then falling", "-", a, b))
     heads = ("approach", "method", "learning rate", "minima", "N* ~ C^a", "D* ~ C^b")
     rows.sort(key=lambda row: row[0])
-    found = metrics(result)
     note = (
         f"{found['level']:.0%} intervals by resampling runs. Every size was trained "
         "for every length twice: with a rate that is constant and then falls to zero, "
@@ -145,8 +145,8 @@ def _budgets(result: Result) -> Sheet:
     return Sheet("budgets", heads, rows, "Minima of parabolas through all sizes.")
 
 
-def _prediction(result: Result) -> Sheet:
-    predicted, found = result.predicted, metrics(result)
+def _prediction(result: Result, found: dict[str, Any]) -> Sheet:
+    predicted = result.predicted
     size = f"{predicted['num_params']:,} parameters"
     value, low, high = (predicted[x] for x in ("predicted", "low", "high"))
     rows = [
@@ -168,17 +168,16 @@ def _prediction(result: Result) -> Sheet:
     if result.truth:
         linear = found["log_linear_error_share"]
         rows += [
-            *((f"at rate {rate:.4g}", _loss(x)) for rate, x in found["tried"]),
+            *(
+                (f"at rate {rate:.4g}", "diverged" if x is None else f"{x:.4f}")
+                for rate, x in found["tried"]
+            ),
             ("held-out run", f"{found['truth']:.4f}"),
             ("error, share of the gain", f"{100 * found['error_share']:+.1f} %"),
             ("log-linear law's", f"{100 * linear:+.1f} %"),
             ("inside the interval", "yes" if found["is_inside"] else "no"),
         ]
     return Sheet("the run that was predicted", ("", ""), rows, predicted["conventions"])
-
-
-def _loss(value: float | None) -> str:
-    return "diverged" if value is None else f"{value:.4f}"
 
 
 def _with_interval(value: float | None, interval: Any) -> str:

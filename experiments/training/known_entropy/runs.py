@@ -137,7 +137,14 @@ def train(
       The runs that were finished.
     """
     corpus = executors.open_corpus(language)
-    nats = _own_losses(language, corpus.held_out, config)
+    # Mean code length of each scored window by the language itself.
+    nats, num = code_lengths(language, corpus.held_out), len(corpus.held_out)
+    place = objectives.stream_windows(
+        np.arange(num, dtype=np.uint32),
+        seq_len=config.seq_len,
+        num_windows=config.num_windows,
+    )[:, 1 + config.carry :]
+    nats = nats[place - (num - len(nats))].mean(1)
     per_step = config.batch_size * config.seq_len
     ends = sorted({max(2, round(length / per_step)) for length in lengths})
 
@@ -193,19 +200,6 @@ def shown(end: Finished) -> str:
     """What a person sees when a run is over."""
     run = end.run
     return f"width {run.model.hidden_size}, {run.num_tokens:,} tokens: {end.loss:.4f}"
-
-
-def _own_losses(
-    language: LanguageConfig, held_out: np.ndarray, config: Config
-) -> np.ndarray:
-    """Mean code length of each scored window by the language itself."""
-    place = objectives.stream_windows(
-        np.arange(len(held_out), dtype=np.uint32),
-        seq_len=config.seq_len,
-        num_windows=config.num_windows,
-    )[:, 1 + config.carry :]
-    nats = code_lengths(language, held_out)
-    return nats[place - (len(held_out) - len(nats))].mean(1)
 
 
 def score(

@@ -76,7 +76,7 @@ class Config:
     @property
     def sweep(self) -> SweepConfig:
         """The grid of runs."""
-        return family.sweep_of(self, seeds=(self.seed,), min_steps=1)
+        return family.sweep_of(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
@@ -161,7 +161,8 @@ def plot(axes: Any, result: Result) -> None:
     left, right = axes
     runs, powers = result.runs, result.powers
     tokens, widths = np.unique(runs.num_tokens), np.unique(runs.width)
-    for i, (width, color) in enumerate(zip(widths, _shaded(widths), strict=True)):
+    shades = style.shades(np.log(widths))
+    for i, (width, color) in enumerate(zip(widths, shades, strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
             mine = runs.where(width=width, num_tokens=number)
             mine = mine.at(np.argsort(mine.learning_rate))
@@ -205,10 +206,6 @@ def plot(axes: Any, result: Result) -> None:
     right.set_xticks([], minor=True)
     for ax in axes:
         ax.legend()
-
-
-def _shaded(widths: np.ndarray) -> Any:
-    return style.shades(np.log(widths))
 
 
 @beside(__file__).judges

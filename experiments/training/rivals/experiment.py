@@ -171,6 +171,19 @@ def summary(result: Result) -> list[Part]:
     """Puts the directions in tables: ratios, differences, rates that were best."""
     read = ("ratio", "interval", "loss", "first_ratio", "last_ratio", "last_loss")
     names = ("side", "compute", "published", *read, "direction")
+    # How well each curve goes through the runs that it stands for.
+    curves, rates = [], []
+    for i, name in enumerate(result.sides):
+        mine, residual = result.runs.where(side=i), result.curves.residual[i]
+        best = best_runs.find(mine.flops, mine.loss)
+        shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
+        curves.append((str(name), str(len(mine)), str(len(best)), shown))
+    trials = result.trials
+    for side, size in dict.fromkeys(zip(trials.side, trials.size, strict=True)):
+        mine = trials.where(side=side, size=size)
+        best = mine.learning_rate[np.argmin(np.nan_to_num(mine.loss, nan=np.inf))]
+        cells = sweep_tables.tried(mine.learning_rate, mine.loss, best)
+        rates.append((str(result.sides[side]), f"{size:,}", *cells))
     return [
         readings(result).sheet(
             f"compute to equal loss, over that of the {REFERENCE}",
@@ -180,7 +193,11 @@ def summary(result: Result) -> list[Part]:
             "If no loss has one, at the lowest that both sides reached. Trunks are "
             "few, so intervals are rough.",
         ),
-        _curves(result),
+        Sheet(
+            "curves through the frontier, exact compute",
+            ("side", "runs", "on the frontier", "residual, nats"),
+            curves,
+        ),
         _differences(result).sheet(
             "loss less the transformer's at equal parameters and tokens, longest runs",
             note="The standard error is of the held-out text alone; what another seed "
@@ -191,33 +208,12 @@ def summary(result: Result) -> list[Part]:
             note="The lead is by windows that both have scored, so how hard their text "
             "is drops out.",
         ),
-        _rates(result),
+        Sheet(
+            "learning rates tried, short runs",
+            ("side", "parameters", *sweep_tables.TRIED),
+            rates,
+        ),
     ]
-
-
-def _curves(result: Result) -> Sheet:
-    """How well each curve goes through the runs that it stands for."""
-    rows = []
-    for i, name in enumerate(result.sides):
-        mine, residual = result.runs.where(side=i), result.curves.residual[i]
-        best = best_runs.find(mine.flops, mine.loss)
-        shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
-        rows.append((str(name), str(len(mine)), str(len(best)), shown))
-    heads = ("side", "runs", "on the frontier", "residual, nats")
-    return Sheet("curves through the frontier, exact compute", heads, rows)
-
-
-def _rates(result: Result) -> Sheet:
-    """Every rate tried, with its loss, and whether the best is an edge."""
-    trials, rows = result.trials, []
-    for side, size in dict.fromkeys(zip(trials.side, trials.size, strict=True)):
-        mine = trials.where(side=side, size=size)
-        rates = mine.learning_rate
-        best = rates[np.argmin(np.nan_to_num(mine.loss, nan=np.inf))]
-        cells = sweep_tables.tried(rates, mine.loss, best)
-        rows.append((str(result.sides[side]), f"{size:,}", *cells))
-    heads = ("side", "parameters", *sweep_tables.TRIED)
-    return Sheet("learning rates tried, short runs", heads, rows)
 
 
 def plot(axes: Any, result: Result) -> None:

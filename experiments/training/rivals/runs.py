@@ -143,7 +143,7 @@ def score(
     corpus: streams.Corpus, config: Config, run: TrainConfig, params: transformer.Params
 ) -> TokenLosses:
     """Scores a run, few windows at a time: they stay in a processor's cache."""
-    losses = objectives.stream_losses(
+    found = objectives.score_stream(
         params,
         corpus.held_out,
         model=run.model,
@@ -151,7 +151,7 @@ def score(
         num_windows=config.num_windows,
         batch_size=16,
     )
-    return TokenLosses(losses)
+    return TokenLosses(found.losses)
 
 
 def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trained:
@@ -245,7 +245,22 @@ def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
     rows = [{"side": i} | row for (i, _), x in trained.items() for row in x.rows]
     trials = [(*pair, *trial) for pair, x in trained.items() for trial in x.trials]
     runs = Runs.of(rows)
-    fits = {name: _fitted(runs, len(names), name, config) for name in COMPUTE.values()}
+    # Each side's curve through its best runs, and those through trunks drawn anew.
+    fits: dict[str, list[tuple[Any, list[Any]]]] = {x: [] for x in COMPUTE.values()}
+    for compute, found in fits.items():
+        for i in range(len(names)):
+            mine = runs.where(side=i)
+            points = getattr(mine, compute), mine.loss
+            trunks = np.stack([mine.size, mine.seed], 1)
+            drawn = best_runs.resampled(
+                *points, trunks, count=config.num_resamples, seed=i
+            )
+            found.append((best_runs.fit(*points), drawn))
+    apart = []
+    for (i, size), each in trained.items():
+        if i and (0, size) in trained:
+            less = (each.losses - trained[0, size].losses).mean(2)
+            apart.append((i, size, *_mean(less.mean(0)), less.mean(1)))
     versus = ("the transformer", "this side")
     ratios = [
         _stacked(
@@ -259,40 +274,17 @@ def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
         sides=np.array(names),
         runs=runs,
         trials=Trials.of(trials),
-        differences=_differences(trained),
+        differences=Differences.of(apart),
         places=_places(trained, len(names), config.seq_len),
         curves=_stacked(best_runs.curve(fit) for fit, _ in exact),
         ratios=_stacked(ratios),
     )
 
 
-def _fitted(
-    runs: Runs, num_sides: int, compute: str, config: Config
-) -> list[tuple[Any, list[Any]]]:
-    """Each side's curve through its best runs, and those through trunks drawn anew."""
-    found = []
-    for i in range(num_sides):
-        mine = runs.where(side=i)
-        points = getattr(mine, compute), mine.loss
-        trunks = np.stack([mine.size, mine.seed], 1)
-        drawn = best_runs.resampled(*points, trunks, count=config.num_resamples, seed=i)
-        found.append((best_runs.fit(*points), drawn))
-    return found
-
-
 def _stacked(each: Any) -> Any:
     """Stacks NamedTuples of arrays."""
     listed = [*each]
     return type(listed[0])(*map(np.stack, zip(*listed, strict=True)))
-
-
-def _differences(trained: Done) -> Differences:
-    found = []
-    for (i, size), each in trained.items():
-        if i and (0, size) in trained:
-            apart = (each.losses - trained[0, size].losses).mean(2)
-            found.append((i, size, *_mean(apart.mean(0)), apart.mean(1)))
-    return Differences.of(found)
 
 
 def _places(trained: Done, num_sides: int, seq_len: int) -> Places:

@@ -14,10 +14,16 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import merging
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
-from pallas_kernels.paged_attention.hopper import decode_body, merge, warpgroups
-from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
+from pallas_kernels.paged_attention.hopper import (
+    decode_body,
+    merge,
+    softmax,
+    warpgroups,
+)
+from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
@@ -28,10 +34,7 @@ def attend(
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
-    scale: float,
-    softcap: float | None = None,
-    alibi: Float[Array, " q_heads"] | None = None,
-    sinks: Float[Array, " q_heads"] | None = None,
+    scoring: Scoring,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
@@ -42,7 +45,8 @@ def attend(
     """Attends from the planned rows to the pages of their slots.
 
     Arguments are those of `api.paged_attention`, all in bfloat16 or float16; `plan` is
-    `decode_plan.plan_decode` of these rows, with the same `tiling`. `dtype` is that of
+    `decode_plan.plan_decode` of these rows, with the same `tiling`, and `scoring` has
+    slopes and sinks by query head. `dtype` is that of
     the output: float32 if states of the same rows are to be merged. `packed_q` are the
     queries as `row_packing.pack_queries` lays them out, padding of any kind; None does
     so here. `interpret` says how to emulate the kernel on a CPU; False compiles it.
@@ -60,17 +64,16 @@ def attend(
         v_pages,
         page_ids,
         plan,
-        scale=scale,
-        softcap=softcap,
-        alibi=alibi,
+        scoring=scoring,
         packed_q=packed_q,
         tiling=tiling,
         layer=layer,
         num_layers=num_layers,
         interpret=interpret,
     )
+    sinks = scoring.sinks
     out, lse = merge.merge_and_unpack(
-        *states,
+        states,
         plan.schedule.ends,
         plan.packing,
         group=group,
@@ -92,70 +95,30 @@ def partial_states(
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
-    scale: float,
-    softcap: float | None = None,
-    alibi: Float[Array, " q_heads"] | None = None,
+    scoring: Scoring,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
-) -> list[Array]:
-    """As `attend` up to the merge.
-
-    Returns:
-      The first four arguments of `merging.merge_and_unpack`.
-    """
+) -> merging.CutStates:
+    """As `attend` up to the merge."""
     warpgroups.check(q, k_pages, tiling)
     kv_heads = k_pages.shape[1]
-    group, slopes = q.shape[1] // kv_heads, None
-    if alibi is not None:
+    group, slopes, schedule = q.shape[1] // kv_heads, None, plan.schedule
+    if scoring.slopes is not None:
         # Row t * group + g of KV head h asks for query head h * group + g.
-        slopes = (alibi.astype(jnp.float32) * LOG2E).reshape(kv_heads, group)
+        slopes = (scoring.slopes.astype(jnp.float32) * LOG2E).reshape(kv_heads, group)
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
     if packed_q is None:
         packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
-    return _launch(
-        packed_q,
-        k_pages,
-        v_pages,
-        page_ids.astype(jnp.int32),
-        plan,
-        slopes,
-        layer=layer,
-        num_layers=num_layers,
-        scoring=Scoring(scale, softcap, alibi is not None),
-        tiling=tiling,
-        interpret=interpret,
-    )
-
-
-def _launch(
-    q: Float[Array, "blocks kv_heads block_rows head_dim"],
-    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    page_ids: Int[Array, "slots pages_per_slot"],
-    plan: DecodePlan,
-    slopes: Float32[Array, "kv_heads wgmma_rows"] | None,
-    *,
-    layer: Layer,
-    num_layers: int,
-    scoring: Scoring,
-    tiling: Tiling,
-    interpret: plgpu.InterpretGPUParams | bool,
-) -> list[Array]:
-    """Runs the kernel: results of whole items, and partial states, in base 2."""
-    num_blocks, kv_heads, block_rows, head_dim = q.shape
-    schedule, tile, stages = plan.schedule, tiling.tile, tiling.stages
-    programs, num_lines = schedule.begin.shape[0], plan.rows.shape[1]
-    num_warpgroups = plan.rows.shape[2] // WGMMA_ROWS
     given = decode_body.Inputs(
-        q=q,
+        q=packed_q,
         k=k_pages,
         v=v_pages,
-        page_ids=page_ids,
+        page_ids=page_ids.astype(jnp.int32),
         layer=layered.operand(layer),
         slot=plan.packing.slot,
         rows=plan.rows,
@@ -168,6 +131,22 @@ def _launch(
         begin=schedule.begin,
         slopes=slopes,
     )
+    static = softmax.Scoring(scoring.scale, scoring.softcap, slopes is not None)
+    return merging.CutStates(*_launch(given, static, num_layers, tiling, interpret))
+
+
+def _launch(
+    given: decode_body.Inputs,
+    scoring: softmax.Scoring,
+    num_layers: int,
+    tiling: Tiling,
+    interpret: plgpu.InterpretGPUParams | bool,
+) -> list[Array]:
+    """Runs the kernel: results of whole items, and partial states, in base 2."""
+    num_blocks, kv_heads, block_rows, head_dim = given.q.shape
+    tile, stages, (programs,) = tiling.tile, tiling.stages, given.begin.shape
+    _, num_lines, padded_rows = given.rows.shape
+    num_warpgroups = padded_rows // WGMMA_ROWS
     operands = [x for x in given if x is not None]
 
     def decode_attention(*references):
@@ -186,27 +165,24 @@ def _launch(
                 emulated=bool(interpret),
             ),
             lambda: decode_body.produce(
-                inputs,
-                shared,
-                num_layers=num_layers,
-                tiling=tiling,
+                inputs, shared, num_layers=num_layers, tiling=tiling
             ),
         )
 
     tiled = warpgroups.tiled()
-    boxes = max(1, tile // k_pages.shape[2])
+    boxes = max(1, tile // given.k.shape[2])
     lanes, wide = (num_warpgroups, WGMMA_ROWS), jnp.float32
     q_ring, ring = (tiling.q_stages, *lanes), (stages, tile, head_dim)
-    copies = num_warpgroups * (2 if slopes is None else 3)
+    copies = num_warpgroups * (2 if given.slopes is None else 3)
     barriers = warpgroups.barriers
     shared = decode_body.Shared(
-        q=plgpu.SMEM((*q_ring, head_dim), q.dtype, transforms=tiled),
+        q=plgpu.SMEM((*q_ring, head_dim), given.q.dtype, transforms=tiled),
         rows=plgpu.SMEM(
             (tiling.q_stages, num_warpgroups, num_lines, WGMMA_ROWS), jnp.int32
         ),
-        slopes=None if slopes is None else plgpu.SMEM(q_ring, wide),
-        k=plgpu.SMEM(ring, k_pages.dtype, transforms=tiled),
-        v=plgpu.SMEM(ring, v_pages.dtype, transforms=tiled),
+        slopes=None if given.slopes is None else plgpu.SMEM(q_ring, wide),
+        k=plgpu.SMEM(ring, given.k.dtype, transforms=tiled),
+        v=plgpu.SMEM(ring, given.v.dtype, transforms=tiled),
         out=plgpu.SMEM((*lanes, min(head_dim, decode_body.OUT_COLUMNS)), wide),
         lse=plgpu.SMEM(lanes, wide),
         q_full=barriers(tiling.q_stages, copies),

@@ -298,20 +298,21 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     def visit(piece: _Piece) -> None:
         ask_for_rows(piece)
-        slot = inputs.slot[piece.block]
-        low, high = inputs.low[piece.block], inputs.high[piece.block]
+        span = kv_ring.Span(
+            slot=inputs.slot[piece.block],
+            head=piece.head,
+            low=inputs.low[piece.block],
+            high=inputs.high[piece.block],
+        )
 
         @pl.loop(0, piece.take)
         def _(i):
             kv_ring.copy_tile(
                 inputs,
                 shared,
-                slot=slot,
-                head=piece.head,
+                span,
                 begin=(piece.tile + i) * tiling.tile,
                 index=piece.ring + i,
-                low=low,
-                high=high,
                 num_layers=num_layers,
                 tiling=tiling,
             )

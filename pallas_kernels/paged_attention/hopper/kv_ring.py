@@ -4,7 +4,7 @@ What the warpgroups that copy have in common, whichever rows they copy for: a ri
 stages, and of each stage a barrier that says that it is full and one that it is free.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,16 +15,27 @@ from pallas_kernels.paged_attention.hopper.softmax import Ref
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
+class Span(NamedTuple):
+    """Keys that rows read."""
+
+    slot: Any
+    """Whose pages."""
+    head: Any
+    """KV head."""
+    low: Any
+    """First place that any row sees."""
+    high: Any
+    """Place after the last one. Pages without a place between are not read: zeros
+    arrive in their stead, and for ids that no page of the layer has."""
+
+
 def copy_tile(
     inputs: Any,
     shared: Any,
+    span: Span,
     *,
-    slot: Any,
-    head: Any,
     begin: Any,
     index: Any,
-    low: Any,
-    high: Any,
     num_layers: int,
     tiling: Tiling,
 ) -> None:
@@ -34,13 +45,9 @@ def copy_tile(
       inputs: with `k` and `v` [pages, kv_heads, page_size, head_dim], `page_ids`, and
         the `layer` that they are of.
       shared: with the rings `k` and `v`, and their `k_full`, `k_free` and so on.
-      slot: whose pages.
-      head: KV head.
+      span: what is read.
       begin: first place of the tile.
       index: tiles that this program has asked for before.
-      low: first place that any row sees.
-      high: place after the last one. Pages without a place between are not read: zeros
-        arrive in their stead, and for ids that no page of the layer has.
       num_layers: layers in `k` and `v`, static.
       tiling: static.
     """
@@ -53,8 +60,8 @@ def copy_tile(
     def page_at(place):
         """Page with a place, or one past the end: its copy delivers zeros."""
         nth = lax.div(place, jnp.int32(page_size))
-        page = inputs.page_ids[slot, jnp.minimum(nth, pages_per_slot - 1)]
-        wanted = (place + box > low) & (place < high)
+        page = inputs.page_ids[span.slot, jnp.minimum(nth, pages_per_slot - 1)]
+        wanted = (place + box > span.low) & (place < span.high)
         wanted &= (page >= 0) & (page < layer_pages)
         return jnp.where(wanted, inputs.layer[0] * layer_pages + page, num_pages)
 
@@ -73,7 +80,7 @@ def copy_tile(
 
         for j, page in enumerate(pages):
             plgpu.copy_gmem_to_smem(
-                source.at[page, head, inside],
+                source.at[page, span.head, inside],
                 target.at[stage, pl.ds(j * box, box)],
                 full.at[stage],
             )

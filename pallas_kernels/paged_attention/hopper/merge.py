@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.hopper import softmax
+from pallas_kernels.paged_attention.merging import CutStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
@@ -29,10 +30,7 @@ _STAGES = 2
 
 
 def merge_and_unpack(
-    out: Float32[Array, "blocks kv_heads block_rows head_dim"],
-    lse: Float32[Array, "blocks kv_heads block_rows"],
-    part_out: Float32[Array, "programs 2 block_rows head_dim"],
-    part_lse: Float32[Array, "programs 2 block_rows"],
+    states: CutStates,
     ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
@@ -47,10 +45,7 @@ def merge_and_unpack(
     """Merges partial states as `merging.merge_parts`, unpacks as `row_packing.unpack`.
 
     Args:
-      out: results of the items that no cut went through; the others hold anything.
-      lse: likewise, in base 2.
-      part_out: partial states of every program; unused ones hold anything.
-      part_lse: likewise.
+      states: of all items.
       ends: those of `stream_k.Schedule`, which say whose they are.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
@@ -62,7 +57,7 @@ def merge_and_unpack(
       The output of each row, 0 where it sees nothing; log-sum-exps of packed rows in
       base 2, -inf where no row sees anything.
     """
-    num_blocks, kv_heads, block_rows, head_dim = out.shape
+    num_blocks, kv_heads, block_rows, head_dim = states.out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
     moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
     stretches = range(-(-block_rows // WGMMA_ROWS))
@@ -168,7 +163,7 @@ def merge_and_unpack(
         merge_one,
         out_type=[
             jax.ShapeDtypeStruct(shape, dtype),
-            jax.ShapeDtypeStruct(lse.shape, jnp.float32),
+            jax.ShapeDtypeStruct(states.lse.shape, jnp.float32),
         ],
         scratch_types=[
             plgpu.SMEM((_STAGES, WGMMA_ROWS, width), jnp.float32),
@@ -182,7 +177,7 @@ def merge_and_unpack(
         grid_names=("block", "head", "columns"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(out, lse, part_out, part_lse, ends, packing.row, packing.block)
+    )(*states, ends, packing.row, packing.block)
     return merged, lse
 
 

@@ -14,24 +14,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float32
 
 from pallas_kernels import row_packing
 from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import merge, softmax
 from pallas_kernels.paged_attention.hopper.softmax import Ref
+from pallas_kernels.paged_attention.merging import CutStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 class Inputs(NamedTuple):
     """References to global memory that are read, and the tiling of decode."""
 
-    out: Ref
-    lse: Ref
-    part_out: Ref
-    part_lse: Ref
+    states: CutStates
     ends: Ref
     row: Ref
     block: Ref
@@ -41,10 +39,7 @@ class Inputs(NamedTuple):
 class Cut(NamedTuple):
     """What the decode kernel leaves, see `merging.merge_and_unpack`."""
 
-    out: Float32[Array, "blocks kv_heads 64 head_dim"]
-    lse: Float32[Array, "blocks kv_heads 64"]
-    part_out: Float32[Array, "programs 2 64 head_dim"]
-    part_lse: Float32[Array, "programs 2 64"]
+    states: CutStates
     plan: DecodePlan
     tiling: Tiling
 
@@ -52,7 +47,7 @@ class Cut(NamedTuple):
     def inputs(self) -> Inputs:
         """What the kernel reads of it."""
         packing, ends = self.plan.packing, self.plan.schedule.ends
-        return Inputs(*self[:4], ends, packing.row, packing.block, self.tiling)
+        return Inputs(self.states, ends, packing.row, packing.block, self.tiling)
 
 
 class Outputs(NamedTuple):
@@ -64,15 +59,7 @@ class Outputs(NamedTuple):
     held_lse: Ref  # [64], likewise
 
 
-def takes(
-    plan: DecodePlan,
-    *,
-    group: int,
-    head_dim: int,
-    sinks: Any = None,
-    softcap: float | None = None,
-    alibi: Any = None,
-) -> bool:
+def takes(plan: DecodePlan, scoring: Scoring, *, group: int, head_dim: int) -> bool:
     """Whether the prefill kernel merges for this plan of decode and these features.
 
     Blocks must have 64 rows, padding included, which is what a warpgroup loads: so they
@@ -82,8 +69,9 @@ def takes(
     """
     tokens = plan.packing.row.shape[1]
     size = row_packing.num_block_rows(tokens=tokens, group=group)
-    is_narrow = head_dim <= 128 or (softcap is None and alibi is None)
-    return sinks is None and size == WGMMA_ROWS and is_narrow
+    is_plain = scoring.softcap is None and scoring.slopes is None
+    fits = size == WGMMA_ROWS and (head_dim <= 128 or is_plain)
+    return fits and scoring.sinks is None
 
 
 def merge_and_unpack(
@@ -103,10 +91,25 @@ def merge_and_unpack(
       worker: which of the warpgroups this is.
       workers: how many there are, static.
     """
-    num_blocks, kv_heads, _, head_dim = inputs.out.shape
-    rows, width = inputs.block.shape[0], outputs.held.shape[1]
-    sides = head_dim // width
-    _clear_rows_of_nobody(inputs, outputs, position, worker, workers)
+    num_blocks, kv_heads, _, head_dim = inputs.states.out.shape
+    (rows, q_heads, _), width = outputs.out.shape, outputs.held.shape[1]
+    tokens, group, sides = inputs.row.shape[1], q_heads // kv_heads, head_dim // width
+
+    # Zeros for the warpgroup's share of the rows that no kernel has.
+    zeros = jnp.zeros(outputs.held.shape, outputs.held.dtype)
+    outputs.held[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+    moved = math.gcd(q_heads, WGMMA_ROWS)
+
+    @pl.loop(worker, rows, step=workers)
+    def _(row: Any) -> None:
+        @pl.when((inputs.block[row] >= num_blocks) & (position[row] < 0))
+        def _() -> None:
+            for head in range(0, q_heads, moved):
+                for column in range(0, head_dim, width):
+                    part = row, pl.ds(head, moved), pl.ds(column, width)
+                    source = outputs.held.at[pl.ds(0, moved)]
+                    plgpu.copy_smem_to_gmem(source, outputs.out.at[*part])
 
     @pl.loop(worker, num_blocks * kv_heads * sides, step=workers)
     def _(piece: Any) -> None:
@@ -127,13 +130,39 @@ def merge_and_unpack(
                 part = first + index, jnp.where(index == 0, 1, 0)
                 found, weight = lax.cond(
                     first == last,
-                    lambda: _load(inputs.out, inputs.lse, (block, head), columns),
-                    lambda: _load(inputs.part_out, inputs.part_lse, part, columns),
+                    lambda: _load(*inputs.states[:2], (block, head), columns),
+                    lambda: _load(*inputs.states[2:], part, columns),
                 )
                 return merge.add(state, found, weight)
 
             state = lax.fori_loop(0, last - first + 1, add, softmax.start(width))
-            _send(state, inputs, outputs, block, head, columns, side == 0)
+            is_first = side == 0
+            out, lse = merge.finish(state)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            outputs.held[...] = out.astype(outputs.held.dtype)
+            outputs.held_lse[...] = lse
+            plgpu.commit_smem()
+
+            @pl.when(is_first)
+            def _() -> None:
+                plgpu.copy_smem_to_gmem(outputs.held_lse, outputs.lse.at[block, head])
+
+            def row_at(token: Any) -> Any:
+                return inputs.row[block, jnp.minimum(token, tokens - 1)]
+
+            def send(token: Any) -> Any:
+                heads = pl.ds(head * group, group)
+                target = outputs.out.at[row_at(token), heads, columns]
+                source = outputs.held.at[pl.ds(token * group, group)]
+                plgpu.copy_smem_to_gmem(source, target)
+                return token + 1
+
+            # A block is filled from its first place on.
+            lax.while_loop(
+                lambda token: (token < tokens) & (row_at(token) < rows),
+                send,
+                jnp.int32(0),
+            )
 
 
 def _load(outs: Ref, lses: Ref, place: tuple[Any, Any], columns: Any) -> Any:
@@ -143,61 +172,3 @@ def _load(outs: Ref, lses: Ref, place: tuple[Any, Any], columns: Any) -> Any:
     found = plgpu.load(source, layout=layout, optimized=False)
     source, layout = lses.at[*place], layout.reduce(1)
     return found, plgpu.load(source, layout=layout, optimized=False)
-
-
-def _send(
-    state: softmax.State,
-    inputs: Inputs,
-    outputs: Outputs,
-    block: Any,
-    head: Any,
-    columns: Any,
-    is_first: Any,
-) -> None:
-    """Writes a merged block to its rows."""
-    group = outputs.out.shape[1] // inputs.out.shape[1]
-    (_, tokens), (rows,) = inputs.row.shape, inputs.block.shape
-    out, lse = merge.finish(state)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    outputs.held[...] = out.astype(outputs.held.dtype)
-    outputs.held_lse[...] = lse
-    plgpu.commit_smem()
-
-    @pl.when(is_first)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(outputs.held_lse, outputs.lse.at[block, head])
-
-    def row_at(token: Any) -> Any:
-        return inputs.row[block, jnp.minimum(token, tokens - 1)]
-
-    def send(token: Any) -> Any:
-        heads = pl.ds(head * group, group)
-        target = outputs.out.at[row_at(token), heads, columns]
-        plgpu.copy_smem_to_gmem(outputs.held.at[pl.ds(token * group, group)], target)
-        return token + 1
-
-    # A block is filled from its first place on.
-    lax.while_loop(
-        lambda token: (token < tokens) & (row_at(token) < rows), send, jnp.int32(0)
-    )
-
-
-def _clear_rows_of_nobody(
-    inputs: Inputs, outputs: Outputs, position: Ref, worker: Any, workers: int
-) -> None:
-    """Writes zeros to the warpgroup's share of the rows that no kernel has."""
-    (rows, q_heads, head_dim), width = outputs.out.shape, outputs.held.shape[1]
-    zeros = jnp.zeros(outputs.held.shape, outputs.held.dtype)
-    outputs.held[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-    plgpu.commit_smem()
-    moved = math.gcd(q_heads, WGMMA_ROWS)
-
-    @pl.loop(worker, rows, step=workers)
-    def _(row: Any) -> None:
-        @pl.when((inputs.block[row] >= inputs.row.shape[0]) & (position[row] < 0))
-        def _() -> None:
-            for head in range(0, q_heads, moved):
-                for column in range(0, head_dim, width):
-                    part = row, pl.ds(head, moved), pl.ds(column, width)
-                    source = outputs.held.at[pl.ds(0, moved)]
-                    plgpu.copy_smem_to_gmem(source, outputs.out.at[*part])

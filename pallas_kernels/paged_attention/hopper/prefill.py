@@ -15,9 +15,15 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import prefill_plan
-from pallas_kernels.paged_attention.hopper import merge_beside, prefill_body, warpgroups
-from pallas_kernels.paged_attention.hopper.softmax import LOG2E, Scoring
+from pallas_kernels.paged_attention.hopper import (
+    merge_beside,
+    prefill_body,
+    softmax,
+    warpgroups,
+)
+from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from pallas_kernels.paged_attention.prefill_plan import TILE_ROWS, PrefillPlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
@@ -29,11 +35,8 @@ def attend(
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: PrefillPlan,
     *,
-    scale: float,
+    scoring: Scoring,
     window: int | None = None,
-    softcap: float | None = None,
-    alibi: Float[Array, " q_heads"] | None = None,
-    sinks: Float[Array, " q_heads"] | None = None,
     others: tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]
     | merge_beside.Cut
     | None = None,
@@ -67,16 +70,16 @@ def attend(
         raise ValueError(f"{tiling.stages=} must be at least 2")
     group = q_heads // k_pages.shape[1]
     if isinstance(others, merge_beside.Cut):
-        features = {"sinks": sinks, "softcap": softcap, "alibi": alibi}
         sizes = {"group": group, "head_dim": q.shape[2]}
-        if not merge_beside.takes(others.plan, **sizes, **features):
+        if not merge_beside.takes(others.plan, scoring, **sizes):
             raise ValueError("states with these sizes and features are merged apart")
     elif others is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
         others = jnp.zeros_like(q), blank
     padding = prefill_plan.num_padded(num_rows) - num_rows
     base_2 = [
-        None if x is None else x.astype(jnp.float32) * LOG2E for x in (alibi, sinks)
+        None if x is None else x.astype(jnp.float32) * LOG2E
+        for x in (scoring.slopes, scoring.sinks)
     ]
     given = prefill_body.Inputs(
         q=jnp.pad(q, [(0, padding), (0, 0), (0, 0)]) if padding else q,
@@ -92,7 +95,9 @@ def attend(
     out, lse, *packed = _launch(
         given,
         others.inputs if isinstance(others, merge_beside.Cut) else others[0],
-        scoring=Scoring(scale, softcap, alibi is not None),
+        scoring=softmax.Scoring(
+            scoring.scale, scoring.softcap, scoring.slopes is not None
+        ),
         window=window,
         num_layers=num_layers,
         tiling=tiling,
@@ -115,7 +120,7 @@ def _launch(
     given: prefill_body.Inputs,
     others: Float[Array, "rows q_heads head_dim"] | merge_beside.Inputs,
     *,
-    scoring: Scoring,
+    scoring: softmax.Scoring,
     window: int | None,
     num_layers: int,
     tiling: Tiling,
@@ -190,7 +195,7 @@ def _launch(
     made = [jax.ShapeDtypeStruct(lse, wide)]
     if cut is not None:
         rows = cut.block.shape[0], q_heads, head_dim
-        lse = jax.ShapeDtypeStruct(cut.lse.shape, wide)
+        lse = jax.ShapeDtypeStruct(cut.states.lse.shape, wide)
         made = [jax.ShapeDtypeStruct(rows, dtype), *made, lse]
     found = plgpu.kernel(
         prefill_attention,

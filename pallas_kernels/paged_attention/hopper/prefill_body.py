@@ -166,10 +166,8 @@ def consume(
         def clear_values(stage, begin):
             """The first to take its turn does it for both, while registers are free."""
             plgpu.barrier_wait(shared.v_full.at[stage])
-            low, high = (
-                inputs.tiles[prefill_plan.LOW, item.tile],
-                inputs.tiles[prefill_plan.HIGH, item.tile],
-            )
+            low = inputs.tiles[prefill_plan.LOW, item.tile]
+            high = inputs.tiles[prefill_plan.HIGH, item.tile]
 
             @pl.when((warpgroup == 0) & ((begin < low) | (begin + tile > high)))
             def _():
@@ -255,10 +253,8 @@ def _send(
     lse = state.top + jnp.log2(state.total)
     out = state.out * softmax.along(1.0 / state.total, state.out.shape)
     start = inputs.tiles[prefill_plan.ROW, item.tile] + warpgroup * WGMMA_ROWS
-    begin, end = (
-        inputs.tiles[prefill_plan.BEGIN, item.tile],
-        inputs.tiles[prefill_plan.END, item.tile],
-    )
+    begin = inputs.tiles[prefill_plan.BEGIN, item.tile]
+    end = inputs.tiles[prefill_plan.END, item.tile]
     is_whole = inputs.tiles[prefill_plan.WHOLE + warpgroup, item.tile] == 1
 
     for column in range(0, head_dim, width):
@@ -318,13 +314,11 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     def visit(item: _Item) -> None:
         ask_for_rows(item, 0)
-        slot, kv_head = (
-            inputs.tiles[prefill_plan.SLOT, item.tile],
-            lax.div(item.head, jnp.int32(group)),
-        )
-        low, high = (
-            inputs.tiles[prefill_plan.LOW, item.tile],
-            inputs.tiles[prefill_plan.HIGH, item.tile],
+        span = kv_ring.Span(
+            slot=inputs.tiles[prefill_plan.SLOT, item.tile],
+            head=lax.div(item.head, jnp.int32(group)),
+            low=inputs.tiles[prefill_plan.LOW, item.tile],
+            high=inputs.tiles[prefill_plan.HIGH, item.tile],
         )
 
         @pl.loop(0, item.num_kv)
@@ -332,12 +326,9 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
             kv_ring.copy_tile(
                 inputs,
                 shared,
-                slot=slot,
-                head=kv_head,
+                span,
                 begin=item.kv_tile(i) * tiling.tile,
                 index=item.ring + i,
-                low=low,
-                high=high,
                 num_layers=num_layers,
                 tiling=tiling,
             )

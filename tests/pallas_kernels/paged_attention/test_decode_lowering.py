@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.hopper import decode
 
@@ -59,9 +60,7 @@ def lower(
             v_pages,
             page_ids,
             plan,
-            scale=1.0,
-            softcap=softcap,
-            alibi=slopes if alibi else None,
+            scoring=Scoring(1.0, softcap, slopes if alibi else None),
             tiling=tiling,
         )
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import devices, row_packing
 from pallas_kernels.bench import deviceless
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import dispatch, prefill_plan
 from pallas_kernels.paged_attention.hopper import merge_beside, prefill
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E
@@ -62,10 +63,10 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
         return prefill.attend(
             *emulating.among_layers(arrays),
             many,
-            others=merge_beside.Cut(*states, plan, few.tiling),
+            others=merge_beside.Cut(states, plan, few.tiling),
             layer=jnp.int32(1),
             num_layers=3,
-            scale=case.scale,
+            scoring=Scoring(case.scale),
             tiling=TILES,
             interpret=interpret,
         )
@@ -110,7 +111,7 @@ def test_it_equals_its_twin(sizes: dict[str, Any]) -> None:
     check(mixed)
 
 
-SENT = "    outputs.held_lse[...] = lse\n    plgpu.commit_smem()"
+SENT = f"outputs.held_lse[...] = lse\n{' ' * 12}plgpu.commit_smem()"
 CLEAR = "plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)\n    plgpu.commit_smem()"
 BUGS = {
     "taken before it is seen": (SENT, SENT.split("\n")[0]),
@@ -154,11 +155,11 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         assert plan.many is not None
         return dispatch.attend(
             *emulating.among_layers(arrays),
-            plan=plan,
+            plan,
+            Scoring(case.scale),
             window=None,
             layer=jnp.int32(1),
             num_layers=3,
-            scale=case.scale,
             interpret=interpret,
         )
 
@@ -176,7 +177,7 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 def attend(
-    *, group: int, head_dim: int, sinks: bool = False, **features: Any
+    *, group: int, head_dim: int, sinks: bool = False, softcap: float | None = None
 ) -> tuple[Any, Any]:
     """A call of all kernels in a step with both, and the shapes of its arguments."""
     num_slots, rows, kv_heads = 4, 256, 2
@@ -190,17 +191,9 @@ def attend(
             group=group,
             head_dim=head_dim,
         )
-        by_head = dict(sinks=jnp.ones(q.shape[1])) if sinks else {}
-        return dispatch.attend(
-            q,
-            *pages,
-            page_ids,
-            plan=plan,
-            window=None,
-            scale=1.0,
-            **by_head,
-            **features,
-        )
+        by_head = jnp.ones(q.shape[1]) if sinks else None
+        scoring = Scoring(1.0, softcap, sinks=by_head)
+        return dispatch.attend(q, *pages, page_ids, plan, scoring, window=None)
 
     spec = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     pages = spec(jnp.bfloat16, 64, kv_heads, 16, head_dim)

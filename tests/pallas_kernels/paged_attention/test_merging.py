@@ -49,9 +49,9 @@ def test_parts_of_cut_items(num_parts: int) -> None:
             wanted[item] = state[0][0], state[1][0]
         for i, (program, side) in enumerate(where):
             part_out[program, side], part_lse[program, side] = state[0][i], state[1][i]
+    states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
     got_out, got_lse = merging.merge_parts(
-        *(jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse)),
-        jnp.asarray(parts, jnp.int32),
+        merging.CutStates(*states), jnp.asarray(parts, jnp.int32)
     )
     for item, (wanted_out, wanted_lse) in wanted.items():
         place = divmod(item, heads)

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
+from pallas_kernels.online_softmax import Scoring
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -41,17 +42,15 @@ def case(
         plan = prefill_plan.plan_prefill(
             positions, slots, num_slots=4, few=32, tiling=tiling, window=window
         )
+        features = (by_head if is_on else None for is_on in (alibi, sinks))
         return prefill.attend(
             q,
             k_pages,
             v_pages,
             page_ids,
             plan,
-            scale=1.0,
+            scoring=Scoring(1.0, softcap, *features),
             window=window,
-            softcap=softcap,
-            alibi=by_head if alibi else None,
-            sinks=by_head if sinks else None,
             tiling=tiling,
         )
 

@@ -305,8 +305,8 @@ SCORE = objectives.StreamScore
     [
         (SCORE, "of", "means.std(ddof=1) / math.sqrt(num)", "means.std(ddof=1)"),
         (SCORE, "of", "losses.size, means", "len(means), means"),
-        (objectives, "stream_losses", "[: len(batch), carry:]", "[: len(batch)]"),
-        (objectives, "stream_losses", "[: len(batch), carry:]", "[:, carry:]"),
+        (objectives, "score_stream", "[:, carry:]", ""),
+        (objectives, "_losses", "[: len(batch)]", ""),
     ],
 )
 def test_a_seeded_bug_of_a_streams_score_is_noticed(

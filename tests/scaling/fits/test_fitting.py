@@ -312,8 +312,9 @@ def test_a_size_is_given_in_natural_units(runs: dict, result: fit.FitResult) -> 
 
 
 def test_held_out_runs_are_scored(runs: dict) -> None:
-    found = fit.rollout(CHINCHILLA, runs, bootstrap=200)
     flops = 6 * runs["num_params"] * runs["num_tokens"]
+    is_large = flops > flops.max() / 10
+    found = fit.fit(CHINCHILLA, runs, bootstrap=200, held_out=is_large)
     held_out = found.held_out
     assert held_out is not None
     assert found.num_points + held_out.num_points == 240
@@ -323,7 +324,7 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
     assert held_out.covered is not None
     assert held_out.covered > 0.8
     with pytest.raises(ValueError, match="no run is held out"):
-        fit.rollout(CHINCHILLA, runs, np.zeros(240, bool))
+        fit.fit(CHINCHILLA, runs, held_out=np.zeros(240, bool))
 
 
 def spoilt(**columns: object) -> dict:
