@@ -95,12 +95,12 @@ class Engine:
             config,
             pages,
             forward,
-            policy,
-            eviction,
-            logits_fn,
-            speculation,
-            tokenizer,
-            mesh,
+            policy=policy,
+            eviction=eviction,
+            logits_fn=logits_fn,
+            speculation=speculation,
+            tokenizer=tokenizer,
+            mesh=mesh,
         )
         if vocab_size is not None:
             vocab_size = validation.integer("vocab_size", vocab_size, low=1)

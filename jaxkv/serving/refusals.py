@@ -20,12 +20,13 @@ def check_parts(
     config: object,
     pages: object,
     forward: object,
-    policy: object,
-    eviction: object,
-    logits_fn: object,
-    speculation: object,
-    tokenizer: object,
-    mesh: object,
+    *,
+    policy: object = None,
+    eviction: object = None,
+    logits_fn: object = None,
+    speculation: object = None,
+    tokenizer: object = None,
+    mesh: object = None,
 ) -> None:
     """Refuses parts of an engine that have another type."""
     for name, value, kinds in (
