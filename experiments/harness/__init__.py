@@ -25,9 +25,9 @@ __all__ = [
     "model_shapes",
     "named_costs",
     "prompts",
+    "serving",
     "showing",
     "stepping",
-    "streaming",
     "sweep_tables",
     "timing",
 ]

@@ -135,9 +135,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         texts, asks = config.requests(model.tokenizer, (1, temperature))
         if temperature not in answers:
             bounds = serving.bounds(1, 0, config.max_length, config.steps_per_call)
-            answers[temperature], _ = serving.Server(
-                model, serving.PLAIN, bounds
-            ).serve(texts, asks)
+            server = serving.make(model, serving.PLAIN, bounds)
+            answers[temperature], _ = serving.decode(server, texts, asks)
         found.append(_found(model, texts, asks, answers[temperature], length))
     settings = [(1, temperature) for temperature in config.temperatures]
     ways = [(WAY, num) for num in config.num_drafts]

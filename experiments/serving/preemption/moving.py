@@ -136,42 +136,6 @@ def _time_reading(
     return found[1:]
 
 
-@functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
-def _leave(
-    pages: kv_pages.Pages,
-    staging: swap_buffer.Staging,
-    pool: page_pool.Pool,
-    table: page_table.Table,
-) -> tuple[swap_buffer.Staging, page_pool.Pool, page_table.Table]:
-    """The first slot's request leaves the pool for the buffer, as in a step."""
-    row = jnp.zeros((1,), jnp.int32)
-    staging, left = swap_buffer.move_out(
-        staging,
-        pages,
-        table,
-        jnp.zeros_like(table.page_ids),
-        row,
-        row,
-        page_size=pages.page_size,
-    )
-    return staging, *page_table.drop(pool, table, left)
-
-
-@functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
-def _return(
-    pages: kv_pages.Pages,
-    staging: swap_buffer.Staging,
-    pool: page_pool.Pool,
-    table: page_table.Table,
-) -> tuple[kv_pages.Pages, swap_buffer.Staging, page_pool.Pool, page_table.Table]:
-    """It comes back to the slot."""
-    group = jnp.arange(2, dtype=jnp.int32)
-    pages, pool, table, staging = swap_buffer.move_in(
-        staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
-    )
-    return pages, staging, pool, table
-
-
 def _time_moves(
     pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
 ) -> tuple[list[float], list[float]]:
@@ -196,14 +160,37 @@ def _time_moves(
         raise RuntimeError("the request does not fit the pool")
     table = page_table.advance(table, places)
     staging = _staging(pages, config)
+
+    @functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
+    def leave(pages, staging, pool, table):
+        """The first slot's request leaves the pool for the buffer, as in a step."""
+        row = jnp.zeros((1,), jnp.int32)
+        staging, left = swap_buffer.move_out(
+            staging,
+            pages,
+            table,
+            jnp.zeros_like(table.page_ids),
+            row,
+            row,
+            page_size=pages.page_size,
+        )
+        return staging, *page_table.drop(pool, table, left)
+
+    @functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
+    def back(pages, staging, pool, table):
+        """It comes back to the slot."""
+        group = jnp.arange(2, dtype=jnp.int32)
+        pages, pool, table, staging = swap_buffer.move_in(
+            staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
+        )
+        return pages, staging, pool, table
+
     before = _first_layer(pages, table)
     out_s, in_s = [], []
     for _ in range(repeats + 1):
-        took_s, (staging, pool, table) = timed(_leave, pages, staging, pool, table)
+        took_s, (staging, pool, table) = timed(leave, pages, staging, pool, table)
         out_s.append(took_s)
-        took_s, (pages, staging, pool, table) = timed(
-            _return, pages, staging, pool, table
-        )
+        took_s, (pages, staging, pool, table) = timed(back, pages, staging, pool, table)
         in_s.append(took_s)
     np.testing.assert_array_equal(_first_layer(pages, table), before)
     return out_s[1:], in_s[1:]

@@ -16,12 +16,16 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.framework import Ours, Record, beside, column, ours, table
-from experiments.harness import length_distributions, model_shapes, prompts
+from experiments.harness import (
+    length_distributions,
+    model_shapes,
+    prompts,
+    stepping,
+)
 from experiments.plotting import style, systems
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture
 from experiments.serving.sharing.requests import PUBLISHED, Prefixes, Readings, Savings
-from experiments.serving.sharing.server import Server
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
@@ -153,7 +157,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all of it with one program; ended early, it has what is done."""
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    server = Server(model, bounds(config), ask, progress)
+    engine = stepping.of_model(model, bounds(config), requests.seen_step)
+    client = requests.Client(engine, model, ask, progress)
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(
         length_distributions.draw,
@@ -172,14 +177,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
     progress.show("compiling")
     return Result(
-        picture=picture.take(server),
-        samples=requests.serve_groups(server, kinds, config.answers, beams=False),
-        beams=requests.serve_groups(server, kinds, config.widths, beams=True),
+        picture=picture.take(client),
+        samples=requests.serve_groups(client, kinds, config.answers, beams=False),
+        beams=requests.serve_groups(client, kinds, config.widths, beams=True),
         readings=requests.read_in_chunks(
-            server, Lengths(*few), max(config.answers), config.chunk_sizes
+            client, Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
-            server, config.prefixes, Lengths(*own), repeats=config.repeats
+            client, config.prefixes, Lengths(*own), repeats=config.repeats
         ),
     )
 
