@@ -19,16 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.framework import (
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    beside,
-    column,
-    ours,
-    report,
-)
+from experiments.framework import Ours, Part, Sheet, beside, ours, report
+from experiments.framework.table import Record, column
 from experiments.harness import model_shapes
 from experiments.plotting import style, systems
 from experiments.serving.batching import lectures, serving, sweeps

@@ -21,17 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Record,
-    Table,
-    beside,
-    column,
-    ours,
-    table,
-)
+from experiments.framework import Ours, beside, ours, table
+from experiments.framework.table import Floats, Ints, Record, Table, column
 from experiments.harness import timing
 from experiments.plotting import style
 from jaxkv import validation

@@ -21,18 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments.framework import (
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    beside,
-    column,
-    ours,
-    report,
-    table,
-    units,
-)
+from experiments.framework import Ours, Part, Sheet, beside, ours, report, table, units
+from experiments.framework.table import Record, column
 from experiments.harness import bundled, model_shapes, timing
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting

@@ -15,19 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import (
-    Floats,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    Texts,
-    column,
-    ours,
-    table,
-    units,
-)
+from experiments.framework import Ours, Part, Sheet, ours, table, units
+from experiments.framework.table import Floats, Record, Table, Texts, column
 from experiments.serving.latency_vs_rate import Load, Setting, runs, settings
 from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
 from experiments.serving.memory_waste.drawing import BATCHES, BOOK, SYSTEMS, USES

@@ -11,16 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ours,
-    Record,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-)
+from experiments.framework import Ours, beside, ours
+from experiments.framework.table import Floats, Record, Table, Texts, column
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
