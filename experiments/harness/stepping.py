@@ -44,7 +44,7 @@ class Call(NamedTuple):
     ended: Sequences
 
 
-class Served(NamedTuple):
+class ServingRecord(NamedTuple):
     """Requests that were all answered.
 
     Attributes:
@@ -164,7 +164,7 @@ class Stepper:
         policy: interface.Policy | None = None,
         eviction: Eviction | None = None,
         progress: Progress = QUIET,
-    ) -> Served | None:
+    ) -> ServingRecord | None:
         """Answers requests that are all there from the start, as `calls`.
 
         Returns:
@@ -186,7 +186,7 @@ class Stepper:
                 return None
         duration_s = time.perf_counter() - started
         seen = jax.tree.map(lambda *parts: np.concatenate(parts), *seen)
-        return Served(seen, tokens, num_cached, duration_s)
+        return ServingRecord(seen, tokens, num_cached, duration_s)
 
 
 def of_model(

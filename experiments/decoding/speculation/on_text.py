@@ -22,20 +22,8 @@ from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.theory import Tossed
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-)
-from experiments.framework.table import shown
+from experiments.framework import Ours, Part, Record, Sheet, beside, ours
+from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
 from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -267,37 +255,20 @@ def summary(result: Result) -> list[Part]:
     alone = runs.where(batch=1)
     lengths, batches = alone.where(temperature=0.0), runs.where(temperature=0.0)
     lengths = lengths.at(np.lexsort((lengths.num_drafts, lengths.way)))
-    head, times = ("way", "num_drafts"), ("step_s", "plain_s", "cost", "speed")
     said = ("drafts_per_step", "accepted_share", "first_share", "tokens_per_step")
-    same = ("num_tokens", "num_other")
+    speed, same = ("cost", "speed"), ("num_tokens", "num_other")
+    names = ("way", "temperature", *said, *speed, *same)
+    drafts = ("way", "num_drafts", *said[2:], "expected", *speed)
+    together = ("batch", "tokens_per_step", "step_s", "plain_s", *speed, *same)
+    ways, batches = (
+        alone.where(num_drafts=num),
+        batches.where(way=LOOKUP, num_drafts=num),
+    )
+    title = f"ways, one sequence on {result.device}"
     sheets: list[Sheet] = [
-        alone.where(num_drafts=num).sheet(
-            f"ways, one sequence on {result.device}",
-            "way",
-            "temperature",
-            *said,
-            "cost",
-            "speed",
-            *same,
-            note=NOTES[0],
-        ),
-        lengths.sheet(
-            "drafts a step, greedy",
-            *head,
-            *said[2:],
-            "expected",
-            "cost",
-            "speed",
-            note=NOTES[1],
-        ),
-        batches.where(way=LOOKUP, num_drafts=num).sheet(
-            "sequences at once, greedy",
-            "batch",
-            "tokens_per_step",
-            *times,
-            *same,
-            note=NOTES[2],
-        ),
+        ways.sheet(title, *names, note=NOTES[0]),
+        lengths.sheet("drafts a step, greedy", *drafts, note=NOTES[1]),
+        batches.sheet("sequences at once, greedy", *together, note=NOTES[2]),
         result.coins.sheet("drafts accepted by coins, against the formula"),
     ]
     return [sheet for sheet in sheets if sheet.rows]

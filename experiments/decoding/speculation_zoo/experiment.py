@@ -191,35 +191,15 @@ NOTES = (
 def summary(result: Result) -> list[Part]:
     """Tables: ways, and lengths that adapt."""
     said = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
-    same = ("num_tokens", "num_other")
+    same, title = ("num_tokens", "num_other"), f"one sequence on {result.device}"
+    names = ("way", "num_drafts", *said, *same)
+    greedy, drawn = (result.ways.where(temperature=x) for x in (0.0, 1.0))
+    settings = ("way", "batch", "temperature", said[0], *said[2:], *same)
     sheets: list[Sheet] = [
-        result.ways.where(temperature=temperature).sheet(
-            f"one sequence on {result.device}, {words}",
-            "way",
-            "num_drafts",
-            *said,
-            *same,
-            note=note,
-        )
-        for temperature, words, note in (
-            (0.0, "greedy", NOTES[0]),
-            (1.0, "temperature 1", ""),
-        )
+        greedy.sheet(f"{title}, greedy", *names, note=NOTES[0]),
+        drawn.sheet(f"{title}, temperature 1", *names),
+        result.adaptive.sheet("lengths that adapt", *settings, note=NOTES[1]),
     ]
-    sheets.append(
-        result.adaptive.sheet(
-            "lengths that adapt",
-            "way",
-            "batch",
-            "temperature",
-            "drafts_per_step",
-            "tokens_per_step",
-            "cost",
-            "speed",
-            *same,
-            note=NOTES[1],
-        )
-    )
     return [sheet for sheet in sheets if sheet.rows]
 
 

@@ -17,17 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import (
-    Excerpts,
-    Ours,
-    Part,
-    Record,
-    Texts,
-    beside,
-    column,
-    ours,
-    report,
-)
+from experiments.framework import Excerpts, Ours, Part, beside, ours, report
+from experiments.framework.table import Record, Texts, column
 from experiments.harness import model_shapes, prompts, showing
 from experiments.harness.serving import Server
 from experiments.plotting import style, systems, timelines

@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from experiments.framework import Ours, Part, Record, beside, column, ours, table
-from experiments.harness import Request, model_shapes, prompts
+from experiments.harness import model_shapes, prompts
+from experiments.harness.prompts import Request
 from experiments.plotting import style, systems
 from experiments.serving.preemption import moving, serving
 from experiments.serving.preemption.moving import Moves
@@ -261,49 +262,33 @@ def summary(result: Result) -> list[Part]:
     """Puts the ways beside each other; parts that were not served are left out."""
     ways, moves = result.ways, result.moves
     counts = ("num_preempted", "recomputed_share", "pages_moved", "steps")
+    times = ("seconds", "mean_latency_s", "p95_latency_s", "num_different")
+    moved = ("num_bytes", "recompute_s", "swap_s", "swap_through_host_s")
+    parts_s = ("out_s", "in_s", "host_out_s", "host_in_s")
+    kept = ("watermark", "watermark_share", *counts)
+    room = ("swap_pages", "host_pages", "num_fallbacks", *counts)
     pool, need = ways.pool_pages.min(initial=2**31), ways.pool_pages.max(initial=0)
+    title = f"a pool of {pool} pages, where {need} would do for all"
+    note = (
+        f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} servings "
+        "each, alternating. Pages moved: out and back. Hold new: no new request is "
+        "let in until all preempted ones are done."
+    )
+    marks, spaces = (
+        "a watermark at admission, recomputing",
+        "swap space that is too small",
+    )
+    lost = "Whoever finds no room in the buffer has its tokens computed again."
+    small = Servings.joined([result.spaces, result.hosts])
+    back = f"bringing back one request of {moves.num_tokens.max(initial=0):,} tokens"
+    medians = f"Medians of {moves.recompute_s.shape[-1]}."
     sheets = [
-        ways.sheet(
-            f"a pool of {pool} pages, where {need} would do for all",
-            "name",
-            *counts,
-            "seconds",
-            "mean_latency_s",
-            "p95_latency_s",
-            "num_different",
-            note=f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} "
-            "servings each, alternating. Pages moved: out and back. Hold new: no new "
-            "request is let in until all preempted ones are done.",
-        ),
+        ways.sheet(title, "name", *counts, *times, note=note),
         result.victims.sheet("who is preempted", "victim", "preemption", *counts),
-        result.watermarks.sheet(
-            "a watermark at admission, recomputing",
-            "watermark",
-            "watermark_share",
-            *counts,
-        ),
+        result.watermarks.sheet(marks, *kept),
         result.pools.sheet("smaller pools", "pool_pages", "preemption", *counts),
-        Servings.joined([result.spaces, result.hosts]).sheet(
-            "swap space that is too small",
-            "swap_pages",
-            "host_pages",
-            "num_fallbacks",
-            *counts,
-            note="Whoever finds no room in the buffer has its tokens computed again.",
-        ),
-        moves.sheet(
-            f"bringing back one request of {moves.num_tokens.max(initial=0):,} tokens",
-            "page_size",
-            "num_bytes",
-            "recompute_s",
-            "swap_s",
-            "swap_through_host_s",
-            "out_s",
-            "in_s",
-            "host_out_s",
-            "host_in_s",
-            note=f"Medians of {moves.recompute_s.shape[-1]}.",
-        ),
+        small.sheet(spaces, *room, note=lost),
+        moves.sheet(back, "page_size", *moved, *parts_s, note=medians),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 

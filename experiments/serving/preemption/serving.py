@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from experiments.framework import Floats, Ints, Table, Texts, column
 from experiments.framework.table import shown
-from experiments.harness import Request, model_shapes
+from experiments.harness import model_shapes
+from experiments.harness.prompts import Request
 from experiments.harness.serving import Server
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints

@@ -18,21 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-    units,
-)
-from experiments.framework.table import Bools, parts, shown
+from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours, units
+from experiments.framework.table import Bools, Floats, Ints, Table, Texts, parts, shown
 from experiments.plotting import style
 from experiments.serving.prefix_caching import serving, workloads
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
@@ -124,7 +111,7 @@ class Runs(Table):
     order: Texts = column("of `ORDERS`")
     eviction: Texts = column("of `EVICTIONS`")
     pool: Ints = column("pages", key="pool_pages")
-    num_cached: Ints = column("pages found, summed over prompts")
+    num_cached: Ints = column("pages found, summed over prompts", is_told=False)
     most_delayed: Ints = column(
         "places by which a request was served after its turn, at most"
     )
@@ -134,7 +121,7 @@ class Rated(Runs):
     """Servings, with what follows from their workloads."""
 
     rate: Floats = column("pages found / pages of all prompts", key="hit_share")
-    is_whole: Bools = column("whether the pool holds all pages that are distinct")
+    is_whole: Bools = column("True if the pool holds all distinct pages", is_told=False)
 
     def curve(self, workload: str, order: str, eviction: str | None = None) -> "Rated":
         """Those that differ in the pool alone, by its size; of the first eviction.
@@ -150,10 +137,11 @@ class Rated(Runs):
 class Result(Record):
     """What was found."""
 
-    loads: Loads = column("what was served")
-    runs: Runs = column("how")
+    loads: Loads = column("what was served", key="workloads")
+    runs: Runs = column("how", is_told=False)
 
     @property
+    @shown(key="runs")
     def rated(self) -> Rated:
         """The servings with their rates."""
         names = self.loads.name.tolist()
@@ -219,12 +207,6 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for x in loads
     ]
     return Result(Loads.of(described), Runs.of(rows))
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists workloads and runs, a row each."""
-    runs = ("workload", "order", "eviction", "pool", "rate", "most_delayed")
-    return {"workloads": result.loads.rows(), "runs": result.rated.rows(*runs)}
 
 
 def summary(result: Result) -> list[Part]:

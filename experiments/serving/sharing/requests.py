@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 
 from experiments.framework import Floats, Ints, Table, Texts, column, units
 from experiments.framework.table import shown
-from experiments.harness import Request, length_distributions, prompts, stepping
+from experiments.harness import length_distributions, prompts, stepping
+from experiments.harness.prompts import Request
 from jaxkv.engine import EngineState, StepInfo, step
 from jaxkv.memory import Table as PageTable
 from jaxkv.models import checkpoints
