@@ -227,12 +227,14 @@ def metrics(result: Any) -> dict[str, Any]:
         return {"rows": result} if isinstance(result, list) else {}
     found = {}
     for name, said in result.columns().items():
+        if not said.is_told:
+            continue
         value = getattr(result, name)
         if isinstance(value, Table):
             found[said.key or name] = value.rows()
         elif isinstance(value, Record):
             found[said.key or name] = metrics(value)
-        elif said.is_told and np.ndim(value) == 0:
+        elif np.ndim(value) == 0:
             found[said.key or name] = np.asarray(value).item()
     return found
 
@@ -242,13 +244,15 @@ def sheets(result: Any) -> list[report.Part]:
     declared = result.columns() if isinstance(result, Record) else {}
     plain, found = [], []
     for name, said in declared.items():
+        if not said.is_told:
+            continue
         value = getattr(result, name)
         if isinstance(value, Table):
             sheet = value.sheet(said.heading or name, note=said.note)
             found += [sheet] if len(value) else []
         elif isinstance(value, Record):
             found += sheets(value)
-        elif said.is_told and np.ndim(value) == 0:
+        elif np.ndim(value) == 0:
             plain.append((_heading(name, said), written(name, said, value)))
     first = [report.Sheet("", ("metric", "value"), plain)] if plain else []
     return [*first, *found]

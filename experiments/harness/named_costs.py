@@ -69,8 +69,9 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     ]
     if not rows:
         raise ValueError(f"{folder}: no rows of {implementation}")
+    columns = ("batch", "prompt_tokens", "output_tokens", "prefill_tokens_per_s")
     batch, prompt, output, prefill_rate, step_s = (
-        np.array([row[name] for row in rows], float) for name in _COLUMNS
+        np.array([row[name] for row in rows], float) for name in (*columns, "step_s")
     )
     read = np.isfinite(prefill_rate)  # long prompts of large batches are not read
     tokens = (batch * prompt)[read]
@@ -95,15 +96,6 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
         f"answers of {rows[0]['output_tokens']} tokens; {len(rows)} rows",
         error=max(off_prefill, off_decode),
     )
-
-
-_COLUMNS = (
-    "batch",
-    "prompt_tokens",
-    "output_tokens",
-    "prefill_tokens_per_s",
-    "step_s",
-)
 
 
 def _nonnegative(

@@ -4,7 +4,9 @@
 under way between two calls, and a step may be any function that takes one.
 """
 
+import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,14 +16,15 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, EngineState, drain, init, submit
+from jaxkv.engine import EngineConfig, EngineState, drain, init
 from jaxkv.engine import step as engine_step
 from jaxkv.engine.state import FINISHED, Sequences
 from jaxkv.memory import Eviction, Pages
-from jaxkv.models import ForwardResult
+from jaxkv.models import ForwardResult, checkpoints, paged
+from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.serving import request_batch
+from jaxkv.serving import programs, request_batch
 
 type Step = Callable[..., tuple[EngineState, Any]]
 """A step as `engine.step.step`, in place of whose info it may say anything."""
@@ -39,6 +42,22 @@ class Call(NamedTuple):
     seen: Any
     state: EngineState
     ended: Sequences
+
+
+class ServingRecord(NamedTuple):
+    """Requests that were all answered.
+
+    Attributes:
+      seen: step infos of all steps in order, as NumPy arrays.
+      tokens: every answer, by request and sample.
+      num_cached: prompt tokens found in the prefix cache, by request.
+      duration_s: time from the first submission to the last answer.
+    """
+
+    seen: Any
+    tokens: dict[tuple[int, int], list[int]]
+    num_cached: Int[np.ndarray, " requests"]
+    duration_s: float
 
 
 class Stepper:
@@ -102,8 +121,11 @@ class Stepper:
         arrivals_s = [0.0] * len(prompts) if arrivals_s is None else arrivals_s
         first = unfinished = 0
         for second in itertools.count():
-            batch = range(first, first + self._num_that_fit(asks[first:]))
-            if batch:
+            # A call of `submit` takes as many sequences as it is wide.
+            width = self.config.submit_width
+            sizes = [ask.num_sequences for ask in asks[first : first + width]]
+            num = int(np.searchsorted(np.cumsum(sizes), width, "right"))
+            if batch := range(first, first + num):
                 requests = request_batch.make_requests(
                     [prompts[i] for i in batch],
                     [asks[i] for i in batch],
@@ -111,9 +133,11 @@ class Stepper:
                     request_ids=batch,
                     arrivals_s=[arrivals_s[i] for i in batch],
                     eos_ids=self._eos_ids,
-                    width=self.config.submit_width,
+                    width=width,
                 )
-                self.state, taken = _submit(self.state, requests, config=self.config)
+                self.state, taken = programs.LOCAL.submit(
+                    self.state, requests, config=self.config
+                )
                 taken = np.asarray(taken)
                 first += int((taken & (requests.params.sample == 0)).sum())
                 unfinished += int(taken.sum())
@@ -122,7 +146,7 @@ class Stepper:
                     raise ValueError(f"request {first} does not fit {self.config}")
                 return
             clock = from_seconds(float(second))
-            self.state, seen = _run(
+            self.state, seen = _steps(
                 self._params, self.state, clock, rules, **self._static
             )
             self.state, drained = _drain(self.state)
@@ -132,11 +156,51 @@ class Stepper:
             unfinished -= int(has_ended.sum())
             yield Call(seen, self.state, ended)
 
-    def _num_that_fit(self, asks: Sequence[Sampling]) -> int:
-        """How many requests of a list one call of `submit` takes."""
-        width = self.config.submit_width
-        sizes = [ask.num_sequences for ask in asks[:width]]
-        return int(np.searchsorted(np.cumsum(sizes), width, "right"))
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        asks: Sequence[Sampling],
+        *,
+        policy: interface.Policy | None = None,
+        eviction: Eviction | None = None,
+        progress: Progress = QUIET,
+    ) -> ServingRecord | None:
+        """Answers requests that are all there from the start, as `calls`.
+
+        Returns:
+          The answers; None if `progress` was stopped, and the engine is then empty.
+        """
+        num_cached, seen = np.zeros(len(prompts), int), []
+        tokens: dict[tuple[int, int], list[int]] = {}
+        started = time.perf_counter()
+        for call in self.calls(prompts, asks, policy=policy, eviction=eviction):
+            ended = call.ended
+            np.add.at(num_cached, ended.request_id, ended.num_cached)
+            for row, name in enumerate(ended.request_id.tolist()):
+                answer = slice(ended.prompt_length[row], ended.num_tokens[row])
+                sample = int(ended.params.sample[row])
+                tokens[name, sample] = ended.tokens[row, answer].tolist()
+            seen.append(call.seen)
+            if progress.stopped:
+                self.clear()
+                return None
+        duration_s = time.perf_counter() - started
+        seen = jax.tree.map(lambda *parts: np.concatenate(parts), *seen)
+        return ServingRecord(seen, tokens, num_cached, duration_s)
+
+
+def of_model(
+    model: checkpoints.Loaded, config: EngineConfig, step: Step = engine_step.step
+) -> Stepper:
+    """Returns an idle engine that serves a model of text."""
+    return Stepper(
+        config,
+        paged.PagedForward(model.config, config.numerics),
+        functools.partial(paged.make_pages, model.config, config),
+        params=model.params,
+        eos_ids=model.eos_ids,
+        step=step,
+    )
 
 
 def histories(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
@@ -161,6 +225,9 @@ def histories(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
     return tokens
 
 
+@functools.partial(
+    jax.jit, static_argnames=("config", "forward", "step"), donate_argnames="state"
+)
 def _steps(
     params: Any,
     state: EngineState,
@@ -180,8 +247,4 @@ def _steps(
     return lax.scan(body, state, None, length=config.steps_per_call)
 
 
-_run = jax.jit(
-    _steps, static_argnames=("config", "forward", "step"), donate_argnames="state"
-)
-_submit = jax.jit(submit, static_argnames="config", donate_argnames="state")
 _drain = jax.jit(drain, donate_argnames="state")

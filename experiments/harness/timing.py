@@ -5,14 +5,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +74,7 @@ def in_turns[C](
             yield case, everyone, found
 
 
-def middle(rates: Collection[float]) -> tuple[float, float]:
+def middle(rates: Sequence[float]) -> tuple[float, float]:
     """The median of rates, and the share of it that they spread over."""
     rate = statistics.median(rates)
     return rate, (max(rates) - min(rates)) / rate
@@ -113,24 +106,22 @@ def watch(core: EngineCore) -> Generator[list[CallTimes]]:
     order of work stays as it is.
     """
     times: list[CallTimes] = []
+
+    def wait(call: Any, dispatched_s: float) -> None:
+        jax.block_until_ready(call.info)
+        ready_s = drained_s = time.perf_counter()
+        if call.drained is not None:
+            jax.block_until_ready(call.drained)
+            drained_s = time.perf_counter()
+        fed = bool(np.asarray(call.info.num_rows).any())
+        times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
+
     with concurrent.futures.ThreadPoolExecutor(1) as waiting:
-        core.on_dispatch = lambda call: waiting.submit(
-            _wait, call, time.perf_counter(), times
-        )
+        core.on_dispatch = lambda call: waiting.submit(wait, call, time.perf_counter())
         try:
             yield times
         finally:
             core.on_dispatch = None
-
-
-def _wait(call: Any, dispatched_s: float, times: list[CallTimes]) -> None:
-    jax.block_until_ready(call.info)
-    ready_s = drained_s = time.perf_counter()
-    if call.drained is not None:
-        jax.block_until_ready(call.drained)
-        drained_s = time.perf_counter()
-    fed = bool(np.asarray(call.info.num_rows).any())
-    times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
 
 
 def host_share(calls: list[CallTimes]) -> float | None:

@@ -79,18 +79,9 @@ def find(
     # One more iteration than there are tokens shows that nothing changes.
     for _ in range(num_tokens + 1):
         guesses = jnp.asarray(found[-1])
-        found.append(
-            np.asarray(
-                _iterate(
-                    model.params,
-                    jnp.asarray(tokens),
-                    jnp.asarray(lengths),
-                    guesses,
-                    params,
-                    config=model.config,
-                )
-            )
-        )
+        places = jnp.asarray(tokens), jnp.asarray(lengths)
+        made = _iterate(model.params, *places, guesses, params, config=model.config)
+        found.append(np.asarray(made))
         if (found[-1] == found[-2]).all():
             break
     return [_block(np.stack(found)[:, row]) for row in range(len(texts))]

@@ -19,19 +19,8 @@ import numpy as np
 
 from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-)
-from experiments.framework.table import shown
+from experiments.framework import Ours, Part, Record, beside, ours
+from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
 from experiments.harness import model_shapes
 from experiments.plotting import style
 from jaxkv import validation
@@ -274,17 +263,12 @@ def metrics(result: Result) -> dict[str, Any]:
     return {
         "device": result.device,
         "models": result.models.rows(),
-        "runs": [*_named(result.runs)],
+        # Where other studies have a way, the rows here have the model.
+        "runs": [{"model": x.pop("way")} | x for x in result.runs.rows()],
         "num_records": result.num_records,
         "train_s": result.train_s,
         "loss": result.loss[-1:].tolist(),
     }
-
-
-def _named(runs: on_text.Runs) -> Iterator[dict[str, Any]]:
-    """Rows for JSON, in which what differs is the model."""
-    for row in runs.rows():
-        yield {"model": row.pop("way")} | row
 
 
 NOTES = (

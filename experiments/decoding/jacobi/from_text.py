@@ -17,19 +17,8 @@ from jaxtyping import Int
 
 from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    beside,
-    column,
-    ours,
-)
-from experiments.framework.table import shown
+from experiments.framework import Ours, Part, Sheet, beside, ours
+from experiments.framework.table import Floats, Ints, Record, Table, column, shown
 from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.models.checkpoints import Loaded
@@ -115,7 +104,7 @@ class Result(Record):
     """What was measured."""
 
     blocks: Blocks = column("blocks, by length")
-    picture: Picture = column("one block", is_told=False)
+    picture: Picture = column("one block")
     runs: on_text.Runs = column("the engine's drafter")
     output_tokens: int = column("of each answer", is_told=False)
     device: str = column("kind of it")
@@ -135,16 +124,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         texts, asks = config.requests(model.tokenizer, (1, temperature))
         if temperature not in answers:
             bounds = serving.bounds(1, 0, config.max_length, config.steps_per_call)
-            answers[temperature], _ = serving.Server(
-                model, serving.PLAIN, bounds
-            ).serve(texts, asks)
+            server = serving.make(model, serving.PLAIN, bounds)
+            answers[temperature], _ = serving.decode(server, texts, asks)
         found.append(_found(model, texts, asks, answers[temperature], length))
     settings = [(1, temperature) for temperature in config.temperatures]
     ways = [(WAY, num) for num in config.num_drafts]
     runs = held_out.decode(config, model, settings, lambda _: ways, progress)
     runs = on_text.Runs.of(runs)
     kind = jax.devices()[0].device_kind
-    picture = _picture(config, model)
+    # The picture is of the first block of the first text, greedily.
+    texts, asks = config.requests(model.tokenizer, (1, 0.0))
+    [block] = blocks.find(model, texts[:1], asks[:1], config.picture_tokens)
+    picture = Picture.of(zip(block.guesses, block.fixed, strict=True))
     return Result(Blocks.of(found), picture, runs, config.output_tokens, kind)
 
 
@@ -172,13 +163,6 @@ def _found(
     late = int((steps > length).sum())
     counts = len(found), steps.mean(), steps.max(), late, stuck, other
     return (length, asks[0].temperature, *counts)
-
-
-def _picture(config: Config, model: Loaded) -> Picture:
-    """The first block of the first text, greedily."""
-    texts, asks = config.requests(model.tokenizer, (1, 0.0))
-    [block] = blocks.find(model, texts[:1], asks[:1], config.picture_tokens)
-    return Picture.of(zip(block.guesses, block.fixed, strict=True))
 
 
 NOTES = (

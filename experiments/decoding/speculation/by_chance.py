@@ -6,6 +6,7 @@ step costs in plain ones, which is measured. Weights are random; their values do
 matter for speed. Everyone takes turns with plain decoding, one sequence alone.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,13 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, serving
-from experiments.decoding.speculation.serving import PLAIN, Server
-from experiments.decoding.speculation.tossed import Tossed
+from experiments.decoding.speculation.serving import PLAIN
+from experiments.decoding.speculation.theory import Tossed
 from experiments.framework import Ours, Part, Record, beside, column, ours
 from experiments.framework.table import shown
 from experiments.harness import model_shapes, timing
+from experiments.harness.serving import Server
 from jaxkv import validation
-from jaxkv.models.checkpoints import Loaded
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import Jacobi, Speculation, Synthetic
@@ -133,33 +134,6 @@ class Result(Record):
     device: str = column("kind of it")
 
 
-class _Case(Server):
-    """An engine whose drafts are accepted by a coin; without a chance, a plain one."""
-
-    def __init__(self, config: Config, model: Loaded, chance: float, num: int):
-        longest = config.prompt_tokens + config.output_tokens
-        judged = Speculation(Jacobi(), Synthetic(chance)) if num else None
-        bounds = serving.bounds(1, num, longest, config.steps_per_call)
-        super().__init__(model, "Jacobi" if num else PLAIN, bounds, judged)
-        self.chance, self.name = chance, f"chance {chance:g}, {num} drafts"
-        self._ask, self._turn = config, 0
-        self._vocab_size = model.config.vocab_size
-
-    def warm(self) -> None:
-        """Compiles, and answers a little."""
-        self.serve(*self._ask.request(0, self._vocab_size, self._ask.warm_tokens))
-
-    def measure(self) -> tuple[int, int, float]:
-        """Takes a turn: steps that fed all drafts, their tokens, seconds of a step."""
-        size, self._turn = self._ask.output_tokens, self._turn + 1
-        asked = self._ask.request(self._turn, self._vocab_size, size)
-        _, counts = self.serve(*asked)
-        step_s = counts.call_s / max(counts.call_steps, 1)
-        if not self.num_drafts:
-            return counts.steps, counts.emitted, step_s
-        return *serving.given(self.info(), self.num_drafts), step_s
-
-
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Decodes with every chance in turns; ended early, what is done.
 
@@ -167,34 +141,43 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: there is no such model, or it has no room for so many tokens.
     """
     model = model_shapes.load(config.shape, "float32")
-    priced = Priced.of(_decode(config, model, progress))
-    return Result(priced, config.shape, jax.devices()[0].device_kind)
+    longest, size = config.prompt_tokens + config.output_tokens, model.config.vocab_size
+    turns = collections.Counter[Server]()
 
+    def begin(num: int) -> list[Server]:
+        """Plain decoding, then every chance, compiled."""
+        servers = []
+        for drafts, chance in ((0, 0.0), *((num, x) for x in config.chances)):
+            judged = Speculation(Jacobi(), Synthetic(chance)) if drafts else None
+            bounds = serving.bounds(1, drafts, longest, config.steps_per_call)
+            way = "Jacobi" if drafts else PLAIN
+            server = serving.make(model, way, bounds, judged)
+            server.name = f"chance {chance:g}, {drafts} drafts"
+            serving.decode(server, *config.request(0, size, config.warm_tokens))
+            servers.append(server)
+        return servers
 
-def _decode(
-    config: Config, model: Loaded, progress: Progress
-) -> Iterator[tuple[Any, ...]]:
-    """Rows of `Priced`: all chances of a number of drafts take turns."""
+    def measure(num: int, server: Server) -> tuple[int, int, float]:
+        """Steps that fed all drafts, their tokens, and seconds of a step."""
+        turns[server] += 1
+        asked = config.request(turns[server], size, config.output_tokens)
+        _, counts = serving.decode(server, *asked)
+        step_s = counts.call_s / max(counts.call_steps, 1)
+        if not server.engine.config.max_drafts:
+            return counts.steps, counts.emitted, step_s
+        return *serving.given(server, num), step_s
 
-    def begin(num: int) -> list[_Case]:
-        found = [_Case(config, model, 0.0, 0)]
-        found += [_Case(config, model, chance, num) for chance in config.chances]
-        for case in found:
-            case.warm()
-        return found
-
-    def measure(num: int, case: _Case) -> tuple[int, int, float]:
-        return case.measure()
-
+    rows: list[tuple[Any, ...]] = []
     words: dict[str, Any] = {"doing": "decoding", "what": "drafts"}
-    for num, everyone, found in timing.in_turns(
+    for num, servers, found in timing.in_turns(
         config.drafts, config.rounds, begin, measure, progress=progress, **words
     ):
-        plain_s = np.array([step_s for *_, step_s in found[everyone[0].name]])
-        for case in everyone[1:]:
-            steps, emitted, step_s = zip(*found[case.name], strict=True)
+        plain_s = np.array([step_s for *_, step_s in found[servers[0].name]])
+        for chance, server in zip(config.chances, servers[1:], strict=True):
+            steps, emitted, step_s = zip(*found[server.name], strict=True)
             counts = sum(steps), sum(emitted)
-            yield (case.chance, num, *counts, np.array(step_s), plain_s)
+            rows.append((chance, num, *counts, np.array(step_s), plain_s))
+    return Result(Priced.of(rows), config.shape, jax.devices()[0].device_kind)
 
 
 NOTE = (

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from experiments.decoding.speculation import serving
-from experiments.decoding.speculation.serving import PLAIN, WAYS, Counts, Server
+from experiments.decoding.speculation.serving import PLAIN, WAYS
 from experiments.harness import prompts, timing
+from experiments.harness.serving import Server
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
@@ -68,7 +69,7 @@ class TextConfig:
 
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
         """The engine's, of a way to decode."""
-        num_lengths = methods.NUM_LENGTHS if serving.WAYS[way].adaptive else 1
+        num_lengths = methods.NUM_LENGTHS if WAYS[way].adaptive else 1
         return serving.bounds(
             batch, num_drafts, self.max_length, self.steps_per_call, num_lengths
         )
@@ -115,7 +116,7 @@ def decode(
       A row of `Runs` for each setting and way.
     """
     batches = []
-    make = serve or functools.partial(Server, model)
+    make = serve or functools.partial(serving.make, model)
 
     def requests(setting: Setting) -> Requests:
         return config.requests(model.tokenizer, setting)
@@ -125,42 +126,41 @@ def decode(
         if batches and batches[-1] != setting[0]:
             jax.clear_caches()
         batches.append(setting[0])
-        both = (PLAIN, 0), *ways(setting)
-        found = [make(way, config.bounds(way, setting[0], num)) for way, num in both]
         texts, asks = requests(setting)
-        for server in found:
-            # What adapts is measured when it has.
-            num = len(texts) if WAYS[server.way].adaptive else setting[0]
-            server.serve(texts[:num], asks[:num])  # compiles
+        found = []
+        for way, num_drafts in ((PLAIN, 0), *ways(setting)):
+            server = make(way, config.bounds(way, setting[0], num_drafts))
+            # An adaptive draft length is measured after it has adapted.
+            num = len(texts) if WAYS[way].adaptive else setting[0]
+            serving.decode(server, texts[:num], asks[:num])  # compiles
+            found.append(server)
         return found
 
     def measure(setting: Setting, server: Server) -> Any:
-        return server.serve(*requests(setting))
+        return serving.decode(server, *requests(setting))
+
+    def step_s(rounds: list[Any]) -> np.ndarray:
+        return np.array(
+            [x.call_s / x.call_steps if x.call_steps else math.nan for _, x in rounds]
+        )
 
     words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
     for setting, everyone, found in timing.in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
         plain = found[everyone[0].name]
-        for server in everyone[1:]:
-            head = server.way, server.num_drafts, *setting
-            yield (*head, *_compared(found[server.name], plain))
-
-
-def _compared(found: list[Any], plain: list[Any]) -> Iterator[Any]:
-    """A way's rounds beside those of plain decoding; its counts are their means.
-
-    They are the same in every round, but of ways that learn meanwhile.
-    """
-    answers, _ = found[0]
-    for each in list(zip(*(counts for _, counts in found), strict=True))[:4]:
-        yield round(np.mean(each))
-    for rounds in (found, plain):
-        yield np.array([_step_s(counts) for _, counts in rounds])
-    yield sum(map(len, answers))
-    pairs = [zip(a, b, strict=True) for a, b in zip(answers, plain[0][0], strict=True)]
-    yield sum(a != b for pair in pairs for a, b in pair)
-
-
-def _step_s(counts: Counts) -> float:
-    return counts.call_s / counts.call_steps if counts.call_steps else math.nan
+        for server, way in zip(everyone[1:], ways(setting), strict=True):
+            mine = found[server.name]
+            # Counts differ between rounds only for ways that learn meanwhile.
+            counts = [*zip(*(counts for _, counts in mine), strict=True)][:4]
+            answers, theirs = mine[0][0], plain[0][0]
+            pairs = [
+                zip(a, b, strict=True) for a, b in zip(answers, theirs, strict=True)
+            ]
+            yield (
+                *(*way, *setting),
+                *(round(np.mean(each)) for each in counts),
+                *(step_s(mine), step_s(plain)),
+                sum(map(len, answers)),
+                sum(a != b for pair in pairs for a, b in pair),
+            )

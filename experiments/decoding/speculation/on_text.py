@@ -21,25 +21,13 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, held_out, serving, theory
-from experiments.decoding.speculation.tossed import Tossed
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-)
-from experiments.framework.table import shown
+from experiments.decoding.speculation.theory import Tossed
+from experiments.framework import Ours, Part, Record, Sheet, beside, ours
+from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
 from experiments.harness import model_shapes
 from jaxkv import validation
-from jaxkv.models.checkpoints import Loaded
 from jaxkv.progress import QUIET, Progress
+from jaxkv.speculation import Speculation, Synthetic
 
 BOOK = beside(__file__)
 FEW_TOKENS, FEW_STEPS = 128, 1000
@@ -89,8 +77,9 @@ class Config(held_out.TextConfig):
                 f"coin_drafts={self.coin_drafts!r}"
             )
 
-    def cases(self, batch: int, temperature: float) -> list[tuple[str, int]]:
+    def cases(self, setting: held_out.Setting) -> list[tuple[str, int]]:
         """Ways beside plain decoding, and their drafts."""
+        batch, temperature = setting
         if batch > 1:
             return [(LOOKUP, self.num_drafts)]
         found = [(way, self.num_drafts) for way in self.ways]
@@ -222,43 +211,29 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """
     longest = max(config.max_length, config.prompt_tokens + config.coin_tokens)
     model = model_shapes.load_with_text(config.model, max_length=longest)
-    runs = Runs.of(_decode(config, model, progress))
-    coins = Coins.of(_toss(config, model, progress))
-    kind = jax.devices()[0].device_kind
-    return Result(runs, coins, config.output_tokens, config.num_drafts, kind)
-
-
-def _decode(
-    config: Config, model: Loaded, progress: Progress
-) -> Iterator[tuple[Any, ...]]:
-    """Rows of `Runs`."""
-    settings = [
-        *((1, x) for x in TEMPERATURES),
-        *((num, 0.0) for num in config.batches),
-    ]
-
-    def ways(setting: held_out.Setting) -> list[tuple[str, int]]:
-        return config.cases(*setting)
-
-    return held_out.decode(config, model, settings, ways, progress)
-
-
-def _toss(
-    config: Config, model: Loaded, progress: Progress
-) -> Iterator[tuple[float, int, int, int]]:
-    """Rows of `Coins`."""
-    num, drafts = config.num_coins * config.coin_batches, config.coin_drafts
-    bounds = serving.bounds(
-        config.num_coins,
-        drafts[-1],
-        config.prompt_tokens + config.coin_tokens,
-        config.steps_per_call,
-    )
-    asked = config.cut(model.tokenizer, num, 1.0, config.coin_tokens)
+    settings = [(1, x) for x in TEMPERATURES] + [(num, 0.0) for num in config.batches]
+    rows = held_out.decode(config, model, settings, config.cases, progress)
+    runs, coins = Runs.of(rows), []
+    num, drafts = config.num_coins, config.coin_drafts
+    longest = config.prompt_tokens + config.coin_tokens
+    bounds = serving.bounds(num, drafts[-1], longest, config.steps_per_call)
+    total = num * config.coin_batches
+    texts, asks = config.cut(model.tokenizer, total, 1.0, config.coin_tokens)
     for chance in progress.track(config.acceptances, "tossing coins", "chances"):
-        found = serving.toss(model, chance, drafts, *asked, bounds)
-        for num, counts in zip(drafts, found, strict=True):
-            yield (chance, num, *counts)
+        judged = Speculation(serving.Uneven(drafts), Synthetic(chance))
+        server = serving.make(model, "Jacobi", bounds, judged)
+        counts = np.zeros((len(drafts), 2), int)
+        for start in range(0, total, num):
+            server.serve(texts[start : start + num], asks[start : start + num])
+            counts += [serving.given(server, each) for each in drafts]
+        coins += [(chance, *x) for x in zip(drafts, *counts.T.tolist(), strict=True)]
+    return Result(
+        runs,
+        Coins.of(coins),
+        config.output_tokens,
+        config.num_drafts,
+        jax.devices()[0].device_kind,
+    )
 
 
 NOTES = (
@@ -280,37 +255,20 @@ def summary(result: Result) -> list[Part]:
     alone = runs.where(batch=1)
     lengths, batches = alone.where(temperature=0.0), runs.where(temperature=0.0)
     lengths = lengths.at(np.lexsort((lengths.num_drafts, lengths.way)))
-    head, times = ("way", "num_drafts"), ("step_s", "plain_s", "cost", "speed")
     said = ("drafts_per_step", "accepted_share", "first_share", "tokens_per_step")
-    same = ("num_tokens", "num_other")
+    speed, same = ("cost", "speed"), ("num_tokens", "num_other")
+    names = ("way", "temperature", *said, *speed, *same)
+    drafts = ("way", "num_drafts", *said[2:], "expected", *speed)
+    together = ("batch", "tokens_per_step", "step_s", "plain_s", *speed, *same)
+    ways, batches = (
+        alone.where(num_drafts=num),
+        batches.where(way=LOOKUP, num_drafts=num),
+    )
+    title = f"ways, one sequence on {result.device}"
     sheets: list[Sheet] = [
-        alone.where(num_drafts=num).sheet(
-            f"ways, one sequence on {result.device}",
-            "way",
-            "temperature",
-            *said,
-            "cost",
-            "speed",
-            *same,
-            note=NOTES[0],
-        ),
-        lengths.sheet(
-            "drafts a step, greedy",
-            *head,
-            *said[2:],
-            "expected",
-            "cost",
-            "speed",
-            note=NOTES[1],
-        ),
-        batches.where(way=LOOKUP, num_drafts=num).sheet(
-            "sequences at once, greedy",
-            "batch",
-            "tokens_per_step",
-            *times,
-            *same,
-            note=NOTES[2],
-        ),
+        ways.sheet(title, *names, note=NOTES[0]),
+        lengths.sheet("drafts a step, greedy", *drafts, note=NOTES[1]),
+        batches.sheet("sequences at once, greedy", *together, note=NOTES[2]),
         result.coins.sheet("drafts accepted by coins, against the formula"),
     ]
     return [sheet for sheet in sheets if sheet.rows]
@@ -340,23 +298,17 @@ def claims(result: Result) -> Iterator[Ours]:
         best = alone.at([int(np.nanargmax(alone.speed))])
         words = {"way": best.way[0], "drafts": best.num_drafts[0]}
         yield ours("speed", best.speed[0], differs=few, **words)
-    yield from _of_ways(result, alone, few)
-
-
-def _of_ways(result: Result, alone: Runs, few: bool) -> Iterator[Ours]:
-    """What is published of ways, and of batches."""
     alone = alone.where(num_drafts=result.num_drafts)
     lookup, jacobi = (alone.where(way=way) for way in (LOOKUP, JACOBI))
     if len(lookup):
         yield ours("lookup", lookup.tokens_per_step[0], device=result.device)
     if len(jacobi):
         yield ours("jacobi", jacobi.speed[0], device=result.device)
-    many = result.runs.at(result.runs.batch > 1)
+    many = runs.at(runs.batch > 1)
     if len(lookup) and len(many):
         most = many.at([int(np.argmax(many.batch))])
         gain = most.speed[0] / lookup.speed[0]
-        words: dict[str, Any] = {"most": int(most.batch[0])}
-        yield ours("batch", gain, device=result.device, **words)
+        yield ours("batch", gain, device=result.device, most=int(most.batch[0]))
 
 
 def plot(axes: Any, result: Result) -> None:

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from experiments.harness import model_shapes
-from experiments.harness.timing import CallTimes, watch
+from experiments.harness.serving import Server
+from experiments.harness.timing import CallTimes
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
@@ -18,7 +18,6 @@ from jaxkv.speculation import (
     Jacobi,
     Speculation,
     SpeculationConfig,
-    Synthetic,
     head_folders,
     methods,
 )
@@ -131,8 +130,15 @@ def bounds(
     )
 
 
-class Server:
-    """An engine that decodes one way, batch after batch.
+def make(
+    model: checkpoints.Loaded,
+    way: str,
+    config: EngineConfig,
+    speculation: Speculation | None = None,
+    heads: head_folders.Loaded | None = None,
+    draft: checkpoints.Loaded | None = None,
+) -> Server:
+    """Makes a server that decodes one way.
 
     Args:
       model: what to serve.
@@ -142,78 +148,60 @@ class Server:
       heads: that draft for the model, for ways that have some.
       draft: the model that drafts, for the way that has one.
     """
-
-    def __init__(
-        self,
-        model: checkpoints.Loaded,
-        way: str,
-        config: EngineConfig,
-        speculation: Speculation | None = None,
-        heads: head_folders.Loaded | None = None,
-        draft: checkpoints.Loaded | None = None,
-    ):
-        self.way, self.num_drafts = way, config.max_drafts
-        self.name = f"{way} {config.max_drafts}"
-        its = WAYS[way]
-        if its.is_chain and heads is not None:
-            first = tuple(depth[:1] for depth in heads.acceptance)
-            heads = heads._replace(acceptance=first)
-        small = None
-        if draft is not None and its.method == "draft-model":
-            small = methods.Model(draft.config, draft.params)
-        how = None
-        if its.method is not None:
-            how = SpeculationConfig(
-                its.method, draft_layers=its.layers, adaptive=its.adaptive
-            )
-        served = methods.build_speculative(
-            methods.Model(model.config, model.params),
-            config,
-            how,
-            dtype="float32",
-            heads=heads,
-            draft=small,
+    its = WAYS[way]
+    if its.is_chain and heads is not None:
+        first = tuple(depth[:1] for depth in heads.acceptance)
+        heads = heads._replace(acceptance=first)
+    small = None
+    if draft is not None and its.method == "draft-model":
+        small = methods.Model(draft.config, draft.params)
+    how = None
+    if its.method is not None:
+        how = SpeculationConfig(
+            its.method, draft_layers=its.layers, adaptive=its.adaptive
         )
-        self._engine = Engine(
-            served.params,
-            served.forward,
-            served.pages,
-            config,
-            eos_ids=(),
-            speculation=speculation or served.speculation,
-            keep_trace=True,
-        )
-        if its.adaptive:
-            self._engine.tune()
-
-    def serve(
-        self, prompts: list[list[int]], asks: list[Sampling]
-    ) -> tuple[list[list[int]], Counts]:
-        """Answers prompts in batches of as many as there are slots; the first compiles.
-
-        Returns:
-          The answers' tokens, and what was counted.
-        """
-        answers, counts, batch = [], Counts(), self._engine.config.max_slots
-        for start in range(0, len(prompts), batch):
-            end = start + batch
-            self._engine.trace.clear()
-            with watch(self._engine.core) as times:
-                done = self._engine.generate(prompts[start:end], asks[start:end])
-            answers += [completion.tokens for completion in done]
-            counts = counts.plus(count(self.info(), times, batch))
-        return answers, counts
-
-    def info(self) -> StepInfo:
-        """What all steps of the batch that was served last did."""
-        trace = self._engine.trace
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *trace)
+    served = methods.build_speculative(
+        methods.Model(model.config, model.params),
+        config,
+        how,
+        dtype="float32",
+        heads=heads,
+        draft=small,
+    )
+    engine = Engine(
+        served.params,
+        served.forward,
+        served.pages,
+        config,
+        eos_ids=(),
+        speculation=speculation or served.speculation,
+        keep_trace=True,
+    )
+    if its.adaptive:
+        engine.tune()
+    return Server(engine, f"{way} {config.max_drafts}")
 
 
-def given(info: StepInfo, num_drafts: int) -> tuple[int, int]:
-    """Steps of all sequences that fed so many drafts, and the tokens they gave."""
-    emitted = np.asarray(info.num_emitted)
-    here = (np.asarray(info.num_drafts) == num_drafts) & (emitted > 0)
+def decode(
+    server: Server, prompts: list[list[int]], asks: list[Sampling]
+) -> tuple[list[list[int]], Counts]:
+    """Answers prompts in batches of as many as there are slots; the first compiles.
+
+    Returns:
+      The answers' tokens, and the counts of all batches.
+    """
+    answers, counts, batch = [], Counts(), server.engine.config.max_slots
+    for start in range(0, len(prompts), batch):
+        end = start + batch
+        answers += server.serve(prompts[start:end], asks[start:end])
+        counts = counts.plus(count(server.steps, server.times, batch))
+    return answers, counts
+
+
+def given(server: Server, num_drafts: int) -> tuple[int, int]:
+    """Steps of the last batch that fed so many drafts, and the tokens they gave."""
+    emitted, fed = server.steps.num_emitted, server.steps.num_drafts
+    here = (fed == num_drafts) & (emitted > 0)
     return int(here.sum()), int(emitted[here].sum())
 
 
@@ -238,26 +226,3 @@ class Uneven(Jacobi):
         """As many as are wanted."""
         wanted = jnp.asarray(self.wanted, jnp.int32)
         return jnp.resize(wanted, state.slots.sequence.shape)
-
-
-def toss(
-    model: checkpoints.Loaded,
-    acceptance: float,
-    num_drafts: tuple[int, ...],
-    prompts: list[list[int]],
-    asks: list[Sampling],
-    config: EngineConfig,
-) -> list[tuple[int, int]]:
-    """Serves prompts, each draft accepted with one probability, by itself.
-
-    Returns:
-      For each number of drafts: steps that fed as many, and tokens that these gave.
-    """
-    judged = Speculation(Uneven(num_drafts), Synthetic(acceptance))
-    server, batch = Server(model, "Jacobi", config, judged), config.max_slots
-    found = np.zeros((len(num_drafts), 2), int)
-    for start in range(0, len(prompts), batch):
-        server.serve(prompts[start : start + batch], asks[start : start + batch])
-        for row, num in zip(found, num_drafts, strict=True):
-            row += given(server.info(), num)
-    return [(int(steps), int(tokens)) for steps, tokens in found]

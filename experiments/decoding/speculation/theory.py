@@ -1,10 +1,15 @@
 """What speculation gains by formula, where drafts are accepted independently.
 
+`Tossed` holds the counts of such drafts, with the formula.
+
 Source: Leviathan et al. 2023, arXiv:2211.17192, equations 1 and theorem 3.11.
 """
 
 import numpy as np
 from jaxtyping import Float
+
+from experiments.framework import Floats, Ints, Table, column
+from experiments.framework.table import shown
 
 
 def tokens_per_step(acceptance: float, num_drafts: int) -> float:
@@ -49,3 +54,30 @@ def spread_of(
         square = sum((2 * k + 1) * a**k for k in range(num + 1))
         found.append(max(0.0, square - tokens_per_step(a, num) ** 2) ** 0.5)
     return np.array(found)
+
+
+class Tossed(Table):
+    """Steps whose drafts were accepted with one chance, each by itself."""
+
+    acceptance: Floats = column("chance of each draft")
+    num_drafts: Ints = column("in a step", heading="drafts")
+    steps: Ints = column("that fed as many, of all sequences")
+    emitted: Ints = column("tokens that they gave", is_told=False)
+
+    @property
+    @shown(heading="tokens a step", form="{:.3f}")
+    def tokens_per_step(self) -> np.ndarray:
+        """As measured."""
+        return self.emitted / np.maximum(self.steps, 1)
+
+    @property
+    @shown(heading="by formula", form="{:.3f}")
+    def expected(self) -> np.ndarray:
+        """As they should be: (1 - a^(g + 1)) / (1 - a)."""
+        return tokens_of(self.acceptance, self.num_drafts)
+
+    @property
+    def chance_error(self) -> np.ndarray:
+        """Standard error of as many steps' tokens, by the formula."""
+        spread = spread_of(self.acceptance, self.num_drafts)
+        return spread / np.sqrt(np.maximum(self.steps, 1))

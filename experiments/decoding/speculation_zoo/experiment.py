@@ -23,6 +23,7 @@ from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.decoding.speculation_zoo import drawing
 from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
 from experiments.harness import bundled, model_shapes
+from experiments.harness.serving import Server
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
@@ -159,9 +160,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
     }
 
-    def serve(way: str, bounds: EngineConfig) -> serving.Server:
+    def serve(way: str, bounds: EngineConfig) -> Server:
         its = heads.get(serving.WAYS[way].method or "")
-        return serving.Server(model, way, bounds, heads=its, draft=draft)
+        return serving.make(model, way, bounds, heads=its, draft=draft)
 
     decode = functools.partial(
         held_out.decode, config, model, progress=progress, serve=serve
@@ -190,35 +191,15 @@ NOTES = (
 def summary(result: Result) -> list[Part]:
     """Tables: ways, and lengths that adapt."""
     said = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
-    same = ("num_tokens", "num_other")
+    same, title = ("num_tokens", "num_other"), f"one sequence on {result.device}"
+    names = ("way", "num_drafts", *said, *same)
+    greedy, drawn = (result.ways.where(temperature=x) for x in (0.0, 1.0))
+    settings = ("way", "batch", "temperature", said[0], *said[2:], *same)
     sheets: list[Sheet] = [
-        result.ways.where(temperature=temperature).sheet(
-            f"one sequence on {result.device}, {words}",
-            "way",
-            "num_drafts",
-            *said,
-            *same,
-            note=note,
-        )
-        for temperature, words, note in (
-            (0.0, "greedy", NOTES[0]),
-            (1.0, "temperature 1", ""),
-        )
+        greedy.sheet(f"{title}, greedy", *names, note=NOTES[0]),
+        drawn.sheet(f"{title}, temperature 1", *names),
+        result.adaptive.sheet("lengths that adapt", *settings, note=NOTES[1]),
     ]
-    sheets.append(
-        result.adaptive.sheet(
-            "lengths that adapt",
-            "way",
-            "batch",
-            "temperature",
-            "drafts_per_step",
-            "tokens_per_step",
-            "cost",
-            "speed",
-            *same,
-            note=NOTES[1],
-        )
-    )
     return [sheet for sheet in sheets if sheet.rows]
 
 
@@ -249,20 +230,15 @@ def claims(result: Result) -> Iterator[Ours]:
         words |= {"temperature": best.temperature[0], "first": best.first_share[0]}
         yield ours("pair", best.speed[0], differs=few, **words)
     greedy = ways.where(temperature=0.0)
-    yield from _of_methods(greedy, result.device)
-
-
-def _of_methods(greedy: on_text.Runs, device: str) -> Iterator[Ours]:
-    """What is published of methods, and of trees against chains."""
     for method, way in PUBLISHED.items():
         here = greedy.where(way=way)
         if len(here):
             most = float(here.tokens_per_step.max())
-            yield ours("tokens", most, method=method, device=device)
+            yield ours("tokens", most, method=method, device=result.device)
     chain, tree = (greedy.where(way=f"Medusa, {x}") for x in ("chain", "tree"))
     if len(chain) and len(tree):
         gain = tree.tokens_per_step.max() / chain.tokens_per_step.max()
-        yield ours("trees", gain, device=device)
+        yield ours("trees", gain, device=result.device)
 
 
 def plot(axes: Any, result: Result) -> None:

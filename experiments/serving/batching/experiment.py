@@ -19,16 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.framework import (
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    beside,
-    column,
-    ours,
-    report,
-)
+from experiments.framework import Ours, Part, Sheet, beside, ours, report
+from experiments.framework.table import Record, column
 from experiments.harness import model_shapes
 from experiments.plotting import style, systems
 from experiments.serving.batching import lectures, serving, sweeps
@@ -120,31 +112,23 @@ def claims(result: Result) -> Iterator[Ours]:
     equal = sum(x == y for x, y in zip(batches, lectures.BATCHES, strict=False))
     yield ours("iterations", equal, batches=", then ".join(batches))
     yield ours("joined", lectures.num_joined(result.static_requests))
-    if result.limits.value.size:
-        yield from _limits(result.limits)
-    yield from _batches(result)
-
-
-def _limits(found: Speeds) -> Iterator[Ours]:
-    """Those of the published sweep, over all its limits."""
-    static, continuous, paged = found.means
-    gain, more = continuous / static, paged / continuous
-    gains, pages = (
-        ", ".join(
-            f"{x:.2f} up to {y:,.0f}" for x, y in zip(z, found.value, strict=True)
+    swept = result.limits
+    if swept.value.size:
+        static, continuous, paged = swept.means
+        gain, more = continuous / static, paged / continuous
+        gains, pages = (
+            ", ".join(
+                f"{x:.2f} up to {y:,.0f}" for x, y in zip(z, swept.value, strict=True)
+            )
+            for z in (gain, more)
         )
-        for z in (gain, more)
-    )
-    longest = found.value[-1]
-    yield ours("never_slower", gain.min(), gains=gains)
-    yield ours("growth", np.diff(gain).min())
-    yield ours("about_the_same", gain[0])
-    yield ours("continuous", gain[-1], longest=longest)
-    yield ours("paged", paged[-1] / static[-1], longest=longest)
-    yield ours("doubled", more.min(), pages=pages)
-
-
-def _batches(result: Result) -> Iterator[Ours]:
+        longest = swept.value[-1]
+        yield ours("never_slower", gain.min(), gains=gains)
+        yield ours("growth", np.diff(gain).min())
+        yield ours("about_the_same", gain[0])
+        yield ours("continuous", gain[-1], longest=longest)
+        yield ours("paged", paged[-1] / static[-1], longest=longest)
+        yield ours("doubled", more.min(), pages=pages)
     found, uneven = result.clients, result.deviations
     if len(found):
         most, rates, took_s = found.clients[-1], found.tokens_per_s, found.s_per_token
@@ -213,20 +197,29 @@ def plot(axes: Any, result: Result) -> None:
         steps = int(found.last.max())
         title = f"Scheduling {name} by {name} takes {steps} iterations"
         lectures.draw_turns(ax, found, title, is_static=name == "request")
-    left, limits = axes[2:, 0], result.limits
-    titles = ["Throughput by the limit of outputs", "The same, over static batching"]
+    (rate, gain), limits = axes[2:, 0], result.limits
     if limits.value.size:
-        _draw_speeds(left[0], limits)
-        _draw_gains(left[1], limits)
-        best = [float(np.max(x / limits.means[0])) for x in limits.means[1:]]
-        titles[0] = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
-        titles[0] += f"falls to {limits.means[0][-1]:.0f} tokens/s"
-        gains = zip(NAMES[1:], best, strict=False)
-        titles[1] = "Up to " + ", ".join(f"{x:.1f} times: {name}" for name, x in gains)
-    for ax, title in zip(left, titles, strict=True):
+        _draw_speeds(rate, limits)
+        # Speeds over that of static batching, and those published of the ends.
+        gains, longest = limits.means / limits.means[0], _PUBLISHED[0][-1]
+        for i, name in enumerate(NAMES[1:], 1):
+            style.curve(gain, limits.value, gains[i], name, name)
+            look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
+            look["marker"] = systems.look(name).marker
+            theirs, label = [BOOK.published(SYSTEMS[i])], f"published, {name}"
+            style.curve(gain, [longest], theirs, "published", label, **look)
+        style.reference(gain, 1)
+        gain.set(ylabel="over static [ratio]", ylim=(0, None))
+        gain.legend()
+        title = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
+        rate.set_title(f"{title}falls to {limits.means[0][-1]:.0f} tokens/s")
+        best = zip(NAMES[1:], gains[1:].max(axis=1), strict=True)
+        title = ", ".join(f"{most:.1f} times: {name}" for name, most in best)
+        gain.set_title(f"Up to {title}")
+    for ax in (rate, gain):
         if limits.value.size:
             style.powers_of_two(ax)
-            ax.set(title=title, xticks=limits.value, xlabel="limit of outputs [tokens]")
+            ax.set(xticks=limits.value, xlabel="limit of outputs [tokens]")
         else:
             ax.remove()
     _draw_speeds(axes[2, 1], result.deviations)
@@ -247,20 +240,6 @@ def _draw_speeds(ax: Any, found: Speeds) -> None:
             low, high = seeds.min(axis=1), seeds.max(axis=1)
             style.band(ax, found.value, low, high, systems.look(name).color, 0.2)
     ax.set(ylabel="throughput [tokens/s]", ylim=(0, None))
-    ax.legend()
-
-
-def _draw_gains(ax: Any, found: Speeds) -> None:
-    """Speeds over that of static batching, and those published of the ends."""
-    longest = _PUBLISHED[0][-1]
-    for i, name in enumerate(NAMES[1:], 1):
-        style.curve(ax, found.value, found.means[i] / found.means[0], name, name)
-        look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
-        look["marker"] = systems.look(name).marker
-        theirs, label = [BOOK.published(SYSTEMS[i])], f"published, {name}"
-        style.curve(ax, [longest], theirs, "published", label, **look)
-    style.reference(ax, 1)
-    ax.set(ylabel="over static [ratio]", ylim=(0, None))
     ax.legend()
 
 

@@ -160,6 +160,11 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
     def paged(longest: int) -> Capacity:
         return _bounds(config.num_places // PAGE_SIZE, PAGE_SIZE, longest)
 
+    def looped(config: Config) -> Iterator[tuple[Workload, int]]:
+        prompt, output = 32, round(config.mean_output_tokens)
+        for clients in config.clients:
+            yield equal(prompt, output, clients), prompt + output
+
     groups: dict[str, list[_Member]] = {
         # As many pages as slots, each of a whole sequence.
         "pictures": [
@@ -171,7 +176,7 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
         ("limits", limited, reserved),
         ("deviations", spread, reserved),
         ("paged", limited, paged),
-        ("clients", _looped, paged),
+        ("clients", looped, paged),
     ):
         asked = loads(config) if sweeps else ()
         groups[name] = [(load, bounds(longest), False) for load, longest in asked]
@@ -262,12 +267,6 @@ def _bursts(
     for seed in range(config.num_seeds):
         tokens = law.draw(np.random.default_rng(seed), config.num_requests)
         yield arrivals.make(np.zeros(config.num_requests), *tokens), longest
-
-
-def _looped(config: Config) -> Iterator[tuple[Workload, int]]:
-    prompt, output = 32, round(config.mean_output_tokens)
-    for clients in config.clients:
-        yield equal(prompt, output, clients), prompt + output
 
 
 def _simulate(

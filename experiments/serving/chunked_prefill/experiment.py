@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
+from experiments.framework.table import shown
 from experiments.plotting import style, systems
 from experiments.serving.chunked_prefill import runs, settings
-from experiments.serving.chunked_prefill.runs import PATIENTS, Loads, Timeline
+from experiments.serving.chunked_prefill.runs import (
+    PATIENTS,
+    Capacities,
+    Loads,
+    Timeline,
+)
 from experiments.serving.chunked_prefill.settings import Config
 from jaxkv.progress import QUIET, Progress
 
@@ -74,12 +80,18 @@ BOOK = beside(__file__)
 class Result(Record):
     """What was simulated."""
 
-    timeline: Timeline = column("of the four ways")
+    timeline: Timeline = column("of the four ways", is_told=False)
     ways: Loads = column("the four ways at one rate, and under one budget")
     budgets: Loads = column("chunks of several sizes, mixed, at the same rate")
     loads: Loads = column("systems against the rate")
     chunk: np.ndarray = column("tokens of a chunk")
     chunk_cost: np.ndarray = column("time of a prompt in such chunks, over the whole's")
+
+    @property
+    @shown()
+    def capacities(self) -> Capacities:
+        """Requests a second that each system sustains."""
+        return runs.capacities(self.loads)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -115,22 +127,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists every load, and the capacities."""
-    return {
-        "ways": result.ways.rows(),
-        "budgets": result.budgets.rows(),
-        "capacities": runs.capacities(result.loads),
-        "loads": result.loads.rows(),
-    }
-
-
 def summary(result: Result) -> list[Part]:
     """Puts ways, budgets and capacities beside each other."""
     names = ("budget", "rate", "ttft_s", "tbt_p50_s", "tbt_p99_s", "longest_s")
     kinds = ("strict", "relaxed")
     rows = []
-    for x in runs.capacities(result.loads):
+    for x in result.capacities.rows():
         last = result.loads.where(model=x["model"], data=x["data"]).rate.max()
         rates = [x[f"{kind}_per_s"] for kind in kinds]
         # ">" where no rate that was tried is too much.
@@ -158,55 +160,47 @@ def claims(result: Result) -> Iterator[Ours]:
     """Finds everything; parts that were not simulated are left out."""
     for data in BOOK.published("ttft"):
         rows = result.ways.where(data=data)
-        if len(rows):
-            yield from _ways(rows, data)
-    found = runs.capacities(result.loads)
+        if not len(rows):
+            continue
+        mixed, chunks, both = (rows.where(system=way) for way in WAYS)
+        load = f"Both at one rate, {both.rate[0]:.2f} requests/s, and one budget."
+        first, tail = (
+            [getattr(way, name)[0] for way in (mixed, chunks, both)]
+            for name in ("ttft_s", "tbt_p99_s")
+        )
+        # The order of table 4 does not depend on the speed of the GPUs.
+        order = {
+            "mixed_first": first[0] / min(first[1:]),
+            "both_sooner": first[2] / first[1],
+            "both_shortest": tail[2] / min(tail[:2]),
+        }
+        for id, ratio in order.items():
+            yield ours(id, ratio, data=data, load=load)
+        for way, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
+            yield ours("ttft", ttft_s, data=data, way=way)
+            yield ours("tbt", tbt_s, data=data, way=way)
+    found = result.capacities.rows()
     for x in RATIOS:
-        yield from _more(x, found)
+        # How many times the load of a rival a system sustains, on the better data.
+        rates: dict[str, dict[str, float]] = {}
+        for row in found:
+            if row["model"] == x.model and x.data in ("", row["data"]):
+                none = {x.system: math.nan, x.rival: math.nan}
+                here = rates.setdefault(row["data"], none)
+                here[row["system"]] = row[f"{x.objective}_per_s"]
+        ratios = {
+            data: here[x.system] / here[x.rival] if here[x.rival] > 0 else math.nan
+            for data, here in rates.items()
+        }
+        if ratios:
+            data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
+            words: dict[str, Any] = x._asdict() | {"data": data}
+            words |= {"rate": rates[data][x.system], "other": rates[data][x.rival]}
+            yield ours("more" if x.data else "more_on_better", ratios[data], **words)
     cost = dict(zip(result.chunk.tolist(), result.chunk_cost.tolist(), strict=True))
     for id, size in {"chunks_512": 512, "chunks_2048": 2048}.items():
         yield ours(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT)
     yield ours("tiles", 100 * (cost[257] / cost[256] - 1))
-
-
-def _ways(rows: Loads, data: str) -> Iterator[Ours]:
-    """Table 4; its order does not hang on the GPUs' speed."""
-    mixed, chunks, both = (rows.where(system=way) for way in WAYS)
-    load = f"Both at one rate, {both.rate[0]:.2f} requests/s, and one budget."
-    first, tail = (
-        [getattr(way, name)[0] for way in (mixed, chunks, both)]
-        for name in ("ttft_s", "tbt_p99_s")
-    )
-    order = {
-        "mixed_first": first[0] / min(first[1:]),
-        "both_sooner": first[2] / first[1],
-        "both_shortest": tail[2] / min(tail[:2]),
-    }
-    for id, ratio in order.items():
-        yield ours(id, ratio, data=data, load=load)
-    for way, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
-        yield ours("ttft", ttft_s, data=data, way=way)
-        yield ours("tbt", tbt_s, data=data, way=way)
-
-
-def _more(x: Ratio, found: list[dict[str, Any]]) -> Iterator[Ours]:
-    """How many times the load of a rival a system sustains, on the better data."""
-    rates: dict[str, dict[str, float]] = {}
-    for row in found:
-        if row["model"] == x.model and x.data in ("", row["data"]):
-            here = rates.setdefault(
-                row["data"], {x.system: math.nan, x.rival: math.nan}
-            )
-            here[row["system"]] = row[f"{x.objective}_per_s"]
-    ratios = {
-        data: here[x.system] / here[x.rival] if here[x.rival] > 0 else math.nan
-        for data, here in rates.items()
-    }
-    if ratios:
-        data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
-        words: dict[str, Any] = x._asdict() | {"data": data}
-        words |= {"rate": rates[data][x.system], "other": rates[data][x.rival]}
-        yield ours("more" if x.data else "more_on_better", ratios[data], **words)
 
 
 COLORS = tuple(x.name for x in settings.SYSTEMS)
@@ -220,7 +214,7 @@ def plot(axes: Any, result: Result) -> None:
         _draw_loads(axes[2], result.loads)
     else:
         axes[2].remove()
-    _draw_capacities(axes[3], runs.capacities(result.loads))
+    _draw_capacities(axes[3], result.capacities.rows())
 
 
 def _draw_timeline(ax: Any, timeline: Timeline) -> None:

@@ -8,13 +8,7 @@ import numpy as np
 
 from experiments.framework import Floats, Ints, Table, Texts, column
 from experiments.serving.chunked_prefill import settings
-from experiments.serving.chunked_prefill.settings import (
-    DATA,
-    MODELS,
-    Config,
-    Model,
-    System,
-)
+from experiments.serving.chunked_prefill.settings import DATA, MODELS, Config, System
 from jaxkv import clock
 from jaxkv.simulation import Served, driver
 from jaxkv.workloads import arrivals, lengths, load_curves, metrics
@@ -48,6 +42,16 @@ class Loads(Table):
     preempted: Floats = column("times that one was preempted")
 
 
+class Capacities(Table):
+    """Requests a second that systems sustain, a row for each."""
+
+    model: Texts = column("that is served")
+    data: Texts = column("whose lengths")
+    system: Texts = column("how prompts are read")
+    strict_per_s: Floats = column("within the strict objective")
+    relaxed_per_s: Floats = column("within the relaxed one")
+
+
 class Timeline(Table):
     """When each token was drawn, a row for each."""
 
@@ -56,7 +60,7 @@ class Timeline(Table):
     time_s: Floats = column("when")
 
 
-def full_rate(model: Model, law: lengths.Pair) -> float:
+def full_rate(model: settings.Model, law: lengths.Pair) -> float:
     """The rate at which reading prompts, one after the other, takes all the time."""
     drawn = law.draw(np.random.default_rng(0), 2000).prompt
     # Quadratic in the length, so three lengths tell the mean.
@@ -154,8 +158,8 @@ def timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     return Timeline.of(rows)
 
 
-def capacities(loads: Loads) -> list[dict[str, Any]]:
-    """Requests a second that each system sustains, a row for each.
+def capacities(loads: Loads) -> Capacities:
+    """Requests a second that each system sustains.
 
     It is the rate at which 99 % of the gaps keep an objective, and nobody waits long.
 
@@ -167,9 +171,9 @@ def capacities(loads: Loads) -> list[dict[str, Any]]:
     for model, data, system in dict.fromkeys(names):
         here = loads.where(model=model, data=data, system=system)
         prompt = metrics.capacity(here.rate, here.delay_s, at_most_s=MAX_DELAY_S)
-        row = {"model": str(model), "data": str(data), "system": str(system)}
-        for name, limit_s in MODELS[model].limits_s.items():
-            steady = metrics.capacity(here.rate, here.tbt_p99_s, at_most_s=limit_s)
-            row[f"{name}_per_s"] = min(steady, prompt)
-        rows.append(row)
-    return rows
+        steady = [
+            metrics.capacity(here.rate, here.tbt_p99_s, at_most_s=limit_s)
+            for limit_s in MODELS[model].limits_s.values()
+        ]
+        rows.append((model, data, system, *(min(rate, prompt) for rate in steady)))
+    return Capacities.of(rows)

@@ -15,24 +15,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from experiments.framework import (
-    Excerpts,
-    Ours,
-    Part,
-    Record,
-    Texts,
-    beside,
-    column,
-    ours,
-    report,
-)
-from experiments.harness import Request, model_shapes, prompts, showing, streaming
+from experiments.framework import Excerpts, Ours, Part, beside, ours, report
+from experiments.framework.table import Record, Texts, column
+from experiments.harness import model_shapes, prompts, showing
+from experiments.harness.serving import Server
 from experiments.plotting import style, systems, timelines
 from jaxkv.engine import StepInfo
-from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import Completion
@@ -142,7 +132,19 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     progress.show("cutting prompts from files that the model has not seen")
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng)
-    served = [_serve(config, model, name, requests, progress) for name in POLICIES]
+    num, pages = len(requests), -(-config.max_length // config.page_size)
+    bounds = config.bounds(config.max_slots * pages, config.max_length)
+    served = []
+    for name, policy in POLICIES.items():
+        server = Server(model_shapes.engine(model, bounds, policy=policy))
+        update = progress.bar(name, num, "requests")
+        compile_s, done = 0.0, {}
+        if not progress.stopped:
+            progress.show(f"{name}: compiling")
+            server.serve([requests[0].tokens], [requests[0].sampling])
+            compile_s = server.engine.now()
+            done = server.stream(requests, progress, update)
+        served.append(gather(server.steps, done, config, compile_s))
     return Result(np.array([request.text for request in requests]), *served)
 
 
@@ -236,38 +238,16 @@ def _shown(result: Result) -> list[tuple[str, str]]:
     return [("\n".join(a), "\n".join(b)) for a, b in pairs[:NUM_REPORTED]]
 
 
-def _serve(
-    config: Config,
-    model: checkpoints.Loaded,
-    name: str,
-    requests: list[Request],
-    progress: Progress,
-) -> Served:
-    """Serves the requests under one policy, before the person's eyes."""
-    num, pages = len(requests), -(-config.max_length // config.page_size)
-    bounds = config.bounds(config.max_slots * pages, config.max_length)
-    engine = model_shapes.engine(model, bounds, policy=POLICIES[name])
-    update = progress.bar(name, num, "requests")
-    compile_s, done = 0.0, {}
-    if not progress.stopped:
-        progress.show(f"{name}: compiling")
-        engine.generate([requests[0].tokens], requests[0].sampling)
-        compile_s = engine.now()
-        engine.trace.clear()
-        done = streaming.stream(engine, requests, progress, update)
-    return gather(engine.trace, done, config, compile_s)
-
-
 def gather(
-    trace: list[StepInfo],
+    steps: StepInfo | None,
     answers: Mapping[int, Completion],
     config: Config,
     compile_s: float,
 ) -> Served:
-    """Lines up the steps of a trace, and the answers, by request, that are complete.
+    """Lines up the steps of an engine, and the answers, by request, that are complete.
 
     Args:
-      trace: step infos of an engine's calls, in order; may be empty.
+      steps: of an engine, in order; None if there were none.
       answers: ids are in [0, num_requests).
       config: what was served.
       compile_s: seconds spent before the clock started.
@@ -275,10 +255,9 @@ def gather(
     none = np.zeros((0, config.max_slots), np.int32)
     fields = {"request_id": none, "held": none == 1, "num_rows": none}
     fields |= {"used_pages": none[:, 0], "used_places": none[:, 0]}
-    if trace:
-        infos = jax.tree.map(lambda *parts: np.concatenate(parts), *trace)
-        fed = infos.num_rows.any(1)
-        fields = {name: getattr(infos, name)[fed] for name in fields}
+    if steps is not None:
+        fed = steps.num_rows.any(1)
+        fields = {name: getattr(steps, name)[fed] for name in fields}
     num = config.num_requests
     latency_s, num_tokens = np.full(num, np.nan), np.zeros(num, np.int32)
     text, reason = [""] * num, [""] * num

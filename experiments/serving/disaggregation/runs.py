@@ -1,19 +1,12 @@
 """What each placement of the two phases sustains, and which one sustains most."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from experiments.framework import Floats, Ints, Table, Texts, column
 from experiments.serving.disaggregation import settings
-from experiments.serving.disaggregation.settings import (
-    EXAMPLE,
-    KNOWN,
-    Application,
-    Config,
-    Instance,
-)
+from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import Progress
 from jaxkv.simulation import disaggregated
 from jaxkv.simulation.disaggregated import Answers, Job, Role, Split
@@ -48,6 +41,24 @@ class Loads(Table):
     transfer_s: Floats = column("what 95 % of the transfers keep")
     quick_share: Floats = column("of the transfers, that take 30 ms at most")
     preempted: Ints = column("times")
+
+
+class Goodputs(Table):
+    """Requests a second that the GPUs of applications sustain, a row for each."""
+
+    name: Texts = column("of the application", heading="application")
+    together_per_card_per_s: Floats = column("both phases", heading="together")
+    split_per_card_per_s: Floats = column("NaN if none was placed", heading="split")
+    placement: Texts = column("of the split phases")
+
+
+class Phases(Table):
+    """Requests a second that a GPU sustains of one phase, a row per kind of replica."""
+
+    name: Texts = column("of the application", heading="application")
+    role: Texts = column("prefill or decode", heading="phase")
+    ways: Ints = column("GPUs of a replica", heading="GPUs")
+    rate_per_s: Floats = column("of each GPU", heading="requests/s for each GPU")
 
 
 def row(
@@ -140,7 +151,7 @@ def _loads(
     )
 
 
-def bounds(application: Application, instance: Instance) -> dict[Role, float]:
+def bounds(application: settings.Application, instance: Instance) -> dict[Role, float]:
     """Rates that a replica hardly sustains, by role: where to look for what it does."""
     prompt, output = application.law.prompt.mean, application.law.output.mean
     prefill, decode = (
@@ -173,8 +184,8 @@ def each(loads: Loads) -> float:
     return min(goodput(loads, name) for name in ("attained_first", "attained_gap"))
 
 
-def goodputs(alone: Loads, split: Loads) -> list[dict[str, Any]]:
-    """What each application's GPUs sustain, a row for each: the example's first."""
+def goodputs(alone: Loads, split: Loads) -> Goodputs:
+    """What each application's GPUs sustain: the example's first."""
     rows = []
     for name in alone.distinct("name"):
         apart = split.where(name=name)
@@ -186,32 +197,23 @@ def goodputs(alone: Loads, split: Loads) -> list[dict[str, Any]]:
                 "{num_prefill} x {prefill_ways} GPUs that read and "
                 "{num_decode} x {decode_ways} that decode"
             ).format_map(apart.rows()[0])
-        both = of(alone.where(name=name, role="both"))
-        rows.append(
-            {
-                "name": name,
-                "together_per_card_per_s": both,
-                "split_per_card_per_s": found,
-                "placement": placement,
-            }
-        )
-    return rows
+        rows.append((name, of(alone.where(name=name, role="both")), found, placement))
+    return Goodputs.of(rows)
 
 
-def phases(found: Loads) -> list[dict[str, Any]]:
-    """What each GPU sustains of one phase alone, a row for each kind of replica."""
+def phases(found: Loads) -> Phases:
+    """What each GPU sustains of one phase alone."""
     fields = {"prefill": "attained_first", "decode": "attained_gap"}
-    return [
-        {"name": name, "role": role, "ways": num, "rate_per_s": goodput(alone, field)}
+    return Phases.of(
+        (name, role, num, goodput(here.where(**{f"{role}_ways": num}), field))
         for name in found.distinct("name")
         for role, field in fields.items()
         for here in [found.where(name=name, role=role)]
         for num in here.distinct(f"{role}_ways")
-        for alone in [here.where(**{f"{role}_ways": num})]
-    ]
+    )
 
 
-def best(name: str, found: list[dict[str, Any]]) -> tuple[Split, float]:
+def best(name: str, found: Phases) -> tuple[Split, float]:
     """The placement that should sustain most a GPU, and what it should in all.
 
     Each phase takes the replica that alone sustains most a GPU, then as many of either
@@ -219,16 +221,17 @@ def best(name: str, found: list[dict[str, Any]]) -> tuple[Split, float]:
 
     Args:
       name: of the application.
-      found: what single replicas sustain, rows of `phases`.
+      found: what single replicas sustain.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, algorithm 1.
     """
     chosen, rates = [], []
     for role in ("prefill", "decode"):
-        here = [x for x in found if (x["name"], x["role"]) == (name, role)]
-        most = max(here, key=lambda row: row["rate_per_s"])
-        chosen.append(Instance(KNOWN[name].model, most["ways"]).replica)
-        rates.append(most["rate_per_s"] * most["ways"])
+        here = found.where(name=name, role=role)
+        most = int(np.argmax(here.rate_per_s))
+        ways = int(here.ways[most])
+        chosen.append(Instance(KNOWN[name].model, ways).replica)
+        rates.append(float(here.rate_per_s[most]) * ways)
     nums = range(1, settings.MAX_INSTANCES + 1)
     placements = [Split(*chosen, n, m, settings.LINK) for n in nums for m in nums]
 

@@ -16,31 +16,19 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-    units,
-)
+from experiments.framework import Ours, Part, Sheet, beside, ours, units
+from experiments.framework.table import Floats, Ints, Record, Table, Texts, column
 from experiments.harness import bundled, cost_models, model_shapes, prompts
 from experiments.plotting import style
 from jaxkv import validation
-from jaxkv.disaggregation import RoutedAnswer, Service, Transfer, WorkerSpec
+from jaxkv.disaggregation import RoutedAnswer, Service, WorkerSpec
 from jaxkv.models import checkpoints, transformer
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
@@ -171,7 +159,7 @@ class Result(Record):
     formula_bytes: float = column("bytes of K and V of a token")
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """Requests at a rate."""
 
     rate: float
@@ -181,64 +169,63 @@ class _Asked(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Calibrates, then serves every load both ways; ended early, those done."""
-    with _folder(config.model) as folder:
-        return _serve_all(config, folder, progress)
-
-
-def _serve_all(config: Config, folder: Path, progress: Progress) -> Result:
-    loaded = checkpoints.load_model(folder)
-    with _service(config, folder, ["decode"], [config.token_budget]) as service:
-        progress.show("calibrating")
-        costs = asyncio.run(_calibrated(config, loaded, service))
-    replica, most = _replica(config, loaded.config, costs)
-    asked = [_asked(config, loaded, share * most) for share in config.shares_served]
-    rows, answers = [], {}
-    jobs = [(way, load) for way in WAYS for load in asked]
-    for way, load in progress.track(jobs, "loads", "serving"):
-        other = config.token_budget if way == WAYS[0] else config.decode_budget
-        roles = ("decode" if way == WAYS[0] else "prefill", "decode")
-        budgets = (config.token_budget, other)
-        with _service(config, folder, roles, budgets) as service:
-            served = asyncio.run(_serve(config, load, service))
-        answers[way, load.rate] = served
-        rows.append((way, load.rate, len(served), *_measured(served)))
-    said = {(way, x.rate): _simulated(config, way, x, replica) for way, x in jobs}
-    sent_s = {
-        key: float(np.median([x.transfer_s for x in _transfers(served)] or [0.0]))
-        for key, served in answers.items()
-    }
+    with contextlib.ExitStack() as stack:
+        if config.model in model_shapes.RANDOM:
+            # Random weights, which read bytes, are kept in a folder for now.
+            words = ByteTokenizer(corpora.VOCAB_SIZE)
+            shape = model_shapes.RANDOM[config.model]
+            shape = dataclasses.replace(shape, vocab_size=words.vocab_size)
+            params = transformer.init_params(shape, jax.random.key(0))
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            folder = Path(scratch) / config.model
+            checkpoints.save_model(folder, shape, params, tokenizer=words)
+        else:
+            folder = bundled.folder_of(config.model)
+        loaded = checkpoints.load_model(folder)
+        with _service(config, folder, ["decode"], [config.token_budget]) as service:
+            progress.show("calibrating")
+            costs = asyncio.run(_calibrated(config, loaded, service))
+        replica, most = _replica(config, loaded.config, costs)
+        asked = []
+        for share in config.shares_served:
+            # The same requests for both ways.
+            rate, rng = share * most, np.random.default_rng(config.seed)
+            num = max(2, round(rate * config.seconds))
+            arrival_s = arrivals.poisson(rng, rate=rate, num=num)
+            tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
+            sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
+            requests = Requests(arrival_s, lengths.Lengths(*sizes))
+            asked.append(Asked(rate, requests, tokens))
+        jobs = [(way, load) for way in WAYS for load in asked]
+        found: list[list[RoutedAnswer]] = []
+        for way, load in progress.track(jobs, "loads", "serving"):
+            other = config.token_budget if way == WAYS[0] else config.decode_budget
+            roles = ("decode" if way == WAYS[0] else "prefill", "decode")
+            budgets = (config.token_budget, other)
+            with _service(config, folder, roles, budgets) as service:
+                found.append(asyncio.run(_serve(config, load, service)))
+    rows, sent_bytes = [], []
+    for (way, load), served in zip(jobs, found, strict=False):
+        marks = np.percentile([_times_s(x) for x in served], (50, 90), axis=0)
+        said = _simulated(config, way, load, replica)
+        sent = [x.transfer for x in served if x.transfer.num_bytes]
+        sent_s = np.median([x.transfer_s for x in sent] or [0.0])
+        sent_bytes += [x.num_bytes for x in sent]
+        rows.append((way, load.rate, len(served), *marks.T.ravel(), *said, sent_s))
     pairs = [
         (a.completion.tokens, b.completion.tokens)
-        for load in asked
-        if (WAYS[1], load.rate) in answers
-        for a, b in zip(*(answers[way, load.rate] for way in WAYS), strict=True)
+        for both in zip(found, found[len(asked) :], strict=False)
+        for a, b in zip(*both, strict=True)
     ]
     whole = config.prompt_tokens // config.page_size * config.page_size
-    sizes = [x.num_bytes for each in answers.values() for x in _transfers(each)]
     return Result(
-        loads=Loads.of([(*row, *said[row[:2]], sent_s[row[:2]]) for row in rows]),
+        loads=Loads.of(rows),
         costs=Costs.of(costs),
         different=sum(a != b for a, b in pairs),
         answers=len(pairs),
-        page_bytes=float(np.median(sizes)) / whole if sizes else np.nan,
+        page_bytes=float(np.median(sent_bytes)) / whole if sent_bytes else np.nan,
         formula_bytes=replica.kv_bytes,
     )
-
-
-@contextlib.contextmanager
-def _folder(model: str) -> Generator[Path]:
-    """The folder of a model; of random weights, which read bytes, one for now."""
-    if model not in model_shapes.RANDOM:
-        yield bundled.folder_of(model)
-        return
-    words = ByteTokenizer(corpora.VOCAB_SIZE)
-    shape = model_shapes.RANDOM[model]
-    shape = dataclasses.replace(shape, vocab_size=words.vocab_size)
-    params = transformer.init_params(shape, jax.random.key(0))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / model
-        checkpoints.save_model(folder, shape, params, tokenizer=words)
-        yield folder
 
 
 def _service(
@@ -278,13 +265,13 @@ async def _calibrated(
 
     for size in (most // 4, most // 2, most):
         found = [await ask(1) for _ in range(config.repeats + 1)][1:]
-        took_s = float(np.median([_first(x) for x in found]))
+        took_s = float(np.median([_times_s(x)[0] for x in found]))
         rows.append(("a prompt", size, took_s))
     for batch in batches:
         paces = []
         for _ in range(config.repeats):
             both = (ask(config.output_tokens) for _ in range(batch))
-            paces += [_pace(x) for x in await asyncio.gather(*both)]
+            paces += [_times_s(x)[1] for x in await asyncio.gather(*both)]
         rows.append(("decoding", batch, float(np.median(paces))))
     return rows
 
@@ -297,23 +284,12 @@ def _prompts(
     return [x.tokens for x in prompts.held_out(loaded.tokenizer, sizes, drawn, rng)]
 
 
-def _transfers(served: Sequence[RoutedAnswer]) -> list[Transfer]:
-    """Those of the answers whose pages were sent."""
-    return [x.transfer for x in served if x.transfer.num_bytes]
-
-
-def _first(served: RoutedAnswer) -> float:
-    """Seconds to the first token."""
+def _times_s(served: RoutedAnswer) -> tuple[float, float]:
+    """Seconds to the first token, and between tokens."""
     times = served.completion
     assert times.first_token_s is not None
-    return times.first_token_s - times.arrival_s
-
-
-def _pace(served: RoutedAnswer) -> float:
-    """Seconds between tokens."""
-    times = served.completion
-    assert times.first_token_s is not None
-    return (times.finish_s - times.first_token_s) / (len(times.tokens) - 1)
+    later_s, num = times.finish_s - times.first_token_s, len(times.tokens) - 1
+    return times.first_token_s - times.arrival_s, later_s / max(num, 1)
 
 
 def _replica(
@@ -341,19 +317,7 @@ def _replica(
     return Replica(cost, capacity, 1, float(size)), NUM_WORKERS / (prompt_s + answer_s)
 
 
-def _asked(config: Config, loaded: Any, rate: float) -> _Asked:
-    """Draws requests, the same ones for both ways."""
-    rng = np.random.default_rng(config.seed)
-    num = max(2, round(rate * config.seconds))
-    arrival_s = arrivals.poisson(rng, rate=rate, num=num)
-    tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
-    sizes = lengths.Lengths(
-        np.array([len(x) for x in tokens]), np.full(num, config.output_tokens)
-    )
-    return _Asked(rate, Requests(arrival_s, sizes), tokens)
-
-
-async def _serve(config: Config, load: _Asked, service: Service) -> list[RoutedAnswer]:
+async def _serve(config: Config, load: Asked, service: Service) -> list[RoutedAnswer]:
     """Sends the requests when they come."""
     begun_s = time.perf_counter()
 
@@ -367,17 +331,8 @@ async def _serve(config: Config, load: _Asked, service: Service) -> list[RoutedA
     return await asyncio.gather(*(one(name, *each) for name, each in enumerate(came)))
 
 
-def _measured(served: list[RoutedAnswer]) -> tuple[float, ...]:
-    """Medians and 90 % marks of times to the first token, and between tokens."""
-    first = [_first(x) for x in served]
-    between = [_pace(x) for x in served]
-    return tuple(
-        float(np.percentile(x, mark)) for x in (first, between) for mark in (50, 90)
-    )
-
-
 def _simulated(
-    config: Config, way: str, load: _Asked, replica: Replica
+    config: Config, way: str, load: Asked, replica: Replica
 ) -> tuple[float, float]:
     """Median time to the first token, and between tokens, by the simulator."""
     until_s = 10 * config.seconds

@@ -11,27 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Ours,
-    Part,
-    Record,
-    beside,
-    column,
-    ours,
-    report,
-    table,
-)
+from experiments.framework import Ours, Part, beside, ours, report, table
+from experiments.framework.table import Record, column, shown
 from experiments.plotting import style, systems
 from experiments.serving.disaggregation import queues, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, Queues
-from experiments.serving.disaggregation.runs import Loads
-from experiments.serving.disaggregation.settings import (
-    EXAMPLE,
-    KNOWN,
-    LINK,
-    Config,
-    Instance,
-)
+from experiments.serving.disaggregation.runs import Goodputs, Loads
+from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation.disaggregated import Role, Split
 
@@ -58,6 +44,12 @@ class Result(Record):
     links: Loads = column("the example's, with slower ways for keys and values")
     queues: Queues = column("prompts that wait for one machine, or two")
 
+    @property
+    @shown()
+    def goodput(self) -> Goodputs:
+        """Rates that each application's GPUs sustain; the example's are first."""
+        return runs.goodputs(self.alone, self.split)
+
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates everything."""
@@ -75,11 +67,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     found = runs.phases(alone)
     placements = [(name, *runs.best(name, found)) for name in config.applications]
     # The example's is as the paper has it, whatever would be best here.
-    reads, decodes = (x["rate_per_s"] for x in found if x["name"] == EXAMPLE)
+    reads, decodes = found.where(name=EXAMPLE).rate_per_s
     one, sustained = Instance(KNOWN[EXAMPLE].model, 1).replica, min(2 * reads, decodes)
     placements += [
         (EXAMPLE, Split(one, one, 2, 1, link), sustained)
-        for link in (LINK, *config.links)
+        for link in (settings.LINK, *config.links)
     ]
     top = [1.15 * x / max(config.shares) for x in config.shares if x >= 0.2]
     progress.show("machines for either phase")
@@ -93,7 +85,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         config,
         progress,
     )
-    is_slow = (both.name == EXAMPLE) & (both.link != LINK)
+    is_slow = (both.name == EXAMPLE) & (both.link != settings.LINK)
     return Result(
         alone=alone,
         split=both.at(~is_slow),
@@ -105,18 +97,37 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 @beside(__file__).judges
 def claims(result: Result) -> Iterator[Ours]:
     """Finds everything; parts that were not simulated are left out."""
-    found, line = runs.goodputs(result.alone, result.split), result.queues
-    here, (reads, decodes) = found[0], runs.phases(result.alone)[:2]
-    together, split = here["together_per_card_per_s"], here["split_per_card_per_s"]
+    found, line = result.goodput, result.queues
+    together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]
+    reads, decodes = runs.phases(result.alone).rate_per_s[:2]
     yield ours("example", together, what="both phases on one GPU")
-    yield ours("example", reads["rate_per_s"], what="prompts alone")
-    yield ours("example", decodes["rate_per_s"], what="decoding alone")
+    yield ours("example", reads, what="prompts alone")
+    yield ours("example", decodes, what="decoding alone")
     coupled = "two GPUs that read and one that decodes, for each GPU"
     yield ours("example", split, what=coupled)
     yield ours("more", split / together if together > 0 else math.nan)
-    for row in found[1:]:
-        yield from _application(row)
-    yield from _transfers(result.split)
+    for row in found.at(slice(1, None)).rows():
+        together, apart = row["together_per_card_per_s"], row["split_per_card_per_s"]
+        if math.isnan(apart):
+            continue
+        (low, high), where = KNOWN[row["name"]].ratio, KNOWN[row["name"]].where
+        yield ours(
+            "application" if low == high else "span",
+            apart / together if together > 0 else math.nan,
+            published=low if low == high else (low, high),
+            name=row["name"],
+            where=where,
+            ratio=f"{low:g}" if low == high else f"{low:g} to {high:g}",
+            rates=f"{apart:.3g} against {together:.3g} requests/s for each GPU, "
+            f"{row['placement']}",
+        )
+    size = 512 * settings.kv_bytes("opt-66b") / 2**30
+    yield ours("kv", size)
+    yield ours("need", 10 * size)
+    chat = result.split.where(name="chat, 66B")
+    if len(chat):
+        quick, slowest_s = float(chat.quick_share.min()), float(chat.transfer_s.max())
+        yield ours("transfers", quick, link=settings.LINK / 1e9, most=1000 * slowest_s)
     off, known = abs(line.off).max(1), (line.error_s / line.waiting_s).max(1)
     words: dict[str, Any] = {"low": line.rate.min(), "high": line.rate.max()}
     words["service"] = SERVICE_S
@@ -124,37 +135,9 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("queue", 100 * most, machine=machine, error=100 * error, **words)
 
 
-def _application(row: dict[str, Any]) -> Iterator[Ours]:
-    together, apart = row["together_per_card_per_s"], row["split_per_card_per_s"]
-    low, high = KNOWN[row["name"]].ratio
-    if not math.isnan(apart):
-        yield ours(
-            "application" if low == high else "span",
-            apart / together if together > 0 else math.nan,
-            published=low if low == high else (low, high),
-            name=row["name"],
-            where=KNOWN[row["name"]].where,
-            ratio=f"{low:g}" if low == high else f"{low:g} to {high:g}",
-            rates=f"{apart:.3g} against {together:.3g} requests/s for each GPU, "
-            f"{row['placement']}",
-        )
-
-
-def _transfers(split: Loads) -> Iterator[Ours]:
-    size = 512 * settings.kv_bytes("opt-66b") / 2**30
-    yield ours("kv", size)
-    yield ours("need", 10 * size)
-    here = split.where(name="chat, 66B")
-    if len(here):
-        quick, slowest_s = float(here.quick_share.min()), float(here.transfer_s.max())
-        yield ours("transfers", quick, link=LINK / 1e9, most=1000 * slowest_s)
-
-
 def metrics(result: Result) -> dict[str, Any]:
     """Lists every load, what GPUs sustain, and the queues."""
-    found = runs.goodputs(result.alone, result.split)
-    more = {"goodput": found, "queues": result.queues.rows()}
-    return table.metrics(result) | more
+    return table.metrics(result) | {"queues": result.queues.rows()}
 
 
 def summary(result: Result) -> list[Part]:
@@ -171,27 +154,11 @@ def summary(result: Result) -> list[Part]:
     ]
     waits = zip(result.queues.rows(), result.queues.off.flat, strict=True)
     return [
-        report.row_sheet(
+        result.goodput.sheet(
             "requests a second, for each GPU, of which 90 % keep both objectives",
-            runs.goodputs(result.alone, result.split),
-            {
-                "application": "name",
-                "together": "together_per_card_per_s",
-                "split": "split_per_card_per_s",
-                "placement": "placement",
-            },
-            "Of the example, 90 % keep either objective, as figure 1 has it.",
+            note="Of the example, 90 % keep either objective, as figure 1 has it.",
         ),
-        report.row_sheet(
-            "one phase alone",
-            runs.phases(result.alone),
-            {
-                "application": "name",
-                "phase": "role",
-                "GPUs": "ways",
-                each: "rate_per_s",
-            },
-        ),
+        runs.phases(result.alone).sheet("one phase alone"),
         report.row_sheet(
             "the example over slower links",
             links,
@@ -233,7 +200,7 @@ def plot(axes: Any, result: Result) -> None:
     _draw_tail(axes[0, 0], "ttft_s", lines, first_s, label)
     lines, label = [both, decode, split], "time per token [s]"
     _draw_tail(axes[0, 1], "tpot_s", lines, gap_s, label)
-    goodputs = runs.goodputs(result.alone, result.split)
+    goodputs = result.goodput.rows()
     example = next((row for row in goodputs if row["name"] == EXAMPLE), None)
     _draw_attained(axes[1, 0], [both, split], example)
     _draw_goodput(axes[1, 1], goodputs)

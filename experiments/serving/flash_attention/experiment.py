@@ -21,17 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Record,
-    Table,
-    beside,
-    column,
-    ours,
-    table,
-)
+from experiments.framework import Ours, beside, ours, table
+from experiments.framework.table import Floats, Ints, Record, Table, column
 from experiments.harness import timing
 from experiments.plotting import style
 from jaxkv import validation
@@ -169,7 +160,10 @@ def _gradient(attend: Callable, *arrays: Any) -> Any:
 
 def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
     arrays = _draw(length, length, config)
-    exact = _exact(arrays)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in arrays]
+        both = (plain_attention(*wide), *_gradient(plain_attention, *wide))
+        exact = [np.asarray(x) for x in both]
     calls, rest = [], []
     for attend in (plain_attention, tiled_attention):
         forward = jax.jit(attend)
@@ -185,14 +179,6 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
     ready = [functools.partial(call, *arrays) for call in calls]
     times = timing.medians(ready, config.repeats)
     return [(*times[:2], *rest[0]), (*times[2:], *rest[1])]
-
-
-def _exact(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Output and gradients of plain attention in float64."""
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(x, jnp.float64) for x in arrays]
-        both = (plain_attention(*wide), *_gradient(plain_attention, *wide))
-        return [np.asarray(x) for x in both]
 
 
 def _one_query(context: int, config: Config) -> list[float]:

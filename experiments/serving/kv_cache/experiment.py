@@ -21,24 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments.framework import (
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    beside,
-    column,
-    ours,
-    report,
-    table,
-    units,
-)
+from experiments.framework import Ours, Part, Sheet, beside, ours, report, table, units
+from experiments.framework.table import Record, column
 from experiments.harness import bundled, model_shapes, timing
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOPS, Counted
 from jaxkv import decoding, validation
-from jaxkv.models import ModelConfig, checkpoints, paged, transformer
+from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.progress import QUIET, Progress
 from scaling.shapes import huggingface, published
 
@@ -226,20 +216,16 @@ def plot(axes: Any, result: Result) -> None:
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
         title += f"at {result.other.length[-1]:,} tokens"
         style.titled(right, title, label, "operations [FLOP]", **log)
-    _draw_slopes(axes[1, 1], result.other)
-    for ax in axes.flat:
-        ax.legend()
-
-
-def _draw_slopes(ax: Any, counted: Counted) -> None:
-    """Grey lines of slope 3 and 2 through the last points."""
-    end = counted.length[-1]
-    x = counted.length[counted.length >= end / 256]
-    rows = zip(counted.total_flops, (3, 2), ("-.", ":"), strict=True)
+    # Grey lines of slope 3 and 2 go through the last points.
+    end, length = result.other.length[-1], result.other.length
+    x = length[length >= end / 256]
+    rows = zip(result.other.total_flops, (3, 2), ("-.", ":"), strict=True)
     for row, power, line in rows:
         y = row[-1] * (x / end) ** float(power)
         look = {"color": "0.6", "linewidth": 1, "linestyle": line, "zorder": 0}
-        ax.plot(x, y, label=f"as length$^{power}$", **look)
+        axes[1, 1].plot(x, y, label=f"as length$^{power}$", **look)
+    for ax in axes.flat:
+        ax.legend()
 
 
 def time_both(
@@ -260,11 +246,17 @@ def time_both(
     start = model.tokenizer.encode("import")[0] if model.tokenizer else 0
     progress.show("with the cache: every token of a text")
     tokens, every_s = _draw(model, start, lengths[-1], repeats)
+
+    @jax.jit
+    def whole(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = transformer.logits(params, tokens, config=model.config)
+        return jnp.argmax(logits[0, -1]).astype(jnp.int32)
+
     rows = []
     for length in progress.track(lengths, "without the cache", "lengths"):
         progress.show(f"without the cache: {length:,} tokens")
         prefix = jnp.asarray(tokens[None, :length], jnp.int32)
-        call = functools.partial(_whole, model.params, prefix, config=model.config)
+        call = functools.partial(whole, model.params, prefix)
         drawn = int(call())  # and compiles
         seconds = min(timing.timed(call)[0] for _ in range(repeats))
         rows.append((seconds, drawn == tokens[length]))
@@ -280,6 +272,12 @@ def _draw(
     length = -(-num // PAGE_SIZE) * PAGE_SIZE
     bounds = model_shapes.bounds(1, length, page_size=PAGE_SIZE, token_budget=1)
     forward = paged.PagedForward(model.config)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def feed(params: Any, cache: Any, token: jax.Array) -> tuple[jax.Array, Any]:
+        logits, cache, _ = decoding.decode_step(params, cache, token, forward=forward)
+        return jnp.argmax(logits, axis=1).astype(jnp.int32), cache
+
     taken = []
     for _ in range(repeats + 1):  # the first one compiles
         cache: Any = decoding.init_cache(
@@ -288,28 +286,10 @@ def _draw(
         token, drawn, seconds = jnp.asarray([start], jnp.int32), [], []
         for _ in range(num):
             start_s = time.perf_counter()
-            token, cache = _next(model.params, cache, token, forward=forward)
+            token, cache = feed(model.params, cache, token)
             token.block_until_ready()
             seconds.append(time.perf_counter() - start_s)
             drawn.append(token)
         taken.append(seconds)
     tokens = np.array([start, *(int(x[0]) for x in drawn)])
     return tokens, np.min(np.array(taken[1:]), axis=0)
-
-
-@functools.partial(jax.jit, static_argnames="forward", donate_argnames="cache")
-def _next(
-    params: Any,
-    cache: decoding.Cache,
-    token: jax.Array,
-    *,
-    forward: paged.PagedForward,
-) -> tuple[jax.Array, decoding.Cache]:
-    logits, cache, _ = decoding.decode_step(params, cache, token, forward=forward)
-    return jnp.argmax(logits, axis=1).astype(jnp.int32), cache
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _whole(params: Any, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    logits = transformer.logits(params, tokens, config=config)
-    return jnp.argmax(logits[0, -1]).astype(jnp.int32)

@@ -21,13 +21,8 @@ from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity, Members, Served, driver
+from jaxkv.workloads import metrics as latency
 from jaxkv.workloads import recordings
-from jaxkv.workloads.metrics import (
-    normalised_latency_s,
-    percentile,
-    time_per_output_token_s,
-    time_to_first_token_s,
-)
 from scaling.costs import devices
 from scaling.shapes import published
 
@@ -141,8 +136,8 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         x[index] for x in (served.arrival_s, served.first_s, served.finish_s)
     )
     output = recording.output
-    waits_s = time_to_first_token_s(arrival_s, first_s)
-    each_s = time_per_output_token_s(first_s, finish_s, output)
+    waits_s = latency.time_to_first_token_s(arrival_s, first_s)
+    each_s = latency.time_per_output_token_s(first_s, finish_s, output)
     answered = ~np.isnan(finish_s)
     # Rejected requests are counted beside the latencies, which are of the rest.
     asked = ~served.rejected[index]
@@ -155,11 +150,11 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         "num_rejected": int(served.rejected[index].sum()),
         "recorded_s": float(recording.arrival_s[-1]),
         "finished_s": float(np.nanmax(finish_s)) if answered.any() else float("nan"),
-        "normalised_s": float(normalised_latency_s(came_s, finish_s, output)),
-        "first_p50_s": float(percentile(waits_s, 50, is_asked=asked)),
-        "first_p99_s": float(percentile(waits_s, 99, is_asked=asked)),
-        "each_p50_s": float(percentile(each_s, 50, is_asked=several)),
-        "each_p99_s": float(percentile(each_s, 99, is_asked=several)),
+        "normalised_s": float(latency.normalised_latency_s(came_s, finish_s, output)),
+        "first_p50_s": float(latency.percentile(waits_s, 50, is_asked=asked)),
+        "first_p99_s": float(latency.percentile(waits_s, 99, is_asked=asked)),
+        "each_p50_s": float(latency.percentile(each_s, 50, is_asked=several)),
+        "each_p99_s": float(latency.percentile(each_s, 99, is_asked=several)),
         "busy_share": did["busy_s"] / float(served.end_s[index]),
     }
 

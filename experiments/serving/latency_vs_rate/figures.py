@@ -117,8 +117,23 @@ def summary(result: list[Row]) -> list[Part]:
         for panel, here in runs.grouped(result, "panel").items()
         for turn, rows in runs.grouped(here, "turn").items()
     ]
+    capacities = []
+    for name, here in runs.grouped(result, "panel").items():
+        curves, found = runs.curves(here), runs.sustained(here)
+        cells = {system: x.text for system, x in found.items()}
+        for system in curves.keys() - {"paged"} if "paged" in curves else ():
+            if found[system].relation == "is":
+                ratio = load_curves.ratio(curves["paged"], curves[system], runs.BOUND)
+                cells[system] += f" ({ratio:.2f})"
+        known = [cells.get(system, "-") for system in settings.SYSTEMS]
+        capacities.append((name, published.PANELS[name].title, *known))
     return [
-        _capacities(result),
+        Sheet(
+            f"requests/s at {runs.BOUND} s a token",
+            ("figure", "load", *settings.SYSTEMS),
+            capacities,
+            "In brackets: how many times that the paged system sustains.",
+        ),
         report.row_sheet(
             "at the end of the published axis",
             [
@@ -142,33 +157,20 @@ def summary(result: list[Row]) -> list[Part]:
     ]
 
 
-def _capacities(result: list[Row]) -> Sheet:
-    rows = []
-    for name, here in runs.grouped(result, "panel").items():
-        curves, found = runs.curves(here), runs.sustained(here)
-        cells = {system: x.text for system, x in found.items()}
-        for system in curves.keys() - {"paged"} if "paged" in curves else ():
-            if found[system].relation == "is":
-                ratio = load_curves.ratio(curves["paged"], curves[system], runs.BOUND)
-                cells[system] += f" ({ratio:.2f})"
-        known = [cells.get(system, "-") for system in settings.SYSTEMS]
-        rows.append((name, published.PANELS[name].title, *known))
-    return Sheet(
-        f"requests/s at {runs.BOUND} s a token",
-        ("figure", "load", *settings.SYSTEMS),
-        rows,
-        "In brackets: how many times that the paged system sustains.",
-    )
-
-
 def plot(axes: Any, result: list[Row]) -> None:
     """Draws figures 12 and 14, then 13; axes left over go."""
     free = iter(axes.ravel())
     for name, rows in runs.grouped(result, "panel").items():
         ax, panel = next(free), published.PANELS[name]
         runs.draw(ax, rows, f"{name}: {panel.title}")
-        if gain := _gain(rows):
-            ax.set_title(f"{name}, {panel.title}: {gain}")
+        found, curves = runs.sustained(rows), runs.curves(rows)
+        oracle = found.get(published.ORACLE)
+        if "paged" in found and oracle is not None and oracle.relation == "is":
+            both = curves["paged"], curves[published.ORACLE]
+            gain = f"{load_curves.ratio(*both, runs.BOUND):.1f} times the load"
+            least = "" if found["paged"].relation == "is" else "at least "
+            title = f"{name}, {panel.title}: {least}{gain} of {published.ORACLE}"
+            ax.set_title(title)
         ax.set_xlim(0, panel.axis)
         ax.legend()
     last = runs.grouped(ends(result), "panel")
@@ -177,18 +179,6 @@ def plot(axes: Any, result: list[Row]) -> None:
             _batches(next(free), name, here)
     for ax in free:
         ax.remove()
-
-
-def _gain(rows: list[Row]) -> str:
-    """The load of the paged system over the best of Orca's, where both are known."""
-    found = runs.sustained(rows)
-    oracle = found.get("Orca (Oracle)")
-    if oracle is None or "paged" not in found or oracle.relation != "is":
-        return ""
-    curves = runs.curves(rows)
-    ratio = load_curves.ratio(curves["paged"], curves["Orca (Oracle)"], runs.BOUND)
-    least = "" if found["paged"].relation == "is" else "at least "
-    return f"{least}{ratio:.1f} times the load of Orca (Oracle)"
 
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:

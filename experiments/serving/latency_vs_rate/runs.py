@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import settings
-from experiments.serving.latency_vs_rate.settings import Server, System
+from experiments.serving.latency_vs_rate.settings import Machine, System
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.simulation import Capacity, Cost, Members, Served, contiguous, driver
@@ -46,7 +46,7 @@ class Setting(NamedTuple):
         sequences share beyond their prompts.
     """
 
-    server: Server
+    server: Machine
     law: lengths.Pair
     samples: int = 1
     spared: float = 1.0

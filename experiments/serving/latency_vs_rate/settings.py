@@ -28,7 +28,7 @@ DATA: Mapping[str, lengths.Pair] = {
 }
 
 
-class Server(NamedTuple):
+class Machine(NamedTuple):
     """One column of table 1.
 
     Attributes:
@@ -67,14 +67,14 @@ class Server(NamedTuple):
         return 2 * parameters.parameters(self.description).total
 
 
-SERVERS: Mapping[str, Server] = {
-    "13B": Server("13B", "opt-13b", "a100-40gb", 1, 12, 1.0),
-    "66B": Server("66B", "opt-66b", "a100-40gb", 4, 21, 1.0),
-    "175B": Server("175B", "opt-175b", "a100-80gb", 8, 264, 0.25),
+SERVERS: Mapping[str, Machine] = {
+    "13B": Machine("13B", "opt-13b", "a100-40gb", 1, 12, 1.0),
+    "66B": Machine("66B", "opt-66b", "a100-40gb", 4, 21, 1.0),
+    "175B": Machine("175B", "opt-175b", "a100-80gb", 8, 264, 0.25),
 }
 
 
-def cost(server: Server) -> cost_models.Linear:
+def cost(server: Machine) -> cost_models.Linear:
     """How long its steps take, of which the paper prints nothing.
 
     OPT-13B: see `cost_models.figure_12`. OPT-66B alike, of DistServe's fit for four

@@ -33,9 +33,23 @@ USE_LOOKS = (
 def plot(axes: Any, result: Any) -> None:
     """Draws memory by part, the waste, the growth of memory, and throughput."""
     weights, places = result.weight_bytes / 1e9, result.kv_bytes / 1e9
-    _draw_parts(axes[0][0], weights, places, result.memory_bytes / 1e9)
+    ax, memory = axes[0][0], result.memory_bytes / 1e9
+    names = ("parameters", "keys and values", "rest")
+    sizes = (weights, places, memory - weights - places)
+    colors = [(0.6, 0.6, 0.6), style.colors()[systems.BLUE], (0.8, 0.8, 0.8)]
+    labels = [f"{size:.1f} GB\n{100 * size / memory:.0f} %" for size in sizes]
+    ax.bar_label(ax.bar(names, sizes, 0.6, color=colors), labels, padding=2)
+    ax.margins(y=0.2)
+    title = f"OPT-13B leaves {places:.0f} of {memory:.0f} GB to keys and values"
+    style.titled(ax, title, "", "memory of an A100 [GB]")
     _draw_uses(axes[0][1], result)
-    _draw_memory(axes[1][0], result, weights, weights + places)
+    ax, full = axes[1][0], weights + places
+    style.reference(ax, full, "all memory for keys and values")
+    ends = _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
+    title = f"Pages fit {ends['paged'][0]} requests, Orca (Oracle) "
+    title += f"{ends['Orca (Oracle)'][0]}, Orca (Max) {ends['Orca (Max)'][0]}"
+    ax.set(ylim=(weights - 1, full + 2), ylabel="memory [GB]", title=title)
+    ax.legend()
     rates = result.growth.tokens_per_s
     ends = _draw_lines(axes[1][1], result, rates, says_end=True)
     title = (
@@ -47,19 +61,6 @@ def plot(axes: Any, result: Any) -> None:
     axes[1][1].set(ylabel="throughput [tokens/s]", title=title)
     axes[1][1].set_ylim(bottom=0)
     axes[1][1].legend()
-
-
-def _draw_parts(ax: Any, weights: float, places: float, memory: float) -> None:
-    """A bar for weights, for keys and values, and for the rest; in GB."""
-    names = ("parameters", "keys and values", "rest")
-    sizes = (weights, places, memory - weights - places)
-    colors = [(0.6, 0.6, 0.6), style.colors()[systems.BLUE], (0.8, 0.8, 0.8)]
-    bars = ax.bar(names, sizes, 0.6, color=colors)
-    labels = [f"{size:.1f} GB\n{100 * size / memory:.0f} %" for size in sizes]
-    ax.bar_label(bars, labels, padding=2)
-    ax.margins(y=0.2)
-    title = f"OPT-13B leaves {places:.0f} of {memory:.0f} GB to keys and values"
-    style.titled(ax, title, "", "memory of an A100 [GB]")
 
 
 def _draw_uses(ax: Any, result: Any) -> None:
@@ -84,16 +85,6 @@ def _draw_uses(ax: Any, result: Any) -> None:
     title = f"Orca (Max) wastes {waste:.0f} % of its token places, pages {paged:.0f} %"
     style.titled(ax, title, "left: ours, right: the paper's", "token places [%]")
     ax.set_ylim(0, 100)
-    ax.legend()
-
-
-def _draw_memory(ax: Any, result: Any, weights: float, full: float) -> None:
-    """Memory by requests, from the parameters up to all that there is."""
-    style.reference(ax, full, "all memory for keys and values")
-    ends = _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
-    title = f"Pages fit {ends['paged'][0]} requests, Orca (Oracle) "
-    title += f"{ends['Orca (Oracle)'][0]}, Orca (Max) {ends['Orca (Max)'][0]}"
-    ax.set(ylim=(weights - 1, full + 2), ylabel="memory [GB]", title=title)
     ax.legend()
 
 

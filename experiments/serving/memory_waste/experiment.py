@@ -15,20 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import (
-    Floats,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    Texts,
-    column,
-    ours,
-    table,
-    units,
-)
-from experiments.serving.latency_vs_rate import Load, Setting, runs, settings
+from experiments.framework import Ours, Part, Sheet, ours, table, units
+from experiments.framework.table import Floats, Record, Table, Texts, column
+from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
 from experiments.serving.memory_waste.drawing import BATCHES, BOOK, SYSTEMS, USES
 from experiments.serving.memory_waste.drawing import plot as plot
@@ -117,7 +106,7 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves the load by every system."""
     server = settings.SERVERS["13B"]
-    setting = Setting(server, settings.DATA["ShareGPT"])
+    setting = runs.Setting(server, settings.DATA["ShareGPT"])
     loads = [
         runs.load(setting.law, config.rate, 3600 * config.hours, seed)
         for seed in range(config.num_seeds)
@@ -128,8 +117,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     last = settings.SYSTEMS[-1]
     contiguous = _serve(config, setting, orca, progress)
     progress.show("paged memory")
+    names, last_scale = ("prefill", "decode", "decode_large"), config.step_scales[-1]
     costs = [
-        _slower(cost, scale / config.step_scales[-1]) for scale in config.step_scales
+        cost._replace(
+            **{x: getattr(cost, x) * np.float32(scale / last_scale) for x in names}
+        )
+        for scale in config.step_scales
     ]
     paged = [(last, load, each) for each in costs for load in loads]
     scaled = _serve(config, setting, paged, progress)
@@ -148,17 +141,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _slower(cost: Cost, ratio: float) -> Cost:
-    """The same steps, each so many times as long."""
-    assert isinstance(cost, settings.cost_models.Linear)
-    names = ("prefill", "decode", "decode_large")
-    return cost._replace(**{x: getattr(cost, x) * np.float32(ratio) for x in names})
-
-
 def _serve(
     config: Config,
-    setting: Setting,
-    asked: Sequence[tuple[settings.System, Load, Cost]],
+    setting: runs.Setting,
+    asked: Sequence[tuple[settings.System, runs.Load, Cost]],
     progress: Progress,
 ) -> Waste:
     """Serves loads in simulated time; rows are systems, or costs, columns seeds."""
@@ -188,7 +174,7 @@ def _serve(
 
 
 def _growth(
-    waste: Waste, server: settings.Server, cost: Cost, token_bytes: float
+    waste: Waste, server: settings.Machine, cost: Cost, token_bytes: float
 ) -> Growth:
     """Fills the memory with requests as they were met, one after the other."""
     uses, batch = waste.uses.mean(axis=1), waste.batch.mean(axis=1)
@@ -281,7 +267,9 @@ def summary(result: Result) -> list[Part]:
         "requests at once": _spreads(scaled.batch),
         "preempted": _counts(scaled.num_preempted),
     }
-    printed = {"paper's": [_printed(name) for name in names]}
+    shares = [BOOK.published("uses")[name] for name in names]
+    cells = [[f"{x[y]:g}" if y in x else "-" for y in USES.values()] for x in shares]
+    printed = {"paper's": [" / ".join(row) for row in cells]}
     many = waste.batch.shape[1]
     return [
         _sheet(
@@ -318,9 +306,3 @@ def _seconds(waste: Waste) -> list[str]:
 
 def _counts(rows: np.ndarray) -> list[str]:
     return [f"{row.mean():,.0f}" for row in rows]
-
-
-def _printed(system: str) -> str:
-    """The published shares of a system."""
-    shares = BOOK.published("uses")[system]
-    return " / ".join(f"{shares[x]:g}" if x in shares else "-" for x in USES.values())

@@ -11,16 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ours,
-    Record,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-)
+from experiments.framework import Ours, beside, ours
+from experiments.framework.table import Floats, Record, Table, Texts, column
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
@@ -126,32 +118,29 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
     """Holds latencies, and what is left of a full memory, against ours."""
-    for data in result.serving.distinct("data"):
-        yield from _latencies(result.serving.where(data=data, rate=LOADED[data]), data)
-        yield from _memory(result.serving.where(data=data, rate=FULL[data]), data)
-
-
-def _latencies(rows: Serving, data: str) -> Iterator[Ours]:
-    sizes, latency = rows.page_size, rows.normalised_s
-    low, high = BEST[data]
-    found = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
-    for id, here in found.items():
-        if here.any():
-            slowest = float(latency[here].max() / latency.min())
-            yield ours(id, slowest, data=data, rate=LOADED[data], low=low, high=high)
-
-
-def _memory(rows: Serving, data: str) -> Iterator[Ours]:
     places = settings.SERVERS["13B"].num_places
-    law = settings.DATA[data]
-    # Both sources look before a step's tokens are written, ours after.
-    written = rows.batch / places
-    tokens, unused = 100 * (rows.tokens - written), 100 * (rows.unused + written)
-    for i, size in enumerate(rows.page_size.astype(int).tolist()):
-        yield ours("tokens", float(tokens[i]), data=data, size=size, rate=FULL[data])
-        if size in (16, 128) and size < law.prompt.mean + law.output.mean:
-            half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
-            yield ours("half", float(unused[i]), published=half, data=data, size=size)
+    for data in result.serving.distinct("data"):
+        rows, law = (
+            result.serving.where(data=data, rate=LOADED[data]),
+            settings.DATA[data],
+        )
+        sizes, latency, (low, high) = rows.page_size, rows.normalised_s, BEST[data]
+        found = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
+        words: dict[str, Any] = {"data": data, "low": low, "high": high}
+        for id, here in found.items():
+            if here.any():
+                slowest = float(latency[here].max() / latency.min())
+                yield ours(id, slowest, rate=LOADED[data], **words)
+        rows = result.serving.where(data=data, rate=FULL[data])
+        # Both sources look before a step's tokens are written, ours after.
+        written = rows.batch / places
+        tokens, unused = 100 * (rows.tokens - written), 100 * (rows.unused + written)
+        for i, size in enumerate(rows.page_size.astype(int).tolist()):
+            words = {"data": data, "size": size}
+            yield ours("tokens", float(tokens[i]), rate=FULL[data], **words)
+            if size in (16, 128) and size < law.prompt.mean + law.output.mean:
+                half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
+                yield ours("half", float(unused[i]), published=half, **words)
 
 
 def plot(axes: Any, result: Result) -> None:

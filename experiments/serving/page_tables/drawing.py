@@ -44,7 +44,13 @@ def draw(ax: Any, scenes: Sequence[Scene]) -> None:
         ax.plot([0, 2 * _COLUMN + _GAP], [y - 0.09] * 2, color="0.8", linewidth=0.5)
         boxes.text(ax, 0, y, f"{number}  {title}", 8.5, fontweight="bold", va="top")
         y += 0.24
-        height = beam_drawing.HEIGHT if is_beams else _height(frames)
+        height = beam_drawing.HEIGHT
+        if not is_beams:
+            # The sequences, or the pool, of the frame that needs most.
+            pool = sum(_ROW if used else _THIN for used in frames.ever_used())
+            pages = -(-frames.length.max(axis=0) // frames.held.shape[2])
+            sequences = 0.05 + sum(num * _ROW + 0.17 for num in pages if num)
+            height = 0.46 + max(pool, sequences)
         for i, caption in enumerate(frames.caption):
             x, top = (i % 2) * (_COLUMN + _GAP), y + height * (i // 2)
             boxes.text(ax, x, top, f"{'abcd'[i]}   {caption}", 6.8, va="top")
@@ -53,14 +59,6 @@ def draw(ax: Any, scenes: Sequence[Scene]) -> None:
             else:
                 _draw_frame(ax, x, top + 0.31, frames, i, names)
         y += height * -(-len(frames.caption) // 2)
-
-
-def _height(frames: Frames) -> float:
-    """Of a frame of the scene whose sequences, or whose pool, need most."""
-    pool = sum(_ROW if used else _THIN for used in frames.ever_used())
-    pages = -(-frames.length.max(axis=0) // frames.held.shape[2])
-    sequences = 0.05 + sum(num * _ROW + 0.17 for num in pages if num)
-    return 0.46 + max(pool, sequences)
 
 
 def _draw_frame(

@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.framework import Ours, Record, beside, column, ours
 from experiments.framework.table import parts
-from experiments.harness import Language
+from experiments.harness.sentences import Language
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import MAX_LENGTH, Ask, Frames, Stage
 from jaxkv.progress import QUIET, Progress

@@ -1,6 +1,5 @@
 """Scenes of paged memory, frame by frame: what pool, table and pages really held."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,8 +9,9 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.framework import Record, Texts, column
-from experiments.harness import Language, Scribe, stepping
-from jaxkv.engine import EngineConfig, EngineState
+from experiments.harness import model_shapes, stepping
+from experiments.harness.sentences import Language, Scribe
+from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE, invariants, kv_layout, kv_pages, page_pool
 from jaxkv.sampling import Sampling
 
@@ -91,21 +91,23 @@ class Stage(stepping.Stepper):
     ) -> None:
         """Sets an engine up; see `EngineConfig` for the sizes."""
         self.language = language
-        config = EngineConfig(
-            num_pages=num_pages,
+        config = model_shapes.bounds(
+            max_slots,
+            MAX_LENGTH,
             page_size=page_size,
-            max_slots=max_slots,
-            max_length=MAX_LENGTH,
-            max_sequences=max_slots,
-            queue_capacity=max_slots,
+            num_pages=num_pages,
             token_budget=MAX_LENGTH,
             max_beams=max_beams,
-            submit_width=max_slots,
             steps_per_call=1,
             debug=True,
         )
-        make_pages = functools.partial(_blank_pages, num_pages, page_size)
-        super().__init__(config, Scribe(language=language), make_pages)
+
+        def blank_pages() -> kv_pages.Pages:
+            """Pages of NaN, which mark places that were never written."""
+            pages = kv_layout.FULL.make((1, num_pages, 1, page_size, 1), "float32")
+            return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pages)
+
+        super().__init__(config, Scribe(language=language), blank_pages)
 
     def play(
         self, asks: Sequence[Ask], captions: Sequence[str], order: Sequence[int]
@@ -145,12 +147,6 @@ class Stage(stepping.Stepper):
                 shots.append(shot | {"caption": np.array(caption)})
         stacked = {name: np.stack([shot[name] for shot in shots]) for name in shots[0]}
         return Frames(words=np.array(self.language.words), **stacked)
-
-
-def _blank_pages(num_pages: int, page_size: int) -> kv_pages.Pages:
-    """Pages of not-a-numbers: what is none was written."""
-    pages = kv_layout.FULL.make((1, num_pages, 1, page_size, 1), "float32")
-    return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pages)
 
 
 def _look(state: EngineState, before: np.ndarray) -> dict[str, np.ndarray]:

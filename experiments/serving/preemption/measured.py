@@ -12,11 +12,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from experiments.framework import Ours, Part, Record, beside, column, ours, table
-from experiments.harness import Request, model_shapes, prompts
+from experiments.harness import model_shapes, prompts
+from experiments.harness.prompts import Request
 from experiments.plotting import style, systems
-from experiments.serving.preemption import moving
+from experiments.serving.preemption import moving, serving
 from experiments.serving.preemption.moving import Moves
-from experiments.serving.preemption.serving import Server, Servings, Way
+from experiments.serving.preemption.serving import Servings, Way, Ways
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
@@ -120,11 +121,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     model = model_shapes.load_with_text(config.model, max_length=longest)
     progress.show("cutting prompts from files that the model has not seen")
     requests, moved = workload(config, model)
-    server = Server(model, requests, progress)
-    served = {
-        name: server.serve(label, ways, repeats=config.repeats if name == "ways" else 1)
-        for name, label, ways in _asked(config, requests)
-    }
+    served = serving.serve(model, requests, _asked(config, requests), progress)
     moves = moving.measure(
         model,
         moved,
@@ -136,14 +133,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(**served, moves=moves)
 
 
-type Ways = list[tuple[Way, EngineConfig]]
-
-
-def _asked(config: Config, requests: list[Request]) -> Iterator[tuple[str, str, Ways]]:
-    """Says which ways are compared; in the first of all nobody is preempted.
+def _asked(
+    config: Config, requests: list[Request]
+) -> Iterator[tuple[str, str, int, Ways]]:
+    """Lists the ways that are compared; in the first of all none is preempted.
 
     Yields:
-      A field of the result, what a person sees meanwhile, and what is served.
+      A field of the result, and the rest that `serving.serve` takes.
     """
     lengths = [len(x.tokens) + (x.sampling.max_tokens or 0) for x in requests]
     pages = sorted(-(-length // config.page_size) for length in lengths)
@@ -163,26 +159,26 @@ def _asked(config: Config, requests: list[Request]) -> Iterator[tuple[str, str, 
     for way in both:
         held = way._replace(name=f"{way.name}, hold new", hold_new=True)
         ways += [(way, tight), (held, tight)]
-    yield "ways", "recompute and swap", ways
+    yield "ways", "recompute and swap", config.repeats, ways
     ways = [x._replace(name=f"{x.name}, {y}", victim=y) for x in both for y in rules]
-    yield "victims", "who is preempted", [(way, tight) for way in ways]
+    yield "victims", "who is preempted", 1, [(way, tight) for way in ways]
     marks = [round(share * pool) for share in config.watermark_shares]
     ways = [(again._replace(watermark=mark), tight) for mark in marks]
-    yield "watermarks", "watermarks", ways
+    yield "watermarks", "watermarks", 1, ways
     sizes = {pool, *map(pages_of, config.pool_shares)}
     ways = [
         (way._replace(pool_pages=num, swap_pages=min(way.swap_pages, num)), wide)
         for num in sorted(sizes, reverse=True)
         for way in both
     ]
-    yield "pools", "smaller pools", ways
+    yield "pools", "smaller pools", 1, ways
     places = [round(share * pool) for share in config.swap_shares]
     ways = [(swap._replace(swap_pages=num), tight) for num in places]
-    yield "spaces", "swap space", ways
+    yield "spaces", "swap space", 1, ways
     places = [round(share * pool) for share in config.host_shares]
     swap = swap._replace(swap_pages=small)
     ways = [(swap._replace(host_pages=num), narrow) for num in places]
-    yield "hosts", "host memory", ways
+    yield "hosts", "host memory", 1, ways
 
 
 def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
@@ -235,11 +231,6 @@ def claims(result: Result) -> Iterator[Ours]:
             found, theirs = 100 * here.recomputed_share[0], 100 * published
             words: dict[str, Any] = {"share": 100 * share}
             yield ours("watermark", found, published=theirs, differs=True, **words)
-    yield from _published(result)
-    yield from _moves(result.moves)
-
-
-def _published(result: Result) -> Iterator[Ours]:
     again = result.pools.where(preemption="recompute")
     if len(again):
         most = 100 * again.recomputed_share.max()
@@ -249,18 +240,15 @@ def _published(result: Result) -> Iterator[Ours]:
     if len(latest) and len(again) > 1:
         saved = 1 - again.recomputed_share.min() / max(latest[0], 1e-9)
         yield ours("victims", saved, num=len(again))
-    again, swap = (result.ways.where(name=x) for x in ("recompute", "swap"))
+    again, swap = (ways.where(name=x) for x in ("recompute", "swap"))
     if len(again) and len(swap):
         yield ours("end_to_end", np.median(again.duration_s[0] / swap.duration_s[0]))
-
-
-def _moves(moves: Moves) -> Iterator[Ours]:
+    moves, sizes = result.moves, result.moves.page_size
     if len(moves) < 2:
         return
     again, swap = (
         np.median(x, axis=1) for x in (moves.recompute_s, moves.swap_through_host_s)
     )
-    sizes = moves.page_size
     words = {"low": sizes.min(), "high": sizes.max()}
     yield ours("reading", again.max() / again.min(), **words)
     # Smaller than all others but those of one token, if there is a choice.
@@ -274,49 +262,33 @@ def summary(result: Result) -> list[Part]:
     """Puts the ways beside each other; parts that were not served are left out."""
     ways, moves = result.ways, result.moves
     counts = ("num_preempted", "recomputed_share", "pages_moved", "steps")
+    times = ("seconds", "mean_latency_s", "p95_latency_s", "num_different")
+    moved = ("num_bytes", "recompute_s", "swap_s", "swap_through_host_s")
+    parts_s = ("out_s", "in_s", "host_out_s", "host_in_s")
+    kept = ("watermark", "watermark_share", *counts)
+    room = ("swap_pages", "host_pages", "num_fallbacks", *counts)
     pool, need = ways.pool_pages.min(initial=2**31), ways.pool_pages.max(initial=0)
+    title = f"a pool of {pool} pages, where {need} would do for all"
+    note = (
+        f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} servings "
+        "each, alternating. Pages moved: out and back. Hold new: no new request is "
+        "let in until all preempted ones are done."
+    )
+    marks, spaces = (
+        "a watermark at admission, recomputing",
+        "swap space that is too small",
+    )
+    lost = "Whoever finds no room in the buffer has its tokens computed again."
+    small = Servings.joined([result.spaces, result.hosts])
+    back = f"bringing back one request of {moves.num_tokens.max(initial=0):,} tokens"
+    medians = f"Medians of {moves.recompute_s.shape[-1]}."
     sheets = [
-        ways.sheet(
-            f"a pool of {pool} pages, where {need} would do for all",
-            "name",
-            *counts,
-            "seconds",
-            "mean_latency_s",
-            "p95_latency_s",
-            "num_different",
-            note=f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} "
-            "servings each, alternating. Pages moved: out and back. Hold new: no new "
-            "request is let in until all preempted ones are done.",
-        ),
+        ways.sheet(title, "name", *counts, *times, note=note),
         result.victims.sheet("who is preempted", "victim", "preemption", *counts),
-        result.watermarks.sheet(
-            "a watermark at admission, recomputing",
-            "watermark",
-            "watermark_share",
-            *counts,
-        ),
+        result.watermarks.sheet(marks, *kept),
         result.pools.sheet("smaller pools", "pool_pages", "preemption", *counts),
-        Servings.joined([result.spaces, result.hosts]).sheet(
-            "swap space that is too small",
-            "swap_pages",
-            "host_pages",
-            "num_fallbacks",
-            *counts,
-            note="Whoever finds no room in the buffer has its tokens computed again.",
-        ),
-        moves.sheet(
-            f"bringing back one request of {moves.num_tokens.max(initial=0):,} tokens",
-            "page_size",
-            "num_bytes",
-            "recompute_s",
-            "swap_s",
-            "swap_through_host_s",
-            "out_s",
-            "in_s",
-            "host_out_s",
-            "host_in_s",
-            note=f"Medians of {moves.recompute_s.shape[-1]}.",
-        ),
+        small.sheet(spaces, *room, note=lost),
+        moves.sheet(back, "page_size", *moved, *parts_s, note=medians),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 

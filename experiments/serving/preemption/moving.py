@@ -17,7 +17,8 @@ from jaxtyping import Float
 
 from experiments.framework import Ints, Table, column
 from experiments.framework.table import shown
-from experiments.harness import Request
+from experiments.harness import model_shapes
+from experiments.harness.prompts import Request
 from experiments.harness.timing import timed
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, requests
@@ -80,15 +81,14 @@ def measure(
     num_tokens = len(request.tokens)
     for page_size in progress.track(page_sizes, "one request", "page sizes"):
         num_pages = -(-num_tokens // page_size)
-        config = EngineConfig(
-            num_pages=max(POOL_TOKENS // page_size, num_pages + 1),
+        config = model_shapes.bounds(
+            1,
+            num_tokens + 1,
             page_size=page_size,
-            max_slots=1,
-            max_length=num_tokens + 1,
+            num_pages=max(POOL_TOKENS // page_size, num_pages + 1),
             max_sequences=2,
             queue_capacity=2,
             token_budget=num_tokens,
-            submit_width=1,
             steps_per_call=1,
             max_swap_pages=num_pages + 1,
             numerics=numerics,
@@ -104,9 +104,6 @@ def measure(
     return Moves.of(rows)
 
 
-_drain = jax.jit(requests.drain, donate_argnames="state")
-
-
 def _time_reading(
     model: checkpoints.Loaded, request: Request, config: EngineConfig, repeats: int
 ) -> list[float]:
@@ -114,6 +111,7 @@ def _time_reading(
     state = init(config, paged.make_pages(model.config, config))
     forward, policy = paged.PagedForward(model.config, config.numerics), fcfs.fcfs()
     ask, clock = Sampling.greedy(max_tokens=1), from_seconds(0.0)
+    drain = jax.jit(requests.drain, donate_argnames="state")
     found = []
     for _ in range(repeats + 1):
         asked = request_batch.make_requests(
@@ -131,45 +129,9 @@ def _time_reading(
         took_s, (state, info) = timed(read, model.params, state, clock)
         if info.num_rows.sum() != len(request.tokens):
             raise RuntimeError("the tokens were not read in one step")
-        state, _ = _drain(state)
+        state, _ = drain(state)
         found.append(took_s)
     return found[1:]
-
-
-@functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
-def _leave(
-    pages: kv_pages.Pages,
-    staging: swap_buffer.Staging,
-    pool: page_pool.Pool,
-    table: page_table.Table,
-) -> tuple[swap_buffer.Staging, page_pool.Pool, page_table.Table]:
-    """The first slot's request leaves the pool for the buffer, as in a step."""
-    row = jnp.zeros((1,), jnp.int32)
-    staging, left = swap_buffer.move_out(
-        staging,
-        pages,
-        table,
-        jnp.zeros_like(table.page_ids),
-        row,
-        row,
-        page_size=pages.page_size,
-    )
-    return staging, *page_table.drop(pool, table, left)
-
-
-@functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
-def _return(
-    pages: kv_pages.Pages,
-    staging: swap_buffer.Staging,
-    pool: page_pool.Pool,
-    table: page_table.Table,
-) -> tuple[kv_pages.Pages, swap_buffer.Staging, page_pool.Pool, page_table.Table]:
-    """It comes back to the slot."""
-    group = jnp.arange(2, dtype=jnp.int32)
-    pages, pool, table, staging = swap_buffer.move_in(
-        staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
-    )
-    return pages, staging, pool, table
 
 
 def _time_moves(
@@ -196,14 +158,37 @@ def _time_moves(
         raise RuntimeError("the request does not fit the pool")
     table = page_table.advance(table, places)
     staging = _staging(pages, config)
+
+    @functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
+    def leave(pages, staging, pool, table):
+        """The first slot's request leaves the pool for the buffer, as in a step."""
+        row = jnp.zeros((1,), jnp.int32)
+        staging, left = swap_buffer.move_out(
+            staging,
+            pages,
+            table,
+            jnp.zeros_like(table.page_ids),
+            row,
+            row,
+            page_size=pages.page_size,
+        )
+        return staging, *page_table.drop(pool, table, left)
+
+    @functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
+    def back(pages, staging, pool, table):
+        """It comes back to the slot."""
+        group = jnp.arange(2, dtype=jnp.int32)
+        pages, pool, table, staging = swap_buffer.move_in(
+            staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
+        )
+        return pages, staging, pool, table
+
     before = _first_layer(pages, table)
     out_s, in_s = [], []
     for _ in range(repeats + 1):
-        took_s, (staging, pool, table) = timed(_leave, pages, staging, pool, table)
+        took_s, (staging, pool, table) = timed(leave, pages, staging, pool, table)
         out_s.append(took_s)
-        took_s, (pages, staging, pool, table) = timed(
-            _return, pages, staging, pool, table
-        )
+        took_s, (pages, staging, pool, table) = timed(back, pages, staging, pool, table)
         in_s.append(took_s)
     np.testing.assert_array_equal(_first_layer(pages, table), before)
     return out_s[1:], in_s[1:]

@@ -4,8 +4,8 @@ Who was preempted, who came back and how is read off the trace of the engine: it
 who was in which slot and how many tokens it fed.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +13,14 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from experiments.framework import Floats, Ints, Table, Texts, column
 from experiments.framework.table import shown
-from experiments.harness import Request, model_shapes, streaming
-from jaxkv.engine import EngineConfig, StepInfo
+from experiments.harness import model_shapes
+from experiments.harness.prompts import Request
+from experiments.harness.serving import Server
+from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, victims
-from jaxkv.serving.engine import Engine
 
 
 class Way(NamedTuple):
@@ -131,110 +132,87 @@ class Narrowed(NamedTuple):
 type Served = tuple[dict[str, int], np.ndarray, list[list[int]]]
 """One serving: counts by columns of `Servings`, seconds from the start until the host
 held each request's last token, and the answers."""
+type Ways = list[tuple[Way, EngineConfig]]
+"""Ways to serve, each with bounds that hold at least its memory."""
 
 
-class Server:
-    """The workload, the model, and the answers when nobody is preempted."""
+def serve(
+    model: checkpoints.Loaded,
+    requests: list[Request],
+    asked: Iterable[tuple[str, str, int, Ways]],
+    progress: Progress,
+) -> dict[str, Servings]:
+    """Serves all requests in each of some ways; in the first of all nobody waits.
 
-    def __init__(
-        self, model: checkpoints.Loaded, requests: Sequence[Request], progress: Progress
-    ) -> None:
-        """Serves nothing yet."""
-        self.model, self.requests, self.progress = model, list(requests), progress
-        self._expected: list[list[int]] = []
-        self._compiled: set[EngineConfig] = set()
+    Args:
+      model: that answers.
+      requests: always the same.
+      asked: a table's name, the label of its bar, servings of each of its ways, and
+        the ways; every round begins with another way.
+      progress: is shown answers, and asked whether to stop.
 
-    def serve(
-        self,
-        label: str,
-        ways: Sequence[tuple[Way, EngineConfig]],
-        *,
-        repeats: int = 1,
-    ) -> Servings:
-        """Serves all requests in each of some ways; in the first of all nobody waits.
-
-        Args:
-          label: of the bar that a person sees.
-          ways: with bounds that hold at least their memory.
-          repeats: servings of each; every round begins with another way.
-
-        Returns:
-          The servings; if stopped, those of complete ways.
-        """
+    Returns:
+      The servings by table; if stopped, those of complete ways.
+    """
+    tables, expected, compiled = {}, list[list[int]](), set[EngineConfig]()
+    warm = requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
+    for name, label, repeats, ways in asked:
         found: list[list[Served]] = [[] for _ in ways]
         num = len(ways)
         turns = [(k + turn) % num for turn in range(repeats) for k in range(num)]
-        for i in self.progress.track(turns, label, "servings"):
-            served = self._serve(*ways[i])
-            if served is None:
+        for i in progress.track(turns, label, "servings"):
+            way, config = ways[i]
+            if config not in compiled:
+                progress.show("compiling")
+                _server(model, way, config).stream([warm], progress)
+                compiled.add(config)
+            server = _server(model, way, config)
+            started = server.engine.now()
+            done = server.stream(requests, progress)
+            if len(done) < len(requests):
                 break
-            found[i].append(served)
+            answers = [done[k] for k in range(len(done))]
+            again = sum(answer.num_recomputed for answer in answers)
+            counts = read_trace(server, num_recomputed=again)
+            latency_s = np.array([answer.finish_s - started for answer in answers])
+            found[i].append((counts, latency_s, [answer.tokens for answer in answers]))
         rows = []
         for (way, _), runs in zip(ways, found, strict=True):
-            if len(runs) == repeats:
-                self._expected = self._expected or runs[0][2]
-                rows.append(way._asdict() | self._row(runs))
-        return Servings.of(rows)
+            if len(runs) < repeats:
+                continue
+            counts, latencies, texts = zip(*runs, strict=True)
+            expected = expected or texts[0]
+            pairs = [zip(tokens, expected, strict=True) for tokens in texts]
+            # Counts are those of the first run: all runs have the same.
+            row = way._asdict() | counts[0]
+            row["num_different"] = max(sum(x != y for x, y in pair) for pair in pairs)
+            row["duration_s"] = [x.max() for x in latencies]
+            row["mean_latency_s"] = [x.mean() for x in latencies]
+            row["p95_latency_s"] = [np.percentile(x, 95) for x in latencies]
+            rows.append(row)
+        tables[name] = Servings.of(rows)
+    return tables
 
-    def _serve(self, way: Way, config: EngineConfig) -> Served | None:
-        if config not in self._compiled:
-            self.progress.show("compiling")
-            warm = self.requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
-            streaming.stream(self._engine(way, config), [warm], self.progress)
-            self._compiled.add(config)
-        engine = self._engine(way, config)
-        started = engine.now()
-        done = streaming.stream(engine, self.requests, self.progress)
-        if len(done) < len(self.requests):
-            return None
-        answers = [done[i] for i in range(len(done))]
-        again = sum(answer.num_recomputed for answer in answers)
-        counts = read_trace(
-            engine.trace, num_recomputed=again, page_size=config.page_size
-        )
-        out = sum(int(info.num_swapped_out.sum()) for info in engine.trace)
-        return (
-            counts | {"num_swapped_out": out},
-            np.array([answer.finish_s - started for answer in answers]),
-            [answer.tokens for answer in answers],
-        )
 
-    def _engine(self, way: Way, config: EngineConfig) -> Engine:
-        # Every rule in the program: one for all ways in the same memory, which none of
-        # them waits for while it is timed.
-        policy = fcfs.fcfs(
-            watermark=way.watermark,
-            victim=way.victim,
-            preemption=way.preemption,
-            hold_new=way.hold_new,
-            stackable=True,
-        )
-        hidden = (
-            config.num_pages - way.pool_pages,
-            config.max_swap_pages - way.swap_pages,
-        )
-        if min(hidden) < 0:
-            raise ValueError(f"{way.name}: needs more pages than {config=} has")
-        return model_shapes.engine(
-            self.model,
-            config,
-            policy=Narrowed(policy, *(jnp.asarray(x, jnp.int32) for x in hidden)),
-            host_pages=way.host_pages,
-        )
-
-    def _row(self, runs: list[Served]) -> dict[str, Any]:
-        """Counts are those of the first run: the others have the same."""
-        counts, latencies, answers = zip(*runs, strict=True)
-        different = [
-            sum(x != y for x, y in zip(tokens, self._expected, strict=True))
-            for tokens in answers
-        ]
-        return counts[0] | {
-            "num_different": max(different),
-            "duration_s": [x.max() for x in latencies],
-            "mean_latency_s": [x.mean() for x in latencies],
-            "p95_latency_s": [np.percentile(x, 95) for x in latencies],
-        }
+def _server(model: checkpoints.Loaded, way: Way, config: EngineConfig) -> Server:
+    """An engine that serves a way; engines of the same bounds share one program."""
+    # Every rule in the program: one for all ways in the same memory, which none of
+    # them waits for while it is timed.
+    policy = fcfs.fcfs(
+        watermark=way.watermark,
+        victim=way.victim,
+        preemption=way.preemption,
+        hold_new=way.hold_new,
+        stackable=True,
+    )
+    hidden = (config.num_pages - way.pool_pages, config.max_swap_pages - way.swap_pages)
+    if min(hidden) < 0:
+        raise ValueError(f"{way.name}: needs more pages than {config=} has")
+    policy = Narrowed(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
+    engine = model_shapes.engine(
+        model, config, policy=policy, host_pages=way.host_pages
+    )
+    return Server(engine)
 
 
 def read_steps(
@@ -298,30 +276,24 @@ def read_steps(
     }
 
 
-def read_trace(
-    trace: Sequence[StepInfo], *, num_recomputed: int, page_size: int
-) -> dict[str, int]:
+def read_trace(server: Server, *, num_recomputed: int) -> dict[str, int]:
     """Reads a whole run, and compares with what the engine counted itself.
 
     Args:
-      trace: step infos of all calls of a run that came to its end.
+      server: whose last run came to its end.
       num_recomputed: tokens that the engine says were computed again.
-      page_size: token places in a page.
 
     Raises:
       RuntimeError: trace and engine disagree.
     """
-    columns = [
-        np.concatenate([getattr(info, name) for info in trace])
-        for name in ("request_id", "num_rows", "reason")
-    ]
-    found = read_steps(columns[0], columns[1], columns[2] > 0, page_size=page_size)
+    info, size = server.steps, server.engine.config.page_size
+    found = read_steps(info.request_id, info.num_rows, info.reason > 0, page_size=size)
     counted = {
-        "num_preempted": sum(int(info.num_preempted.sum()) for info in trace),
-        "num_returned": sum(int(info.num_swapped_in.sum()) for info in trace),
+        "num_preempted": int(info.num_preempted.sum()),
+        "num_returned": int(info.num_swapped_in.sum()),
         "num_recomputed": num_recomputed,
     }
     for name, count in counted.items():
         if found[name] != count:
             raise RuntimeError(f"{name}: {found[name]} in trace, not {count}")
-    return found
+    return found | {"num_swapped_out": int(info.num_swapped_out.sum())}

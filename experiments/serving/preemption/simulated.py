@@ -13,19 +13,8 @@ from typing import Any, NamedTuple, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-)
-from experiments.framework.table import shown
+from experiments.framework import Ours, Part, Record, beside, ours
+from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
@@ -257,26 +246,16 @@ def _first(found: Simulated) -> Simulated:
 
 def summary(result: Result) -> list[Part]:
     """Puts rules, watermarks and page sizes beside each other."""
-    found, names = result.simulated, ("num_preempted", "recomputed_share")
+    found = result.simulated
+    names = ("num_preempted", "recomputed_share", "normalised_s")
     rules, sizes = _first(found.where(study="victims")), found.where(study="pages")
+    kept = f"victims and pages kept free, {RATE} requests/s"
+    pages = f"end to end, {PAGES_RATE} requests/s"
+    back = f"{NUM_TOKENS} tokens brought back"
     return [
-        rules.sheet(
-            f"victims and pages kept free, {RATE} requests/s",
-            "watermark",
-            "victim",
-            *names,
-            "normalised_s",
-        ),
-        result.bring_back.sheet(
-            f"{NUM_TOKENS} tokens brought back", "page_size", "recompute_s", "swap_s"
-        ),
-        sizes.sheet(
-            f"end to end, {PAGES_RATE} requests/s",
-            "page_size",
-            "preemption",
-            *names,
-            "normalised_s",
-        ),
+        rules.sheet(kept, "watermark", "victim", *names),
+        result.bring_back.sheet(back, "page_size", "recompute_s", "swap_s"),
+        sizes.sheet(pages, "page_size", "preemption", *names),
     ]
 
 

@@ -18,24 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Part,
-    Record,
-    Sheet,
-    Table,
-    Texts,
-    beside,
-    column,
-    ours,
-    units,
-)
-from experiments.framework.table import Bools, parts, shown
-from experiments.serving.prefix_caching import drawing, workloads
-from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction, Server
-from experiments.serving.prefix_caching.workloads import Prompts
+from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours, units
+from experiments.framework.table import Bools, Floats, Ints, Table, Texts, parts, shown
+from experiments.plotting import style
+from experiments.serving.prefix_caching import serving, workloads
+from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
@@ -124,7 +111,7 @@ class Runs(Table):
     order: Texts = column("of `ORDERS`")
     eviction: Texts = column("of `EVICTIONS`")
     pool: Ints = column("pages", key="pool_pages")
-    num_cached: Ints = column("pages found, summed over prompts")
+    num_cached: Ints = column("pages found, summed over prompts", is_told=False)
     most_delayed: Ints = column(
         "places by which a request was served after its turn, at most"
     )
@@ -134,7 +121,7 @@ class Rated(Runs):
     """Servings, with what follows from their workloads."""
 
     rate: Floats = column("pages found / pages of all prompts", key="hit_share")
-    is_whole: Bools = column("whether the pool holds all pages that are distinct")
+    is_whole: Bools = column("True if the pool holds all distinct pages", is_told=False)
 
     def curve(self, workload: str, order: str, eviction: str | None = None) -> "Rated":
         """Those that differ in the pool alone, by its size; of the first eviction.
@@ -150,10 +137,11 @@ class Rated(Runs):
 class Result(Record):
     """What was found."""
 
-    loads: Loads = column("what was served")
-    runs: Runs = column("how")
+    loads: Loads = column("what was served", key="workloads")
+    runs: Runs = column("how", is_told=False)
 
     @property
+    @shown(key="runs")
     def rated(self) -> Rated:
         """The servings with their rates."""
         names = self.loads.name.tolist()
@@ -171,22 +159,37 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the trace is not there, or not a recording of prefixes.
     """
-    loads = list(_workloads(config))
-    settings = [
-        (load, pool, order, eviction)
-        for load in loads
-        for pool in _pools(load, config)
-        for order, eviction in _orders(config, is_whole=pool > load.num_distinct)
-    ]
+    loads = []
+    if config.trace:
+        loads.append(workloads.recorded(config.trace))
+    for num, num_each, make in (
+        (config.num_users, config.num_turns, workloads.chats),
+        (config.num_tasks, config.num_questions, workloads.few_shot),
+    ):
+        if num:
+            loads.append(make(num, num_each, config.seed))
+    usual, settings = config.evictions[0], []
+    for load in loads:
+        # One page is always taken by the token that is computed in any case.
+        least, whole = load.longest + 1, load.num_distinct + 1
+        some = (round(share * load.num_distinct) for share in config.shares)
+        pools = sorted({least, *(max(least, num) for num in some), whole})
+        for pool in pools:
+            # Where all pages fit, neither the order nor the eviction matters.
+            kinds = [("fcfs", usual)]
+            if pool < whole:
+                kinds = [("depth_first", usual), ("cached_first", usual)]
+                kinds += [("fcfs", eviction) for eviction in config.evictions]
+            settings += [(load, pool, *kind) for kind in kinds]
     most = max(load.num_distinct for load in loads) + 1
-    longest = max(load.longest for load in loads)
-    server = Server(most, longest, config.window)
+    server = serving.make(most, max(load.longest for load in loads), config.window)
     rows = []
     for load, pool, order, eviction in progress.track(settings, "serving", "runs"):
         turns = list(range(len(load.page_ids)))
         if order == "depth_first":
             turns = workloads.depth_first(load.page_ids)
-        hits = server.serve(
+        hits = serving.serve(
+            server,
             [load.page_ids[i] for i in turns],
             num_pages=pool,
             cached_first=order == "cached_first",
@@ -199,46 +202,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         waited = hits.turn - np.asarray(turns)
         found = hits.num_cached.sum(), max(0, waited.max())
         rows.append((load.name, order, eviction, pool, *found))
-    return Result(Loads.of(map(_described, loads)), Runs.of(rows))
-
-
-def _workloads(config: Config) -> Iterator[Prompts]:
-    if config.trace:
-        yield workloads.recorded(config.trace)
-    if config.num_users:
-        yield workloads.chats(config.num_users, config.num_turns, config.seed)
-    if config.num_tasks:
-        yield workloads.few_shot(config.num_tasks, config.num_questions, config.seed)
-
-
-def _pools(load: Prompts, config: Config) -> list[int]:
-    """Pools in pages; one is always taken by the token that is computed in any case."""
-    least = load.longest + 1
-    some = (round(share * load.num_distinct) for share in config.shares)
-    return sorted({least, *(max(least, num) for num in some), load.num_distinct + 1})
-
-
-def _orders(config: Config, *, is_whole: bool) -> Iterator[tuple[str, Eviction]]:
-    """Orders, and who is evicted; where everything fits, neither matters."""
-    usual = config.evictions[0]
-    if is_whole:
-        yield "fcfs", usual
-        return
-    yield "depth_first", usual
-    yield "cached_first", usual
-    for eviction in config.evictions:
-        yield "fcfs", eviction
-
-
-def _described(load: Prompts) -> tuple[Any, ...]:
-    sizes = (load.num_pages, load.num_distinct, load.longest)
-    return (load.name, len(load.page_ids), *sizes, load.page_size)
-
-
-def metrics(result: Result) -> dict[str, Any]:
-    """Lists workloads and runs, a row each."""
-    runs = ("workload", "order", "eviction", "pool", "rate", "most_delayed")
-    return {"workloads": result.loads.rows(), "runs": result.rated.rows(*runs)}
+    described = [
+        (x.name, len(x.page_ids), x.num_pages, x.num_distinct, x.longest, x.page_size)
+        for x in loads
+    ]
+    return Result(Loads.of(described), Runs.of(rows))
 
 
 def summary(result: Result) -> list[Part]:
@@ -305,10 +273,48 @@ def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[Ours]:
         yield ours("walk", rate, published=best, pool=pool, **load)
 
 
+KINDS = (
+    ("depth_first", None, "depth first", "depth first"),
+    ("cached_first", None, "most cached first", "most cached first"),
+    ("fcfs", None, "in order of arrival", "in order of arrival"),
+    ("fcfs", "fifo", "in order, first in evicted first", "in order of arrival"),
+    ("fcfs", "random", "in order, random eviction", "in order of arrival"),
+)
+"""Order, rule of eviction, its name, and the system whose colour it has."""
+LINES = {None: "-", "fifo": ":", "random": "-."}
+TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
+
+
 def plot(axes: Any, result: Result) -> None:
     """Draws hit rates against the size of the pool, a chart for each workload."""
     loads = result.loads.rows()
     for ax, load in zip(axes, loads, strict=False):
-        drawing.draw(ax, load, result.rated)
+        _draw(ax, load, result.rated)
     for ax in axes[len(loads) :]:
         ax.remove()
+
+
+def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
+    """Draws the servings of a workload."""
+    distinct, ends = load["distinct_pages"], {}
+    style.reference(ax, 100 * load["best_share"], "all that repeats")
+    for order, eviction, label, system in KINDS:
+        runs = rated.curve(load["name"], order, eviction)
+        if not len(runs):
+            continue
+        look = {"linestyle": LINES[eviction]} | ({"marker": ""} if eviction else {})
+        share = 100 * runs.pool / distinct
+        style.curve(ax, share, 100 * runs.rate, system, label, **look)
+        ends[label] = 100 * float(runs.rate[0])
+    ax.set_xscale("log")
+    low, high = ax.get_xlim()
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.set_xticks([], minor=True)
+    title = f"{load['name']}, {load['requests']:,} prompts"
+    if ends:
+        best = max(ends, key=lambda x: ends[x])
+        title += f": {best} finds {ends[best]:.0f} % with the smallest pool"
+    x = f"pool [% of {distinct:,} distinct pages of {load['page_size']} tokens]"
+    style.titled(ax, title, x, "pages found [%]", ylim=(0, 100))
+    ax.legend()

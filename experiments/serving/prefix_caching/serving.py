@@ -45,115 +45,102 @@ class Hits(NamedTuple):
     turn: Int[np.ndarray, " requests"]
 
 
-class Server(Stepper):
-    """An engine that serves one request at a time, each run with an empty cache.
+def make(num_pages: int, longest: int, window: int) -> Stepper:
+    """Makes an engine that serves one request at a time; it compiles at its first call.
 
     So every request finds what those before it left, whatever is computed together
-    elsewhere: hits depend on the order, on the pool and on who is evicted, on nothing
-    else.
+    elsewhere: hits depend on the order, on the pool and on the eviction alone.
+
+    Args:
+      num_pages: pages of the largest pool that it will be given.
+      longest: pages of the longest prompt.
+      window: requests of the queue that the policy sees.
     """
+    tokens = PAGE_SIZE * longest + 2
+    config = EngineConfig(
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        max_slots=window,
+        max_length=tokens,
+        max_sequences=2 * (window + STEPS),
+        queue_capacity=window + STEPS,
+        submit_width=window + STEPS,
+        token_budget=max(tokens, window),
+        steps_per_call=STEPS,
+        prefix_cache=True,
+    )
+    make_pages = functools.partial(
+        kv_layout.make_pages,
+        num_layers=1,
+        num_pages=num_pages,
+        num_kv_heads=2,  # of one head, or place, they are laid out anew every step
+        page_size=PAGE_SIZE,
+        head_dim=2,
+        dtype="float32",
+    )
 
-    def __init__(self, num_pages: int, longest: int, window: int) -> None:
-        """Makes its engine, which compiles at the first call.
+    def no_model(params: None, pages: Any, rows: kv_pages.Rows) -> ForwardResult:
+        """Reads and writes nothing; the next token is 0."""
+        logits = jnp.zeros((rows.logit_rows.shape[0], 2), jnp.float32)
+        return ForwardResult(logits, pages)
 
-        Args:
-          num_pages: pages of the largest pool that it will be given.
-          longest: pages of the longest prompt.
-          window: requests of the queue that the policy sees.
-        """
-        tokens = PAGE_SIZE * longest + 2
-        config = EngineConfig(
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            max_slots=window,
-            max_length=tokens,
-            max_sequences=2 * (window + STEPS),
-            queue_capacity=window + STEPS,
-            submit_width=window + STEPS,
-            token_budget=max(tokens, window),
-            steps_per_call=STEPS,
-            prefix_cache=True,
-        )
-        make_pages = functools.partial(
-            kv_layout.make_pages,
-            num_layers=1,
-            num_pages=num_pages,
-            num_kv_heads=2,  # of one head, or place, they are laid out anew every step
-            page_size=PAGE_SIZE,
-            head_dim=2,
-            dtype="float32",
-        )
-        super().__init__(config, _no_model, make_pages, step=_step)
-
-    def serve(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        num_pages: int | None = None,
-        cached_first: bool = False,
-        eviction: Eviction = "lru",
-        progress: Progress = QUIET,
-    ) -> Hits | None:
-        """Serves prompts that all wait from the start, in the order given.
-
-        Args:
-          prompts: ids of the pages of each, in [0, 2**31). Equal ids are equal pages.
-          num_pages: pages of the pool, one more at least than the longest prompt has;
-            None means all that the engine has.
-          cached_first: whether those go first who find the most tokens in the cache,
-            among the first that wait.
-          eviction: who is evicted: the page that was not used for longest, the one
-            that entered first, or anyone; always after all pages that go on from it.
-          progress: is asked whether to stop.
-
-        Returns:
-          What they found; None if it was stopped.
-
-        Raises:
-          ValueError: the pool is out of range, or a prompt does not fit.
-        """
-        most, longest = self.config.num_pages, max(map(len, prompts))
-        num_pages = num_pages or most
-        if not longest < num_pages <= most:
-            raise ValueError(f"{num_pages=} must be in [{longest + 1}, {most}]")
-        self.clear()
-        self.state = _with_pool_of(self.state, num_pages)
-        # While one runs, no number of free pages lets another one in. Both rules are in
-        # the program either way, so that one serves all.
-        policy = fcfs.fcfs(watermark=interface.NO_LIMIT, cached_first=True)
-        calls = self.calls(
-            # The last token is always computed: one more than the pages have, so that
-            # all of them can be found. Its page is its own, and never full.
-            [[*np.repeat(ids, PAGE_SIZE).tolist(), 0] for ids in prompts],
-            [Sampling.greedy(max_tokens=1)] * len(prompts),
-            policy=policy._replace(cached_first=jnp.asarray(cached_first)),
-            eviction=_Rule(jnp.asarray(EVICTIONS.index(eviction), jnp.int32)),
-        )
-        num_cached, served = np.zeros(len(prompts), int), list[int]()
-        for call in calls:
-            if progress.stopped:
-                return None
-            num_cached[call.ended.request_id] = call.ended.num_cached // PAGE_SIZE
-            served += call.seen.request_id[call.seen.reason > 0].tolist()
-        return Hits(num_cached, np.argsort(served))
+    return Stepper(config, no_model, make_pages, step=_step)
 
 
-def _with_pool_of(state: EngineState, num_pages: int) -> EngineState:
-    """Takes all other pages out of the pool, so that one program serves any size."""
-    surplus = state.pool.ref.shape[0] - num_pages
-    if not surplus:
-        return state
-    want = jnp.asarray([surplus], jnp.int32)
-    pool, _, _ = page_pool.allocate(state.pool, want, max_pages=surplus)
-    return state._replace(pool=pool)
+def serve(
+    server: Stepper,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_pages: int | None = None,
+    cached_first: bool = False,
+    eviction: Eviction = "lru",
+    progress: Progress = QUIET,
+) -> Hits | None:
+    """Serves prompts that all wait from the start, in the order given.
 
+    Args:
+      server: an engine that `make` made; its cache is emptied first.
+      prompts: ids of the pages of each, in [0, 2**31). Equal ids are equal pages.
+      num_pages: pages of the pool, one more at least than the longest prompt has;
+        None means all that the engine has.
+      cached_first: whether those go first who find the most tokens in the cache,
+        among the first that wait.
+      eviction: who is evicted: the page that was not used for longest, the one
+        that entered first, or anyone; always after all pages that go on from it.
+      progress: is asked whether to stop.
 
-def _no_model(
-    params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
-) -> ForwardResult:
-    """Reads and writes nothing; the next token is 0."""
-    del params
-    return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], 2), jnp.float32), pages)
+    Returns:
+      What they found; None if it was stopped.
+
+    Raises:
+      ValueError: the pool is out of range, or a prompt does not fit.
+    """
+    most, longest = server.config.num_pages, max(map(len, prompts))
+    num_pages = num_pages or most
+    if not longest < num_pages <= most:
+        raise ValueError(f"{num_pages=} must be in [{longest + 1}, {most}]")
+    server.clear()
+    if surplus := most - num_pages:
+        # All other pages are taken out of the pool: one program serves any size.
+        want = jnp.asarray([surplus], jnp.int32)
+        pool, _, _ = page_pool.allocate(server.state.pool, want, max_pages=surplus)
+        server.state = server.state._replace(pool=pool)
+    # While one runs, no number of free pages lets another one in. Both rules are in
+    # the program either way, so that one serves all.
+    policy = fcfs.fcfs(watermark=interface.NO_LIMIT, cached_first=True)
+    served = server.serve(
+        # The last token is always computed: one more than the pages have, so that
+        # all of them can be found. Its page is its own, and never full.
+        [[*np.repeat(ids, PAGE_SIZE).tolist(), 0] for ids in prompts],
+        [Sampling.greedy(max_tokens=1)] * len(prompts),
+        policy=policy._replace(cached_first=jnp.asarray(cached_first)),
+        eviction=_Rule(jnp.asarray(EVICTIONS.index(eviction), jnp.int32)),
+        progress=progress,
+    )
+    if served is None:
+        return None
+    order = served.seen.request_id[served.seen.reason > 0]
+    return Hits(served.num_cached // PAGE_SIZE, np.argsort(order))
 
 
 class _Rule(NamedTuple):

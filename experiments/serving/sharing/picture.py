@@ -11,7 +11,7 @@ from experiments.framework import Table, Texts, column
 from experiments.framework.table import shown
 from experiments.harness import stepping
 from experiments.plotting import Box, boxes
-from experiments.serving.sharing.server import Server
+from experiments.serving.sharing.requests import Client
 from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE
 from jaxkv.sampling import Sampling
@@ -49,16 +49,17 @@ class Picture(Table):
         return np.array([np.unique(ids[ids != NO_PAGE]).size for ids in self.page_ids])
 
 
-def take(server: Server) -> Picture:
+def take(client: Client) -> Picture:
     """Serves the prompt three ways, each until its sequences have grown.
 
     Args:
-      server: it has at least four slots, and beam search of that width.
+      client: its engine has at least four slots, and beam search of that width.
     """
-    num = NUM_SEQUENCES
+    num, server, progress = NUM_SEQUENCES, client.engine, client.progress
+    tokenizer: Any = client.model.tokenizer
     same: dict[str, Any] = {"ignore_eos": True, "prefix_cache": False}
     same["max_tokens"] = NUM_TOKENS + 2 * server.config.steps_per_call
-    drawn = dataclasses.replace(server.ask, seed=server.config.seed, **same)
+    drawn = dataclasses.replace(client.ask, seed=server.config.seed, **same)
     scenes = {
         "four requests with the same prompt, nothing shared": [
             dataclasses.replace(drawn, seed=server.config.seed + i) for i in range(num)
@@ -66,19 +67,19 @@ def take(server: Server) -> Picture:
         "one request, four answers": [dataclasses.replace(drawn, n=num)],
         "one request, four beams": [Sampling(n=num, beam_width=num, **same)],
     }
-    tokens = server.tokenizer.encode(PROMPT)
+    tokens = tokenizer.encode(PROMPT)
     rows = []
-    for title, asks in server.progress.track(scenes.items(), "picture", "scenes"):
+    for title, asks in progress.track(scenes.items(), "picture", "scenes"):
         for call in server.calls([tokens] * len(asks), asks):
             if call.state.table.length.sum() >= num * (len(tokens) + NUM_TOKENS):
-                rows.append((title, *_look(call.state, server)))
+                rows.append((title, *_look(call.state, server, tokenizer)))
                 break
         server.clear()
     return Picture.of(rows)
 
 
 def _look(
-    state: EngineState, server: Server
+    state: EngineState, server: stepping.Stepper, tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages of every sequence, tokens in each, and what they say."""
     slots = np.flatnonzero(np.asarray(state.slots.sequence) >= 0)
@@ -86,13 +87,12 @@ def _look(
     starts = np.arange(0, places.max(), server.config.page_size)
     filled = np.clip(places - starts, 0, server.config.page_size).astype(np.int32)
     page_ids = np.asarray(state.table.page_ids)[slots, : starts.size]
-    tokens = stepping.histories(state)[slots]
     text = [
         [
-            server.tokenizer.decode(held[start : start + num].tolist())
+            tokenizer.decode(held[start : start + num].tolist())
             for start, num in zip(starts, nums, strict=True)
         ]
-        for held, nums in zip(tokens, filled, strict=True)
+        for held, nums in zip(stepping.histories(state)[slots], filled, strict=True)
     ]
     return np.where(filled > 0, page_ids, NO_PAGE), filled, np.array(text)
 
@@ -140,7 +140,11 @@ def _draw_page(
     look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
     boxes.rectangle(ax, box, facecolor="none", **look)
     middle, color = box.y + box.height / 2, INK if shade < 3 else "white"
-    shown = "".join(map(_drawable, words))
+    # Line ends show, and a dot is drawn for a character that the font may lack.
+    shown = "".join(
+        "↵" if x == "\n" else x if x.isprintable() and x < _FIRST_FOREIGN else "·"
+        for x in words
+    )
     lines = [shown[i * _LINE_CHARS :][:_LINE_CHARS] for i in range(2)]
     look = {"color": color, "family": "DejaVu Sans Mono", "va": "bottom"}
     look["linespacing"] = 1.0
@@ -148,10 +152,3 @@ def _draw_page(
     note = f"page {page}" if readers == 1 else f"page {page}\n{readers} readers"
     look = {"color": color, "ha": "right", "va": "top"}
     boxes.text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)
-
-
-def _drawable(char: str) -> str:
-    """Stands for a character: line ends show, and what the font may lack is a dot."""
-    if char == "\n":
-        return "↵"
-    return char if char.isprintable() and char < _FIRST_FOREIGN else "·"

@@ -1,18 +1,28 @@
-"""What requests share: answers a prompt, beams what they wrote, many a beginning."""
+"""What requests share: answers a prompt, beams what they wrote, many a beginning.
+
+The page tables are read in the middle of every step, where a step needs most pages:
+pages are reserved for what it writes, and shared pages are copied before a write. A
+page that is about to be copied does not count as shared.
+"""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from experiments.framework import Floats, Ints, Table, Texts, column, units
 from experiments.framework.table import shown
-from experiments.harness import length_distributions
-from experiments.serving.sharing.server import Served, Server
+from experiments.harness import length_distributions, prompts, stepping
+from experiments.harness.prompts import Request
+from jaxkv.engine import EngineState, StepInfo, step
+from jaxkv.memory import Table as PageTable
+from jaxkv.models import checkpoints
+from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs
+from jaxkv.scheduling import fcfs, interface
 from jaxkv.workloads.lengths import Lengths
 
 PUBLISHED = {
@@ -97,10 +107,6 @@ def _pair(values: list[int]) -> str:
     return "{:,} / {:,}".format(*values)
 
 
-def _spread(values: list[float]) -> str:
-    return "{1:.2f} ({0:.2f}-{2:.2f})".format(*values)
-
-
 class Prefixes(Table):
     """Requests that begin alike, without the prefix cache and with it."""
 
@@ -126,7 +132,10 @@ class Prefixes(Table):
         return saved_share(self)
 
     @property
-    @shown(heading="times the tokens/s", form=_spread)
+    @shown(
+        heading="times the tokens/s",
+        form=lambda x: "{1:.2f} ({0:.2f}-{2:.2f})".format(*x),
+    )
     def speed_ups(self) -> np.ndarray:
         """Ratios of answer tokens per second: least, median, most: [rows, 3]."""
         ratios = [np.sort(rate[:, 1] / rate[:, 0]) for rate in self.rate]
@@ -149,8 +158,127 @@ class Prefixes(Table):
         return found
 
 
+class Served(NamedTuple):
+    """The answers of some requests, and the pages that they held meanwhile.
+
+    Attributes:
+      logical_pages: pages in the tables of all slots, each slot's own count: [steps].
+      distinct_pages: pages in use by any of them: [steps].
+      num_rows: tokens fed: [steps].
+      num_copied: pages copied before they were written.
+      num_preempted: sequences preempted.
+      prompt_rows: tokens of each request's prompt that were fed, again included.
+      num_cached: tokens of each prompt that were found in the cache.
+      tokens: every answer, by request and sample.
+      duration_s: from the first request handed over until the last answer was there.
+    """
+
+    logical_pages: Int[np.ndarray, " steps"]
+    distinct_pages: Int[np.ndarray, " steps"]
+    num_rows: Int[np.ndarray, " steps"]
+    num_copied: int
+    num_preempted: int
+    prompt_rows: Int[np.ndarray, " requests"]
+    num_cached: Int[np.ndarray, " requests"]
+    tokens: dict[tuple[int, int], list[int]]
+    duration_s: float
+
+    def totals(self) -> dict[str, Any]:
+        """Numbers of the whole, as tables have them."""
+        return self._asdict() | {
+            "logical_pages": self.logical_pages.sum(),
+            "distinct_pages": self.distinct_pages.sum(),
+            "prompt_rows": self.prompt_rows.sum(),
+            "num_cached": self.num_cached.min(),
+            "steps": len(self.num_rows),
+        }
+
+
+class Client(NamedTuple):
+    """An engine whose page tables are read, and the requests that it is sent.
+
+    Attributes:
+      engine: made with `seen_step`.
+      model: that it serves.
+      ask: how answers are drawn; studies replace single fields.
+      progress: is asked whether to stop.
+    """
+
+    engine: stepping.Stepper
+    model: checkpoints.Loaded
+    ask: Sampling
+    progress: Progress
+
+    def requests(self, sizes: list[int], samplings: list[Sampling]) -> list[Request]:
+        """Requests of held-out text, the same at every call."""
+        rng = np.random.default_rng(self.engine.config.seed)
+        return prompts.held_out(self.model.tokenizer, sizes, samplings, rng)
+
+    def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
+        """How answers of so many tokens are drawn; no token ends an answer."""
+        ask, seed = self.ask, self.engine.config.seed
+        ask = dataclasses.replace(ask, ignore_eos=True, **fields)
+        return [
+            dataclasses.replace(ask, seed=seed + i, max_tokens=limit)
+            for i, limit in enumerate(answers.tolist())
+        ]
+
+    def serve(
+        self, requests: Sequence[Request], policy: interface.Policy | None = None
+    ) -> Served | None:
+        """Answers requests.
+
+        Args:
+          requests: what to serve, all there at once, those first in the queue first.
+          policy: of the scheduler; None means first come, first served.
+
+        Returns:
+          What happened; None if it was stopped, the engine then empty.
+
+        Raises:
+          RuntimeError: the engine counts other pages than its tables hold.
+        """
+        texts, asks = [x.tokens for x in requests], [x.sampling for x in requests]
+        done = self.engine.serve(texts, asks, policy=policy, progress=self.progress)
+        if done is None:
+            return None
+        sizes = np.array([*map(len, texts)])
+        fed = done.seen[0].num_rows.any(axis=1)
+        info, pages = jax.tree.map(lambda x: x[fed], done.seen)
+        num_pages = -(-(pages.length + pages.ahead) // self.engine.config.page_size)
+        columns = np.arange(pages.page_ids.shape[2])
+        held = np.where(columns < num_pages[:, :, None], pages.page_ids, -1)
+        distinct = np.array([np.unique(ids[ids >= 0]).size for ids in held], int)
+        if (distinct != info.used_pages).any():
+            raise RuntimeError(f"{distinct=} pages, {info.used_pages=}")
+        prompt_rows, rows, name = np.zeros_like(sizes), info.num_rows, info.request_id
+        of_prompt = np.clip(sizes[name] - pages.length, 0, rows) * (name >= 0)
+        np.add.at(prompt_rows, name, of_prompt)
+        return Served(
+            logical_pages=num_pages.sum(axis=1),
+            distinct_pages=distinct,
+            num_rows=rows.sum(axis=1),
+            num_copied=int(info.num_copied.sum()),
+            num_preempted=int(info.num_preempted.sum()),
+            prompt_rows=prompt_rows,
+            num_cached=done.num_cached,
+            tokens=done.tokens,
+            duration_s=done.duration_s,
+        )
+
+
+def seen_step(
+    params: Any, state: EngineState, *, forward: Any, **rules: Any
+) -> tuple[EngineState, tuple[StepInfo, PageTable]]:
+    """A step, and the page tables in its middle."""
+    # What the step itself does first; the compiler finds that it is the same.
+    middle, *_ = step.plan_step(state, **rules)
+    state, info = step.step(params, state, forward=forward, **rules)
+    return state, (info, middle.table)
+
+
 def serve_groups(
-    server: Server, kinds: dict[str, Lengths], sizes: Iterable[int], *, beams: bool
+    client: Client, kinds: dict[str, Lengths], sizes: Iterable[int], *, beams: bool
 ) -> Savings:
     """Serves every kind of requests with every number of sequences.
 
@@ -158,22 +286,22 @@ def serve_groups(
     cache and go on after the model's own end token, so that lengths are as drawn.
 
     Args:
-      server: who serves.
+      client: sends the requests.
       kinds: lengths of the requests by name.
       sizes: sequences of a request.
       beams: whether to search instead of drawing.
     """
     settings = [(name, size) for name in kinds for size in sizes]
-    page_size = server.config.page_size
+    page_size = client.engine.config.page_size
     rows = []
     label = "beam search" if beams else "parallel sampling"
-    for name, size in server.progress.track(settings, label, "settings"):
+    for name, size in client.progress.track(settings, label, "settings"):
         fields = {"beam_width": size, "temperature": 1.0, "top_p": 1.0} if beams else {}
         fields |= {"n": size, "prefix_cache": False}
         drawn = kinds[name]
-        samplings = server.samplings(drawn.output, **fields)
-        requests = server.requests(drawn.prompt.tolist(), samplings)
-        served = server.serve(requests)
+        samplings = client.samplings(drawn.output, **fields)
+        requests = client.requests(drawn.prompt.tolist(), samplings)
+        served = client.serve(requests)
         if served is None:
             break
         # As served: a file may have been shorter than the prompt drawn.
@@ -195,24 +323,24 @@ def serve_groups(
 
 
 def read_in_chunks(
-    server: Server, lengths: Lengths, num_answers: int, chunk_sizes: Iterable[int]
+    client: Client, lengths: Lengths, num_answers: int, chunk_sizes: Iterable[int]
 ) -> Readings:
     """Counts the prompt tokens that several answers of a request make an engine feed.
 
     Args:
-      server: who serves.
+      client: sends the requests.
       lengths: of the requests; answers are of two tokens.
       num_answers: of each request.
       chunk_sizes: tokens that one prompt may feed in a step.
     """
-    ask = server.samplings(np.array([2]), n=num_answers, prefix_cache=False)
+    ask = client.samplings(np.array([2]), n=num_answers, prefix_cache=False)
     sizes = lengths.prompt.tolist()
-    requests = server.requests(sizes, ask * len(sizes))
+    requests = client.requests(sizes, ask * len(sizes))
     num_tokens = sum(len(request.tokens) for request in requests)
     rows = []
-    for size in server.progress.track(chunk_sizes, "prompts in chunks", "chunk sizes"):
+    for size in client.progress.track(chunk_sizes, "prompts in chunks", "chunk sizes"):
         policy = fcfs.fcfs(chunk_size=size)
-        served = server.serve(requests, policy=policy)
+        served = client.serve(requests, policy=policy)
         if served is None:
             break
         rows.append((size, num_answers, num_tokens, served.prompt_rows.sum()))
@@ -220,7 +348,7 @@ def read_in_chunks(
 
 
 def serve_prefixes(
-    server: Server, prefixes: Iterable[int], own: Lengths, *, repeats: int
+    client: Client, prefixes: Iterable[int], own: Lengths, *, repeats: int
 ) -> Prefixes:
     """Serves requests with a common beginning, again and again, with and without cache.
 
@@ -229,16 +357,16 @@ def serve_prefixes(
     which goes first alternates.
 
     Args:
-      server: who serves.
+      client: sends the requests.
       prefixes: tokens with which all requests begin.
       own: tokens that each request has beyond them, and its answer's.
       repeats: servings of each kind, at least 1.
     """
     rows = []
-    for num in server.progress.track(prefixes, "common beginnings", "lengths"):
+    for num in client.progress.track(prefixes, "common beginnings", "lengths"):
         # One leaves the beginning in the cache, and the others go on there.
-        samplings = [Sampling.greedy(max_tokens=1), *server.samplings(own.output, n=1)]
-        first, *rest = server.requests([num, *own.prompt.tolist()], samplings)
+        samplings = [Sampling.greedy(max_tokens=1), *client.samplings(own.output, n=1)]
+        first, *rest = client.requests([num, *own.prompt.tolist()], samplings)
         runs: dict[bool, list[Served]] = {False: [], True: []}
         for turn in range(2 * repeats):
             uses = turn % 4 in (1, 2)
@@ -249,9 +377,9 @@ def serve_prefixes(
                 )
                 for x in rest
             ]
-            server.clear()
-            server.serve([first])
-            served = server.serve(asked)
+            client.engine.clear()
+            client.serve([first])
+            served = client.serve(asked)
             if served is None:
                 return Prefixes.of(rows)
             runs[uses].append(served)

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.framework import Ours, Record, beside, column, ours, table
-from experiments.harness import length_distributions, model_shapes, prompts
+from experiments.harness import length_distributions, model_shapes, stepping
+from experiments.harness.prompts import ragged
 from experiments.plotting import style, systems
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture
 from experiments.serving.sharing.requests import PUBLISHED, Prefixes, Readings, Savings
-from experiments.serving.sharing.server import Server
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
@@ -78,16 +78,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses what leaves nothing to share, or does not fit."""
-        validation.at_least(
-            self,
-            "num_short",
-            "num_long",
-            "num_prefixed",
-            "repeats",
-            "page_size",
-            "prefixes",
-            "chunk_sizes",
-        )
+        validation.at_least(self, "num_short", "num_long", "num_prefixed", "repeats")
+        validation.at_least(self, "page_size", "prefixes", "chunk_sizes")
         validation.at_least(self, "max_slots", low=NUM_SEQUENCES)
         validation.within(self, "answers", "widths", low=2, high=self.max_slots)
         if not (self.answers and self.widths):
@@ -153,7 +145,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all of it with one program; ended early, it has what is done."""
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    server = Server(model, bounds(config), ask, progress)
+    engine = stepping.of_model(model, bounds(config), requests.seen_step)
+    client = requests.Client(engine, model, ask, progress)
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(
         length_distributions.draw,
@@ -166,20 +159,20 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         "long": draw(lengths.SHAREGPT, config.num_long),
     }
     own = [
-        np.array(prompts.ragged(rng, config.own_tokens, 0.5, config.num_prefixed))
+        np.array(ragged(rng, config.own_tokens, 0.5, config.num_prefixed))
         for _ in Lengths._fields
     ]
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
     progress.show("compiling")
     return Result(
-        picture=picture.take(server),
-        samples=requests.serve_groups(server, kinds, config.answers, beams=False),
-        beams=requests.serve_groups(server, kinds, config.widths, beams=True),
+        picture=picture.take(client),
+        samples=requests.serve_groups(client, kinds, config.answers, beams=False),
+        beams=requests.serve_groups(client, kinds, config.widths, beams=True),
         readings=requests.read_in_chunks(
-            server, Lengths(*few), max(config.answers), config.chunk_sizes
+            client, Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
-            server, config.prefixes, Lengths(*own), repeats=config.repeats
+            client, config.prefixes, Lengths(*own), repeats=config.repeats
         ),
     )
 
@@ -187,14 +180,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def bounds(config: Config) -> EngineConfig:
     """An engine that never runs short of pages, whatever it is given here."""
     pages_per_slot = -(-config.max_length // config.page_size)
-    return EngineConfig(
-        num_pages=2 * config.max_slots * pages_per_slot,
+    return model_shapes.bounds(
+        4 * config.max_slots,
+        config.max_length,
         page_size=config.page_size,
+        num_pages=2 * config.max_slots * pages_per_slot,
         max_slots=config.max_slots,
-        max_length=config.max_length,
-        max_sequences=4 * config.max_slots,
-        queue_capacity=4 * config.max_slots,
-        submit_width=4 * config.max_slots,
         token_budget=max(64, config.max_slots),
         max_beams=max(*config.widths, NUM_SEQUENCES),
         prefix_cache=True,

@@ -20,18 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    Ours,
-    Record,
-    Table,
-    Texts,
-    column,
-    ours,
-    table,
-)
-from experiments.framework.table import shown
+from experiments.framework import Ours, Record, ours, table
+from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
 from experiments.harness import length_distributions
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import runs, settings
@@ -207,8 +197,21 @@ def count(config: Config, progress: Progress) -> Counted:
         size = TIMES[name] * config.num_simulated
         rng = np.random.default_rng(config.seed)
         tokens = length_distributions.draw(law, size, settings.MAX_LENGTH, rng)
+        members = []
+        for n in ANSWERS:
+            # The same requests in a random order, whatever their number of answers.
+            rng = np.random.default_rng(config.seed)
+            order, rate = rng.permutation(size), SEQUENCES_PER_S[name] / n
+            load = arrivals.make(
+                arrivals.poisson(rng, rate=rate, num=size),
+                tokens.prompt[order],
+                tokens.output[order],
+                samples=n,
+            )
+            pool = _capacity(SERVER.num_places)
+            members.append(Members(load, pool, fcfs.fcfs(), settings.cost(SERVER)))
         served = driver.simulate(
-            driver.stack([_answers(name, tokens, n, config.seed) for n in ANSWERS]),
+            driver.stack(members),
             max_slots=128,
             max_samples=max(ANSWERS),
             head=runs.HEAD,
@@ -223,20 +226,6 @@ def count(config: Config, progress: Progress) -> Counted:
             asked = name, n, SEQUENCES_PER_S[name] / n, size
             rows.append((*asked, means.batch[i], saved[i], expected, preempted[i]))
     return Counted.of(rows)
-
-
-def _answers(name: str, tokens: lengths.Lengths, num: int, seed: int) -> Members:
-    # The same requests in an order of chance, whatever their number of answers.
-    rng = np.random.default_rng(seed)
-    order, rate = rng.permutation(len(tokens.prompt)), SEQUENCES_PER_S[name] / num
-    load = arrivals.make(
-        arrivals.poisson(rng, rate=rate, num=len(order)),
-        tokens.prompt[order],
-        tokens.output[order],
-        samples=num,
-    )
-    pool = _capacity(SERVER.num_places)
-    return Members(load, pool, fcfs.fcfs(), settings.cost(SERVER))
 
 
 def translate(config: Config, progress: Progress) -> Translated:

@@ -96,10 +96,10 @@ def test_stopped_early_it_says_what_follows_from_formulas() -> None:
 
 def test_each_case_is_measured_once() -> None:
     config = Config()
-    alone = config.cases(1, 0.0)
+    alone = config.cases((1, 0.0))
     assert len(alone) == len(set(alone)) == 4 + 2 * len(config.lengths) - 2
-    assert config.cases(1, 1.0) == [(way, 3) for way in config.ways]
-    assert config.cases(8, 0.0) == [("n-gram", 3)]
+    assert config.cases((1, 1.0)) == [(way, 3) for way in config.ways]
+    assert config.cases((8, 0.0)) == [("n-gram", 3)]
 
 
 @pytest.fixture(scope="module")

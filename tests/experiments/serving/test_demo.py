@@ -177,7 +177,7 @@ def test_the_numbers_of_a_serving_worked_by_hand() -> None:
     fields["used_places"] = np.array([3, 8, 8, 6])
     info = step.StepInfo(**fields)
     served = experiment.gather(
-        [info],
+        info,
         {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},
         experiment.Config(num_requests=3, max_slots=2, page_size=4),
         compile_s=9.0,

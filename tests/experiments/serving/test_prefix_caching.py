@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.harness.stepping import Stepper
 from experiments.serving.prefix_caching import experiment, serving, workloads
-from experiments.serving.prefix_caching.serving import Server
 from tests.support import smoke, traces
 from tests.support.commands import Command, assert_refused
 from tests.support.impatience import Impatient
@@ -19,11 +19,11 @@ def result() -> experiment.Result:
 
 
 @pytest.fixture(scope="module")
-def server(result: experiment.Result) -> Server:
+def server(result: experiment.Result) -> Stepper:
     """The engine that the run had: its program is compiled by now."""
     most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
     window = experiment.CONFIGS["smoke"].window
-    return Server(int(most), int(longest), window)
+    return serving.make(int(most), int(longest), window)
 
 
 @pytest.mark.slow
@@ -70,13 +70,13 @@ def is_walked(order: tuple[list[int], ...]) -> bool:
     ],
 )
 def test_depth_first_is_the_best_order_of_all(
-    server: Server, prompts: list[list[int]]
+    server: Stepper, prompts: list[list[int]]
 ) -> None:
     """A pool that holds the longest prompt, and the token that is always computed."""
     pool = max(map(len, prompts)) + 1
     found = {}
     for order in itertools.permutations(range(len(prompts))):
-        hits = server.serve([prompts[i] for i in order], num_pages=pool)
+        hits = serving.serve(server, [prompts[i] for i in order], num_pages=pool)
         assert hits is not None
         found[order] = hits.num_cached.sum()
     num_pages = sum(map(len, prompts))
@@ -133,11 +133,11 @@ POOL = 8
 @pytest.mark.parametrize("cached_first", [False, True])
 @pytest.mark.parametrize("rule", ["lru", "fifo"])
 def test_hits_are_those_counted_by_hand(
-    server: Server, cached_first: bool, rule: serving.Eviction
+    server: Stepper, cached_first: bool, rule: serving.Eviction
 ) -> None:
     prompts, window = again_and_again(1), server.config.max_slots
-    hits = server.serve(
-        prompts, num_pages=POOL, cached_first=cached_first, eviction=rule
+    hits = serving.serve(
+        server, prompts, num_pages=POOL, cached_first=cached_first, eviction=rule
     )
     assert hits is not None
     expected = by_hand(prompts, POOL, window, cached_first, rule)
@@ -147,10 +147,10 @@ def test_hits_are_those_counted_by_hand(
 
 
 @pytest.mark.slow
-def test_anyone_evicted_is_neither_rule(server: Server) -> None:
+def test_anyone_evicted_is_neither_rule(server: Stepper) -> None:
     prompts = again_and_again(1)
     found = [
-        server.serve(prompts, num_pages=POOL, eviction=rule)
+        serving.serve(server, prompts, num_pages=POOL, eviction=rule)
         for rule in serving.EVICTIONS
     ]
     sums = {int(hits.num_cached.sum()) for hits in found if hits is not None}
@@ -194,17 +194,17 @@ def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_that_is_too_small_is_refused(server: Server) -> None:
+def test_a_pool_that_is_too_small_is_refused(server: Stepper) -> None:
     with pytest.raises(ValueError, match=r"num_pages=3 must be in \[4, "):
-        server.serve([[1, 2, 3]], num_pages=3)
+        serving.serve(server, [[1, 2, 3]], num_pages=3)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_keeps_what_it_has(server: Server) -> None:
+def test_a_run_that_is_stopped_keeps_what_it_has(server: Stepper) -> None:
     config = experiment.CONFIGS["smoke"]
     progress = Impatient("serving")
     assert experiment.run(config, progress).runs.order.tolist() == ["depth_first"]
-    assert server.serve([[1]], progress=progress) is None
+    assert serving.serve(server, [[1]], progress=progress) is None
 
 
 @pytest.mark.slow
@@ -212,6 +212,7 @@ def test_the_recorded_prompts_have_what_was_counted() -> None:
     load = workloads.recorded(str(traces.find("traces/mooncake_synthetic.jsonl")))
     assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
     assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)
-    hits = Server(load.num_distinct + 1, load.longest, 1).serve(load.page_ids)
+    server = serving.make(load.num_distinct + 1, load.longest, 1)
+    hits = serving.serve(server, load.page_ids)
     assert hits is not None
     assert hits.num_cached.sum() == load.num_pages - load.num_distinct

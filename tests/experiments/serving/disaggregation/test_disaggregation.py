@@ -101,11 +101,11 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
 def test_the_placement_that_sustains_most_a_gpu_is_chosen() -> None:
     # Requests a second that each GPU sustains, by role and GPUs of a machine.
     of_each = {"prefill": {1: 5.0, 2: 6.0, 4: 1.0}, "decode": {1: 9.0, 2: 2.0, 4: 1.0}}
-    phases = [
-        {"name": "chat, 13B", "role": role, "ways": num, "rate_per_s": rate}
+    phases = runs.Phases.of(
+        ("chat, 13B", role, num, rate)
         for role, rates in of_each.items()
         for num, rate in rates.items()
-    ]
+    )
     chosen, sustains = runs.best("chat, 13B", phases)
     assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
     # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.

@@ -10,7 +10,7 @@ from experiments.framework import registry, run_folder, table
 from experiments.framework.study import of_module
 from experiments.serving.preemption import measured, serving
 from experiments.serving.preemption.measured import Config, Result
-from experiments.serving.preemption.serving import Server, Servings, Way
+from experiments.serving.preemption.serving import Servings, Way
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
 from tests.support import smoke
@@ -258,10 +258,9 @@ def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
 def test_a_way_must_fit_its_engine(model: str) -> None:
     loaded = checkpoints.load_model(model)
     requests, _ = measured.workload(SMOKE, loaded)
-    server = Server(loaded, requests, QUIET)
-    config = measured.bounds(SMOKE, 20, 4)
+    ways = [(Way("large", 21), measured.bounds(SMOKE, 20, 4))]
     with pytest.raises(ValueError, match="needs more pages"):
-        server.serve("too large", [(Way("large", 21), config)])
+        serving.serve(loaded, requests, [("large", "too large", 1, ways)], QUIET)
 
 
 def test_the_model_must_be_long_enough(model: str) -> None:

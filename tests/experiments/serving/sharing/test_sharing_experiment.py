@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry
-from experiments.harness import length_distributions
+from experiments.harness import length_distributions, stepping
 from experiments.harness.prompts import Request
 from experiments.serving.sharing import requests, served
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
-from experiments.serving.sharing.server import Server
+from experiments.serving.sharing.requests import Client
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
@@ -38,10 +38,14 @@ def result() -> served.Result:
 
 
 @pytest.fixture(scope="module")
-def server(model: str) -> Server:
-    """The engine that the run had; its programs are compiled by now."""
-    smoke = served.CONFIGS["smoke"]
-    return Server(checkpoints.load_model(model), served.bounds(smoke), ASK)
+def client(model: str) -> Client:
+    """A client of the run's engine, whose programs are compiled by now."""
+    loaded, bounds = (
+        checkpoints.load_model(model),
+        served.bounds(served.CONFIGS["smoke"]),
+    )
+    engine = stepping.of_model(loaded, bounds, requests.seen_step)
+    return Client(engine, loaded, ASK, QUIET)
 
 
 def request_of(num: int, sampling: Sampling) -> Request:
@@ -49,8 +53,8 @@ def request_of(num: int, sampling: Sampling) -> Request:
     return Request(bytes(tokens).decode(), tokens, sampling)
 
 
-def served_by(server: Server, asked: list[Request], **how: Any) -> Any:
-    done = server.serve(asked, **how)
+def served_by(client: Client, asked: list[Request], **how: Any) -> Any:
+    done = client.serve(asked, **how)
     assert done is not None
     return done
 
@@ -105,10 +109,10 @@ def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "answer", "n"), [(37, 20, 3), (32, 40, 8)])
 def test_pages_of_every_step_are_those_counted_by_hand(
-    server: Server, prompt: int, answer: int, n: int
+    client: Client, prompt: int, answer: int, n: int
 ) -> None:
     ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
-    done = served_by(server, [request_of(prompt, ask)])
+    done = served_by(client, [request_of(prompt, ask)])
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert done.logical_pages.tolist() == logical
     assert done.distinct_pages.tolist() == distinct
@@ -121,9 +125,9 @@ def test_pages_of_every_step_are_those_counted_by_hand(
 
 
 @pytest.mark.slow
-def test_requests_apart_share_nothing(server: Server) -> None:
+def test_requests_apart_share_nothing(client: Client) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
-    done = served_by(server, [request_of(40, ask)] * 5)
+    done = served_by(client, [request_of(40, ask)] * 5)
     np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
     assert done.prompt_rows.tolist() == [40] * 5
     assert done.num_cached.tolist() == [0] * 5
@@ -133,14 +137,14 @@ def test_requests_apart_share_nothing(server: Server) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 40, None])
 @pytest.mark.parametrize("beams", [False, True])
 def test_a_prompt_is_computed_once_whatever_the_chunks(
-    server: Server, chunk_size: int | None, beams: bool
+    client: Client, chunk_size: int | None, beams: bool
 ) -> None:
     num = 4 if beams else 8
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
     policy = fcfs.fcfs(chunk_size=chunk_size)
     asked = [request_of(n, ask) for n in (37, 3, 64)]
-    done = served_by(server, asked, policy=policy)
+    done = served_by(client, asked, policy=policy)
     assert done.prompt_rows.tolist() == [37, 3, 64]
     assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
@@ -269,22 +273,20 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_stopped_leaves_an_empty_engine(server: Server) -> None:
+def test_what_is_stopped_leaves_an_empty_engine(client: Client) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     requests = [request_of(50, ask)] * 3
-    server.progress = Stopping(0)
-    assert server.serve(requests) is None
-    server.progress = QUIET
-    again = served_by(server, requests[:1])
+    assert client._replace(progress=Stopping(0)).serve(requests) is None
+    again = served_by(client, requests[:1])
     assert again.num_cached.tolist() == [0]
-    server.clear()
+    client.engine.clear()
 
 
 @pytest.mark.slow
-def test_settings_serve_the_same_requests(server: Server) -> None:
+def test_settings_serve_the_same_requests(client: Client) -> None:
     """Whatever their number of answers, so that savings can be compared."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
-    savings = requests.serve_groups(server, kinds, (2, 3), beams=False)
+    savings = requests.serve_groups(client, kinds, (2, 3), beams=False)
     assert savings.mean_prompt.tolist() == [14.5] * 2
     assert savings.mean_answer.tolist() == [9.0] * 2
     assert savings.saved("short", 3) > savings.saved("short", 2) > 0
