@@ -211,46 +211,26 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
     raise ValueError(f"{name}={shown(value)} must be {', '.join(first)} or {last}")
 
 
-def by_type(owner: Any, **bounds: int | tuple[int, int]) -> dict[str, Any]:
-    """Checks every field of a config by its type.
+def settle(owner: Any, **bounds: int | tuple[int, int]) -> None:
+    """Checks every field of a frozen config by its type.
 
     Whole numbers are at least 1, others above 0 and finite; a Literal is one of its
-    values; None stands where the type says so.
+    values; None is allowed where the type has it. NumPy's and JAX's numbers become
+    Python's, so that the config is hashable and can be written to a file.
 
     Args:
       owner: a dataclass.
       **bounds: the smallest number allowed, of fields of which that is another; or the
         smallest whole one, and what all are below.
 
-    Returns:
-      The values, by name.
-
     Raises:
       ValueError: names the first field that has another value.
     """
-    return {
-        field.name: _of_type(
-            f"{field.name}",
-            getattr(owner, field.name),
-            field.type,
-            bounds.get(field.name),
-        )
-        for field in dataclasses.fields(owner)
-    }
-
-
-def settle(owner: Any, **bounds: int | tuple[int, int]) -> None:
-    """Checks every field of a frozen config; NumPy's and JAX's numbers become Python's.
-
-    Arguments are those of `by_type`. The config is then hashable, and can be written to
-    a file.
-
-    Raises:
-      ValueError: names the first field that has another value.
-    """
-    for name, value in by_type(owner, **bounds).items():
-        if type(getattr(owner, name)) not in (bool, int, float, str):
-            object.__setattr__(owner, name, value)
+    for field in dataclasses.fields(owner):
+        given = getattr(owner, field.name)
+        value = _of_type(field.name, given, field.type, bounds.get(field.name))
+        if type(given) not in (bool, int, float, str):
+            object.__setattr__(owner, field.name, value)
 
 
 def at_least(owner: object, *names: str, low: int | float = 1) -> None:

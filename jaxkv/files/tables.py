@@ -5,7 +5,7 @@ Cells are returned as they are written; callers give columns a meaning and check
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError) as error:

@@ -112,7 +112,13 @@ def _ring_forward(q: Array, k: Array, v: Array, degree: int) -> Any:
     def hop(number: Array, carry: Any) -> Any:
         (k, v), found = carry
         k, v = _pass_on((k, v), degree)
-        return (k, v), _merge(found, _from(number, q, k, v, degree))
+        # Attention over two sets of keys is put together by their log-sum-exps.
+        both = found, _from(number, q, k, v, degree)
+        lse = jnp.logaddexp(found[1], both[1][1])
+        mine, its = (
+            out * jnp.exp(each - lse)[..., None].astype(out.dtype) for out, each in both
+        )
+        return (k, v), (mine + its, lse)
 
     found = tiled.flash_attention(q, k, v)
     _, (out, lse) = lax.fori_loop(1, degree, hop, ((k, v), found))
@@ -176,13 +182,3 @@ def _from(
 
     came_before = number <= lax.axis_index(RING)
     return lax.cond(came_before, before, behind, q, k, v)
-
-
-def _merge(one: tuple[Array, Array], other: tuple[Array, Array]) -> Any:
-    """Puts together attention over two sets of keys, by their log-sum-exps."""
-    lse = jnp.logaddexp(one[1], other[1])
-    mine, its = (
-        out * jnp.exp(each - lse)[..., None].astype(out.dtype)
-        for out, each in (one, other)
-    )
-    return mine + its, lse

@@ -284,7 +284,7 @@ def run(
 
     def one(carry: tuple[Simulation, Array], _: None) -> Any:
         state, num_rows = carry
-        after, (info, _) = _step(state, it, max_samples, head)
+        after, (info, _behind) = _step(state, it, max_samples, head)
         rows = info.work.num_decodes + info.work.num_prompt_rows
         # Rows fed since the last token: more than all tokens are the same ones again.
         draws = info.work.num_drawn > 0

@@ -76,10 +76,10 @@ def load_params(
     def read(name: str) -> np.ndarray:
         return _read(tensors, found[name], dtype)
 
-    # As bits, by which a NaN is equal to itself.
-    if says_twice and not np.array_equal(
-        *(np.ascontiguousarray(read(x)).view(np.uint8) for x in (embed, head))
-    ):
+    def bits(name: str) -> np.ndarray:  # by which a NaN is equal to itself
+        return np.ascontiguousarray(read(name)).view(np.uint8)
+
+    if says_twice and not np.array_equal(bits(embed), bits(head)):
         raise ValueError(
             f"{folder}: {found[head]} differs from {found[embed]}, but config.json has "
             "tie_word_embeddings=true; with false the first is used"
