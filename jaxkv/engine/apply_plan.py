@@ -204,7 +204,7 @@ def _admit(
       got which slot.
     """
     s, slots, queue = state.sequences, state.slots, state.queue
-    head = queue.sequence[: config.max_slots]
+    head = queue.sequence[: config.num_head]
     admit, back, num_back = swapping.coming_back(state, plan.admit, head)
     occupied = (slots.sequence >= 0) | slots.held
     a = slot_assignment.assign(state, admit, head, occupied)
