@@ -83,7 +83,7 @@ def apply_plan(
       happened.
     """
     place = arrays.inverse(state.slots.order)
-    turns = jnp.any(plan.preempt | plan.admit)
+    turns = jnp.any(jnp.concatenate([plan.preempt, plan.admit]))
     with jax.named_scope("turn_over"):
         staged = state.staging is not None
         # The batch if no sequence is preempted or admitted.

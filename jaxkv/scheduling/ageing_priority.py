@@ -13,8 +13,8 @@ from jaxkv.scheduling.interface import Counts, Plan
 class AgeingPriority(NamedTuple):
     """Admits the most urgent request first; waiting raises its urgency.
 
-    Urgency is `priority` plus one for every `level_ms` since the arrival. All else is
-    decided as by `inner`.
+    A request that has waited for `level_ms` is as urgent as a new one whose `priority`
+    is smaller by one. All else is decided as by `inner`.
     """
 
     inner: fcfs.FCFS
@@ -28,7 +28,7 @@ class AgeingPriority(NamedTuple):
         c = interface.skip_unmarked(counts)
         a = interface.attributes_of(c.waiting_attributes)
         return interface.plan_by(
-            self.inner, c, a.arrival_ms - a.priority * self.level_ms
+            self.inner, c, a.arrival_ms + a.priority * self.level_ms
         )
 
 

@@ -31,7 +31,7 @@ class RequestAttributes(NamedTuple):
     arrival_ms: Values = 0
     """Arrival; below 0 once the request waits."""
     priority: Values = 0
-    """Larger values are more urgent, in [-1000, 1000]."""
+    """Smaller values are more urgent, as in vLLM; in [-1000, 1000]."""
     deadline_ms: Values = NO_DEADLINE
     """Time by which the last token is wanted, at least 0; `NO_DEADLINE` for none."""
     session: Values = NO_SESSION
@@ -95,15 +95,17 @@ def relative(
     """Returns attributes as `Counts` has them: times relative to the clock, in ms.
 
     Args:
-      attributes: those of requests.
+      attributes: columns, or the numbers that all requests have.
       arrival: seconds and microseconds.
       limit: tokens at which a sequence ends at the latest.
       clock: seconds and microseconds.
     """
-    a = attributes
+    a = RequestAttributes(
+        *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), limit.shape) for x in attributes)
+    )
     seconds = jnp.clip(arrival[..., 0] - clock[0], -_FARTHEST_S, _FARTHEST_S)
     arrival_ms = seconds * 1000 + (arrival[..., 1] - clock[1]) // 1000
-    has_deadline = jnp.asarray(a.deadline_ms) < NO_DEADLINE
+    has_deadline = a.deadline_ms < NO_DEADLINE
     predicted = jnp.minimum(a.predicted_length, limit)
     return a._replace(
         arrival_ms=arrival_ms,

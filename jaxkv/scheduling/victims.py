@@ -14,7 +14,7 @@ type Victim = Literal[
     "least_computed",
     "fewest_pages",
     "cheapest",
-    "lowest_priority",
+    "least_urgent",
     "longest_remaining",
 ]
 """Rules by name, see `ranks`."""
@@ -42,7 +42,7 @@ def ranks(
       fewest_pages    fewest pages released
       cheapest        of the requests that alone end the shortage, the one of least
                       cost; where there is none, the one that releases most
-      lowest_priority    the smallest `RequestAttributes.priority`
+      least_urgent    the largest `RequestAttributes.priority`
       longest_remaining  the most tokens left to its predicted length
 
     Args:
@@ -70,7 +70,7 @@ def ranks(
             by_group(c.owned_tokens),
             by_group(c.owned_pages),
             jnp.where(enough, price, _LAST // 2 - frees),
-            jnp.broadcast_to(a.priority, frees.shape),
+            -jnp.broadcast_to(jnp.asarray(a.priority, jnp.int32), frees.shape),
             -by_group(a.predicted_length - c.length),
         ]
     )

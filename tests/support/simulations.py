@@ -142,7 +142,7 @@ BY_ATTRIBUTES = {
     "shortest remaining": Case(shortest_remaining.shortest_remaining(), head=20),
     "ageing priority": Case(
         ageing_priority.ageing_priority(
-            level_ms=40, inner=fcfs.fcfs(victim="lowest_priority")
+            level_ms=40, inner=fcfs.fcfs(victim="least_urgent")
         ),
         head=20,
     ),

@@ -92,7 +92,7 @@ def test_the_shortest_comes_first_less_what_is_cached() -> None:
 
 def test_waiting_outweighs_priority_in_the_end() -> None:
     policy = ageing_priority.ageing_priority(level_ms=100)
-    asked = columns(priority=[0, 2, 1, 0], arrival_ms=[-150, -10, -50, 0])
+    asked = columns(priority=[0, -2, -1, 0], arrival_ms=[-150, -10, -50, 0])
     assert admitted(policy, [8, 8, 8], 2, waiting_attributes=asked) == [1]
     older = asked._replace(arrival_ms=np.array([-350, -10, -50, 0], np.int32))
     assert admitted(policy, [8, 8, 8], 2, waiting_attributes=older) == [0]
@@ -122,15 +122,15 @@ def test_sessions_take_turns() -> None:
 
 def test_victims_are_chosen_by_attributes() -> None:
     line: Any = [(9, 8, 2), (9, 8, 2), (9, 8, 2), (9, 8, 2)]
-    running = columns(priority=[0, 3, -1, 2], predicted_length=[10, 12, 20, 30])
+    running = columns(priority=[0, -3, 1, -2], predicted_length=[10, 12, 20, 30])
     c = counts(line, free_pages=0)._replace(attributes=running)
     # Each needs a page, and the two that go leave four.
-    for victim, gone in (("lowest_priority", [2, 3]), ("longest_remaining", [2, 3])):
+    for victim, gone in (("least_urgent", [2, 3]), ("longest_remaining", [2, 3])):
         plan = plan_of(c, fcfs.fcfs(victim=victim))
         assert np.flatnonzero(plan.preempt).tolist() == gone
-    swapped = running._replace(priority=np.array([0, -3, 5, 2], np.int32))
+    swapped = running._replace(priority=np.array([0, 3, -5, -2], np.int32))
     c = counts(line, free_pages=1)._replace(attributes=swapped)
-    plan = plan_of(c, fcfs.fcfs(victim="lowest_priority"))
+    plan = plan_of(c, fcfs.fcfs(victim="least_urgent"))
     assert np.flatnonzero(plan.preempt).tolist() == [1]
 
 
