@@ -83,7 +83,12 @@ def apply_plan(
       happened.
     """
     place = arrays.inverse(state.slots.order)
-    turns = jnp.any(jnp.concatenate([plan.preempt, plan.admit]))
+    # Padded to one length: a reduction of each, or of both joined, is another launch.
+    size = max(plan.preempt.shape[0], plan.admit.shape[0])
+    preempt, admit = (
+        jnp.pad(x, (0, size - x.shape[0])) for x in (plan.preempt, plan.admit)
+    )
+    turns = jnp.any(preempt | admit)
     with jax.named_scope("turn_over"):
         staged = state.staging is not None
         # The batch if no sequence is preempted or admitted.
