@@ -70,8 +70,8 @@ class EngineConfig:
     num_lengths: int = 1
     """Programs that verify drafts: of `max_drafts` for each slot, of half as many, a
     quarter, and so on. Few drafts then cost less; each takes its time to compile."""
-    queue_head: int | None = None
-    """Waiting requests that the policy sees, at most 511; None means `max_slots`."""
+    queue_head: int = 0
+    """Waiting requests that the policy sees, at most 511; 0 means `max_slots`."""
     submit_width: int = 8
     """Requests that one call of `submit` hands over."""
     steps_per_call: int = 16
@@ -107,7 +107,7 @@ class EngineConfig:
         )
         bounds = {
             "max_length": 2,
-            "queue_head": (1, 512),
+            "queue_head": (0, 512),
             "seed": (0, 2**64),
             **dict.fromkeys(off, 0),
         }
@@ -142,7 +142,7 @@ class EngineConfig:
     @property
     def num_head(self) -> int:
         """Waiting requests that the policy sees."""
-        return self.max_slots if self.queue_head is None else self.queue_head
+        return self.queue_head or self.max_slots
 
     @property
     def max_pages_per_slot(self) -> int:

@@ -188,7 +188,7 @@ def beside_engine(
         token_budget=24,
         submit_width=num,
         max_swap_pages=case.max_swap_pages,
-        queue_head=case.head,
+        queue_head=case.head or 0,
         max_stop_tokens=1,
         max_drafts=0 if acceptance is None else acceptance.chances.shape[0],
         debug=True,
