@@ -83,7 +83,12 @@ def apply_plan(
       happened.
     """
     place = arrays.inverse(state.slots.order)
-    turns = jnp.any(plan.preempt | plan.admit)
+    # Padded to one length: a reduction of each, or of both joined, is another launch.
+    size = max(plan.preempt.shape[0], plan.admit.shape[0])
+    preempt, admit = (
+        jnp.pad(x, (0, size - x.shape[0])) for x in (plan.preempt, plan.admit)
+    )
+    turns = jnp.any(preempt | admit)
     with jax.named_scope("turn_over"):
         staged = state.staging is not None
         # The batch if no sequence is preempted or admitted.
@@ -204,7 +209,7 @@ def _admit(
       got which slot.
     """
     s, slots, queue = state.sequences, state.slots, state.queue
-    head = queue.sequence[: config.max_slots]
+    head = queue.sequence[: config.num_head]
     admit, back, num_back = swapping.coming_back(state, plan.admit, head)
     occupied = (slots.sequence >= 0) | slots.held
     a = slot_assignment.assign(state, admit, head, occupied)

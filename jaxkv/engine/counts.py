@@ -1,8 +1,9 @@
 """What the policy of an engine may know: its counts, made of the engine's state."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
@@ -18,7 +19,7 @@ from jaxkv.engine import (
 from jaxkv.engine.drafting import Drafter
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import demand, page_sharing, page_table
-from jaxkv.scheduling import interface
+from jaxkv.scheduling import attributes, interface
 
 
 class _Head(NamedTuple):
@@ -79,7 +80,7 @@ def counts(
     ), found
 
 
-def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
+def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Any]:
     """Counts of the slots, in order of admission."""
     s, slots, size = state.sequences, state.slots, config.page_size
     order = slots.order
@@ -102,12 +103,13 @@ def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Array]:
         copies=shares.copies[order],
         preempted=arrays.take(s.num_preempted, sequence, fill=0) > 0,
         scored_prompt=arrays.take(s.prompt_scored, sequence, fill=False) & in_prompt,
+        attributes=_attributes(state, sequence),
     )
 
 
 def _head_of_queue(state: EngineState, config: EngineConfig) -> _Head:
     """Looks up who waits at the head of the queue."""
-    s, head = state.sequences, state.queue.sequence[: config.max_slots]
+    s, head = state.sequences, state.queue.sequence[: config.num_head]
     waits = slot_assignment.members(state, head)
     num_slots = jnp.sum(waits, axis=1, dtype=jnp.int32)
     row = jnp.arange(waits.shape[1], dtype=jnp.int32)[None, :]
@@ -128,7 +130,7 @@ def _head_of_queue(state: EngineState, config: EngineConfig) -> _Head:
 
 def _of_head(
     state: EngineState, head: _Head, found: prefix_caching.Found, config: EngineConfig
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """Counts of the requests at the head of the queue."""
     s, size, there = state.sequences, config.page_size, head.row >= 0
     common = jnp.where(head.num_slots == 1, 0, head.num_tokens)
@@ -147,7 +149,17 @@ def _of_head(
         waiting_preempted=there & (s.num_preempted[head.reader] > 0),
         waiting_swapped=head.is_out,
         waiting_scored_prompt=there & s.prompt_scored[head.reader],
+        waiting_attributes=_attributes(state, head.reader),
     )
+
+
+def _attributes(
+    state: EngineState, sequence: Int32[Array, " n"]
+) -> attributes.RequestAttributes:
+    """Attributes of the requests of sequences, relative to the clock."""
+    s, row = state.sequences, jnp.maximum(sequence, 0)
+    found = jax.tree.map(lambda column: column[row], s.attributes)
+    return attributes.relative(found, s.arrival[row], s.limit[row], state.clock)
 
 
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:

@@ -29,6 +29,7 @@ from jaxkv.engine.state import (
 )
 from jaxkv.memory import Eviction, demand
 from jaxkv.sampling import Params, beam_search
+from jaxkv.scheduling.attributes import RequestAttributes
 
 
 class Requests(NamedTuple):
@@ -66,6 +67,8 @@ class Requests(NamedTuple):
     """As in `beam_search.Params`."""
     arrival: Int32[Array, "requests 2"]
     """Seconds and microseconds at which the request may be admitted."""
+    attributes: RequestAttributes
+    """Attributes of the requests, for the policy."""
 
 
 def submit(

@@ -16,6 +16,7 @@ from jaxkv import validation
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
 from jaxkv.memory.prefix_cache import Prefixes, make_prefixes
 from jaxkv.sampling import Params, beam_search, greedy_params
+from jaxkv.scheduling.attributes import RequestAttributes
 
 NOBODY = -1
 """Stands where a slot or a queue could name a sequence and does not."""
@@ -69,6 +70,8 @@ class EngineConfig:
     num_lengths: int = 1
     """Programs that verify drafts: of `max_drafts` for each slot, of half as many, a
     quarter, and so on. Few drafts then cost less; each takes its time to compile."""
+    queue_head: int = 0
+    """Waiting requests that the policy sees, at most 511; 0 means `max_slots`."""
     submit_width: int = 8
     """Requests that one call of `submit` hands over."""
     steps_per_call: int = 16
@@ -102,7 +105,12 @@ class EngineConfig:
             "max_swap_pages",
             "max_drafts",
         )
-        bounds = {"max_length": 2, "seed": (0, 2**64), **dict.fromkeys(off, 0)}
+        bounds = {
+            "max_length": 2,
+            "queue_head": (0, 512),
+            "seed": (0, 2**64),
+            **dict.fromkeys(off, 0),
+        }
         validation.settle(self, **bounds)
         if self.token_budget < self.max_slots:
             raise ValueError(
@@ -130,6 +138,11 @@ class EngineConfig:
                 f"max_length={self.max_length}): a draft takes "
                 "a token place"
             )
+
+    @property
+    def num_head(self) -> int:
+        """Waiting requests that the policy sees."""
+        return self.queue_head or self.max_slots
 
     @property
     def max_pages_per_slot(self) -> int:
@@ -204,6 +217,8 @@ class Sequences(NamedTuple):
     """Of the answers of a beam search that is done; else 0."""
     arrival: Int32[Array, "sequences 2"]
     """When the request arrives, (seconds, microseconds)."""
+    attributes: RequestAttributes
+    """Attributes of the request, for the policy."""
     first_token: Int32[Array, "sequences 2"]
     """The clock when its first token was drawn."""
     finish: Int32[Array, "sequences 2"]
@@ -396,6 +411,7 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         top_logprobs=zeros(config.max_length, config.max_logprobs, dtype=jnp.float32),
         score=zeros(dtype=jnp.float32),
         arrival=zeros(2),
+        attributes=RequestAttributes(*(zeros() for _ in RequestAttributes._fields)),
         first_token=zeros(2),
         finish=zeros(2),
         num_cached=zeros(),

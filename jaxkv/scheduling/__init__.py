@@ -1,5 +1,6 @@
 """What a policy sees and decides, and the policies shipped."""
 
+from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.scheduling.interface import (
     NO_LIMIT,
     Counts,
@@ -16,12 +17,18 @@ __all__ = [
     "Counts",
     "Plan",
     "Policy",
+    "RequestAttributes",
     "StallError",
+    "ageing_priority",
+    "attributes",
     "chunked_prefill",
+    "earliest_deadline",
+    "fair_share",
     "fcfs",
     "interface",
     "plan_in_order",
     "schedule",
+    "shortest_remaining",
     "stalls",
     "static",
     "static_batching",

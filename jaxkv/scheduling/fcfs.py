@@ -46,12 +46,12 @@ class FCFS(NamedTuple):
         counts = interface.skip_unmarked(counts)
         if self.cached_first is None:
             return self._plan(counts)
-        # Preempted requests first, then by cached tokens, then by time.
-        key = jnp.where(counts.waiting, counts.waiting_cached, -1)
-        key = jnp.where(counts.waiting_preempted, NO_LIMIT, key)
-        key = jnp.where(self.cached_first, key, 0)
-        order = jnp.argsort(-key, stable=True).astype(jnp.int32)
         plain = self._replace(cached_first=None)
+        # The most cached tokens first.
+        key = jnp.where(counts.waiting, -counts.waiting_cached, 1)
+        key = jnp.where(counts.waiting_preempted, -NO_LIMIT, key)
+        key = jnp.where(self.cached_first, key, 0)
+        order = jnp.argsort(key, stable=True).astype(jnp.int32)
         return interface.plan_in_order(plain, counts, order)
 
     def _plan(self, c: Counts) -> Plan:

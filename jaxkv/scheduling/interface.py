@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
 from jaxkv.memory import Size, demand
+from jaxkv.scheduling.attributes import RequestAttributes
 
 NO_LIMIT = 2**30
 """A chunk size, or any other bound, that never binds."""
@@ -26,6 +27,10 @@ BLOCKED = 1 << 22
 """Pages of a waiting request that cannot be admitted yet: more than any pool has, so it
 blocks those after it without a reduction, which would be a launch. Sums over a queue's
 head stay below 2**31."""
+
+
+LAST = 2**31 - 1
+"""Key of requests that come last in an order."""
 
 
 class Counts(NamedTuple):
@@ -96,6 +101,30 @@ class Counts(NamedTuple):
     drafts: Int32[Array, " order"] | None = None
     """Tokens that a drafter would guess for each sequence that decodes; None if there
     is no drafter."""
+    attributes: RequestAttributes | None = None
+    """Attributes of the running sequences' requests, by place; times are relative to
+    the clock. None means the defaults."""
+    waiting_attributes: RequestAttributes | None = None
+    """Those of the requests at the head of the queue."""
+
+
+WAITING_FIELDS = (
+    "waiting",
+    "waiting_tokens",
+    "waiting_cached",
+    "waiting_slots",
+    "waiting_pages",
+    "waiting_preempted",
+    "waiting_swapped",
+    "waiting_scored_prompt",
+    "waiting_attributes",
+)
+"""Fields of `Counts` with a row for each request at the head of the queue."""
+
+
+def attributes_of(attributes: RequestAttributes | None) -> RequestAttributes:
+    """Returns attributes of `Counts`, the defaults in place of None."""
+    return RequestAttributes() if attributes is None else attributes
 
 
 class Plan(NamedTuple):
@@ -166,9 +195,8 @@ def plan_in_order(policy: Policy, counts: Counts, order: Int32[Array, " head"]) 
       The plan, its rows those of `counts`.
     """
     waiting = {
-        name: jax.tree.map(lambda x: x[order], value)
-        for name, value in counts._asdict().items()
-        if name.startswith("waiting")
+        name: jax.tree.map(lambda x: x[order], getattr(counts, name))
+        for name in WAITING_FIELDS
     }
     plan = policy.plan(counts._replace(**waiting))
     row = jnp.arange(order.size, dtype=jnp.int32)
@@ -178,6 +206,19 @@ def plan_in_order(policy: Policy, counts: Counts, order: Int32[Array, " head"]) 
         head_places=plan.head_places[back],
         head_rows=plan.head_rows[back],
     )
+
+
+def plan_by(policy: Policy, counts: Counts, key: Int32[Array, " head"]) -> Plan:
+    """Plans as `policy` does, with the waiting requests in ascending order of a key.
+
+    Preempted requests come first, as they hold work already done, and those that cannot
+    be admitted yet last. Of equal keys the earlier arrival comes first.
+    """
+    c = counts
+    key = jnp.where(c.waiting, jnp.broadcast_to(key, c.waiting.shape), LAST)
+    key = jnp.where(c.waiting_preempted, -LAST, key)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    return plan_in_order(policy, c, order)
 
 
 def skip_unmarked(counts: Counts) -> Counts:

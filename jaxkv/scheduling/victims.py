@@ -6,9 +6,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays
+from jaxkv.scheduling import interface
 from jaxkv.scheduling.interface import Counts
 
-type Victim = Literal["latest", "least_computed", "fewest_pages", "cheapest"]
+type Victim = Literal[
+    "latest",
+    "least_computed",
+    "fewest_pages",
+    "cheapest",
+    "least_urgent",
+    "longest_remaining",
+]
 """Rules by name, see `ranks`."""
 
 NAMES: tuple[str, ...] = get_args(Victim.__value__)
@@ -34,6 +42,8 @@ def ranks(
       fewest_pages    fewest pages released
       cheapest        of the requests that alone end the shortage, the one of least
                       cost; where there is none, the one that releases most
+      least_urgent    the largest `RequestAttributes.priority`
+      longest_remaining  the most tokens left to its predicted length
 
     Args:
       counts: the counts.
@@ -51,6 +61,7 @@ def ranks(
     def by_group(values: Array) -> Array:
         return arrays.over_groups(jnp.where(c.running, values, 0), c.group, "add")
 
+    a = interface.attributes_of(c.attributes)
     frees, price = by_group(frees), by_group(cost)
     enough = frees >= shortage
     keys = jnp.stack(
@@ -59,6 +70,8 @@ def ranks(
             by_group(c.owned_tokens),
             by_group(c.owned_pages),
             jnp.where(enough, price, _LAST // 2 - frees),
+            -jnp.broadcast_to(jnp.asarray(a.priority, jnp.int32), frees.shape),
+            -by_group(a.predicted_length - c.length),
         ]
     )
     place = jnp.arange(c.running.shape[0], dtype=jnp.int32)

@@ -376,6 +376,7 @@ class EngineCore:
                 for record in batch
             ],
             arrivals_s=[record.arrival_s for record in batch],
+            attributes=[record.attributes for record in batch],
             eos_ids=self._eos_ids,
             width=max(self.config.submit_width, self.config.max_slots),
         )

@@ -19,8 +19,10 @@ from jaxkv.memory import Eviction, Pages, PageTableView
 from jaxkv.models import interface as models_interface
 from jaxkv.parallel import layout
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import attributes as request_attributes
 from jaxkv.scheduling import fcfs
 from jaxkv.scheduling import interface as scheduling_interface
+from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.serving import compilation_cache, outputs, refusals, request_batch
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
@@ -346,6 +348,7 @@ class Engine:
         *,
         request_id: int | None = None,
         arrival_s: float | None = None,
+        attributes: RequestAttributes | None = None,
         key_id: int | None = None,
     ) -> int:
         """Takes a request; it runs while `stream` or `generate` does.
@@ -360,6 +363,8 @@ class Engine:
             if it brings no seed; None takes the next unused number.
           arrival_s: when it may be admitted, in seconds since the engine was made; None
             means now.
+          attributes: what the policy sees of the request, such as its priority; None
+            means the defaults.
           key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
             None. Requests that run at the same time may share it. None means
             `request_id`.
@@ -377,11 +382,13 @@ class Engine:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if key_id is not None:
             key_id = refusals.request_name("key_id", key_id)
+        attributes = request_attributes.checked(attributes)
         if request_id is not None:
             request_id = refusals.request_name("request_id", request_id)
         else:
             request_id = self._next_id()
         record = self._record(request_id, tokens, ask, arrival_s, key_id=key_id)
+        record.attributes = attributes
         self.core.add([record])
         return request_id
 

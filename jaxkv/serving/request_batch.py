@@ -11,6 +11,8 @@ from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests
 from jaxkv.memory import Pages, Prefix, kv_pages
 from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
+from jaxkv.scheduling import attributes as request_attributes
+from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.serving import outputs, refusals
 
 
@@ -22,6 +24,7 @@ def make_requests(
     request_ids: Sequence[int] | None = None,
     key_ids: Sequence[int] | None = None,
     arrivals_s: Sequence[float] | None = None,
+    attributes: Sequence[RequestAttributes | None] | None = None,
     eos_ids: tuple[int, ...] = (),
     width: int | None = None,
 ) -> requests.Requests:
@@ -35,6 +38,7 @@ def make_requests(
       key_ids: numbers that key the draws of requests without a seed; None means
         `request_ids`.
       arrivals_s: when each may be admitted; None means at once.
+      attributes: what a policy sees of each; None means the defaults.
       eos_ids: end tokens of the model.
       width: rows of the result, one for each sequence, those beyond them unused; None
         means as many as there are sequences.
@@ -55,6 +59,9 @@ def make_requests(
     arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
     _check_length("arrivals_s", arrivals_s, num)
     arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
+    attributes = [None] * num if attributes is None else attributes
+    _check_length("attributes", attributes, num)
+    asked = [request_attributes.checked(x) for x in attributes]
     # Which request each row belongs to, and which of its sequences it is.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
@@ -105,6 +112,7 @@ def make_requests(
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
+        attributes=jax.tree.map(column, request_attributes.columns(asked)),
     )
 
 

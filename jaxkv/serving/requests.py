@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.engine import state
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
 
@@ -43,6 +44,8 @@ class Record:
     end_tokens: tuple[int, ...]
     """Tokens that end an answer and are not part of its text."""
     parts: list[Part]
+    attributes: RequestAttributes | None = None
+    """What the policy sees of it; None means the defaults."""
     key_id: int | None = None
     """Number that keys the draws without a seed; None means `request_id`."""
     is_quiet: bool = False

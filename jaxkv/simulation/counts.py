@@ -3,11 +3,13 @@
 The counts are those of `counts.counts`, made of what a simulation knows.
 """
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxkv.engine import NOBODY
 from jaxkv.memory import demand
-from jaxkv.scheduling import interface
+from jaxkv.scheduling import attributes, interface
 from jaxkv.simulation import batch, contiguous
 from jaxkv.simulation.batch import Sharing, Slots
 from jaxkv.simulation.contiguous import Reservation
@@ -98,9 +100,24 @@ def reserve(
 
 
 def observe(
-    state: Simulation, queued: Queued, capacity: Capacity, max_samples: int
+    state: Simulation,
+    queued: Queued,
+    workload: Workload,
+    capacity: Capacity,
+    max_samples: int,
 ) -> interface.Counts:
     """What the policy may know, as `counts.counts` has it."""
+
+    def attributes_of(request: Array) -> attributes.RequestAttributes:
+        w, row = workload, jnp.maximum(request, 0)
+        limit = jnp.broadcast_to(capacity.max_length, row.shape)
+        if w.limit is not None:
+            limit = w.limit[row]
+        found = attributes.RequestAttributes()
+        if w.attributes is not None:
+            found = jax.tree.map(lambda column: column[row], w.attributes)
+        return attributes.relative(found, w.arrival[row], limit, state.clock)
+
     slots, size = state.slots, capacity.page_size
     group, goal = batch.groups(slots, max_samples), batch.goal(slots)
     owned, theirs = batch.num_owned(slots, group, slots.places, size)
@@ -151,4 +168,6 @@ def observe(
         max_length=capacity.max_length,
         token_budget=capacity.token_budget,
         spare_logit_rows=0,
+        attributes=attributes_of(slots.sequence // max_samples),
+        waiting_attributes=attributes_of(queued.request),
     )

@@ -39,6 +39,11 @@ def stack(members: Sequence[tuple[Any, ...]]) -> Members:
     if not members:
         raise ValueError("there is nothing to simulate")
     alone = [Members(*member) for member in members]
+    kinds = {jax.tree.structure(member.workload) for member in alone}
+    if len(kinds) > 1:
+        raise ValueError(
+            "a workload with limits or attributes cannot be mapped with one without"
+        )
     for what in ("policy", "cost", "reservation", "acceptance"):
         kinds = {jax.tree.structure(getattr(member, what)) for member in alone}
         if len(kinds) > 1:
@@ -69,6 +74,8 @@ def fill(workload: Workload, num: int) -> Workload:
         output=padded(w.output, 1),
         samples=padded(w.samples, 0),
         clients=w.clients,
+        limit=None if w.limit is None else padded(w.limit, 1),
+        attributes=jax.tree.map(lambda x: padded(x, 0), w.attributes),
     )
 
 

@@ -67,9 +67,12 @@ def read(
     """
     members, num = state.num_done.shape, workload.prompt.shape[-1]
     own = {"arrival": (num, 2), "clients": ()}
+    names = ("arrival", "prompt", "output", "samples", "clients")
     spread: Any = {
-        name: np.broadcast_to(np.asarray(x), (*members, *own.get(name, (num,))))
-        for name, x in workload._asdict().items()
+        name: np.broadcast_to(
+            np.asarray(getattr(workload, name)), (*members, *own.get(name, (num,)))
+        )
+        for name in names
     }
     w: Any = Workload(**spread)
     table = np.asarray(state.events).reshape(*members, num, -1, len(Events._fields))

@@ -100,8 +100,8 @@ def step(
       policy: who runs; the same that the engine takes.
       cost: how long it takes.
       max_samples: as for `init`.
-      head: requests at the head of the queue that the policy sees, at most as many as
-        there are slots, static; None means so many, like in the engine.
+      head: requests at the head of the queue that the policy sees, at most 511, static;
+        None means as many as there are slots, as in the engine.
       reservation: as for `init`.
       acceptance: how many drafts are guessed, and which are accepted; None decodes
         plainly, and leaves speculation out of the program.
@@ -139,7 +139,7 @@ def _step(
     queued = look(state, w, head, max_samples)
     if reservation is not None:
         queued = reserve(state, queued, w, capacity, reservation)
-    counts = observe(state, queued, capacity, max_samples)
+    counts = observe(state, queued, w, capacity, max_samples)
     if acceptance is not None:
         drafts = accepting.wishes(state.slots, w, acceptance, max_samples)
         counts = counts._replace(drafts=drafts)

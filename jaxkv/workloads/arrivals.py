@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Int32, Num
 
 from jaxkv import clock, validation
 from jaxkv.scheduling import interface
+from jaxkv.scheduling.attributes import BOUNDS, RequestAttributes
 from jaxkv.workloads import lengths
 
 
@@ -31,6 +32,12 @@ class Workload(NamedTuple):
     clients: Int32[Array, ""]
     """Requests in the system at most: in a closed loop each of so many clients asks
     again as soon as it is answered. `interface.NO_LIMIT` for an open one."""
+    limit: Int32[Array, " requests"] | None = None
+    """Tokens of prompt and answer at which a sequence would be ended, as `max_tokens`
+    does, which a policy may know; None means the longest sequence. What a policy must
+    not know is `output`."""
+    attributes: RequestAttributes | None = None
+    """What policies see of the requests; None means the defaults."""
 
 
 def make(
@@ -40,6 +47,8 @@ def make(
     *,
     samples: int | Int[np.ndarray, " requests"] = 1,
     clients: int | None = None,
+    limit: Int[np.ndarray, " requests"] | None = None,
+    attributes: Any = None,
 ) -> Workload:
     """Makes a workload of numbers that are known.
 
@@ -49,6 +58,9 @@ def make(
       output: tokens that each of its sequences draws, from 1.
       samples: sequences of each request, from 1.
       clients: requests in the system at most, from 1; None for an open loop.
+      limit: tokens of prompt and answer at which policies expect a sequence to end at
+        the latest, at least those that it has; None means the longest sequence.
+      attributes: `RequestAttributes` of columns, or of numbers for all requests.
 
     Raises:
       ValueError: something is out of its range, or no whole number where it should
@@ -76,10 +88,25 @@ def make(
     if clients is not None:
         hint = "at least 1, or None for an open loop"
         clients = validation.integer("clients", clients, low=1, hint=hint)
+    limits = None
+    if limit is not None:
+        limit = np.broadcast_to(_numbers("limit", limit, "iu"), num)
+        short = limit < columns["prompt"] + columns["output"]
+        _refuse(short, limit, "has limit={}, below its prompt and output")
+        limits = jnp.asarray(limit, jnp.int32)
+    if attributes is not None:
+        for name, (low, high) in BOUNDS._asdict().items():
+            given = _numbers(f"attributes.{name}", getattr(attributes, name), "iu")
+            given = np.broadcast_to(given, num)
+            wrong = (given < low) | (given > high)
+            _refuse(wrong, given, f"has attributes.{name}={{}}, not in [{low}, {high}]")
+            attributes = attributes._replace(**{name: jnp.asarray(given, jnp.int32)})
     return Workload(
         arrival=jnp.asarray(clock.from_seconds(arrival_s)),
         **{name: jnp.asarray(x, jnp.int32) for name, x in columns.items()},
         clients=jnp.asarray(clients or interface.NO_LIMIT, jnp.int32),
+        limit=limits,
+        attributes=attributes,
     )
 
 

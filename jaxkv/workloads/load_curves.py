@@ -7,6 +7,7 @@ reads off how much load it sustains within a bound.
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -37,9 +38,10 @@ class Load(NamedTuple):
 
     def repeated(self, rate: int | float, samples: int) -> Workload:
         """The same with every sequence a request of its own, which shares nothing."""
-        *columns, clients = self.at(rate)
-        repeated = (jnp.repeat(x, samples, axis=0) for x in columns)
-        return Workload(*repeated, clients)
+        one = self.at(rate)
+        return jax.tree.map(
+            lambda x: jnp.repeat(x, samples, axis=0) if x.ndim else x, one
+        )
 
 
 def enough(

@@ -110,10 +110,10 @@ def compiled(page_size: int, max_length: int) -> Any:
 
 
 def plan_of(counts: Counts, policy: interface.Policy) -> Plan:
-    arrays = counts._asdict()
-    sizes = int(arrays.pop("page_size")), int(arrays.pop("max_length"))
-    there = {name: value for name, value in arrays.items() if value is not None}
-    arrays = {name: jnp.asarray(value) for name, value in there.items()}
+    given = counts._asdict()
+    sizes = int(given.pop("page_size")), int(given.pop("max_length"))
+    there = {name: value for name, value in given.items() if value is not None}
+    arrays: dict[str, Any] = jax.tree.map(jnp.asarray, there)
     arrays["token_budget"] = jnp.asarray(counts.token_budget, jnp.int32)
     return compiled(*sizes)(arrays, policy)
 

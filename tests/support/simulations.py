@@ -15,7 +15,16 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import kv_layout
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.scheduling import (
+    RequestAttributes,
+    ageing_priority,
+    earliest_deadline,
+    fair_share,
+    fcfs,
+    interface,
+    shortest_remaining,
+    static_batching,
+)
 from jaxkv.serving import request_batch
 from jaxkv.simulation import Acceptance, state, step
 from jaxkv.workloads import arrivals
@@ -51,10 +60,11 @@ def workload(
     def draw(most: int) -> jax.Array:
         return jnp.asarray(rng.integers(1, most + 1, num), jnp.int32)
 
+    prompt, output = draw(longest), draw(longest)
     return arrivals.Workload(
         arrival=jnp.asarray(clock.from_seconds(arrival)),
-        prompt=draw(longest),
-        output=draw(longest),
+        prompt=prompt,
+        output=output,
         samples=draw(max_samples),
         clients=jnp.int32(interface.NO_LIMIT),
     )
@@ -79,6 +89,27 @@ _submit = jax.jit(
 )
 
 
+def with_attributes(w: arrivals.Workload, seed: int) -> arrivals.Workload:
+    """The workload with limits and random attributes; some are left at the defaults."""
+    rng, num = np.random.default_rng(seed), w.prompt.shape[0]
+
+    def some(low: int, high: int, default: int) -> jax.Array:
+        drawn = rng.integers(low, high, num)
+        return jnp.asarray(np.where(rng.random(num) < 0.3, default, drawn), jnp.int32)
+
+    default: Any = RequestAttributes()
+    return w._replace(
+        limit=w.prompt + w.output,
+        attributes=RequestAttributes(
+            arrival_ms=jnp.zeros((num,), jnp.int32),
+            priority=some(-3, 4, default.priority),
+            deadline_ms=some(0, 900, default.deadline_ms),
+            session=some(0, 4, default.session),
+            predicted_length=some(1, 60, default.predicted_length),
+        ),
+    )
+
+
 class Case(NamedTuple):
     """A policy, and bounds under which it has something to decide."""
 
@@ -86,6 +117,7 @@ class Case(NamedTuple):
     max_samples: int = 1
     num_pages: int = 22
     max_swap_pages: int = 0
+    head: int | None = None
 
 
 CASES = {
@@ -104,6 +136,25 @@ CASES = {
     ),
     "groups, static": Case(static_batching.static(), max_samples=3, num_pages=80),
 }
+
+
+BY_ATTRIBUTES = {
+    "shortest remaining": Case(shortest_remaining.shortest_remaining(), head=20),
+    "ageing priority": Case(
+        ageing_priority.ageing_priority(
+            level_ms=40, inner=fcfs.fcfs(victim="least_urgent")
+        ),
+        head=20,
+    ),
+    "earliest deadline": Case(
+        earliest_deadline.earliest_deadline(), max_samples=3, num_pages=42, head=14
+    ),
+    "fair share": Case(fair_share.fair_share(), max_samples=3, num_pages=42, head=5),
+    "longest remaining goes": Case(
+        fcfs.fcfs(victim="longest_remaining", preemption="swap"), max_swap_pages=20
+    ),
+}
+"""Cases of policies that read attributes of requests."""
 
 
 class Beside(NamedTuple):
@@ -137,6 +188,7 @@ def beside_engine(
         token_budget=24,
         submit_width=num,
         max_swap_pages=case.max_swap_pages,
+        queue_head=case.head or 0,
         max_stop_tokens=1,
         max_drafts=0 if acceptance is None else acceptance.chances.shape[0],
         debug=True,
@@ -148,6 +200,7 @@ def beside_engine(
         case.policy,
         max_slots=config.max_slots,
         max_samples=case.max_samples,
+        head=case.head,
     )
     infos, theirs = [], []
     # Left out where there is none, so that the program is that of other tests.
@@ -161,6 +214,7 @@ def beside_engine(
             cost=COST,
             num_steps=64,
             max_samples=case.max_samples,
+            head=case.head,
             acceptance=acceptance,
         )
         infos.append(jax.tree.map(np.asarray, some))
@@ -225,8 +279,16 @@ def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineS
         Sampling(n=int(n), max_tokens=int(most), temperature=1.0)
         for n, most in zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
     ]
+    attributes = None
+    if w.attributes is not None:
+        rows = zip(*(np.asarray(x).tolist() for x in w.attributes), strict=True)
+        attributes = [RequestAttributes(*row) for row in rows]
     requests = request_batch.make_requests(
-        prompts, asks, config=config, width=config.submit_width
+        prompts,
+        asks,
+        config=config,
+        attributes=attributes,
+        width=config.submit_width,
     )
     arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
     short = config.submit_width - len(arrival)

@@ -242,7 +242,7 @@ BUGS = {
     "a prefix overtakes a preempted request": Bug(
         scheduling_fcfs.FCFS,
         "plan",
-        "jnp.where(counts.waiting_preempted, NO_LIMIT, key)",
+        "jnp.where(counts.waiting_preempted, -NO_LIMIT, key)",
         "key",
         test_the_longest_prefix_comes_first_if_asked_for,
     ),

@@ -18,11 +18,13 @@ from jaxkv.workloads import arrivals
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.simulations import (
+    BY_ATTRIBUTES,
     CASES,
     COST,
     Cost,
     assert_alike,
     beside_engine,
+    with_attributes,
     workload,
 )
 
@@ -45,6 +47,27 @@ def seeds(*quick: str) -> list[Any]:
             for seed in range(11, 20)
         ),
     ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, 30, marks=[] if name == "fair share" else [pytest.mark.slow])
+        for name in BY_ATTRIBUTES
+    ],
+)
+def test_policies_see_the_same_attributes_in_the_engine(name: str, seed: int) -> None:
+    """Heads longer and shorter than the slots, and victims by attributes, too."""
+    case = BY_ATTRIBUTES[name]
+    w = with_attributes(workload(seed, 40, max_samples=case.max_samples), seed)
+    run = beside_engine(w, case, seed)
+    assert_alike(run)
+    # The attributes decide: without them some step would do another thing.
+    plain = beside_engine(w._replace(attributes=None, limit=None), case, seed).infos
+    ours = run.infos.num_admitted, run.infos.num_preempted
+    theirs = plain.num_admitted, plain.num_preempted
+    assert any(not np.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.thorough

@@ -1,0 +1,43 @@
+"""Fair share: sessions with fewer running sequences are served first."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling.attributes import NO_SESSION
+from jaxkv.scheduling.interface import Counts, Plan
+
+
+class FairShare(NamedTuple):
+    """Admits requests of the session that holds the fewest slots first.
+
+    Slots are those of its running sequences and of its requests that arrived earlier,
+    so that sessions take turns. A request without a session is a session of its own.
+    All else is decided as by `inner`.
+
+    Source: max-min fairness as in Demers et al. 1989, counted in slots.
+    """
+
+    inner: fcfs.FCFS
+
+    holds_finished = False
+
+    def plan(self, counts: Counts) -> Plan:
+        """Decides one step."""
+        c = interface.skip_unmarked(counts)
+        mine = jnp.asarray(interface.attributes_of(c.waiting_attributes).session)
+        theirs = jnp.asarray(interface.attributes_of(c.attributes).session)
+        is_named = (mine != NO_SESSION)[:, None]
+        runs = is_named & (mine[:, None] == theirs[None, :]) & c.running[None, :]
+        place = jnp.arange(mine.shape[0], dtype=jnp.int32)
+        waits = is_named & (mine[:, None] == mine[None, :])
+        waits &= (place[None, :] < place[:, None]) & c.waiting[None, :]
+        slots = jnp.sum(runs, axis=1, dtype=jnp.int32)
+        slots += jnp.sum(jnp.where(waits, c.waiting_slots[None, :], 0), axis=1)
+        return interface.plan_by(self.inner, c, slots)
+
+
+def fair_share(inner: fcfs.FCFS | None = None) -> FairShare:
+    """Makes a `FairShare` policy; `inner` None means `fcfs.fcfs()`."""
+    return FairShare(fcfs.fcfs() if inner is None else inner)

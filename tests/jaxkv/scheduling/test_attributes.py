@@ -1,0 +1,151 @@
+"""Attributes of requests: what is accepted, what policies see, whom they admit."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.scheduling import (
+    RequestAttributes,
+    ageing_priority,
+    attributes,
+    earliest_deadline,
+    fair_share,
+    fcfs,
+    interface,
+    shortest_remaining,
+)
+from jaxkv.serving import request_batch
+from tests.support import engines
+from tests.support.plans import LINE, counts, plan_of
+
+
+def columns(**given: list[int]) -> Any:
+    """Columns of four requests; what is not given has the default."""
+    blank = attributes.blank(LINE)
+    return blank._replace(**{name: np.array(x, np.int32) for name, x in given.items()})
+
+
+def admitted(policy: Any, waiting: list[int], free_pages: int, **fields: Any) -> Any:
+    c = counts([], waiting, free_pages=free_pages, token_budget=99)
+    c = c._replace(**fields)
+    return np.flatnonzero(plan_of(c, policy).admit).tolist()
+
+
+def test_the_fields_with_a_row_for_each_waiting_request_are_declared() -> None:
+    hints = interface.Counts.__annotations__
+    found = [
+        name
+        for name, hint in hints.items()
+        if getattr(hint, "dim_str", "") == "head" or name == "waiting_attributes"
+    ]
+    assert found == list(interface.WAITING_FIELDS)
+
+
+def test_attributes_of_a_request_are_checked() -> None:
+    assert attributes.checked(None) == RequestAttributes()
+    given = RequestAttributes(priority=np.int64(3), deadline_ms=250)
+    assert attributes.checked(given) == RequestAttributes(priority=3, deadline_ms=250)
+    for wrong, line in (
+        (RequestAttributes(priority=1001), "attributes.priority=1001 must be a whole"),
+        (RequestAttributes(session=-2), "attributes.session=-2 must be a whole"),
+        (RequestAttributes(deadline_ms=1.5), "attributes.deadline_ms=1.5 must be a"),
+        (RequestAttributes(arrival_ms=4), "attributes.arrival_ms=4 must be a whole"),
+        (RequestAttributes(predicted_length=True), "predicted_length=True must be"),
+        (7, "attributes=7 must be "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(line)):
+            attributes.checked(wrong)
+
+
+def test_times_become_relative_to_the_clock() -> None:
+    given = columns(deadline_ms=[500, 0, 900, attributes.NO_DEADLINE])
+    given = given._replace(predicted_length=np.array([0, 9, 40, 7], np.int32))
+    arrival = np.array([[3, 250_000], [3, 999_000], [2**31 - 1, 0], [0, 0]], np.int32)
+    limit = np.array([30, 30, 30, 30], np.int32)
+    clock = jnp.asarray([3, 500_000], jnp.int32)
+    seen = attributes.relative(given, jnp.asarray(arrival), jnp.asarray(limit), clock)
+    assert seen.arrival_ms.tolist() == [-250, 499, 999_999_500, -3500]
+    assert seen.deadline_ms.tolist()[:2] == [250, 499]
+    assert seen.deadline_ms.tolist()[3] == attributes.NO_DEADLINE
+    assert seen.predicted_length.tolist() == [30, 9, 30, 7]
+
+
+def test_the_shortest_comes_first_less_what_is_cached() -> None:
+    policy = shortest_remaining.shortest_remaining()
+    fields: Any = {
+        "waiting_attributes": columns(predicted_length=[30, 9, 12, 0]),
+        "waiting_cached": np.array([0, 0, 4, 0], np.int32),
+    }
+    # Each takes two pages: there is room for one, then for two.
+    assert admitted(policy, [8, 8, 8], 2, **fields) == [2]
+    assert admitted(policy, [8, 8, 8], 4, **fields) == [1, 2]
+    # What was preempted comes first, whatever it has left.
+    fields["waiting_preempted"] = np.array([True, False, False, False])
+    assert admitted(policy, [8, 8, 8], 2, **fields) == [0]
+
+
+def test_waiting_outweighs_priority_in_the_end() -> None:
+    policy = ageing_priority.ageing_priority(level_ms=100)
+    asked = columns(priority=[0, -2, -1, 0], arrival_ms=[-150, -10, -50, 0])
+    assert admitted(policy, [8, 8, 8], 2, waiting_attributes=asked) == [1]
+    older = asked._replace(arrival_ms=np.array([-350, -10, -50, 0], np.int32))
+    assert admitted(policy, [8, 8, 8], 2, waiting_attributes=older) == [0]
+    with pytest.raises(ValueError, match=r"level_ms=0 must be in \[1, 1000000\]"):
+        ageing_priority.ageing_priority(level_ms=0)
+
+
+def test_the_earliest_deadline_comes_first() -> None:
+    policy = earliest_deadline.earliest_deadline()
+    due = columns(deadline_ms=[attributes.NO_DEADLINE, 70, -5, 70])
+    found = [
+        admitted(policy, [8] * 4, 2 * n, waiting_attributes=due) for n in (1, 2, 3)
+    ]
+    assert found == [[2], [1, 2], [1, 2, 3]]
+
+
+def test_sessions_take_turns() -> None:
+    policy = fair_share.fair_share()
+    line: Any = [(9, 8, 3), (9, 8, 3)]
+    running = columns(session=[4, 5, 4, -1])
+    asked = columns(session=[4, 4, 6, -1])
+    c = counts(line, [8, 8, 8, 8], free_pages=5)
+    c = c._replace(attributes=running, waiting_attributes=asked)
+    # The running ones take none; of the others two are admitted: the two without slots.
+    assert np.flatnonzero(plan_of(c, policy).admit).tolist() == [2, 3]
+
+
+def test_victims_are_chosen_by_attributes() -> None:
+    line: Any = [(9, 8, 2), (9, 8, 2), (9, 8, 2), (9, 8, 2)]
+    running = columns(priority=[0, -3, 1, -2], predicted_length=[10, 12, 20, 30])
+    c = counts(line, free_pages=0)._replace(attributes=running)
+    # Each needs a page, and the two that go leave four.
+    for victim, gone in (("least_urgent", [2, 3]), ("longest_remaining", [2, 3])):
+        plan = plan_of(c, fcfs.fcfs(victim=victim))
+        assert np.flatnonzero(plan.preempt).tolist() == gone
+    swapped = running._replace(priority=np.array([0, 3, -5, -2], np.int32))
+    c = counts(line, free_pages=1)._replace(attributes=swapped)
+    plan = plan_of(c, fcfs.fcfs(victim="least_urgent"))
+    assert np.flatnonzero(plan.preempt).tolist() == [1]
+
+
+def test_an_engine_serves_the_urgent_first() -> None:
+    config = dataclasses.replace(engines.SERVED, max_slots=1, token_budget=8)
+    asked = [RequestAttributes(priority=x) for x in (0, 1, 5)]
+    made = request_batch.make_requests(
+        [[1, 2], [3, 4], [5, 6]],
+        [jaxkv.Sampling(n=2)] * 3,
+        config=config,
+        attributes=asked,
+    )
+    assert made.attributes.priority.tolist() == [0, 0, 1, 1, 5, 5]
+    assert jax.tree.leaves(made.attributes)[0].dtype == np.int32
+    with pytest.raises(ValueError, match="len\\(attributes\\)=1 must be len"):
+        request_batch.make_requests(
+            [[1], [2]], [jaxkv.Sampling()] * 2, config=config, attributes=asked[:1]
+        )
