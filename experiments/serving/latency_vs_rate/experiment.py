@@ -2,9 +2,10 @@
 
 The serving experiments of the paged-attention paper, in simulated time: the scheduler
 is the engine's own, lengths follow the printed means, and a model of a step's time
-takes the place of the GPUs. And two recorded hours of a cloud's requests, replayed.
+takes the place of the GPUs. Two recorded hours of a cloud's requests are replayed, one
+of them under policies that see priorities, deadlines, sessions and predicted lengths.
 """
 
-from experiments.serving.latency_vs_rate import azure, figures
+from experiments.serving.latency_vs_rate import azure, figures, policies
 
-STUDIES = (figures, azure)
+STUDIES = (figures, azure, policies)

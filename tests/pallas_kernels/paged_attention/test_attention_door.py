@@ -50,11 +50,12 @@ def emulated(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     ran: list[str] = []
     with emulating.emulator_of_races() as interpret:
         for module in (decode, prefill):
-            attend = functools.partial(module.attend, interpret=interpret)
 
-            def told(*arguments, _attend=attend, _name=module.__name__, **fields):
+            def told(
+                *arguments, _attend=module.attend, _name=module.__name__, **fields
+            ):
                 ran.append(_name.rpartition(".")[2])
-                return _attend(*arguments, **fields)
+                return _attend(*arguments, **fields | {"interpret": interpret})
 
             monkeypatch.setattr(module, "attend", told)
         yield ran
