@@ -237,6 +237,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"device": "a900"}, "unknown device"),
         ({"models": ("llama-2-70b",)}, "do not fit 1 x"),
     ],
+    "latency_vs_rate policies": [
+        ({"rate_factor": 0.0}, "rate_factor=0.0 must be above 0"),
+        ({"prediction_sigma": -0.5}, "prediction_sigma=-0.5 must be at least 0"),
+        ({"num_devices": 0}, "num_devices=0 must be at least 1"),
+    ],
     "latency_vs_rate": [
         ({"panels": ("12g",)}, "must be of"),
         ({"systems": ("vLLM",)}, "must be of"),

@@ -207,7 +207,7 @@ def whole_weighted(params: Any, weights: Any) -> jax.Array:
     return jnp.einsum("stv,tsv->", logits[:, np.array([3, 7, 8])], weights)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_gradients_are_those_of_whole_sequences() -> None:
     """By `jax.grad` and `jax.jvp`; places that no row sees hold NaN."""
     params = engines.params(ONE_LAYER)

@@ -127,7 +127,7 @@ def test_a_file_and_a_folder_are_read(cost: Command) -> None:
     assert found["model"] == "llama_7b_config"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_figure_and_the_document_are_kept(cost: Command) -> None:
     found = document(cost, "smollm2-135m", "--plot", "--out", "here")
     kept = json.loads(Path("here/cost.json").read_text())

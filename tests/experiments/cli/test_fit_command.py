@@ -260,7 +260,7 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
     config = Config(log=str(sweep), law="chinchilla,kaplan-d")
     result = fitting.run(config, Stopping(1))

@@ -84,7 +84,7 @@ def test_heads_that_do_not_fit_are_refused(jaxkv: Command, tiny: str) -> None:
         assert_refused(jaxkv, f"{words} --prompt a", line)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_several_prompts_stream_in_their_order(jaxkv: Command) -> None:
     status, out, err = jaxkv("stdlib-bytes", *BOTH)
     assert status == 0
@@ -288,7 +288,7 @@ def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
     assert out == "--- 1 of 2 ---\n{}\n--- 2 of 2 ---\n{}\n".format(*texts)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_searches_that_have_ended(
     jaxkv: Command, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def answers(started: list[subprocess.Popen[str]]) -> list[str]:
     return [printed for printed, _ in both]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "layout"),
     [

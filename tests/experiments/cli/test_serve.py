@@ -149,7 +149,7 @@ class Server:
             time.sleep(0.02)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'serve'")
 def test_a_server_outlives_its_clients_and_ends_when_asked(
     tmp_path: Path, popen: Callable[..., subprocess.Popen[str]]
@@ -249,7 +249,7 @@ for line in sys.argv[1:]:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_without_extras_commands_work_and_name_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "log.parquet").write_bytes(b"PAR1" * 4)
     model = folders.TOKENIZED
@@ -278,7 +278,7 @@ def test_without_extras_commands_work_and_name_what_is_missing(tmp_path: Path) -
     ], ran.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_EXTRA or not HAS_RAY, reason="needs extras 'serve', 'ray'")
 def test_ray_workers_answer_over_http(
     tmp_path: Path,

@@ -63,7 +63,7 @@ def test_a_text_without_a_cache_is_summed_along_powers() -> None:
     np.testing.assert_allclose(timed.totals_s()[1], 5e-3 * length)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smoke_draws_the_same_tokens_both_ways() -> None:
     config, timed = CONFIGS["smoke"], smoke.run("kv_cache").result.timed
     assert timed.length.tolist() == [*config.lengths]

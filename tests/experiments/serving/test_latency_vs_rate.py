@@ -14,6 +14,7 @@ from experiments.plotting import style
 from experiments.serving.latency_vs_rate import (
     azure,
     figures,
+    policies,
     runs,
     settings,
 )
@@ -185,6 +186,34 @@ def test_a_recording_is_replayed_whole(
     assert steps[2] == pytest.approx(steps[0] * 26.03 / 13.48, rel=0.05)
     assert azure.summary(found)
     assert azure.metrics(found) == {"capacities": [], "rows": found}
+
+
+@pytest.mark.slow
+def test_policies_serve_what_they_are_for(tmp_path: Path) -> None:
+    """600 requests in a burst: each policy is best at its own figure, or equal."""
+    rng, num = np.random.default_rng(0), 600
+    columns = rng.uniform(0, 10, num), rng.integers(200, 1500, num)
+    rows = zip(np.sort(columns[0]), columns[1], rng.integers(2, 400, num), strict=True)
+    path = tmp_path / "burst.csv"
+    lines = [f"{t:.6f},{prompt},{output}" for t, prompt, output in rows]
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n" + "\n".join(lines))
+    config = policies.Config(recording=path, rate_factor=1.0, num_devices=1)
+    found = policies.run(config).policies
+    assert found.policy.tolist() == [*policies.POLICIES]
+    assert set(found.answered.tolist()) == {num}
+    first, short, oracle, ageing, deadline, fair = range(6)
+    assert found.wait_mean_s[short] < found.wait_mean_s[first]
+    assert found.wait_mean_s[oracle] < found.wait_mean_s[first]
+    assert found.urgent_p99_s[ageing] < found.urgent_p99_s[first]
+    assert found.late_share[deadline] < found.late_share[first]
+    assert found.light_mean_s[fair] < found.light_mean_s[first]
+    # No attribute and no prediction changes what first come first served does.
+    load = policies.requests(config)
+    other = policies.requests(dataclasses.replace(config, seed=1))
+    np.testing.assert_array_equal(load.arrival, other.arrival)
+    assert load.attributes is not None
+    assert other.attributes is not None
+    assert not np.array_equal(load.attributes.session, other.attributes.session)
 
 
 def test_without_recordings_one_line_says_so(

@@ -83,6 +83,7 @@ def test_requests_end_by_cancellation_and_deadline(service: Service) -> None:
     until(lambda: service.status()["running"] == 0)
 
 
+@pytest.mark.slow
 def test_memory_and_descriptors_do_not_grow(service: Service) -> None:
     pids = [service.pid, *(x["pid"] for x in workers(service))]
     prompts = draw_prompts(6, 100)
@@ -222,6 +223,7 @@ print("inside", list_named_actors(all_namespaces=True))
 """
 
 
+@pytest.mark.slow
 def test_without_the_token_nothing_is_answered(service: Service) -> None:
     command = [sys.executable, "-c", TRY_WITHOUT_TOKEN]
     command += [service.info["head"], service.info["service"]]
@@ -313,6 +315,7 @@ def test_what_cannot_start_is_refused() -> None:
         Service(TOKENIZED, address="x:1")
 
 
+@pytest.mark.slow
 def test_a_lost_head_ends_in_one_clear_error(service: Service) -> None:
     """The last test of the module, whose cluster it ends."""
     scratch = Path(service._scratch)

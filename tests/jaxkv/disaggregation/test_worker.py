@@ -176,7 +176,7 @@ def test_a_prefill_worker_whose_engine_fails_is_replaced() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stalled_request_ends_and_its_worker_goes_on() -> None:
     async def run() -> None:
         launcher = LocalLauncher()

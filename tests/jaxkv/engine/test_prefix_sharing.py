@@ -50,7 +50,7 @@ def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
     assert one_by_one(first, ask(2, [*SYSTEM, *answer, 7, 7])) == [0, 16]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_salts_keep_tenants_apart_and_a_request_may_stay_out() -> None:
     found = one_by_one(
         ask(0, SYSTEM, prefix_cache=False),

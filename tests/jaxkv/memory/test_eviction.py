@@ -74,7 +74,7 @@ def test_ranks_of_another_type_are_refused() -> None:
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_engine_evicts_by_the_rule_that_it_is_given() -> None:
     engine = jaxkv.Engine(
         engines.params(),

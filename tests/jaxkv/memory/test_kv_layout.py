@@ -250,7 +250,7 @@ def test_an_engine_serves_it() -> None:
     assert run.info.asks_host.any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_prefix_is_sent_to_another_engine() -> None:
     config = dataclasses.replace(engines.SERVED, prefix_cache=True, kv_dtype="int8")
 

@@ -279,7 +279,7 @@ def loading(home: Path, change: str = "", **variables: str) -> tuple[str, list[s
     return done.stdout.strip(), done.stderr.splitlines()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_programs_are_kept_unless_something_else_is_configured(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()

@@ -674,7 +674,7 @@ def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
     assert first == sorted(first)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_chat_finds_what_its_turns_left(
     engine: jaxkv.Engine, full: jaxkv.Engine
 ) -> None:

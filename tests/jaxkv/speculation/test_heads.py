@@ -113,7 +113,7 @@ def features_of(tokens: list[int], taps: tuple[int, ...]) -> np.ndarray:
     return np.asarray(jnp.concatenate(found.taps)).T
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_medusa_drafts_the_best_guesses_of_every_head() -> None:
     known, drafts, params = drafted(Medusa(HEADS, BUSH))
     assert drafts.parents is not None
@@ -204,7 +204,7 @@ def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
         assert ways[1:] == wanted
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_granted_is_all_that_is_drafted() -> None:
     """Fewer places hold fewer guesses to continue; the rest is still a tree."""
     drafter = Eagle(EAGLE, (2, 3, 2), 3)

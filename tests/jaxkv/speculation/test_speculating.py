@@ -293,7 +293,7 @@ def test_beams_go_their_own_way_beside_drafts() -> None:
     assert drafted(run)[1] > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_greedy_tokens_are_kept_by_rejection() -> None:
     rng = np.random.default_rng(0)
     asks = [

@@ -52,8 +52,11 @@ def emulated(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
         for module in (decode, prefill):
 
             def told(
-                *arguments, _attend=module.attend, _name=module.__name__, **fields
-            ):
+                *arguments: Any,
+                _attend: Any = module.attend,
+                _name: str = module.__name__,
+                **fields: Any,
+            ) -> Any:
                 ran.append(_name.rpartition(".")[2])
                 return _attend(*arguments, **fields | {"interpret": interpret})
 

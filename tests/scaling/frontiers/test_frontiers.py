@@ -257,7 +257,7 @@ def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
     assert said(lambda x: np.ones(28)) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
     for seed in range(4):
         rng = np.random.default_rng(seed)

@@ -129,7 +129,7 @@ def steps_of(guesses: np.ndarray) -> float:
     return float(np.argmax(same, axis=1).mean())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_model_learns_to_say_a_block_at_once() -> None:
     """Of texts of one token: what is wrong beside it, it learns not to look at."""
     model = dataclasses.replace(MODEL, vocab_size=257, num_layers=1)

@@ -246,7 +246,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     assert smoke.draw(STUDY, result)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
     result = measured.run(config, Stopping(0))

@@ -1,0 +1,213 @@
+"""A recorded hour under policies that order by attributes of requests.
+
+The recording has arrivals and lengths alone. Priorities, deadlines, sessions and
+predicted lengths are drawn: a fifth of the requests is urgent; half are interactive,
+with a deadline; one session asks half of all; and predictions are off by a lognormal
+factor. Every policy sees the same requests, and no policy sees the true length of an
+answer but the one that is named so. Each row has the figure that its policy is for, and
+those that it costs the rest.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.framework import Floats, Ints, Record, Table, Texts, column
+from experiments.harness import named_costs
+from experiments.plotting import style, systems
+from experiments.serving.latency_vs_rate import azure
+from jaxkv import validation
+from jaxkv.progress import QUIET, Progress
+from jaxkv.scheduling import (
+    RequestAttributes,
+    ageing_priority,
+    attributes,
+    earliest_deadline,
+    fair_share,
+    fcfs,
+    interface,
+    shortest_remaining,
+)
+from jaxkv.simulation import Members, driver
+from jaxkv.workloads import Workload, arrivals, metrics, recordings
+
+MAX_SLOTS, HEAD = 128, 511
+POLICIES: dict[str, interface.Policy] = {
+    "first come first served": fcfs.fcfs(),
+    "shortest remaining, predicted": shortest_remaining.shortest_remaining(),
+    "shortest remaining, oracle": shortest_remaining.shortest_remaining(),
+    "ageing priority": ageing_priority.ageing_priority(level_ms=60_000),
+    "earliest deadline": earliest_deadline.earliest_deadline(),
+    "fair share": fair_share.fair_share(),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The recording, the machine, and how attributes are drawn."""
+
+    recording: Path | None = None
+    """A file of recorded requests; None takes azure_conv of the folder JAXKV_DATA."""
+    rate_factor: float = 0.7
+    """Times as fast as recorded; at 0.7 queues form and drain on one device."""
+    first_requests: int | None = None
+    """Requests that are served; None means all."""
+    model: str = "llama-2-13b"
+    """Served model."""
+    device: str = "a100-80gb"
+    """Device that serves it."""
+    num_devices: int = 1
+    """Number of devices."""
+    prediction_sigma: float = 0.5
+    """Standard deviation of the logarithm of predicted over true answer lengths."""
+    seed: int = 0
+    """Of the attributes."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        validation.above(self, "rate_factor", finite=True)
+        validation.at_least(self, "num_devices")
+        validation.at_least(self, "prediction_sigma", "seed", low=0)
+
+
+PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
+CONFIGS = {"policies": Config()}
+
+
+class Rows(Table):
+    """A row for each policy. Waits are times to the first token."""
+
+    policy: Texts = column("name in `POLICIES`")
+    answered: Ints = column("requests answered")
+    wait_mean_s: Floats = column("mean over all requests")
+    wait_p99_s: Floats = column("99th percentile over all requests")
+    urgent_p99_s: Floats = column("99th percentile over urgent requests")
+    late_share: Floats = column("deadlines missed, of the requests that have one")
+    light_mean_s: Floats = column("mean over sessions but the heavy one")
+    heavy_mean_s: Floats = column("mean over the session that asks half of all")
+
+
+class Result(Record):
+    """What the policies gave."""
+
+    policies: Rows = column("by policy", heading="a recorded hour by policy")
+
+
+def requests(config: Config) -> Workload:
+    """Reads the recording and draws attributes.
+
+    Raises:
+      ValueError: there is no recording, or it cannot be read.
+    """
+    path = azure.find("azure_conv") if config.recording is None else config.recording
+    found, num = recordings.read(path), config.first_requests
+    found = found.at_rate(found.rate * config.rate_factor)
+    prompt, output = found.prompt[:num], found.output[:num]
+    rng = np.random.default_rng(config.seed)
+    # Lognormal of median 1.
+    error = np.exp(config.prediction_sigma * rng.standard_normal(prompt.size))
+    predicted = prompt + np.maximum(1, np.round(output * error))
+    # 5 s for the first token, and 0.2 s for each of the answer.
+    within_ms = 5000 + 200 * output
+    interactive = rng.random(prompt.size) < 0.5
+    heavy = rng.random(prompt.size) < 0.5
+    return arrivals.make(
+        found.arrival_s[:num],
+        prompt,
+        output,
+        attributes=RequestAttributes(
+            priority=-(rng.random(prompt.size) < 0.2).astype(np.int64),
+            deadline_ms=np.where(interactive, within_ms, attributes.NO_DEADLINE),
+            session=np.where(heavy, 0, rng.integers(1, 100, prompt.size)),
+            predicted_length=predicted.astype(np.int64),
+        ),
+    )
+
+
+def run(config: Config, progress: Progress = QUIET) -> Result:
+    """Replays the recording under each policy."""
+    load = requests(config)
+    asked: Any = load.attributes
+    cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
+    cost = named_costs.find(cost_name).cost
+    capacity = azure.capacity(config.model, config.device, config.num_devices)
+    has_deadline = np.asarray(asked.deadline_ms) < attributes.NO_DEADLINE
+    is_light = np.asarray(asked.session) > 0
+    is_urgent = np.asarray(asked.priority) < 0
+    rows = []
+    for name, policy in progress.track(POLICIES.items(), "policies", "policies"):
+        seen = load
+        if name.endswith("oracle"):
+            truth = load.prompt + load.output
+            seen = load._replace(attributes=asked._replace(predicted_length=truth))
+        served = driver.simulate(
+            driver.stack([Members(seen, capacity, policy, cost)]),
+            max_slots=MAX_SLOTS,
+            head=HEAD,
+            progress=progress,
+        )
+        if progress.stopped:  # before every request was answered
+            break
+        arrival_s, first_s, finish_s = (
+            x[0] for x in (served.arrival_s, served.first_s, served.finish_s)
+        )
+        wait_s = metrics.time_to_first_token_s(arrival_s, first_s)
+        took_ms = 1e3 * (finish_s - arrival_s)
+        is_late = (took_ms > np.asarray(asked.deadline_ms))[has_deadline]
+        answered = ~np.isnan(finish_s)
+        rows.append(
+            {
+                "policy": name,
+                "answered": int(answered.sum()),
+                "wait_mean_s": float(np.nanmean(wait_s)),
+                "wait_p99_s": float(np.nanpercentile(wait_s, 99)),
+                "urgent_p99_s": float(np.nanpercentile(wait_s[is_urgent], 99)),
+                "late_share": float(is_late.mean()),
+                "light_mean_s": float(np.nanmean(wait_s[is_light])),
+                "heavy_mean_s": float(np.nanmean(wait_s[~is_light])),
+            }
+        )
+    return Result(Rows.of(rows))
+
+
+GOALS = {
+    "wait_mean_s": "mean wait",
+    "urgent_p99_s": "urgent, 99 %",
+    "late_share": "deadlines missed",
+    "light_mean_s": "light sessions, mean",
+}
+"""Figures of `Rows` that some policy is for."""
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws each goal over that of the first policy, and the tail that it costs."""
+    (left, right), rows = axes, result.policies
+    place = np.arange(len(rows))
+    width = 0.8 / len(GOALS)
+    colors = style.colors()
+    for i, (name, label) in enumerate(GOALS.items()):
+        values = getattr(rows, name)
+        at = place + (i - (len(GOALS) - 1) / 2) * width
+        left.barh(at, values / values[0], width, label=label, color=colors[i])
+    style.reference(left, 1, along="y")
+    left.set_yticks(place, rows.policy)
+    left.invert_yaxis()
+    left.legend()
+    title = "Waits by policy"
+    if len(rows):
+        best = int(np.argmin(rows.wait_mean_s))
+        title = f"Mean wait {rows.wait_mean_s[0]:.1f} s, first come first served; "
+        title += f"{rows.wait_mean_s[best]:.1f} s, {rows.policy[best]}"
+    style.titled(left, title, "over first come first served [ratio]", "")
+    bars = right.barh(place, rows.wait_p99_s, color=colors[systems.BLUE])
+    right.bar_label(bars, [f"{x:.0f}" for x in rows.wait_p99_s], padding=3)
+    right.set_yticks(place, [""] * len(rows))
+    right.invert_yaxis()
+    title = "Tails"
+    if len(rows):
+        worst = int(np.argmax(rows.wait_p99_s))
+        title = f"The longest tail: {rows.policy[worst]}"
+    right.margins(x=0.15)
+    style.titled(right, title, "wait, 99th percentile [s]", "")
