@@ -241,6 +241,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rate_factor": 0.0}, "rate_factor=0.0 must be above 0"),
         ({"prediction_sigma": -0.5}, "prediction_sigma=-0.5 must be at least 0"),
         ({"num_devices": 0}, "num_devices=0 must be at least 1"),
+        ({"first_requests": 0}, "first_requests=0 must be at least 1"),
+        ({"model": "llama-2-70b"}, "do not fit 1 x"),
     ],
     "latency_vs_rate": [
         ({"panels": ("12g",)}, "must be of"),

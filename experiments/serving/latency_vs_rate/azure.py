@@ -48,6 +48,20 @@ def capacity(model: str, device: str, num_devices: int) -> Capacity:
     )
 
 
+def check_room(model: str, device: str, num_devices: int) -> None:
+    """Refuses devices that do not hold a model and its longest request.
+
+    Raises:
+      ValueError: they do not, or the model or the device is unknown.
+    """
+    pages = cost_models.num_pages(published.describe(model), device, num_devices)
+    if pages * cost_models.PAGE_SIZE < MAX_LENGTH:
+        raise ValueError(
+            f"{model} and {MAX_LENGTH:,} tokens do not fit {num_devices} x "
+            f"{devices.find(device).name}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Who replays which recordings, on what."""
@@ -66,13 +80,7 @@ class Config:
         validation.among(self, "traces", known=TRACES, least=1)
         validation.at_least(self, "num_devices")
         for name, num in self.asked:
-            found = published.describe(name)
-            pages = cost_models.num_pages(found, self.device, num)
-            if pages * cost_models.PAGE_SIZE < MAX_LENGTH:
-                raise ValueError(
-                    f"{name} and {MAX_LENGTH:,} tokens do not fit {num} x "
-                    f"{devices.find(self.device).name}"
-                )
+            check_room(name, self.device, num)
 
     @property
     def asked(self) -> list[tuple[str, int]]:

@@ -70,6 +70,9 @@ class Config:
         validation.above(self, "rate_factor", finite=True)
         validation.at_least(self, "num_devices")
         validation.at_least(self, "prediction_sigma", "seed", low=0)
+        if self.first_requests is not None:
+            validation.integer("first_requests", self.first_requests, low=1)
+        azure.check_room(self.model, self.device, self.num_devices)
 
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
