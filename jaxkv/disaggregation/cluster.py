@@ -19,6 +19,7 @@ from ray.util import list_named_actors
 from jaxkv.disaggregation.members import Launcher, WorkerHandle
 from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, Worker, WorkerSpec
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import RequestAttributes
 
 MAX_CONCURRENCY = 10_000
 """Calls that an actor has under way at most."""
@@ -68,10 +69,16 @@ class RayHandle:
         return await _result(self.actor.poll.remote(router))
 
     async def submit(
-        self, attempt: Attempt, prompt: list[int], sampling: Sampling, key_id: int
+        self,
+        attempt: Attempt,
+        prompt: list[int],
+        sampling: Sampling,
+        key_id: int,
+        attributes: RequestAttributes | None = None,
     ) -> None:
         """See `Worker.submit`."""
-        await _result(self.actor.submit.remote(attempt, prompt, sampling, key_id))
+        fields = attempt, prompt, sampling, key_id, attributes
+        await _result(self.actor.submit.remote(*fields))
 
     async def prefill(
         self, attempt: Attempt, tokens: list[int], salt: int

@@ -15,6 +15,7 @@ from jaxkv.disaggregation import identity
 from jaxkv.disaggregation.config import RouterConfig
 from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, WorkerSpec
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import RequestAttributes
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,12 @@ class WorkerHandle(Protocol):
     async def describe(self) -> dict[str, Any]: ...  # noqa: D102
     async def poll(self, router: str) -> list[Report]: ...  # noqa: D102
     async def submit(  # noqa: D102
-        self, attempt: Attempt, prompt: list[int], sampling: Sampling, key_id: int
+        self,
+        attempt: Attempt,
+        prompt: list[int],
+        sampling: Sampling,
+        key_id: int,
+        attributes: RequestAttributes | None = None,
     ) -> None: ...
     async def prefill(
         self, attempt: Attempt, tokens: list[int], salt: int

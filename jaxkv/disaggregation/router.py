@@ -21,6 +21,8 @@ from jaxkv.disaggregation.config import RouterConfig
 from jaxkv.disaggregation.members import Launcher, Member, Members, WorkerLostError
 from jaxkv.disaggregation.worker import Attempt, Report, WorkerSpec
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import RequestAttributes
+from jaxkv.scheduling import attributes as request_attributes
 from jaxkv.server.backend import OverloadedError
 from jaxkv.serving import Completion, Event
 
@@ -102,6 +104,7 @@ class _Request:
     prompt: list[int]
     sampling: Sampling
     key_id: int
+    attributes: RequestAttributes
     is_streamed: bool
     events: asyncio.Queue[Event | None] = dataclasses.field(
         default_factory=asyncio.Queue
@@ -226,10 +229,12 @@ class Router:
         sampling: Sampling,
         *,
         key_id: int | None = None,
+        attributes: RequestAttributes | None = None,
         deadline_s: float | None = None,
     ) -> RoutedAnswer:
         """Answers a prompt, see `stream`; cancelling the call cancels the request."""
-        request = self._begin(prompt, sampling, key_id, deadline_s, is_streamed=False)
+        given = prompt, sampling, key_id, attributes, deadline_s
+        request = self._begin(*given, is_streamed=False)
         assert request.task is not None
         try:
             return await request.task
@@ -242,6 +247,7 @@ class Router:
         sampling: Sampling,
         *,
         key_id: int | None = None,
+        attributes: RequestAttributes | None = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
         """Answers a prompt, event by event; closing the generator cancels the request.
@@ -251,6 +257,8 @@ class Router:
           sampling: how to draw.
           key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
             None; None takes the router's number of the request.
+          attributes: what the scheduling policy of the decode worker sees of the
+            request; None means the defaults.
           deadline_s: seconds from now by which the request must be complete; None
             takes that of the router's config.
 
@@ -267,7 +275,8 @@ class Router:
           ReplayError: a repeated attempt differs from the part that was streamed.
           OverloadedError: too many requests are under way.
         """
-        request = self._begin(prompt, sampling, key_id, deadline_s, is_streamed=True)
+        given = prompt, sampling, key_id, attributes, deadline_s
+        request = self._begin(*given, is_streamed=True)
         assert request.task is not None
         request.task.add_done_callback(lambda _: request.events.put_nowait(None))
         try:
@@ -301,6 +310,7 @@ class Router:
         prompt: str | Sequence[int],
         sampling: Sampling,
         key_id: int | None,
+        attributes: RequestAttributes | None,
         deadline_s: float | None,
         *,
         is_streamed: bool,
@@ -329,6 +339,7 @@ class Router:
             prompt=tokens,
             sampling=sampling,
             key_id=key_id,
+            attributes=request_attributes.checked(attributes),
             is_streamed=is_streamed,
         )
         self._requests[number] = request
@@ -466,7 +477,11 @@ class Router:
         try:
             await decode.unless_lost(
                 decode.handle.submit(
-                    attempt, request.prompt, request.sampling, request.key_id
+                    attempt,
+                    request.prompt,
+                    request.sampling,
+                    request.key_id,
+                    request.attributes,
                 )
             )
             while True:

@@ -31,6 +31,7 @@ from jaxkv.disaggregation.process import Call, HttpFront, Reply, Setup
 from jaxkv.disaggregation.router import RoutedAnswer
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import RequestAttributes
 from jaxkv.serving import Event
 
 STOP_S = 20.0
@@ -166,6 +167,7 @@ class Service:
         sampling: Sampling | None = None,
         *,
         key_id: int | None = None,
+        attributes: RequestAttributes | None = None,
         deadline_s: float | None = None,
     ) -> "concurrent.futures.Future[RoutedAnswer]":
         """Starts to answer a prompt, see `Router.stream`.
@@ -175,7 +177,11 @@ class Service:
         Returns:
           A future; `asyncio.wrap_future` makes it awaitable.
         """
-        fields = {"key_id": key_id, "deadline_s": deadline_s}
+        fields = {
+            "key_id": key_id,
+            "attributes": attributes,
+            "deadline_s": deadline_s,
+        }
         return self._call("answer", prompt, sampling or Sampling(), fields=fields)
 
     def generate(
@@ -202,6 +208,7 @@ class Service:
         sampling: Sampling | None = None,
         *,
         key_id: int | None = None,
+        attributes: RequestAttributes | None = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
         """Answers a prompt, event by event, see `Router.stream`."""
@@ -211,7 +218,11 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(replies.put_nowait, reply)
 
-        fields = {"key_id": key_id, "deadline_s": deadline_s}
+        fields = {
+            "key_id": key_id,
+            "attributes": attributes,
+            "deadline_s": deadline_s,
+        }
         number = self._begin(
             receive, "stream", (prompt, sampling or Sampling()), fields
         )
@@ -229,11 +240,16 @@ class Service:
         sampling: Sampling | None = None,
         *,
         key_id: int | None = None,
+        attributes: RequestAttributes | None = None,
         deadline_s: float | None = None,
     ) -> Iterator[Event]:
         """Like `stream`, for code without an event loop."""
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        fields = {"key_id": key_id, "deadline_s": deadline_s}
+        fields = {
+            "key_id": key_id,
+            "attributes": attributes,
+            "deadline_s": deadline_s,
+        }
         arguments = prompt, sampling or Sampling()
         number = self._begin(replies.put, "stream", arguments, fields)
         try:

@@ -24,7 +24,7 @@ from jaxkv.disaggregation import identity, page_messages
 from jaxkv.disaggregation.page_messages import PageMessage
 from jaxkv.parallel import mesh as meshes
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import StallError
+from jaxkv.scheduling import RequestAttributes, StallError
 from jaxkv.server import SWITCH_S, AsyncEngine
 from jaxkv.serving import Engine, Event
 
@@ -200,12 +200,15 @@ class Worker:
         prompt: list[int] | str,
         sampling: Sampling,
         key_id: int,
+        attributes: RequestAttributes | None = None,
     ) -> None:
         """Starts to answer a prompt; its reports come with `poll`."""
 
         async def answer() -> None:
             try:
-                stream = self._engine.stream(prompt, sampling, key_id=key_id)
+                stream = self._engine.stream(
+                    prompt, sampling, key_id=key_id, attributes=attributes
+                )
                 async with contextlib.aclosing(stream):
                     async for event in stream:
                         self._post(Report(attempt, event=event))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxkv import validation
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import StallError
+from jaxkv.scheduling import RequestAttributes, StallError
 from jaxkv.serving import Engine, Event
 
 SWITCH_S = 1e-4
@@ -78,6 +78,7 @@ class AsyncEngine:
         sampling: Sampling,
         *,
         key_id: int | None = None,
+        attributes: RequestAttributes | None = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
         """Answers a prompt, see `Backend.stream`."""
@@ -93,7 +94,13 @@ class AsyncEngine:
         self._listeners[name] = listener
 
         def submit() -> None:
-            self.engine.submit(prompt, sampling, request_id=name, key_id=key_id)
+            self.engine.submit(
+                prompt,
+                sampling,
+                request_id=name,
+                attributes=attributes,
+                key_id=key_id,
+            )
             self._has_work.set()
 
         def cancel() -> None:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.sampling import Sampling
+from jaxkv.scheduling import RequestAttributes
 from jaxkv.serving import Event
 
 
@@ -39,6 +40,7 @@ class Backend(Protocol):
         sampling: Sampling,
         *,
         key_id: int | None = None,
+        attributes: RequestAttributes | None = None,
         deadline_s: float | None = None,
     ) -> AsyncIterator[Event]:
         """Answers a prompt.
@@ -52,6 +54,8 @@ class Backend(Protocol):
           key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
             None; None takes a number of the backend's own. The same number gives the
             same tokens.
+          attributes: what the scheduling policy sees of the request; None means the
+            defaults.
           deadline_s: seconds from now by which the request must be complete, above 0;
             None means no limit.
 

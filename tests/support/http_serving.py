@@ -48,9 +48,10 @@ class Scripted:
         sampling: Sampling,
         *,
         key_id: int | None = None,
+        attributes: Any = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
-        del key_id
+        del key_id, attributes
         assert not isinstance(prompt, str)
         self.asked.append((prompt, sampling, deadline_s))
         if 256 in prompt:

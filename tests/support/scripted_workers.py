@@ -40,6 +40,8 @@ class ScriptedWorker:
         self.num_brought = self.num_read = 0
         self.running: dict[Attempt, asyncio.Task[None]] = {}
         self.reports: dict[str, list[Report]] = {}
+        self.attributes: list[Any] = []
+        """Attributes of each request that was submitted."""
         self._filled = asyncio.Event()
 
     def kill(self) -> None:
@@ -74,8 +76,14 @@ class ScriptedWorker:
         self._filled.set()
 
     async def submit(
-        self, attempt: Attempt, prompt: list[int], sampling: Sampling, key_id: int
+        self,
+        attempt: Attempt,
+        prompt: list[int],
+        sampling: Sampling,
+        key_id: int,
+        attributes: Any = None,
     ) -> None:
+        self.attributes.append(attributes)
         await self._alive()
         if len(prompt) > 60:
             refusal = ValueError(f"len(prompt)={len(prompt)}")

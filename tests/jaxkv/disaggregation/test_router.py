@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv import Sampling, StallError
+from jaxkv import RequestAttributes, Sampling, StallError
 from jaxkv.disaggregation import (
     Candidate,
     ReplayError,
@@ -80,7 +80,9 @@ async def test_a_prompt_is_read_by_one_worker_and_answered_by_another() -> None:
         [reader], [decoder] = launcher.role("prefill"), launcher.role("decode")
         assert (reader.num_read, decoder.num_brought) == (1, 1)
         # The decode worker is known to have the pages now.
-        await router.answer(PROMPT, ASK, key_id=4)
+        urgent = RequestAttributes(priority=-2, session=7)
+        await router.answer(PROMPT, ASK, key_id=4, attributes=urgent)
+        assert decoder.attributes == [RequestAttributes(), urgent]
         assert (reader.num_read, decoder.num_brought) == (1, 1)
         # Less than a page, or no prefix cache: the decode worker reads.
         await router.answer(PROMPT[:3], ASK)
@@ -304,6 +306,9 @@ async def test_refusals_are_not_retried() -> None:
             await router.answer("text", ASK)
         with pytest.raises(ValueError, match="key_id=-1"):
             await router.answer(PROMPT, ASK, key_id=-1)
+        wrong = RequestAttributes(priority=2000)
+        with pytest.raises(ValueError, match="priority=2000 must be"):
+            await router.answer(PROMPT, ASK, attributes=wrong)
         with pytest.raises(ValueError, match="deadline_s"):
             await router.answer(PROMPT, ASK, deadline_s=-1.0)
         assert router.status()["running"] == 0

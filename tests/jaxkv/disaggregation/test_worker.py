@@ -60,9 +60,14 @@ class LocalHandle:
         return await self.local.poll(router)
 
     async def submit(
-        self, attempt: Attempt, prompt: list[int], sampling: Sampling, key_id: int
+        self,
+        attempt: Attempt,
+        prompt: list[int],
+        sampling: Sampling,
+        key_id: int,
+        attributes: Any = None,
     ) -> None:
-        await self.local.submit(attempt, prompt, sampling, key_id)
+        await self.local.submit(attempt, prompt, sampling, key_id, attributes)
 
     async def release(self, router: str) -> bool:
         return await self.local.release(router)
