@@ -67,7 +67,7 @@ def cost(work: step.Work) -> jax.Array:
     return jnp.float32(0.01)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_have_it")
 def test_requests_can_be_submitted_without_jit() -> None:
     state = engines.start(CONFIG)

@@ -44,7 +44,7 @@ def completions(called: Command, *args: str) -> list[dict[str, Any]]:
     return found["completions"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
     prompt, num = "import os\n\ndef ", 12
     flags = ("--prompt", prompt, "--max-tokens", str(num), "--temperature", "0")

@@ -17,7 +17,7 @@ from tests.support.engines import Ask
 from tests.support.searches import GOLDEN, MOODY, ROOMY, TIGHT, asks, check, serve
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "mistral"))],

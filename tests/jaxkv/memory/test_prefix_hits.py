@@ -199,7 +199,7 @@ SMALL = EngineConfig(
 """Three sequences of full length, and what was read before."""
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_hits_on_a_trace_equal_the_model() -> None:
     asks = scaled(32, num_tokens=8, max_length=SMALL.max_length)
     model = serve(asks, SMALL).model

@@ -168,7 +168,7 @@ def interrupt(
     return num_interrupted
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "phase",
     [

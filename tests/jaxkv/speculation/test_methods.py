@@ -116,7 +116,7 @@ def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
     assert answers(family, prompts[:40], **alone) == wanted[:40]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_workloads_of_all_kinds_share_one_program() -> None:
     config = dataclasses.replace(engines.SERVED, max_drafts=2, debug=False)
     speculation = Speculation(NGram(1, 2), Coupled())
