@@ -177,11 +177,7 @@ class Service:
         Returns:
           A future; `asyncio.wrap_future` makes it awaitable.
         """
-        fields = {
-            "key_id": key_id,
-            "attributes": attributes,
-            "deadline_s": deadline_s,
-        }
+        fields = dict(key_id=key_id, attributes=attributes, deadline_s=deadline_s)
         return self._call("answer", prompt, sampling or Sampling(), fields=fields)
 
     def generate(
@@ -218,11 +214,7 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(replies.put_nowait, reply)
 
-        fields = {
-            "key_id": key_id,
-            "attributes": attributes,
-            "deadline_s": deadline_s,
-        }
+        fields = dict(key_id=key_id, attributes=attributes, deadline_s=deadline_s)
         number = self._begin(
             receive, "stream", (prompt, sampling or Sampling()), fields
         )
@@ -245,11 +237,7 @@ class Service:
     ) -> Iterator[Event]:
         """Like `stream`, for code without an event loop."""
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        fields = {
-            "key_id": key_id,
-            "attributes": attributes,
-            "deadline_s": deadline_s,
-        }
+        fields = dict(key_id=key_id, attributes=attributes, deadline_s=deadline_s)
         arguments = prompt, sampling or Sampling()
         number = self._begin(replies.put, "stream", arguments, fields)
         try:

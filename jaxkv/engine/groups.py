@@ -28,9 +28,9 @@ def num_to_feed(state: EngineState) -> Int32[Array, " slots"]:
         s, group, beam = state.sequences, group_of_slots(state), is_beam(state)
         prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
         # The common tokens of a first fork are all there is: no beam waits there.
-        behind = beam & (state.table.length < known - 1) & (known > prompt)
+        lags = beam & (state.table.length < known - 1) & (known > prompt)
         late = jnp.zeros(s.group.shape, bool)
-        late = arrays.put(late, jnp.where(behind, group, NOBODY), True)
+        late = arrays.put(late, jnp.where(lags, group, NOBODY), True)
         waits = arrays.take(late, group, fill=False) & beam
         known -= waits.astype(jnp.int32)
     goal = jnp.where(slots.num_common > 0, slots.num_common, known)

@@ -1,4 +1,4 @@
-"""Attributes of requests: what is accepted, what policies see, whom they admit."""
+"""Attributes of requests: checks, times relative to the clock, order of admission."""
 
 import dataclasses
 import re
@@ -85,7 +85,7 @@ def test_the_shortest_comes_first_less_what_is_cached() -> None:
     # Each takes two pages: there is room for one, then for two.
     assert admitted(policy, [8, 8, 8], 2, **fields) == [2]
     assert admitted(policy, [8, 8, 8], 4, **fields) == [1, 2]
-    # What was preempted comes first, whatever it has left.
+    # A preempted request comes first, however much it has left.
     fields["waiting_preempted"] = np.array([True, False, False, False])
     assert admitted(policy, [8, 8, 8], 2, **fields) == [0]
 
