@@ -25,7 +25,7 @@ class PeerProcess:
       words: the file it lies in, its class, and what that is made of, before the number
         of threads that it may use: as many as we.
       limit_s: seconds after which it is ended if it is not ready.
-      environ: variables of its environment beside ours.
+      environ: variables that its environment has in addition to ours.
 
     Raises:
       ValueError: the interpreter cannot be started.

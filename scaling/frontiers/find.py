@@ -85,8 +85,8 @@ def find(
       smoothing: of training curves, decades of FLOPs.
       resamples: of every bootstrap.
       level: of every bootstrap, as `frontier.frontier` has it.
-      seed: likewise.
-      progress: likewise.
+      seed: of every bootstrap.
+      progress: receives the state of every bootstrap.
     """
     names = ("num_params", "num_tokens", "loss")
     if missing := [LETTERS[x] for x in names if x not in log.columns]:

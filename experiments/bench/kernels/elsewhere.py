@@ -66,7 +66,7 @@ def prepared(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementatio
 
     Args:
       peer: of `ELSEWHERE`.
-      budget: of time; who has not answered when it is over is ended.
+      budget: time limit; a peer that has not answered by then is ended.
       num_calls: calls that it times.
     """
 
