@@ -1,0 +1,51 @@
+"""Bookkeeping of queue, slots and progress, shared by the engine and the simulator."""
+
+from jaxkv.ledger.groups import Groups, find_groups
+from jaxkv.ledger.head import Head, PageFacts, look_up_head, observe
+from jaxkv.ledger.state import (
+    NO_SEQUENCE,
+    Events,
+    Fork,
+    Ledger,
+    Progress,
+    Slots,
+    columns,
+    init,
+    is_occupied,
+    is_running,
+    num_to_feed,
+)
+from jaxkv.ledger.transitions import (
+    admit,
+    draw,
+    fork,
+    num_recomputed,
+    preempt,
+    retire,
+)
+
+__all__ = [
+    "NO_SEQUENCE",
+    "Events",
+    "Fork",
+    "Groups",
+    "Head",
+    "Ledger",
+    "PageFacts",
+    "Progress",
+    "Slots",
+    "admit",
+    "columns",
+    "draw",
+    "find_groups",
+    "fork",
+    "init",
+    "is_occupied",
+    "is_running",
+    "look_up_head",
+    "num_recomputed",
+    "num_to_feed",
+    "observe",
+    "preempt",
+    "retire",
+]

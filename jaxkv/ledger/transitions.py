@@ -1,0 +1,218 @@
+"""Changes of a ledger in one step: preemption, admission, forks, tokens, ends."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import arrays
+from jaxkv.ledger.groups import Groups
+from jaxkv.ledger.head import Head
+from jaxkv.ledger.state import (
+    NO_SEQUENCE,
+    Events,
+    Ledger,
+    Progress,
+    Slots,
+    is_occupied,
+    is_running,
+)
+
+
+class Preempted(NamedTuple):
+    """Preempted sequences, to be put back by `admit`."""
+
+    sequence: Int32[Array, " slots"]
+    """The sequences, or `NO_SEQUENCE`."""
+    progress: Int32[Array, "slots fields"]
+    """Rows of `Progress`."""
+    request: Int32[Array, " slots"]
+    """Their requests, each once, in order, or `NO_SEQUENCE`."""
+
+
+def preempt(
+    ledger: Ledger,
+    gone: Bool[Array, " slots"],
+    request: Int32[Array, " slots"],
+    group: Groups | None,
+    *,
+    length: Int32[Array, " slots"],
+    num_common: Int32[Array, " slots"],
+    swapped_pages: Int32[Array, " slots"],
+    is_swapped: Bool[Array, " slots"],
+) -> tuple[Ledger, Preempted]:
+    """Takes the slots of whole requests from them.
+
+    Args:
+      ledger: the ledger.
+      gone: slots of the preempted sequences.
+      request: request of each slot.
+      group: the groups of the slots; None if every request has one sequence.
+      length: tokens of each sequence whose K and V are written.
+      num_common: tokens with which all sequences of each one's request begin.
+      swapped_pages: pages of each sequence that are swapped out, shared ones once.
+      is_swapped: sequences that are swapped out; the rest are recomputed.
+
+    Returns:
+      The new ledger, and the sequences that `admit` puts back.
+    """
+    slots = ledger.slots
+    index = jnp.where(gone, slots.sequence, NO_SEQUENCE)
+    progress = Progress(
+        num_tokens=slots.num_tokens,
+        num_fed=jnp.maximum(slots.num_fed, length),
+        num_preempted=slots.num_preempted + 1,
+        num_common=num_common,
+        swapped_tokens=jnp.where(is_swapped, length, 0),
+        swapped_pages=jnp.where(is_swapped, swapped_pages, 0),
+    )
+    column = Events._fields.index("num_recomputed")
+    again = num_recomputed(slots, length)
+    first = gone if group is None else gone & group.is_first
+    return ledger._replace(
+        slots=slots._replace(sequence=jnp.where(gone, NO_SEQUENCE, slots.sequence)),
+        events=arrays.put(ledger.events, (index, column), again, "add"),
+    ), Preempted(
+        index, jnp.stack(progress, axis=1), jnp.where(first, request, NO_SEQUENCE)
+    )
+
+
+def num_recomputed(
+    slots: Slots, length: Int32[Array, " slots"]
+) -> Int32[Array, " slots"]:
+    """Tokens that each sequence has fed again since it got its slot."""
+    given = 0 if slots.fork is None else slots.fork.num_given
+    return jnp.maximum(jnp.minimum(length, slots.num_fed) - given, 0)
+
+
+def admit(
+    ledger: Ledger,
+    head: Head,
+    admitted: Bool[Array, " head"],
+    preempted: Preempted,
+    carried: tuple[Any, Any],
+) -> tuple[Ledger, Any, Int32[Array, " slots"], Bool[Array, " head"]]:
+    """Gives slots to the sequences of admitted requests, and closes gaps.
+
+    Sequences that keep their slots move to the lowest indices, in order; the admitted
+    ones follow. A request that does not find slots for all of its sequences is not
+    admitted.
+
+    Args:
+      ledger: the ledger, preempted sequences removed.
+      head: the head of the queue, before any request was put back.
+      admitted: requests to admit.
+      preempted: the preempted sequences, see `preempt`.
+      carried: a tree of columns of the slots, and one of [head, width] for the head,
+        which move as the slots do.
+
+    Returns:
+      The new ledger, the new columns, the index into the slots and the flat head that
+      each slot was filled from (`NO_SEQUENCE` if it is empty), and the requests that
+      were admitted.
+    """
+    slots, num = ledger.slots, ledger.slots.sequence.shape[0]
+    stays = is_occupied(slots)
+    num_free = num - jnp.sum(stays, dtype=jnp.int32)
+    wanted = jnp.cumsum(jnp.where(admitted, head.num_slots, 0), dtype=jnp.int32)
+    admitted = admitted & (wanted <= num_free) & (head.request >= 0)
+    comes = admitted[:, None] & head.exists
+    source = arrays.places(jnp.concatenate([stays, comes.ravel()]), num)
+    # Rows of a table: one gather, in place of one for each column.
+    old, kind = jax.tree.flatten((slots, carried[0]))
+    new = jax.tree.leaves((head.slots, carried[1]))
+    columns = [
+        jnp.concatenate([x, y.ravel()]).astype(jnp.int32)
+        for x, y in zip(old, new, strict=True)
+    ]
+    rows = jnp.where((source >= 0)[:, None], jnp.stack(columns, axis=1)[source], 0)
+    taken = [rows[:, k].astype(x.dtype) for k, x in enumerate(old)]
+    slots, moved = jax.tree.unflatten(kind, taken)
+    sequence = jnp.where(source >= 0, slots.sequence, NO_SEQUENCE)
+    # Tied to all that reads the rows: else XLA copies the table before it is written.
+    progress, sequence = lax.optimization_barrier((ledger.progress, sequence))
+    progress = arrays.put(progress, preempted.sequence, preempted.progress)
+    left = jnp.where(admitted, NO_SEQUENCE, head.request)
+    requeued = preempted.request
+    queue = jnp.concatenate([requeued, left, ledger.queue[admitted.shape[0] :]])
+    num_left = jnp.sum(admitted, dtype=jnp.int32)
+    num_back = jnp.sum(requeued >= 0, dtype=jnp.int32)
+    ledger = ledger._replace(
+        slots=slots._replace(sequence=sequence),
+        progress=progress,
+        queue=arrays.packed(queue, ledger.queue.shape[0]),
+        num_waiting=ledger.num_waiting + num_back - num_left,
+    )
+    return ledger, moved, source, admitted
+
+
+def fork(
+    slots: Slots, forked: Bool[Array, " slots"], length: Int32[Array, " slots"]
+) -> Slots:
+    """Notes which sequences were forked onto the pages of one that read for them.
+
+    `length` are the tokens written, those of this step included.
+    """
+    if (f := slots.fork) is None:
+        return slots
+    return slots._replace(
+        fork=f._replace(
+            reads=f.reads & (length != f.num_common),
+            waits=f.waits & ~forked,
+            num_given=jnp.where(forked, f.num_common, f.num_given),
+        )
+    )
+
+
+def draw(
+    ledger: Ledger,
+    num_drawn: Int32[Array, " slots"],
+    ended: Bool[Array, " slots"],
+    prompt: Int32[Array, " slots"],
+    length: Int32[Array, " slots"],
+    clock: Int32[Array, " 2"],
+) -> Ledger:
+    """Counts the tokens drawn in a step, and notes first tokens and ends.
+
+    Args:
+      ledger: the ledger.
+      num_drawn: tokens that each sequence drew.
+      ended: sequences that drew their last token.
+      prompt: tokens of each one's prompt.
+      length: tokens of each sequence whose K and V are written.
+      clock: seconds and microseconds of first tokens and ends.
+    """
+    slots = ledger.slots
+    begins = (num_drawn > 0) & (slots.num_tokens == prompt)
+    events = Events(
+        first_s=jnp.where(begins, clock[0] + 1, 0),
+        first_us=jnp.where(begins, clock[1], 0),
+        finish_s=jnp.where(ended, clock[0] + 1, 0),
+        finish_us=jnp.where(ended, clock[1], 0),
+        num_recomputed=jnp.where(ended, num_recomputed(slots, length), 0),
+    )
+    index = jnp.where(begins | ended, slots.sequence, NO_SEQUENCE)
+    return ledger._replace(
+        slots=slots._replace(num_tokens=slots.num_tokens + num_drawn),
+        events=arrays.put(ledger.events, index, jnp.stack(events, axis=1), "add"),
+    )
+
+
+def retire(
+    slots: Slots, ended: Bool[Array, " slots"]
+) -> tuple[Slots, Bool[Array, " slots"]]:
+    """Empties the slots of ended sequences, at once or when the whole batch has ended.
+
+    Returns:
+      The new slots, and which of them were emptied.
+    """
+    if (held := slots.held) is None:
+        gone = ended
+    else:
+        finished = held | ended
+        is_done = ~jnp.any(is_running(slots) & ~ended)
+        gone, held = finished & is_done, finished & ~is_done
+    sequence = jnp.where(gone, NO_SEQUENCE, slots.sequence)
+    return slots._replace(sequence=sequence, held=held), gone
