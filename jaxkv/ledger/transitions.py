@@ -166,37 +166,31 @@ def fork(
     )
 
 
-def draw(
+def note_events(
     ledger: Ledger,
-    num_drawn: Int32[Array, " slots"],
+    begins: Bool[Array, " slots"],
     ended: Bool[Array, " slots"],
-    prompt: Int32[Array, " slots"],
     length: Int32[Array, " slots"],
-    clock: Int32[Array, " 2"],
 ) -> Ledger:
-    """Counts the tokens drawn in a step, and notes first tokens and ends.
+    """Notes first tokens and ends at the time of the ledger's clock.
 
     Args:
       ledger: the ledger.
-      num_drawn: tokens that each sequence drew.
+      begins: sequences that drew their first token.
       ended: sequences that drew their last token.
-      prompt: tokens of each one's prompt.
       length: tokens of each sequence whose K and V are written.
-      clock: seconds and microseconds of first tokens and ends.
     """
-    slots = ledger.slots
-    begins = (num_drawn > 0) & (slots.num_tokens == prompt)
+    slots, now = ledger.slots, ledger.clock
     events = Events(
-        first_s=jnp.where(begins, clock[0] + 1, 0),
-        first_us=jnp.where(begins, clock[1], 0),
-        finish_s=jnp.where(ended, clock[0] + 1, 0),
-        finish_us=jnp.where(ended, clock[1], 0),
+        first_s=jnp.where(begins, now[0] + 1, 0),
+        first_us=jnp.where(begins, now[1], 0),
+        finish_s=jnp.where(ended, now[0] + 1, 0),
+        finish_us=jnp.where(ended, now[1], 0),
         num_recomputed=jnp.where(ended, num_recomputed(slots, length), 0),
     )
     index = jnp.where(begins | ended, slots.sequence, NO_SEQUENCE)
     return ledger._replace(
-        slots=slots._replace(num_tokens=slots.num_tokens + num_drawn),
-        events=arrays.put(ledger.events, index, jnp.stack(events, axis=1), "add"),
+        events=arrays.put(ledger.events, index, jnp.stack(events, axis=1), "add")
     )
 
 

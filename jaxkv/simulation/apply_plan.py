@@ -121,6 +121,7 @@ def observe(
     )
     pages = CountedPages(waiting.swapped_tokens, waiting.swapped_tokens, None)
     if reservation is not None:
+        assert block is not None
         blocks = jnp.where(slots.sequence >= 0, block, NO_SEQUENCE)
         leaves = demand.pages_for(places, page_size=size)
         free = contiguous.free_leaves(reservation.idle, blocks, leaves)

@@ -212,8 +212,10 @@ def _step(
         num_drawn=None if acceptance is None else drawn,
     )
     counters = state.num_taken, state.num_done + w.clients
-    books = ledger.draw(
-        books._replace(slots=slots, clock=clock), drawn, ended, prompt, length, clock
+    begins = emits & (slots.num_tokens == prompt)
+    slots = slots._replace(num_tokens=slots.num_tokens + drawn)
+    books = ledger.note_events(
+        books._replace(slots=slots, clock=clock), begins, ended, length
     )
     over = ended
     if group is not None:
