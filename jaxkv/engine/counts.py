@@ -35,7 +35,8 @@ def look_up_head(state: EngineState, config: EngineConfig) -> Head:
     """Looks up the first requests of the queue."""
     request = state.ledger.queue[: config.num_head]
     members = arrays.take(state.sequences.members, request, fill=NO_SEQUENCE)
-    return ledger.look_up_head(state.ledger, request, members)
+    swaps = state.staging is not None
+    return ledger.look_up_head(state.ledger, request, members, swaps=swaps)
 
 
 def counts(
@@ -47,7 +48,10 @@ def counts(
     exists, is_out = head.request >= 0, head.swapped_pages > 0
     row = jnp.maximum(head.request, 0)
     has_arrived = exists & clock.is_past(s.arrival[row], state.ledger.clock)
-    first = jnp.max(jnp.where(head.is_first, head.slots.sequence, 0), axis=1)
+    # Sequences of a request are in ascending rows.
+    first = jnp.where(head.exists, head.slots.sequence, config.max_sequences)
+    first = jnp.min(first, axis=1)
+    first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
     found = prefix_caching.find(state, first, head.num_to_feed, looks, config)
     goal = groups.num_to_feed(state)

@@ -54,6 +54,8 @@ def look_up_head(
     ledger: Ledger,
     request: Int32[Array, " head"],
     sequence: Int32[Array, "head width"],
+    *,
+    swaps: bool = True,
 ) -> Head:
     """Looks up the first requests of the queue.
 
@@ -61,8 +63,13 @@ def look_up_head(
       ledger: the ledger.
       request: its first requests.
       sequence: sequences of each request, or `NO_SEQUENCE`.
+      swaps: False if no request is ever swapped out, which leaves it out of the
+        program.
     """
     was = columns(Progress, ledger.progress[jnp.maximum(sequence, 0)])
+    if not swaps:
+        none = jnp.zeros_like(sequence)
+        was = was._replace(swapped_tokens=none, swapped_pages=none)
     exists = sequence >= 0
     is_first, fork = exists, None
     is_swapped = was.swapped_tokens > 0
@@ -85,7 +92,7 @@ def look_up_head(
     num_slots = jnp.sum(exists, axis=1, dtype=jnp.int32)
     num_common = jnp.zeros_like(request)
     if fork is not None:
-        num_common = jnp.max(jnp.where(exists, fork.num_common, 0), axis=1)
+        num_common = jnp.max(jnp.where(exists, was.num_common, 0), axis=1)
         num_common = jnp.where(num_slots > 1, num_common, 0)
     holds = ledger.slots.held is not None
     pages = jnp.where(exists, was.swapped_pages, 0)

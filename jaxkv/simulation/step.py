@@ -123,8 +123,8 @@ def _all_waiting(
     """
     num_taken, num_asked = counters
     come = apply_plan.num_arrived(state, workload, info.start)
-    num_counters = jnp.minimum(come, num_asked) - num_taken
-    return info._replace(num_waiting=info.num_waiting + num_counters)
+    num_outside = jnp.minimum(come, num_asked) - num_taken
+    return info._replace(num_waiting=info.num_waiting + num_outside)
 
 
 def _step(

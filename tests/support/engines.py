@@ -27,7 +27,7 @@ from jaxkv.engine.state import (
     init,
 )
 from jaxkv.engine.step import StepInfo
-from jaxkv.ledger import NO_SEQUENCE
+from jaxkv.ledger import NO_SEQUENCE, Events, Progress
 from jaxkv.memory import Eviction, prefix_cache
 from jaxkv.models import Forward, checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
@@ -404,6 +404,15 @@ def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
 def seconds_of(seconds: Any, micros: Any) -> float:
     """Returns a time of `Events` in seconds; 0 if it never came."""
     return max(0.0, float(seconds) - 1 + float(micros) / clock.SECOND)
+
+
+def unfinished(state: EngineState) -> np.ndarray:
+    """Marks the rows of sequences that wait or run."""
+    progress, events = (
+        np.asarray(x) for x in (state.ledger.progress, state.ledger.events)
+    )
+    known = progress[:, Progress._fields.index("num_tokens")]
+    return (known > 0) & (events[:, Events._fields.index("finish_s")] == 0)
 
 
 def random_asks(

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxkv import clock
+from jaxkv.ledger import Progress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
-from jaxkv.simulation.state import Capacity, Events, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.workloads.arrivals import Workload
 from tests.support.buddies import Buddies
 from tests.support.simulations import COST
@@ -99,7 +100,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
                 head=4,
                 reservation=reservation,
             )
-            return state, (state.slots.sequence, state.slots.block, info)
+            return state, (state.ledger.slots.sequence, state.pages.block, info)
 
         return jax.lax.scan(step, state, None, length=700)
 
@@ -127,7 +128,9 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     split, used = trace[-1].split, trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
-    assert not states.events[:, :, Events._fields.index("num_preempted")].any()
+    assert not states.ledger.progress[
+        ..., Progress._fields.index("num_preempted")
+    ].any()
     # 203 leaves of 2 have three blocks of 128 places; who knows more runs more.
     assert max(batches[0]) == 3
     steps = [np.count_nonzero(batch) for batch in batches]
