@@ -28,4 +28,5 @@ __all__ = [
     "state",
     "step",
     "submit",
+    "swapping",
 ]
