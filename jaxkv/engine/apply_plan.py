@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, ledger
 from jaxkv.engine import beam_search, counts, groups, prefix_caching, swapping
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import NO_SEQUENCE
+from jaxkv.ledger import NO_SEQUENCE, SlotPlan
 from jaxkv.memory import Eviction, kv_pages, page_table
 from jaxkv.scheduling import interface
 
@@ -47,12 +47,7 @@ class Applied(NamedTuple):
 class _Batch(NamedTuple):
     """What the slots do in this step."""
 
-    places: Int32[Array, " slots"]
-    """Token places that each shall have."""
-    num_rows: Int32[Array, " slots"]
-    """Rows that it feeds, drafts excluded."""
-    drafts: Int32[Array, " slots"] | None
-    """Drafts that it may feed; None if there is no drafter."""
+    plan: SlotPlan
     turned: Int32[Array, " counts"]
     """The fields of `Turned`."""
     back: Int32[Array, " head"] | None
@@ -86,9 +81,7 @@ def apply_plan(
         staged = state.staging is not None
         # The batch if no sequence is preempted or admitted.
         batch = _Batch(
-            places=plan.places,
-            num_rows=plan.num_rows,
-            drafts=plan.drafts,
+            plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
             turned=jnp.zeros((len(Turned._fields),), jnp.int32),
             back=jnp.full(plan.admit.shape, NO_SEQUENCE, jnp.int32) if staged else None,
             num_back=jnp.zeros((), jnp.int32) if staged else None,
@@ -100,13 +93,13 @@ def apply_plan(
             plan,
             found,
         )
-    granted, table = batch.drafts, state.table
+    granted, table = batch.plan.drafts, state.table
     state, num_copied, enough = _reserve(state, batch, config)
     return state, Applied(
         turned=Turned(*batch.turned),
-        num_rows=jnp.where(enough, batch.num_rows, 0),
+        num_rows=jnp.where(enough, batch.plan.num_rows, 0),
         granted=None if granted is None else jnp.where(enough, granted, 0),
-        kept=jnp.maximum(table.length + table.ahead, batch.places),
+        kept=jnp.maximum(table.length + table.ahead, batch.plan.places),
         num_copied=num_copied,
         enough=enough,
     )
@@ -121,7 +114,7 @@ def _turn_over(
     eviction: Eviction | None,
 ) -> tuple[EngineState, _Batch]:
     """Preempts and admits; most steps do neither."""
-    state, batch = carry
+    state, _ = carry
     head, gone = counts.look_up_head(state, config), plan.preempt
     # Preemption: pages leave before slots, as the page table is by slot.
     group = groups.find_groups(state)
@@ -142,48 +135,37 @@ def _turn_over(
     )
     state = state._replace(sequences=state.sequences._replace(num_swapped=num_swapped))
     state = prefix_caching.drop(state, gone, eviction)
-    # Admission.
-    admit, back, num_back = swapping.coming_back(state, plan.admit, head)
-    leads = head.is_first & ~back[:, None]
-    books, (places, num_rows, drafts), source, admitted = ledger.admit(
+    books, new = ledger.admit(
         books,
         head,
-        admit,
+        plan,
         preempted,
-        (
-            (batch.places, batch.num_rows, batch.drafts),
-            (
-                jnp.where(leads, plan.head_places[:, None], 0),
-                jnp.where(leads, plan.head_rows[:, None], 0),
-                None if batch.drafts is None else jnp.zeros_like(leads, jnp.int32),
-            ),
-        ),
+        ready=~swapping.on_host(state, head.request),
+        free_pages=state.pool.num_free + prefix_caching.num_idle(state),
     )
-    num_slots, width = source.shape[0], head.is_first.shape[1]
+    source, num_slots = new.source, new.source.shape[0]
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
     state = state._replace(ledger=books, table=page_table.moved(state.table, stays))
     # Slots of the first sequences of the admitted requests, by request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
     is_first = arrays.take(head.is_first.ravel(), index, fill=False)
-    request = jnp.where(is_first, index // width, NO_SEQUENCE)
-    first = jnp.full(admitted.shape, NO_SEQUENCE, jnp.int32)
+    request = jnp.where(is_first, index // head.is_first.shape[1], NO_SEQUENCE)
+    first = jnp.full(new.admitted.shape, NO_SEQUENCE, jnp.int32)
     state = prefix_caching.start(state, found, arrays.put(first, request, slot))
-    back &= admitted
+    back = new.swapped_in
     turned = Turned(
         num_preempted=jnp.sum(gone, dtype=jnp.int32),
         num_swapped_out=jnp.sum(leaves, dtype=jnp.int32),
         num_swapped_in=jnp.sum(jnp.where(back, head.num_slots, 0), dtype=jnp.int32),
-        num_admitted=jnp.sum(admitted, dtype=jnp.int32),
+        num_admitted=jnp.sum(new.admitted, dtype=jnp.int32),
     )
     staged = state.staging is not None
     return state, _Batch(
-        places=places,
-        num_rows=num_rows,
-        drafts=drafts,
+        plan=new.plan,
         turned=jnp.stack(turned),
         back=jnp.where(back, head.request, NO_SEQUENCE) if staged else None,
-        num_back=num_back if staged else None,
+        num_back=new.pages_in if staged else None,
     )
 
 
@@ -197,9 +179,9 @@ def _reserve(
     Returns:
       The new state, the number of pages copied, and whether there was room.
     """
-    size, places, num_rows = config.page_size, batch.places, batch.num_rows
-    if batch.drafts is not None:
-        places, num_rows = places + batch.drafts, num_rows + batch.drafts
+    size, (places, num_rows, drafts) = config.page_size, batch.plan
+    if drafts is not None:
+        places, num_rows = places + drafts, num_rows + drafts
     wanted = page_table.num_wanted(
         state.pool, state.table, places, num_rows, page_size=size
     )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
@@ -12,9 +11,9 @@ from jaxkv import arrays, clock, ledger
 from jaxkv.engine import drafting, groups, prefix_caching, swapping
 from jaxkv.engine.drafting import Drafter
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts
+from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts, RequestColumns
 from jaxkv.memory import demand, page_sharing, page_table
-from jaxkv.scheduling import RequestAttributes, attributes, interface
+from jaxkv.scheduling import interface
 
 
 class _Shares(NamedTuple):
@@ -58,15 +57,11 @@ def counts(
     pages = page_table.num_pages(state.table, page_size=size)
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
 
-    def attributes_of(row: Array) -> RequestAttributes:
-        row = jnp.maximum(row, 0)
-        of_requests = jax.tree.map(lambda column: column[row], s.attributes)
-        times = s.arrival[row], s.limit[row], state.ledger.clock
-        return attributes.relative(of_requests, *times)
-
-    found_counts = ledger.observe(
+    seen = ledger.observe(
         state.ledger,
         head,
+        groups.group_of_slots(state),
+        RequestColumns(s.arrival, s.limit, s.attributes),
         PageFacts(
             length=length,
             num_pages=pages,
@@ -77,20 +72,18 @@ def counts(
             group=shares.first,
             free_pages=state.pool.num_free + prefix_caching.num_idle(state),
             free_swap_pages=swapping.num_free(state),
-            page_size=size,
-            num_pool_pages=config.num_pages,
         ),
+        num_pages=config.num_pages,
+        page_size=size,
         max_length=config.max_length,
         token_budget=config.token_budget,
-        attributes=attributes_of(slots.sequence),
-        waiting_attributes=attributes_of(head.request),
     )
     in_prompt = length < arrays.take(s.prompt_length, slots.sequence, fill=0)
     scored = arrays.take(s.prompt_scored, slots.sequence, fill=False)
     # A policy skips unmarked rows; no request may overtake one of these.
     ready = has_arrived & ~swapping.on_host(state, head.request)
-    wanted = found_counts.waiting_pages + found.num_idle - found.num_tokens // size
-    return found_counts._replace(
+    wanted = seen.waiting_pages + found.num_idle - found.num_tokens // size
+    return seen._replace(
         num_tokens=goal,
         scored_prompt=scored & in_prompt,
         waiting=ready,

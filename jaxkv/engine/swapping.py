@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger
-from jaxkv.engine import groups, prefix_caching
+from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import NO_SEQUENCE, Head, Ledger, Progress
+from jaxkv.ledger import NO_SEQUENCE, Ledger, Progress
 from jaxkv.memory import page_sharing, swap_buffer
 
 
@@ -96,25 +96,6 @@ def move_out(
     )
     moved = num_to_move(state, holder, page_size=config.page_size)
     return state._replace(staging=after), left, moved
-
-
-def coming_back(
-    state: EngineState, admit: Bool[Array, " head"], head: Head
-) -> tuple[Bool[Array, " head"], Bool[Array, " head"], Int32[Array, ""]]:
-    """Finds the admitted requests that are swapped out, and pages for them.
-
-    Returns:
-      The requests to admit, without those swapped out if there are not pages for all
-      of them; those that come back; and the pages that these take.
-    """
-    is_out = head.swapped_pages > 0
-    back = admit & is_out
-    if state.staging is None:
-        return admit, back, jnp.zeros((), jnp.int32)
-    total = jnp.sum(jnp.where(back, head.swapped_pages, 0), dtype=jnp.int32)
-    free = state.pool.num_free + prefix_caching.num_idle(state)
-    back &= (total <= free) & ~on_host(state, head.request)
-    return admit & (back | ~is_out), back, jnp.where(jnp.any(back), total, 0)
 
 
 def move_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:

@@ -1,7 +1,7 @@
 """Bookkeeping of queue, slots and progress, shared by the engine and the simulator."""
 
 from jaxkv.ledger.groups import Groups, find_groups
-from jaxkv.ledger.head import Head, PageFacts, look_up_head, observe
+from jaxkv.ledger.head import Head, PageFacts, RequestColumns, look_up_head, observe
 from jaxkv.ledger.state import (
     NO_SEQUENCE,
     Events,
@@ -16,6 +16,8 @@ from jaxkv.ledger.state import (
     num_to_feed,
 )
 from jaxkv.ledger.transitions import (
+    Admission,
+    SlotPlan,
     admit,
     fork,
     note_events,
@@ -26,6 +28,7 @@ from jaxkv.ledger.transitions import (
 
 __all__ = [
     "NO_SEQUENCE",
+    "Admission",
     "Events",
     "Fork",
     "Groups",
@@ -33,6 +36,8 @@ __all__ = [
     "Ledger",
     "PageFacts",
     "Progress",
+    "RequestColumns",
+    "SlotPlan",
     "Slots",
     "admit",
     "columns",

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -17,7 +18,7 @@ from jaxkv.ledger.state import (
     num_to_feed,
 )
 from jaxkv.memory import Size, demand
-from jaxkv.scheduling import Counts, RequestAttributes
+from jaxkv.scheduling import Counts, RequestAttributes, attributes
 
 
 class Head(NamedTuple):
@@ -116,10 +117,9 @@ def look_up_head(
 
 
 class PageFacts(NamedTuple):
-    """Pages that sequences hold and need: of page tables, or counted.
+    """Pages that running sequences hold and need: of page tables, or counted.
 
-    The fields of `Counts` of the same names, and what the pages of waiting requests
-    depend on.
+    The fields of `Counts` of the same names.
     """
 
     length: Int32[Array, " slots"]
@@ -131,20 +131,37 @@ class PageFacts(NamedTuple):
     group: Int32[Array, " slots"] | None
     free_pages: Int32[Array, ""]
     free_swap_pages: Int32[Array, ""]
-    page_size: Size
-    num_pool_pages: Size
-    """Pages in the pool."""
+
+
+class RequestColumns(NamedTuple):
+    """Columns of the requests that a ledger knows, by their indices in it."""
+
+    arrival: Int32[Array, "requests 2"]
+    """Seconds and microseconds."""
+    limit: Int32[Array, " requests"]
+    """Tokens at which a sequence of the request ends at the latest."""
+    attributes: RequestAttributes
+
+    def relative(
+        self, request: Int32[Array, " n"], clock: Int32[Array, " 2"]
+    ) -> RequestAttributes:
+        """Returns attributes of some requests, times relative to the clock."""
+        row = jnp.maximum(request, 0)
+        found = jax.tree.map(lambda x: x[row] if jnp.ndim(x) else x, self.attributes)
+        return attributes.relative(found, self.arrival[row], self.limit[row], clock)
 
 
 def observe(
     ledger: Ledger,
     head: Head,
+    request: Int32[Array, " slots"],
+    requests: RequestColumns,
     facts: PageFacts,
     *,
+    num_pages: Size,
+    page_size: Size,
     max_length: Size,
     token_budget: Size,
-    attributes: RequestAttributes,
-    waiting_attributes: RequestAttributes,
 ) -> Counts:
     """Returns what a policy sees.
 
@@ -154,39 +171,32 @@ def observe(
     Args:
       ledger: the ledger.
       head: the head of its queue.
+      request: request of each slot.
+      requests: columns of the requests.
       facts: pages of the running sequences.
+      num_pages: pages in the pool.
+      page_size: token places in a page.
       max_length: longest sequence, in tokens.
       token_budget: rows that a step can feed.
-      attributes: attributes of the requests in the slots.
-      waiting_attributes: attributes of the requests in the head.
     """
-    slots, size = ledger.slots, facts.page_size
-    exists, runs = head.exists, is_running(slots)
-    fresh = demand.to_begin(
-        head.slots.num_tokens, head.num_common, exists, page_size=size
-    )
+    slots, runs = ledger.slots, is_running(ledger.slots)
+    known, exists, is_out = head.slots.num_tokens, head.exists, head.swapped_pages > 0
+    fresh = demand.to_begin(known, head.num_common, exists, page_size=page_size)
     back = demand.to_come_back(
-        head.slots.num_tokens,
+        known,
         head.num_common[:, None],
         head.swapped_tokens,
         head.swapped_pages,
         exists,
-        page_size=size,
-        num_pages=facts.num_pool_pages,
+        page_size=page_size,
+        num_pages=num_pages,
     )
-    is_out = head.swapped_pages > 0
     none = jnp.zeros_like(runs)
     return Counts(
+        **facts._asdict(),
         running=runs,
         held=none if slots.held is None else slots.held,
-        group=facts.group,
         num_tokens=num_to_feed(slots),
-        length=facts.length,
-        num_pages=facts.num_pages,
-        owned_pages=facts.owned_pages,
-        owned_tokens=facts.owned_tokens,
-        swap_pages=facts.swap_pages,
-        copies=facts.copies,
         preempted=runs & (slots.num_preempted > 0),
         scored_prompt=none,
         waiting=head.request >= 0,
@@ -197,12 +207,10 @@ def observe(
         waiting_preempted=jnp.any(exists & (head.slots.num_preempted > 0), axis=1),
         waiting_swapped=is_out,
         waiting_scored_prompt=jnp.zeros_like(is_out),
-        free_pages=facts.free_pages,
-        free_swap_pages=facts.free_swap_pages,
-        page_size=size,
+        page_size=page_size,
         max_length=max_length,
         token_budget=token_budget,
         spare_logit_rows=0,
-        attributes=attributes,
-        waiting_attributes=waiting_attributes,
+        attributes=requests.relative(request, ledger.clock),
+        waiting_attributes=requests.relative(head.request, ledger.clock),
     )

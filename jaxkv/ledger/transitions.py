@@ -19,6 +19,8 @@ from jaxkv.ledger.state import (
     is_occupied,
     is_running,
 )
+from jaxkv.memory import Size
+from jaxkv.scheduling import Plan
 
 
 class Preempted(NamedTuple):
@@ -87,65 +89,109 @@ def num_recomputed(
     return jnp.maximum(jnp.minimum(length, slots.num_fed) - given, 0)
 
 
+class SlotPlan(NamedTuple):
+    """A plan by slot, see `scheduling.Plan`."""
+
+    places: Int32[Array, "*n"]
+    """Token places to hold; 0 leaves them as they are."""
+    num_rows: Int32[Array, "*n"]
+    """Tokens to feed, drafts excluded."""
+    drafts: Int32[Array, "*n"] | None
+    """Drafts to feed after them, beyond these places; None without speculation."""
+
+
+class Admission(NamedTuple):
+    """Slots after preemption and admission."""
+
+    plan: SlotPlan
+    carried: Any
+    """Further columns of the slots, which moved as these do."""
+    source: Int32[Array, " slots"]
+    """Index into the slots before, then the flat head, that each slot was filled from;
+    `NO_SEQUENCE` if it is empty."""
+    admitted: Bool[Array, " head"]
+    """Requests that got slots."""
+    swapped_in: Bool[Array, " head"]
+    """Requests among them that were swapped out."""
+    pages_in: Int32[Array, ""]
+    """Pages that these take."""
+
+
 def admit(
     ledger: Ledger,
     head: Head,
-    admitted: Bool[Array, " head"],
+    plan: Plan,
     preempted: Preempted,
-    carried: tuple[Any, Any],
-) -> tuple[Ledger, Any, Int32[Array, " slots"], Bool[Array, " head"]]:
+    *,
+    ready: Bool[Array, " head"],
+    free_pages: Size,
+    carried: tuple[Any, Any] = ((), ()),
+) -> tuple[Ledger, Admission]:
     """Gives slots to the sequences of admitted requests, and closes gaps.
 
     Sequences that keep their slots move to the lowest indices, in order; the admitted
-    ones follow. A request that does not find slots for all of its sequences is not
-    admitted.
+    ones follow. Requests that are swapped out are admitted if there are free pages for
+    all of them. A request without slots for all of its sequences is not admitted.
 
     Args:
       ledger: the ledger, preempted sequences removed.
       head: the head of the queue, before any request was put back.
-      admitted: requests to admit.
+      plan: the plan for these slots and this head.
       preempted: the preempted sequences, see `preempt`.
-      carried: a tree of columns of the slots, and one of [head, width] for the head,
-        which move as the slots do.
+      ready: requests that can be admitted.
+      free_pages: pages of the pool that are free after the preemption.
+      carried: a tree of columns of the slots, and one of [head, width] for the head.
 
     Returns:
-      The new ledger, the new columns, the index into the slots and the flat head that
-      each slot was filled from (`NO_SEQUENCE` if it is empty), and the requests that
-      were admitted.
+      The new ledger, and the new slots.
     """
     slots, num = ledger.slots, ledger.slots.sequence.shape[0]
+    admitted, is_out = plan.admit & ready, head.swapped_pages > 0
+    pages_in = jnp.sum(jnp.where(admitted, head.swapped_pages, 0), dtype=jnp.int32)
+    fits = pages_in <= free_pages
+    pages_in = jnp.where(fits, pages_in, 0)
+    admitted &= fits | ~is_out
     stays = is_occupied(slots)
     num_free = num - jnp.sum(stays, dtype=jnp.int32)
     wanted = jnp.cumsum(jnp.where(admitted, head.num_slots, 0), dtype=jnp.int32)
-    admitted = admitted & (wanted <= num_free) & (head.request >= 0)
+    admitted &= wanted <= num_free
     comes = admitted[:, None] & head.exists
     source = arrays.places(jnp.concatenate([stays, comes.ravel()]), num)
+    # Only the first sequence of a request feeds; none of one that is swapped in.
+    leads = head.is_first & ~is_out[:, None]
+    asked = SlotPlan(
+        places=jnp.where(leads, plan.head_places[:, None], 0),
+        num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
+        drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
+    )
     # Rows of a table: one gather, in place of one for each column.
-    old, kind = jax.tree.flatten((slots, carried[0]))
-    new = jax.tree.leaves((head.slots, carried[1]))
+    given = SlotPlan(plan.places, plan.num_rows, plan.drafts)
+    old, kind = jax.tree.flatten((slots, given, carried[0]))
+    new = jax.tree.leaves((head.slots, asked, carried[1]))
     columns = [
         jnp.concatenate([x, y.ravel()]).astype(jnp.int32)
         for x, y in zip(old, new, strict=True)
     ]
     rows = jnp.where((source >= 0)[:, None], jnp.stack(columns, axis=1)[source], 0)
     taken = [rows[:, k].astype(x.dtype) for k, x in enumerate(old)]
-    slots, moved = jax.tree.unflatten(kind, taken)
+    slots, given, moved = jax.tree.unflatten(kind, taken)
     sequence = jnp.where(source >= 0, slots.sequence, NO_SEQUENCE)
     # Tied to all that reads the rows: else XLA copies the table before it is written.
     progress, sequence = lax.optimization_barrier((ledger.progress, sequence))
     progress = arrays.put(progress, preempted.sequence, preempted.progress)
     left = jnp.where(admitted, NO_SEQUENCE, head.request)
-    requeued = preempted.request
-    queue = jnp.concatenate([requeued, left, ledger.queue[admitted.shape[0] :]])
+    back = preempted.request
+    queue = jnp.concatenate([back, left, ledger.queue[admitted.shape[0] :]])
+    num_back = jnp.sum(back >= 0, dtype=jnp.int32)
     num_left = jnp.sum(admitted, dtype=jnp.int32)
-    num_back = jnp.sum(requeued >= 0, dtype=jnp.int32)
     ledger = ledger._replace(
         slots=slots._replace(sequence=sequence),
         progress=progress,
         queue=arrays.packed(queue, ledger.queue.shape[0]),
         num_waiting=ledger.num_waiting + num_back - num_left,
     )
-    return ledger, moved, source, admitted
+    swapped_in = admitted & is_out
+    return ledger, Admission(given, moved, source, admitted, swapped_in, pages_in)
 
 
 def fork(

@@ -2,15 +2,22 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import ledger
 from jaxkv.clock import is_past
-from jaxkv.ledger import NO_SEQUENCE, Groups, Head, PageFacts, Slots
+from jaxkv.ledger import (
+    NO_SEQUENCE,
+    Groups,
+    Head,
+    PageFacts,
+    RequestColumns,
+    SlotPlan,
+    Slots,
+)
 from jaxkv.memory import demand
-from jaxkv.scheduling import Counts, Plan, RequestAttributes, attributes
+from jaxkv.scheduling import Counts, Plan, RequestAttributes
 from jaxkv.simulation import contiguous, counted_pages
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counted_pages import CountedPages
@@ -88,19 +95,15 @@ def observe(
     moves, _ = counted_pages.num_owned(slots, length, group, length, size)
     rows = ledger.num_to_feed(slots) - length
 
-    def attributes_of(request: Array) -> RequestAttributes:
-        row = jnp.maximum(request, 0)
-        limit = jnp.broadcast_to(capacity.max_length, row.shape)
-        if w.limit is not None:
-            limit = w.limit[row]
-        found = RequestAttributes()
-        if w.attributes is not None:
-            found = jax.tree.map(lambda column: column[row], w.attributes)
-        return attributes.relative(found, w.arrival[row], limit, books.clock)
-
+    limit = w.limit
+    if limit is None:
+        limit = jnp.broadcast_to(capacity.max_length, w.prompt.shape)
+    known = RequestAttributes() if w.attributes is None else w.attributes
     counts = ledger.observe(
         books,
         waiting,
+        slots.sequence // max_samples,
+        RequestColumns(w.arrival, limit, known),
         PageFacts(
             length=length,
             num_pages=demand.pages_for(places, page_size=size),
@@ -111,13 +114,11 @@ def observe(
             group=None if group is None else group.first,
             free_pages=capacity.num_pages - jnp.sum(owned, dtype=jnp.int32),
             free_swap_pages=capacity.max_swap_pages - state.num_swapped,
-            page_size=size,
-            num_pool_pages=capacity.num_pages,
         ),
+        num_pages=capacity.num_pages,
+        page_size=size,
         max_length=capacity.max_length,
         token_budget=capacity.token_budget,
-        attributes=attributes_of(slots.sequence // max_samples),
-        waiting_attributes=attributes_of(request),
     )
     pages = CountedPages(waiting.swapped_tokens, waiting.swapped_tokens, None)
     if reservation is not None:
@@ -142,18 +143,6 @@ def observe(
     return waiting, counts, pages
 
 
-class Wish(NamedTuple):
-    """What the plan asks for each slot."""
-
-    num_rows: Int32[Array, "*n"]
-    """Tokens to feed."""
-    places: Int32[Array, "*n"]
-    """Token places to hold."""
-    drafts: Int32[Array, "*n"] | None
-    """Drafts to feed after these rows, beyond these places; None without
-    speculation."""
-
-
 def apply_plan(
     state: Simulation,
     plan: Plan,
@@ -163,7 +152,7 @@ def apply_plan(
     capacity: Capacity,
     workload: Workload,
     max_samples: int,
-) -> tuple[Simulation, Wish, Int32[Array, ""], Int32[Array, ""]]:
+) -> tuple[Simulation, SlotPlan, Int32[Array, ""], Int32[Array, ""]]:
     """Preempts and admits, as the engine's `apply_plan` does.
 
     Returns:
@@ -199,34 +188,22 @@ def apply_plan(
         swapped_pages=written,
         is_swapped=is_swapped,
     )
-    # Requests that are swapped out come back all or none; and none without a slot.
-    admit = plan.admit & counts.waiting
-    pages_in = jnp.sum(jnp.where(admit, head.swapped_pages, 0), dtype=jnp.int32)
-    fits = pages_in <= capacity.num_pages - used
-    pages_in = jnp.where(fits, pages_in, 0)
-    leads = head.is_first & (head.swapped_pages == 0)[:, None]
-    asked = Wish(
-        num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
-        places=jnp.where(leads, plan.head_places[:, None], 0),
-        drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
-    )
-    books, (pages, wish), _, admitted = ledger.admit(
+    books, new = ledger.admit(
         books,
         head,
-        admit & (fits | (head.swapped_pages == 0)),
+        plan,
         preempted,
-        (
-            (state.pages, Wish(plan.num_rows, plan.places, plan.drafts)),
-            (head_pages, asked),
-        ),
+        ready=counts.waiting,
+        free_pages=capacity.num_pages - used,
+        carried=(state.pages, head_pages),
     )
     state = state._replace(
         ledger=books,
-        pages=pages,
-        num_swapped=state.num_swapped + pages_out - pages_in,
+        pages=new.carried,
+        num_swapped=state.num_swapped + pages_out - new.pages_in,
     )
-    num_admitted = jnp.sum(admitted, dtype=jnp.int32)
-    return state, wish, num_admitted, pages_out + pages_in
+    num_admitted = jnp.sum(new.admitted, dtype=jnp.int32)
+    return state, new.plan, num_admitted, pages_out + new.pages_in
 
 
 class Granted(NamedTuple):
@@ -246,7 +223,7 @@ def grant(
     slots: Slots,
     pages: CountedPages,
     group: Groups | None,
-    wish: Wish,
+    wish: SlotPlan,
     capacity: Capacity,
 ) -> tuple[CountedPages, Granted]:
     """Grants pages to all sequences or to none, as `page_table.reserve` does."""
