@@ -122,11 +122,12 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
         twin, blocks = Buddies(203, 64), {}
         for sequence, block in zip(trace[0][i], trace[1][i], strict=True):
             there = dict(zip(sequence.tolist(), block.tolist(), strict=True))
-            for gone in set(blocks) - set(there):
-                twin.release(blocks.pop(gone))
+            # A step admits before it ends sequences.
             for came in sorted(set(there) - set(blocks) - {-1}):
                 assert twin.allocate(orders[i][came]) == there[came]
                 blocks[came] = there[came]
+            for gone in set(blocks) - set(there):
+                twin.release(blocks.pop(gone))
     split, used = trace[-1].split, trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()

@@ -70,7 +70,7 @@ class Tree(Drafter):
         self, params: Any, memory: Any, state: Any, granted: Any, config: EngineConfig
     ) -> Any:
         row = jnp.maximum(state.slots.sequence, 0)
-        known = state.sequences.num_tokens[row]
+        known = state.slots.num_tokens
         last = arrays.take(
             state.sequences.tokens[row], (jnp.arange(NUM), known - 1), fill=0
         )
@@ -205,9 +205,9 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
     for index in range(NUM_TOKENS):
         state = step(state, jnp.asarray(index == 0))
     found = state.sequences
-    assert int(found.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
+    assert int(state.slots.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
     # Several at once, or nothing is accepted.
-    assert int(found.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
+    assert int(state.slots.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
     return np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
 
 
