@@ -114,7 +114,9 @@ def _turn_over(
     eviction: Eviction | None,
 ) -> tuple[EngineState, _Batch]:
     """Preempts and admits; most steps do neither."""
-    state, _ = carry
+    state, batch = carry
+    # The carried plan: a second copy of its arrays would be two launches.
+    plan = plan._replace(**batch.plan._asdict())
     head, gone = counts.look_up_head(state, config), plan.preempt
     # Preemption: pages leave before slots, as the page table is by slot.
     group = groups.find_groups(state)

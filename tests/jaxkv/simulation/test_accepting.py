@@ -552,7 +552,7 @@ BUGS = {
         accepting,
         "num_accepted",
         "position = slots.num_tokens[:, None] + place",
-        "position = jnp.arange(slots.num_tokens.size, dtype=jnp.int32)[:, None] + place",
+        "position = jnp.arange(slots.num_tokens.size)[:, None] + place",
         test_verdicts_depend_on_nobody_else,
     ),
 }
