@@ -115,7 +115,7 @@ class Again(drafting.Drafter):
 
     def propose(self, params, memory, state, granted, config):
         row = jnp.maximum(state.slots.sequence, 0)
-        last = state.sequences.tokens[row, state.sequences.num_tokens[row] - 1]
+        last = state.sequences.tokens[row, state.slots.num_tokens - 1]
         tokens = jnp.repeat(last[:, None], config.max_drafts, axis=1)
         return memory, state.pages, drafting.Drafts(granted, tokens)
 

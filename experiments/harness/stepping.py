@@ -16,9 +16,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, EngineState, drain, init
+from jaxkv.engine import DrainedSequences, EngineConfig, EngineState, drain, init
 from jaxkv.engine import step as engine_step
-from jaxkv.engine.state import FINISHED, Sequences
 from jaxkv.memory import Eviction, Pages
 from jaxkv.models import ForwardResult, checkpoints, paged
 from jaxkv.progress import QUIET, Progress
@@ -41,7 +40,7 @@ class Call(NamedTuple):
 
     seen: Any
     state: EngineState
-    ended: Sequences
+    ended: DrainedSequences
 
 
 class ServingRecord(NamedTuple):
@@ -151,9 +150,8 @@ class Stepper:
             )
             self.state, drained = _drain(self.state)
             seen, drained = jax.tree.map(np.asarray, (seen, drained))
-            has_ended = drained.status == FINISHED
-            ended = jax.tree.map(lambda x, rows=has_ended: x[rows], drained)
-            unfinished -= int(has_ended.sum())
+            ended = jax.tree.map(lambda x, rows=drained.is_final: x[rows], drained)
+            unfinished -= int(drained.is_final.sum())
             yield Call(seen, self.state, ended)
 
     def serve(
@@ -174,10 +172,10 @@ class Stepper:
         tokens: dict[tuple[int, int], list[int]] = {}
         started = time.perf_counter()
         for call in self.calls(prompts, asks, policy=policy, eviction=eviction):
-            ended = call.ended
+            ended, ends = call.ended.sequences, call.ended.progress.num_tokens
             np.add.at(num_cached, ended.request_id, ended.num_cached)
             for row, name in enumerate(ended.request_id.tolist()):
-                answer = slice(ended.prompt_length[row], ended.num_tokens[row])
+                answer = slice(ended.prompt_length[row], ends[row])
                 sample = int(ended.params.sample[row])
                 tokens[name, sample] = ended.tokens[row, answer].tolist()
             seen.append(call.seen)
@@ -208,11 +206,12 @@ def histories(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
 
     Those of a beam, which stand where they were chosen, are put in order.
     """
-    s, slots = jax.tree.map(np.asarray, (state.sequences, state.slots.sequence))
+    running = state.slots.sequence, state.slots.num_tokens
+    s, (slots, known) = jax.tree.map(np.asarray, (state.sequences, running))
     search = jax.tree.map(np.asarray, state.search)
     tokens = np.full((len(slots), s.tokens.shape[1]), -1, np.int32)
     for slot, row in enumerate(slots):
-        num = 0 if row < 0 else int(s.num_tokens[row])
+        num = 0 if row < 0 else int(known[slot])
         tokens[slot, :num] = s.tokens[row, :num]
         if row < 0 or search is None or not search.width[s.group[row]]:
             continue
@@ -243,7 +242,7 @@ def _steps(
     def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
         return step(params, state, config=config, forward=forward, **rules)
 
-    state = state._replace(clock=clock)
+    state = state._replace(ledger=state.ledger._replace(clock=clock))
     return lax.scan(body, state, None, length=config.steps_per_call)
 
 

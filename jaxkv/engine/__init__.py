@@ -1,13 +1,19 @@
 """The engine as a value: state in, state out, one step at a time."""
 
 from jaxkv.engine.emitting import Answer
-from jaxkv.engine.requests import Requests, cancel, drain, submit
-from jaxkv.engine.state import NOBODY, EngineConfig, EngineState, init
+from jaxkv.engine.requests import (
+    DrainedSequences,
+    Requests,
+    cancel,
+    drain,
+    submit,
+)
+from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.engine.step import StepInfo, run_steps
 
 __all__ = [
-    "NOBODY",
     "Answer",
+    "DrainedSequences",
     "EngineConfig",
     "EngineState",
     "Requests",
@@ -22,4 +28,5 @@ __all__ = [
     "state",
     "step",
     "submit",
+    "swapping",
 ]

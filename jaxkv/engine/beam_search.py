@@ -15,10 +15,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.groups import first_of_group, is_beam, note_ends
+from jaxkv.engine.groups import find_groups, is_beam
 from jaxkv.engine.state import (
     FULL,
-    NOBODY,
     NOT_A_NUMBER,
     NOT_ENDED,
     STOPPED,
@@ -26,6 +25,7 @@ from jaxkv.engine.state import (
     EngineState,
     Sequences,
 )
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import page_sharing, page_table
 from jaxkv.sampling import beam_search
 
@@ -37,22 +37,22 @@ class Groups(NamedTuple):
     """
 
     lead: Int32[Array, " slots"]
-    """Row of each request's first sequence, or NOBODY."""
+    """Row of each request's first sequence, or NO_SEQUENCE."""
     slot: Int32[Array, "slots beams"]
-    """Slot of each beam, or NOBODY."""
+    """Slot of each beam, or NO_SEQUENCE."""
 
 
 def groups(state: EngineState, max_beams: int) -> Groups:
     """Finds the beams of every request in the slots."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    here, first = is_beam(state), first_of_group(state)
+    here, first = is_beam(state), find_groups(state).first
     every = jnp.arange(first.shape[0], dtype=jnp.int32)
-    at = (jnp.where(here, first, NOBODY), s.params.sample[row])
-    nobody = jnp.full((first.shape[0], max_beams), NOBODY, jnp.int32)
+    at = (jnp.where(here, first, NO_SEQUENCE), s.params.sample[row])
+    nobody = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
     begins = here & (first == every)
     return Groups(
-        lead=jnp.where(begins, s.group[row], NOBODY),
+        lead=jnp.where(begins, s.group[row], NO_SEQUENCE),
         slot=arrays.put(nobody, at, every),
     )
 
@@ -93,16 +93,16 @@ def _search(
     """Takes the step, and lets slots and histories follow; as `advance` returns."""
     s, sequence = state.sequences, state.slots.sequence
     found = groups(state, config.max_beams)
-    first, sample = first_of_group(state), s.params.sample[sequence]
+    first, sample = find_groups(state).first, s.params.sample[sequence]
     after, parents, tokens, active = _step(state, found, choices, here)
     mine = here & active[first]
     done = mine & after.done[first]
     # By slot again: the slot it goes on from, and its history.
     beam = parents[first, sample]
-    source = jnp.where(mine & ~done, found.slot[first, beam], NOBODY)
+    source = jnp.where(mine & ~done, found.slot[first, beam], NO_SEQUENCE)
     # Slots go on from the pages of their parents, less what was reserved ahead.
     every = jnp.arange(config.max_slots, dtype=jnp.int32)
-    source = jnp.where(source == every, NOBODY, source)
+    source = jnp.where(source == every, NO_SEQUENCE, source)
     length = state.table.length
     keep = jnp.where(mine, length, length + config.max_length)
     pool, table = page_table.truncate(
@@ -110,20 +110,20 @@ def _search(
     )
     pool, table = page_sharing.reorder(pool, table, source)
     state = state._replace(pool=pool, table=table)
-    row = jnp.where(mine, sequence, NOBODY)
-    place = jnp.where(mine, s.num_tokens[sequence], NOBODY)
-    lead = jnp.where(active, found.lead, NOBODY)
+    row = jnp.where(mine, sequence, NO_SEQUENCE)
+    num_tokens = state.slots.num_tokens
+    place = jnp.where(mine, num_tokens, NO_SEQUENCE)
+    lead = jnp.where(active, found.lead, NO_SEQUENCE)
     old = state.search
     assert old is not None
     new = old._replace(
         groups=jax.tree.map(lambda x, y: arrays.put(x, lead, y), old.groups, after),
         parents=arrays.put(old.parents, (row, place), beam),
     )
-    s = s._replace(
-        tokens=arrays.put(s.tokens, (row, place), tokens[first, sample]),
-        num_tokens=arrays.put(s.num_tokens, row, place + 1),
-    )
-    return _finish(state._replace(search=new, sequences=s), found, done, config)
+    s = s._replace(tokens=arrays.put(s.tokens, (row, place), tokens[first, sample]))
+    slots = state.slots._replace(num_tokens=num_tokens + mine.astype(jnp.int32))
+    state = state._replace(search=new, sequences=s).with_slots(slots)
+    return _finish(state, found, done, config)
 
 
 def _step(
@@ -155,37 +155,38 @@ def _finish(
     """Puts the answers of searches that are done where other sequences have theirs."""
     search, sequence = state.search, state.slots.sequence
     assert search is not None
-    first, row = first_of_group(state), jnp.maximum(sequence, 0)
+    first, row = find_groups(state).first, jnp.maximum(sequence, 0)
     sample = state.sequences.params.sample[row]
     lead = jnp.maximum(found.lead, 0)
     rows = sequence[jnp.maximum(found.slot, 0)]
     group = jax.tree.map(lambda x: x[lead], search.groups)
     start = state.sequences.prompt_length[lead]
 
+    length = group.finished.length[first, sample]
+
     def write(_: Array, s: Sequences) -> Sequences:
         answers = jax.vmap(beam_search.finalize)(
             group, s.tokens[rows], search.parents[rows], start
         )[first, sample]
-        length = (start[:, None] + group.finished.length)[first, sample]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
-        chosen = (place >= start[first][:, None]) & (place < length[:, None])
+        place = place - start[first][:, None]
+        chosen = (place >= 0) & (place < length[:, None])
         answers = jnp.where(chosen, answers, s.tokens[sequence])
-        row = jnp.where(done, sequence, NOBODY)
+        row = jnp.where(done, sequence, NO_SEQUENCE)
         score = group.finished.score[first, sample]
         return s._replace(
             tokens=arrays.put(s.tokens, row, answers),
-            num_tokens=arrays.put(s.num_tokens, row, length),
             score=arrays.put(s.score, row, score),
         )
 
     s = lax.fori_loop(0, jnp.any(done).astype(jnp.int32), write, state.sequences)
-    length = group.finished.length[first, sample]
     full = length == (s.limit - s.prompt_length)[row]
     reason = jnp.where(full, FULL, STOPPED)
     reason = jnp.where(length == 0, NOT_A_NUMBER, reason)
     reason = jnp.where(done, reason, NOT_ENDED)
-    begins = done & jnp.all(s.first_token[sequence] == 0, axis=1)
-    return note_ends(state._replace(sequences=s), begins, done, reason), reason
+    known = jnp.where(done, start[first] + length, state.slots.num_tokens)
+    slots = state.slots._replace(num_tokens=known)
+    return state._replace(sequences=s).with_slots(slots), reason
 
 
 def note_paths(
@@ -202,18 +203,19 @@ def note_paths(
     def unroll(_: Array, path: Array) -> Array:
         assert state.search is not None
         s, sequence = state.sequences, state.slots.sequence
-        found, first = groups(state, config.max_beams), first_of_group(state)
+        found, first = groups(state, config.max_beams), find_groups(state).first
         sample = s.params.sample[jnp.maximum(sequence, 0)]
-        rows = sequence[jnp.maximum(found.slot, 0)]
+        slot = jnp.maximum(found.slot, 0)
+        rows, known = sequence[slot], state.slots.num_tokens[slot]
         beam = jnp.arange(config.max_beams, dtype=jnp.int32)
         ends = jnp.broadcast_to(beam, rows.shape)
-        held = jax.vmap(beam_search.unroll)(
-            state.search.parents[rows], ends, s.num_tokens[rows]
-        )[first, sample]
+        held = jax.vmap(beam_search.unroll)(state.search.parents[rows], ends, known)[
+            first, sample
+        ]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
         holder = jnp.take_along_axis(rows[first], jnp.maximum(held, 0), axis=1)
         tokens = s.tokens[holder, jnp.broadcast_to(place, holder.shape)]
-        return arrays.put(path, jnp.where(lost, sequence, NOBODY), tokens)
+        return arrays.put(path, jnp.where(lost, sequence, NO_SEQUENCE), tokens)
 
     trips = jnp.any(lost).astype(jnp.int32)
     path = lax.fori_loop(0, trips, unroll, state.search.path)

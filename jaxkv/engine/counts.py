@@ -1,165 +1,98 @@
-"""What the policy of an engine may know: its counts, made of the engine's state."""
+"""What the policy of an engine sees: its ledger, and facts of its page tables."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
-from jaxkv import arrays, clock
-from jaxkv.engine import (
-    drafting,
-    groups,
-    prefix_caching,
-    slot_assignment,
-    swapping,
-)
+from jaxkv import arrays, clock, ledger
+from jaxkv.engine import drafting, groups, prefix_caching, swapping
 from jaxkv.engine.drafting import Drafter
 from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts, RequestColumns
 from jaxkv.memory import demand, page_sharing, page_table
-from jaxkv.scheduling import attributes, interface
-
-
-class _Head(NamedTuple):
-    """The requests at the head of the queue."""
-
-    row: Int32[Array, " head"]
-    """Row of each one's first sequence, or NOBODY."""
-    waits: Bool[Array, "head sequences"]
-    """Its sequences that wait."""
-    num_slots: Int32[Array, " head"]
-    """How many these are."""
-    reader: Int32[Array, " head"]
-    """The one that feeds first."""
-    num_tokens: Int32[Array, " head"]
-    """What that one has to feed: all its tokens, or those with which all begin."""
-    is_out: Bool[Array, " head"]
-    """Requests that are swapped out."""
-    has_arrived: Bool[Array, " head"]
+from jaxkv.scheduling import interface
 
 
 class _Shares(NamedTuple):
-    """What slots have to do with others."""
+    """Pages that slots share."""
 
-    first: Int32[Array, " order"]
-    """The first place of the same request, by place."""
+    first: Int32[Array, " slots"]
+    """The first slot of the same request."""
     others: Int32[Array, " slots"]
     """Pages that a slot does not account for: one that a group shares counts once, a
-    cached one for nobody."""
+    cached one never."""
     moved: Int32[Array, " slots"]
     """Pages that would move if its group were swapped out, shared ones once."""
     copies: Int32[Array, " slots"]
     """Pages that it has to copy before it writes, 0 or 1."""
 
 
+def look_up_head(state: EngineState, config: EngineConfig) -> Head:
+    """Looks up the first requests of the queue."""
+    request = state.ledger.queue[: config.num_head]
+    members = arrays.take(state.sequences.members, request, fill=NO_SEQUENCE)
+    swaps = state.staging is not None
+    return ledger.look_up_head(state.ledger, request, members, swaps=swaps)
+
+
 def counts(
     state: EngineState, config: EngineConfig, drafter: Drafter | None = None
 ) -> tuple[interface.Counts, prefix_caching.Found]:
-    """What the policy may know, in order of admission and of the queue.
+    """Returns what the policy sees, and the cached pages of the head of the queue."""
+    s, slots, length = state.sequences, state.slots, state.table.length
+    head, size = look_up_head(state, config), config.page_size
+    exists, is_out = head.request >= 0, head.swapped_pages > 0
+    row = jnp.maximum(head.request, 0)
+    has_arrived = exists & clock.is_past(s.arrival[row], state.ledger.clock)
+    # Sequences of a request are in ascending rows.
+    first = jnp.where(head.exists, head.slots.sequence, config.max_sequences)
+    first = jnp.min(first, axis=1)
+    first = jnp.where(first < config.max_sequences, first, 0)
+    looks = has_arrived & ~is_out
+    found = prefix_caching.find(state, first, head.num_to_feed, looks, config)
+    goal = groups.num_to_feed(state)
+    pages = page_table.num_pages(state.table, page_size=size)
+    shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
 
-    And what the requests at the head of the queue would start on.
-    """
-    drafts = None
-    if drafter is not None:
-        drafts = drafting.wishes(state, drafter, config)[state.slots.order]
-    head = _head_of_queue(state, config)
-    looks = head.has_arrived & ~head.is_out
-    found = prefix_caching.find(state, head.reader, head.num_tokens, looks, config)
-    return interface.Counts(
-        **_of_line(state, config),
-        **_of_head(state, head, found, config),
-        free_pages=state.pool.num_free + prefix_caching.num_idle(state),
-        free_swap_pages=swapping.num_free(state),
-        page_size=config.page_size,
+    seen = ledger.observe(
+        state.ledger,
+        head,
+        groups.group_of_slots(state),
+        RequestColumns(s.arrival, s.limit, s.attributes),
+        PageFacts(
+            length=length,
+            num_pages=pages,
+            owned_pages=pages - shares.others,
+            owned_tokens=demand.own_tokens(length, shares.others, page_size=size),
+            swap_pages=shares.moved,
+            copies=shares.copies,
+            group=shares.first,
+            free_pages=state.pool.num_free + prefix_caching.num_idle(state),
+            free_swap_pages=swapping.num_free(state),
+        ),
+        num_pages=config.num_pages,
+        page_size=size,
         max_length=config.max_length,
         token_budget=config.token_budget,
-        spare_logit_rows=config.num_logit_rows - config.max_slots,
-        drafts=drafts,
-    ), found
-
-
-def _of_line(state: EngineState, config: EngineConfig) -> dict[str, Any]:
-    """Counts of the slots, in order of admission."""
-    s, slots, size = state.sequences, state.slots, config.page_size
-    order = slots.order
-    sequence, length = slots.sequence[order], state.table.length[order]
-    goal = groups.num_to_feed(state)
-    pages = page_table.num_pages(state.table, page_size=size)[order]
-    shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
-    others = shares.others[order]
-    in_prompt = length < arrays.take(s.prompt_length, sequence, fill=0)
-    return dict(
-        running=sequence >= 0,
-        held=slots.held[order],
-        group=shares.first,
-        num_tokens=goal[order],
-        length=length,
-        num_pages=pages,
-        owned_pages=pages - others,
-        owned_tokens=demand.own_tokens(length, others, page_size=size),
-        swap_pages=shares.moved[order],
-        copies=shares.copies[order],
-        preempted=arrays.take(s.num_preempted, sequence, fill=0) > 0,
-        scored_prompt=arrays.take(s.prompt_scored, sequence, fill=False) & in_prompt,
-        attributes=_attributes(state, sequence),
     )
-
-
-def _head_of_queue(state: EngineState, config: EngineConfig) -> _Head:
-    """Looks up who waits at the head of the queue."""
-    s, head = state.sequences, state.queue.sequence[: config.num_head]
-    waits = slot_assignment.members(state, head)
-    num_slots = jnp.sum(waits, axis=1, dtype=jnp.int32)
-    row = jnp.arange(waits.shape[1], dtype=jnp.int32)[None, :]
-    first = jnp.min(jnp.where(waits, row, row.size), axis=1)
-    reader = jnp.where(first == row.size, 0, first)
-    common = arrays.take(s.num_common, head, fill=0)
-    arrival = arrays.take(s.arrival, head, fill=0)
-    return _Head(
-        row=head,
-        waits=waits,
-        num_slots=num_slots,
-        reader=reader,
-        num_tokens=jnp.where(num_slots == 1, s.num_tokens[reader], common),
-        is_out=swapping.is_out(state, head),
-        has_arrived=(head >= 0) & clock.is_past(arrival, state.clock),
-    )
-
-
-def _of_head(
-    state: EngineState, head: _Head, found: prefix_caching.Found, config: EngineConfig
-) -> dict[str, Any]:
-    """Counts of the requests at the head of the queue."""
-    s, size, there = state.sequences, config.page_size, head.row >= 0
-    common = jnp.where(head.num_slots == 1, 0, head.num_tokens)
-    fresh = demand.to_begin(s.num_tokens[None, :], common, head.waits, page_size=size)
-    fresh += found.num_idle - found.num_tokens // size
-    back = swapping.num_wanted(state, head.row, head.waits, config)
+    in_prompt = length < arrays.take(s.prompt_length, slots.sequence, fill=0)
+    scored = arrays.take(s.prompt_scored, slots.sequence, fill=False)
     # A policy skips unmarked rows; no request may overtake one of these.
-    ready = head.has_arrived & ~swapping.on_host(state, head.row)
-    pages = jnp.where(head.is_out, back, fresh)
-    return dict(
+    ready = has_arrived & ~swapping.on_host(state, head.request)
+    wanted = seen.waiting_pages + found.num_idle - found.num_tokens // size
+    return seen._replace(
+        num_tokens=goal,
+        scored_prompt=scored & in_prompt,
         waiting=ready,
-        waiting_tokens=head.num_tokens,
         waiting_cached=found.num_tokens,
-        waiting_slots=head.num_slots,
-        waiting_pages=jnp.where(there & ~ready, interface.BLOCKED, pages),
-        waiting_preempted=there & (s.num_preempted[head.reader] > 0),
-        waiting_swapped=head.is_out,
-        waiting_scored_prompt=there & s.prompt_scored[head.reader],
-        waiting_attributes=_attributes(state, head.reader),
-    )
-
-
-def _attributes(
-    state: EngineState, sequence: Int32[Array, " n"]
-) -> attributes.RequestAttributes:
-    """Attributes of the requests of sequences, relative to the clock."""
-    s, row = state.sequences, jnp.maximum(sequence, 0)
-    found = jax.tree.map(lambda column: column[row], s.attributes)
-    return attributes.relative(found, s.arrival[row], s.limit[row], state.clock)
+        waiting_pages=jnp.where(exists & ~ready, interface.BLOCKED, wanted),
+        waiting_scored_prompt=exists & s.prompt_scored[first],
+        spare_logit_rows=config.num_logit_rows - config.max_slots,
+        drafts=None if drafter is None else drafting.wishes(state, drafter, config),
+    ), found
 
 
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
@@ -181,7 +114,7 @@ def _if_shared[T](
     goal: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> T:
-    """A function of what slots share; nothing is searched where none may share any.
+    """Returns a function of the pages that slots share; searches only if any may.
 
     `goal` are the tokens that each slot will have written.
     """
@@ -196,7 +129,7 @@ def _if_shared[T](
         copies = page_table.needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
-                first=groups.groups_in_order(state),
+                first=groups.find_groups(state).first,
                 others=page_table.num_pages(table, page_size=size) - owned,
                 moved=swapping.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),

@@ -253,12 +253,12 @@ def wishes(
     s, sequence = state.sequences, state.slots.sequence
     with jax.named_scope("wishes"):
         wanted = drafter.wishes(state.memory, state, config)
-    alone = (state.slots.num_common == 0) & ~groups.is_beam(state)
+    alone = ~groups.fork_of(state).reads & ~groups.is_beam(state)
     return interface.wishes(
         jnp.where(alone, jnp.minimum(wanted, config.max_drafts), 0),
         num_tokens=groups.num_to_feed(state),
         length=state.table.length,
-        known=arrays.take(s.num_tokens, sequence, fill=0),
+        known=state.slots.num_tokens,
         limit=arrays.take(s.limit, sequence, fill=0),
     )
 
@@ -290,7 +290,7 @@ def propose(
     )
     s, sequence = state.sequences, state.slots.sequence
     index = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
-    known = arrays.take(s.num_tokens, sequence, fill=0)
+    known = state.slots.num_tokens
     place = jnp.where(index < drafts.num[:, None], known[:, None] + index, -1)
     tokens = arrays.put(s.tokens, (sequence[:, None], place), drafts.tokens)
     s = s._replace(tokens=tokens)

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays
 from jaxkv.engine.drafting import Drafts, Tree
-from jaxkv.engine.state import NOBODY, TILE, EngineConfig, EngineState
+from jaxkv.engine.state import TILE, EngineConfig, EngineState
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import kv_pages
 from jaxkv.models import interface
 
@@ -38,7 +39,7 @@ class Fed(NamedTuple):
     """Those of the drafts of every slot."""
     pages: kv_pages.Pages
     spare_sequence: Int32[Array, " spare"]
-    """Sequence of each spare logit row, or NOBODY."""
+    """Sequence of each spare logit row, or NO_SEQUENCE."""
     spare_position: Int32[Array, " spare"]
     """Position of the token that it fed."""
 
@@ -67,7 +68,7 @@ def feed(
     """Feeds the next `num_rows` tokens of every slot, at most `token_budget` in all.
 
     Pages for all rows are reserved, `length` is not yet advanced. `forks` is the slot
-    whose logits each slot gets, too, or NOBODY. The last rows of a slot are its
+    whose logits each slot gets, too, or NO_SEQUENCE. The last rows of a slot are its
     `drafts`, None if there is no drafter.
 
     Returns:
@@ -109,7 +110,7 @@ def feed(
         logits,
         drafted,
         pages,
-        spare_sequence=arrays.take(state.slots.sequence, spare_slot, fill=NOBODY),
+        spare_sequence=arrays.take(state.slots.sequence, spare_slot, fill=NO_SEQUENCE),
         spare_position=arrays.take(packed.rows.position, spare, fill=-1),
     )
 
@@ -290,7 +291,7 @@ def _pack(
         slot = jnp.where(used, before, -1)
         start = arrays.take(state.table.length - (end - num_rows), slot, fill=0)
         position = jnp.where(used, start + row, -1)
-        sequence = arrays.take(state.slots.sequence, slot, fill=NOBODY)
+        sequence = arrays.take(state.slots.sequence, slot, fill=NO_SEQUENCE)
     else:
         each, slot = 1 + length, None
         index = jnp.arange(each, dtype=jnp.int32)[None, :]
@@ -340,9 +341,11 @@ def _tokens(
     if (search := state.search) is None:
         return tokens
     # A beam's own row holds its last token; those before may stand with other beams.
-    group = arrays.take(s.group, sequence, fill=NOBODY)
+    group = arrays.take(s.group, sequence, fill=NO_SEQUENCE)
     beam = arrays.take(search.width, group, fill=0) > 0
-    again = position < arrays.take(s.num_tokens, sequence, fill=0) - 1
+    known = jnp.zeros(s.group.shape, jnp.int32)
+    known = arrays.put(known, state.slots.sequence, state.slots.num_tokens)
+    again = position < arrays.take(known, sequence, fill=0) - 1
     again &= position >= arrays.take(s.prompt_length, sequence, fill=0)
     path = arrays.take(search.path, (sequence, position), fill=0)
     return jnp.where(beam & again, path, tokens)

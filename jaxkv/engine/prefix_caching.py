@@ -115,8 +115,12 @@ def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> Engi
     ids = jnp.where((slot >= 0)[:, None], found.page_ids, NO_PAGE)
     table, s = state.table, state.sequences
     sequence = arrays.take(state.slots.sequence, slot, fill=-1)
-    # What comes back after a preemption was computed, not found.
-    new = arrays.take(s.num_fed, sequence, fill=0) == 0
+    slots, fork = state.slots, state.slots.fork
+    assert fork is not None
+    # Tokens that were fed before a preemption were computed, not found.
+    new = arrays.take(slots.num_fed, slot, fill=0) == 0
+    given = arrays.put(fork.num_given, slot, found.num_tokens)
+    slots = slots._replace(fork=fork._replace(num_given=given))
     return state._replace(
         prefixes=prefix_eviction.use(state.prefixes, ids),
         pool=page_pool.share(state.pool, ids),
@@ -130,7 +134,7 @@ def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> Engi
                 s.num_cached, sequence, jnp.where(new, found.num_tokens, 0), "add"
             )
         ),
-    )
+    ).with_slots(slots)
 
 
 def make_room(state: EngineState, wanted: Int32[Array, ""]) -> EngineState:

@@ -11,22 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import arrays
+from jaxkv import arrays, ledger
 from jaxkv.engine import groups, prefix_caching, swapping
 from jaxkv.engine.state import (
     CANCELLED,
-    EMPTY,
-    FINISHED,
-    NOBODY,
-    RUNNING,
-    WAITING,
     EngineConfig,
     EngineState,
-    Queue,
     Search,
     Sequences,
     no_sequences,
 )
+from jaxkv.ledger import NO_SEQUENCE, Events, Ledger, Progress
 from jaxkv.memory import Eviction, demand
 from jaxkv.sampling import Params, beam_search
 from jaxkv.scheduling.attributes import RequestAttributes
@@ -89,7 +84,7 @@ def submit(
       refused with it, so that nobody is overtaken.
     """
     state, requests = arrays.on_device((state, requests))
-    s, queue, r = state.sequences, state.queue, requests
+    s, books, r = state.sequences, state.ledger, requests
     index = jnp.arange(r.limit.shape[0], dtype=jnp.int32)
     first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
     # Requests that an idle engine could serve.
@@ -107,35 +102,37 @@ def submit(
     # of those may come back to the queue.
     begins = taken & (first == index)
     leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
-    begun = _any_in_group(s, _alive(s)) & leads
-    places = queue.sequence.shape[0] - jnp.sum(begun, dtype=jnp.int32)
-    num_empty = jnp.sum(s.status == EMPTY, dtype=jnp.int32)
+    begun = _any_in_group(s, _is_alive(books)) & leads
+    places = books.queue.shape[0] - jnp.sum(begun, dtype=jnp.int32)
+    is_empty = ledger.columns(Progress, books.progress).num_tokens == 0
     room = jnp.cumsum(begins, dtype=jnp.int32) <= places
-    room &= jnp.cumsum(taken, dtype=jnp.int32) <= num_empty
+    room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(is_empty, dtype=jnp.int32)
     lacks = arrays.over_groups(taken & ~room, first, "max")
     # No request overtakes another: all after one without room are refused, too.
     taken &= jnp.cumsum(lacks, dtype=jnp.int32) == 0
     begins = taken & (first == index)
     # The k-th sequence taken gets the k-th empty row.
-    empty = arrays.places(s.status == EMPTY, s.status.shape[0])
-    row = arrays.take(empty, arrays.ranks(taken), fill=NOBODY)
-    place = jnp.where(begins, queue.length + arrays.ranks(begins), NOBODY)
+    empty = arrays.places(is_empty, is_empty.shape[0])
+    row = arrays.take(empty, arrays.ranks(taken), fill=NO_SEQUENCE)
+    place = jnp.where(begins, books.num_waiting + arrays.ranks(begins), NO_SEQUENCE)
     asked = {name: x for name, x in r._asdict().items() if name in Sequences._fields}
     # Scores of a prompt come from reading all of it.
     asked["reuses"] = r.reuses & ~r.prompt_scored
-    new = no_sequences(row.shape[0], config)._replace(
-        status=jnp.full_like(row, WAITING),
-        group=row[first],
-        num_tokens=r.prompt_length,
-        num_common=r.prompt_length,
-        **asked,
+    lead = row[first]
+    new = no_sequences(row.shape[0], config)._replace(group=lead, **asked)
+    sequences = jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new)
+    members = arrays.put(sequences.members, (lead, index - first), row)
+    progress = Progress(*(jnp.zeros_like(row) for _ in Progress._fields))._replace(
+        num_tokens=r.prompt_length, num_common=r.prompt_length
     )
     return state._replace(
         search=_begin_search(state, requests, row, config),
-        sequences=jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new),
-        queue=Queue(
-            sequence=arrays.put(queue.sequence, place, row),
-            length=queue.length + jnp.sum(begins, dtype=jnp.int32),
+        sequences=sequences._replace(members=members),
+        ledger=books._replace(
+            queue=arrays.put(books.queue, place, row),
+            num_waiting=books.num_waiting + jnp.sum(begins, dtype=jnp.int32),
+            progress=arrays.put(books.progress, row, jnp.stack(progress, axis=1)),
+            events=arrays.put(books.events, row, 0),
         ),
     ), taken
 
@@ -184,92 +181,92 @@ def cancel(
       eviction: as in `engine.step`.
 
     Returns:
-      The new state. The sequences are FINISHED with what they had; those of a beam
-      search, which end together, without an answer.
+      The new state. The sequences have ended with the tokens that they had; those of
+      a beam search end together, without an answer.
     """
     state, request_ids, samples = arrays.on_device((state, request_ids, samples))
-    s, queue, num_tokens = state.sequences, state.queue, state.sequences.num_tokens
+    s, books, slots = state.sequences, state.ledger, state.slots
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
     if samples is not None:
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
-    alive = _alive(s)
+    alive = _is_alive(books)
     ended = jnp.any(named, axis=1) & alive
+    progress = ledger.columns(Progress, books.progress)
+    num_tokens = arrays.put(progress.num_tokens, slots.sequence, slots.num_tokens)
     if state.search is not None:
         # All beams of a search end together, and have no answers before the end.
         beam = state.search.width[s.group] > 0
         ended |= alive & beam & _any_in_group(s, ended)
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
     goes_on = _any_in_group(s, alive & ~ended)
-    gone = arrays.take(ended, state.slots.sequence, fill=False)
+    gone = arrays.take(ended, slots.sequence, fill=False)
+    again = ledger.num_recomputed(slots, state.table.length)
+    at = jnp.where(gone, slots.sequence, NO_SEQUENCE)
+    events = ledger.columns(Events, books.events)
+    now = books.clock
+    events = events._replace(
+        finish_s=jnp.where(ended, now[0] + 1, events.finish_s),
+        finish_us=jnp.where(ended, now[1], events.finish_us),
+        num_recomputed=arrays.put(events.num_recomputed, at, again, "add"),
+    )
+    stays = arrays.take(goes_on, books.queue, fill=False)
+    progress = progress._replace(
+        num_tokens=jnp.where(ended, num_tokens, progress.num_tokens)
+    )
+    state = state._replace(
+        sequences=s._replace(reason=jnp.where(ended, CANCELLED, s.reason)),
+        ledger=books._replace(
+            queue=arrays.packed(jnp.where(stays, books.queue, NO_SEQUENCE)),
+            num_waiting=jnp.sum(stays, dtype=jnp.int32),
+            progress=jnp.stack(progress, axis=1),
+            events=jnp.stack(events, axis=1),
+        ),
+    )
     state = swapping.cancel(state, ended)
     state = prefix_caching.drop(groups.leave(state, gone), gone, eviction)
-    slots = state.slots
-    stays = arrays.take(goes_on, queue.sequence, fill=False)
-    left = arrays.packed(jnp.where(stays, queue.sequence, NOBODY))
-    return state._replace(
-        sequences=s._replace(
-            num_tokens=num_tokens,
-            status=jnp.where(ended, FINISHED, s.status),
-            reason=jnp.where(ended, CANCELLED, s.reason),
-            finish=jnp.where(ended[:, None], state.clock[None, :], s.finish),
-        ),
-        slots=slots._replace(sequence=jnp.where(gone, NOBODY, slots.sequence)),
-        queue=Queue(left, length=jnp.sum(stays, dtype=jnp.int32)),
-    )
+    sequence = jnp.where(gone, NO_SEQUENCE, state.slots.sequence)
+    return state.with_slots(state.slots._replace(sequence=sequence))
 
 
-def requeue(
-    queue: Queue,
-    ahead: Int32[Array, " n"],
-    leaves: Bool[Array, " head"],
-) -> Queue:
-    """Puts requests that wait again, in order, ahead of a queue.
+class DrainedSequences(NamedTuple):
+    """All sequences of an engine as `drain` found them."""
 
-    NOBODY may stand between them. Those at the head that leave are taken out.
-    """
-    head = queue.sequence[: leaves.shape[0]]
-    front = jnp.concatenate([ahead, jnp.where(leaves, NOBODY, head)])
-    num_front = jnp.sum(front >= 0, dtype=jnp.int32)
-    place = jnp.arange(queue.sequence.shape[0], dtype=jnp.int32)
-    # Only the front has gaps to close up; the rest moves as it is.
-    behind = place - num_front + leaves.shape[0]
-    behind = arrays.take(queue.sequence, behind, fill=NOBODY)
-    front = arrays.take(arrays.packed(front), place, fill=NOBODY)
-    return Queue(
-        sequence=jnp.where(place < num_front, front, behind),
-        length=queue.length
-        + jnp.sum(ahead >= 0, dtype=jnp.int32)
-        - jnp.sum(leaves & (head >= 0), dtype=jnp.int32),
-    )
+    is_final: Bool[Array, " sequences"]
+    """Sequences of requests that are complete; their rows are free now."""
+    sequences: Sequences
+    progress: Progress
+    events: Events
 
 
-def drain(state: EngineState) -> tuple[EngineState, Sequences]:
-    """Hands out the finished requests and makes room for new ones.
+def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
+    """Returns the finished requests, and frees their rows.
+
+    The sequences of a request are final when the last of them has ended.
 
     Args:
       state: the engine.
 
     Returns:
-      The new state, and all sequences: those with status FINISHED are final, and gone
-      from the new state. The sequences of a request that others still run for are
-      handed out with the last of them, and stand as RUNNING here.
+      The new state, and all sequences.
     """
     state = arrays.on_device(state)
-    s = state.sequences
-    ended = s.status == FINISHED
-    final = ended & ~_any_in_group(s, _alive(s))
-    status = jnp.where(final, EMPTY, s.status)
-    shown = jnp.where(ended & ~final, RUNNING, s.status)
-    return state._replace(sequences=s._replace(status=status)), s._replace(status=shown)
+    s, books = state.sequences, state.ledger
+    progress = ledger.columns(Progress, books.progress)
+    alive = _is_alive(books)
+    final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
+    found = DrainedSequences(final, s, progress, ledger.columns(Events, books.events))
+    left = jnp.where(final[:, None], 0, books.progress)
+    return state._replace(ledger=books._replace(progress=left)), found
 
 
-def _alive(s: Sequences) -> Bool[Array, " sequences"]:
-    """Sequences that wait or run."""
-    return (s.status == WAITING) | (s.status == RUNNING)
+def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:
+    """Returns the sequences that wait or run."""
+    num_tokens = ledger.columns(Progress, books.progress).num_tokens
+    return (num_tokens > 0) & (ledger.columns(Events, books.events).finish_s == 0)
 
 
 def _any_in_group(
     s: Sequences, mask: Bool[Array, " sequences"]
 ) -> Bool[Array, " sequences"]:
-    """Whether any sequence of each one's request is in the mask."""
+    """Marks every sequence of a request of which any is marked."""
     return arrays.over_groups(mask, s.group, "max")

@@ -12,20 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import validation
+from jaxkv import ledger, validation
+from jaxkv.ledger import Ledger, Slots
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
 from jaxkv.memory.prefix_cache import Prefixes, make_prefixes
 from jaxkv.sampling import Params, beam_search, greedy_params
 from jaxkv.scheduling.attributes import RequestAttributes
 
-NOBODY = -1
-"""Stands where a slot or a queue could name a sequence and does not."""
-
 TILE = 64
 """Rows that every reduction sees under `numerics="reproducible"`."""
-
-EMPTY, WAITING, RUNNING, FINISHED = range(4)
-"""Status of a row of `Sequences`."""
 
 REASONS = (None, "stop", "length", "cancelled", "nan")
 """Why a sequence ended, by the code that stands in `Sequences.reason`."""
@@ -170,34 +165,30 @@ class EngineConfig:
 
 
 class Sequences(NamedTuple):
-    """Everything known of a sequence; outlives its slot and any preemption."""
+    """Text and settings of sequences; a row outlives its slot and any preemption.
+
+    The progress of sequences is in the ledger.
+    """
 
     tokens: Int32[Array, "sequences max_length"]
     """Prompt, then answer."""
-    status: Int32[Array, " sequences"]
-    """EMPTY, WAITING, RUNNING or FINISHED."""
     reason: Int32[Array, " sequences"]
-    """Why it ended: an index into `REASONS`."""
+    """Why the sequence ended: an index into `REASONS`."""
     request_id: Int32[Array, " sequences"]
     """The caller's name for the request that owns the sequence."""
     group: Int32[Array, " sequences"]
-    """Row of the request's first sequence. Who shares it is admitted and preempted
-    together; which of them a sequence is stands in `params.sample`."""
+    """Row of the request's first sequence: the request's index in the ledger."""
+    members: Int32[Array, "sequences slots"]
+    """In the row of a first sequence: rows of all sequences of its request, by sample;
+    `NO_SEQUENCE` beyond."""
     prompt_length: Int32[Array, " sequences"]
     """Tokens of the prompt."""
-    num_tokens: Int32[Array, " sequences"]
-    """Tokens known: prompt and answer so far."""
-    num_common: Int32[Array, " sequences"]
-    """In the row of a group's first sequence: tokens with which all of its sequences
-    begin, those that one of them feeds for all."""
-    num_fed: Int32[Array, " sequences"]
-    """Tokens whose K and V were written at some time, lost since or not."""
     limit: Int32[Array, " sequences"]
     """Tokens at which it ends, prompt included."""
     stop_tokens: Int32[Array, "sequences max_stop_tokens"]
     """Tokens that end it; -1 where unused."""
     params: Params
-    """How its tokens are drawn."""
+    """Sampling parameters."""
     salt: UInt32[Array, " sequences"]
     """Cached pages are found only by sequences of the same salt."""
     reuses: Bool[Array, " sequences"]
@@ -214,49 +205,15 @@ class Sequences(NamedTuple):
     top_logprobs: Float[Array, "sequences max_length max_logprobs"]
     """Their log-probabilities."""
     score: Float[Array, " sequences"]
-    """Of the answers of a beam search that is done; else 0."""
+    """Score of an answer of a finished beam search; else 0."""
     arrival: Int32[Array, "sequences 2"]
     """When the request arrives, (seconds, microseconds)."""
     attributes: RequestAttributes
     """Attributes of the request, for the policy."""
-    first_token: Int32[Array, "sequences 2"]
-    """The clock when its first token was drawn."""
-    finish: Int32[Array, "sequences 2"]
-    """The clock when it ended."""
     num_cached: Int32[Array, " sequences"]
     """Prompt tokens whose K and V were found rather than computed."""
-    num_recomputed: Int32[Array, " sequences"]
-    """Tokens whose K and V were lost to preemption and computed again."""
-    num_preempted: Int32[Array, " sequences"]
-    """Times that it was preempted."""
     num_swapped: Int32[Array, " sequences"]
-    """How many of these kept its pages."""
-
-
-class Slots(NamedTuple):
-    """The running batch."""
-
-    sequence: Int32[Array, " slots"]
-    """Row of `Sequences` that each slot runs, or NOBODY."""
-    source: Int32[Array, " slots"]
-    """Slot of the same group that feeds the common tokens, for slots that wait to be
-    forked from it; else NOBODY."""
-    num_common: Int32[Array, " slots"]
-    """Tokens after which the slots that wait for this one are forked; else 0."""
-    held: Bool[Array, " slots"]
-    """Slots whose sequence has finished, but which a policy keeps occupied."""
-    order: Int32[Array, " slots"]
-    """All slots once: the occupied ones in order of admission; behind them, as of the
-    last step in which somebody came or was preempted, the rest."""
-
-
-class Queue(NamedTuple):
-    """The requests that wait, first come first."""
-
-    sequence: Int32[Array, " places"]
-    """Row of each one's first sequence; NOBODY from `length` on."""
-    length: Int32[Array, ""]
-    """How many wait."""
+    """Preemptions that kept the pages of the sequence."""
 
 
 class Search(NamedTuple):
@@ -286,19 +243,26 @@ class EngineState(NamedTuple):
     pages: kv_pages.Pages
     pool: page_pool.Pool
     table: page_table.Table
+    ledger: Ledger
+    """Queue, slots, progress and clock; the host sets the clock."""
     sequences: Sequences
-    slots: Slots
-    queue: Queue
     prefixes: Prefixes | None
     """The prefix cache, if the engine has one."""
     search: Search | None
     """Beam search, if the engine has it."""
     staging: swap_buffer.Staging | None
     """Pages that were swapped out, if the engine does that."""
-    clock: Int32[Array, " 2"]
-    """Seconds and microseconds, as the host last said."""
     memory: Any = None
     """What a drafter remembers, if the engine has one; a pytree of arrays."""
+
+    @property
+    def slots(self) -> Slots:
+        """The running batch."""
+        return self.ledger.slots
+
+    def with_slots(self, slots: Slots) -> "EngineState":
+        """Returns the state with another running batch."""
+        return self._replace(ledger=self.ledger._replace(slots=slots))
 
     def __repr__(self) -> str:
         """One line with the sizes, of arrays and of their shapes alike."""
@@ -352,19 +316,15 @@ def init(
         pages=pages,
         pool=page_pool.make_pool(config.num_pages),
         table=page_table.make_table(slots, config.max_pages_per_slot),
+        ledger=ledger.init(
+            num_slots=slots,
+            # Preempted requests find a place however many new ones wait.
+            num_places=config.queue_capacity + slots,
+            num_sequences=config.max_sequences,
+            has_groups=True,
+            holds=True,
+        ),
         sequences=no_sequences(config.max_sequences, config),
-        slots=Slots(
-            sequence=jnp.full((slots,), NOBODY, jnp.int32),
-            source=jnp.full((slots,), NOBODY, jnp.int32),
-            num_common=jnp.zeros((slots,), jnp.int32),
-            held=jnp.zeros((slots,), bool),
-            order=jnp.arange(slots, dtype=jnp.int32),
-        ),
-        queue=Queue(
-            # Preempted sequences must find a place however many new ones wait.
-            sequence=jnp.full((config.queue_capacity + slots,), NOBODY, jnp.int32),
-            length=jnp.zeros((), jnp.int32),
-        ),
         prefixes=make_prefixes(config.num_pages, config.page_size)
         if config.prefix_cache
         else None,
@@ -377,7 +337,6 @@ def init(
         )
         if config.max_swap_pages
         else None,
-        clock=jnp.zeros((2,), jnp.int32),
         memory=memory,
     )
 
@@ -391,14 +350,11 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
 
     return Sequences(
         tokens=zeros(config.max_length),
-        status=zeros(),
         reason=zeros(),
         request_id=zeros(),
         group=zeros(),
+        members=zeros(config.max_slots) - 1,
         prompt_length=zeros(),
-        num_tokens=zeros(),
-        num_common=zeros(),
-        num_fed=zeros(),
         limit=zeros(),
         stop_tokens=zeros(config.max_stop_tokens) - 1,
         params=greedy_params(num),
@@ -412,10 +368,6 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         score=zeros(dtype=jnp.float32),
         arrival=zeros(2),
         attributes=RequestAttributes(*(zeros() for _ in RequestAttributes._fields)),
-        first_token=zeros(2),
-        finish=zeros(2),
         num_cached=zeros(),
-        num_recomputed=zeros(),
-        num_preempted=zeros(),
         num_swapped=zeros(),
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, ledger
 from jaxkv.engine import (
     apply_plan,
     drafting,
@@ -26,7 +26,8 @@ from jaxkv.engine import (
 from jaxkv.engine import counts as engine_counts
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.emitting import LogitsFn
-from jaxkv.engine.state import NOBODY, NOT_ENDED, WAITING, EngineConfig, EngineState
+from jaxkv.engine.state import NOT_ENDED, EngineConfig, EngineState
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import Eviction, invariants, kv_pages, prefix_cache, swap_buffer
 from jaxkv.models import interface as models_interface
 from jaxkv.scheduling import interface as scheduling_interface
@@ -42,7 +43,7 @@ class StepInfo(NamedTuple):
     logprobs: Float[Array, "slots emit_width"]
     """Their log-probabilities, where asked for."""
     sequence: Int32[Array, " slots"]
-    """Row of `Sequences` in each slot during the step, or NOBODY."""
+    """Row of `Sequences` in each slot during the step, or `NO_SEQUENCE`."""
     request_id: Int32[Array, " slots"]
     """Its request; -1 where the slot is empty or held."""
     sample: Int32[Array, " slots"]
@@ -150,8 +151,7 @@ def step(
         )
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, config)
-    ended = emitted.reason != NOT_ENDED
-    state = _retire(state, ended, policy.holds_finished, eviction)
+    state = _retire(state, emitted, policy.holds_finished, eviction)
     info = _info(planned, applied, emitted, state, config)
     if config.debug:
         unsafe = invariants.shared_writes(
@@ -212,7 +212,8 @@ def _info(
     """Says what a step did, between the state as planned and the one at its end."""
     s, running = planned.sequences, planned.slots.sequence
     # Who has ended has no pages, and the slots as they were stand where they stood.
-    after = state._replace(slots=planned.slots)
+    after, held = state.with_slots(planned.slots), state.slots.held
+    assert held is not None  # `state.init` makes flags
     num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
     num_rows, num_drafts = applied.num_rows, None
     if emitted.verified is not None:
@@ -227,8 +228,8 @@ def _info(
         sample=arrays.take(s.params.sample, running, fill=0),
         reason=emitted.reason,
         num_rows=num_rows,
-        held=state.slots.held,
-        num_waiting=state.queue.length,
+        held=held,
+        num_waiting=state.ledger.num_waiting,
         **applied.turned._asdict(),
         num_copied=applied.num_copied,
         used_pages=config.num_pages - num_free,
@@ -288,7 +289,7 @@ def run_steps(
       The new state, and the stacked infos of all steps.
     """
     params, state, clock = arrays.on_device((params, state, clock))
-    state = state._replace(clock=clock)
+    state = state._replace(ledger=state.ledger._replace(clock=clock))
     drafter = None if speculation is None else speculation.drafter
     length = config.steps_per_call if num_steps is None else num_steps
     own = config
@@ -341,7 +342,7 @@ def _rested(
 
 def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
     """Counts the invariants that do not hold at the end of a step."""
-    live = (state.slots.sequence >= 0) | state.slots.held
+    live = ledger.is_occupied(state.slots)
     found = invariants.violations(
         state.pool,
         state.table,
@@ -353,9 +354,12 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
         found = found._replace(i7=prefix_cache.unsound(state.prefixes, state.pool))
     if state.staging is None:
         return found
-    s = state.sequences
+    progress = ledger.columns(ledger.Progress, state.ledger.progress)
+    events = ledger.columns(ledger.Events, state.ledger.events)
+    waits = (progress.num_tokens > 0) & (events.finish_s == 0)
+    waits = arrays.put(waits, state.slots.sequence, False)
     faults = swap_buffer.unsound(
-        state.staging, s.group, s.status == WAITING, page_size=config.page_size
+        state.staging, state.sequences.group, waits, page_size=config.page_size
     )
     return found._replace(swap=faults)
 
@@ -363,22 +367,39 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
 @jax.named_scope("retire")
 def _retire(
     state: EngineState,
-    ended: Bool[Array, " slots"],
+    emitted: emitting.Emitted,
     holds_finished: bool,
     eviction: Eviction | None,
 ) -> EngineState:
-    """Empties the slots of ended sequences, at once or when the whole batch is done."""
-    slots = state.slots
-    sequence = jnp.where(ended, NOBODY, slots.sequence)
-    gone, held = ended, slots.held
-    if holds_finished:
-        occupied = held | ended
-        done = ~jnp.any(sequence >= 0)
-        gone, held = occupied & done, occupied & ~done
+    """Notes first tokens and ends, and empties the slots of ended sequences."""
+    before, reason = state.slots, emitted.reason
+    ended = reason != NOT_ENDED
+    slots = before if holds_finished else before._replace(held=None)
+    slots, gone = ledger.retire(slots, ended)
+    held = before.held if slots.held is None else slots.held
+    sequence = jnp.where(ended, NO_SEQUENCE, slots.sequence)
+
+    def note(state: EngineState, begins: Array, reason: Array, gone: Array) -> Any:
+        books, length = state.ledger, state.table.length
+        ended = reason != NOT_ENDED
+        row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)
+        books = ledger.note_events(books, begins, ended, length)
+        column = ledger.Progress._fields.index("num_tokens")
+        num_tokens = books.slots.num_tokens
+        progress = arrays.put(books.progress, (row, column), num_tokens)
+        s = state.sequences
+        state = state._replace(
+            ledger=books._replace(progress=progress),
+            sequences=s._replace(reason=arrays.put(s.reason, row, reason)),
+        )
+        return prefix_caching.drop(state, gone, eviction)
+
     state = arrays.when(
-        jnp.any(gone),
-        lambda state, gone: prefix_caching.drop(state, gone, eviction),
+        jnp.any(emitted.begins | ended | gone),
+        note,
         state,
+        emitted.begins,
+        reason,
         gone,
     )
-    return state._replace(slots=slots._replace(sequence=sequence, held=held))
+    return state.with_slots(state.slots._replace(sequence=sequence, held=held))

@@ -314,3 +314,15 @@ def _page_at(page_ids: Array, column: Array) -> Array:
     there = (column >= 0) & (column < num_columns)
     place = jnp.where(there, first + column, NO_PAGE)
     return arrays.take(page_ids.reshape(-1), place, fill=NO_PAGE)
+
+
+def moved(table: Table, source: Int32[Array, " slots"]) -> Table:
+    """Moves the rows of slots: each one gets the row of `source`, or is empty at -1.
+
+    Every row that is not empty must be the source of one slot.
+    """
+    return Table(
+        page_ids=arrays.take(table.page_ids, source, fill=NO_PAGE),
+        length=arrays.take(table.length, source, fill=0),
+        ahead=arrays.take(table.ahead, source, fill=0),
+    )

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, EngineState, snapshots, step
 from jaxkv.engine.drafting import Speculation
-from jaxkv.engine.requests import Requests
-from jaxkv.engine.state import Sequences, init
+from jaxkv.engine.requests import DrainedSequences, Requests
+from jaxkv.engine.state import init
 from jaxkv.memory import (
     NO_PAGE,
     Eviction,
@@ -63,7 +63,7 @@ class Call:
 
     info: step.StepInfo
     policy: scheduling_interface.Policy
-    drained: Sequences | None = None
+    drained: DrainedSequences | None = None
     table: Any = None
     """Copies of page ids, lengths and sequences of the slots, after its last step."""
     num_pending: int = 0
@@ -391,7 +391,7 @@ class EngineCore:
         try:  # here the host waits; Ctrl-C ends it with nothing noted
             info = jax.tree.map(np.asarray, call.info)
             if call.drained is not None:
-                call.drained.status.block_until_ready()
+                call.drained.is_final.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             self._lost = error
             raise

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays
-from jaxkv.engine import NOBODY, EngineState
+from jaxkv.engine import EngineState, swapping
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import NO_PAGE, Pages, Staging, kv_pages, swap_buffer
 
 
@@ -26,7 +27,7 @@ class Moves(NamedTuple):
     lost: Bool[Array, " sequences"]
     """Requests whose pages it gives up: their tokens will be fed again."""
     arrives: Int32[Array, ""]
-    """Request whose pages it brings, or NOBODY."""
+    """Request whose pages it brings, or NO_SEQUENCE."""
     place: Int32[Array, " places"]
     """New place of the page that came from each place, or `NO_PAGE`."""
     pages: Pages
@@ -40,7 +41,7 @@ def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> S
     """
     s = swap_buffer.forget(staging, group, moves.lost)
     left = arrays.take(moves.leaves, s.owner, fill=False)
-    owner = jnp.where(left, NOBODY, s.owner)
+    owner = jnp.where(left, NO_SEQUENCE, s.owner)
     owner = arrays.put(owner, moves.place, moves.arrives)
     mine = (group == moves.arrives) & (moves.arrives >= 0)
     page_ids = arrays.take(moves.place, s.page_ids, fill=NO_PAGE)
@@ -101,7 +102,7 @@ class HostSpace:
         # What the device no longer knows of was cancelled.
         self._kept = {row: kept for row, kept in self._kept.items() if on_host[row]}
         staged = set(owner[owner >= 0].tolist())
-        queue = np.asarray(state.queue.sequence).tolist()
+        queue = np.asarray(state.ledger.queue).tolist()
         out = [row for row in queue if row in staged or row in self._kept]
         moves = no_moves(s)
         if not out:
@@ -123,6 +124,9 @@ class HostSpace:
                 moves.place[places] = free[: len(places)]
                 content = kv_pages.widen(pages, len(owner), places)
                 moves = moves._replace(pages=content)
+        if moves.lost.any():
+            lost = moves.lost[np.asarray(state.sequences.group)]
+            state = state._replace(ledger=swapping.lose(state.ledger, lost))
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 
 
@@ -134,7 +138,7 @@ def no_moves(staging: Staging) -> Any:
     return blank(
         leaves=np.zeros(num_sequences, bool),
         lost=np.zeros(num_sequences, bool),
-        arrives=np.full((), NOBODY, np.int32),
+        arrives=np.full((), NO_SEQUENCE, np.int32),
         place=np.full(num_places, NO_PAGE, np.int32),
         pages=jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), s.pages),
     )

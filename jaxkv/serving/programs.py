@@ -10,8 +10,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
-from jaxkv.engine import EngineState, requests, step
-from jaxkv.engine.state import Sequences
+from jaxkv.engine import DrainedSequences, EngineState, requests, step
 from jaxkv.memory import Eviction, Pages, Prefix, Staging, prefix_transfer
 from jaxkv.parallel import layout
 from jaxkv.serving import host_swap
@@ -57,7 +56,7 @@ def _cancel_and_drain(
     request_ids: Int32[Array, " n"],
     samples: Int32[Array, " n"],
     eviction: Eviction | None,
-) -> tuple[EngineState, Sequences]:
+) -> tuple[EngineState, DrainedSequences]:
     state = requests.cancel(state, request_ids, samples, eviction=eviction)
     return requests.drain(state)
 

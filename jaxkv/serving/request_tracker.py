@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from jaxkv.engine import EngineConfig, state, step
+from jaxkv.engine import DrainedSequences, EngineConfig, state, step
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Event
 from jaxkv.serving.requests import Record
@@ -161,11 +161,11 @@ class RequestTracker:
             if record.parts[sample].reason is not None and reason is None:
                 self._cancels.append((name, sample))
 
-    def collect(self, drained: state.Sequences, now: float) -> None:
+    def collect(self, drained: DrainedSequences, now: float) -> None:
         """Closes what the device has let go of."""
-        rows = np.flatnonzero(np.asarray(drained.status) == state.FINISHED)
-        names, reasons = np.asarray(drained.request_id), np.asarray(drained.reason)
-        samples = np.asarray(drained.params.sample)
+        rows, s = np.flatnonzero(np.asarray(drained.is_final)), drained.sequences
+        names, reasons = np.asarray(s.request_id), np.asarray(s.reason)
+        samples = np.asarray(s.params.sample)
         for row in rows.tolist():
             if reasons[row] == state.CANCELLED:
                 self._unfinished -= 1
@@ -178,7 +178,7 @@ class RequestTracker:
                 self._close(record, int(samples[row]), drained, row)
 
     def _close(
-        self, record: Record, sample: int, drained: state.Sequences | None, row: int
+        self, record: Record, sample: int, drained: DrainedSequences | None, row: int
     ) -> None:
         """Closes a sequence, and with the last one of a request the request."""
         part = record.parts[sample]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.engine import state
+from jaxkv.engine import DrainedSequences
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.serving import outputs
@@ -120,16 +120,16 @@ class Record:
             part.text = (part.text + tail)[:place]
         return place is not None
 
-    def close(self, sample: int, drained: state.Sequences | None, row: int) -> None:
+    def close(self, sample: int, drained: DrainedSequences | None, row: int) -> None:
         """Takes what the device kept in a row of its sequences; None: never there."""
         part, ask, num = self.parts[sample], self.sampling, len(self.prompt)
         top_logprobs, score = None, None
         if outputs.scores(ask):
             score = sum(part.logprobs)
         if drained is not None and ask.beam_width is not None:
-            end = int(np.asarray(drained.num_tokens)[row])
-            part.tokens = np.asarray(drained.tokens)[row, num:end].tolist()
-            score = float(np.asarray(drained.score)[row])
+            end = int(np.asarray(drained.progress.num_tokens)[row])
+            part.tokens = np.asarray(drained.sequences.tokens)[row, num:end].tolist()
+            score = float(np.asarray(drained.sequences.score)[row])
             if part.tokens and self.first_token_s is None:
                 self.first_token_s = self.finish_s
             if part.stream is not None:
@@ -137,14 +137,16 @@ class Record:
                 part.text = "".join(map(part.stream.push, known)) + part.stream.finish()
         if drained is not None:
             # Indexed on the host: on the device it would compile a program.
-            self.num_cached += int(np.asarray(drained.num_cached)[row])
-            self.num_recomputed += int(np.asarray(drained.num_recomputed)[row])
-            # Its sequences are preempted together; those that had ended before do not.
-            for name in ("num_preempted", "num_swapped"):
-                times = int(np.asarray(getattr(drained, name))[row])
-                setattr(self, name, max(getattr(self, name), times))
+            found = drained.sequences
+            self.num_cached += int(np.asarray(found.num_cached)[row])
+            self.num_recomputed += int(np.asarray(drained.events.num_recomputed)[row])
+            # Its sequences are preempted together, except those that have ended before.
+            num_preempted = int(np.asarray(drained.progress.num_preempted)[row])
+            self.num_preempted = max(self.num_preempted, num_preempted)
+            num_swapped = int(np.asarray(found.num_swapped)[row])
+            self.num_swapped = max(self.num_swapped, num_swapped)
             if ask.prompt_logprobs and sample == 0:
-                scores = np.asarray(drained.logprobs)[row, 1:num]
+                scores = np.asarray(drained.sequences.logprobs)[row, 1:num]
                 scores = list(map(float, scores))
                 self.prompt_logprobs = [None, *scores]
                 if ask.logprobs:
@@ -195,7 +197,7 @@ class Record:
 
 
 def _most_likely(
-    drained: state.Sequences,
+    drained: DrainedSequences,
     row: int,
     start: int,
     known: Iterable[tuple[int, float]],
@@ -207,7 +209,8 @@ def _most_likely(
     token is among the most likely, its value is the same float: the device computes the
     two in different passes, which may differ by rounding.
     """
-    ids, values = np.asarray(drained.top_ids), np.asarray(drained.top_logprobs)
+    s = drained.sequences
+    ids, values = np.asarray(s.top_ids), np.asarray(s.top_logprobs)
     found = []
     for place, (token, logprob) in enumerate(known, start):
         names, scores = ids[row, place, :num].tolist(), values[row, place, :num]

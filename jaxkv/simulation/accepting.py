@@ -19,10 +19,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import validation
+from jaxkv.ledger import Slots, num_to_feed
 from jaxkv.sampling import random_keys
 from jaxkv.scheduling import interface
-from jaxkv.simulation import batch
-from jaxkv.simulation.batch import Slots
 from jaxkv.workloads import Workload
 
 
@@ -87,18 +86,22 @@ class Acceptance(NamedTuple):
 
 
 def wishes(
-    slots: Slots, workload: Workload, acceptance: Acceptance, max_samples: int
+    slots: Slots,
+    length: Int32[Array, " slots"],
+    workload: Workload,
+    acceptance: Acceptance,
+    max_samples: int,
 ) -> Int32[Array, " slots"]:
     """How many drafts each place would feed behind its last known token."""
-    wanted = jnp.broadcast_to(acceptance.num_drafts, slots.known.shape)
-    if slots.sharing is not None:
-        wanted = jnp.where(slots.sharing.reads, 0, wanted)
+    wanted = jnp.broadcast_to(acceptance.num_drafts, slots.num_tokens.shape)
+    if slots.fork is not None:
+        wanted = jnp.where(slots.fork.reads, 0, wanted)
     request = jnp.maximum(slots.sequence, 0) // max_samples
     return interface.wishes(
         wanted,
-        num_tokens=batch.goal(slots),
-        length=slots.length,
-        known=slots.known,
+        num_tokens=num_to_feed(slots),
+        length=length,
+        known=slots.num_tokens,
         limit=workload.prompt[request] + workload.output[request],
     )
 
@@ -112,7 +115,7 @@ def num_accepted(
     """Draws how many drafts of each place are accepted: all before one that is not."""
     sequence = jnp.maximum(slots.sequence, 0)
     place = jnp.arange(acceptance.chances.shape[0], dtype=jnp.int32)[None, :]
-    position = slots.known[:, None] + place
+    position = slots.num_tokens[:, None] + place
     key = random_keys.request_keys(acceptance.key, sequence // max_samples)
     key = jnp.broadcast_to(key[:, None], (*position.shape, 2))
     sample = jnp.broadcast_to((sequence % max_samples)[:, None], position.shape)
@@ -126,18 +129,18 @@ def num_accepted(
 
 def accept(
     slots: Slots,
+    length: Int32[Array, " slots"],
     emits: Bool[Array, " slots"],
     num_drafts: Int32[Array, " slots"],
     limit: Int32[Array, " slots"],
     acceptance: Acceptance,
     max_samples: int,
-) -> tuple[Slots, Int32[Array, " slots"]]:
+) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
     """Counts accepted drafts as written, and says how many tokens each place draws.
 
     Those that have logits draw; `limit` are the tokens of prompt and answer.
     """
     accepted = num_accepted(acceptance, slots, num_drafts, max_samples)
     # Of an answer that ends only what it has, and its last token is never fed.
-    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - slots.known), 0)
-    length = slots.length + jnp.maximum(drawn - 1, 0)
-    return slots._replace(length=length), drawn
+    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - slots.num_tokens), 0)
+    return length + jnp.maximum(drawn - 1, 0), drawn

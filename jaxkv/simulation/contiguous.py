@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine import NOBODY
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import pages_for
 
 type Rule = Literal["max", "pow2", "oracle"]
@@ -101,11 +101,14 @@ def free_leaves(
 ) -> Bool[Array, "regions leaves"]:
     """The leaves of an idle pool that no block covers.
 
-    `start` is the first leaf of each block, NOBODY if it is none, and `num` its leaves.
+    `start` is the first leaf of each block, `NO_SEQUENCE` for none, and `num` its
+    leaves.
     """
     edges = jnp.zeros((idle.size + 1,), jnp.int32)
     edges = arrays.put(edges, start, 1, "add")
-    edges = arrays.put(edges, jnp.where(start >= 0, start + num, NOBODY), -1, "add")
+    edges = arrays.put(
+        edges, jnp.where(start >= 0, start + num, NO_SEQUENCE), -1, "add"
+    )
     depth = jnp.cumsum(edges[:-1], dtype=jnp.int32)
     return idle & (depth == 0).reshape(idle.shape)
 
@@ -116,12 +119,12 @@ def place(
     """Finds a block: in the smallest free one that fits, at the lowest address.
 
     Returns:
-      Its first leaf, NOBODY if there is none.
+      Its first leaf, NO_SEQUENCE if there is none.
     """
     found = _orders(free).ravel()
     key = jnp.where(found >= order, found, jnp.iinfo(jnp.int32).max)
     start = jnp.argmin(key).astype(jnp.int32)  # of equal ones the first
-    return jnp.where(found[start] >= order, start, NOBODY)
+    return jnp.where(found[start] >= order, start, NO_SEQUENCE)
 
 
 def largest(idle: Bool[Array, "regions leaves"]) -> Int32[Array, ""]:
@@ -139,7 +142,7 @@ def place_in_order(
     Nobody waits behind one who does not.
 
     Returns:
-      First leaves, NOBODY for those who get none.
+      First leaves, NO_SEQUENCE for those who get none.
     """
     num = jnp.sum(waits, dtype=jnp.int32)
     head = jnp.arange(order.shape[0], dtype=jnp.int32)
@@ -155,7 +158,7 @@ def place_in_order(
         starts = jnp.where(head == k, start, starts)
         return jnp.where(start >= 0, k + 1, num), free & ~taken, starts
 
-    first = jnp.zeros((), jnp.int32), free, jnp.full_like(order, NOBODY)
+    first = jnp.zeros((), jnp.int32), free, jnp.full_like(order, NO_SEQUENCE)
     return lax.while_loop(goes_on, body, first)[-1]
 
 

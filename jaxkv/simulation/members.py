@@ -10,10 +10,11 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv import clock
+from jaxkv.ledger import Events
 from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.served import Means, Served, Totals, Trace
-from jaxkv.simulation.state import Events, Simulation, init
+from jaxkv.simulation.state import Simulation, init
 from jaxkv.simulation.step import Members
 
 
@@ -123,7 +124,7 @@ class Part:
         info = jax.tree.map(np.asarray, info)
         self._fold(info)
         self.num_done = np.asarray(self._state.num_done)
-        clocks = np.asarray(self._state.clock)
+        clocks = np.asarray(self._state.ledger.clock)
         self.clock_s = clock.to_seconds(clocks)
         self.done = self.num_done == self.num_served
         self.done |= self.clock_s >= self._until_s
@@ -173,7 +174,7 @@ class Part:
         state, load = self._state, self._members.workload
         taken = np.asarray(state.order[member])[: int(state.num_taken[member])]
         finish = Events._fields.index("finish_s")
-        ends = np.asarray(state.events[member])[:, finish].reshape(
+        ends = np.asarray(state.ledger.events[member])[:, finish].reshape(
             load.prompt.shape[1], -1
         )
         sample = np.arange(ends.shape[1])[None, :]

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv import clock
-from jaxkv.simulation.state import Events, Simulation
+from jaxkv.ledger import Events, Progress
+from jaxkv.simulation.state import Simulation
 from jaxkv.workloads import Workload, dataframes
 
 
@@ -75,8 +76,13 @@ def read(
         for name in names
     }
     w: Any = Workload(**spread)
-    table = np.asarray(state.events).reshape(*members, num, -1, len(Events._fields))
+    table = np.asarray(state.ledger.events).reshape(
+        *members, num, -1, len(Events._fields)
+    )
     noted: Any = Events(*np.moveaxis(table, -1, 0))
+    column = Progress._fields.index("num_preempted")
+    num_preempted = np.asarray(state.ledger.progress)[..., column]
+    num_preempted = num_preempted.reshape(*members, num, -1)
     is_sequence = np.arange(table.shape[-2]) < w.samples[..., None]
     first = _time(noted.first_s, noted.first_us, until_s)
     first_s = np.min(np.nan_to_num(first, nan=np.inf), axis=-1)
@@ -99,7 +105,7 @@ def read(
         arrival_s=arrival_s,
         first_s=np.where(np.isfinite(first_s), first_s, np.nan),
         finish_s=finish_s,
-        preempted=noted.num_preempted.sum(axis=-1),
+        preempted=num_preempted.sum(axis=-1),
         recomputed=noted.num_recomputed.sum(axis=-1),
         rejected=~served & (w.samples > 0),
     )

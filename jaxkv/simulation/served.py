@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv.engine import NOBODY
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.simulation import step
 from jaxkv.simulation.outcomes import Outcome
 from jaxkv.workloads import dataframes, metrics
@@ -128,6 +128,7 @@ def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:
             return np.pad(x, widths, constant_values=value)
 
         longer = jax.tree.map(padded, trace)
-        info = longer.info._replace(drew=padded(np.asarray(trace.info.drew), NOBODY))
+        drew = padded(np.asarray(trace.info.drew), NO_SEQUENCE)
+        info = longer.info._replace(drew=drew)
         parts[i] = dataclasses.replace(part, trace=longer._replace(info=info))
     return jax.tree.map(lambda *x: np.concatenate(x)[keep], *parts)

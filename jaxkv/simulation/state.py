@@ -1,21 +1,17 @@
-"""The state of a simulation: its bounds, its slots, its queue, what is noted.
-
-A running sequence is known by its slot; of one that left, `progress` keeps what
-it needs to come back, and `events` what will be asked of it in the end.
-"""
+"""The state of a simulation and its bounds."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
-from jaxkv import arrays, validation
-from jaxkv.engine import NOBODY
+from jaxkv import arrays, ledger, validation
+from jaxkv.ledger import Ledger
 from jaxkv.memory import demand
 from jaxkv.scheduling import NO_LIMIT, interface
-from jaxkv.simulation import batch, contiguous
-from jaxkv.simulation.batch import Slots
+from jaxkv.simulation import contiguous
 from jaxkv.simulation.contiguous import Reservation
+from jaxkv.simulation.counted_pages import CountedPages
 from jaxkv.workloads import Workload
 
 type Bound = int | Int32[Array, "*mapped"]
@@ -67,92 +63,23 @@ class Capacity(NamedTuple):
         return cls(*(jnp.asarray(value, jnp.int32) for value, _ in bounds.values()))
 
 
-class Progress(NamedTuple):
-    """How far a sequence had come when it was preempted; zeros before."""
-
-    known: Int32[Array, "*n"]
-    """Tokens known: prompt and answer so far."""
-    fed: Int32[Array, "*n"]
-    """Tokens whose K and V were written at some time."""
-    returned: Int32[Array, "*n"]
-    """1."""
-    swapped_length: Int32[Array, "*n"]
-    """Tokens whose K and V are swapped out."""
-    swapped_pages: Int32[Array, "*n"]
-    """Pages that hold them, those of several sequences counted with one."""
-    common: Int32[Array, "*n"]
-    """Tokens whose pages it shared, if it is swapped out."""
-
-
-class Events(NamedTuple):
-    """What became of a sequence."""
-
-    first_s: Int32[Array, "*n"]
-    """When its first token was drawn: seconds + 1, or 0 before."""
-    first_us: Int32[Array, "*n"]
-    """And microseconds."""
-    finish_s: Int32[Array, "*n"]
-    """When it ended: seconds + 1, or 0 before."""
-    finish_us: Int32[Array, "*n"]
-    num_preempted: Int32[Array, "*n"]
-    """Times that it was preempted."""
-    num_recomputed: Int32[Array, "*n"]
-    """Tokens whose K and V were lost and computed again."""
-
-
 class Simulation(NamedTuple):
-    """All that a step changes."""
+    """State of a simulation."""
 
-    clock: Int32[Array, " 2"]
-    slots: Slots
-    began: Bool[Array, " slots"]
-    """Who drew its first token in the last step."""
-    ended: Bool[Array, " slots"]
-    """Who drew its last. Both are noted in the next step, whose clock says when."""
-    left: Int32[Array, " slots"]
-    """Sequences that were preempted in the last step, or NOBODY."""
-    left_with: Int32[Array, "slots fields"]
-    """Their progress. It is written in the next step, before anything is read: after
-    that, XLA would copy all of it in every step."""
-    queue: Int32[Array, " waiting"]
-    """Requests that wait, the preempted ones first; NOBODY beyond."""
+    ledger: Ledger
+    """Its queue has indices into the workload; sequence k of request i is the row
+    i * max_samples + k."""
+    pages: CountedPages
     num_taken: Int32[Array, ""]
     """Requests that have entered the queue."""
     num_swapped: Int32[Array, ""]
     """Pages that are swapped out."""
     num_done: Int32[Array, ""]
     """Requests of which every sequence has ended."""
-    progress: Int32[Array, "sequences fields"]
-    """A row of `Progress` for each."""
-    events: Int32[Array, "sequences fields"]
-    """A row of `Events` for each."""
     order: Int32[Array, " requests"]
     """Requests that can be served, in order of arrival; then the rejected ones."""
     num_served: Int32[Array, ""]
-    """How many can."""
-
-
-class Queued(NamedTuple):
-    """Sequences of the requests at the head of the queue, as they would have slots.
-
-    All but `request` and `pages_out` of shape [head, samples].
-    """
-
-    request: Int32[Array, " head"]
-    slots: Slots
-    """NOBODY where a sequence has ended, or is none."""
-    is_reader: Bool[Array, "head samples"]
-    """Who feeds first for the request."""
-    pages_out: Int32[Array, " head"]
-    """Pages that are swapped out."""
-    swapped_length: Int32[Array, "head samples"]
-    is_seen: Bool[Array, " head"]
-    """Requests that the policy sees."""
-
-    @property
-    def size(self) -> Int32[Array, " head"]:
-        """Sequences of each request that have not ended."""
-        return jnp.sum(self.slots.sequence >= 0, axis=1, dtype=jnp.int32)
+    """Requests that can be served."""
 
 
 def init(
@@ -200,33 +127,31 @@ def init(
         asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
         order = contiguous.order_of(asked, c.page_size)
         fits &= order <= contiguous.largest(r.idle)
-    num = w.prompt.shape[0] * max_samples
 
     # A fresh buffer each: the state is donated, and no buffer can be donated twice.
-    def zero() -> Array:
-        return jnp.zeros((), jnp.int32)
+    def zeros(*shape: int) -> Array:
+        return jnp.zeros(shape, jnp.int32)
 
-    def nobody() -> Array:
-        return jnp.zeros((max_slots,), bool)
-
+    books = ledger.init(
+        num_slots=max_slots,
+        num_places=max_slots + (head or max_slots),
+        num_sequences=w.prompt.shape[0] * max_samples,
+        has_groups=max_samples > 1,
+        holds=policy.holds_finished,
+    )
+    prompt = jnp.repeat(w.prompt, max_samples)
+    progress = ledger.Progress(*jnp.moveaxis(books.progress, -1, 0))
+    progress = progress._replace(num_tokens=prompt, num_common=prompt)
     return Simulation(
-        clock=jnp.zeros((2,), jnp.int32),
-        slots=batch.empty(
-            max_slots,
-            has_groups=max_samples > 1,
-            holds=policy.holds_finished,
-            has_blocks=reservation is not None,
+        ledger=books._replace(progress=jnp.stack(progress, axis=-1)),
+        pages=CountedPages(
+            length=zeros(max_slots),
+            places=zeros(max_slots),
+            block=None if reservation is None else zeros(max_slots),
         ),
-        began=nobody(),
-        ended=nobody(),
-        left=jnp.full((max_slots,), NOBODY, jnp.int32),
-        left_with=jnp.zeros((max_slots, len(Progress._fields)), jnp.int32),
-        queue=jnp.full((max_slots + (head or max_slots),), NOBODY, jnp.int32),
-        num_taken=zero(),
-        num_swapped=zero(),
-        num_done=zero(),
-        progress=jnp.zeros((num, len(Progress._fields)), jnp.int32),
-        events=jnp.zeros((num, len(Events._fields)), jnp.int32),
+        num_taken=zeros(),
+        num_swapped=zeros(),
+        num_done=zeros(),
         order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
         num_served=jnp.sum(fits, dtype=jnp.int32),
     )

@@ -16,15 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, ledger
 from jaxkv.clock import advance, later
-from jaxkv.engine import NOBODY
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.scheduling import interface
-from jaxkv.simulation import accepting, apply_plan, batch, contiguous
+from jaxkv.simulation import accepting, apply_plan, contiguous, counted_pages
 from jaxkv.simulation import work as step_work
 from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.counts import look, observe, reserve
 from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.simulation.work import Cost, Work
 from jaxkv.workloads import Workload
@@ -50,12 +49,12 @@ class StepInfo(NamedTuple):
     """Sequences that ended."""
     used_pages: Int32[Array, ""]
     """Pages in use while the step ran."""
-    split: batch.Split
+    split: counted_pages.MemoryBreakdown
     """What their token places are good for."""
     saved_pages: Int32[Array, ""]
     """Pages that were in use more, did nobody share."""
     drew: Int32[Array, " slots"]
-    """The sequences that drew tokens at its end, NOBODY elsewhere."""
+    """The sequences that drew tokens at its end, `NO_SEQUENCE` elsewhere."""
     enough: Bool[Array, ""]
     """Whether the pages that the policy asked for were there; if not, nothing ran."""
     num_drawn: Int32[Array, " slots"] | None = None
@@ -74,7 +73,7 @@ class Members(NamedTuple):
     acceptance: Acceptance | None = None
 
 
-type _Behind = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
+type _Counters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
 """Requests that have entered the queue; requests that the clients have asked by now,
 if they have come."""
 
@@ -111,71 +110,81 @@ def step(
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
-    state, (info, behind) = _step(state, it, max_samples, head)
-    return state, _all_waiting(state, workload, info, behind)
+    state, (info, counters) = _step(state, it, max_samples, head)
+    return state, _all_waiting(state, workload, info, counters)
 
 
 def _all_waiting(
-    state: Simulation, workload: Workload, info: StepInfo, behind: _Behind
+    state: Simulation, workload: Workload, info: StepInfo, counters: _Counters
 ) -> StepInfo:
-    """Adds to those in the queue, of one step or many, the ones behind it.
+    """Adds the requests that have arrived and are not in the queue yet.
 
-    Of many at a time, since a search in each step would take a tenth of its time.
+    For many steps at a time, since a search in each step takes a tenth of its time.
     """
-    num_taken, num_asked = behind
+    num_taken, num_asked = counters
     come = apply_plan.num_arrived(state, workload, info.start)
-    num_behind = jnp.minimum(come, num_asked) - num_taken
-    return info._replace(num_waiting=info.num_waiting + num_behind)
+    num_outside = jnp.minimum(come, num_asked) - num_taken
+    return info._replace(num_waiting=info.num_waiting + num_outside)
 
 
 def _step(
     state: Simulation, it: Members, max_samples: int, head: int | None
-) -> tuple[Simulation, tuple[StepInfo, _Behind]]:
-    """Runs one step; only those in the queue are counted as waiting."""
+) -> tuple[Simulation, tuple[StepInfo, _Counters]]:
+    """Runs one step; only requests in the queue are counted as waiting."""
     w, capacity, _, _, reservation, acceptance = it
-    state, whose = apply_plan.retire(state, max_samples)
-    head = head or whose.shape[0]
+    start = state.ledger.clock
+    head = head or state.ledger.slots.sequence.shape[0]
     state = apply_plan.arrive(state, w, head)
-    queued = look(state, w, head, max_samples)
-    if reservation is not None:
-        queued = reserve(state, queued, w, capacity, reservation)
-    counts = observe(state, queued, w, capacity, max_samples)
+    waiting, counts, head_pages = apply_plan.observe(
+        state, w, capacity, reservation, max_samples=max_samples, head=head
+    )
     if acceptance is not None:
-        drafts = accepting.wishes(state.slots, w, acceptance, max_samples)
+        drafts = accepting.wishes(
+            state.ledger.slots, state.pages.length, w, acceptance, max_samples
+        )
         counts = counts._replace(drafts=drafts)
     plan = interface.schedule(counts, it.policy)
     state, wish, num_admitted, num_moved = apply_plan.apply_plan(
-        state, plan, queued, capacity, max_samples, whose
+        state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )
     # All rows are fed, or none; sequences whose known tokens are all fed draw.
-    runs, group = batch.is_running(state.slots), batch.groups(state.slots, max_samples)
-    slots, granted = apply_plan.grant(state.slots, group, wish, capacity, reservation)
+    books, slots = state.ledger, state.ledger.slots
+    runs, group = ledger.is_running(slots), apply_plan.groups(slots, max_samples)
+    pages, granted = apply_plan.grant(slots, state.pages, group, wish, capacity)
     request = jnp.maximum(slots.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
-    limit = prompt + output
-    work = step_work.of_rows(slots, granted.num_rows, granted.num_drafts, prompt)
-    slots, forked = batch.feed(slots, group, granted.num_rows)
-    emits = ((granted.num_rows > 0) | forked) & runs & (slots.length == slots.known)
+    limit, num_rows = prompt + output, granted.num_rows
+    work = step_work.of_rows(slots, pages.length, num_rows, granted.num_drafts, prompt)
+    length, forked = pages.length + num_rows, jnp.zeros_like(runs)
+    if group is not None:
+        fork = slots.fork
+        assert fork is not None
+        forked = fork.waits & group.any(fork.reads & (length == fork.num_common))
+        length = jnp.where(forked, fork.num_common, length)
+        places = jnp.where(forked, fork.num_common, pages.places)
+        pages = pages._replace(places=places)
+    slots = ledger.fork(slots, forked, length)
+    emits = ((num_rows > 0) | forked) & runs & (length == slots.num_tokens)
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
-        slots, drawn = accepting.accept(
-            slots, emits, granted.num_drafts, limit, acceptance, max_samples
+        length, drawn = accepting.accept(
+            slots, length, emits, granted.num_drafts, limit, acceptance, max_samples
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
         work = work._replace(num_accepted=accepted)
+    pages = pages._replace(length=length)
     work = work._replace(
         num_drawn=jnp.sum(drawn, dtype=jnp.int32),
         num_copied=granted.num_copied,
         num_swapped=num_moved,
     )
-    known = slots.known + drawn
-    ended = emits & (known == limit)
+    ended = emits & (slots.num_tokens + drawn == limit)
     # A step that feeds, moves, admits and preempts no sequence ends with the next
     # arrival. A policy may wait although requests have arrived.
     busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
     seconds = jnp.asarray(it.cost(work), jnp.float32)
-    clock, micros = advance(state.clock, jnp.where(busy, seconds, 0.0))
+    clock, micros = advance(start, jnp.where(busy, seconds, 0.0))
     turns = (num_admitted > 0) | jnp.any(plan.preempt)
     idle = ~busy & ~turns & (state.num_taken < state.num_served)
     upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
@@ -183,28 +192,43 @@ def _step(
     asked = None
     if (r := reservation) is not None:
         asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
-    split, saved_pages = batch.split(slots, group, limit, capacity.page_size, asked)
+    memory, saved_pages = counted_pages.break_down(
+        slots, pages, group, limit, capacity.page_size, asked
+    )
     info = StepInfo(
-        start=state.clock,
+        start=start,
         micros=micros,
         work=work,
         num_running=jnp.sum(runs, dtype=jnp.int32),
-        num_waiting=jnp.sum(state.queue >= 0, dtype=jnp.int32),
+        num_waiting=books.num_waiting,
         num_admitted=num_admitted,
         num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
         num_finished=jnp.sum(ended, dtype=jnp.int32),
         used_pages=granted.used_pages,
-        split=split,
+        split=memory,
         saved_pages=saved_pages,
-        drew=jnp.where(emits, slots.sequence, NOBODY),
+        drew=jnp.where(emits, slots.sequence, NO_SEQUENCE),
         enough=granted.enough,
         num_drawn=None if acceptance is None else drawn,
     )
-    behind = state.num_taken, state.num_done + w.clients
-    slots = apply_plan.release_drafts(slots, granted)._replace(known=known)
-    began = emits & (known == prompt + drawn)
-    state = state._replace(clock=clock, slots=slots, began=began, ended=ended)
-    return state, (info, behind)
+    counters = state.num_taken, state.num_done + w.clients
+    begins = emits & (slots.num_tokens == prompt)
+    slots = slots._replace(num_tokens=slots.num_tokens + drawn)
+    books = ledger.note_events(
+        books._replace(slots=slots, clock=clock), begins, ended, length
+    )
+    over = ended
+    if group is not None:
+        goes_on = group.any(runs & ~ended)
+        over = group.is_first & group.any(ended) & ~goes_on
+    slots, gone = ledger.retire(books.slots, ended)
+    pages = apply_plan.release_drafts(pages, granted)
+    state = state._replace(
+        ledger=books._replace(slots=slots),
+        pages=pages._replace(places=jnp.where(gone, 0, pages.places)),
+        num_done=state.num_done + jnp.sum(over, dtype=jnp.int32),
+    )
+    return state, (info, counters)
 
 
 def run_steps(
@@ -230,13 +254,13 @@ def run_steps(
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
-    state, (infos, behind) = lax.scan(
+    state, (infos, counters) = lax.scan(
         lambda state, _: _step(state, it, max_samples, head),
         state,
         None,
         length=num_steps,
     )
-    return state, _all_waiting(state, workload, infos, behind)
+    return state, _all_waiting(state, workload, infos, counters)
 
 
 def run(
@@ -284,13 +308,13 @@ def run(
 
     def one(carry: tuple[Simulation, Array], _: None) -> Any:
         state, num_rows = carry
-        after, (info, _behind) = _step(state, it, max_samples, head)
+        after, (info, _counters) = _step(state, it, max_samples, head)
         rows = info.work.num_decodes + info.work.num_prompt_rows
         # Rows fed since the last token: more than all tokens are the same ones again.
         draws = info.work.num_drawn > 0
         num_rows = jnp.where(draws, 0.0, num_rows + rows.astype(jnp.float32))
         feeds = (rows > 0) & (num_rows <= num_tokens)
-        waits = jnp.any(after.clock != state.clock) & (info.micros == 0)
+        waits = jnp.any(after.ledger.clock != state.ledger.clock) & (info.micros == 0)
         moves = feeds | draws | waits | (after.num_done > state.num_done)
         return (after, num_rows), moves
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
-from jaxkv.simulation.batch import Slots
+from jaxkv.ledger import Slots
 
 
 class Work(NamedTuple):
@@ -73,6 +73,7 @@ class Cost(Protocol):
 
 def of_rows(
     slots: Slots,
+    length: Int32[Array, " slots"],
     num_rows: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
     prompt: Int32[Array, " slots"],
@@ -81,11 +82,10 @@ def of_rows(
 
     `num_rows` are fed behind what is written, and `num_drafts` behind these.
     """
-    decodes = (
-        (num_rows == 1) & (slots.length == slots.known - 1) & (slots.known > prompt)
-    )
+    known = slots.num_tokens
+    decodes = (num_rows == 1) & (length == known - 1) & (known > prompt)
     reads = (num_rows > 0) & ~decodes
-    before, after = slots.length, slots.length + num_rows
+    before, after = length, length + num_rows
 
     def total(mask: Array, values: Array) -> Array:
         return jnp.sum(jnp.where(mask, values, 0), dtype=values.dtype)

@@ -148,7 +148,7 @@ class Adaptive(Drafter):
     ) -> Bool[Array, ""]:
         """Where no drafts pay, for who runs and for who may come; nor are any tried."""
         running = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
-        soon = jnp.minimum(running + state.queue.length, config.max_slots)
+        soon = jnp.minimum(running + state.ledger.num_waiting, config.max_slots)
         now = jnp.where(running > 0, running, soon)
         pays = (memory.best[now] > 0) | (memory.best[soon] > 0)
         chosen = ~pays & (memory.idle < self.patience)

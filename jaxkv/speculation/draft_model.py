@@ -90,7 +90,7 @@ class DraftModel(Drafter):
         assert own is not None
         s = state.sequences
         row, slot = jnp.maximum(state.slots.sequence, 0), _count(granted.shape[0])
-        known, tokens = s.num_tokens[row], s.tokens[row]
+        known, tokens = state.slots.num_tokens, s.tokens[row]
 
         def one(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
             tokens, law, own = carry

@@ -126,7 +126,7 @@ class Eagle(Drafter):
                 f"sum of beams={self.beams!r} must be at most {config.max_drafts=}"
             )
         row = jnp.maximum(state.slots.sequence, 0)
-        root = jnp.where(granted > 0, state.sequences.num_tokens[row] - 1, -1)
+        root = jnp.where(granted > 0, state.slots.num_tokens - 1, -1)
         own = state.pages.beside
         assert own is not None
         run = _Run(self, params, state, row, root, granted)

@@ -121,7 +121,7 @@ class Lookahead(Drafter):
         """Lays candidates and window out as a tree; whoever begins starts a window."""
         s, sequence = state.sequences, state.slots.sequence
         row = jnp.maximum(sequence, 0)
-        known, tokens = s.num_tokens[row], s.tokens[row]
+        known, tokens = state.slots.num_tokens, s.tokens[row]
         begins = (granted > 0) & (known == s.prompt_length[row] + 1)
         target = jnp.where(begins, sequence, -1)
         # A new window has the last tokens of the text, and no n-grams are known yet.

@@ -167,7 +167,7 @@ class Medusa(Drafter):
     ) -> tuple[Any, Pages, Drafts]:
         """Asks the heads of the token that was fed last."""
         row = jnp.maximum(state.slots.sequence, 0)
-        known = state.sequences.num_tokens[row]
+        known = state.slots.num_tokens
         fed = jnp.where(granted > 0, known - 2, -1)
         rows = rows_of(state, state.sequences.tokens[row], fed)
         states = features.read(state.pages, rows, fed)

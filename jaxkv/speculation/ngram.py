@@ -54,7 +54,7 @@ class NGram(Drafter):
 
         def look() -> Drafts:
             row = jnp.maximum(state.slots.sequence, 0)
-            known = jnp.where(granted > 0, state.sequences.num_tokens[row], 0)
+            known = jnp.where(granted > 0, state.slots.num_tokens, 0)
             return lookup(
                 state.sequences.tokens[row],
                 known,

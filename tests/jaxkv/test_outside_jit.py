@@ -77,7 +77,7 @@ def test_requests_can_be_submitted_without_jit() -> None:
     name = on_host(jnp.zeros(1, jnp.int32))
     assert found[1].tolist() == [True, True, True, False]
     left = jaxkv.cancel(found[0], name, name - 1)
-    assert int(left.queue.length) == 1
+    assert int(left.ledger.num_waiting) == 1
 
 
 @functools.cache
@@ -164,4 +164,4 @@ def test_a_simulation_can_be_donated() -> None:
     before = jax.tree.map(np.array, machine)  # a view would keep the buffers
     jax.tree.map(np.testing.assert_array_equal, donate(machine), before)
     with pytest.raises(RuntimeError, match="deleted"):
-        np.asarray(machine.queue)
+        np.asarray(machine.ledger.queue)

@@ -14,22 +14,20 @@ from jaxkv import clock
 from jaxkv.engine import requests as engine_requests
 from jaxkv.engine import step as engine_step
 from jaxkv.engine.drafting import Speculation
-from jaxkv.engine.requests import Requests
+from jaxkv.engine.requests import DrainedSequences, Requests
 from jaxkv.engine.state import (
     CANCELLED,
-    FINISHED,
     FULL,
-    NOBODY,
     NOT_A_NUMBER,
     NOT_ENDED,
     REASONS,
     STOPPED,
     EngineConfig,
     EngineState,
-    Sequences,
     init,
 )
 from jaxkv.engine.step import StepInfo
+from jaxkv.ledger import NO_SEQUENCE, Events, Progress
 from jaxkv.memory import Eviction, prefix_cache
 from jaxkv.models import Forward, checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
@@ -259,13 +257,13 @@ def assert_empty(state: EngineState) -> None:
     assert int(state.pool.num_free) == (cached == 0).sum()
     assert not state.table.length.any()
     assert not state.table.ahead.any()
-    assert (state.slots.sequence == NOBODY).all()
-    assert not state.slots.held.any()
-    assert int(state.queue.length) == 0
+    assert (state.slots.sequence == NO_SEQUENCE).all()
+    assert not np.any(state.slots.held)
+    assert int(state.ledger.num_waiting) == 0
     if state.staging is not None:
         assert (state.staging.owner < 0).all()
         assert not state.staging.on_host.any()
-    assert sorted(state.slots.order.tolist()) == list(range(state.slots.order.shape[0]))
+    assert (state.ledger.queue == NO_SEQUENCE).all()
 
 
 def serve(
@@ -375,12 +373,13 @@ def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
     return asks[: max(1, int(np.searchsorted(rows, config.submit_width, "right")))]
 
 
-def outcomes_of(sequences: Sequences) -> dict[Name, Outcome]:
-    """What became of the finished requests among them."""
-    s: Any = jax.tree.map(np.asarray, sequences)
+def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
+    """Returns the outcomes of the finished requests."""
     found = {}
-    for row in np.flatnonzero(s.status == FINISHED):
-        start, end = s.prompt_length[row], s.num_tokens[row]
+    drained = jax.tree.map(np.asarray, drained)
+    s, progress, events = drained.sequences, drained.progress, drained.events
+    for row in np.flatnonzero(drained.is_final):
+        start, end = s.prompt_length[row], progress.num_tokens[row]
         name = name_of(int(s.request_id[row]), int(s.params.sample[row]))
         found[name] = Outcome(
             tokens=s.tokens[row, start:end].tolist(),
@@ -391,15 +390,29 @@ def outcomes_of(sequences: Sequences) -> dict[Name, Outcome]:
             top_logprobs=s.top_logprobs[row, start:end],
             prompt_top_ids=s.top_ids[row, 1:start],
             prompt_top_logprobs=s.top_logprobs[row, 1:start],
-            first_token_s=float(s.first_token[row] @ np.array([1, 1e-6])),
-            finish_s=float(s.finish[row] @ np.array([1, 1e-6])),
-            num_recomputed=int(s.num_recomputed[row]),
+            first_token_s=seconds_of(events.first_s[row], events.first_us[row]),
+            finish_s=seconds_of(events.finish_s[row], events.finish_us[row]),
+            num_recomputed=int(events.num_recomputed[row]),
             num_cached=int(s.num_cached[row]),
-            num_preempted=int(s.num_preempted[row]),
+            num_preempted=int(progress.num_preempted[row]),
             num_swapped=int(s.num_swapped[row]),
             score=float(s.score[row]),
         )
     return found
+
+
+def seconds_of(seconds: Any, micros: Any) -> float:
+    """Returns a time of `Events` in seconds; 0 if it never came."""
+    return max(0.0, float(seconds) - 1 + float(micros) / clock.SECOND)
+
+
+def unfinished(state: EngineState) -> np.ndarray:
+    """Marks the rows of sequences that wait or run."""
+    progress, events = (
+        np.asarray(x) for x in (state.ledger.progress, state.ledger.events)
+    )
+    known = progress[:, Progress._fields.index("num_tokens")]
+    return (known > 0) & (events[:, Events._fields.index("finish_s")] == 0)
 
 
 def random_asks(

@@ -1,7 +1,7 @@
 """Scenes of paged memory, frame by frame: what pool, table and pages really held."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from experiments.framework import Record, Texts, column
 from experiments.harness import model_shapes, stepping
 from experiments.harness.sentences import Language, Scribe
 from jaxkv.engine import EngineState
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import NO_PAGE, invariants, kv_layout, kv_pages, page_pool
 from jaxkv.sampling import Sampling
 
@@ -135,11 +136,12 @@ class Stage(stepping.Stepper):
             [ask.sampling for ask in asks],
             arrivals_s=[float(ask.step) for ask in asks],
         )
-        before = np.asarray(self.state.table.page_ids)
+        before = np.full(self.state.table.page_ids.shape, NO_PAGE, np.int32)
+        rows = np.full(len(before), NO_SEQUENCE, np.int32)
         shots = []
         for step, (caption, call) in enumerate(zip(captions, calls, strict=False)):
             invariants.refuse(call.seen.violations, first_step=step)
-            shot = _look(call.state, before)
+            shot = _look(call.state, before, rows)
             before, num_copied = shot["page_ids"], (shot["copied"] != NO_PAGE).sum()
             if not self.config.max_beams and num_copied != call.seen.num_copied.sum():
                 raise RuntimeError(f"step {step}: {call.seen.num_copied=} differs")
@@ -149,9 +151,28 @@ class Stage(stepping.Stepper):
         return Frames(words=np.array(self.language.words), **stacked)
 
 
-def _look(state: EngineState, before: np.ndarray) -> dict[str, np.ndarray]:
-    """Reads one state; next to the page table before, also what was copied since."""
-    page_ids = np.asarray(state.table.page_ids)
+def _look(
+    state: EngineState, before: np.ndarray, rows: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Reads one state.
+
+    Slots are drawn in rows: a sequence keeps its row in `rows`, which is updated,
+    though its slot changes when another one ends. `before` is the page table of the
+    step before, by row.
+    """
+    sequence = np.asarray(state.slots.sequence)
+    rows[~np.isin(rows, sequence)] = NO_SEQUENCE
+    new = [x for x in sequence if x >= 0 and x not in rows]
+    rows[np.flatnonzero(rows == NO_SEQUENCE)[: len(new)]] = new
+    runs = rows != NO_SEQUENCE
+    slot = [np.flatnonzero(sequence == x)[0] for x in rows[runs]]
+
+    def by_row(values: Any, empty: int) -> np.ndarray:
+        found = np.full_like(np.asarray(values), empty)
+        found[runs] = np.asarray(values)[slot]
+        return found
+
+    page_ids = by_row(state.table.page_ids, NO_PAGE)
     copied = np.full(state.pool.ref.shape, NO_PAGE, np.int32)
     # A slot that runs on maps another page in a place only if it took a copy.
     moved = (before != page_ids) & (before != NO_PAGE) & (page_ids != NO_PAGE)
@@ -164,9 +185,9 @@ def _look(state: EngineState, before: np.ndarray) -> dict[str, np.ndarray]:
         for x in map(np.asarray, state.pages.layout.read(state.pages, 0, every))
     )
     return {
-        "tokens": stepping.histories(state),
+        "tokens": by_row(stepping.histories(state), -1),
         "page_ids": page_ids,
-        "length": np.asarray(state.table.length),
+        "length": by_row(state.table.length, 0),
         "ref": np.asarray(state.pool.ref),
         "held": held,
         "place": place,

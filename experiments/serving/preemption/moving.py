@@ -22,7 +22,8 @@ from experiments.harness.prompts import Request
 from experiments.harness.timing import timed
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, requests
-from jaxkv.engine.state import NOBODY, Queue, init
+from jaxkv.engine.state import init
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
 from jaxkv.models import checkpoints, paged
 from jaxkv.progress import Progress
@@ -219,10 +220,10 @@ def _time_host(
     times_s = []
     for _ in range(repeats + 1):
         for waiting, num_away in (((0, 1), num_pages), ((1,), 0)):
-            sequence = np.full(state.queue.sequence.shape, NOBODY, np.int32)
+            sequence = np.full(state.ledger.queue.shape, NO_SEQUENCE, np.int32)
             sequence[: len(waiting)] = waiting
-            num = jnp.asarray(len(waiting), jnp.int32)
-            state = state._replace(queue=Queue(jnp.asarray(sequence), num))
+            books = state.ledger._replace(queue=jnp.asarray(sequence))
+            state = state._replace(ledger=books)
             took_s, state = timed(space.exchange, state)
             if space.num_used != num_away:
                 raise RuntimeError(f"{space.num_used=} pages with the host")

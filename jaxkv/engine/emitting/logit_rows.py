@@ -75,7 +75,7 @@ def look_up(
     """Gathers what the draws need, for `width` places of each slot."""
     s, row = state.sequences, jnp.maximum(state.slots.sequence, 0)
     # Drafts stand behind the known tokens: each place knows one more of them.
-    known = places(s.num_tokens[row], width)
+    known = places(state.slots.num_tokens, width)
     row, emits = by_place(row, width), by_place(emits, width)
     params = jax.tree.map(lambda x: x[row], s.params)
     # An idle row must not make a batch look sampled, or scored.

@@ -22,7 +22,6 @@ from jaxkv.engine.emitting import logit_rows, verification
 from jaxkv.engine.emitting.logit_rows import LogitRows, LogitsFn, by_place, places
 from jaxkv.engine.state import (
     FULL,
-    NOBODY,
     NOT_A_NUMBER,
     NOT_ENDED,
     REASONS,
@@ -31,6 +30,7 @@ from jaxkv.engine.state import (
     EngineState,
     Sequences,
 )
+from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.sampling import beam_search as sampling_beam_search
 from jaxkv.sampling import sampler, top_k
 
@@ -44,6 +44,8 @@ class Emitted(NamedTuple):
     """Their log-probabilities under the raw logits, where asked for; else 0."""
     num_emitted: Int32[Array, " slots"]
     """How many of the tokens count."""
+    begins: Bool[Array, " slots"]
+    """Slots whose sequence has got its first token."""
     reason: Int32[Array, " slots"]
     """Why each slot's sequence has ended, or NOT_ENDED."""
     verified: Verified | None = None
@@ -86,7 +88,7 @@ def emit(
     Returns:
       The new state, and what was drawn.
     """
-    known = state.sequences.num_tokens[jnp.maximum(state.slots.sequence, 0)]
+    known = state.slots.num_tokens
     ready = fed & (state.table.length == known)
     emits = ready & ~groups.is_beam(state)
     logits = result.logits[: config.max_slots]
@@ -112,11 +114,11 @@ def emit(
     s, width = state.sequences, config.emit_width
     sequence, place = by_place(state.slots.sequence, width), places(known, width)
     counts = place < by_place(known + emitted.num_emitted, width)
-    place = jnp.where(counts, place, NOBODY)
+    place = jnp.where(counts, place, NO_SEQUENCE)
     logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
-    at = jnp.where(drawn.scored, sequence, NOBODY), place
+    at = jnp.where(drawn.scored, sequence, NO_SEQUENCE), place
     s = _with_alternatives(s, drawn, at, result, config)
     state = state._replace(sequences=s)
 
@@ -131,8 +133,10 @@ def emit(
         return logit_rows.of_all(choices, (logits,), config)
 
     state, found = engine_beam_search.advance(state, logits, ready, choose, config)
-    reason = jnp.where(found != NOT_ENDED, found, emitted.reason)
-    return state, emitted._replace(reason=reason)
+    ended = found != NOT_ENDED
+    reason = jnp.where(ended, found, emitted.reason)
+    # The tokens of a search come with its end.
+    return state, emitted._replace(reason=reason, begins=emitted.begins | ended)
 
 
 def _as_drawn(
@@ -199,7 +203,7 @@ def _note(
     """Appends the tokens up to an end, and says who has ended, and why."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    known, width = s.num_tokens[row], drawn.tokens.shape[0] // row.shape[0]
+    known, width = state.slots.num_tokens, drawn.tokens.shape[0] // row.shape[0]
     place, owner = places(known, width), by_place(row, width)
     stops = jnp.any(drawn.tokens[:, None] == s.stop_tokens[owner], axis=1)
     if drawn.num is None:
@@ -224,18 +228,13 @@ def _note(
         broken = emits & drawn.invalid & (reason == NOT_ENDED)
         reason = jnp.where(broken, NOT_A_NUMBER, reason)
         counts = place < by_place(known + num, width)
-    at = (by_place(sequence, width), jnp.where(counts, place, NOBODY))
-    slot = arrays.namers(sequence, s.num_tokens.shape[0])
-    num_tokens = arrays.take(known + num, slot, fill=0)
-    s = s._replace(
-        tokens=arrays.put(s.tokens, at, drawn.tokens),
-        num_tokens=jnp.where(slot >= 0, num_tokens, s.num_tokens),
-    )
+    at = (by_place(sequence, width), jnp.where(counts, place, NO_SEQUENCE))
     begins = (num > 0) & (known == s.prompt_length[row])
-    state = state._replace(sequences=s)
-    state = groups.note_ends(state, begins, reason != NOT_ENDED, reason)
+    s = s._replace(tokens=arrays.put(s.tokens, at, drawn.tokens))
+    slots = state.slots._replace(num_tokens=known + num)
+    state = state._replace(sequences=s).with_slots(slots)
     tokens, logprobs = (x.reshape(-1, width) for x in (drawn.tokens, drawn.logprobs))
-    return state, Emitted(tokens, logprobs, num, reason, drawn.verified)
+    return state, Emitted(tokens, logprobs, num, begins, reason, drawn.verified)
 
 
 def _score_prompts(
@@ -287,7 +286,7 @@ def _with_alternatives(
     if config.num_logit_rows > config.max_slots:
         reader = result.spare_sequence
         scored = arrays.take(s.scored, reader, fill=False)
-        own = jnp.where(scored, reader, NOBODY), result.spare_position + 1
+        own = jnp.where(scored, reader, NO_SEQUENCE), result.spare_position + 1
         own = *own, *top(scored, lambda: result.logits[config.max_slots :])
         # One write for both: each put is a launch.
         found = tuple(jnp.concatenate(pair) for pair in zip(found, own, strict=True))

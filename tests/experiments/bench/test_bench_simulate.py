@@ -8,8 +8,9 @@ import pytest
 from experiments.bench.simulate import experiment, plain_scheduler
 from experiments.harness import cost_models
 from jaxkv import clock
+from jaxkv.ledger import Events
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation.state import Capacity, Events, Simulation
+from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.simulation.step import init, run_steps
 from jaxkv.workloads.arrivals import Workload
 from tests.support import smoke
@@ -76,7 +77,7 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     for name, values in ours.items():
         theirs = [getattr(step, name) for step in steps]
         assert np.asarray(values)[busy].tolist() == theirs, name
-    noted = Events(*np.asarray(state.events, np.int64).T)
+    noted = Events(*np.asarray(state.ledger.events, np.int64).T)
     for name in ("first", "finish"):
         ours_us = (getattr(noted, f"{name}_s") - 1) * clock.SECOND
         ours_us = ours_us + getattr(noted, f"{name}_us")

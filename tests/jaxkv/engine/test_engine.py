@@ -12,13 +12,10 @@ import pytest
 from jaxkv.clock import from_seconds
 from jaxkv.engine.state import (
     CANCELLED,
-    EMPTY,
-    FINISHED,
-    RUNNING,
-    WAITING,
     EngineState,
 )
 from jaxkv.engine.step import run_steps
+from jaxkv.ledger import Events, Progress
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
@@ -234,12 +231,19 @@ def test_static_batching() -> None:
     assert num_batches == 8
 
 
-def statuses(state: EngineState) -> dict[int, tuple[int, int]]:
-    s = state.sequences
-    rows = np.flatnonzero(np.asarray(s.status) != EMPTY)
-    return {
-        int(s.request_id[row]): (int(s.status[row]), int(s.reason[row])) for row in rows
-    }
+WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+
+
+def statuses(state: EngineState) -> dict[int, tuple[str, int]]:
+    s, books = state.sequences, state.ledger
+    progress, running = np.asarray(books.progress), np.asarray(state.slots.sequence)
+    finish_s = np.asarray(books.events)[:, Events._fields.index("finish_s")]
+    found = {}
+    for row in np.flatnonzero(progress[:, Progress._fields.index("num_tokens")]):
+        status = RUNNING if row in running else WAITING
+        status = FINISHED if finish_s[row] else status
+        found[int(s.request_id[row])] = status, int(s.reason[row])
+    return found
 
 
 def test_cancel_wherever_the_request_is() -> None:
@@ -258,7 +262,7 @@ def test_cancel_wherever_the_request_is() -> None:
     assert statuses(state)[1] == running
     assert statuses(state)[6] == waiting
     assert int(state.pool.num_free) == free + -(-length[slot] // 4)
-    queue = np.asarray(state.queue.sequence)[: int(state.queue.length)]
+    queue = np.asarray(state.ledger.queue)[: int(state.ledger.num_waiting)]
     assert 5 in queue  # the row of request 6 moved up
     assert 4 not in queue
 
@@ -308,7 +312,7 @@ def test_refused_requests_change_nothing() -> None:
     # pool; the rest is fine, the last token being one that is never fed.
     fits = [False, False, False, False, True, True, False, True]
     assert np.asarray(taken).tolist() == fits
-    assert int(state.queue.length) == 3
+    assert int(state.ledger.num_waiting) == 3
     assert np.asarray(state.sequences.limit)[:4].tolist() == [37, 37, 9, 0]
 
 
@@ -334,14 +338,14 @@ def test_a_full_queue_refuses_and_loses_nobody() -> None:
     state, taken = engines.submit(state, requests, config=config)
     assert not np.asarray(taken).any()  # all rows of `Sequences` are in use
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state))
-    assert int(state.queue.length) == 16
+    assert int(state.ledger.num_waiting) == 16
 
 
 def test_the_queue_has_room_for_all_who_may_come_back() -> None:
     # 16 rows would do, but the queue holds 3, and 8 who run may all be preempted.
     state, taken = submit_twice([greedy(index, [index], 4) for index in range(8)])
     assert taken == [True] * 8 + [True] * 3 + [False] * 5
-    assert int(state.queue.length) == 11
+    assert int(state.ledger.num_waiting) == 11
 
 
 def test_a_refused_request_keeps_those_behind_it_out() -> None:

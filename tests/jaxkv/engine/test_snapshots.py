@@ -96,7 +96,7 @@ def busy(config: EngineConfig) -> EngineState:
     """An engine in the middle of it: some run, some wait, someone has given way."""
     rest = go_on(engines.submitted(asks(), config), config, num_calls=3)
     assert (np.asarray(rest.state.slots.sequence) >= 0).sum() > 1
-    assert int(rest.state.queue.length) > 0
+    assert int(rest.state.ledger.num_waiting) > 0
     assert sum(int(info.num_preempted.sum()) for info in rest.infos) > 0
     return rest.state
 

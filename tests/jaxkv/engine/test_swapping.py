@@ -12,7 +12,8 @@ import pytest
 
 from jaxkv import clock
 from jaxkv.engine import step
-from jaxkv.engine.state import WAITING, EngineConfig, EngineState
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.ledger import Progress
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
@@ -136,8 +137,10 @@ def test_nobody_new_comes_in_until_all_preempted_are_done(hold_new: bool) -> Non
         s = state.sequences
         overtaken += bool(owed and running - seen)
         seen |= running
-        alive = (s.num_preempted > 0) & (s.status >= 1) & (s.status <= 2)
-        owed = set(np.asarray(s.request_id)[np.asarray(alive)].tolist())
+        column = Progress._fields.index("num_preempted")
+        alive = engines.unfinished(state)
+        alive &= np.asarray(state.ledger.progress)[:, column] > 0
+        owed = set(np.asarray(s.request_id)[alive].tolist())
     assert seen == set(range(len(asks)))
     assert (overtaken == 0) == hold_new
 
@@ -178,7 +181,10 @@ def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
     if at_host:
         state = space.exchange(state)
         assert space.num_used > 0
-    waits = np.asarray(state.sequences.status) == WAITING
+    waits = engines.unfinished(state)
+    waits[np.asarray(state.slots.sequence)[np.asarray(state.slots.sequence) >= 0]] = (
+        False
+    )
     names = set(np.asarray(state.sequences.request_id)[waits].tolist())
     some, other = sorted(names)[0], sorted(names)[-1]
     # One answer of one request, and all of another.

@@ -129,7 +129,7 @@ def check(engine: jaxkv.Engine, told: dict[int, list[int]], expected: dict) -> N
         assert tokens == expected[tuple(ASKED[name - 1000])]
     told.clear()
     engines.assert_empty(engine.core.state)
-    assert not np.asarray(engine.core.state.sequences.status).any()
+    assert not np.asarray(engine.core.state.ledger.progress).any()
     assert engine.core.tracker.is_empty()
     assert engine.core.tracker._requests == 0
     assert not engine.core.unread

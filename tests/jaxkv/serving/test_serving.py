@@ -70,7 +70,7 @@ def assert_idle(engine: jaxkv.Engine) -> None:
     for info in engine.trace:
         engines.assert_sound(info)
     engines.assert_empty(engine.core.state)
-    assert not np.asarray(engine.core.state.sequences.status).any()
+    assert not np.asarray(engine.core.state.ledger.progress).any()
     assert engine.core.tracker.is_empty()
     assert not engine.core.tracker.has_work(1e9)
     assert engine.core.tracker._requests == 0

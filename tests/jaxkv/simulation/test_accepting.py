@@ -12,6 +12,7 @@ import pytest
 
 from experiments.harness import cost_models
 from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation
+from jaxkv.ledger import Slots
 from jaxkv.sampling import random_keys
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import (
@@ -27,7 +28,7 @@ from jaxkv.simulation import (
     outcomes,
     step,
 )
-from jaxkv.simulation.batch import Slots
+from jaxkv.simulation.counted_pages import CountedPages
 from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.simulation.step import StepInfo
 from jaxkv.workloads import arrivals, metrics
@@ -149,8 +150,8 @@ class Ran(NamedTuple):
     infos: StepInfo
     slots: Slots
     """After every step."""
-    ended: jax.Array
-    """Who ended in it."""
+    pages: CountedPages
+    """After every step."""
 
 
 def simulate(
@@ -172,7 +173,7 @@ def simulate(
             max_samples=max_samples,
             acceptance=acceptance,
         )
-        return state, (info, state.slots, state.ended)
+        return state, (info, state.ledger.slots, state.pages)
 
     state, seen = jax.lax.scan(body, state, None, length=num_steps)
     return Ran(state, *seen)
@@ -206,7 +207,9 @@ def test_who_accepts_nothing_decodes_plainly_and_feeds_more() -> None:
         for name in ("start", "drew", "num_admitted", "num_preempted", "num_finished"):
             one, other = (getattr(x.infos, name) for x in (plain, mine))
             np.testing.assert_array_equal(one, other, name)
-        np.testing.assert_array_equal(plain.state.events, mine.state.events)
+        np.testing.assert_array_equal(
+            plain.state.ledger.events, mine.state.ledger.events
+        )
         assert set(itertools.chain(*gains(mine.infos))) == {1}
         work, before = mine.infos.work, plain.infos.work
         for name in before._fields[: -len(before._field_defaults)]:
@@ -305,13 +308,13 @@ def test_pages_of_drafts_are_given_back(chance: float) -> None:
         w = workload(5, 12, max_samples=samples, longest=25)
         bounds = TIGHT._replace(num_pages=jnp.int32(num_pages))
         ran = served(w, bounds, law(chance), max_samples=samples)
-        slots, work = ran.slots, ran.infos.work
-        stays = (slots.sequence >= 0) & ~ran.ended
+        slots, held, work = ran.slots, ran.pages, ran.infos.work
+        stays = slots.sequence >= 0
         decodes = stays & (ran.infos.drew >= 0)
-        assert (slots.places >= slots.length).all()
-        pages, plain = (-(-x // 4) for x in (slots.places, slots.length))
+        assert (held.places >= held.length)[stays].all()
+        pages, plain = (-(-x // 4) for x in (held.places, held.length))
         np.testing.assert_array_equal(pages[decodes], plain[decodes])
-        assert (slots.places <= slots.known)[stays].all()
+        assert (held.places <= slots.num_tokens)[stays].all()
         assert (ran.infos.used_pages <= bounds.num_pages).all()
         assert ran.infos.num_preempted.sum() > 0
         # What is in use is of some use.
@@ -526,7 +529,7 @@ BUGS = {
     "accepted tokens lose their pages": Bug(
         apply_plan,
         "release_drafts",
-        "jnp.maximum(granted.kept, slots.length)",
+        "jnp.maximum(granted.kept, pages.length)",
         "granted.kept",
         test_pages_of_drafts_are_given_back,
         (1.0,),
@@ -548,8 +551,8 @@ BUGS = {
     "verdicts are the slot's": Bug(
         accepting,
         "num_accepted",
-        "position = slots.known[:, None] + place",
-        "position = jnp.arange(slots.known.size, dtype=jnp.int32)[:, None] + place",
+        "position = slots.num_tokens[:, None] + place",
+        "position = jnp.arange(slots.num_tokens.size)[:, None] + place",
         test_verdicts_depend_on_nobody_else,
     ),
 }

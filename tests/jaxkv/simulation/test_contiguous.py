@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxkv import clock
+from jaxkv.ledger import Progress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
-from jaxkv.simulation.state import Capacity, Events, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.workloads.arrivals import Workload
 from tests.support.buddies import Buddies
 from tests.support.simulations import COST
@@ -79,6 +80,8 @@ def load(num: int) -> Workload:
 def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     """Each step of all three rules against the lists; nobody is ever preempted."""
     w, num, leaf = load(60), 60, 2
+    # A sequence that ends in the step that admits it is in no state.
+    w = w._replace(output=jnp.maximum(w.output, 2))
     bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
     policy = fcfs.fcfs()
     rules = [
@@ -99,7 +102,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
                 head=4,
                 reservation=reservation,
             )
-            return state, (state.slots.sequence, state.slots.block, info)
+            return state, (state.ledger.slots.sequence, state.pages.block, info)
 
         return jax.lax.scan(step, state, None, length=700)
 
@@ -119,15 +122,18 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
         twin, blocks = Buddies(203, 64), {}
         for sequence, block in zip(trace[0][i], trace[1][i], strict=True):
             there = dict(zip(sequence.tolist(), block.tolist(), strict=True))
-            for gone in set(blocks) - set(there):
-                twin.release(blocks.pop(gone))
+            # A step admits before it ends sequences.
             for came in sorted(set(there) - set(blocks) - {-1}):
                 assert twin.allocate(orders[i][came]) == there[came]
                 blocks[came] = there[came]
+            for gone in set(blocks) - set(there):
+                twin.release(blocks.pop(gone))
     split, used = trace[-1].split, trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
-    assert not states.events[:, :, Events._fields.index("num_preempted")].any()
+    assert not states.ledger.progress[
+        ..., Progress._fields.index("num_preempted")
+    ].any()
     # 203 leaves of 2 have three blocks of 128 places; who knows more runs more.
     assert max(batches[0]) == 3
     steps = [np.count_nonzero(batch) for batch in batches]

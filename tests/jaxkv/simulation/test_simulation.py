@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxkv import clock as jaxkv_clock
+from jaxkv import ledger
 from jaxkv.clock import from_seconds, to_seconds
+from jaxkv.ledger import Events, Progress
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.simulation import apply_plan, batch
+from jaxkv.simulation import apply_plan, counted_pages
 from jaxkv.simulation import state as simulation_state
 from jaxkv.simulation import step as simulation_step
 from jaxkv.workloads import arrivals
@@ -29,8 +31,8 @@ from tests.support.simulations import (
 )
 
 
-def events(state: simulation_state.Simulation) -> simulation_state.Events:
-    return simulation_state.Events(*np.asarray(state.events).T)
+def events(state: simulation_state.Simulation) -> Events:
+    return Events(*np.asarray(state.ledger.events).T)
 
 
 def seeds(*quick: str) -> list[Any]:
@@ -79,12 +81,19 @@ def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
     run = beside_engine(w, case, seed)
     assert_alike(run)
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
-    noted, s = events(run.mine), run.real.sequences
     assert int(run.mine.num_served) == num
-    for field in ("num_preempted", "num_recomputed"):
-        found = np.asarray(getattr(s, field))[: len(at)]
-        np.testing.assert_array_equal(getattr(noted, field)[at], found)
-    assert (noted.num_preempted.sum() > 0) == (name not in ("static", "groups, static"))
+    noted, theirs = (
+        Events(*np.asarray(x.ledger.events).T) for x in (run.mine, run.real)
+    )
+    np.testing.assert_array_equal(
+        noted.num_recomputed[at], theirs.num_recomputed[: len(at)]
+    )
+    column = Progress._fields.index("num_preempted")
+    times, their_times = (
+        np.asarray(x.ledger.progress)[:, column] for x in (run.mine, run.real)
+    )
+    np.testing.assert_array_equal(times[at], their_times[: len(at)])
+    assert (times.sum() > 0) == (name not in ("static", "groups, static"))
     assert (run.infos.work.num_swapped.sum() > 0) == (case.max_swap_pages > 0)
 
 
@@ -219,10 +228,7 @@ def test_places_are_split_into_what_they_are_good_for() -> None:
 
 
 def test_a_group_is_one_where_a_sequence_between_has_ended() -> None:
-    slots = batch.empty(6, has_groups=True, holds=False)
-    sequence = jnp.asarray([-1, 9, -1, 11, 12, -1], jnp.int32)
-    found = batch.groups(slots._replace(sequence=sequence), 3)
-    assert found is not None
+    found = ledger.find_groups(jnp.asarray([-1, 3, -1, 3, 4, -1], jnp.int32))
     assert found.first.tolist() == [0, 1, 2, 1, 4, 5]
     assert found.is_first.tolist() == [True, True, True, False, True, True]
 
@@ -248,17 +254,17 @@ def test_time_passes_in_microseconds() -> None:
 
 BUGS = {
     "the last token has a place": Bug(
-        batch,
-        "split",
-        "jnp.maximum(limit - 1, slots.length)",
+        counted_pages,
+        "break_down",
+        "jnp.maximum(limit - 1, pages.length)",
         "limit",
         test_places_are_split_into_what_they_are_good_for,
     ),
     "places ahead count as tokens": Bug(
-        batch,
-        "split",
-        "tokens = within(slots.length)",
-        "tokens = within(slots.places)",
+        counted_pages,
+        "break_down",
+        "tokens = within(pages.length)",
+        "tokens = within(pages.places)",
         test_places_are_split_into_what_they_are_good_for,
     ),
     "clients ask as soon as they like": Bug(
@@ -269,8 +275,8 @@ BUGS = {
         test_a_closed_loop_holds_as_many_requests_as_it_has_clients,
     ),
     "who finishes is never counted": Bug(
-        apply_plan,
-        "retire",
+        simulation_step,
+        "_step",
         "state.num_done + jnp.sum(over, dtype=jnp.int32)",
         "state.num_done",
         test_who_can_never_fit_is_rejected_and_the_others_are_served,
@@ -278,7 +284,7 @@ BUGS = {
     "those behind the queue are not waiting": Bug(
         simulation_step,
         "_all_waiting",
-        "info.num_waiting + num_behind",
+        "info.num_waiting + num_outside",
         "info.num_waiting",
         test_everybody_who_has_come_is_counted_as_waiting,
         (None,),
@@ -286,7 +292,7 @@ BUGS = {
     "requests come before their time": Bug(
         apply_plan,
         "arrive",
-        "comes &= is_past(workload.arrival[request], state.clock)",
+        "comes &= is_past(workload.arrival[request], books.clock)",
         "",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
     ),

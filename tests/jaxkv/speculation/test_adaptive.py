@@ -166,10 +166,9 @@ def test_it_rests_where_no_drafts_pay_for_who_runs_or_may_come(
     config = dataclasses.replace(CONFIG, max_length=64)
     drafter, state = Adaptive(NGram(), patience=9), engines.start(config)
     slots = jnp.where(jnp.arange(6, dtype=jnp.int32) < running, 0, -1)
-    state = state._replace(
-        slots=state.slots._replace(sequence=slots),
-        queue=state.queue._replace(length=jnp.int32(queued)),
-    )
+    state = state.with_slots(state.slots._replace(sequence=slots))
+    books = state.ledger._replace(num_waiting=jnp.int32(queued))
+    state = state._replace(ledger=books)
     best = jnp.zeros(7, jnp.int32).at[jnp.asarray(paying, jnp.int32)].set(1)
     memory = drafter.init(CONFIG)._replace(best=best)
 

@@ -102,7 +102,9 @@ def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, Both]:
     _, _, drafts = propose(params, (), state, granted, config=BOUNDS)
     s, rows = state.sequences, np.asarray(state.slots.sequence)
     assert (rows >= 0).all()
-    known = [np.asarray(s.tokens)[row, : int(s.num_tokens[row])] for row in rows]
+    lengths = np.asarray(state.slots.num_tokens).tolist()
+    tokens = np.asarray(s.tokens)
+    known = [tokens[row, :num] for row, num in zip(rows, lengths, strict=True)]
     assert all(len(x) > len(ask.prompt) for x, ask in zip(known, asks, strict=True))
     return [x.tolist() for x in known], drafts, params
 

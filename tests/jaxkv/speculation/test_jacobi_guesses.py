@@ -77,7 +77,7 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
     for _ in range(3 * NUM_DRAFTS):
         slots = rng.permutation([*range(SEQUENCES), NOBODY])
         held = idle.slots._replace(sequence=jnp.asarray(slots, jnp.int32))
-        state = idle._replace(slots=held)
+        state = idle.with_slots(held)
         granted = jnp.full(len(slots), NUM_DRAFTS, jnp.int32)
         memory, _, drafts = drafter.propose(None, memory, state, granted, config)
         rows: list[Any] = [None] * len(slots)

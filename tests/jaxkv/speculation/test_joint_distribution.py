@@ -70,7 +70,7 @@ class Tree(Drafter):
         self, params: Any, memory: Any, state: Any, granted: Any, config: EngineConfig
     ) -> Any:
         row = jnp.maximum(state.slots.sequence, 0)
-        known = state.sequences.num_tokens[row]
+        known = state.slots.num_tokens
         last = arrays.take(
             state.sequences.tokens[row], (jnp.arange(NUM), known - 1), fill=0
         )
@@ -165,12 +165,14 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         sequences = state.sequences._replace(
             tokens=tokens,
             params=keys,
-            num_tokens=jnp.full((NUM,), len(PROMPT), jnp.int32),
             prompt_length=jnp.full((NUM,), len(PROMPT), jnp.int32),
             limit=jnp.full((NUM,), 32, jnp.int32),
         )
-        slots = state.slots._replace(sequence=jnp.arange(NUM, dtype=jnp.int32))
-        return state._replace(sequences=sequences, slots=slots)
+        slots = state.slots._replace(
+            sequence=jnp.arange(NUM, dtype=jnp.int32),
+            num_tokens=jnp.full((NUM,), len(PROMPT), jnp.int32),
+        )
+        return state._replace(sequences=sequences).with_slots(slots)
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def step(state: Any, is_first: Any) -> Any:
@@ -179,7 +181,8 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         s, every = state.sequences, jnp.arange(NUM, dtype=jnp.int32)
         state, drafts = drafting.propose(None, state, granted, case.drafter, config)
         table = jnp.asarray(TARGET)
-        last = arrays.take(s.tokens, (every, s.num_tokens - 1), fill=0)
+        known = state.slots.num_tokens
+        last = arrays.take(s.tokens, (every, known - 1), fill=0)
         fed = model_runner.Fed(
             logits=table[last],
             drafted=table[jnp.maximum(drafts.tokens, 0)],
@@ -190,15 +193,11 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         everyone = jnp.ones((NUM,), bool)
         judged = verification.verify(state, fed, everyone, drafts, pair, None, config)
         index = jnp.arange(judged.tokens.shape[1], dtype=jnp.int32)[None, :]
-        place = jnp.where(
-            index < judged.num[:, None], s.num_tokens[:, None] + index, -1
-        )
+        place = jnp.where(index < judged.num[:, None], known[:, None] + index, -1)
         s = state.sequences
-        s = s._replace(
-            tokens=arrays.put(s.tokens, (every[:, None], place), judged.tokens),
-            num_tokens=s.num_tokens + judged.num,
-        )
-        state = state._replace(sequences=s)
+        tokens = arrays.put(s.tokens, (every[:, None], place), judged.tokens)
+        slots = state.slots._replace(num_tokens=known + judged.num)
+        state = state._replace(sequences=s._replace(tokens=tokens)).with_slots(slots)
         memory = case.drafter.learn(state.memory, state, judged.verified)
         return state._replace(memory=memory)
 
@@ -206,9 +205,9 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
     for index in range(NUM_TOKENS):
         state = step(state, jnp.asarray(index == 0))
     found = state.sequences
-    assert int(found.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
+    assert int(state.slots.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
     # Several at once, or nothing is accepted.
-    assert int(found.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
+    assert int(state.slots.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
     return np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
 
 

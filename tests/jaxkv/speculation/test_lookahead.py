@@ -70,7 +70,7 @@ def test_a_window_moves_on_with_the_text(accepted: int) -> None:
         max_drafts=SIZES.num_drafts, max_slots=2, token_budget=64, max_length=64
     )
     state = engines.start(config)
-    state = state._replace(slots=state.slots._replace(sequence=jnp.asarray([7, -1])))
+    state = state.with_slots(state.slots._replace(sequence=jnp.asarray([7, -1])))
     memory = SIZES.init(config)
     window = jnp.arange(9, dtype=jnp.int32).reshape(3, 3) + 10
     memory = memory._replace(

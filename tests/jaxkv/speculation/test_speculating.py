@@ -67,7 +67,7 @@ class Bushy(Drafter):
         right = np.zeros((len(self.on_path), num), bool)
         for path, places in enumerate(self.on_path):
             right[path, np.array(places) - 1] = True
-        known = state.sequences.num_tokens[jnp.maximum(state.slots.sequence, 0)]
+        known = state.slots.num_tokens
         is_right = jnp.asarray(right)[known % len(self.on_path)]
         token = drafts.tokens[:, depths - 1]
         step = jnp.arange(1, num + 1, dtype=jnp.int32)[None, :]

@@ -1,0 +1,56 @@
+"""Bookkeeping of queue, slots and progress, shared by the engine and the simulator."""
+
+from jaxkv.ledger.groups import Groups, find_groups
+from jaxkv.ledger.head import Head, PageFacts, RequestColumns, look_up_head, observe
+from jaxkv.ledger.state import (
+    NO_SEQUENCE,
+    Events,
+    Fork,
+    Ledger,
+    Progress,
+    Slots,
+    columns,
+    init,
+    is_occupied,
+    is_running,
+    num_to_feed,
+)
+from jaxkv.ledger.transitions import (
+    Admission,
+    SlotPlan,
+    admit,
+    fork,
+    note_events,
+    num_recomputed,
+    preempt,
+    retire,
+)
+
+__all__ = [
+    "NO_SEQUENCE",
+    "Admission",
+    "Events",
+    "Fork",
+    "Groups",
+    "Head",
+    "Ledger",
+    "PageFacts",
+    "Progress",
+    "RequestColumns",
+    "SlotPlan",
+    "Slots",
+    "admit",
+    "columns",
+    "find_groups",
+    "fork",
+    "init",
+    "is_occupied",
+    "is_running",
+    "look_up_head",
+    "note_events",
+    "num_recomputed",
+    "num_to_feed",
+    "observe",
+    "preempt",
+    "retire",
+]

@@ -1,0 +1,258 @@
+"""Changes of a ledger in one step: preemption, admission, forks, tokens, ends."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv import arrays
+from jaxkv.ledger.groups import Groups
+from jaxkv.ledger.head import Head
+from jaxkv.ledger.state import (
+    NO_SEQUENCE,
+    Events,
+    Ledger,
+    Progress,
+    Slots,
+    is_occupied,
+    is_running,
+)
+from jaxkv.memory import Size
+from jaxkv.scheduling import Plan
+
+
+class Preempted(NamedTuple):
+    """Preempted sequences, to be put back by `admit`."""
+
+    sequence: Int32[Array, " slots"]
+    """The sequences, or `NO_SEQUENCE`."""
+    progress: Int32[Array, "slots fields"]
+    """Rows of `Progress`."""
+    request: Int32[Array, " slots"]
+    """Their requests, each once, in order, or `NO_SEQUENCE`."""
+
+
+def preempt(
+    ledger: Ledger,
+    gone: Bool[Array, " slots"],
+    request: Int32[Array, " slots"],
+    group: Groups | None,
+    *,
+    length: Int32[Array, " slots"],
+    num_common: Int32[Array, " slots"],
+    swapped_pages: Int32[Array, " slots"],
+    is_swapped: Bool[Array, " slots"],
+) -> tuple[Ledger, Preempted]:
+    """Takes the slots of whole requests from them.
+
+    Args:
+      ledger: the ledger.
+      gone: slots of the preempted sequences.
+      request: request of each slot.
+      group: the groups of the slots; None if every request has one sequence.
+      length: tokens of each sequence whose K and V are written.
+      num_common: tokens with which all sequences of each one's request begin.
+      swapped_pages: pages of each sequence that are swapped out, shared ones once.
+      is_swapped: sequences that are swapped out; the rest are recomputed.
+
+    Returns:
+      The new ledger, and the sequences that `admit` puts back.
+    """
+    slots = ledger.slots
+    index = jnp.where(gone, slots.sequence, NO_SEQUENCE)
+    progress = Progress(
+        num_tokens=slots.num_tokens,
+        num_fed=jnp.maximum(slots.num_fed, length),
+        num_preempted=slots.num_preempted + 1,
+        num_common=num_common,
+        swapped_tokens=jnp.where(is_swapped, length, 0),
+        swapped_pages=jnp.where(is_swapped, swapped_pages, 0),
+    )
+    column = Events._fields.index("num_recomputed")
+    again = num_recomputed(slots, length)
+    first = gone if group is None else gone & group.is_first
+    return ledger._replace(
+        slots=slots._replace(sequence=jnp.where(gone, NO_SEQUENCE, slots.sequence)),
+        events=arrays.put(ledger.events, (index, column), again, "add"),
+    ), Preempted(
+        index, jnp.stack(progress, axis=1), jnp.where(first, request, NO_SEQUENCE)
+    )
+
+
+def num_recomputed(
+    slots: Slots, length: Int32[Array, " slots"]
+) -> Int32[Array, " slots"]:
+    """Tokens that each sequence has fed again since it got its slot."""
+    given = 0 if slots.fork is None else slots.fork.num_given
+    return jnp.maximum(jnp.minimum(length, slots.num_fed) - given, 0)
+
+
+class SlotPlan(NamedTuple):
+    """A plan by slot, see `scheduling.Plan`."""
+
+    places: Int32[Array, "*n"]
+    """Token places to hold; 0 leaves them as they are."""
+    num_rows: Int32[Array, "*n"]
+    """Tokens to feed, drafts excluded."""
+    drafts: Int32[Array, "*n"] | None
+    """Drafts to feed after them, beyond these places; None without speculation."""
+
+
+class Admission(NamedTuple):
+    """Slots after preemption and admission."""
+
+    plan: SlotPlan
+    carried: Any
+    """Further columns of the slots, which moved as these do."""
+    source: Int32[Array, " slots"]
+    """Index into the slots before, then the flat head, that each slot was filled from;
+    `NO_SEQUENCE` if it is empty."""
+    admitted: Bool[Array, " head"]
+    """Requests that got slots."""
+    swapped_in: Bool[Array, " head"]
+    """Requests among them that were swapped out."""
+    pages_in: Int32[Array, ""]
+    """Pages that these take."""
+
+
+def admit(
+    ledger: Ledger,
+    head: Head,
+    plan: Plan,
+    preempted: Preempted,
+    *,
+    ready: Bool[Array, " head"],
+    free_pages: Size,
+    carried: tuple[Any, Any] = ((), ()),
+) -> tuple[Ledger, Admission]:
+    """Gives slots to the sequences of admitted requests, and closes gaps.
+
+    Sequences that keep their slots move to the lowest indices, in order; the admitted
+    ones follow. Requests that are swapped out are admitted if there are free pages for
+    all of them. A request without slots for all of its sequences is not admitted.
+
+    Args:
+      ledger: the ledger, preempted sequences removed.
+      head: the head of the queue, before any request was put back.
+      plan: the plan for these slots and this head.
+      preempted: the preempted sequences, see `preempt`.
+      ready: requests that can be admitted.
+      free_pages: pages of the pool that are free after the preemption.
+      carried: a tree of columns of the slots, and one of [head, width] for the head.
+
+    Returns:
+      The new ledger, and the new slots.
+    """
+    slots, num = ledger.slots, ledger.slots.sequence.shape[0]
+    admitted, is_out = plan.admit & ready, head.swapped_pages > 0
+    pages_in = jnp.sum(jnp.where(admitted, head.swapped_pages, 0), dtype=jnp.int32)
+    fits = pages_in <= free_pages
+    pages_in = jnp.where(fits, pages_in, 0)
+    admitted &= fits | ~is_out
+    stays = is_occupied(slots)
+    num_free = num - jnp.sum(stays, dtype=jnp.int32)
+    wanted = jnp.cumsum(jnp.where(admitted, head.num_slots, 0), dtype=jnp.int32)
+    admitted &= wanted <= num_free
+    comes = admitted[:, None] & head.exists
+    source = arrays.places(jnp.concatenate([stays, comes.ravel()]), num)
+    # Only the first sequence of a request feeds; none of one that is swapped in.
+    leads = head.is_first & ~is_out[:, None]
+    asked = SlotPlan(
+        places=jnp.where(leads, plan.head_places[:, None], 0),
+        num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
+        drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
+    )
+    # Rows of a table: one gather, in place of one for each column.
+    given = SlotPlan(plan.places, plan.num_rows, plan.drafts)
+    old, kind = jax.tree.flatten((slots, given, carried[0]))
+    new = jax.tree.leaves((head.slots, asked, carried[1]))
+    columns = [
+        jnp.concatenate([x, y.ravel()]).astype(jnp.int32)
+        for x, y in zip(old, new, strict=True)
+    ]
+    rows = jnp.where((source >= 0)[:, None], jnp.stack(columns, axis=1)[source], 0)
+    taken = [rows[:, k].astype(x.dtype) for k, x in enumerate(old)]
+    slots, given, moved = jax.tree.unflatten(kind, taken)
+    sequence = jnp.where(source >= 0, slots.sequence, NO_SEQUENCE)
+    # Tied to all that reads the rows: else XLA copies the table before it is written.
+    progress, sequence = lax.optimization_barrier((ledger.progress, sequence))
+    progress = arrays.put(progress, preempted.sequence, preempted.progress)
+    left = jnp.where(admitted, NO_SEQUENCE, head.request)
+    back = preempted.request
+    queue = jnp.concatenate([back, left, ledger.queue[admitted.shape[0] :]])
+    num_back = jnp.sum(back >= 0, dtype=jnp.int32)
+    num_left = jnp.sum(admitted, dtype=jnp.int32)
+    ledger = ledger._replace(
+        slots=slots._replace(sequence=sequence),
+        progress=progress,
+        queue=arrays.packed(queue, ledger.queue.shape[0]),
+        num_waiting=ledger.num_waiting + num_back - num_left,
+    )
+    swapped_in = admitted & is_out
+    return ledger, Admission(given, moved, source, admitted, swapped_in, pages_in)
+
+
+def fork(
+    slots: Slots, forked: Bool[Array, " slots"], length: Int32[Array, " slots"]
+) -> Slots:
+    """Notes which sequences were forked onto the pages of one that read for them.
+
+    `length` are the tokens written, those of this step included.
+    """
+    if (f := slots.fork) is None:
+        return slots
+    return slots._replace(
+        fork=f._replace(
+            reads=f.reads & (length != f.num_common),
+            waits=f.waits & ~forked,
+            num_given=jnp.where(forked, f.num_common, f.num_given),
+        )
+    )
+
+
+def note_events(
+    ledger: Ledger,
+    begins: Bool[Array, " slots"],
+    ended: Bool[Array, " slots"],
+    length: Int32[Array, " slots"],
+) -> Ledger:
+    """Notes first tokens and ends at the time of the ledger's clock.
+
+    Args:
+      ledger: the ledger.
+      begins: sequences that drew their first token.
+      ended: sequences that drew their last token.
+      length: tokens of each sequence whose K and V are written.
+    """
+    slots, now = ledger.slots, ledger.clock
+    events = Events(
+        first_s=jnp.where(begins, now[0] + 1, 0),
+        first_us=jnp.where(begins, now[1], 0),
+        finish_s=jnp.where(ended, now[0] + 1, 0),
+        finish_us=jnp.where(ended, now[1], 0),
+        num_recomputed=jnp.where(ended, num_recomputed(slots, length), 0),
+    )
+    index = jnp.where(begins | ended, slots.sequence, NO_SEQUENCE)
+    return ledger._replace(
+        events=arrays.put(ledger.events, index, jnp.stack(events, axis=1), "add")
+    )
+
+
+def retire(
+    slots: Slots, ended: Bool[Array, " slots"]
+) -> tuple[Slots, Bool[Array, " slots"]]:
+    """Empties the slots of ended sequences, at once or when the whole batch has ended.
+
+    Returns:
+      The new slots, and which of them were emptied.
+    """
+    if (held := slots.held) is None:
+        gone = ended
+    else:
+        finished = held | ended
+        is_done = ~jnp.any(is_running(slots) & ~ended)
+        gone, held = finished & is_done, finished & ~is_done
+    sequence = jnp.where(gone, NO_SEQUENCE, slots.sequence)
+    return slots._replace(sequence=sequence, held=held), gone

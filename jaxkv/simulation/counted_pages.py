@@ -1,0 +1,140 @@
+"""Counted pages: token places that sequences hold in a simulation, without page ids.
+
+Sequences of one request share the pages of their common tokens, see `ledger.Fork`. The
+last of these pages may be partial, and is shared until a sequence writes to it.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jaxkv.ledger import Groups, Slots, is_running
+from jaxkv.memory import pages_for
+
+
+class CountedPages(NamedTuple):
+    """Token places of the slots."""
+
+    length: Int32[Array, "*n"]
+    """Tokens whose K and V are written."""
+    places: Int32[Array, "*n"]
+    """Token places held: `length`, and those reserved ahead."""
+    block: Int32[Array, "*n"] | None
+    """First leaf of the contiguous places; None where there are pages."""
+
+
+class MemoryBreakdown(NamedTuple):
+    """Token places of the pages in use, by their use.
+
+    The rest of all places is external: free, or what a contiguous block has beyond the
+    places that were reserved.
+    """
+
+    tokens: Int32[Array, ""]
+    """Places that hold K and V of running sequences; shared ones count once."""
+    reserved: Int32[Array, ""]
+    """Places that will hold K and V before their sequence ends."""
+    internal: Int32[Array, ""]
+    """Places that will stay empty."""
+
+
+def num_owned(
+    slots: Slots,
+    length: Int32[Array, " slots"],
+    group: Groups | None,
+    places: Int32[Array, " slots"],
+    page_size: Int32[Array, ""],
+) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
+    """Counts the pages of `places` that each sequence accounts for.
+
+    A page that a group shares counts once: a full one for the first sequence of the
+    group, a partial one for the first of those that have not written since.
+
+    Returns:
+      The counts, and the pages of each sequence that other ones account for.
+    """
+    pages = pages_for(places, page_size=page_size)
+    if slots.fork is None or group is None:
+        return pages, jnp.zeros_like(pages)
+    shares, joint = _shares(slots), _is_joint(slots, length, page_size)
+    full = jnp.where(shares & ~group.is_first, slots.fork.num_common // page_size, 0)
+    theirs = full + (joint & (group.before(joint) > 0)).astype(jnp.int32)
+    return pages - theirs, theirs
+
+
+def num_copies(
+    slots: Slots,
+    length: Int32[Array, " slots"],
+    group: Groups | None,
+    wants: Int32[Array, " slots"],
+    page_size: Int32[Array, ""],
+) -> Int32[Array, " slots"]:
+    """Counts the pages that each sequence copies before it writes `wants` tokens.
+
+    0 or 1: 1 for those that leave their last page another owner, see
+    `page_table.needs_copy`.
+    """
+    if group is None:
+        return jnp.zeros_like(wants)
+    joint = _is_joint(slots, length, page_size)
+    writes = joint & (wants > 0)
+    owners = group.total(joint.astype(jnp.int32))
+    return (writes & (group.before(writes) < owners - 1)).astype(jnp.int32)
+
+
+def break_down(
+    slots: Slots,
+    pages: CountedPages,
+    group: Groups | None,
+    limit: Int32[Array, " slots"],
+    page_size: Int32[Array, ""],
+    asked: Int32[Array, " slots"] | None = None,
+) -> tuple[MemoryBreakdown, Int32[Array, ""]]:
+    """Divides the places of all pages in use by their use.
+
+    Args:
+      slots: the running batch.
+      pages: its places.
+      group: its groups.
+      limit: tokens at which each sequence ends; the last of them is never written.
+      page_size: token places in a page.
+      asked: places reserved for each sequence, if its block may have more than these.
+
+    Returns:
+      The places, and the pages that sharing saves.
+    """
+    owned, theirs = num_owned(slots, pages.length, group, pages.places, page_size)
+    runs, before = is_running(slots), theirs * page_size
+    there = jnp.where(slots.sequence >= 0, owned * page_size, 0)
+    if asked is not None:
+        there = jnp.minimum(there, asked)
+
+    def within(tokens: Array) -> Array:
+        """Counts the first `tokens` of each sequence on pages that it accounts for."""
+        return jnp.where(runs, jnp.clip(tokens - before, 0, there), 0)
+
+    tokens = within(pages.length)
+    useful = within(jnp.maximum(limit - 1, pages.length))
+    return MemoryBreakdown(
+        tokens=jnp.sum(tokens, dtype=jnp.int32),
+        reserved=jnp.sum(useful - tokens, dtype=jnp.int32),
+        internal=jnp.sum(there - useful, dtype=jnp.int32),
+    ), jnp.sum(jnp.where(slots.sequence >= 0, theirs, 0), dtype=jnp.int32)
+
+
+def _shares(slots: Slots) -> Bool[Array, " slots"]:
+    """Sequences that share pages, or did."""
+    fork = slots.fork
+    assert fork is not None
+    return (fork.num_common > 0) & ~fork.reads & ~fork.waits
+
+
+def _is_joint(
+    slots: Slots, length: Int32[Array, " slots"], page_size: Int32[Array, ""]
+) -> Bool[Array, " slots"]:
+    """Sequences that share a partial last page, since they have not written since."""
+    fork = slots.fork
+    assert fork is not None
+    shares = _shares(slots) & (length == fork.num_common)
+    return shares & (fork.num_common % page_size > 0)
