@@ -81,12 +81,16 @@ class RayHandle:
         await _result(self.actor.submit.remote(*fields))
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
+        self,
+        attempt: Attempt,
+        tokens: list[int],
+        salt: int,
+        attributes: RequestAttributes | None = None,
     ) -> tuple[Prefilled, Any]:
         """See `Worker.prefill`; the pages stay with the worker until `bring`."""
         # Separate values, so that Ray copies the payload once and without pickling.
         call = self.actor.prefill.options(num_returns=3)
-        done, header, payload = call.remote(attempt, tokens, salt)
+        done, header, payload = call.remote(attempt, tokens, salt, attributes)
         return await _result(done), (header, payload)
 
     async def bring(self, pages: Any) -> int:

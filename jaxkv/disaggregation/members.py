@@ -47,7 +47,11 @@ class WorkerHandle(Protocol):
         attributes: RequestAttributes | None = None,
     ) -> None: ...
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
+        self,
+        attempt: Attempt,
+        tokens: list[int],
+        salt: int,
+        attributes: RequestAttributes | None = None,
     ) -> tuple[Prefilled, Any]:
         """Returns the result and a reference to the pages."""
         ...

@@ -257,8 +257,8 @@ class Router:
           sampling: how to draw.
           key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
             None; None takes the router's number of the request.
-          attributes: what the scheduling policy of the decode worker sees of the
-            request; None means the defaults.
+          attributes: of the request, for the scheduling policies of its workers; None
+            means the defaults.
           deadline_s: seconds from now by which the request must be complete; None
             takes that of the router's config.
 
@@ -436,13 +436,12 @@ class Router:
         if decode.cached(keys) == len(keys):
             return Transfer()
         reader = self._chosen(members, request, keys)
-        prompt, salt = request.prompt, request.sampling.salt
+        prompt, asked = request.prompt, request.attributes
+        prefill = reader.handle.prefill(attempt, prompt, request.sampling.salt, asked)
         try:
             with reader.busy(attempt, len(prompt)):
                 begun = time.perf_counter()
-                done, pages = await reader.unless_lost(
-                    reader.handle.prefill(attempt, prompt, salt)
-                )
+                done, pages = await reader.unless_lost(prefill)
                 reader.learn(keys)
                 # Ray waits without limit for pages on a machine that hangs.
                 num = await asyncio.wait_for(

@@ -220,7 +220,11 @@ class Worker:
         self._start_task(attempt, answer())
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
+        self,
+        attempt: Attempt,
+        tokens: list[int],
+        salt: int,
+        attributes: RequestAttributes | None = None,
     ) -> tuple[Prefilled, str, np.ndarray]:
         """Reads a prompt and returns its full pages, as fields of a `PageMessage`.
 
@@ -233,7 +237,7 @@ class Worker:
         async def read_prompt() -> tuple[Prefilled, str, np.ndarray]:
             started = time.perf_counter()
             ask = Sampling.greedy(max_tokens=1, ignore_eos=True, salt=salt)
-            stream = self._engine.stream(tokens, ask)
+            stream = self._engine.stream(tokens, ask, attributes=attributes)
             async with contextlib.aclosing(stream):
                 async for _ in stream:
                     pass

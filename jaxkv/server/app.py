@@ -164,7 +164,10 @@ class Service:
         """The events of one prompt, which are counted."""
         begin, first_s = time.perf_counter(), None
         stream: Any = self.backend.stream(
-            ask.prompts[i], ask.samplings[i], deadline_s=ask.deadline_s
+            ask.prompts[i],
+            ask.samplings[i],
+            attributes=ask.attributes,
+            deadline_s=ask.deadline_s,
         )
         async with contextlib.aclosing(stream) as events:
             async for event in events:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxkv import validation
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import StallError
+from jaxkv.scheduling import RequestAttributes, StallError, attributes
 from jaxkv.server.backend import Backend, OverloadedError
 
 DEADLINE_HEADER = "x-deadline-s"
@@ -97,6 +97,8 @@ class GenerationRequest(NamedTuple):
     has_usage: bool
     """True if a stream ends with the number of tokens."""
     deadline_s: float
+    attributes: RequestAttributes
+    """Attributes of each prompt's request, for the scheduling policy."""
 
 
 def parse_completion(
@@ -229,6 +231,8 @@ _SAMPLING = (
     "early_stopping",
 )
 """Fields that are those of `Sampling`."""
+_ATTRIBUTES = attributes.REQUEST_FIELDS
+"""Fields that are those of `RequestAttributes`; `priority` is also vLLM's."""
 _COMMON = (
     *("model", "stream", "stream_options", "stop", "stop_tokens", "deadline_s"),
     *("logprobs", "max_tokens"),
@@ -258,7 +262,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 def _fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     """The fields of a request, after all that is not served was refused."""
     given = read_object(body)
-    known = {*_COMMON, *_SAMPLING, *_OWN[kind]}
+    known = {*_COMMON, *_SAMPLING, *_ATTRIBUTES, *_OWN[kind]}
     for name in given:
         if name in _NEUTRAL:
             if given[name] not in _NEUTRAL[name]:
@@ -337,6 +341,9 @@ def _common(
         "has_usage": flags.get("include_usage", False),
         "deadline_s": validation.number(
             "deadline_s", limit, low=0.001, high=MAX_DEADLINE_S, hint=hint
+        ),
+        "attributes": attributes.from_fields(
+            {name: given[name] for name in _ATTRIBUTES if name in given}
         ),
     }
 

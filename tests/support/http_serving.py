@@ -37,6 +37,7 @@ class Scripted:
         )
         self.running = 0
         self.asked: list[tuple[Sequence[int], Sampling, float | None]] = []
+        self.attributes: list[Any] = []
         self.go = threading.Event()
 
     def status(self) -> dict[str, Any]:
@@ -51,9 +52,10 @@ class Scripted:
         attributes: Any = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
-        del key_id, attributes
+        del key_id
         assert not isinstance(prompt, str)
         self.asked.append((prompt, sampling, deadline_s))
+        self.attributes.append(attributes)
         if 256 in prompt:
             raise ValueError("token id 256 must be in [0, 256)")
         text = self.tokenizer.decode(prompt)

@@ -41,7 +41,7 @@ class ScriptedWorker:
         self.running: dict[Attempt, asyncio.Task[None]] = {}
         self.reports: dict[str, list[Report]] = {}
         self.attributes: list[Any] = []
-        """Attributes of each request that was submitted."""
+        """Attributes of each request that was submitted or prefilled."""
         self._filled = asyncio.Event()
 
     def kill(self) -> None:
@@ -116,8 +116,9 @@ class ScriptedWorker:
         return None
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
+        self, attempt: Attempt, tokens: list[int], salt: int, attributes: Any = None
     ) -> tuple[Prefilled, Any]:
+        self.attributes.append(attributes)
         await self._alive()
         await asyncio.sleep(self.pace_s)
         await self._alive()

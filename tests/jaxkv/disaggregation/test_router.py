@@ -84,10 +84,13 @@ async def test_a_prompt_is_read_by_one_worker_and_answered_by_another() -> None:
         await router.answer(PROMPT, ASK, key_id=4, attributes=urgent)
         assert decoder.attributes == [RequestAttributes(), urgent]
         assert (reader.num_read, decoder.num_brought) == (1, 1)
+        await router.answer([8, *PROMPT], ASK, attributes=urgent)
+        assert reader.attributes == [RequestAttributes(), urgent]
+        assert reader.num_read == 2
         # Less than a page, or no prefix cache: the decode worker reads.
         await router.answer(PROMPT[:3], ASK)
         await router.answer([9, *PROMPT], Sampling(max_tokens=2, prefix_cache=False))
-        assert reader.num_read == 1
+        assert reader.num_read == 2
         members = router.members.values()
         assert [x.load for x in members] == [0, 0]
         times = answer.completion

@@ -73,9 +73,9 @@ class LocalHandle:
         return await self.local.release(router)
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
+        self, attempt: Attempt, tokens: list[int], salt: int, attributes: Any = None
     ) -> tuple[Prefilled, Any]:
-        done, *pages = await self.local.prefill(attempt, tokens, salt)
+        done, *pages = await self.local.prefill(attempt, tokens, salt, attributes)
         return done, pages
 
     async def bring(self, pages: Any) -> int:

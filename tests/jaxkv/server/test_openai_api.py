@@ -13,6 +13,7 @@ pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 
 from jaxkv.disaggregation import RequestCancelledError
+from jaxkv.scheduling import RequestAttributes, attributes
 from jaxkv.server import http_server, openai_requests
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
@@ -210,6 +211,26 @@ def test_every_field_reaches_the_sampling(served: Serving, backend: Scripted) ->
     assert deadline_s == 5
     served.ask(COMPLETIONS, {"prompt": "a"}, headers={"X-Deadline-S": "1.5"})
     assert backend.asked[-1][2] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})]
+)
+def test_attributes_of_a_request_reach_the_backend(
+    served: Serving, backend: Scripted, path: str, prompt: dict[str, Any]
+) -> None:
+    given = {name: i for i, name in enumerate(attributes.REQUEST_FIELDS)}
+    for fields in ({}, {"priority": -3}, given):
+        assert served.ask(path, prompt | fields)[0] == 200
+        assert backend.attributes[-1] == RequestAttributes(**fields)
+    for fields, line in (
+        ({"priority": 1001}, "priority=1001 must be a whole number in [-1000, 1000]"),
+        ({"session": "a"}, "session='a' must be a whole number in [-1, 2147483647]"),
+        ({"arrival_ms": 0}, "'arrival_ms' is not a field of this API"),
+    ):
+        status, error = served.error(path, prompt | fields)
+        assert (status, error["message"]) == (400, line)
+        assert error["param"] == next(iter(fields))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -496,6 +517,7 @@ def test_the_page_names_every_field() -> None:
     page = (folders.ROOT / "jaxkv/server/README.md").read_text(encoding="utf-8")
     for names in (
         openai_requests._SAMPLING,
+        openai_requests._ATTRIBUTES,
         openai_requests._NO_EFFECT,
         openai_requests._COMMON[2:],  # not model and stream
         *openai_requests._OWN.values(),
