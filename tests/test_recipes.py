@@ -24,7 +24,7 @@ from jaxkv import arrays
 from jaxkv.engine import drafting
 from jaxkv.models import checkpoints, config, nonlinear, transformer
 from jaxkv.models.huggingface import configs, families
-from jaxkv.speculation import Coupled
+from jaxkv.speculation import SharedNoiseVerifier
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, dispatch, prefill_plan, stream_k
 from scaling.costs import parameters
@@ -228,7 +228,7 @@ class Again(drafting.Drafter):
 
 @pytest.mark.thorough
 def test_a_drafter_changes_when_and_never_what() -> None:
-    speculation = jaxkv.Speculation(Again(), Coupled())
+    speculation = jaxkv.Speculation(Again(), SharedNoiseVerifier())
     asks = [engines.greedy(i, [i, 2, 7], 20) for i in range(6)]
     bounds = dataclasses.replace(engines.TIGHT, max_drafts=2, token_budget=32)
     run = engines.serve(asks, bounds, speculation=speculation)

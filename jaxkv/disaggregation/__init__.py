@@ -6,7 +6,6 @@
 
 from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.members import WorkerLostError
 from jaxkv.disaggregation.process import HttpFront
 from jaxkv.disaggregation.router import (
     ReplayError,
@@ -17,6 +16,7 @@ from jaxkv.disaggregation.router import (
 )
 from jaxkv.disaggregation.service import Service, ServiceLostError
 from jaxkv.disaggregation.worker import Worker, WorkerSpec
+from jaxkv.disaggregation.worker_pool import WorkerLostError
 
 __all__ = [
     "Candidate",

@@ -16,8 +16,14 @@ import ray.exceptions
 from ray import cloudpickle
 from ray.util import list_named_actors
 
-from jaxkv.disaggregation.members import Launcher, WorkerHandle
-from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, Worker, WorkerSpec
+from jaxkv.disaggregation.worker import (
+    Attempt,
+    PrefillResult,
+    Report,
+    Worker,
+    WorkerSpec,
+)
+from jaxkv.disaggregation.worker_pool import Launcher, WorkerHandle
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 
@@ -55,7 +61,7 @@ def environment(token: str | None) -> dict[str, str]:
 
 
 class RayHandle:
-    """Calls to one actor. Implements `members.WorkerHandle`."""
+    """Calls to one actor. Implements `worker_pool.WorkerHandle`."""
 
     def __init__(self, actor: Any):
         self.actor = actor
@@ -86,7 +92,7 @@ class RayHandle:
         tokens: list[int],
         salt: int,
         attributes: RequestAttributes | None = None,
-    ) -> tuple[Prefilled, Any]:
+    ) -> tuple[PrefillResult, Any]:
         """See `Worker.prefill`; the pages stay with the worker until `bring`."""
         # Separate values, so that Ray copies the payload once and without pickling.
         call = self.actor.prefill.options(num_returns=3)
@@ -108,7 +114,7 @@ class RayHandle:
 
 
 class RayLauncher:
-    """Starts workers of one service as actors. Implements `members.Launcher`.
+    """Starts workers of one service as actors. Implements `worker_pool.Launcher`.
 
     Args:
       service: name of the service; routers of the same name share workers.
@@ -119,7 +125,7 @@ class RayLauncher:
         self._actor = ray.remote(Worker)
 
     def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """See `members.Launcher`."""
+        """See `worker_pool.Launcher`."""
         actor = self._actor.options(
             name=name,
             namespace=self._service,
@@ -136,7 +142,7 @@ class RayLauncher:
         return RayHandle(actor)
 
     def find(self) -> Mapping[str, WorkerHandle]:
-        """See `members.Launcher`."""
+        """See `worker_pool.Launcher`."""
         found = {}
         for named in list_named_actors(all_namespaces=True):
             if named["namespace"] == self._service:
@@ -146,7 +152,7 @@ class RayLauncher:
         return found
 
     def kill(self, name: str, handle: WorkerHandle) -> None:
-        """See `members.Launcher`."""
+        """See `worker_pool.Launcher`."""
         assert isinstance(handle, RayHandle)
         ray.kill(handle.actor)
 

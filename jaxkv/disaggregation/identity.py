@@ -25,7 +25,7 @@ REMEMBERED_BYTES = 1 << 26
 """Folders with fewer bytes of weights are hashed at every load, in under 0.1 s."""
 
 
-def of_engine(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
+def engine_identity(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
     """Returns the part of an identity that the engine decides.
 
     Args:
@@ -46,7 +46,7 @@ def of_engine(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]
     }
 
 
-def of_folder(folder: Path) -> dict[str, str]:
+def folder_identity(folder: Path) -> dict[str, str]:
     """Returns SHA-256 digests of a model folder's weights, config and tokenizer.
 
     Digests of large files are remembered in `.NAME.sha256.json` next to the folder
@@ -97,7 +97,7 @@ def of_folder(folder: Path) -> dict[str, str]:
     }
 
 
-def difference(theirs: Any, ours: dict[str, str]) -> str | None:
+def describe_difference(theirs: Any, ours: dict[str, str]) -> str | None:
     """Returns which field of an identity differs and how; None if they are equal."""
     if not isinstance(theirs, dict):
         return f"identity={theirs!r} must be an object"

@@ -75,7 +75,7 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         shapes = [(str(name), tuple(map(int, shape))) for name, shape in leaves]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"header of pages is damaged: {error!r}") from None
-    if (wrong := identity.difference(fields.get("identity"), own)) is not None:
+    if (wrong := identity.describe_difference(fields.get("identity"), own)) is not None:
         raise ValueError(f"pages of {wrong}")
     kv_pages.check_content(like, shapes)
     wanted, structure = jax.tree.flatten(like)

@@ -54,7 +54,7 @@ class Setup(NamedTuple):
     http: HttpFront | None
 
 
-class Call(NamedTuple):
+class RouterCall(NamedTuple):
     """A message from the service: a call of a router's method."""
 
     number: int
@@ -98,7 +98,7 @@ class _Dispatcher:
         with contextlib.suppress(OSError):  # the service has ended: so will this
             self._connection.send(reply)
 
-    def receive(self, call: Call) -> None:
+    def receive(self, call: RouterCall) -> None:
         """Starts a call."""
         if call.method == "cancel_call":
             if (task := self._tasks.get(call.args[0])) is not None:
@@ -107,7 +107,7 @@ class _Dispatcher:
         self._tasks[call.number] = task = asyncio.create_task(self._carry_out(call))
         task.add_done_callback(lambda _: self._tasks.pop(call.number, None))
 
-    async def _carry_out(self, call: Call) -> None:
+    async def _carry_out(self, call: RouterCall) -> None:
         number = call.number
         try:
             if call.method not in METHODS:
@@ -127,7 +127,7 @@ class _Dispatcher:
             self.send(Reply(number, "error", _plain(error)))
 
 
-async def serve(connection: Connection, setup: Setup) -> None:
+async def run_router(connection: Connection, setup: Setup) -> None:
     """Serves until the pipe closes."""
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     # Imported here: Ray reads its variables once, and `main` has them set.
@@ -144,8 +144,8 @@ async def serve(connection: Connection, setup: Setup) -> None:
             model_name=setup.model_name,
         )
         dispatcher = _Dispatcher(connection, router)
-        early: list[Call] = []
-        receive: Callable[[Call], None] = early.append
+        early: list[RouterCall] = []
+        receive: Callable[[RouterCall], None] = early.append
 
         def read() -> None:
             with contextlib.suppress(EOFError, OSError):
@@ -180,7 +180,7 @@ async def _serve_http(
     """Serves HTTP until `is_over`, then for the requests in progress."""
     from jaxkv.server import app, http_server
 
-    service = app.Service(
+    service = app.HttpService(
         router,
         api_key=front.api_key,
         max_requests=front.max_requests,
@@ -210,7 +210,7 @@ def main(fd: int) -> None:
     connection = Connection(fd)
     setup = connection.recv()
     try:
-        asyncio.run(serve(connection, setup))
+        asyncio.run(run_router(connection, setup))
     except (ValueError, ConnectionError, OSError) as error:
         with contextlib.suppress(OSError):
             connection.send(Reply(0, "error", _plain(error)))

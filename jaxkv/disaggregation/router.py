@@ -2,7 +2,7 @@
 
 A prompt is read by a prefill worker, its pages go to the prefix cache of a decode
 worker, and that one answers. Draws are keyed by request and position, so a repeated
-request has the same tokens. `members` keeps the workers.
+request has the same tokens. `worker_pool` keeps the workers.
 """
 
 import asyncio
@@ -18,8 +18,13 @@ from jaxkv import validation
 from jaxkv.disaggregation import choice
 from jaxkv.disaggregation.choice import Candidate, Choose
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.members import Launcher, Member, Members, WorkerLostError
 from jaxkv.disaggregation.worker import Attempt, Report, WorkerSpec
+from jaxkv.disaggregation.worker_pool import (
+    Launcher,
+    WorkerLostError,
+    WorkerPool,
+    WorkerRecord,
+)
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 from jaxkv.scheduling import attributes as request_attributes
@@ -140,8 +145,8 @@ class Router:
         self.config = RouterConfig() if config is None else config
         self.tokenizer, self.model_name = tokenizer, model_name
         self.name = secrets.token_hex(8)
-        self._members = Members(self.name, launcher, self.config, self._deliver)
-        self.members = self._members.by_name
+        self._pool = WorkerPool(self.name, launcher, self.config, self._deliver)
+        self.workers = self._pool.by_name
         self._choose = choose
         self._requests: dict[int, _Request] = {}
         self._reports: dict[Attempt, asyncio.Queue[Report]] = {}
@@ -157,7 +162,7 @@ class Router:
     @property
     def max_length(self) -> int:
         """Tokens of prompt and answer that a request may have."""
-        return self._members.bounds["max_length"]
+        return self._pool.bounds["max_length"]
 
     async def start(self, specs: Sequence[WorkerSpec]) -> None:
         """Starts workers, adopts those that run already, and waits for all of them.
@@ -165,11 +170,11 @@ class Router:
         Raises:
           ValueError: a worker cannot start, differs from the first, or none decodes.
         """
-        await self._members.start(specs)
+        await self._pool.start(specs)
 
     def add_worker(self, spec: WorkerSpec) -> str:
         """Starts a worker; returns its name. It takes requests once it is ready."""
-        return self._members.add(spec)
+        return self._pool.add(spec)
 
     async def wait_for(self, name: str) -> None:
         """Waits until a worker serves.
@@ -177,14 +182,14 @@ class Router:
         Raises:
           ValueError: it cannot start; the message has its reason.
         """
-        await self._members.wait_for(name)
+        await self._pool.wait_for(name)
 
     async def remove_worker(self, name: str) -> None:
         """Gives a worker no further requests, waits for its last, and leaves it.
 
         The worker ends if no other router uses it.
         """
-        await self._members.remove(name)
+        await self._pool.remove(name)
 
     async def restart_worker(self, name: str) -> str:
         """Starts a new worker in place of one, then removes that; returns its name.
@@ -192,7 +197,7 @@ class Router:
         Raises:
           ValueError: the name is unknown, or the new one cannot start.
         """
-        spec = self._members.named(name).spec
+        spec = self._pool.named(name).spec
         if spec is None:
             raise ValueError(f"worker {name} has not started yet")
         new = self.add_worker(spec)
@@ -212,9 +217,9 @@ class Router:
                 "requests": len(member.attempts),
                 "pid": member.described.get("pid"),
             }
-            for member in self.members.values()
+            for member in self.workers.values()
         ]
-        serving = self._members.serving()
+        serving = self._pool.serving()
         is_ready = any(member.role == "decode" for member in serving)
         return {
             "is_ready": is_ready and not self._is_closed,
@@ -298,7 +303,7 @@ class Router:
         self._is_closed = True
         for number in [*self._requests]:
             self.cancel(number)
-        await self._members.close()
+        await self._pool.close()
 
     def _deliver(self, report: Report) -> None:
         """Hands a report to its attempt; those of abandoned attempts are dropped."""
@@ -373,8 +378,8 @@ class Router:
                 await asyncio.sleep(self.config.backoff_s * 2 ** (number - 2))
             for streamed in request.streamed.values():
                 streamed.replayed_tokens = streamed.replayed_text = 0
-            members = await self._members.any_serving("decode")
-            page_size = self._members.bounds["page_size"]
+            members = await self._pool.any_serving("decode")
+            page_size = self._pool.bounds["page_size"]
             keys = choice.page_keys(request.prompt, page_size, request.sampling.salt)
             decode = self._chosen(members, request, keys)
             attempt = Attempt(self.name, request.number, number)
@@ -390,7 +395,7 @@ class Router:
                     decode.handle.cancel(attempt)
                     raise
                 finally:
-                    self._members.note_change()
+                    self._pool.note_change()
             decode.learn(keys)
             completion = completion._replace(
                 request_id=request.number,
@@ -405,9 +410,9 @@ class Router:
         )
 
     def _chosen(
-        self, members: list[Member], request: _Request, keys: list[bytes]
-    ) -> Member:
-        num_tokens, page_size = len(request.prompt), self._members.bounds["page_size"]
+        self, members: list[WorkerRecord], request: _Request, keys: list[bytes]
+    ) -> WorkerRecord:
+        num_tokens, page_size = len(request.prompt), self._pool.bounds["page_size"]
         candidates = [
             Candidate(
                 member.name,
@@ -424,13 +429,17 @@ class Router:
         return members[index]
 
     async def _transfer(
-        self, request: _Request, attempt: Attempt, decode: Member, keys: list[bytes]
+        self,
+        request: _Request,
+        attempt: Attempt,
+        decode: WorkerRecord,
+        keys: list[bytes],
     ) -> Transfer:
         """Has a prompt read by a prefill worker and its pages sent to `decode`.
 
         A failure costs time alone: `decode` then reads the prompt itself.
         """
-        members = self._members.serving("prefill")
+        members = self._pool.serving("prefill")
         if not members or not request.sampling.prefix_cache:
             return Transfer()
         if decode.cached(keys) == len(keys):
@@ -458,12 +467,12 @@ class Router:
             logger.info("the pages of a prompt were lost: %s", error)
             return Transfer()
         finally:
-            self._members.note_change()
+            self._pool.note_change()
         whole_s = time.perf_counter() - begun
         return Transfer(done.num_bytes, done.prefill_s, whole_s - done.prefill_s)
 
     async def _decode(
-        self, request: _Request, attempt: Attempt, decode: Member
+        self, request: _Request, attempt: Attempt, decode: WorkerRecord
     ) -> Completion:
         """Has a prompt answered.
 

@@ -27,7 +27,7 @@ from jaxkv import files, validation
 from jaxkv.disaggregation import choice, process
 from jaxkv.disaggregation.choice import Choose
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.process import Call, HttpFront, Reply, Setup
+from jaxkv.disaggregation.process import HttpFront, Reply, RouterCall, Setup
 from jaxkv.disaggregation.router import RoutedAnswer
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
@@ -278,7 +278,7 @@ class Service:
     def close(self) -> None:
         """Ends requests, workers, router, and a cluster that was started here."""
         with contextlib.suppress(ServiceLostError):
-            self._send(Call(0, "close"))
+            self._send(RouterCall(0, "close"))
         try:
             self._process.wait(STOP_S + self._grace_s)
         except subprocess.TimeoutExpired:
@@ -318,7 +318,7 @@ class Service:
         number = next(self._numbers)
         self._replies[number] = receive
         try:
-            self._send(Call(number, method, args, dict(fields)))
+            self._send(RouterCall(number, method, args, dict(fields)))
         except BaseException:
             self._replies.pop(number, None)
             raise
@@ -328,7 +328,7 @@ class Service:
         """Cancels a call unless its last reply has come."""
         if self._replies.pop(number, None) is not None:
             with contextlib.suppress(ServiceLostError):
-                self._send(Call(0, "cancel_call", (number,)))
+                self._send(RouterCall(0, "cancel_call", (number,)))
 
     def _send(self, message: Any) -> None:
         with self._sending:

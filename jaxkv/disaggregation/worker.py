@@ -90,7 +90,7 @@ class Report(NamedTuple):
     """The engine has failed; the worker is of no further use."""
 
 
-class Prefilled(NamedTuple):
+class PrefillResult(NamedTuple):
     """A prompt that was read."""
 
     num_bytes: int
@@ -149,11 +149,13 @@ class Worker:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
         )
         dtype = fields.get("dtype", "float32")
-        self.identity = identity.of_engine(engine.config, self._pages, dtype=dtype)
-        self.identity |= identity.of_folder(folder)
+        self.identity = identity.engine_identity(
+            engine.config, self._pages, dtype=dtype
+        )
+        self.identity |= identity.folder_identity(folder)
         for kind in ("draft_folder", "heads_folder"):
             if (drafted := getattr(fields.get("speculate"), kind, None)) is not None:
-                files = identity.of_folder(Path(drafted))
+                files = identity.folder_identity(Path(drafted))
                 self.identity |= {f"{kind}.{name}": x for name, x in files.items()}
         # All programs are compiled before the first request.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
@@ -225,7 +227,7 @@ class Worker:
         tokens: list[int],
         salt: int,
         attributes: RequestAttributes | None = None,
-    ) -> tuple[Prefilled, str, np.ndarray]:
+    ) -> tuple[PrefillResult, str, np.ndarray]:
         """Reads a prompt and returns its full pages, as fields of a `PageMessage`.
 
         Raises:
@@ -234,7 +236,7 @@ class Worker:
           RuntimeError: the engine has failed, or the attempt was cancelled.
         """
 
-        async def read_prompt() -> tuple[Prefilled, str, np.ndarray]:
+        async def read_prompt() -> tuple[PrefillResult, str, np.ndarray]:
             started = time.perf_counter()
             ask = Sampling.greedy(max_tokens=1, ignore_eos=True, salt=salt)
             stream = self._engine.stream(tokens, ask, attributes=attributes)
@@ -247,7 +249,11 @@ class Worker:
             header, payload = page_messages.pack(pages, tokens, salt, self.identity)
             num_bytes = len(header) + payload.nbytes
             copied = time.perf_counter()
-            return Prefilled(num_bytes, read - started, copied - read), header, payload
+            return (
+                PrefillResult(num_bytes, read - started, copied - read),
+                header,
+                payload,
+            )
 
         try:
             return await self._start_task(attempt, read_prompt())

@@ -13,7 +13,7 @@ from jaxkv import validation
 from jaxkv.server import openai_requests
 from jaxkv.server.backend import Backend, OverloadedError
 from jaxkv.server.openai_requests import ApiError, GenerationRequest, api_error
-from jaxkv.server.openai_responses import Writer
+from jaxkv.server.openai_responses import ResponseWriter
 from jaxkv.serving import Completion, Event
 
 try:
@@ -34,7 +34,7 @@ SEND_S = 60.0
 _STOPPING = "the server is stopping"
 
 
-class Service:
+class HttpService:
     """The state of one application: its backend, its bounds, its counters.
 
     Args:
@@ -214,7 +214,7 @@ class Service:
         return "\n".join([*lines, ""])
 
 
-def make_app(service: Service) -> fastapi.FastAPI:
+def make_app(service: HttpService) -> fastapi.FastAPI:
     """Returns the application; `service` is also its `state.service`.
 
     /health and /metrics answer without the key; every other route needs it.
@@ -305,7 +305,7 @@ def make_app(service: Service) -> fastapi.FastAPI:
 
 async def _answer(
     request: Request,
-    service: Service,
+    service: HttpService,
     parse: Callable[..., GenerationRequest],
 ) -> Response:
     """Carries out a request for answers; a client that leaves cancels it."""
@@ -313,7 +313,7 @@ async def _answer(
     headers = {name.lower(): value for name, value in request.headers.items()}
     ask = await _checked(parse, body, headers, service.backend, service.deadline_s)
     backend = service.backend
-    writer = Writer(ask, backend.model_name, backend.tokenizer)
+    writer = ResponseWriter(ask, backend.model_name, backend.tokenizer)
 
     async def complete() -> dict[str, Any]:
         found: dict[int, Completion] = {}
@@ -346,8 +346,8 @@ async def _answer(
 async def _lines(
     first: tuple[int, Event],
     events: AsyncGenerator[tuple[int, Event]],
-    writer: Writer,
-    service: Service,
+    writer: ResponseWriter,
+    service: HttpService,
 ) -> AsyncGenerator[bytes]:
     """The lines of a stream of server-sent events."""
     found: dict[int, Completion] = {}
@@ -417,7 +417,7 @@ class _EventStream(Response):
     def __init__(
         self,
         lines: AsyncGenerator[bytes],
-        service: Service,
+        service: HttpService,
         stack: contextlib.ExitStack,
     ):
         super().__init__(media_type="text/event-stream")
@@ -487,7 +487,7 @@ def _json_response(document: Any, status: int = 200) -> Response:
     return Response(_dumps(document), status, media_type="application/json")
 
 
-def _error_response(service: Service, error: Exception) -> Response:
+def _error_response(service: HttpService, error: Exception) -> Response:
     answer = api_error(error)
     service.responses[answer.status] += 1
     response = _json_response(answer.document, answer.status)

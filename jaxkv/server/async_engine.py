@@ -167,9 +167,9 @@ class AsyncEngine:
             while not self._is_closed:
                 self._has_work.wait()
                 self._has_work.clear()
-                while core.owes() and not self._is_closed:
+                while core.has_pending() and not self._is_closed:
                     try:
-                        core.turn()
+                        core.step()
                     except StallError as error:
                         self._end_stalled(error)
                     self._deliver(core.tracker.events)

@@ -18,7 +18,7 @@ LOWEST = -9999.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Writer:
+class ResponseWriter:
     """Makes the documents of one request.
 
     Args:

@@ -56,7 +56,7 @@ def keep_programs() -> None:
 
 
 @contextlib.contextmanager
-def noticing() -> Generator[None]:
+def notify_if_slow() -> Generator[None]:
     """Prints a notice if the context lasts longer than `NOTICE_S`."""
     notice = f"compiling, which takes more than {NOTICE_S:g} s"
     if jax.config.jax_compilation_cache_dir is not None:

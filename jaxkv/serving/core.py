@@ -51,14 +51,14 @@ from jaxkv.serving import (
     tuning,
 )
 from jaxkv.serving.request_tracker import RequestTracker
-from jaxkv.serving.requests import Record
+from jaxkv.serving.requests import RequestRecord
 
 _IDLE_S = 0.01
 """Longest sleep at a time: another thread may bring a request."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Call:
+class DispatchedCall:
     """A dispatched call whose results have not been read."""
 
     info: step.StepInfo
@@ -101,7 +101,7 @@ class EngineCore:
         """
         self.params, self.config, self.policy = params, config, policy
         self.trace = outputs.Trace()
-        self._table: Call | None = None  # of the last call that was read
+        self._table: DispatchedCall | None = None  # of the last call that was read
         self._eviction, self._eos_ids = eviction, eos_ids
         self.static: dict[str, Any] = {
             "config": config,
@@ -112,13 +112,13 @@ class EngineCore:
         """What the steps are compiled for."""
         memory = None if speculation is None else speculation.drafter.init(config)
         state = init(config, pages, memory)
-        self._programs, self.state = programs.place(params, state, mesh)
+        self._programs, self.state = programs.select_programs(params, state, mesh)
         self._mesh = mesh
         self._host = host_swap.HostSpace(host_pages, self._programs.move)
         self.tracker = RequestTracker(config)
-        self.unread: collections.deque[Call] = collections.deque()
+        self.unread: collections.deque[DispatchedCall] = collections.deque()
         """Calls under way, or done and not read; at most two."""
-        self.on_dispatch: Callable[[Call], Any] | None = None
+        self.on_dispatch: Callable[[DispatchedCall], Any] | None = None
         """Is told of every call, to note times say."""
         self._idle = stalls.StepCounter()
         self._asked = False  # by the device, to move swapped pages
@@ -140,37 +140,37 @@ class EngineCore:
         """Whether there is a reason to run the device."""
         return self.tracker.has_work(self.now())
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[RequestRecord]) -> None:
         """Takes requests.
 
         Raises:
           ValueError: one has the name of a request that is still running.
         """
-        with self._lock, interrupts.signals():
+        with self._lock, interrupts.defer_signals():
             self._refuse_if_lost()
             for record in records:
                 self.tracker.add(record)
 
     def cancel(self, request_id: int) -> None:
         """Ends a request with what it has; names of nobody are ignored."""
-        with self._lock, interrupts.signals():
+        with self._lock, interrupts.defer_signals():
             self.tracker.cancel(request_id, self.now())
 
-    def withdraw(self, records: Sequence[Record]) -> None:
+    def withdraw(self, records: Sequence[RequestRecord]) -> None:
         """Cancels those of the requests that were taken and are not complete."""
-        with self._lock, interrupts.signals():
+        with self._lock, interrupts.defer_signals():
             for record in records:
                 if self.tracker.records.get(record.request_id) is record:
                     self.tracker.cancel(record.request_id, self.now())
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Starts the next steps if there is work, and reads those before."""
         tracker, call = self.tracker, None
         with self._lock:
             self._refuse_if_lost()
             if tracker.withdrawn:
-                with interrupts.signals():
-                    tracker.tell_withdrawn()
+                with interrupts.defer_signals():
+                    tracker.close_withdrawn()
             if self.has_work() and len(self.unread) < 2:
                 self.dispatch()
             # One call is always under way while the one before is read.
@@ -182,14 +182,14 @@ class EngineCore:
         elif 0 < wait_s < math.inf:
             time.sleep(min(wait_s, _IDLE_S))
 
-    def owes(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a request is not complete, an event not told, or a call not read."""
         return bool(self.tracker.events or self.tracker.records or self.unread)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Reads what is under way that nobody needs."""
         while self.unread and not self.has_work():
-            self.turn()
+            self.step()
 
     def take_prefix(self, prefix: Prefix) -> tuple[Any, int]:
         """Copies cached pages, see `Engine.take_prefix`."""
@@ -204,7 +204,7 @@ class EngineCore:
         prefix, whole = request_batch.pad_pages(
             prefix, pages, self.state.pages, self.config
         )
-        with self._lock, interrupts.signals():
+        with self._lock, interrupts.defer_signals():
             self._refuse_if_lost()
             with self._all_or_lost():
                 self.state, cached = self._programs.bring_in(
@@ -240,7 +240,7 @@ class EngineCore:
             while self.unread:
                 self.read(self.unread[0])
             other = copy.copy(self)
-            with interrupts.signals():
+            with interrupts.defer_signals():
                 other.state = jax.device_put(self.state, may_alias=False)
                 other.tracker = copy.deepcopy(self.tracker, memo)
             other.trace = outputs.Trace(self.trace)
@@ -260,7 +260,7 @@ class EngineCore:
         """Measures what drafts cost, see `Engine.tune`."""
         if self.tracker.records or self.unread:
             raise ValueError("an engine must be idle to be tuned")
-        plan = tuning.plan(self.state, self.config, context)
+        plan = tuning.plan_measurement(self.state, self.config, context)
 
         def submit(state: EngineState, requests: Requests) -> EngineState:
             return self._programs.submit(state, requests, config=self.config)[0]
@@ -274,7 +274,7 @@ class EngineCore:
 
         self.compile()
         with self._lock, self._all_or_lost():
-            ways = tuning.Programs(run, submit, withdraw)
+            ways = tuning.TuningPrograms(run, submit, withdraw)
             self.state = tuning.tune(self.state, ways, self.config, plan)
             self._rests = False
 
@@ -307,7 +307,7 @@ class EngineCore:
         if kind in self._compiled:
             return
         begun, state, config = time.perf_counter(), self.state, self.config
-        with compilation_cache.noticing():
+        with compilation_cache.notify_if_slow():
             ways: tuple[bool, ...] = (True,)
             if (speculation := self.static["speculation"]) is not None:
                 rests = functools.partial(speculation.drafter.rests, config=config)
@@ -332,10 +332,10 @@ class EngineCore:
             while self.unread:
                 self.read(self.unread[0])
             self._host.compile(self.state)
-            with interrupts.signals(), self._all_or_lost():
+            with interrupts.defer_signals(), self._all_or_lost():
                 self.state, self._asked = self._host.exchange(self.state), False
         tracker, config = self.tracker, self.config
-        with interrupts.signals():
+        with interrupts.defer_signals():
             batch = tracker.next_batch(self.now())
             requests = self._requests(batch) if batch else None
             with self._all_or_lost():
@@ -347,7 +347,7 @@ class EngineCore:
                 self.state, info = self.run_steps(
                     self.state, self.now(), may_draft=not self._rests
                 )
-                call = Call(info=info, policy=self.policy)
+                call = DispatchedCall(info=info, policy=self.policy)
                 self.unread.append(call)
                 # For `page_table`, before the next call consumes the state.
                 table = self.state.table
@@ -364,7 +364,7 @@ class EngineCore:
         if self.on_dispatch is not None:
             self.on_dispatch(call)
 
-    def _requests(self, batch: list[Record]) -> Requests:
+    def _requests(self, batch: list[RequestRecord]) -> Requests:
         """Lines up what is to be handed over."""
         return request_batch.make_requests(
             [record.prompt for record in batch],
@@ -381,7 +381,7 @@ class EngineCore:
             width=max(self.config.submit_width, self.config.max_slots),
         )
 
-    def read(self, call: Call) -> None:
+    def read(self, call: DispatchedCall) -> None:
         """Notes what a call emitted, then which requests are complete.
 
         Raises:
@@ -395,7 +395,7 @@ class EngineCore:
         except jax.errors.JaxRuntimeError as error:
             self._lost = error
             raise
-        with self._lock, interrupts.signals(), self._all_or_lost():
+        with self._lock, interrupts.defer_signals(), self._all_or_lost():
             if not self.unread or self.unread[0] is not call:
                 return  # another thread was quicker
             if info.violations is not None:
@@ -414,7 +414,7 @@ class EngineCore:
         with self._lock:
             self._refuse_stall(call, info)
 
-    def _refuse_stall(self, call: Call, info: Any) -> None:
+    def _refuse_stall(self, call: DispatchedCall, info: Any) -> None:
         """Raises a `StallError` after too many steps without progress."""
         idle, now = self._idle, self.now()
         draws = (info.num_emitted > 0).any(axis=1) | (info.reason > 0).any(axis=1)

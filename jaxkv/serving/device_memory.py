@@ -28,7 +28,7 @@ def free_bytes() -> int | None:
     return min(known, default=None)
 
 
-def check_room(tree: Any, what: str) -> None:
+def check_free_memory(tree: Any, what: str) -> None:
     """Refuses arrays for which there is no room.
 
     Args:

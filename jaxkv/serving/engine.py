@@ -26,7 +26,7 @@ from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.serving import compilation_cache, outputs, refusals, request_batch
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
-from jaxkv.serving.requests import Part, Record
+from jaxkv.serving.requests import PartialAnswer, RequestRecord
 from jaxkv.speculation import methods
 
 
@@ -109,7 +109,9 @@ class Engine:
         if host_pages is None:
             host_pages = config.num_pages
         self.tokenizer = tokenizer
-        self._eos_ids = refusals.end_tokens(eos_ids, tokenizer, config, vocab_size)
+        self._eos_ids = refusals.resolve_end_tokens(
+            eos_ids, tokenizer, config, vocab_size
+        )
         self._vocab_size, self._changes_logits = vocab_size, logits_fn is not None
         self._ids = itertools.count()
         self.core = EngineCore(
@@ -154,8 +156,8 @@ class Engine:
         Args:
           folder: the path of a folder with config.json, safetensors and, for text,
             tokenizer.json; or the name of a bundled model, such as "stdlib-bytes".
-          loaded: what `loading.read` found there, of this `dtype` and `mesh`; None
-            reads it.
+          loaded: result of `loading.read_model` for this folder, `dtype` and `mesh`;
+            None reads it.
           dtype: of weights and pages.
           scan_layers: whether to stack the weights and scan over the layers, see
             `param_forms.stack_layers`, rather than to unroll them: the same answers,
@@ -183,17 +185,17 @@ class Engine:
         from jaxkv.models import checkpoints
         from jaxkv.serving import loading
 
-        folder = loading.folder_of("folder", folder)
+        folder = loading.find_model_folder("folder", folder)
         validation.instance("loaded", loaded, checkpoints.Loaded, type(None))
         layout.check_mesh(mesh)
         compilation_cache.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
-        speculation = methods.of(speculate)
-        config = loading.bounds(bounds, speculation)
+        speculation = methods.parse_speculation(speculate)
+        config = loading.make_engine_config(bounds, speculation)
         model = loaded
         if model is None:
-            model = loading.read(folder, dtype=dtype, mesh=mesh)
-        served = loading.serve(
+            model = loading.read_model(folder, dtype=dtype, mesh=mesh)
+        served = loading.build_engine_parts(
             folder,
             model,
             config,
@@ -381,10 +383,10 @@ class Engine:
         if arrival_s is not None:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if key_id is not None:
-            key_id = refusals.request_name("key_id", key_id)
+            key_id = refusals.check_request_id("key_id", key_id)
         attributes = request_attributes.checked(attributes)
         if request_id is not None:
-            request_id = refusals.request_name("request_id", request_id)
+            request_id = refusals.check_request_id("request_id", request_id)
         else:
             request_id = self._next_id()
         record = self._record(request_id, tokens, ask, arrival_s, key_id=key_id)
@@ -437,7 +439,7 @@ class Engine:
         Raises:
           ValueError: it is no name, which is a whole number in [0, 2**31).
         """
-        self.core.cancel(refusals.request_name("request_id", request_id))
+        self.core.cancel(refusals.check_request_id("request_id", request_id))
 
     @validation.suggests_keywords
     def generate(
@@ -460,7 +462,7 @@ class Engine:
         Raises:
           ValueError: a request cannot be served; none is then submitted.
         """
-        asks, encoded = refusals.one_each(prompts, sampling), []
+        asks, encoded = refusals.pair_samplings(prompts, sampling), []
         for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
             try:
                 encoded.append(self._checked(prompt, ask))
@@ -473,8 +475,8 @@ class Engine:
         try:
             self.core.add(records)
             while not all(record.completion for record in records):
-                self.core.turn()
-            self.core.settle()
+                self.core.step()
+            self.core.flush()
         except BaseException:
             self.core.withdraw(records)
             raise
@@ -486,13 +488,13 @@ class Engine:
         A stream may be left at any event; the next one goes on with the event after.
         """
         events = self.core.tracker.events
-        while self.core.owes():
+        while self.core.has_pending():
             with contextlib.suppress(IndexError):  # another thread was quicker
                 # One step of the interpreter takes an event and hands it out: no signal
                 # comes between the two.
                 while True:
                     yield from map(collections.deque.popleft, [events])
-            self.core.turn()
+            self.core.step()
 
     def _next_id(self) -> int:
         return next(name for name in self._ids if name not in self.core.tracker.records)
@@ -506,26 +508,26 @@ class Engine:
         *,
         key_id: int | None = None,
         is_quiet: bool = False,
-    ) -> Record:
+    ) -> RequestRecord:
         """Makes what the host will keep of a request."""
-        return Record(
+        return RequestRecord(
             request_id=request_id,
             key_id=key_id,
             prompt=tokens,
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,
             end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
-            parts=[self._part(tokens, ask) for _ in range(ask.num_sequences)],
+            answers=[self._part(tokens, ask) for _ in range(ask.num_sequences)],
             is_quiet=is_quiet,
         )
 
-    def _part(self, tokens: list[int], ask: Sampling) -> Part:
+    def _part(self, tokens: list[int], ask: Sampling) -> PartialAnswer:
         """Makes what the host will keep of an answer; its text goes on the prompt's."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            return Part(stream=None)
+            return PartialAnswer(stream=None)
         search = tokenizer.stop_search(ask.stop, tokens) if ask.stop else None
-        return Part(stream=tokenizer.stream(tokens), search=search)
+        return PartialAnswer(stream=tokenizer.stream(tokens), search=search)
 
     def _checked(self, prompt: object, ask: object) -> list[int]:
         """The tokens of a prompt, after all of the request was checked."""

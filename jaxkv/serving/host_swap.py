@@ -18,7 +18,7 @@ from jaxkv.engine import NOBODY, EngineState
 from jaxkv.memory import NO_PAGE, Pages, Staging, kv_pages, swap_buffer
 
 
-class Moves(NamedTuple):
+class HostTransfer(NamedTuple):
     """What moves between the buffer and the host, besides the pages that leave."""
 
     leaves: Bool[Array, " sequences"]
@@ -33,7 +33,9 @@ class Moves(NamedTuple):
     """Content that it brings, in the place that it came from."""
 
 
-def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> Staging:
+def apply_transfer(
+    staging: Staging, group: Int32[Array, " sequences"], moves: HostTransfer
+) -> Staging:
     """Notes in the buffer what the host took, and puts what it brings there.
 
     `group` is the request of each sequence.
@@ -80,7 +82,7 @@ class HostSpace:
         """Makes the program that `exchange` runs, once; moves nothing."""
         s = state.staging
         if s is not None and not self._is_compiled:
-            self._move.lower(s, state.sequences.group, no_moves(s)).compile()
+            self._move.lower(s, state.sequences.group, empty_transfer(s)).compile()
             self._is_compiled = True
 
     def exchange(self, state: EngineState) -> EngineState:
@@ -103,7 +105,7 @@ class HostSpace:
         staged = set(owner[owner >= 0].tolist())
         queue = np.asarray(state.queue.sequence).tolist()
         out = [row for row in queue if row in staged or row in self._kept]
-        moves = no_moves(s)
+        moves = empty_transfer(s)
         if not out:
             return state
         first, rest = out[0], out[1:]
@@ -126,11 +128,11 @@ class HostSpace:
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 
 
-def no_moves(staging: Staging) -> Any:
+def empty_transfer(staging: Staging) -> Any:
     """Moves of nothing, as NumPy arrays to be filled in."""
     s = staging
     (num_sequences,), (num_places,) = s.on_host.shape, s.owner.shape
-    blank: Any = Moves  # of NumPy arrays, not of JAX ones
+    blank: Any = HostTransfer  # of NumPy arrays, not of JAX ones
     return blank(
         leaves=np.zeros(num_sequences, bool),
         lost=np.zeros(num_sequences, bool),

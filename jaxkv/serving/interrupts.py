@@ -17,7 +17,7 @@ _NUMBERS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 """Signals that programs hear; Ctrl-C is the first."""
 
 
-class signals:
+class defer_signals:
     """A context in which no handler of a signal runs; each runs once at its end.
 
     For short stretches: who presses Ctrl-C waits for the end. Signals that no Python

@@ -20,7 +20,9 @@ from jaxkv.speculation import head_folders, methods
 from jaxkv.speculation.methods import SpeculationConfig
 
 
-def bounds(fields: dict[str, Any], speculation: SpeculationConfig | None) -> Any:
+def make_engine_config(
+    fields: dict[str, Any], speculation: SpeculationConfig | None
+) -> Any:
     """The `EngineConfig` of some fields, with room for drafts where there are any.
 
     Raises:
@@ -34,7 +36,7 @@ def bounds(fields: dict[str, Any], speculation: SpeculationConfig | None) -> Any
     return EngineConfig(**fields)
 
 
-def folder_of(name: str, folder: Any) -> Path:
+def find_model_folder(name: str, folder: Any) -> Path:
     """Finds the folder of a model by path or by the name of a bundled one.
 
     Raises:
@@ -44,7 +46,9 @@ def folder_of(name: str, folder: Any) -> Path:
     return files.model_folder(folder)
 
 
-def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Loaded:
+def read_model(
+    folder: Any, *, dtype: str, mesh: Mesh | None = None
+) -> checkpoints.Loaded:
     """Reads a model; on a mesh it is divided, and its shape is `tensor.fit`'s.
 
     Raises:
@@ -60,7 +64,7 @@ def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Lo
     return loaded._replace(config=config)
 
 
-def serve(
+def build_engine_parts(
     folder: Any,
     loaded: checkpoints.Loaded,
     config: EngineConfig,
@@ -69,8 +73,8 @@ def serve(
     dtype: str,
     scan_layers: bool = False,
     mesh: Mesh | None = None,
-) -> methods.Served:
-    """Makes what serves the model that `read` found in a folder.
+) -> methods.EngineParts:
+    """Makes what serves the model that `read_model` found in a folder.
 
     Arguments are those of `Engine.load`. Pages are made where they belong.
 
@@ -85,19 +89,19 @@ def serve(
         params = tensor.stack_layers(loaded.config, params, mesh)
     draft = heads = None
     if speculation is not None and speculation.draft_folder is not None:
-        draft_folder = folder_of("draft_folder", speculation.draft_folder)
-        small = read(draft_folder, dtype=dtype, mesh=mesh)
-        draft = methods.Model(small.config, small.params)
+        draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
+        small = read_model(draft_folder, dtype=dtype, mesh=mesh)
+        draft = methods.ModelWeights(small.config, small.params)
     if speculation is not None and speculation.heads_folder is not None:
         heads_folder = validation.path("heads_folder", speculation.heads_folder)
         shape = checkpoints.read_config(folder)
-        heads = head_folders.load(heads_folder, shape, dtype=dtype)
+        heads = head_folders.load_heads(heads_folder, shape, dtype=dtype)
         heads = heads if mesh is None else tensor.place_heads(heads, mesh)
-    found: list[methods.Served] = []
+    found: list[methods.EngineParts] = []
 
     def pages() -> Pages:
         served = methods.build_speculative(
-            methods.Model(loaded.config, params),
+            methods.ModelWeights(loaded.config, params),
             config,
             speculation,
             dtype=dtype,
@@ -110,7 +114,7 @@ def serve(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # given once, when they are made
         shapes = jax.eval_shape(pages)
-    device_memory.check_room(
+    device_memory.check_free_memory(
         jax.eval_shape(functools.partial(init, config), shapes),
         f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
     )

@@ -134,12 +134,12 @@ class Event(NamedTuple):
     """Why that sequence ended, told once, when it has."""
 
 
-def scores(ask: Sampling) -> bool:
+def needs_logprobs(ask: Sampling) -> bool:
     """Whether a request needs log-probabilities of its tokens, told or not."""
     return ask.logprobs is not None or (ask.best_of or 0) > ask.n
 
 
-def emitted(
+def group_emitted(
     info: StepInfo,
 ) -> Iterator[tuple[int, int, list, list, str | None]]:
     """What each sequence got from a call's steps.

@@ -25,7 +25,7 @@ class Programs(NamedTuple):
       run_steps: `step.run_steps`, all beside params, state and clock by name.
       submit: `requests.submit`.
       drain: cancels, then drains.
-      move: `host_swap.move`.
+      move: `host_swap.apply_transfer`.
       take_out: `prefix_transfer.take_out`; consumes nothing.
       bring_in: `prefix_transfer.bring_in`.
     """
@@ -38,7 +38,7 @@ class Programs(NamedTuple):
     bring_in: Any
 
 
-class Divided(NamedTuple):
+class ProgramShardings(NamedTuple):
     """What a mesh's programs are made for; hashable.
 
     Attributes:
@@ -87,7 +87,7 @@ LOCAL = Programs(
     jax.jit(step.run_steps, **_RUN),
     jax.jit(requests.submit, static_argnames="config", donate_argnames="state"),
     jax.jit(_cancel_and_drain, donate_argnames="state"),
-    jax.jit(host_swap.move, donate_argnames="staging"),
+    jax.jit(host_swap.apply_transfer, donate_argnames="staging"),
     jax.jit(_take_out),
     jax.jit(_bring_in, donate_argnames="state"),
 )
@@ -95,7 +95,7 @@ LOCAL = Programs(
 
 
 @functools.cache
-def on_mesh(how: Divided) -> Programs:
+def mesh_programs(how: ProgramShardings) -> Programs:
     """Those of a mesh: every device runs all of a program, with its part of the pages.
 
     So nothing is sent but what the layers ask for, and what all devices have of a state
@@ -129,11 +129,13 @@ def on_mesh(how: Divided) -> Programs:
 
     drain = mapped(_cancel_and_drain, state_of, whole, whole, whole, made=made)
     # Moves between host and staging buffer are divided as the pages of the buffer are.
-    kind: Any = host_swap.Moves  # of specs, not of arrays
+    kind: Any = host_swap.HostTransfer  # of specs, not of arrays
     moves_of = kind(*[whole] * len(kind._fields))
     if isinstance(staging_of, Staging):
         moves_of = moves_of._replace(pages=staging_of.pages)
-    move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)
+    move = mapped(
+        host_swap.apply_transfer, staging_of, whole, moves_of, made=staging_of
+    )
     pages_of = state_of.pages
     take_out = mapped(_take_out, state_of, whole, made=(pages_of, whole))
     given = state_of, whole, pages_of, whole
@@ -148,7 +150,7 @@ def on_mesh(how: Divided) -> Programs:
     )
 
 
-def place(
+def select_programs(
     params: Any, state: EngineState, mesh: Mesh | None
 ) -> tuple[Programs, EngineState]:
     """The programs, and the state where they take it.
@@ -160,10 +162,12 @@ def place(
         return LOCAL, state
     specs = layout.specs_on(params, mesh)
     state = layout.place_state(state, mesh)
-    return on_mesh(divided(mesh, specs, layout.state_specs(state))), state
+    return mesh_programs(
+        program_shardings(mesh, specs, layout.state_specs(state))
+    ), state
 
 
-def divided(mesh: Mesh, params: Any, state: Any) -> Divided:
+def program_shardings(mesh: Mesh, params: Any, state: Any) -> ProgramShardings:
     """Notes how parameters and state are divided, by trees of specs."""
     flat = [jax.tree.flatten(tree) for tree in (params, state)]
-    return Divided(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))
+    return ProgramShardings(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))

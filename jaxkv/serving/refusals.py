@@ -72,7 +72,7 @@ class TextTokenizer(Protocol):
         ...
 
 
-def end_tokens(
+def resolve_end_tokens(
     eos_ids: object, tokenizer: Any, config: EngineConfig, vocab_size: int | None
 ) -> tuple[int, ...]:
     """Returns the tokens that end an answer: `eos_ids`, or else the tokenizer's.
@@ -208,7 +208,7 @@ def _check_words(
         )
 
 
-def request_name(name: str, value: object) -> int:
+def check_request_id(name: str, value: object) -> int:
     """Checks a caller's name for a request.
 
     Raises:
@@ -217,7 +217,7 @@ def request_name(name: str, value: object) -> int:
     return validation.integer(name, value, hint="a whole number in [0, 2**31)")
 
 
-def one_each(prompts: object, sampling: object) -> list[Any]:
+def pair_samplings(prompts: object, sampling: object) -> list[Any]:
     """A sampling for each prompt, after it was checked that there are several of both.
 
     Raises:

@@ -106,7 +106,7 @@ def make_requests(
         ),
         salt=column([ask.salt for ask in asks], np.uint32),
         reuses=column([ask.prefix_cache for ask in asks], bool),
-        scored=column([outputs.scores(ask) for ask in asks], bool),
+        scored=column([outputs.needs_logprobs(ask) for ask in asks], bool),
         prompt_scored=prompt_scored,
         beam_width=column([ask.beam_width or 0 for ask in asks]),
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
@@ -181,7 +181,7 @@ def _filled_up(
 def _names(name: str, values: Sequence[int], num: int) -> list[int]:
     """Checks one whole number in [0, 2**31) for each of `num` requests."""
     _check_length(name, values, num)
-    return [refusals.request_name(name, x) for x in values]
+    return [refusals.check_request_id(name, x) for x in values]
 
 
 def _check_length(name: str, values: Sequence[Any], num: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.engine import EngineConfig, state, step
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Event
-from jaxkv.serving.requests import Record
+from jaxkv.serving.requests import RequestRecord
 
 
 class RequestTracker:
@@ -24,12 +24,12 @@ class RequestTracker:
     def __init__(self, config: EngineConfig):
         """Makes a tracker without requests."""
         self.config = config
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, RequestRecord] = {}
         """Requests that are not complete, by id."""
         # Told nobody yet: whoever leaves a stream half-way must lose none.
         self.events: collections.deque[Event] = collections.deque()
-        self._pending: collections.deque[Record] = collections.deque()  # by arrival
-        self.withdrawn: list[Record] = []
+        self._pending = collections.deque[RequestRecord]()  # by arrival
+        self.withdrawn: list[RequestRecord] = []
         """Requests that were cancelled before the device saw them."""
         self._cancels: list[tuple[int, int]] = []
         # Rows of `Sequences` by fate: handed over and not known to have ended; known to
@@ -63,15 +63,15 @@ class RequestTracker:
         return sum(
             len(record.prompt) + len(part.tokens) + _num_to_search(record)
             for record in self.records.values()
-            for part in record.parts
+            for part in record.answers
         )
 
-    def oldest(self, now: float) -> Record | None:
+    def oldest(self, now: float) -> RequestRecord | None:
         """The request that arrived first of those that are not complete."""
         arrived = (x for x in self.records.values() if x.arrival_s <= now)
         return min(arrived, key=lambda record: record.arrival_s, default=None)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         """Takes a request; it waits here until it arrives and the device has room.
 
         Raises:
@@ -93,36 +93,36 @@ class RequestTracker:
             self._pending.remove(record)
             record.finish_s = now
             self.withdrawn.append(record)
-        elif any(part.reason is None for part in record.parts):
+        elif any(part.reason is None for part in record.answers):
             self._cancels.append((request_id, -1))
 
-    def tell_withdrawn(self) -> None:
+    def close_withdrawn(self) -> None:
         """Closes the withdrawn requests."""
         for record in self.withdrawn:
-            for sample in range(len(record.parts)):
+            for sample in range(len(record.answers)):
                 self._close(record, sample, None, 0)
         self.withdrawn.clear()
 
-    def next_batch(self, now: float) -> list[Record]:
+    def next_batch(self, now: float) -> list[RequestRecord]:
         """The next requests to hand over, as many as the device surely has room for."""
         config = self.config
         requests = config.queue_capacity + config.max_slots - self._requests
         known = self._unfinished + self._finished
         rows = max(config.submit_width, config.max_slots)
         rows = min(rows, config.max_sequences - known)
-        batch: list[Record] = []
+        batch: list[RequestRecord] = []
         for record in itertools.islice(self._pending, max(0, requests)):
-            rows -= len(record.parts)
+            rows -= len(record.answers)
             if rows < 0 or record.arrival_s > now:
                 break
             batch.append(record)
         return batch
 
-    def hand_over(self, batch: list[Record]) -> None:
+    def hand_over(self, batch: list[RequestRecord]) -> None:
         """Notes that the device has the next requests, those of `next_batch`."""
         for record in batch:
             self._pending.remove(record)
-            self._unfinished += len(record.parts)
+            self._unfinished += len(record.answers)
         self._requests += len(batch)
 
     def next_cancels(self) -> np.ndarray | None:
@@ -136,7 +136,7 @@ class RequestTracker:
         named[: len(now)] = np.array(now, np.int32).reshape(-1, 2)
         for name, sample in now:
             if record := self.records.get(name):
-                for part in record.parts if sample < 0 else [record.parts[sample]]:
+                for part in record.answers if sample < 0 else [record.answers[sample]]:
                     part.gone = True
         return named
 
@@ -147,18 +147,18 @@ class RequestTracker:
           info: their infos, as NumPy arrays.
           now: seconds since the engine was made.
         """
-        for name, sample, tokens, logprobs, reason in outputs.emitted(info):
+        for name, sample, tokens, logprobs, reason in outputs.group_emitted(info):
             record = self.records.get(name)
             if reason is not None:
                 self._unfinished -= 1
                 self._finished += 1
-                if record is not None and not record.parts[sample].gone:
-                    record.parts[sample].gone = True
-                    self._ready += all(part.gone for part in record.parts)
-            if record is None or record.parts[sample].reason is not None:
+                if record is not None and not record.answers[sample].gone:
+                    record.answers[sample].gone = True
+                    self._ready += all(part.gone for part in record.answers)
+            if record is None or record.answers[sample].reason is not None:
                 continue  # ended by a stop string; what the device added is void
-            self._tell(record, record.extend(sample, tokens, logprobs, reason, now))
-            if record.parts[sample].reason is not None and reason is None:
+            self._emit(record, record.extend(sample, tokens, logprobs, reason, now))
+            if record.answers[sample].reason is not None and reason is None:
                 self._cancels.append((name, sample))
 
     def collect(self, drained: state.Sequences, now: float) -> None:
@@ -173,15 +173,19 @@ class RequestTracker:
                 self._finished -= 1
             record = self.records.get(int(names[row]))
             if record is not None:
-                if record.parts[samples[row]].reason is None:
+                if record.answers[samples[row]].reason is None:
                     record.finish_s = now
                 self._close(record, int(samples[row]), drained, row)
 
     def _close(
-        self, record: Record, sample: int, drained: state.Sequences | None, row: int
+        self,
+        record: RequestRecord,
+        sample: int,
+        drained: state.Sequences | None,
+        row: int,
     ) -> None:
         """Closes a sequence, and with the last one of a request the request."""
-        part = record.parts[sample]
+        part = record.answers[sample]
         cancelled = part.reason is None
         if cancelled:
             record.cut_off(sample)
@@ -195,14 +199,14 @@ class RequestTracker:
         if tokens or text or completion or cancelled:
             reason = part.reason if cancelled else None
             event = Event(record.request_id, tokens, text, completion, sample, reason)
-            self._tell(record, event)
+            self._emit(record, event)
 
-    def _tell(self, record: Record, event: Event) -> None:
+    def _emit(self, record: RequestRecord, event: Event) -> None:
         if not record.is_quiet:
             self.events.append(event)
 
 
-def _num_to_search(record: Record) -> int:
+def _num_to_search(record: RequestRecord) -> int:
     """The tokens of a beam's answer, at most; 0 without beams."""
     ask = record.sampling
     return 0 if ask.beam_width is None else ask.max_tokens

@@ -14,7 +14,7 @@ from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Part:
+class PartialAnswer:
     """One sequence of a request."""
 
     stream: Any
@@ -29,12 +29,12 @@ class Part:
     reason: str | None = None
     gone: bool = False
     """Whether the device has ended it, or was told to."""
-    answer: FinishedAnswer | None = None
+    finished: FinishedAnswer | None = None
     """The whole of it, once the device has let go of the sequence."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Record:
+class RequestRecord:
     """A request that is not complete."""
 
     request_id: int
@@ -43,7 +43,7 @@ class Record:
     arrival_s: float
     end_tokens: tuple[int, ...]
     """Tokens that end an answer and are not part of its text."""
-    parts: list[Part]
+    answers: list[PartialAnswer]
     attributes: RequestAttributes | None = None
     """What the policy sees of it; None means the defaults."""
     key_id: int | None = None
@@ -70,7 +70,7 @@ class Record:
         now: float,
     ) -> Event:
         """Takes new tokens; ends early where the text contains a stop string."""
-        part = self.parts[sample]
+        part = self.answers[sample]
         if self.sampling.beam_width is not None:
             # Beams are no answers: these come when the search is done, see `close`.
             part.reason, self.finish_s = reason, now
@@ -101,18 +101,18 @@ class Record:
 
     def cut_off(self, sample: int) -> None:
         """Ends a sequence that was cancelled, with what it has."""
-        part = self.parts[sample]
+        part = self.answers[sample]
         part.reason = "cancelled"
         self._finishes(part)
 
-    def _finishes(self, part: Part) -> bool:
+    def _finishes(self, part: PartialAnswer) -> bool:
         """Adds what the decoder held back; True if that made a stop string."""
         if part.stream is None:
             return False
         part.text += part.stream.finish()
         return part.search is not None and self._stops(part, None)
 
-    def _stops(self, part: Part, token: int | None) -> bool:
+    def _stops(self, part: PartialAnswer, token: int | None) -> bool:
         """Cuts the text at the first stop string, if there is one."""
         tail = part.stream.tail()
         place = part.search.push(part.text, tail, token)
@@ -122,9 +122,9 @@ class Record:
 
     def close(self, sample: int, drained: state.Sequences | None, row: int) -> None:
         """Takes what the device kept in a row of its sequences; None: never there."""
-        part, ask, num = self.parts[sample], self.sampling, len(self.prompt)
+        part, ask, num = self.answers[sample], self.sampling, len(self.prompt)
         top_logprobs, score = None, None
-        if outputs.scores(ask):
+        if outputs.needs_logprobs(ask):
             score = sum(part.logprobs)
         if drained is not None and ask.beam_width is not None:
             end = int(np.asarray(drained.num_tokens)[row])
@@ -154,7 +154,7 @@ class Record:
             if ask.logprobs:
                 known = zip(part.tokens, part.logprobs, strict=True)
                 top_logprobs = _most_likely(drained, row, num, known, ask.logprobs)
-        part.answer = FinishedAnswer(
+        part.finished = FinishedAnswer(
             tokens=part.tokens,
             text=None if part.stream is None else part.text,
             reason=part.reason or "cancelled",
@@ -166,11 +166,11 @@ class Record:
 
     def is_complete(self) -> bool:
         """Whether all its sequences have been closed."""
-        return all(part.answer is not None for part in self.parts)
+        return all(part.finished is not None for part in self.answers)
 
     def complete(self) -> Completion:
         """What became of the request; most likely answers first if it ranks them."""
-        found = [part.answer for part in self.parts if part.answer is not None]
+        found = [part.finished for part in self.answers if part.finished is not None]
         if (self.sampling.best_of or 0) > self.sampling.n:
             # What ended before its time scores too well: it has fewer tokens.
             found.sort(

@@ -18,7 +18,7 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig, EngineState
 from jaxkv.sampling import Sampling
 from jaxkv.serving import request_batch
-from jaxkv.speculation.adaptive import Costs, Learned, with_costs
+from jaxkv.speculation.adaptive import AdaptiveState, StepCosts, set_costs
 
 _ROUNDS, _MOST_ROUNDS = 3, 9
 """Turns of every length at least, and at most."""
@@ -26,7 +26,7 @@ _SECONDS = 1.0
 """Of turns of a batch, behind which no more than the least follow."""
 
 
-class Programs(NamedTuple):
+class TuningPrograms(NamedTuple):
     """What an engine runs; each consumes the state."""
 
     run: Callable[[EngineState, bool], EngineState]
@@ -37,7 +37,7 @@ class Programs(NamedTuple):
     """`withdraw(state, request_ids)`."""
 
 
-class Measurement(NamedTuple):
+class MeasurementPlan(NamedTuple):
     """What is measured."""
 
     context: int
@@ -46,7 +46,9 @@ class Measurement(NamedTuple):
     """Turns of every length for which there is room at once, at least 1."""
 
 
-def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measurement:
+def plan_measurement(
+    state: EngineState, config: EngineConfig, context: int | None
+) -> MeasurementPlan:
     """Checks that there are costs to be measured, and that there is room.
 
     `context` None means half of `config.max_length`.
@@ -55,7 +57,7 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
       ValueError: the drafter is not `Adaptive`, or answers have no room for a call of
         every length behind so many tokens.
     """
-    if not isinstance(state.memory, Learned):
+    if not isinstance(state.memory, AdaptiveState):
         raise ValueError("only a drafter that is Adaptive has costs to be measured")
     each = _tokens_of_calls(config)
 
@@ -76,7 +78,7 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
         raise ValueError(
             f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
         )
-    return Measurement(context, room(context) // each)
+    return MeasurementPlan(context, room(context) // each)
 
 
 def _tokens_of_calls(config: EngineConfig) -> int:
@@ -106,7 +108,10 @@ def _steps_of_reading(context: int, config: EngineConfig) -> int:
 
 
 def tune(
-    state: EngineState, programs: Programs, config: EngineConfig, plan: Measurement
+    state: EngineState,
+    programs: TuningPrograms,
+    config: EngineConfig,
+    plan: MeasurementPlan,
 ) -> EngineState:
     """Measures steps of every batch and length, and has `Adaptive` decide by them.
 
@@ -119,24 +124,24 @@ def tune(
     Returns:
       The state, idle again.
     """
-    assert isinstance(state.memory, Learned)
+    assert isinstance(state.memory, AdaptiveState)
     batches, table = np.asarray(state.memory.costs.batches), []
     for num in batches:
         state, found = _measure(state, programs, config, plan, int(num))
         table.append(found)
-    assert isinstance(state.memory, Learned)
+    assert isinstance(state.memory, AdaptiveState)
     undrafted, *steps = np.asarray(table, np.float32).T
-    costs = Costs(
+    costs = StepCosts(
         jnp.asarray(batches), jnp.stack(steps, axis=1), jnp.asarray(undrafted)
     )
-    return state._replace(memory=with_costs(state.memory, costs))
+    return state._replace(memory=set_costs(state.memory, costs))
 
 
 def _measure(
     state: EngineState,
-    programs: Programs,
+    programs: TuningPrograms,
     config: EngineConfig,
-    plan: Measurement,
+    plan: MeasurementPlan,
     num: int,
 ) -> tuple[EngineState, Float[np.ndarray, " ways"]]:
     """Seconds of a step in which `num` sequences decode.
@@ -162,14 +167,14 @@ def _measure(
             break
         if len(rounds) % plan.rounds == 0:
             state = programs.withdraw(state, names)
-            state = programs.submit(_forced(state, 0), requests)
+            state = programs.submit(_force_length(state, 0), requests)
             for _ in range(steps_of_reading // config.steps_per_call):
                 state = programs.run(state, False)
                 if np.sum(np.asarray(state.table.length) > plan.context) == num:
                     break
         found = []
         for length in (0, *range(1 + len(config.lengths))):
-            state = jax.block_until_ready(_forced(state, length))
+            state = jax.block_until_ready(_force_length(state, length))
             may_draft = length > 0 or not found
             start = time.perf_counter()
             state = jax.block_until_ready(programs.run(state, may_draft))
@@ -179,8 +184,8 @@ def _measure(
     return state, np.median(rounds, axis=0) / config.steps_per_call
 
 
-def _forced(state: EngineState, length: int) -> EngineState:
+def _force_length(state: EngineState, length: int) -> EngineState:
     """Has the drafter draft as many as of this length, whatever it finds."""
-    assert isinstance(state.memory, Learned)
+    assert isinstance(state.memory, AdaptiveState)
     forced = jnp.full_like(state.memory.forced, length)
     return state._replace(memory=state.memory._replace(forced=forced))

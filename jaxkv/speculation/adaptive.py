@@ -30,7 +30,7 @@ _MARGIN = 0.05
 """By which share of a plain step's speed drafts must be expected to be faster."""
 
 
-class Costs(NamedTuple):
+class StepCosts(NamedTuple):
     """What steps cost: a table, linear between batches."""
 
     batches: Float32[Array, " batches"]
@@ -43,14 +43,14 @@ class Costs(NamedTuple):
     which nothing is found."""
 
 
-class Learned(NamedTuple):
+class AdaptiveState(NamedTuple):
     """What is remembered; chances are sums of late observations, the latest most."""
 
     inner: Any
     """Memory of the drafter that guesses."""
     lengths: Int32[Array, " lengths"]
     """No drafts, and `EngineConfig.lengths`: what there is to choose from."""
-    costs: Costs
+    costs: StepCosts
     accepted: Float32[Array, " drafts"]
     """Drafts that were accepted, by their place among a sequence's: of text that
     repeats itself the first is in doubt, and those behind an accepted one are not."""
@@ -77,7 +77,7 @@ class Learned(NamedTuple):
 class Adaptive(Drafter):
     """Has another drafter guess, as much as pays.
 
-    With `Coupled` the tokens are the same whatever is chosen.
+    With `SharedNoiseVerifier` the tokens are the same whatever is chosen.
     """
 
     drafter: Drafter
@@ -105,8 +105,8 @@ class Adaptive(Drafter):
         """As the drafter does."""
         return self.drafter.reuses_draws
 
-    def init(self, config: EngineConfig) -> Learned:
-        """Expects much, and costs that nobody has measured: see `with_costs`."""
+    def init(self, config: EngineConfig) -> AdaptiveState:
+        """Expects much, and costs that nobody has measured: see `set_costs`."""
         lengths = jnp.asarray((0, *config.lengths), jnp.int32)
         batches = jnp.asarray(_batches(config), jnp.float32)
         rows = batches[:, None] * (1 + lengths.astype(jnp.float32))[None, :]
@@ -115,10 +115,10 @@ class Adaptive(Drafter):
         def number(value: float) -> Array:
             return jnp.full((), value, jnp.float32)
 
-        memory = Learned(
+        memory = AdaptiveState(
             inner=self.drafter.init(config),
             lengths=lengths,
-            costs=Costs(batches, steps, steps[:, 0]),
+            costs=StepCosts(batches, steps, steps[:, 0]),
             accepted=jnp.full((config.max_drafts,), 6.0, jnp.float32),
             judged=jnp.full((config.max_drafts,), 8.0, jnp.float32),
             found=number(8.0),
@@ -128,10 +128,10 @@ class Adaptive(Drafter):
             idle=jnp.zeros((), jnp.int32),
             forced=jnp.full((), -1, jnp.int32),
         )
-        return _chosen(memory)
+        return _update_best(memory)
 
     def wishes(
-        self, memory: Learned, state: EngineState, config: EngineConfig
+        self, memory: AdaptiveState, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """At most as many drafts as pay, for all slots the same."""
         num = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
@@ -144,7 +144,7 @@ class Adaptive(Drafter):
         return jnp.minimum(wanted, memory.lengths[chosen])
 
     def rests(
-        self, memory: Learned, state: EngineState, config: EngineConfig
+        self, memory: AdaptiveState, state: EngineState, config: EngineConfig
     ) -> Bool[Array, ""]:
         """Where no drafts pay, for who runs and for who may come; nor are any tried."""
         running = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
@@ -154,18 +154,18 @@ class Adaptive(Drafter):
         chosen = ~pays & (memory.idle < self.patience)
         return jnp.where(memory.forced >= 0, memory.forced == 0, chosen)
 
-    def rested(self, memory: Learned, num_steps: int) -> Learned:
+    def rested(self, memory: AdaptiveState, num_steps: int) -> AdaptiveState:
         """Counts them, as drafts are tried again after many."""
         return memory._replace(idle=memory.idle + num_steps)
 
     def propose(
         self,
         params: Any,
-        memory: Learned,
+        memory: AdaptiveState,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Learned, Pages, Drafts]:
+    ) -> tuple[AdaptiveState, Pages, Drafts]:
         """Has the drafter guess; where a cost is measured, anything is fed."""
         inner, pages, drafts = self.drafter.propose(
             params, memory.inner, state, granted, config
@@ -180,7 +180,9 @@ class Adaptive(Drafter):
         )
         return memory, pages, drafts
 
-    def learn(self, memory: Learned, state: EngineState, verified: Verified) -> Learned:
+    def learn(
+        self, memory: AdaptiveState, state: EngineState, verified: Verified
+    ) -> AdaptiveState:
         """Counts what was drafted and accepted."""
         inner = self.drafter.learn(memory.inner, state, verified)
         memory = memory._replace(inner=inner)
@@ -188,7 +190,7 @@ class Adaptive(Drafter):
         observes = jnp.any(memory.granted) & (memory.forced < 0)
         return arrays.when(observes, self._observe, memory, verified)
 
-    def _observe(self, memory: Learned, verified: Verified) -> Learned:
+    def _observe(self, memory: AdaptiveState, verified: Verified) -> AdaptiveState:
         """Has what was seen before fade, adds what is seen now, and chooses anew."""
         v = verified
         drafted = v.emits & (v.num_drafts > 0)
@@ -211,10 +213,12 @@ class Adaptive(Drafter):
             found=memory.found * fades_asked + sums["found"],
             asked=memory.asked * fades_asked + sums["asked"],
         )
-        return _chosen(memory)
+        return _update_best(memory)
 
 
-def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
+def choose_draft_length(
+    memory: AdaptiveState, num: Float32[Array, ""]
+) -> Int32[Array, ""]:
     """Finds what gives the most tokens per second to `num` sequences.
 
     A draft is accepted with the chance of its place, if all before it are (Leviathan et
@@ -222,7 +226,7 @@ def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
     chances and costs is not exact.
 
     Returns:
-      Which of `Learned.lengths`.
+      Which of `AdaptiveState.lengths`.
     """
     finds = memory.found / memory.asked
     reached = jnp.cumprod(memory.accepted / memory.judged)
@@ -243,16 +247,18 @@ def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
     return jnp.argmax(plain * (1 + finds * gain) / cost).astype(jnp.int32)
 
 
-def _chosen(memory: Learned) -> Learned:
+def _update_best(memory: AdaptiveState) -> AdaptiveState:
     """Chooses for every number of sequences."""
     numbers = jnp.arange(memory.best.shape[0], dtype=jnp.float32)
-    return memory._replace(best=jax.vmap(lambda num: choose(memory, num))(numbers))
+    return memory._replace(
+        best=jax.vmap(lambda num: choose_draft_length(memory, num))(numbers)
+    )
 
 
-def with_costs(memory: Learned, costs: Costs) -> Learned:
+def set_costs(memory: AdaptiveState, costs: StepCosts) -> AdaptiveState:
     """Has measured costs decide."""
     memory = memory._replace(costs=costs, forced=jnp.full_like(memory.forced, -1))
-    return _chosen(memory)
+    return _update_best(memory)
 
 
 def _batches(config: EngineConfig) -> tuple[int, ...]:

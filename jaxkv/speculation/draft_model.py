@@ -30,7 +30,7 @@ from jaxkv.sampling import sampler
 from jaxkv.speculation import draws
 
 
-class Both(NamedTuple):
+class TargetAndDraftParams(NamedTuple):
     """Parameters of a target, and of the model that drafts for it."""
 
     target: Any
@@ -38,14 +38,14 @@ class Both(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
-    """Feeds every row to a draft model, too: a `Forward` of `Both` parameters."""
+class TargetWithDraft:
+    """Feeds every row to both models: a `Forward` of `TargetAndDraftParams`."""
 
     target: Forward
     draft: Forward
 
     def __call__(
-        self, params: Both, pages: Pages, rows: kv_pages.Rows
+        self, params: TargetAndDraftParams, pages: Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
         """Feeds the rows to both; logits are the target's."""
         assert pages.beside is not None
@@ -61,12 +61,13 @@ class DraftModel(Drafter):
 
     forward: Forward
     """The model that drafts."""
-    beside: bool = False
-    """Whether it has parameters and pages of its own, as `Beside` has them; else it
-    takes the target's."""
-    couples: bool = True
-    """Whether it draws by the noise that the target draws by, for `Coupled`; else by
-    noise of its own, and tells the law, for `Rejection`."""
+    has_own_model: bool = False
+    """True if the draft model has its own parameters and pages, as in
+    `TargetWithDraft`; False if it uses those of the target."""
+    shares_noise: bool = True
+    """True if drafts are sampled with the noise of the target, for
+    `SharedNoiseVerifier`; False if they are sampled with separate noise and `Drafts`
+    contain their probabilities, for `Rejection`."""
 
     def __post_init__(self) -> None:
         """Checks the type of every field.
@@ -85,8 +86,8 @@ class DraftModel(Drafter):
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
         """Feeds and draws in turns, as often as the most that is granted."""
-        own = state.pages.beside if self.beside else state.pages
-        weights = params.draft if self.beside else params
+        own = state.pages.beside if self.has_own_model else state.pages
+        weights = params.draft if self.has_own_model else params
         assert own is not None
         s = state.sequences
         row, slot = jnp.maximum(state.slots.sequence, 0), _count(granted.shape[0])
@@ -96,7 +97,7 @@ class DraftModel(Drafter):
             tokens, law, own = carry
             drafts = index < granted
             place = jnp.where(drafts, known - 1 + index, -1)
-            result = self.forward(weights, own, rows_of(state, tokens, place))
+            result = self.forward(weights, own, make_slot_rows(state, tokens, place))
             params = jax.tree.map(lambda x: x[row], s.params)
             warm = jnp.where(drafts, params.temperature, 0.0)
             params, length = params._replace(temperature=warm), known + index
@@ -107,15 +108,15 @@ class DraftModel(Drafter):
                 unscored = jnp.zeros_like(drafts)
                 drawn = sampler.sample(logits, params, length, scored=unscored).token
             else:
-                drawn, its = draws.draw(logits, params, length)
+                drawn, its = draws.draw_drafts(logits, params, length)
                 drawn = jnp.maximum(drawn[:, 0], 0)
                 law = lax.dynamic_update_index_in_dim(law, its, index, axis=1)
             at = (slot, jnp.where(drafts, place + 1, -1))
             return arrays.put(tokens, at, drawn), law, result.pages
 
         law = None
-        if not self.couples:
-            rows = rows_of(state, tokens, known)
+        if not self.shares_noise:
+            rows = make_slot_rows(state, tokens, known)
             shape = jax.eval_shape(self.forward, weights, own, rows).logits
             sizes = shape.shape[0], config.emit_width, shape.shape[1]
             law = jnp.zeros(sizes, jnp.promote_types(shape.dtype, jnp.float32))
@@ -123,7 +124,7 @@ class DraftModel(Drafter):
         tokens, law, own = carry
         places = known[:, None] + _count(config.max_drafts)[None, :]
         found = arrays.take(tokens, (slot[:, None], places), fill=0)
-        pages = state.pages._replace(beside=own) if self.beside else own
+        pages = state.pages._replace(beside=own) if self.has_own_model else own
         return memory, pages, Drafts(granted, found, law)
 
 
@@ -131,7 +132,7 @@ def _count(num: int) -> Int32[Array, " {num}"]:
     return jnp.arange(num, dtype=jnp.int32)
 
 
-def rows_of(
+def make_slot_rows(
     state: EngineState,
     tokens: Int32[Array, "slots max_length"],
     place: Int32[Array, " slots"],
@@ -147,7 +148,7 @@ def rows_of(
     )
 
 
-def self_speculative(forward: PagedForward, layers: Sequence[int]) -> DraftModel:
+def build_self_speculative(forward: PagedForward, layers: Sequence[int]) -> DraftModel:
     """A drafter that runs some layers of the target, in order.
 
     Args:

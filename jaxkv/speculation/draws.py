@@ -8,7 +8,7 @@ from jaxkv import arrays
 from jaxkv.sampling import Params, random_keys, sampler, top_k
 
 
-def draw(
+def draw_drafts(
     logits: Float[Array, "rows vocab"],
     params: Params,
     positions: Int32[Array, " rows"],
@@ -42,7 +42,7 @@ def draw(
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.DRAFT
         )
-        return pick(law, keys, num=num, replacement=replacement)
+        return gumbel_top_k(law, keys, num=num, replacement=replacement)
 
     def certain() -> Array:
         top, token = top_k.argmax(law)
@@ -53,12 +53,12 @@ def draw(
     return lax.cond(jnp.any(params.temperature > 0), noisy, certain), law
 
 
-def coupled(
+def shared_noise_logits(
     logits: Float[Array, "rows vocab"],
     params: Params,
     positions: Int32[Array, " rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Logits by which tokens rank as likely to be drawn, for `Coupled`.
+    """Logits by which tokens rank as likely to be drawn, for `SharedNoiseVerifier`.
 
     A greedy row's are as they are; to others the noise is added by which the target
     will draw at these positions. Penalties and cut-offs are left to the target.
@@ -82,7 +82,7 @@ def coupled(
     return lax.cond(jnp.any(warm), noisy, lambda: logits)
 
 
-def pick(
+def gumbel_top_k(
     law: Float[Array, "rows vocab"],
     keys: UInt32[Array, "rows 2"],
     *,
@@ -98,7 +98,7 @@ def pick(
       law: probabilities of each row.
       keys: the key of each row's draw.
       num: tokens to draw, in [1, vocab], static.
-      replacement: as in `draw`.
+      replacement: as in `draw_drafts`.
 
     Returns:
       The tokens; -1 where no other has a probability above 0.

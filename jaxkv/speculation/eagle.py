@@ -85,14 +85,16 @@ class EagleConfig:
         }
 
 
-def merged(params: Params, target: Params, config: EagleConfig) -> Transformer:
+def make_draft_transformer(
+    params: Params, target: Params, config: EagleConfig
+) -> Transformer:
     """The drafter's layer and last norm, with the target's embeddings and head."""
     own = {name: params[name] for name in ("layers", "final_norm")}
     shared = {name: target[name] for name in _SHARED if name in target}
     return transformer.merge(config.layer, own | shared)
 
 
-def fuse(
+def fuse_features(
     params: Params, features: Float[Array, "rows features"]
 ) -> Float[Array, "rows hidden"]:
     """Makes one state of what was tapped; a token's state of no token is zeros."""
@@ -100,7 +102,7 @@ def fuse(
     return multiply(params["fuse"]["weight"], features.T).T
 
 
-def inputs(
+def make_layer_inputs(
     params: Params,
     target: Params,
     tokens: Int[Array, " rows"],
@@ -129,7 +131,7 @@ def inputs(
     return states.T + multiply(params["merge"]["weight"], both.T)
 
 
-def unroll(
+def unroll_drafts(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
@@ -160,15 +162,15 @@ def unroll(
     Source: EAGLE-3, section 3.2, "training-time test".
     """
     batch, seq = tokens.shape
-    model = merged(params, target, config)
+    model = make_draft_transformer(params, target, config)
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-    states = fuse(params, features.reshape(batch * seq, -1))
+    states = fuse_features(params, features.reshape(batch * seq, -1))
     keys: Any = ()
     found = []
     for _ in range(num_steps):
         before = states.reshape(batch, seq, -1)[:, :-1]
         before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(batch * seq, -1)
-        x = inputs(params, target, tokens.reshape(-1), before, config=config)
+        x = make_layer_inputs(params, target, tokens.reshape(-1), before, config=config)
         attend = functools.partial(_attend, config=config.layer, shape=(batch, seq))
         run = model.hidden(tokens.reshape(-1), positions, attend, keys, inputs=x)
         states, keys = run.last.T, run.carry
@@ -185,7 +187,7 @@ def _attend(
     config: ModelConfig,
     shape: tuple[int, int],
 ) -> tuple[Float[Array, "kv_heads group head_dim rows"], Any]:
-    """Attends as one step of `unroll` does; `keys` are K and V of the steps before."""
+    """Attends as a step of `unroll_drafts`; `keys` are K and V of earlier steps."""
     (batch, seq), step = shape, len(keys)
     q, k, v = (x.reshape(*x.shape[:-1], batch, seq) for x in rotary.parts(qkv, angles))
     keys = (*keys, (k, v))

@@ -30,33 +30,35 @@ from jaxkv.models import Forward, ForwardResult, row_parts
 from jaxkv.models.paged import PagedForward
 from jaxkv.sampling import top_k
 from jaxkv.speculation import draws, eagle, static_tree
-from jaxkv.speculation.draft_model import Both, rows_of
+from jaxkv.speculation.draft_model import TargetAndDraftParams, make_slot_rows
 from jaxkv.speculation.eagle import EagleConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
-    """A model that an EAGLE drafter runs beside: a `Forward` of `Both` parameters."""
+class TargetWithEagle:
+    """A target and its EAGLE drafter: a `Forward` of `TargetAndDraftParams`."""
 
     target: Forward
     """The model, which keeps the taps of `config`."""
     config: EagleConfig
     """Shape of the drafter."""
 
-    def __call__(self, params: Both, pages: Pages, rows: Rows) -> ForwardResult:
+    def __call__(
+        self, params: TargetAndDraftParams, pages: Pages, rows: Rows
+    ) -> ForwardResult:
         """Feeds the rows to both; logits are the target's."""
         assert pages.beside is not None
         result = self.target(params.target, pages._replace(beside=None), rows)
         found = features.read(result.pages, rows, features.before(rows))
         parts = row_parts.divide(rows)
-        x = eagle.inputs(
+        x = eagle.make_layer_inputs(
             params.draft,
             params.target,
             parts.own(rows.token),
-            eagle.fuse(params.draft, parts.own(found.T).T),
+            eagle.fuse_features(params.draft, parts.own(found.T).T),
             config=self.config,
         )
-        model = eagle.merged(params.draft, params.target, self.config)
+        model = eagle.make_draft_transformer(params.draft, params.target, self.config)
         ran = PagedForward(self.config.layer).states(model, pages.beside, rows, x)
         return result._replace(pages=result.pages._replace(beside=ran.carry))
 
@@ -81,7 +83,7 @@ class _Nodes(NamedTuple):
 class Eagle(Drafter):
     """Drafts the likeliest guesses of an EAGLE drafter.
 
-    Its `Forward` is `Followed`.
+    Its `Forward` is `TargetWithEagle`.
     """
 
     config: EagleConfig
@@ -114,7 +116,7 @@ class Eagle(Drafter):
 
     def propose(
         self,
-        params: Both,
+        params: TargetAndDraftParams,
         memory: Any,
         state: EngineState,
         granted: Int32[Array, " slots"],
@@ -129,7 +131,7 @@ class Eagle(Drafter):
         root = jnp.where(granted > 0, state.sequences.num_tokens[row] - 1, -1)
         own = state.pages.beside
         assert own is not None
-        run = _Run(self, params, state, row, root, granted)
+        run = _DraftingStep(self, params, state, row, root, granted)
         nodes, own = run.first(own)
         found, start, offset = [nodes], 0, 0
         for depth, beam in enumerate(self.beams, 1):
@@ -143,7 +145,7 @@ class Eagle(Drafter):
         return memory, state.pages._replace(beside=own), drafts
 
 
-def grown(
+def build_eagle_drafter(
     config: EagleConfig, acceptance: Sequence[Sequence[float]], num: int
 ) -> Eagle:
     """A drafter of `num` drafts whose trees are as wide as pays on the average.
@@ -160,11 +162,11 @@ def grown(
     return Eagle(config, beams, tree.width)
 
 
-class _Run(NamedTuple):
+class _DraftingStep(NamedTuple):
     """What drafting of one step goes by."""
 
     drafter: Eagle
-    params: Both
+    params: TargetAndDraftParams
     state: EngineState
     row: Int32[Array, " slots"]
     """Of `Sequences`."""
@@ -174,9 +176,11 @@ class _Run(NamedTuple):
 
     def first(self, own: Pages) -> tuple[_Nodes, Pages]:
         """Feeds the last known token of every slot."""
-        rows = rows_of(self.state, self.state.sequences.tokens[self.row], self.root)
+        rows = make_slot_rows(
+            self.state, self.state.sequences.tokens[self.row], self.root
+        )
         found = features.read(self.state.pages, rows, self.root - 1)
-        before = eagle.fuse(self.params.draft, found)
+        before = eagle.fuse_features(self.params.draft, found)
         there = (self.root >= 0)[:, None]
         columns = jnp.zeros((*there.shape, sum(self.drafter.beams)), bool)
         score = jnp.where(there, 0.0, -jnp.inf).astype(jnp.float32)
@@ -237,15 +241,17 @@ class _Run(NamedTuple):
 
         def run(carry: tuple[_Nodes, Pages], rows: Rows, before: Array) -> Any:
             nodes, own = carry
-            x = eagle.inputs(draft, target, rows.token, before, config=config)
-            model = eagle.merged(draft, target, config)
+            x = eagle.make_layer_inputs(
+                draft, target, rows.token, before, config=config
+            )
+            model = eagle.make_draft_transformer(draft, target, config)
             ran = PagedForward(config.layer).states(model, own, rows, x)
             asked = jax.tree.map(
                 lambda x: jnp.repeat(x[self.row], num, axis=0),
                 self.state.sequences.params,
             )
             said = model.logits(ran.last)
-            ranked = draws.coupled(said, asked, rows.position + 1)
+            ranked = draws.shared_noise_logits(said, asked, rows.position + 1)
             # Of a chain nobody asks how likely it is.
             law = ranked if width == 1 else jax.nn.log_softmax(ranked)
             values, token = top_k.candidates(law, width)

@@ -37,7 +37,7 @@ _SIZES = {
 """Of the target: what the file calls them, and what the configuration does."""
 
 
-class Loaded(NamedTuple):
+class LoadedHeads(NamedTuple):
     """What a folder holds."""
 
     config: HeadsConfig
@@ -48,18 +48,18 @@ class Loaded(NamedTuple):
     """How often each guess is right: by depth, then by rank."""
 
 
-def kind_of(config: HeadsConfig) -> Kind:
+def heads_kind(config: HeadsConfig) -> Kind:
     """Which of `KINDS` heads are."""
     return next(name for name, (made, _) in _KINDS.items() if type(config) is made)
 
 
-def load(
+def load_heads(
     folder: str | os.PathLike[str], target: ModelConfig, *, dtype: DTypeLike = "float32"
-) -> Loaded:
+) -> LoadedHeads:
     """Reads heads for a model.
 
     Args:
-      folder: as `save` wrote it.
+      folder: as `save_heads` wrote it.
       target: the model that is served.
       dtype: type of the parameters, as `checkpoints.load_model` takes it.
 
@@ -89,7 +89,7 @@ def load(
         )
         acceptance = _shares(raw["acceptance"])
     params = checkpoints.load_tree(folder, config.param_shapes(), dtype=dtype)
-    return Loaded(config, params, acceptance)
+    return LoadedHeads(config, params, acceptance)
 
 
 def _whole(name: str, value: Any) -> int | tuple[int, ...]:
@@ -113,7 +113,7 @@ def _shares(raw: Any) -> tuple[tuple[float, ...], ...]:
     return shares
 
 
-def save(
+def save_heads(
     folder: str | os.PathLike[str],
     config: HeadsConfig,
     params: Params,
@@ -123,7 +123,7 @@ def save(
     dtype: DTypeLike = "bfloat16",
     overwrite: bool = False,
 ) -> Path:
-    """Writes a folder that `load` reads, whole or not at all.
+    """Writes a folder that `load_heads` reads, whole or not at all.
 
     Args:
       folder: where to.
@@ -142,7 +142,7 @@ def save(
     """
     folder = validation.path("folder", folder).absolute()
     check_replaceable(folder, "config.json", "heads", overwrite)
-    kind = kind_of(config)
+    kind = heads_kind(config)
     raw: dict[str, Any] = {"model_type": kind}
     raw |= {name: getattr(config.target, ours) for name, ours in _SIZES.items()}
     raw |= {name: getattr(config, name) for name in _KINDS[kind][1]}

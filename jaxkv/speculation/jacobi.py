@@ -22,7 +22,7 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 
-class Guesses(NamedTuple):
+class JacobiState(NamedTuple):
     """What is remembered of the sequences."""
 
     tokens: Int32[Array, "sequences drafts"]
@@ -38,24 +38,26 @@ class Jacobi(Drafter):
         """True: the guesses are the verifier's draws."""
         return True
 
-    def init(self, config: EngineConfig) -> Guesses:
+    def init(self, config: EngineConfig) -> JacobiState:
         """Guesses token 0 everywhere."""
         shape = config.max_sequences, config.max_drafts
-        return Guesses(jnp.zeros(shape, jnp.int32))
+        return JacobiState(jnp.zeros(shape, jnp.int32))
 
     def propose(
         self,
         params: Any,
-        memory: Guesses,
+        memory: JacobiState,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Guesses, Pages, Drafts]:
+    ) -> tuple[JacobiState, Pages, Drafts]:
         """Proposes the guesses as they are."""
         tokens = arrays.take(memory.tokens, state.slots.sequence, fill=0)
         return memory, state.pages, Drafts(granted, tokens)
 
-    def learn(self, memory: Guesses, state: EngineState, verified: Verified) -> Guesses:
+    def learn(
+        self, memory: JacobiState, state: EngineState, verified: Verified
+    ) -> JacobiState:
         """Takes what the model said behind the last accepted place.
 
         Where no equation was evaluated the last token said is guessed again.
@@ -65,4 +67,4 @@ class Jacobi(Drafter):
         place = jnp.minimum(v.accepted[:, None] + 1 + index, v.num_drafts[:, None])
         guesses = jnp.take_along_axis(v.follows, place, axis=1)
         row = jnp.where(v.emits, state.slots.sequence, arrays.NONE)
-        return Guesses(arrays.put(memory.tokens, row, guesses))
+        return JacobiState(arrays.put(memory.tokens, row, guesses))

@@ -26,7 +26,7 @@ MOST_SETS = 64
 """Sets of layers that are tried one by one."""
 
 
-class Found(NamedTuple):
+class LayerSearchResult(NamedTuple):
     """A set of layers as a drafter."""
 
     layers: tuple[int, ...]
@@ -86,7 +86,7 @@ def search(
     *,
     config: ModelConfig,
     max_drafts: int = 8,
-) -> Found:
+) -> LayerSearchResult:
     """Finds the layers that draft best for the model whose layers they are.
 
     Args:
@@ -107,17 +107,19 @@ def search(
     if param_forms.is_stacked(params):
         raise ValueError("a search for layers needs layers that are not stacked")
 
-    def judge(layers: tuple[int, ...]) -> Found:
+    def judge(layers: tuple[int, ...]) -> LayerSearchResult:
         share = agreement(params, tokens, config=config, layers=layers)
         speed, num = speed_of(share, len(layers) / config.num_layers, max_drafts)
-        return Found(layers, share, num, speed)
+        return LayerSearchResult(layers, share, num, speed)
 
     sets = _all if 2**config.num_layers - 2 <= MOST_SETS else _one_by_one
     # Of equal ones the smallest.
     return max(sets(config.num_layers, judge), key=lambda x: (x.speed, -len(x.layers)))
 
 
-def _all(num_layers: int, judge: Callable[[tuple[int, ...]], Found]) -> list[Found]:
+def _all(
+    num_layers: int, judge: Callable[[tuple[int, ...]], LayerSearchResult]
+) -> list[LayerSearchResult]:
     """Every set but the empty one and the whole model."""
     sizes = range(1, num_layers)
     sets = (itertools.combinations(range(num_layers), size) for size in sizes)
@@ -125,8 +127,8 @@ def _all(num_layers: int, judge: Callable[[tuple[int, ...]], Found]) -> list[Fou
 
 
 def _one_by_one(
-    num_layers: int, judge: Callable[[tuple[int, ...]], Found]
-) -> Iterable[Found]:
+    num_layers: int, judge: Callable[[tuple[int, ...]], LayerSearchResult]
+) -> Iterable[LayerSearchResult]:
     """Ever smaller sets, each the best that lacks one layer of the one before."""
     layers: tuple[int, ...] = tuple(range(num_layers))
     while len(layers) > 1:

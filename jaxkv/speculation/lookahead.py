@@ -29,7 +29,7 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 
-class Iterated(NamedTuple):
+class LookaheadState(NamedTuple):
     """What is remembered of the sequences."""
 
     window: Int32[Array, "sequences states columns"]
@@ -84,7 +84,7 @@ class Lookahead(Drafter):
         """Drafts of a step that looks ahead."""
         return (self.columns + self.candidates) * (self.ngram - 1)
 
-    def init(self, config: EngineConfig) -> Iterated:
+    def init(self, config: EngineConfig) -> LookaheadState:
         """Knows no n-grams.
 
         Raises:
@@ -97,7 +97,7 @@ class Lookahead(Drafter):
                 f"(ngram={self.ngram} - 1)"
             )
         num = config.max_sequences
-        return Iterated(
+        return LookaheadState(
             window=jnp.zeros((num, self.ngram - 1, self.columns), jnp.int32),
             pool=jnp.full((num, self.entries, self.ngram), -1, jnp.int32),
             num_written=jnp.zeros((num,), jnp.int32),
@@ -105,7 +105,7 @@ class Lookahead(Drafter):
         )
 
     def wishes(
-        self, memory: Iterated, state: EngineState, config: EngineConfig
+        self, memory: LookaheadState, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """As many as there are branches."""
         return jnp.full(state.slots.sequence.shape, self.num_drafts, jnp.int32)
@@ -113,11 +113,11 @@ class Lookahead(Drafter):
     def propose(
         self,
         params: Any,
-        memory: Iterated,
+        memory: LookaheadState,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Iterated, Pages, Drafts]:
+    ) -> tuple[LookaheadState, Pages, Drafts]:
         """Lays candidates and window out as a tree; whoever begins starts a window."""
         s, sequence = state.sequences, state.slots.sequence
         row = jnp.maximum(sequence, 0)
@@ -135,7 +135,7 @@ class Lookahead(Drafter):
             num_written=arrays.put(memory.num_written, target, 0),
         )
         last = arrays.take(tokens, (_count(row.shape[0]), known - 1), fill=-2)
-        candidates = find(
+        candidates = find_ngrams(
             memory.pool[row], memory.num_written[row], last, num=self.candidates
         )
         window, num_slots = memory.window[row], row.shape[0]
@@ -154,8 +154,8 @@ class Lookahead(Drafter):
         return memory, state.pages, drafts
 
     def learn(
-        self, memory: Iterated, state: EngineState, verified: Verified
-    ) -> Iterated:
+        self, memory: LookaheadState, state: EngineState, verified: Verified
+    ) -> LookaheadState:
         """Iterates once more, and keeps the n-grams that the columns have become.
 
         A column stands for one place of the text, so the window moves on with it.
@@ -170,7 +170,7 @@ class Lookahead(Drafter):
         moved = jnp.take_along_axis(ngrams[:, 1:], index[:, None, :], axis=2)
         learns = memory.iterates & v.emits & (v.num_drafts == self.num_drafts)
         target = jnp.where(learns, state.slots.sequence, arrays.NONE)
-        pool, num = remember(
+        pool, num = store_ngrams(
             memory.pool[row], memory.num_written[row], ngrams.swapaxes(1, 2)
         )
         return memory._replace(
@@ -190,7 +190,7 @@ class Lookahead(Drafter):
         return jnp.broadcast_to(one, (num_slots, parents.size))
 
 
-def sized(max_drafts: int) -> Lookahead:
+def build_lookahead(max_drafts: int) -> Lookahead:
     """The drafter that takes so many drafts or a few less; half of them look ahead.
 
     Raises:
@@ -202,7 +202,7 @@ def sized(max_drafts: int) -> Lookahead:
     return Lookahead(columns=half, ngram=ngram, candidates=half)
 
 
-def find(
+def find_ngrams(
     pool: Int32[Array, "slots entries ngram"],
     num_written: Int32[Array, " slots"],
     last: Int32[Array, " slots"],
@@ -229,7 +229,7 @@ def find(
     )
 
 
-def remember(
+def store_ngrams(
     pool: Int32[Array, "slots entries ngram"],
     num_written: Int32[Array, " slots"],
     ngrams: Int32[Array, "slots columns ngram"],

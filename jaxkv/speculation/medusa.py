@@ -25,7 +25,7 @@ from jaxkv.memory import Pages, features, kv_pages
 from jaxkv.models import Forward, ForwardResult, ModelConfig, Params, transformer
 from jaxkv.sampling import top_k
 from jaxkv.speculation import draws
-from jaxkv.speculation.draft_model import Both, rows_of
+from jaxkv.speculation.draft_model import TargetAndDraftParams, make_slot_rows
 from jaxkv.speculation.static_tree import Topology
 
 
@@ -71,7 +71,7 @@ class MedusaConfig:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def logits(
+def head_logits(
     params: Params,
     target: Params,
     states: Float[Array, "rows hidden"],
@@ -105,14 +105,14 @@ def logits(
 
 
 @dataclasses.dataclass(frozen=True)
-class WithHeads:
-    """A model whose parameters have heads beside them: a `Forward` of `Both`."""
+class TargetWithHeads:
+    """A target that has Medusa heads: a `Forward` of `TargetAndDraftParams`."""
 
     target: Forward
     """The model, which keeps what the heads read."""
 
     def __call__(
-        self, params: Both, pages: Pages, rows: kv_pages.Rows
+        self, params: TargetAndDraftParams, pages: Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
         """Feeds the rows to the model."""
         return self.target(params.target, pages, rows)
@@ -123,7 +123,7 @@ class WithHeads:
 class Medusa(Drafter):
     """Drafts the best guesses of all heads, laid out as a tree that is always the same.
 
-    Its `Forward` is `WithHeads` of one with the taps of `config`.
+    Its `Forward` is `TargetWithHeads` of one with the taps of `config`.
     """
 
     config: MedusaConfig
@@ -159,7 +159,7 @@ class Medusa(Drafter):
 
     def propose(
         self,
-        params: Both,
+        params: TargetAndDraftParams,
         memory: Any,
         state: EngineState,
         granted: Int32[Array, " slots"],
@@ -169,9 +169,9 @@ class Medusa(Drafter):
         row = jnp.maximum(state.slots.sequence, 0)
         known = state.sequences.num_tokens[row]
         fed = jnp.where(granted > 0, known - 2, -1)
-        rows = rows_of(state, state.sequences.tokens[row], fed)
+        rows = make_slot_rows(state, state.sequences.tokens[row], fed)
         states = features.read(state.pages, rows, fed)
-        said = logits(params.draft, params.target, states, config=self.config)
+        said = head_logits(params.draft, params.target, states, config=self.config)
         num = min(config.max_drafts, len(self.topology.ranks))
         tree = Topology(self.topology.parents[:num], self.topology.ranks[:num])
         # The guesses of each head, the best first: [heads, slots, guesses].
@@ -179,7 +179,7 @@ class Medusa(Drafter):
         ahead = jnp.arange(heads, dtype=jnp.int32)[:, None]
         positions = (known[None, :] + ahead).reshape(-1)
         asked = jax.tree.map(lambda x: x[jnp.tile(row, heads)], state.sequences.params)
-        ranked = draws.coupled(said.reshape(-1, vocab), asked, positions)
+        ranked = draws.shared_noise_logits(said.reshape(-1, vocab), asked, positions)
         _, best = top_k.candidates(ranked, 1 + max(tree.ranks))
         best = best.reshape(heads, slots, -1)
         depths, ranks = (jnp.asarray(x) for x in (tree.depths, tree.ranks))

@@ -19,11 +19,11 @@ from jaxkv.speculation import (
     static_tree,
 )
 from jaxkv.speculation.adaptive import Adaptive
-from jaxkv.speculation.eagle_drafting import Followed
+from jaxkv.speculation.eagle_drafting import TargetWithEagle
 from jaxkv.speculation.jacobi import Jacobi
-from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
+from jaxkv.speculation.medusa import Medusa, MedusaConfig, TargetWithHeads
 from jaxkv.speculation.ngram import NGram
-from jaxkv.speculation.verifiers import Coupled
+from jaxkv.speculation.verifiers import SharedNoiseVerifier
 from pallas_kernels import devices
 
 type Method = Literal[
@@ -47,7 +47,7 @@ CACHED_BYTES = 16 * 1024**2
 """Of weights that lie in the caches of most CPUs."""
 
 
-class Model(NamedTuple):
+class ModelWeights(NamedTuple):
     """A model, as its checkpoint has it."""
 
     config: ModelConfig
@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class EngineParts:
     """What an engine needs to serve a model."""
 
     forward: Forward
@@ -63,15 +63,17 @@ class Served:
     pages: Pages
     speculation: Speculation | None = None
 
-    def speculating(self, drafter: Drafter) -> "Served":
+    def with_drafter(self, drafter: Drafter) -> "EngineParts":
         """Returns the same with a drafter, and the verifier that keeps all tokens."""
-        return dataclasses.replace(self, speculation=Speculation(drafter, Coupled()))
+        return dataclasses.replace(
+            self, speculation=Speculation(drafter, SharedNoiseVerifier())
+        )
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
-    """How to speculate. Every method keeps all tokens, drawn ones too (`Coupled`).
+    """Speculative decoding method. All methods use `SharedNoiseVerifier`.
 
     Raises:
       ValueError: the method is unknown, or a field belongs to another method.
@@ -107,7 +109,7 @@ class SpeculationConfig:
                 )
 
 
-def of(speculate: Any) -> SpeculationConfig | None:
+def parse_speculation(speculate: Any) -> SpeculationConfig | None:
     """Returns a configuration, or that of a method which is given by its name.
 
     Raises:
@@ -122,14 +124,14 @@ def of(speculate: Any) -> SpeculationConfig | None:
 
 
 def build_speculative(
-    model: Model,
+    model: ModelWeights,
     bounds: Any,
     speculation: SpeculationConfig | None = None,
     *,
     dtype: str,
-    draft: Model | None = None,
-    heads: head_folders.Loaded | None = None,
-) -> Served:
+    draft: ModelWeights | None = None,
+    heads: head_folders.LoadedHeads | None = None,
+) -> EngineParts:
     """Makes forward pass, parameters, pages and drafter of a model that is served.
 
     Args:
@@ -149,7 +151,7 @@ def build_speculative(
         raise ValueError(
             "a draft model goes with the method 'draft-model', and only it"
         )
-    kind = None if heads is None else head_folders.kind_of(heads.config)
+    kind = None if heads is None else head_folders.heads_kind(heads.config)
     if kind is None and method in head_folders.KINDS:
         raise ValueError(f"speculate={method!r} needs heads that were trained for it")
     if kind is not None and kind != method:
@@ -163,7 +165,7 @@ def build_speculative(
     else:
         forward = paged.PagedForward(model.config, bounds.numerics)
         pages = paged.make_pages(model.config, bounds, dtype=dtype)
-        served = Served(forward, model.params, pages)
+        served = EngineParts(forward, model.params, pages)
         if method is None:
             return served
         if draft is not None:
@@ -174,17 +176,19 @@ def build_speculative(
             if layers is None:
                 layers = tuple(range(max(1, model.config.num_layers // 2)))
             own = paged.PagedForward(model.config, bounds.numerics)
-            served = served.speculating(draft_model.self_speculative(own, layers))
+            served = served.with_drafter(
+                draft_model.build_self_speculative(own, layers)
+            )
         elif method == "lookahead":
             if bounds.numerics == "reproducible":
                 raise ValueError(REPRODUCIBLE_TREES)
-            served = served.speculating(lookahead.sized(bounds.max_drafts))
+            served = served.with_drafter(lookahead.build_lookahead(bounds.max_drafts))
         else:
-            served = served.speculating(NGram() if method == "ngram" else Jacobi())
+            served = served.with_drafter(NGram() if method == "ngram" else Jacobi())
     assert served.speculation is not None
     assert speculation is not None
     if speculation.adaptive:
-        served = served.speculating(Adaptive(served.speculation.drafter))
+        served = served.with_drafter(Adaptive(served.speculation.drafter))
     return served
 
 
@@ -211,7 +215,7 @@ def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
     return found
 
 
-def _for_few_rows(model: Model, bounds: Any) -> Model:
+def _for_few_rows(model: ModelWeights, bounds: Any) -> ModelWeights:
     """Has small weights twice, where a CPU multiplies few rows and loses none by it."""
     numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
     leaves = jax.tree.leaves(model.params)
@@ -232,8 +236,8 @@ def _for_few_rows(model: Model, bounds: Any) -> Model:
 
 
 def _with_heads(
-    model: Model, heads: head_folders.Loaded, bounds: Any, dtype: str
-) -> Served:
+    model: ModelWeights, heads: head_folders.LoadedHeads, bounds: Any, dtype: str
+) -> EngineParts:
     """Has heads draft, trees where these gain most and may be."""
     config, num = heads.config, bounds.max_drafts
     if config.target != model.config:
@@ -244,20 +248,26 @@ def _with_heads(
     if bounds.numerics == "reproducible":
         shares = tuple(depth[:1] for depth in shares)
     if isinstance(config, MedusaConfig):
-        forward = WithHeads(target)
+        forward = TargetWithHeads(target)
         drafter = Medusa(config, static_tree.build(shares, num))
     else:
-        forward = Followed(target, config)
-        drafter = eagle_drafting.grown(config, shares, num)
+        forward = TargetWithEagle(target, config)
+        drafter = eagle_drafting.build_eagle_drafter(config, shares, num)
         beside = paged.make_pages(config.layer, bounds, dtype=dtype)
         pages = pages._replace(beside=beside)
-    params = draft_model.Both(model.params, heads.params)
-    return Served(forward, params, pages, Speculation(drafter, Coupled()))
+    params = draft_model.TargetAndDraftParams(model.params, heads.params)
+    return EngineParts(
+        forward, params, pages, Speculation(drafter, SharedNoiseVerifier())
+    )
 
 
 def _with_draft_model(
-    served: Served, model: Model, draft: Model, bounds: Any, dtype: str
-) -> Served:
+    served: EngineParts,
+    model: ModelWeights,
+    draft: ModelWeights,
+    bounds: Any,
+    dtype: str,
+) -> EngineParts:
     """Adds a draft model to a target, with pages of its own."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
@@ -267,10 +277,10 @@ def _with_draft_model(
     draft = _for_few_rows(draft, bounds)
     own = paged.PagedForward(draft.config, bounds.numerics)
     beside = paged.make_pages(draft.config, bounds, dtype=dtype)
-    drafter = draft_model.DraftModel(own, beside=True)
-    return Served(
-        draft_model.Beside(served.forward, own),
-        draft_model.Both(served.params, draft.params),
+    drafter = draft_model.DraftModel(own, has_own_model=True)
+    return EngineParts(
+        draft_model.TargetWithDraft(served.forward, own),
+        draft_model.TargetAndDraftParams(served.params, draft.params),
         served.pages._replace(beside=beside),
-        Speculation(drafter, Coupled()),
+        Speculation(drafter, SharedNoiseVerifier()),
     )

@@ -1,14 +1,16 @@
-"""Which drafts are accepted, and which token follows the last of them.
+"""Verifiers: rules that accept drafts and sample the token after the last accepted one.
 
-  Coupled    the model draws by the noise it draws by anyway; a draft is accepted if it
-             is that token. Keeps every token
-  Rejection  a draft is accepted as often as the model's law allows, and what follows
-             makes up for the rest. Keeps the law
-  Typical    a draft is accepted if it is not too unlikely. Keeps neither
-  Synthetic  a draft is accepted as often as is said. For measuring
+  SharedNoiseVerifier  accepts a draft if plain decoding samples that token with the
+                       same noise; the output tokens are those of plain decoding
+  Rejection            accepts a draft with probability min(1, p/q); the output
+                       distribution is that of plain decoding
+  Typical              accepts a draft whose probability is above a threshold; changes
+                       the output distribution
+  Synthetic            accepts a draft with a fixed probability, for measurements
 
-A greedy row takes its largest logit under each of them. As in `sampler`, a row's ruling
-depends on that row alone, and a batch of greedy rows skips what only others need.
+Under every verifier a greedy row takes the token with the largest logit. As in
+`sampler`, the result of a row does not depend on other rows, and a batch of greedy rows
+skips the computations of sampled rows.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ from jaxkv.speculation import draws
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Coupled:
+class SharedNoiseVerifier:
     """Accepts a draft if it is the token that plain decoding would draw.
 
     A token's noise is a function of its request and position alone, so the token that
@@ -123,7 +125,7 @@ class Rejection:
             keys = random_keys.draw_key(
                 params.key, params.sample, positions, random_keys.RESIDUAL
             )
-            token = draws.pick(rest, keys)[:, 0]
+            token = draws.gumbel_top_k(rest, keys)[:, 0]
             return (
                 jnp.where(warm[:, None], accept, equal),
                 jnp.where(warm, token, greedy.token),

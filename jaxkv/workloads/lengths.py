@@ -130,7 +130,7 @@ class Gamma:
         return rng.gamma(self.shape, self.mean / self.shape, num)
 
 
-type Law = Fixed | Uniform | LogNormal | Gamma
+type LengthDistribution = Fixed | Uniform | LogNormal | Gamma
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,9 @@ class Pair:
     `keeps_means` both laws are stretched until what is left has the means they name.
     """
 
-    prompt: Law
+    prompt: LengthDistribution
     """Of the prompt's tokens."""
-    output: Law
+    output: LengthDistribution
     """Of the output's."""
     max_prompt: int = LONGEST
     """Tokens of a prompt at most."""
@@ -215,7 +215,7 @@ ORCA = Pair(prompt=Uniform(low=32, high=512), output=Uniform(low=1, high=128))
 """Source: Yu et al. 2022 (Orca), section 6.2."""
 
 
-def stretch(
+def rescale_to_means(
     unit: Float[np.ndarray, "num kinds"],
     means: Float[np.ndarray, " kinds"],
     fits: Callable[[Float[np.ndarray, "num kinds"]], Bool[np.ndarray, " num"]],
@@ -264,7 +264,7 @@ def _stretch(pair: Pair) -> Float[np.ndarray, " 2"]:
     unit = _draw(pair, np.random.default_rng(0), _NUM_REFERENCE)
     means = np.array([pair.prompt.mean, pair.output.mean])
     unit *= means / unit.mean(0)  # bounds that cut nothing off then stretch nothing
-    found = stretch(unit, means, lambda lengths: _fits(pair, lengths))
+    found = rescale_to_means(unit, means, lambda lengths: _fits(pair, lengths))
     if found is not None:
         kept = unit[_fits(pair, unit * found)] * found
         if kept.size and np.allclose(kept.mean(0), means, rtol=0.01):

@@ -1,7 +1,7 @@
-"""The same requests at every rate, and the rate that a system sustains.
+"""Latency against request rate, and the highest rate that a system sustains.
 
-A system serves a `Load` at several rates; the latencies make a `Curve`, of which `at`
-reads off how much load it sustains within a bound.
+A system serves the same `Load` at several rates. The mean latencies form a
+`LatencyCurve`; `sustained_rate` interpolates the rate at which it crosses a bound.
 """
 
 import math
@@ -44,7 +44,7 @@ class Load(NamedTuple):
         )
 
 
-def enough(
+def num_requests_for(
     rate: int | float, seconds: int | float, *, deviations: int | float = 6.0
 ) -> int:
     """Requests that last so many seconds at a rate, but for a small chance.
@@ -55,14 +55,16 @@ def enough(
     return math.ceil(mean + deviations * math.sqrt(mean) + 1)
 
 
-def load(law: Pair, most_per_s: int | float, seconds: int | float, seed: int) -> Load:
+def draw_load(
+    law: Pair, most_per_s: int | float, seconds: int | float, seed: int
+) -> Load:
     """Draws requests for all rates up to `most_per_s`, a second."""
     rng = np.random.default_rng(seed)
-    num = enough(most_per_s, seconds)
+    num = num_requests_for(most_per_s, seconds)
     return Load(np.cumsum(rng.exponential(1.0, num)), law.draw(rng, num), seconds)
 
 
-class Curve(NamedTuple):
+class LatencyCurve(NamedTuple):
     """A system's latency, rate by rate.
 
     Attributes:
@@ -74,7 +76,7 @@ class Curve(NamedTuple):
     latency: Float[np.ndarray, " rates"]
 
 
-class Sustained(NamedTuple):
+class SustainedRate(NamedTuple):
     """A rate, and how well it is known.
 
     Attributes:
@@ -93,7 +95,7 @@ class Sustained(NamedTuple):
         return f"{sign}{self.rate:.3g}"
 
 
-def at(curve: Curve, bound: int | float) -> Sustained:
+def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
     """Finds the rate at which the latency first passes a bound, in seconds a token.
 
     Between two rates its logarithm is taken to be straight.
@@ -101,31 +103,34 @@ def at(curve: Curve, bound: int | float) -> Sustained:
     rates, latency = curve
     over = np.flatnonzero(latency > bound)
     if not over.size:
-        return Sustained(float(rates[-1]), "at least")
+        return SustainedRate(float(rates[-1]), "at least")
     k = int(over[0])
     if k == 0:
-        return Sustained(float(rates[0]), "below")
+        return SustainedRate(float(rates[0]), "below")
     low, high = math.log(latency[k - 1]), math.log(latency[k])
     part = (math.log(bound) - low) / (high - low)
-    return Sustained(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
+    return SustainedRate(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
 
 
-def ratio(first: Curve, second: Curve, bound: int | float) -> float:
+def load_ratio(first: LatencyCurve, second: LatencyCurve, bound: int | float) -> float:
     """How many times the load of the second the first sustains; NaN if unknown."""
-    one, two = at(first, bound), at(second, bound)
+    one, two = sustained_rate(first, bound), sustained_rate(second, bound)
     return one.rate / two.rate if one.relation == two.relation == "is" else math.nan
 
 
-def ratios(
-    first: Curve, second: Curve, bounds: tuple[int | float, int | float], num: int = 9
+def load_ratios(
+    first: LatencyCurve,
+    second: LatencyCurve,
+    bounds: tuple[int | float, int | float],
+    num: int = 9,
 ) -> Float[np.ndarray, " bounds"]:
     """The ratios at `num` bounds in an interval, those that both pass."""
-    found = np.array([ratio(first, second, x) for x in np.linspace(*bounds, num)])
+    found = np.array([load_ratio(first, second, x) for x in np.linspace(*bounds, num)])
     return found[~np.isnan(found)]
 
 
-def between(
-    curve: Curve, bounds: tuple[int | float, int | float], num: int
+def choose_rates(
+    curve: LatencyCurve, bounds: tuple[int | float, int | float], num: int
 ) -> Float[np.ndarray, " num"]:
     """Chooses more rates where the latency passes two bounds.
 

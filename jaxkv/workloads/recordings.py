@@ -29,7 +29,7 @@ from jaxkv.files import tables
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.lengths import LONGEST, Lengths
 
-CHUNK = 512
+CHUNK_TOKENS = 512
 """Tokens of a prompt that one of Mooncake's ids stands for."""
 
 
@@ -43,8 +43,9 @@ class Recording(NamedTuple):
     output: Int32[np.ndarray, " requests"]
     """Tokens, at least 1."""
     chunk_ids: tuple[Int64[np.ndarray, " chunks"], ...] | None
-    """Ids of the prompts' runs of `CHUNK` tokens, the last one perhaps shorter: where
-    ids are equal, so is everything up to there. None where nobody recorded them."""
+    """Ids of the chunks of `CHUNK_TOKENS` tokens of each prompt; the last chunk may be
+    shorter. Equal ids mean equal tokens from the start of the prompt to the end of the
+    chunk. None if the recording has no ids."""
     num_empty: int
     """Requests that failed, without any output, and were left out."""
     doubts: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class _Row(NamedTuple):
     chunk_ids: tuple[int, ...] | None
 
 
-def read(path: Path, *, skip_empty: bool = False) -> Recording:
+def read_recording(path: Path, *, skip_empty: bool = False) -> Recording:
     """Reads a recording, whose kind is known by its columns.
 
     Args:
@@ -279,10 +280,10 @@ def _rows(table: tables.RawTable, kind: _Kind) -> Iterator[_Row]:
                 raise ValueError(
                     f"line {line}: hash_ids is not a list of whole numbers"
                 )
-            if len(ids) != -(-prompt // CHUNK):
+            if len(ids) != -(-prompt // CHUNK_TOKENS):
                 raise ValueError(
-                    f"line {line}: {len(ids)} hash_ids for {prompt} tokens, {CHUNK} to "
-                    "each"
+                    f"line {line}: {len(ids)} hash_ids for {prompt} tokens, "
+                    f"{CHUNK_TOKENS} to each"
                 )
             ids = tuple(ids)
         yield _Row(line, seconds - start, prompt, output, ids)

@@ -127,7 +127,7 @@ def _best(token: int, logprob: float, num: int) -> dict[int, float]:
 class Serving(NamedTuple):
     """An application that runs in a thread."""
 
-    service: app.Service
+    service: app.HttpService
     port: int
     stop: Callable[[], None]
     """Has the server stop, and waits until it has."""
@@ -184,7 +184,7 @@ def serving(
     backend: Any, *, api_key: str | None = KEY, **fields: Any
 ) -> Generator[Serving]:
     """Serves a backend on a free port of loopback."""
-    service = app.Service(backend, api_key=api_key, **fields)
+    service = app.HttpService(backend, api_key=api_key, **fields)
     taken = http_server.listen("127.0.0.1", 0)
     port, ready, failures = taken.getsockname()[1], threading.Event(), []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

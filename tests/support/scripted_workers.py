@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, WorkerSpec
+from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion, Event
 from jaxkv.serving.outputs import FinishedAnswer
@@ -117,13 +117,13 @@ class ScriptedWorker:
 
     async def prefill(
         self, attempt: Attempt, tokens: list[int], salt: int, attributes: Any = None
-    ) -> tuple[Prefilled, Any]:
+    ) -> tuple[PrefillResult, Any]:
         self.attributes.append(attributes)
         await self._alive()
         await asyncio.sleep(self.pace_s)
         await self._alive()
         self.num_read += 1
-        return Prefilled(100, 0.0, 0.0), len(tokens)
+        return PrefillResult(100, 0.0, 0.0), len(tokens)
 
     async def bring(self, pages: Any) -> int:
         await self._alive()

@@ -91,7 +91,7 @@ async def test_a_prompt_is_read_by_one_worker_and_answered_by_another() -> None:
         await router.answer(PROMPT[:3], ASK)
         await router.answer([9, *PROMPT], Sampling(max_tokens=2, prefix_cache=False))
         assert reader.num_read == 2
-        members = router.members.values()
+        members = router.workers.values()
         assert [x.load for x in members] == [0, 0]
         times = answer.completion
         assert times.first_token_s is not None
@@ -235,7 +235,7 @@ async def test_lost_pages_cost_no_attempt() -> None:
         assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 0)
         reader.pace_s = 3600
         asked = asyncio.create_task(router.answer([5, *PROMPT], ASK, key_id=2))
-        await until(lambda: any(x.attempts for x in router.members.values()))
+        await until(lambda: any(x.attempts for x in router.workers.values()))
         reader.kill()
         answer = await asked
         assert answer.completion.tokens == tokens_of([5, *PROMPT], ASK, 2, 0)
@@ -291,7 +291,7 @@ async def test_answers_of_an_abandoned_attempt_are_dropped() -> None:
         asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: first.running)
         [late] = first.running
-        router._members.lose(router.members[first.name], "a test")
+        router._pool.lose(router.workers[first.name], "a test")
         # The lost worker goes on, and its reports arrive all the same.
         wrong = Report(late, event=Event(7, [1], "wrong", None))
         router._deliver(wrong)
@@ -342,7 +342,7 @@ async def test_two_routers_share_workers_and_their_requests_do_not_mix() -> None
         routing(DECODE, launcher=launcher) as (one, _),
         routing(launcher=launcher) as (two, _),
     ):
-        assert [*one.members] == [*two.members]
+        assert [*one.workers] == [*two.workers]
         # The same names and keys in both; prompts differ.
         prompts = [[x, *PROMPT] for x in range(8)]
         asked = [
@@ -353,10 +353,10 @@ async def test_two_routers_share_workers_and_their_requests_do_not_mix() -> None
             assert answer.completion.tokens == tokens_of(prompt, ASK, 1, 0)
         # A worker that one starts serves the other; one lost is replaced once.
         name = one.add_worker(DECODE)
-        await until(lambda: name in two.members)
+        await until(lambda: name in two.workers)
         launcher.workers[name].kill()
         new = name[:-1] + "2"
-        await until(lambda: all(new in x.members for x in (one, two)))
+        await until(lambda: all(new in x.workers for x in (one, two)))
         assert len(launcher.workers) == 3
 
 
@@ -369,7 +369,7 @@ async def test_workers_join_leave_and_restart_while_requests_run() -> None:
         await until(lambda: old.running)
         new = await router.restart_worker(old.name)
         assert (await asked).num_attempts == 1  # the last request was waited for
-        assert [*router.members] == [new]
+        assert [*router.workers] == [new]
         assert launcher.killed == [old.name]
         added = router.add_worker(PREFILL)
         await router.wait_for(added)

@@ -61,7 +61,7 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 def wait_until_idle(served: AsyncEngine) -> None:
     end = time.monotonic() + 20
-    while served.engine.core.owes() or served.num_running:
+    while served.engine.core.has_pending() or served.num_running:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -83,7 +83,7 @@ def test_what_is_no_key_id_is_refused(key_id: Any) -> None:
     engine = make_engine()
     with pytest.raises(ValueError, match=r"^key_id="):
         engine.submit([5], ASK, key_id=key_id)
-    assert not engine.core.owes()
+    assert not engine.core.has_pending()
 
 
 def test_a_stream_has_the_tokens_of_a_plain_engine(served, wanted) -> None:

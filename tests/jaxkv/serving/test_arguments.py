@@ -148,7 +148,7 @@ def test_whole_numbers_of_numpy_and_jax_name_layers(
     wide = dataclasses.replace(loaded.config, num_layers=3)
     for value in (2, np.int64(2), np.array(2), jnp.array(2), [0, 1], np.arange(2)):
         assert methods._layers(value, 3) == (0, 1)
-    drafter = api.self_speculative(PagedForward(wide), [np.int64(0), 2])
+    drafter = api.build_self_speculative(PagedForward(wide), [np.int64(0), 2])
     assert drafter.forward.layers == (0, 2)
 
 
@@ -177,7 +177,11 @@ def test_parts_of_an_engine_are_refused(engine: Any) -> None:
             assert message.startswith(name), message
     fields = dataclasses.asdict(engine.config) | {"max_drafts": 2}
     config = type(engine.config)(**fields)
-    for pair in (spec(api.NGram(), 6), spec(5, api.Coupled()), spec(api.NGram, 6)):
+    for pair in (
+        spec(api.NGram(), 6),
+        spec(5, api.SharedNoiseVerifier()),
+        spec(api.NGram, 6),
+    ):
         given = parts | {"config": config, "speculation": pair}
         assert "speculation." in refusal(lambda given=given: api.Engine(**given))
 
@@ -236,7 +240,11 @@ DRAFTERS: dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]] = {
     "DraftModel": (
         api.DraftModel,
         {"forward": PagedForward(engines.MODEL)},
-        {"forward": NO_TYPES, "beside": [0, 1, None, "no"], "couples": [0, None]},
+        {
+            "forward": NO_TYPES,
+            "has_own_model": [0, 1, None, "no"],
+            "shares_noise": [0, None],
+        },
     ),
     "MedusaConfig": (
         api.MedusaConfig,

@@ -256,9 +256,9 @@ CODE = """if True:
     engine = jaxkv.Engine.load("FOLDER", num_pages=8, max_length=32)
     again = jaxkv.Engine.load("FOLDER", num_pages=8, max_length=32)
     import time
-    with cache.noticing():
+    with cache.notify_if_slow():
         time.sleep(0.2)
-    with cache.noticing():
+    with cache.notify_if_slow():
         pass
     known = jax.config.values
     print(known["jax_compilation_cache_dir"], known["jax_compilation_cache_max_size"])

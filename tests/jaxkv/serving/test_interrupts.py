@@ -56,10 +56,10 @@ def _python_handles_it() -> Iterator[None]:
 PHASES = {
     "submit": ("submit", "_record", "add", "generate", "_next_id", "_checked"),
     "compile": ("compile",),
-    "call": ("turn", "dispatch", "next_batch", "hand_over", "make_requests"),
-    "read": ("read", "extend", "_tell", "emitted", "stream", "_all_or_lost"),
+    "call": ("step", "dispatch", "next_batch", "hand_over", "make_requests"),
+    "read": ("read", "extend", "_emit", "group_emitted", "stream", "_all_or_lost"),
     "drain": ("next_cancels", "collect", "_close", "close", "complete"),
-    "copy": ("exchange", "no_moves"),
+    "copy": ("exchange", "empty_transfer"),
     "defer": ("__enter__", "__exit__", "_note", "_restore", "_deliver"),
 }
 """Functions in whose lines each phase takes place."""
@@ -237,9 +237,9 @@ def test_other_signals_wait_too(engine: jaxkv.Engine, expected: dict) -> None:
 def test_a_signal_waits_for_the_end_of_the_outermost_context() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    with interrupts.signals():
+    with interrupts.defer_signals():
         signal.raise_signal(signal.SIGINT)
-        with interrupts.signals():
+        with interrupts.defer_signals():
             signal.raise_signal(signal.SIGINT)
         assert heard == []
     assert heard == [signal.SIGINT]
@@ -248,7 +248,7 @@ def test_a_signal_waits_for_the_end_of_the_outermost_context() -> None:
 
 def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupts.signals():
+    with interrupts.defer_signals():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -259,7 +259,7 @@ def test_every_handler_hears_its_signal_though_one_raises() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts.signals():
+        with pytest.raises(KeyboardInterrupt), interrupts.defer_signals():
             list(map(signal.raise_signal, (signal.SIGALRM, signal.SIGINT)))
         assert heard == [signal.SIGALRM]
     finally:

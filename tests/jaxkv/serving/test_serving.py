@@ -563,19 +563,19 @@ def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) 
 
 def test_what_broke_off_is_never_the_best() -> None:
     parts = [
-        requests.Part(stream=None, reason="nan"),
-        requests.Part(
+        requests.PartialAnswer(stream=None, reason="nan"),
+        requests.PartialAnswer(
             stream=None, reason="length", tokens=[1, 2], logprobs=[-3.0, -4.0]
         ),
-        requests.Part(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
+        requests.PartialAnswer(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
     ]
-    record = requests.Record(
+    record = requests.RequestRecord(
         request_id=0,
         prompt=[1],
         sampling=Sampling(best_of=3),
         arrival_s=0.0,
         end_tokens=(),
-        parts=parts,
+        answers=parts,
     )
     for sample in range(3):
         record.close(sample, None, 0)
@@ -590,17 +590,17 @@ def halves() -> Tokenizer:
     return Tokenizer(core)
 
 
-def record_of(**fields: Any) -> requests.Record:
+def record_of(**fields: Any) -> requests.RequestRecord:
     """A request whose only answer is made of `halves`."""
     sampling, tokenizer = Sampling(**fields), halves()
     search = tokenizer.stop_search(sampling.stop)
-    return requests.Record(
+    return requests.RequestRecord(
         request_id=0,
         prompt=[1],
         sampling=sampling,
         arrival_s=0.0,
         end_tokens=(),
-        parts=[requests.Part(stream=tokenizer.stream(), search=search)],
+        answers=[requests.PartialAnswer(stream=tokenizer.stream(), search=search)],
     )
 
 

@@ -17,20 +17,27 @@ from jaxkv.engine.state import EngineConfig
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.serving import programs
-from jaxkv.speculation import Adaptive, Coupled, Jacobi, NGram, Synthetic, adaptive
-from jaxkv.speculation.adaptive import Costs
+from jaxkv.speculation import (
+    Adaptive,
+    Jacobi,
+    NGram,
+    SharedNoiseVerifier,
+    Synthetic,
+    adaptive,
+)
+from jaxkv.speculation.adaptive import StepCosts
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask
 
 CONFIG = EngineConfig(max_slots=6, max_drafts=12, num_lengths=3, token_budget=100)
 
 
-def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.Learned:
+def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.AdaptiveState:
     memory = Adaptive(NGram()).init(CONFIG)
     costs = memory.costs
     if steps is not None:
         steps = jnp.asarray(steps, "float32")
-        costs = Costs(costs.batches, steps, 1.1 * steps[:, 0])
+        costs = StepCosts(costs.batches, steps, 1.1 * steps[:, 0])
     places = jnp.ones(CONFIG.max_drafts, "float32")
     return memory._replace(
         costs=costs,
@@ -64,7 +71,9 @@ def test_what_is_chosen_gives_the_most_tokens_a_second(seed: int) -> None:
         rate = rate if column else 1.05 * tokens / costs[0]
         if rate > most + 1e-6:
             best, most = column, rate
-    chosen = adaptive.choose(learned(chance, finds, steps), jnp.float32(num))
+    chosen = adaptive.choose_draft_length(
+        learned(chance, finds, steps), jnp.float32(num)
+    )
     assert int(chosen) == best
 
 
@@ -83,7 +92,7 @@ def test_none_some_or_all(
 ) -> None:
     steps = [[1 + slope * length for length in (0, 3, 6, 12)]] * 4
     memory = learned(chance, finds, steps)
-    assert int(adaptive.choose(memory, jnp.float32(1))) == wanted
+    assert int(adaptive.choose_draft_length(memory, jnp.float32(1))) == wanted
 
 
 def test_what_is_learnt_is_by_place() -> None:
@@ -109,7 +118,7 @@ def test_what_is_learnt_is_by_place() -> None:
     assert float(after.found - memory.found) == pytest.approx(2, abs=1e-5)
     assert float(after.asked - memory.asked) == pytest.approx(3, abs=1e-5)
     for num, best in enumerate(after.best):
-        assert int(adaptive.choose(after, jnp.float32(num))) == best
+        assert int(adaptive.choose_draft_length(after, jnp.float32(num))) == best
 
 
 def drafts_of(acceptance: float, patience: int) -> np.ndarray:
@@ -187,7 +196,7 @@ def test_it_rests_where_no_drafts_pay_for_who_runs_or_may_come(
 @pytest.mark.slow
 def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
     plain, config = engines.TIGHT, dataclasses.replace(engines.TIGHT, max_drafts=2)
-    speculation = Speculation(Adaptive(Jacobi(), patience=1000), Coupled())
+    speculation = Speculation(Adaptive(Jacobi(), patience=1000), SharedNoiseVerifier())
     asks = [
         Ask(100, [5, 7, 5], Sampling(max_tokens=20, temperature=1.0, logprobs=2)),
         Ask(101, [9] * 14, Sampling(max_tokens=9, temperature=0.0)),
@@ -196,7 +205,7 @@ def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
     state = engines.start(config, speculation=speculation)
     costs = state.memory.costs
     costs = costs._replace(steps=jnp.ones_like(costs.steps).at[:, 1:].set(99))
-    memory = adaptive.with_costs(state.memory, costs)
+    memory = adaptive.set_costs(state.memory, costs)
     drafting = engines.serve(
         asks,
         config,
@@ -254,7 +263,7 @@ def test_steps_of_a_call_that_rests_are_plain_ones() -> None:
         return found
 
     config = dataclasses.replace(engine_programs.CONFIG, max_drafts=2)
-    speculation = Speculation(Adaptive(Jacobi()), Coupled())
+    speculation = Speculation(Adaptive(Jacobi()), SharedNoiseVerifier())
     rests, drafts = (
         traced(may, config=config, speculation=speculation) for may in (False, True)
     )
@@ -274,7 +283,7 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
         paged.PagedForward(MODEL),
         paged.make_pages(MODEL, config),
         config,
-        speculation=Speculation(drafter, Coupled()),
+        speculation=Speculation(drafter, SharedNoiseVerifier()),
     )
 
 

@@ -25,14 +25,14 @@ HEADS: dict[str, Any] = {
 }
 
 
-def heads_of(kind: str) -> head_folders.Loaded:
+def heads_of(kind: str) -> head_folders.LoadedHeads:
     """Heads that guess at random."""
     rng, shape = np.random.default_rng(2), HEADS[kind]
     params = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype),
         shape.param_shapes(),
     )
-    return head_folders.Loaded(shape, params, ((0.5,), (0.4,), (0.3,)))
+    return head_folders.LoadedHeads(shape, params, ((0.5,), (0.4,), (0.3,)))
 
 
 @functools.cache
@@ -40,11 +40,11 @@ def serve(method: Any, place: str, seed: int) -> Run:
     """Three drafts a step of every slot, where budget and pages allow."""
     config = dataclasses.replace(config_of(PLACES[place]), max_drafts=3)
     heads = heads_of(method) if method in HEADS else None
-    small = methods.Model(SMALLER, engines.params(SMALLER))
+    small = methods.ModelWeights(SMALLER, engines.params(SMALLER))
     served = methods.build_speculative(
-        methods.Model(MODEL, engines.params()),
+        methods.ModelWeights(MODEL, engines.params()),
         config,
-        methods.of(method),
+        methods.parse_speculation(method),
         dtype="float32",
         draft=small if method == "draft-model" else None,
         heads=heads,

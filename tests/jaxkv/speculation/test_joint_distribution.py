@@ -25,17 +25,17 @@ from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling, top_k
 from jaxkv.speculation import (
     Adaptive,
-    Coupled,
     DraftModel,
     Jacobi,
     Lookahead,
     NGram,
     Rejection,
+    SharedNoiseVerifier,
     Synthetic,
     Typical,
     draws,
 )
-from jaxkv.speculation.adaptive import Learned, with_costs
+from jaxkv.speculation.adaptive import AdaptiveState, set_costs
 from tests.support.engines import FAST_COMPILE
 from tests.support.sampled_laws import chi_square, params_of
 
@@ -79,12 +79,12 @@ class Tree(Drafter):
         for depth in range(2):
             logits = jnp.asarray(GUESS)[last]
             if self.drawn:
-                pair, law = draws.draw(
+                pair, law = draws.draw_drafts(
                     logits, asked, known + depth, num=2, replacement=self.replacement
                 )
                 laws.append(law)
             else:
-                ranked = draws.coupled(logits, asked, known + depth)
+                ranked = draws.shared_noise_logits(logits, asked, known + depth)
                 pair = top_k.candidates(ranked, 2)[1]
             pairs.append(pair)
             last = jnp.maximum(pair[:, 0], 0)
@@ -109,9 +109,11 @@ CASES = {
     "n-gram": Case(NGram(1, 2)),
     "jacobi": Case(Jacobi()),
     "lookahead": Case(Lookahead(columns=2, ngram=2, candidates=2, entries=4), 4),
-    "draft model": Case(DraftModel(guess, couples=False)),
+    "draft model": Case(DraftModel(guess, shares_noise=False)),
     "draft model, shared noise": Case(DraftModel(guess)),
-    "adaptive": Case(Adaptive(DraftModel(guess, couples=False), half_life=4.0), 4, 3),
+    "adaptive": Case(
+        Adaptive(DraftModel(guess, shares_noise=False), half_life=4.0), 4, 3
+    ),
     "adaptive jacobi": Case(Adaptive(Jacobi(), half_life=4.0), 4, 3),
     "tree, chosen": Case(Tree(drawn=False), 4),
     "tree, drawn": Case(Tree(drawn=True), 4),
@@ -119,7 +121,7 @@ CASES = {
 }
 REFUSED = ("jacobi", "lookahead", "adaptive jacobi")
 VERIFIERS = {
-    "coupled": Coupled(),
+    "coupled": SharedNoiseVerifier(),
     "rejection": Rejection(),
     "with replacement": Rejection(replacement=True),
 }
@@ -155,11 +157,11 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def start() -> Any:
         memory = case.drafter.init(config)
-        if isinstance(memory, Learned):  # at these costs most drafts pay
+        if isinstance(memory, AdaptiveState):  # at these costs most drafts pay
             lengths = memory.lengths.astype(jnp.float32)
             steps = jnp.broadcast_to(1 + 0.02 * lengths, memory.costs.steps.shape)
             costs = memory.costs._replace(steps=steps, undrafted=steps[:, 0])
-            memory = with_costs(memory, costs)
+            memory = set_costs(memory, costs)
         state = init(config, pages, memory)
         tokens = state.sequences.tokens.at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
         sequences = state.sequences._replace(
@@ -277,11 +279,11 @@ def test_drafts_of_the_verifiers_own_draws_need_its_noise(
     name: str, verifier: str
 ) -> None:
     drafter, judge = CASES[name].drafter, VERIFIERS[verifier]
-    line = re.escape(f"verifier={judge} must share the sampler's noise, as Coupled()")
+    line = re.escape(f"verifier={judge} must share the sampler's noise")
     with pytest.raises(ValueError, match=line):
         Speculation(drafter, judge)
     with pytest.raises(ValueError, match=line):
         Speculation(NGram(), judge)._replace(drafter=drafter)
     # The others promise no distribution, or keep every token.
-    for other in (Coupled(), Typical(), Synthetic(0.5)):
+    for other in (SharedNoiseVerifier(), Typical(), Synthetic(0.5)):
         assert Speculation(drafter, other) == (drafter, other)

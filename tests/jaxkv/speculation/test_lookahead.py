@@ -17,8 +17,8 @@ def test_pools_equal_lists() -> None:
     """What is written again becomes the latest; the oldest are overwritten."""
     rng, slots, columns = np.random.default_rng(0), 3, 2
     pool, num = jnp.full((slots, 6, 3), -1, jnp.int32), jnp.zeros(slots, jnp.int32)
-    write = jax.jit(lookahead.remember)
-    look = jax.jit(lookahead.find, static_argnames="num")
+    write = jax.jit(lookahead.store_ngrams)
+    look = jax.jit(lookahead.find_ngrams, static_argnames="num")
     lists: list[list[tuple[int, ...] | None]] = [[] for _ in range(slots)]
     hits = 0
     for _ in range(30):

@@ -17,7 +17,6 @@ from jaxkv.models import checkpoints, paged, param_forms, transformer
 from jaxkv.sampling import Sampling
 from jaxkv.serving import programs
 from jaxkv.speculation import (
-    Coupled,
     DraftModel,
     EagleConfig,
     Jacobi,
@@ -25,10 +24,11 @@ from jaxkv.speculation import (
     MedusaConfig,
     NGram,
     Rejection,
+    SharedNoiseVerifier,
     SpeculationConfig,
+    build_self_speculative,
     head_folders,
     methods,
-    self_speculative,
     static_tree,
 )
 from jaxkv.speculation.ngram import lookup
@@ -84,7 +84,7 @@ def heads_for(family: str, kind: Any, folder: Path) -> Path:
     params = jax.tree.map(
         lambda x: rng.normal(0, 0.1, x.shape).astype("float32"), heads.param_shapes()
     )
-    return head_folders.save(
+    return head_folders.save_heads(
         folder / kind, heads, params, acceptance=SHARES, model_card=""
     )
 
@@ -119,7 +119,7 @@ def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workloads_of_all_kinds_share_one_program() -> None:
     config = dataclasses.replace(engines.SERVED, max_drafts=2, debug=False)
-    speculation = Speculation(NGram(1, 2), Coupled())
+    speculation = Speculation(NGram(1, 2), SharedNoiseVerifier())
     engine = jaxkv.Engine(
         engines.params(),
         paged.PagedForward(MODEL),
@@ -142,7 +142,7 @@ def test_pages_stay_in_place(drafter: Any) -> None:
     config = dataclasses.replace(
         engine_programs.CONFIG, max_drafts=3, prefix_cache=True
     )
-    speculation = Speculation(drafter, Coupled())
+    speculation = Speculation(drafter, SharedNoiseVerifier())
     program, pages = engine_programs.compile_steps(
         engine_programs.LARGE, config=config, speculation=speculation
     )
@@ -196,16 +196,16 @@ def loaded(**how: Any) -> jaxkv.Engine:
 
 OTHER = dataclasses.replace(MODEL, vocab_size=60)
 SHARES = ((0.5, 0.4), (0.5, 0.1))
-HEADS = head_folders.Loaded(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
+HEADS = head_folders.LoadedHeads(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
 OF_OTHER = HEADS._replace(config=MedusaConfig(target=OTHER))
 
 
-def served(method: Any, layers: Any = None, **models: Any) -> methods.Served:
+def served(method: Any, layers: Any = None, **models: Any) -> methods.EngineParts:
     config = dataclasses.replace(engines.SERVED, max_drafts=2)
-    model = methods.Model(MODEL, engines.params())
+    model = methods.ModelWeights(MODEL, engines.params())
     if layers is not None:
         method = SpeculationConfig(method, draft_layers=layers)
-    how = methods.of(method)
+    how = methods.parse_speculation(method)
     return methods.build_speculative(model, config, how, dtype="float32", **models)
 
 
@@ -228,7 +228,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.Served:
         ),
         (lambda: served("draft-model"), "a draft model goes with the method"),
         (
-            lambda: served("draft-model", draft=methods.Model(OTHER, {})),
+            lambda: served("draft-model", draft=methods.ModelWeights(OTHER, {})),
             "draft.config.vocab_size=60 must be the served model's 61",
         ),
         (
@@ -262,7 +262,7 @@ def test_bad_input_is_one_line(make: Any, line: str) -> None:
 
 
 def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
-    assert served("jacobi").speculation == Speculation(Jacobi(), Coupled())
+    assert served("jacobi").speculation == Speculation(Jacobi(), SharedNoiseVerifier())
     medusa = served("medusa", heads=HEADS).speculation
     assert medusa is not None
     bush = static_tree.Topology((0, 0), (0, 1))
@@ -278,7 +278,7 @@ def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
 
     def has_both(**fields: Any) -> bool:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
-        model = methods.Model(MODEL, engines.params())
+        model = methods.ModelWeights(MODEL, engines.params())
         made = methods.build_speculative(model, bounds, dtype="float32")
         return param_forms.is_for_few(made.params)
 
@@ -303,7 +303,9 @@ def test_rejection_keeps_the_law_on_text() -> None:
         max_drafts=2,
     )
     forward = paged.PagedForward(loaded.config)
-    drafter = dataclasses.replace(self_speculative(forward, [0, 1]), couples=False)
+    drafter = dataclasses.replace(
+        build_self_speculative(forward, [0, 1]), shares_noise=False
+    )
     engine = jaxkv.Engine(
         loaded.params,
         forward,

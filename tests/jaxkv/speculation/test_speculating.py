@@ -17,22 +17,22 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling.fcfs import fcfs
 from jaxkv.speculation import (
     Adaptive,
-    Beside,
-    Both,
-    Coupled,
     DraftModel,
     Eagle,
     EagleConfig,
-    Followed,
     Jacobi,
     Lookahead,
     Medusa,
     MedusaConfig,
     NGram,
     Rejection,
+    SharedNoiseVerifier,
     Synthetic,
-    WithHeads,
-    self_speculative,
+    TargetAndDraftParams,
+    TargetWithDraft,
+    TargetWithEagle,
+    TargetWithHeads,
+    build_self_speculative,
     static_tree,
 )
 from tests.support import asks as workloads
@@ -88,12 +88,12 @@ BUSH = static_tree.Topology((0, 0, 1, 1, 2, 3, 0, 5), (0, 1, 0, 2, 1, 0, 3, 1))
 DRAFTERS: dict[str, Drafter] = {
     "n-gram": NGram(1, 3),
     "jacobi": Jacobi(),
-    "early exit": self_speculative(OF_MODEL, [0]),
-    "all layers": self_speculative(OF_MODEL, [0, 1]),
-    "draft model": DraftModel(OF_SMALLER, beside=True),
+    "early exit": build_self_speculative(OF_MODEL, [0]),
+    "all layers": build_self_speculative(OF_MODEL, [0, 1]),
+    "draft model": DraftModel(OF_SMALLER, has_own_model=True),
     "lookahead": Lookahead(columns=2, ngram=3, candidates=2, entries=8),
-    "adaptive": Adaptive(self_speculative(OF_MODEL, [0, 1]), patience=4),
-    "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
+    "adaptive": Adaptive(build_self_speculative(OF_MODEL, [0, 1]), patience=4),
+    "tree": Bushy(build_self_speculative(OF_MODEL, [0, 1])),
     "medusa": Medusa(HEADS, static_tree.chain(3)),
     "medusa tree": Medusa(HEADS, BUSH),
     "eagle": Eagle(EAGLE, (1, 1)),
@@ -128,23 +128,23 @@ def weights_of(shapes: Any) -> Any:
 def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
     """What an engine needs for a drafter that has weights of its own."""
     if drafter == "draft model":
-        own, forward = engines.params(SMALLER), Beside(OF_MODEL, OF_SMALLER)
+        own, forward = engines.params(SMALLER), TargetWithDraft(OF_MODEL, OF_SMALLER)
         pages = paged.make_pages(MODEL, config)
         pages = pages._replace(beside=paged.make_pages(SMALLER, config))
     elif drafter.startswith("medusa"):
         target = paged.PagedForward(MODEL, config.numerics, taps=HEADS.taps)
-        own, forward = weights_of(HEADS.param_shapes()), WithHeads(target)
+        own, forward = weights_of(HEADS.param_shapes()), TargetWithHeads(target)
         pages = paged.make_pages(MODEL, config, taps=HEADS.taps)
     elif drafter.startswith("eagle"):
         target = paged.PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
-        own, forward = weights_of(EAGLE.param_shapes()), Followed(target, EAGLE)
+        own, forward = weights_of(EAGLE.param_shapes()), TargetWithEagle(target, EAGLE)
         pages = paged.make_pages(MODEL, config, taps=EAGLE.taps)
         pages = pages._replace(beside=paged.make_pages(EAGLE.layer, config))
     else:
         return {}
     return {
         "state": init(config, with_nan(pages), ()),
-        "weights": Both(engines.params(MODEL), own),
+        "weights": TargetAndDraftParams(engines.params(MODEL), own),
         "forward": forward,
     }
 
@@ -156,7 +156,7 @@ def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
     if drafter == "adaptive":
         changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
     config = with_drafts(BOUNDS[bounds], **changes)
-    speculation = Speculation(DRAFTERS[drafter], Coupled())
+    speculation = Speculation(DRAFTERS[drafter], SharedNoiseVerifier())
     policy = fcfs(preemption="swap") if bounds == "swapping" else None
     how: Any = {"policy": policy, "speculation": speculation}
     return engines.serve(ASKS[asks](), config, **how, **parts_of(drafter, config))
@@ -247,12 +247,12 @@ def test_as_many_columns_of_drafts_as_the_engine_has() -> None:
 @pytest.mark.thorough
 def test_a_tree_as_wide_as_the_window_is_refused() -> None:
     model = dataclasses.replace(MODEL, window=8)
-    tree = Bushy(self_speculative(paged.PagedForward(model), [0, 1]))
+    tree = Bushy(build_self_speculative(paged.PagedForward(model), [0, 1]))
     with pytest.raises(ValueError, match="window=8 must be above num_drafts=8"):
         engines.serve(
             [greedy(100, [3, 1], 8)],
             with_drafts(TIGHT, max_drafts=8, token_budget=60),
-            speculation=Speculation(tree, Coupled()),
+            speculation=Speculation(tree, SharedNoiseVerifier()),
             forward=paged.PagedForward(model),
         )
 
@@ -285,7 +285,7 @@ def test_no_bit_changes_under_reproducible_numerics(drafter: str) -> None:
 @pytest.mark.slow
 def test_beams_go_their_own_way_beside_drafts() -> None:
     config = with_drafts(searches.TIGHT)
-    speculation = Speculation(NGram(1, 2), Coupled())
+    speculation = Speculation(NGram(1, 2), SharedNoiseVerifier())
     run = searches.serve("llama", config, 24, speculation=speculation)
     searches.check("llama", run, 24)
     plain = searches.serve("llama", searches.TIGHT, 24)
@@ -300,7 +300,9 @@ def test_greedy_tokens_are_kept_by_rejection() -> None:
         greedy(100 + i, rng.integers(0, 61, 5 + i).tolist(), 20, logprobs=1)
         for i in range(10)
     ]
-    drafter = dataclasses.replace(self_speculative(OF_MODEL, [0]), couples=False)
+    drafter = dataclasses.replace(
+        build_self_speculative(OF_MODEL, [0]), shares_noise=False
+    )
     run = engines.serve(
         asks, with_drafts(TIGHT), speculation=Speculation(drafter, Rejection())
     )
@@ -313,7 +315,7 @@ def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
     """Each step fixes a token at least; nothing is reserved between two steps."""
     config = with_drafts(TIGHT, steps_per_call=1)
     ask = greedy(100, [3, 1, 4, 1, 5], 40)
-    speculation = Speculation(Jacobi(), Coupled())
+    speculation = Speculation(Jacobi(), SharedNoiseVerifier())
     state = engines.start(config, speculation=speculation)
     requests = engines.requests_of([ask], config)
     state, _ = engines.submit(state, requests, config=config)

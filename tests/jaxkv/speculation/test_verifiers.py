@@ -13,7 +13,14 @@ import pytest
 
 from jaxkv.engine import drafting
 from jaxkv.sampling import Params, Sampling, greedy_params, random_keys, sampler
-from jaxkv.speculation import Coupled, Rejection, Typical, draw, draws, verifiers
+from jaxkv.speculation import (
+    Rejection,
+    SharedNoiseVerifier,
+    Typical,
+    draw_drafts,
+    draws,
+    verifiers,
+)
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.sampled_laws import (
@@ -410,7 +417,7 @@ COMPANY = [
     Sampling.greedy(seed=5),
 ]
 VERIFIERS = {
-    "coupled": Coupled(),
+    "coupled": SharedNoiseVerifier(),
     "rejection": Rejection(),
     "with replacement": Rejection(replacement=True),
     "typical": Typical(),
@@ -593,7 +600,7 @@ def test_what_makes_no_sense_is_refused(make: Any, line: str) -> None:
 
 def drawn(num: int, replacement: bool = False, **changes: Any) -> Any:
     rows = company()
-    take = functools.partial(draw, num=num, replacement=replacement)
+    take = functools.partial(draw_drafts, num=num, replacement=replacement)
     return jax.jit(take)(rows.logits, rows.params._replace(**changes), rows.positions)
 
 
@@ -640,7 +647,7 @@ def test_pairs_of_drafts_have_the_law_of_their_drawing(replacement: bool) -> Non
         params.key, params.sample, jnp.arange(rows, dtype=jnp.int32), random_keys.DRAFT
     )
     laws = jnp.asarray(np.tile(law.astype(np.float32), (rows, 1)))
-    pick = functools.partial(draws.pick, num=2, replacement=replacement)
+    pick = functools.partial(draws.gumbel_top_k, num=2, replacement=replacement)
     first, second = np.asarray(jax.jit(pick)(laws, keys)).T
     expected = np.zeros((5, 5))
     for (a, b), chance in candidates(law, 2, replacement):
@@ -660,7 +667,9 @@ def test_drafts_verified_by_flips_follow_the_law(width: int, replacement: bool) 
     params = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), params_of([request]))
 
     def emit(logits: Any, guess: Any, params: Params, positions: Any) -> Any:
-        tokens, law = draw(guess, params, positions, num=width, replacement=replacement)
+        tokens, law = draw_drafts(
+            guess, params, positions, num=width, replacement=replacement
+        )
         ruling = verifier(logits, tokens, law, params, positions, logits)
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.ACCEPT

@@ -43,7 +43,9 @@ def rng(seed: int = 0) -> np.random.Generator:
         (Gamma(mean=300.0, shape=1.3), 300 / np.sqrt(1.3)),
     ],
 )
-def test_laws_have_their_moments(law: lengths.Law, deviation: float) -> None:
+def test_laws_have_their_moments(
+    law: lengths.LengthDistribution, deviation: float
+) -> None:
     drawn = law.draw(rng(), 200_000)
     assert drawn.mean() == pytest.approx(law.mean, rel=0.01)
     assert drawn.std() == pytest.approx(deviation, rel=0.02)
@@ -175,7 +177,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_azures_times_count_from_the_first(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, AZURE))
+    found = recordings.read_recording(write(tmp_path, AZURE))
     assert found.arrival_s.tolist() == [0.0, 1.75]
     assert found.prompt.tolist() == [374, 10]
     assert found.output.tolist() == [44, 3]
@@ -187,15 +189,15 @@ def test_azures_times_count_from_the_first(tmp_path: Path) -> None:
 def test_burstgpts_failures_are_refused_or_counted(tmp_path: Path) -> None:
     path = write(tmp_path, BURST)
     with pytest.raises(ValueError, match="line 3: the output has 0 tokens"):
-        recordings.read(path)
-    found = recordings.read(path, skip_empty=True)
+        recordings.read_recording(path)
+    found = recordings.read_recording(path, skip_empty=True)
     assert found.num_empty == 1
     assert found.arrival_s.tolist() == [0.0, 113.0]
     assert found.output.tolist() == [18, 230]
 
 
 def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, PLAIN))
+    found = recordings.read_recording(write(tmp_path, PLAIN))
     w = found.workload()
     assert clock.to_seconds(np.asarray(w.arrival)).tolist() == [1.5, 1.5]
     assert w.prompt.tolist() == [3, 5]
@@ -205,7 +207,7 @@ def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, MOONCAKE))
+    found = recordings.read_recording(write(tmp_path, MOONCAKE))
     assert found.arrival_s.tolist() == [0.0, 2.5, 2.5]
     assert found.chunk_ids is not None
     assert [ids.tolist() for ids in found.chunk_ids] == [[0, 1], [0, 2, 3], [0]]
@@ -213,7 +215,7 @@ def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
 
 
 def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, MOONCAKE))
+    found = recordings.read_recording(write(tmp_path, MOONCAKE))
     assert found.rate == pytest.approx(0.8)
     faster = found.at_rate(8.0)
     assert faster.rate == pytest.approx(8.0)
@@ -254,7 +256,7 @@ def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
 def test_a_bad_row_is_named(tmp_path: Path, text: str, line: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
-        recordings.read(path)
+        recordings.read_recording(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
 
@@ -279,7 +281,7 @@ def test_dates_without_a_zone_are_utc(
         ]
         for each in dates:
             rows = [header, *(f"{date},10,5" for date in each)]
-            found = recordings.read(write(tmp_path, "\n".join(rows)))
+            found = recordings.read_recording(write(tmp_path, "\n".join(rows)))
             assert found.arrival_s.tolist() == [0.0, 1801.0, 3602.0]
             assert not found.doubts
         for mixed, line in (
@@ -288,7 +290,7 @@ def test_dates_without_a_zone_are_utc(
         ):
             path = write(tmp_path, f"{header}\n{mixed}\n")
             with pytest.raises(ValueError, match=f"line 3: .*{line}, unlike line 2"):
-                recordings.read(path)
+                recordings.read_recording(path)
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -296,7 +298,7 @@ def test_dates_without_a_zone_are_utc(
 
 def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
     plain = PLAIN.replace(" ", "").replace("\n\n", "\n")
-    expected = recordings.read(write(tmp_path, plain))
+    expected = recordings.read_recording(write(tmp_path, plain))
     lines = [
         {"arrival_s": 1.5, "prompt_tokens": 3.0, "output_tokens": 4},
         {"arrival_s": 1.5, "prompt_tokens": 5, "output_tokens": 6.0},
@@ -313,7 +315,7 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
         text,
         "\ufeff" + text.replace("\n", "\r\n"),
     ):
-        found = recordings.read(write(tmp_path, each))
+        found = recordings.read_recording(write(tmp_path, each))
         for name in ("arrival_s", "prompt", "output"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     path = write(
@@ -322,10 +324,10 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
     plain_path = tmp_path / "packed"
     plain_path.write_bytes(gzip.compress(path.read_bytes()))
     for each in (path, plain_path):
-        assert recordings.read(each).prompt.tolist() == [600, 1100, 512]
+        assert recordings.read_recording(each).prompt.tolist() == [600, 1100, 512]
     repeated = plain.replace("output_tokens", "prompt_tokens")
     with pytest.raises(ValueError, match="two columns are named 'prompt_tokens'"):
-        recordings.read(write(tmp_path, repeated))
+        recordings.read_recording(write(tmp_path, repeated))
 
 
 @pytest.mark.parametrize(
@@ -351,14 +353,14 @@ def test_times_of_another_unit_are_doubted(
     if unit == "ms":
         row = {"input_length": 1, "output_length": 1, "hash_ids": [0]}
         text = "".join(json.dumps({"timestamp": x} | row) + "\n" for x in times)
-    found = recordings.read(write(tmp_path, text)).doubts
+    found = recordings.read_recording(write(tmp_path, text)).doubts
     assert len(found) == bool(doubt)
     assert doubt in "".join(found)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gone\.csv: cannot be read"):
-        recordings.read(tmp_path / "gone.csv")
+        recordings.read_recording(tmp_path / "gone.csv")
 
 
 def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> None:
@@ -392,7 +394,7 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
 def test_azures_traces_have_their_known_means(
     name: str, requests: int, hours: float, prompt: float, output: float
 ) -> None:
-    found = recordings.read(traces.find(f"traces/{name}.csv"))
+    found = recordings.read_recording(traces.find(f"traces/{name}.csv"))
     assert found.prompt.size == requests
     assert found.arrival_s[-1] == pytest.approx(hours, abs=1)
     assert found.prompt.mean() == pytest.approx(prompt, abs=0.05)
@@ -401,7 +403,7 @@ def test_azures_traces_have_their_known_means(
 
 def test_mooncakes_trace_can_be_found_in_a_cache_to_64_percent() -> None:
     """The hit rate of a cache without bounds: 64.0 % of 121,877 chunks."""
-    found = recordings.read(traces.find("traces/mooncake_synthetic.jsonl"))
+    found = recordings.read_recording(traces.find("traces/mooncake_synthetic.jsonl"))
     assert found.chunk_ids is not None
     num_chunks = sum(ids.size for ids in found.chunk_ids)
     assert num_chunks == 121_877

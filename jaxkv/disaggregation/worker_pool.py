@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.disaggregation import identity
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, WorkerSpec
+from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 
@@ -52,7 +52,7 @@ class WorkerHandle(Protocol):
         tokens: list[int],
         salt: int,
         attributes: RequestAttributes | None = None,
-    ) -> tuple[Prefilled, Any]:
+    ) -> tuple[PrefillResult, Any]:
         """Returns the result and a reference to the pages."""
         ...
 
@@ -81,7 +81,7 @@ class Launcher(Protocol):
         ...
 
 
-class Member:
+class WorkerRecord:
     """A worker as the router keeps it."""
 
     def __init__(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None):
@@ -150,7 +150,7 @@ class Member:
             lost.cancel()
 
 
-class Members:
+class WorkerPool:
     """All workers of one router, by name, and the tasks that watch them.
 
     Args:
@@ -168,7 +168,7 @@ class Members:
         config: RouterConfig,
         deliver: Callable[[Report], None],
     ):
-        self.by_name: dict[str, Member] = {}
+        self.by_name: dict[str, WorkerRecord] = {}
         self.bounds: dict[str, Any] = {}
         """`max_length`, `seed` and `page_size` of all workers."""
         self._router, self._launcher, self._config = router, launcher, config
@@ -201,12 +201,12 @@ class Members:
 
         self._background(discover())
 
-    def serving(self, role: str | None = None) -> list[Member]:
+    def serving(self, role: str | None = None) -> list[WorkerRecord]:
         """Returns the workers of a role, or of both, that take requests."""
         members = [m for m in self.by_name.values() if m.state == "serving"]
         return [m for m in members if role is None or m.role == role]
 
-    def named(self, name: str) -> Member:
+    def named(self, name: str) -> WorkerRecord:
         """Returns a worker.
 
         Raises:
@@ -234,7 +234,7 @@ class Members:
         if member.state == "lost":
             raise ValueError(f"worker {name} did not start: {member.reason}")
 
-    async def any_serving(self, role: str) -> list[Member]:
+    async def any_serving(self, role: str) -> list[WorkerRecord]:
         """Returns the workers of a role that serve; waits while the first starts.
 
         Raises:
@@ -257,7 +257,7 @@ class Members:
             await self.next_change()
         await self._leave(member)
 
-    def lose(self, member: Member, reason: str) -> None:
+    def lose(self, member: WorkerRecord, reason: str) -> None:
         """Gives up a worker, ends its attempts, and starts a new one in its place."""
         if member.state == "lost":
             return
@@ -291,7 +291,7 @@ class Members:
         await self._changed.wait()
 
     def _attach(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None) -> None:
-        self.by_name[name] = member = Member(name, handle, spec)
+        self.by_name[name] = member = WorkerRecord(name, handle, spec)
         member.task = self._background(self._keep(member))
 
     def _adopt(self) -> None:
@@ -300,7 +300,7 @@ class Members:
             if name not in self.by_name and name not in self._removed:
                 self._attach(name, handle, None)
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, member: WorkerRecord) -> None:
         """Waits until a worker is ready, then collects its reports until it is lost."""
         config = self._config
         try:
@@ -321,7 +321,7 @@ class Members:
         except Exception as error:
             self.lose(member, str(error))
 
-    def _welcome(self, member: Member, described: dict[str, Any]) -> None:
+    def _welcome(self, member: WorkerRecord, described: dict[str, Any]) -> None:
         """Takes a worker that is ready among those that serve.
 
         Raises:
@@ -332,7 +332,7 @@ class Members:
         bounds = {key: described[key] for key in ("max_length", "seed", "page_size")}
         if self._identity is None:
             self._identity, self.bounds = described["identity"], bounds
-        differs = identity.difference(described["identity"], self._identity)
+        differs = identity.describe_difference(described["identity"], self._identity)
         for key, value in bounds.items():
             if value != self.bounds[key]:
                 differs = differs or f"{key}={value} must be {self.bounds[key]}"
@@ -343,7 +343,7 @@ class Members:
         member.state = "serving"
         self.note_change()
 
-    async def _replace(self, member: Member) -> None:
+    async def _replace(self, member: WorkerRecord) -> None:
         """Starts new workers in place of a lost one until one serves."""
         assert member.spec is not None
         base, _, generation = member.name.rpartition(".")
@@ -364,7 +364,7 @@ class Members:
         self.by_name.pop(member.name, None)
         self.note_change()
 
-    async def _leave(self, member: Member) -> None:
+    async def _leave(self, member: WorkerRecord) -> None:
         """Forgets a worker; it ends if no other router uses it."""
         if member.task is not None:
             member.task.cancel()
