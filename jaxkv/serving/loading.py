@@ -1,4 +1,4 @@
-"""From folders to what an engine serves: model, drafter, pages, where they belong."""
+"""Builds the parts of an engine from a folder: model, drafter, pages."""
 
 import dataclasses
 import functools
@@ -23,10 +23,10 @@ from jaxkv.speculation.methods import SpeculationConfig
 def make_engine_config(
     fields: dict[str, Any], speculation: SpeculationConfig | None
 ) -> Any:
-    """The `EngineConfig` of some fields, with room for drafts where there are any.
+    """Makes an `EngineConfig`, with a default draft length for a speculation method.
 
     Raises:
-      ValueError: a field cannot be used.
+      ValueError: a field is unknown or out of its range.
     """
     if speculation is not None and speculation.adaptive:
         most = methods.MAX_ADAPTIVE_DRAFTS
@@ -37,7 +37,7 @@ def make_engine_config(
 
 
 def find_model_folder(name: str, folder: Any) -> Path:
-    """Finds the folder of a model by path or by the name of a bundled one.
+    """Finds the folder of a model by its path or the name of a bundled model.
 
     Raises:
       ValueError: there is none; the message calls the argument `name`.
@@ -49,11 +49,7 @@ def find_model_folder(name: str, folder: Any) -> Path:
 def read_model(
     folder: Any, *, dtype: str, mesh: Mesh | None = None
 ) -> checkpoints.Loaded:
-    """Reads a model; on a mesh it is divided, and its shape is `tensor.fit`'s.
-
-    Raises:
-      ValueError: the folder cannot be used, or the mesh does not divide the model.
-    """
+    """Reads a model; on a mesh it is sharded, and its shape is `tensor.fit`'s."""
     if mesh is None:
         return checkpoints.load_model(folder, dtype=dtype)
     place = functools.partial(tensor.placer, mesh=mesh)
@@ -74,12 +70,13 @@ def build_engine_parts(
     scan_layers: bool = False,
     mesh: Mesh | None = None,
 ) -> methods.EngineParts:
-    """Makes what serves the model that `read_model` found in a folder.
+    """Builds the parts of an engine from the result of `read_model`.
 
-    Arguments are those of `Engine.load`. Pages are made where they belong.
+    Arguments are those of `Engine.load`. Pages are allocated with their sharding.
 
     Raises:
-      ValueError: a method, a folder or the memory will not do.
+      ValueError: a speculation method or folder is not usable, or memory is
+        insufficient.
     """
     params = loaded.params
     if mesh is not None:
@@ -112,7 +109,7 @@ def build_engine_parts(
         return served.pages
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # given once, when they are made
+        warnings.simplefilter("ignore")  # repeated when the pages are made
         shapes = jax.eval_shape(pages)
     device_memory.check_free_memory(
         jax.eval_shape(functools.partial(init, config), shapes),

@@ -1,4 +1,4 @@
-"""Requests and cached prefixes lined up for the device, as NumPy arrays."""
+"""Packs requests and cached prefixes into NumPy arrays for the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,27 +28,27 @@ def make_requests(
     eos_ids: tuple[int, ...] = (),
     width: int | None = None,
 ) -> requests.Requests:
-    """Lines up requests for `requests.submit`, as NumPy arrays.
+    """Packs requests for `requests.submit`, as NumPy arrays.
 
     Args:
       prompts: token ids, in order of arrival.
-      asks: how to draw each one's answers.
+      asks: sampling parameters of each request.
       config: the engine's bounds.
-      request_ids: the callers' names; None counts from 0.
-      key_ids: numbers that key the draws of requests without a seed; None means
+      request_ids: the callers' ids; None counts from 0.
+      key_ids: numbers that key the samples of requests without a seed; None means
         `request_ids`.
-      arrivals_s: when each may be admitted; None means at once.
-      attributes: what a policy sees of each; None means the defaults.
+      arrivals_s: arrival time of each request in s; None means 0.
+      attributes: attributes of each request, for the policy; None means the defaults.
       eos_ids: end tokens of the model.
-      width: rows of the result, one for each sequence, those beyond them unused; None
-        means as many as there are sequences.
+      width: rows of the result, one for each sequence, the rest unused; None means the
+        number of sequences.
 
     Returns:
       The requests. `submit` refuses those that do not fit the engine.
 
     Raises:
-      ValueError: something is of another type or out of its range, or there is not one
-        of everything for each prompt.
+      ValueError: an argument has another type or is out of its range, or lengths
+        differ.
     """
     known, asks = _checked_pairs(prompts, asks)
     num = len(prompts)
@@ -62,7 +62,7 @@ def make_requests(
     attributes = [None] * num if attributes is None else attributes
     _check_length("attributes", attributes, num)
     asked = [request_attributes.checked(x) for x in attributes]
-    # Which request each row belongs to, and which of its sequences it is.
+    # Request of each row, and index of the sequence in it.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
     width = len(owner) if width is None else validation.integer("width", width)
@@ -72,7 +72,7 @@ def make_requests(
         )
 
     def column(values: Any, dtype: Any = np.int32, blank: int = 0) -> Any:
-        """What each request has, for its rows; `blank` in those behind them."""
+        """Repeats each request's value for its rows; pads with `blank`."""
         values = np.array(values, dtype)
         rest = np.full((unused, *values.shape[1:]), blank, dtype)
         return np.concatenate([values[np.array(owner, int)], rest])
@@ -92,7 +92,9 @@ def make_requests(
         for ids, ask in zip(known, asks, strict=True)
     ]
     prompt_scored = column([ask.prompt_logprobs for ask in asks], bool)
-    prompt_scored[: len(owner)] &= np.array(samples, int) == 0  # who reads the prompt
+    prompt_scored[: len(owner)] &= (
+        np.array(samples, int) == 0
+    )  # the sequence that reads the prompt
     return requests.Requests(
         tokens=column(_filled_up(known, config.max_length, 0)),
         prompt_length=column([len(ids) for ids in known]),
@@ -119,10 +121,10 @@ def make_requests(
 def prefix_of(
     tokens: Sequence[int], salt: int, config: EngineConfig, vocab_size: int | None
 ) -> Prefix:
-    """Returns the full pages of tokens, as the compiled programs take them.
+    """Returns the full pages of tokens as an argument of the compiled programs.
 
     Raises:
-      ValueError: there is no prefix cache, there are too many tokens, a token is not of
+      ValueError: there is no prefix cache, there are too many tokens, a token is not in
         the vocabulary, or the salt is not in [0, 2**32).
     """
     if not config.prefix_cache:
@@ -141,13 +143,16 @@ def prefix_of(
 def pad_pages(
     prefix: Prefix, pages: Any, mine: Pages, config: EngineConfig
 ) -> tuple[Prefix, Any]:
-    """Pages that were sent, as many as a sequence may have; the prefix says how many.
+    """Pads received pages to the most that a sequence may have.
 
     Args:
-      prefix: the tokens, of which the first pages are sent.
-      pages: K and V arrays, as `Engine.take_prefix` gives them.
-      mine: those of the engine that takes them.
-      config: its bounds.
+      prefix: the tokens of the pages.
+      pages: K and V arrays, as `Engine.take_prefix` returns them.
+      mine: page arrays of the receiving engine.
+      config: bounds of the receiving engine.
+
+    Returns:
+      The prefix with the number of received pages, and the padded arrays.
 
     Raises:
       ValueError: the arrays do not fit the engine's.
@@ -171,7 +176,7 @@ def pad_pages(
 def _filled_up(
     rows: Sequence[Sequence[int] | np.ndarray], width: int, blank: int
 ) -> np.ndarray:
-    """Rows of one length: longer ones are cut, shorter ones filled up."""
+    """Returns rows of one length: longer ones are cut, shorter ones padded."""
     found = np.full((len(rows), width), blank, np.int32)
     for row, ids in zip(found, rows, strict=True):
         row[: len(ids)] = ids[:width]
@@ -179,7 +184,7 @@ def _filled_up(
 
 
 def _names(name: str, values: Sequence[int], num: int) -> list[int]:
-    """Checks one whole number in [0, 2**31) for each of `num` requests."""
+    """Checks one integer in [0, 2**31) for each of `num` requests."""
     _check_length(name, values, num)
     return [refusals.check_request_id(name, x) for x in values]
 

@@ -1,8 +1,8 @@
-"""What the host knows of its requests without looking into the engine's state.
+"""Host-side bookkeeping of requests, without reading the engine's state.
 
-Who waits here, who is on the device, whose sequences have ended there, and what is to
-be told. It counts rather than asks: a row of `Sequences` is taken from the call that
-hands a request over until the call that drained it is read.
+Tracks requests that wait on the host, run on the device, or have ended there, and the
+events to deliver. It counts instead of reading the state: a row of `Sequences` is in
+use from the call that submits a request until the call that drained it is read.
 """
 
 import bisect
@@ -19,46 +19,46 @@ from jaxkv.serving.requests import RequestRecord
 
 
 class RequestTracker:
-    """The requests of one engine, from `submit` to the last event."""
+    """Requests of one engine, from `submit` to the last event."""
 
     def __init__(self, config: EngineConfig):
         """Makes a tracker without requests."""
         self.config = config
         self.records: dict[int, RequestRecord] = {}
         """Requests that are not complete, by id."""
-        # Told nobody yet: whoever leaves a stream half-way must lose none.
+        # Not delivered yet; kept so that an abandoned stream loses none.
         self.events: collections.deque[Event] = collections.deque()
         self._pending = collections.deque[RequestRecord]()  # by arrival
         self.withdrawn: list[RequestRecord] = []
-        """Requests that were cancelled before the device saw them."""
+        """Requests that were cancelled before they were submitted to the device."""
         self._cancels: list[tuple[int, int]] = []
-        # Rows of `Sequences` by fate: handed over and not known to have ended; known to
-        # have ended and not drained. Requests handed over and not drained, and those of
-        # them of which the device has nothing left to do.
+        # Rows of `Sequences`: submitted and not known to have ended; ended and not
+        # drained. Requests submitted and not drained; those of them that are ready to
+        # be drained.
         self._unfinished, self._finished, self._requests = 0, 0, 0
         self._ready = 0
 
     def is_empty(self) -> bool:
-        """Whether nobody is owed anything."""
+        """True if no request or event is left."""
         return not (self.records or self.events or self._unfinished or self._finished)
 
     def has_work(self, now: float) -> bool:
-        """Whether there is a reason to run the device."""
+        """True if the device must run."""
         on_device = self._unfinished or self._finished or self._cancels
         return bool(on_device) or self.next_arrival_s() <= now
 
     def next_arrival_s(self) -> float:
-        """When the next request arrives that waits here; infinity without one."""
+        """Returns the next arrival of a request on the host; infinity without one."""
         return self._pending[0].arrival_s if self._pending else math.inf
 
     def num_pending(self, now: float) -> int:
-        """Requests that have arrived and that the device has had no room for."""
+        """Returns the number of arrived requests that wait on the host."""
         return sum(record.arrival_s <= now for record in self._pending)
 
     def num_tokens(self) -> int:
-        """Counts the tokens that the sequences of all open requests have to feed.
+        """Returns the tokens of all requests that are not complete.
 
-        Beams count all that they may have, as their tokens come at the end.
+        Beams count their largest length, since their tokens are read at the end.
         """
         return sum(
             len(record.prompt) + len(part.tokens) + _num_to_search(record)
@@ -67,25 +67,25 @@ class RequestTracker:
         )
 
     def oldest(self, now: float) -> RequestRecord | None:
-        """The request that arrived first of those that are not complete."""
+        """Returns the request with the earliest arrival that is not complete."""
         arrived = (x for x in self.records.values() if x.arrival_s <= now)
         return min(arrived, key=lambda record: record.arrival_s, default=None)
 
     def add(self, record: RequestRecord) -> None:
-        """Takes a request; it waits here until it arrives and the device has room.
+        """Adds a request; it waits until it arrives and the device has room.
 
         Raises:
-          ValueError: another request of its name is still running.
+          ValueError: a request with the same id still runs.
         """
         request_id = record.request_id
         if request_id in self.records:
             raise ValueError(f"{request_id=} is the name of a request still running")
-        # In order of arrival, so that nobody waits behind one who is not there yet.
+        # In order of arrival: a request never waits for one that arrives later.
         bisect.insort(self._pending, record, key=lambda each: each.arrival_s)
         self.records[request_id] = record
 
     def cancel(self, request_id: int, now: float) -> None:
-        """Ends a request with what it has; names of nobody are ignored."""
+        """Ends a request with its tokens so far; unknown ids are ignored."""
         record = self.records.get(request_id)
         if record is None:
             return
@@ -97,14 +97,14 @@ class RequestTracker:
             self._cancels.append((request_id, -1))
 
     def close_withdrawn(self) -> None:
-        """Closes the withdrawn requests."""
+        """Completes the withdrawn requests."""
         for record in self.withdrawn:
             for sample in range(len(record.answers)):
                 self._close(record, sample, None, 0)
         self.withdrawn.clear()
 
     def next_batch(self, now: float) -> list[RequestRecord]:
-        """The next requests to hand over, as many as the device surely has room for."""
+        """Returns the next requests to submit: those that are sure to fit."""
         config = self.config
         requests = config.queue_capacity + config.max_slots - self._requests
         known = self._unfinished + self._finished
@@ -119,14 +119,14 @@ class RequestTracker:
         return batch
 
     def hand_over(self, batch: list[RequestRecord]) -> None:
-        """Notes that the device has the next requests, those of `next_batch`."""
+        """Counts the requests of `next_batch` as submitted."""
         for record in batch:
             self._pending.remove(record)
             self._unfinished += len(record.answers)
         self._requests += len(batch)
 
     def next_cancels(self) -> np.ndarray | None:
-        """Pairs of request and sample to end before a drain; None needs no drain."""
+        """Returns requests and samples to cancel before a drain; None: no drain."""
         if not self._ready and not self._cancels:
             return None
         self._ready = 0
@@ -141,10 +141,10 @@ class RequestTracker:
         return named
 
     def read(self, info: step.StepInfo, now: float) -> None:
-        """Notes what the steps of a call emitted.
+        """Processes the outputs of a call.
 
         Args:
-          info: their infos, as NumPy arrays.
+          info: step infos, as NumPy arrays.
           now: seconds since the engine was made.
         """
         for name, sample, tokens, logprobs, reason in outputs.group_emitted(info):
@@ -156,13 +156,13 @@ class RequestTracker:
                     record.answers[sample].gone = True
                     self._ready += all(part.gone for part in record.answers)
             if record is None or record.answers[sample].reason is not None:
-                continue  # ended by a stop string; what the device added is void
+                continue  # ended by a stop string; later tokens are dropped
             self._emit(record, record.extend(sample, tokens, logprobs, reason, now))
             if record.answers[sample].reason is not None and reason is None:
                 self._cancels.append((name, sample))
 
     def collect(self, drained: state.Sequences, now: float) -> None:
-        """Closes what the device has let go of."""
+        """Closes the sequences that the device has drained."""
         rows = np.flatnonzero(np.asarray(drained.status) == state.FINISHED)
         names, reasons = np.asarray(drained.request_id), np.asarray(drained.reason)
         samples = np.asarray(drained.params.sample)
@@ -184,7 +184,7 @@ class RequestTracker:
         drained: state.Sequences | None,
         row: int,
     ) -> None:
-        """Closes a sequence, and with the last one of a request the request."""
+        """Closes a sequence; completes the request if it was the last one."""
         part = record.answers[sample]
         cancelled = part.reason is None
         if cancelled:
@@ -207,6 +207,6 @@ class RequestTracker:
 
 
 def _num_to_search(record: RequestRecord) -> int:
-    """The tokens of a beam's answer, at most; 0 without beams."""
+    """Returns the largest length of a beam's answer; 0 without beams."""
     ask = record.sampling
     return 0 if ask.beam_width is None else ask.max_tokens

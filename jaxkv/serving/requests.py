@@ -1,4 +1,4 @@
-"""What the host keeps of a request while it runs: its answers so far."""
+"""Requests on the host: partial answers until their completion."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -15,22 +15,22 @@ from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PartialAnswer:
-    """One sequence of a request."""
+    """One sequence of a request that is not complete."""
 
     stream: Any
     """Incremental decoder; None without a tokenizer."""
     search: Any = None
-    """A `StopSearch` of its text; None if there are no stop strings."""
+    """`StopSearch` of the text; None if there are no stop strings."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
     shown: int = 0
-    """Characters of the text that events have told."""
+    """Characters of the text that were delivered in events."""
     reason: str | None = None
     gone: bool = False
-    """Whether the device has ended it, or was told to."""
+    """True if the device has ended the sequence, or was asked to."""
     finished: FinishedAnswer | None = None
-    """The whole of it, once the device has let go of the sequence."""
+    """The answer, once the device has drained the sequence."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -45,13 +45,13 @@ class RequestRecord:
     """Tokens that end an answer and are not part of its text."""
     answers: list[PartialAnswer]
     attributes: RequestAttributes | None = None
-    """What the policy sees of it; None means the defaults."""
+    """Attributes for the policy; None means the defaults."""
     key_id: int | None = None
-    """Number that keys the draws without a seed; None means `request_id`."""
+    """Number that keys the samples without a seed; None means `request_id`."""
     is_quiet: bool = False
-    """Whether no events tell of it: its caller waits for the completion."""
+    """True if events are dropped, since the caller waits for the completion."""
     completion: Completion | None = None
-    """What became of it, once all its sequences have been closed."""
+    """Result, once all sequences are closed."""
     first_token_s: float | None = None
     finish_s: float = 0.0
     num_cached: int = 0
@@ -69,10 +69,10 @@ class RequestRecord:
         reason: str | None,
         now: float,
     ) -> Event:
-        """Takes new tokens; ends early where the text contains a stop string."""
+        """Appends new tokens; ends the sequence early at a stop string."""
         part = self.answers[sample]
         if self.sampling.beam_width is not None:
-            # Beams are no answers: these come when the search is done, see `close`.
+            # Beams have no answers before the search is done, see `close`.
             part.reason, self.finish_s = reason, now
             return Event(self.request_id, [], "", None, sample, reason)
         old = len(part.tokens)
@@ -88,7 +88,7 @@ class RequestRecord:
                     reason = "stop"
                     break
         else:
-            # Behind a stop string there is nothing, not half a character either.
+            # No text follows a stop string, not even half a character.
             if reason and self._finishes(part) and reason == "length":
                 reason = "stop"
         part.reason = reason
@@ -100,20 +100,20 @@ class RequestRecord:
         return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
 
     def cut_off(self, sample: int) -> None:
-        """Ends a sequence that was cancelled, with what it has."""
+        """Ends a cancelled sequence with its tokens so far."""
         part = self.answers[sample]
         part.reason = "cancelled"
         self._finishes(part)
 
     def _finishes(self, part: PartialAnswer) -> bool:
-        """Adds what the decoder held back; True if that made a stop string."""
+        """Appends text that the decoder held back; True if it has a stop string."""
         if part.stream is None:
             return False
         part.text += part.stream.finish()
         return part.search is not None and self._stops(part, None)
 
     def _stops(self, part: PartialAnswer, token: int | None) -> bool:
-        """Cuts the text at the first stop string, if there is one."""
+        """Cuts the text at the first stop string; returns True if there is one."""
         tail = part.stream.tail()
         place = part.search.push(part.text, tail, token)
         if place is not None:
@@ -121,7 +121,7 @@ class RequestRecord:
         return place is not None
 
     def close(self, sample: int, drained: state.Sequences | None, row: int) -> None:
-        """Takes what the device kept in a row of its sequences; None: never there."""
+        """Closes a sequence with a drained row; None if it never ran."""
         part, ask, num = self.answers[sample], self.sampling, len(self.prompt)
         top_logprobs, score = None, None
         if outputs.needs_logprobs(ask):
@@ -139,7 +139,7 @@ class RequestRecord:
             # Indexed on the host: on the device it would compile a program.
             self.num_cached += int(np.asarray(drained.num_cached)[row])
             self.num_recomputed += int(np.asarray(drained.num_recomputed)[row])
-            # Its sequences are preempted together; those that had ended before do not.
+            # Sequences of a request are preempted together; ended ones are not.
             for name in ("num_preempted", "num_swapped"):
                 times = int(np.asarray(getattr(drained, name))[row])
                 setattr(self, name, max(getattr(self, name), times))
@@ -165,14 +165,14 @@ class RequestRecord:
         )
 
     def is_complete(self) -> bool:
-        """Whether all its sequences have been closed."""
+        """True if all sequences are closed."""
         return all(part.finished is not None for part in self.answers)
 
     def complete(self) -> Completion:
-        """What became of the request; most likely answers first if it ranks them."""
+        """Returns the completion; with `best_of`, the most likely answers first."""
         found = [part.finished for part in self.answers if part.finished is not None]
         if (self.sampling.best_of or 0) > self.sampling.n:
-            # What ended before its time scores too well: it has fewer tokens.
+            # Cut answers score too high, since they have fewer tokens.
             found.sort(
                 key=lambda answer: (
                     answer.reason in ("cancelled", "nan"),
@@ -201,9 +201,9 @@ def _most_likely(
     known: Iterable[tuple[int, float]],
     num: int,
 ) -> list[dict[int, float]]:
-    """The `num` most likely tokens at places of a sequence from `start` on, by id.
+    """Returns the `num` most likely tokens at positions from `start` on, by id.
 
-    `known` are the tokens at these places and their log-probabilities. Where such a
+    `known` are the tokens at these positions and their log-probabilities. If such a
     token is among the most likely, its value is the same float: the device computes the
     two in different passes, which may differ by rounding.
     """

@@ -1,4 +1,4 @@
-"""Ways to speculate by name: what a method makes of a model that is to be served."""
+"""Speculation methods by name: builds drafter, forward pass and pages for a model."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
@@ -31,24 +31,24 @@ type Method = Literal[
 ]
 
 METHODS: tuple[Method, ...] = get_args(Method.__value__)
-"""Prompt lookup; Jacobi and lookahead decoding; the first layers of the model; a
-smaller model; heads that were trained for the model, of two kinds."""
+"""Prompt lookup; Jacobi and lookahead decoding; early exit after the first layers; a
+smaller draft model; two kinds of trained heads."""
 
 MAX_DRAFTS = 3
-"""Drafts of a sequence in a step where nobody says how many: with the token before them
-4 rows, as many as CPUs multiply at once."""
+"""Default draft length: with the token before the drafts 4 rows, which CPUs multiply at
+once."""
 MAX_ADAPTIVE_DRAFTS = 7
-"""The same where their number adapts: to 8 rows, to 4 or to one."""
+"""Default of the largest draft length if it adapts: 8 rows."""
 NUM_LENGTHS = 2
-"""Numbers of drafts above 0 to choose from, where it adapts and nobody says."""
+"""Default number of draft lengths above 0 to choose from if the length adapts."""
 
 
 CACHED_BYTES = 16 * 1024**2
-"""Of weights that lie in the caches of most CPUs."""
+"""Bytes of weights that fit into the caches of most CPUs."""
 
 
 class ModelWeights(NamedTuple):
-    """A model, as its checkpoint has it."""
+    """Shape and parameters of a model."""
 
     config: ModelConfig
     params: Params
@@ -56,7 +56,7 @@ class ModelWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EngineParts:
-    """What an engine needs to serve a model."""
+    """Arguments of `Engine` that depend on the model and the speculation method."""
 
     forward: Forward
     params: Any
@@ -64,7 +64,7 @@ class EngineParts:
     speculation: Speculation | None = None
 
     def with_drafter(self, drafter: Drafter) -> "EngineParts":
-        """Returns the same with a drafter, and the verifier that keeps all tokens."""
+        """Returns the same parts with a drafter and `SharedNoiseVerifier`."""
         return dataclasses.replace(
             self, speculation=Speculation(drafter, SharedNoiseVerifier())
         )
@@ -75,6 +75,8 @@ class EngineParts:
 class SpeculationConfig:
     """Speculative decoding method. All methods use `SharedNoiseVerifier`.
 
+    With it the answers are those of plain decoding, sampled ones included.
+
     Raises:
       ValueError: the method is unknown, or a field belongs to another method.
     """
@@ -82,15 +84,16 @@ class SpeculationConfig:
     method: Method
     """One of `METHODS`."""
     draft_folder: Any = None
-    """Folder, or name of a bundled model, of the smaller model of "draft-model"."""
+    """Folder, or name of a bundled model, of the draft model of "draft-model"."""
     draft_layers: int | tuple[int, ...] | None = None
-    """The model's layers that "early-exit" runs, such as `layer_search.search` finds,
-    or how many of the first; None means half."""
+    """Layers of the model that "early-exit" runs, for example those found by
+    `layer_search.search`, or the number of first layers; None means half of the
+    layers."""
     heads_folder: Any = None
     """Folder of the heads of "medusa" or "eagle", trained for this model."""
     adaptive: bool = False
-    """True if the number of drafts adapts to what pays, see `Adaptive`; the engine is
-    then tuned."""
+    """True if the draft length adapts to what pays, see `Adaptive`; `Engine.load` then
+    measures step costs."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -104,16 +107,16 @@ class SpeculationConfig:
             value = getattr(self, name)
             if value is not None and self.method not in methods:
                 raise ValueError(
-                    f"{name}={validation.shown(value)} goes with the method "
-                    f"{' or '.join(map(repr, methods))} alone, not {self.method!r}"
+                    f"{name}={validation.shown(value)} needs the method "
+                    f"{' or '.join(map(repr, methods))}, not {self.method!r}"
                 )
 
 
 def parse_speculation(speculate: Any) -> SpeculationConfig | None:
-    """Returns a configuration, or that of a method which is given by its name.
+    """Returns a configuration; a string is the name of its method.
 
     Raises:
-      ValueError: it is neither, nor None, or the method is unknown.
+      ValueError: the argument has another type, or the method is unknown.
     """
     if speculate is None or isinstance(speculate, SpeculationConfig):
         return speculate
@@ -132,16 +135,16 @@ def build_speculative(
     draft: ModelWeights | None = None,
     heads: head_folders.LoadedHeads | None = None,
 ) -> EngineParts:
-    """Makes forward pass, parameters, pages and drafter of a model that is served.
+    """Builds forward pass, parameters, pages and speculation of a model.
 
     Args:
       model: the target.
-      bounds: the engine's, with `max_drafts` above 0 where there is a method.
-      speculation: the method and its fields; None decodes plainly. Models in folders
-        are given as `draft` and `heads`.
-      dtype: of the pages.
-      draft: the model of "draft-model".
-      heads: those of "medusa" and "eagle".
+      bounds: `EngineConfig` with `max_drafts` above 0 if there is a method.
+      speculation: the method and its fields; None decodes without drafts. Models in
+        folders are passed as `draft` and `heads`.
+      dtype: type of the pages.
+      draft: model of "draft-model".
+      heads: heads of "medusa" or "eagle".
 
     Raises:
       ValueError: a model or heads are missing, or do not fit the method or the target.
@@ -149,11 +152,11 @@ def build_speculative(
     method = None if speculation is None else speculation.method
     if (draft is not None) != (method == "draft-model"):
         raise ValueError(
-            "a draft model goes with the method 'draft-model', and only it"
+            "draft must be given if, and only if, the method is 'draft-model'"
         )
     kind = None if heads is None else head_folders.heads_kind(heads.config)
     if kind is None and method in head_folders.KINDS:
-        raise ValueError(f"speculate={method!r} needs heads that were trained for it")
+        raise ValueError(f"speculate={method!r} needs trained heads")
     if kind is not None and kind != method:
         raise ValueError(f"{kind} heads do not go with speculate={method!r}")
     layers = None if speculation is None else speculation.draft_layers
@@ -161,42 +164,40 @@ def build_speculative(
         layers = _layers(layers, model.config.num_layers)
     model = _for_few_rows(model, bounds)
     if heads is not None:
-        served = _with_heads(model, heads, bounds, dtype)
+        parts = _with_heads(model, heads, bounds, dtype)
     else:
         forward = paged.PagedForward(model.config, bounds.numerics)
         pages = paged.make_pages(model.config, bounds, dtype=dtype)
-        served = EngineParts(forward, model.params, pages)
+        parts = EngineParts(forward, model.params, pages)
         if method is None:
-            return served
+            return parts
         if draft is not None:
-            served = _with_draft_model(served, model, draft, bounds, dtype)
+            parts = _with_draft_model(parts, model, draft, bounds, dtype)
         elif method == "early-exit":
             if param_forms.is_stacked(model.params):
                 raise ValueError("'early-exit' needs layers that are not stacked")
             if layers is None:
                 layers = tuple(range(max(1, model.config.num_layers // 2)))
             own = paged.PagedForward(model.config, bounds.numerics)
-            served = served.with_drafter(
-                draft_model.build_self_speculative(own, layers)
-            )
+            parts = parts.with_drafter(draft_model.build_self_speculative(own, layers))
         elif method == "lookahead":
             if bounds.numerics == "reproducible":
                 raise ValueError(REPRODUCIBLE_TREES)
-            served = served.with_drafter(lookahead.build_lookahead(bounds.max_drafts))
+            parts = parts.with_drafter(lookahead.build_lookahead(bounds.max_drafts))
         else:
-            served = served.with_drafter(NGram() if method == "ngram" else Jacobi())
-    assert served.speculation is not None
+            parts = parts.with_drafter(NGram() if method == "ngram" else Jacobi())
+    assert parts.speculation is not None
     assert speculation is not None
     if speculation.adaptive:
-        served = served.with_drafter(Adaptive(served.speculation.drafter))
-    return served
+        parts = parts.with_drafter(Adaptive(parts.speculation.drafter))
+    return parts
 
 
 def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
-    """Checks which layers draft, or how many of the first.
+    """Returns the layers that draft, given as indices or as a number of first layers.
 
     Raises:
-      ValueError: they are not the model's, or not in order.
+      ValueError: the indices are not the model's, or not ascending.
     """
     try:
         number = validation.integer("", layers, low=1, below=num_layers + 1)
@@ -216,7 +217,7 @@ def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
 
 
 def _for_few_rows(model: ModelWeights, bounds: Any) -> ModelWeights:
-    """Has small weights twice, where a CPU multiplies few rows and loses none by it."""
+    """Adds transposed copies of small weights where a CPU multiplies few rows."""
     numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
     leaves = jax.tree.leaves(model.params)
     pays = (
@@ -238,7 +239,10 @@ def _for_few_rows(model: ModelWeights, bounds: Any) -> ModelWeights:
 def _with_heads(
     model: ModelWeights, heads: head_folders.LoadedHeads, bounds: Any, dtype: str
 ) -> EngineParts:
-    """Has heads draft, trees where these gain most and may be."""
+    """Builds the parts of "medusa" or "eagle".
+
+    The drafts are a tree, or a chain under reproducible numerics.
+    """
     config, num = heads.config, bounds.max_drafts
     if config.target != model.config:
         raise ValueError("the heads must be those of the model served")
@@ -253,8 +257,8 @@ def _with_heads(
     else:
         forward = TargetWithEagle(target, config)
         drafter = eagle_drafting.build_eagle_drafter(config, shares, num)
-        beside = paged.make_pages(config.layer, bounds, dtype=dtype)
-        pages = pages._replace(beside=beside)
+        draft_pages = paged.make_pages(config.layer, bounds, dtype=dtype)
+        pages = pages._replace(beside=draft_pages)
     params = draft_model.TargetAndDraftParams(model.params, heads.params)
     return EngineParts(
         forward, params, pages, Speculation(drafter, SharedNoiseVerifier())
@@ -262,13 +266,13 @@ def _with_heads(
 
 
 def _with_draft_model(
-    served: EngineParts,
+    target: EngineParts,
     model: ModelWeights,
     draft: ModelWeights,
     bounds: Any,
     dtype: str,
 ) -> EngineParts:
-    """Adds a draft model to a target, with pages of its own."""
+    """Adds a draft model with its own pages to a target."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the draft model's {draft.config.vocab_size=} must be the served model's "
@@ -276,11 +280,11 @@ def _with_draft_model(
         )
     draft = _for_few_rows(draft, bounds)
     own = paged.PagedForward(draft.config, bounds.numerics)
-    beside = paged.make_pages(draft.config, bounds, dtype=dtype)
+    draft_pages = paged.make_pages(draft.config, bounds, dtype=dtype)
     drafter = draft_model.DraftModel(own, has_own_model=True)
     return EngineParts(
-        draft_model.TargetWithDraft(served.forward, own),
-        draft_model.TargetAndDraftParams(served.params, draft.params),
-        served.pages._replace(beside=beside),
+        draft_model.TargetWithDraft(target.forward, own),
+        draft_model.TargetAndDraftParams(target.params, draft.params),
+        target.pages._replace(beside=draft_pages),
         Speculation(drafter, SharedNoiseVerifier()),
     )

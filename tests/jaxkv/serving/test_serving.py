@@ -792,7 +792,7 @@ def test_a_device_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(engine.core._host, "compile", lambda state: None)
     monkeypatch.setattr(engine.core._host, "exchange", fail)
-    engine.core._asked = True
+    engine.core._needs_host_swap = True
     with pytest.raises(jax.errors.JaxRuntimeError, match="no device"):
         next(engine.stream())
     is_lost(engine, "JaxRuntimeError: INTERNAL: no device")

@@ -213,7 +213,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.EnginePart
     ("make", "line"),
     [
         (lambda: served("hydra"), "speculate='hydra' must be 'ngram', 'jacobi', "),
-        (lambda: served("eagle"), "speculate='eagle' needs heads that were trained"),
+        (lambda: served("eagle"), "speculate='eagle' needs trained heads"),
         (
             lambda: served("eagle", heads=HEADS),
             "medusa heads do not go with speculate='eagle'",
@@ -226,7 +226,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.EnginePart
             lambda: served("medusa", heads=OF_OTHER),
             "the heads must be those of the model served",
         ),
-        (lambda: served("draft-model"), "a draft model goes with the method"),
+        (lambda: served("draft-model"), "draft must be given if, and only if"),
         (
             lambda: served("draft-model", draft=methods.ModelWeights(OTHER, {})),
             "draft.config.vocab_size=60 must be the served model's 61",
@@ -235,10 +235,10 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.EnginePart
             lambda: served("early-exit", layers=3),
             "layers=3 must be in [1, 2]",
         ),
-        (lambda: served("ngram", layers=1), "draft_layers=1 goes with"),
+        (lambda: served("ngram", layers=1), "draft_layers=1 needs the method"),
         (
             lambda: SpeculationConfig("eagle", draft_folder="a"),
-            "draft_folder='a' goes with the method 'draft-model' alone, not 'eagle'",
+            "draft_folder='a' needs the method 'draft-model', not 'eagle'",
         ),
         (lambda: SpeculationConfig("hydra"), "method='hydra' must be 'ngram', "),  # ty: ignore[invalid-argument-type]
         (lambda: NGram(0), "shortest=0 must be at least 1"),

@@ -74,12 +74,12 @@ def test_a_tree_is_no_larger_than_its_guesses() -> None:
     ("make", "line"),
     [
         (lambda: Topology((), ()), "must be of equal size"),
-        (lambda: Topology((0, 2), (0, 0)), "parents stand before their children"),
+        (lambda: Topology((0, 2), (0, 0)), "must precede their children"),
         (lambda: Topology((0, 0), (1, 1)), "must differ between siblings"),
         (lambda: Topology((0,), (-1,)), "must be at least 0"),
         (lambda: static_tree.build([[0.5]], 0), "num=0 must be at least 1"),
         (lambda: static_tree.build([[1.5]], 1), "acceptance=1.5 must be in"),
-        (lambda: static_tree.build([], 1), "must have a guess at least"),
+        (lambda: static_tree.build([], 1), "must have at least one guess"),
     ],
 )
 def test_what_is_no_tree_is_refused(make: Any, line: str) -> None:
