@@ -1,7 +1,7 @@
-"""Prompts read by some workers, answered by others; pages travel between them.
+"""Disaggregated serving: prefill workers, decode workers, and KV transfer between them.
 
-`Service` starts everything on one machine or joins a Ray cluster; it needs the extra
-`ray`. `Router` and `Worker` are the parts, without Ray.
+`Service` starts a service on one machine or joins a Ray cluster; it needs the extra
+`ray`. `Router` and `Worker` are its parts, without Ray.
 """
 
 from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity

@@ -1,7 +1,7 @@
-"""The identity of a served model: hashes of its files, and how its pages are made.
+"""Identity of a served model: hashes of its files, and the layout of its pages.
 
-Pages of two workers may enter each other's prefix caches only if every field is equal.
-Contents are hashed, not names or sizes: two trainings of one shape differ here.
+Pages of two workers may be exchanged only if every field is equal. Contents are hashed,
+not names or sizes, since two trainings of one shape differ.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ REMEMBERED_BYTES = 1 << 26
 
 
 def engine_identity(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
-    """Returns the part of an identity that the engine decides.
+    """Returns the fields of an identity that depend on the engine.
 
     Args:
       config: the engine's bounds.
       pages: its page arrays, or their shapes.
-      dtype: of the weights.
+      dtype: type of the weights.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(pages)
     shapes = [
@@ -49,9 +49,9 @@ def engine_identity(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str
 def folder_identity(folder: Path) -> dict[str, str]:
     """Returns SHA-256 digests of a model folder's weights, config and tokenizer.
 
-    Digests of large files are remembered in `.NAME.sha256.json` next to the folder
-    NAME, and used while size and both times of a file are unchanged. A place that
-    cannot be written is no error.
+    Digests of large files are stored in `.NAME.sha256.json` next to the folder NAME,
+    and reused while size, modification time and change time of a file are unchanged. A
+    failure to write that file is ignored.
 
     Raises:
       ValueError: the folder has no config.json.
@@ -98,7 +98,7 @@ def folder_identity(folder: Path) -> dict[str, str]:
 
 
 def describe_difference(theirs: Any, ours: dict[str, str]) -> str | None:
-    """Returns which field of an identity differs and how; None if they are equal."""
+    """Describes the first field in which identities differ; None if they are equal."""
     if not isinstance(theirs, dict):
         return f"identity={theirs!r} must be an object"
     for name in sorted({*ours, *theirs}):

@@ -1,7 +1,7 @@
-"""The router's process: joins or starts the cluster, and serves one `Service`.
+"""The router's process: joins or starts the cluster, and runs the router of a service.
 
-A pipe leads to the process that started this one. When the pipe closes, everything that
-was started here ends, since that process has ended.
+A pipe connects it to the process that started it. When the pipe closes, since that
+process has ended, everything that was started here ends.
 """
 
 import asyncio
@@ -27,21 +27,23 @@ class HttpFront(NamedTuple):
     """HTTP in the router's process, see `jaxkv.server`; needs the extra `serve`."""
 
     descriptor: int
-    """Of a socket as `http_server.listen` returns it, which the process inherits."""
+    """File descriptor of a socket from `http_server.listen`, inherited by the
+    process."""
     api_key: str
     max_requests: int = 256
-    """Prompts in progress; more are refused with status 503."""
+    """Bound on prompts in progress; further ones get status 503."""
     deadline_s: float = 600.0
-    """Seconds that a request without a deadline may take."""
+    """Time limit in s of a request without its own."""
     grace_s: float = 10.0
-    """Seconds that requests in progress have to end when the service is closed."""
+    """Seconds within which requests in progress may complete when the service is
+    closed."""
 
 
 class Setup(NamedTuple):
-    """The first message of the pipe."""
+    """First message of the pipe."""
 
     address: str | None
-    """Of the cluster's head; None starts a cluster in this process."""
+    """Address of the cluster's head; None starts a cluster in this process."""
     service: str
     scratch: str
     """Folder for Ray's sockets and logs, removed at the end."""
@@ -55,11 +57,11 @@ class Setup(NamedTuple):
 
 
 class RouterCall(NamedTuple):
-    """A message from the service: a call of a router's method."""
+    """Message from the service: a call of a router's method."""
 
     number: int
     method: str
-    """"cancel_call" cancels the call of number `args[0]`."""
+    """"cancel_call" cancels the call with number `args[0]`."""
     args: tuple[Any, ...] = ()
     fields: dict[str, Any] = {}  # noqa: RUF012
 
@@ -68,7 +70,7 @@ class Reply(NamedTuple):
     """A message to the service."""
 
     number: int
-    """Of the call; 0 for the setup."""
+    """Number of the call; 0 for the setup."""
     kind: str
     """"item" of a stream, "result", or "error"."""
     value: Any
@@ -128,9 +130,9 @@ class _Dispatcher:
 
 
 async def run_router(connection: Connection, setup: Setup) -> None:
-    """Serves until the pipe closes."""
+    """Runs a router until the pipe closes."""
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    # Imported here: Ray reads its variables once, and `main` has them set.
+    # Imported late: Ray reads its environment variables at import.
     from jaxkv.disaggregation import cluster
 
     with cluster.connected(
@@ -177,7 +179,7 @@ async def run_router(connection: Connection, setup: Setup) -> None:
 async def _serve_http(
     router: Router, front: HttpFront, is_over: asyncio.Event, ready: Callable[[], None]
 ) -> None:
-    """Serves HTTP until `is_over`, then for the requests in progress."""
+    """Serves HTTP until `is_over`, then until requests in progress complete."""
     from jaxkv.server import app, http_server
 
     service = app.HttpService(
@@ -190,14 +192,14 @@ async def _serve_http(
     async def stop() -> None:
         await is_over.wait()
         await service.stop(front.grace_s)
-        await router.close()  # requests that are left end with one error
+        await router.close()  # ends the remaining requests with an error
 
     taken = socket.socket(fileno=front.descriptor)
     await http_server.serve(app.make_app(service), taken, stop, ready)
 
 
 def _plain(error: Exception) -> Exception:
-    """The same error without cause and traceback, which may not be picklable."""
+    """Returns the error without cause and traceback, which may not be picklable."""
     try:
         return type(error)(str(error))
     except Exception:
@@ -205,7 +207,7 @@ def _plain(error: Exception) -> Exception:
 
 
 def main(fd: int) -> None:
-    """Serves the process at the other end of a pipe, by its file descriptor."""
+    """Runs the router; `fd` is the descriptor of the pipe to the service's process."""
     sys.setswitchinterval(SWITCH_S)
     connection = Connection(fd)
     setup = connection.recv()

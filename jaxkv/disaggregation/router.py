@@ -1,8 +1,8 @@
-"""The router: chooses workers for a request, and repeats it when one is lost.
+"""The router: chooses workers for a request, and retries it when a worker is lost.
 
-A prompt is read by a prefill worker, its pages go to the prefix cache of a decode
-worker, and that one answers. Draws are keyed by request and position, so a repeated
-request has the same tokens. `worker_pool` keeps the workers.
+A prefill worker reads the prompt, its pages are sent to the prefix cache of a decode
+worker, and that worker answers. Samples are keyed by request and position, so a retried
+request has the same tokens. `worker_pool` manages the workers.
 """
 
 import asyncio
@@ -35,41 +35,41 @@ logger = logging.getLogger(__name__)
 
 
 class RequestCancelledError(RuntimeError):
-    """The request was cancelled by its name."""
+    """The request was cancelled by its number."""
 
 
 class ReplayError(RuntimeError):
-    """A repeated attempt gave other tokens than those that were already streamed.
+    """A retry gave other tokens than those already streamed.
 
-    Possible under `numerics="fast"` alone, where a near tie of two logits may be
-    decided differently in another batch.
+    Possible only with `numerics="fast"`, where a near tie of two logits may be decided
+    differently in another batch.
     """
 
 
 class Transfer(NamedTuple):
-    """How the pages of a prompt came to the worker that answered."""
+    """KV transfer of a request to its decode worker."""
 
     num_bytes: int = 0
     """Bytes of the pages; 0 if none were sent."""
     prefill_s: float = 0.0
-    """Seconds in which the prompt was read, queueing included."""
+    """Seconds to read the prompt, including queueing."""
     transfer_s: float = 0.0
-    """Seconds in which its pages were copied out, sent and written."""
+    """Seconds to copy the pages out, send and write them."""
 
 
 class RoutedAnswer(NamedTuple):
     """A completed request."""
 
     completion: Completion
-    """Its answers; times are in seconds since the router was made."""
+    """Completion; times are in seconds since the router was made."""
     num_attempts: int
-    """1 if no attempt failed."""
+    """Number of attempts; 1 if none failed."""
     transfer: Transfer
-    """Of the last attempt."""
+    """Transfer of the last attempt."""
 
 
 class _Streamed:
-    """The part of one sequence that was streamed, or replayed in a later attempt."""
+    """Part of one sequence that was streamed, and the position of a retry in it."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -115,7 +115,7 @@ class _Request:
         default_factory=asyncio.Queue
     )
     streamed: dict[int, _Streamed] = dataclasses.field(default_factory=dict)
-    """By the number of the sequence."""
+    """By the index of the sequence."""
     first_token_s: float | None = None
     is_cancelled: bool = False
     task: asyncio.Task[RoutedAnswer] | None = None
@@ -133,14 +133,14 @@ class Router:
         tokenizer: Any = None,
         model_name: str = "model",
     ):
-        """Makes a router without workers; `start` adds some.
+        """Makes a router without workers; `start` adds them.
 
         Args:
           launcher: starts and finds workers.
-          config: times and bounds.
+          config: timeouts and bounds.
           choose: chooses a worker for each phase of a request.
-          tokenizer: for prompts that are text; None serves token ids alone.
-          model_name: name of the model, as HTTP clients see it.
+          tokenizer: tokenizer of text prompts; None accepts only token ids.
+          model_name: name of the model for HTTP clients.
         """
         self.config = RouterConfig() if config is None else config
         self.tokenizer, self.model_name = tokenizer, model_name
@@ -150,7 +150,7 @@ class Router:
         self._choose = choose
         self._requests: dict[int, _Request] = {}
         self._reports: dict[Attempt, asyncio.Queue[Report]] = {}
-        """Of the attempts that a worker answers now."""
+        """Reports of attempts that are in progress on a decode worker."""
         self._numbers = itertools.count(1)
         self._is_closed = False
         self._started = time.perf_counter()
@@ -161,41 +161,41 @@ class Router:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer that a request may have."""
+        """Largest number of tokens of prompt and answer."""
         return self._pool.bounds["max_length"]
 
     async def start(self, specs: Sequence[WorkerSpec]) -> None:
-        """Starts workers, adopts those that run already, and waits for all of them.
+        """Starts workers, adopts running ones, and waits until all serve.
 
         Raises:
-          ValueError: a worker cannot start, differs from the first, or none decodes.
+          ValueError: a worker cannot start, serves another model, or no worker decodes.
         """
         await self._pool.start(specs)
 
     def add_worker(self, spec: WorkerSpec) -> str:
-        """Starts a worker; returns its name. It takes requests once it is ready."""
+        """Starts a worker; returns its name. It accepts requests once it is ready."""
         return self._pool.add(spec)
 
     async def wait_for(self, name: str) -> None:
         """Waits until a worker serves.
 
         Raises:
-          ValueError: it cannot start; the message has its reason.
+          ValueError: the worker cannot start; the message has the reason.
         """
         await self._pool.wait_for(name)
 
     async def remove_worker(self, name: str) -> None:
-        """Gives a worker no further requests, waits for its last, and leaves it.
+        """Drains a worker (no further requests, last ones complete) and releases it.
 
         The worker ends if no other router uses it.
         """
         await self._pool.remove(name)
 
     async def restart_worker(self, name: str) -> str:
-        """Starts a new worker in place of one, then removes that; returns its name.
+        """Replaces a worker by a new one; returns the new name.
 
         Raises:
-          ValueError: the name is unknown, or the new one cannot start.
+          ValueError: the name is unknown, or the replacement cannot start.
         """
         spec = self._pool.named(name).spec
         if spec is None:
@@ -259,13 +259,12 @@ class Router:
 
         Args:
           prompt: text, or token ids.
-          sampling: how to draw.
-          key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
-            None; None takes the router's number of the request.
-          attributes: of the request, for the scheduling policies of its workers; None
-            means the defaults.
-          deadline_s: seconds from now by which the request must be complete; None
-            takes that of the router's config.
+          sampling: sampling parameters.
+          key_id: number in [0, 2**31) that keys the samples if `sampling.seed` is None;
+            None takes the router's number of the request.
+          attributes: attributes for the scheduling policies of its workers; None means
+            the defaults.
+          deadline_s: time limit in s from now; None takes that of the router's config.
 
         Yields:
           Events; `request_id` is the router's number, as `cancel` takes it. The last
@@ -277,8 +276,8 @@ class Router:
           TimeoutError: the deadline has passed.
           WorkerLostError: no worker is left, or all attempts have failed.
           RequestCancelledError: `cancel` was called.
-          ReplayError: a repeated attempt differs from the part that was streamed.
-          OverloadedError: too many requests are under way.
+          ReplayError: a retry differs from the part that was streamed.
+          OverloadedError: too many requests are in progress.
         """
         given = prompt, sampling, key_id, attributes, deadline_s
         request = self._begin(*given, is_streamed=True)
@@ -299,14 +298,14 @@ class Router:
             request.task.cancel()
 
     async def close(self) -> None:
-        """Cancels all requests and leaves all workers; those without a router end."""
+        """Cancels all requests and releases all workers; those without a router end."""
         self._is_closed = True
         for number in [*self._requests]:
             self.cancel(number)
         await self._pool.close()
 
     def _deliver(self, report: Report) -> None:
-        """Hands a report to its attempt; those of abandoned attempts are dropped."""
+        """Passes a report to its attempt; reports of abandoned attempts are dropped."""
         if (reports := self._reports.get(report.attempt)) is not None:
             reports.put_nowait(report)
 
@@ -371,7 +370,7 @@ class Router:
         self._requests.pop(request.number, None)
 
     async def _attempts(self, request: _Request) -> RoutedAnswer:
-        """Tries to serve a request, each time with workers that are still there."""
+        """Tries to serve a request, each time with the workers that serve then."""
         arrival_s, reasons = self.now(), []
         for number in range(1, self.config.max_attempts + 1):
             if number > 1:
@@ -435,9 +434,9 @@ class Router:
         decode: WorkerRecord,
         keys: list[bytes],
     ) -> Transfer:
-        """Has a prompt read by a prefill worker and its pages sent to `decode`.
+        """Has a prefill worker read the prompt and send its pages to `decode`.
 
-        A failure costs time alone: `decode` then reads the prompt itself.
+        A failure only costs time: `decode` then reads the prompt itself.
         """
         members = self._pool.serving("prefill")
         if not members or not request.sampling.prefix_cache:
@@ -452,7 +451,7 @@ class Router:
                 begun = time.perf_counter()
                 done, pages = await reader.unless_lost(prefill)
                 reader.learn(keys)
-                # Ray waits without limit for pages on a machine that hangs.
+                # Ray waits without a timeout for pages on a machine that hangs.
                 num = await asyncio.wait_for(
                     decode.unless_lost(decode.handle.bring(pages)),
                     self.config.heartbeat_s,
@@ -474,12 +473,12 @@ class Router:
     async def _decode(
         self, request: _Request, attempt: Attempt, decode: WorkerRecord
     ) -> Completion:
-        """Has a prompt answered.
+        """Has a decode worker answer the prompt.
 
         Raises:
           ValueError: the worker refuses the request.
           StallError: the worker's policy never serves it.
-          WorkerLostError: the worker is gone.
+          WorkerLostError: the worker is lost.
         """
         self._reports[attempt] = reports = asyncio.Queue[Report]()
         try:

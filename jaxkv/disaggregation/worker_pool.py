@@ -1,6 +1,6 @@
-"""The workers of a router: they join, report, are lost and replaced, and leave.
+"""The workers of a router: start, health, loss, replacement and removal.
 
-Workers are known by `WorkerHandle` alone; `cluster` implements it with Ray actors.
+The pool calls workers through `WorkerHandle`; `cluster` implements it with Ray actors.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 MAX_KNOWN_PAGES = 1 << 16
 """Pages of a worker that the router remembers."""
 RELEASE_S = 5.0
-"""Seconds that a worker may take to let a router go."""
+"""Seconds within which a worker must release a router."""
 
 
 class WorkerLostError(ConnectionError):
-    """No worker is left that could serve a request, or too many attempts failed."""
+    """No worker can serve a request, or all attempts have failed."""
 
 
 @runtime_checkable
 class WorkerHandle(Protocol):
     """Calls to one worker, see `worker.Worker`.
 
-    Each raises ConnectionError once the worker is gone.
+    Each raises ConnectionError once the worker is lost.
     """
 
     async def describe(self) -> dict[str, Any]: ...  # noqa: D102
@@ -69,7 +69,7 @@ class Launcher(Protocol):
     """Starts, finds and kills workers."""
 
     def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """Starts a worker, or returns the one of this name that already runs."""
+        """Starts a worker, or returns the running one of this name."""
         ...
 
     def find(self) -> Mapping[str, WorkerHandle]:
@@ -77,35 +77,35 @@ class Launcher(Protocol):
         ...
 
     def kill(self, name: str, handle: WorkerHandle) -> None:
-        """Ends a worker at once."""
+        """Ends a worker immediately."""
         ...
 
 
 class WorkerRecord:
-    """A worker as the router keeps it."""
+    """State of a worker in the pool."""
 
     def __init__(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None):
         self.name, self.handle = name, handle
         self.spec = spec
-        """None until a worker that another router started has described itself."""
+        """None until a worker of another router has described itself."""
         self.is_replaced = False
-        """True while a new worker is started in its place."""
+        """True while a replacement is being started."""
         self.state = "starting"
         """"starting", "serving", "draining" or "lost"."""
         self.role = spec.role if spec is not None else "decode"
         self.load = 0
         self.described: dict[str, Any] = {}
         self.attempts: set[Attempt] = set()
-        """Attempts that it works on."""
+        """Attempts in progress on the worker."""
         self.lost = asyncio.Event()
         self.reason = ""
-        """Why it is lost."""
+        """Reason of its loss."""
         self.task: asyncio.Task[None] | None = None
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
     @contextlib.contextmanager
     def busy(self, attempt: Attempt, load: int) -> Generator[None]:
-        """Counts an attempt and its tokens as work of this worker."""
+        """Counts an attempt and its tokens as load of this worker."""
         self.load += load
         self.attempts.add(attempt)
         try:
@@ -115,12 +115,12 @@ class WorkerRecord:
             self.attempts.discard(attempt)
 
     def cached(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages of a prompt it has had, from the first on."""
+        """Returns the number of leading pages of a prompt that the worker has had."""
         found = (i for i, key in enumerate(keys) if key not in self._known)
         return next(found, len(keys))
 
     def learn(self, keys: Sequence[bytes]) -> None:
-        """Notes that it has these pages."""
+        """Notes that the worker has these pages."""
         for key in keys:
             self._known[key] = None
             self._known.move_to_end(key)
@@ -128,10 +128,10 @@ class WorkerRecord:
             self._known.popitem(last=False)
 
     async def unless_lost[T](self, call: Coroutine[Any, Any, T]) -> T:
-        """Waits for a call of this worker, or until the worker is lost.
+        """Awaits a call of this worker, or its loss.
 
         Raises:
-          WorkerLostError: the worker is gone.
+          WorkerLostError: the worker is lost.
         """
         if self.state == "lost":
             call.close()
@@ -156,9 +156,9 @@ class WorkerPool:
     Args:
       router: name of the router.
       launcher: starts and finds workers.
-      config: times and bounds.
-      deliver: takes each report of a worker, and a failure for each attempt that a
-        lost worker had.
+      config: timeouts and bounds.
+      deliver: receives each report of a worker, and a failure for each attempt of a
+        lost worker.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class WorkerPool:
         self._background(discover())
 
     def serving(self, role: str | None = None) -> list[WorkerRecord]:
-        """Returns the workers of a role, or of both, that take requests."""
+        """Returns the workers of a role, or of both, that accept requests."""
         members = [m for m in self.by_name.values() if m.state == "serving"]
         return [m for m in members if role is None or m.role == role]
 
@@ -210,7 +210,7 @@ class WorkerPool:
         """Returns a worker.
 
         Raises:
-          ValueError: none has the name.
+          ValueError: no worker has the name.
         """
         if name not in self.by_name:
             raise ValueError(f"{name=} must be one of {sorted(self.by_name)}")
@@ -226,7 +226,7 @@ class WorkerPool:
         """Waits until a worker serves.
 
         Raises:
-          ValueError: it cannot start; the message has its reason.
+          ValueError: the worker cannot start; the message has the reason.
         """
         member = self.named(name)
         while member.state == "starting":
@@ -235,10 +235,10 @@ class WorkerPool:
             raise ValueError(f"worker {name} did not start: {member.reason}")
 
     async def any_serving(self, role: str) -> list[WorkerRecord]:
-        """Returns the workers of a role that serve; waits while the first starts.
+        """Returns the workers of a role that serve; waits while the first one starts.
 
         Raises:
-          WorkerLostError: none serves, and none is starting.
+          WorkerLostError: no worker of the role serves or starts.
         """
         while not (members := self.serving(role)):
             mine = [m for m in self.by_name.values() if m.role == role]
@@ -248,7 +248,7 @@ class WorkerPool:
         return members
 
     async def remove(self, name: str) -> None:
-        """Gives a worker no further requests, waits for its last, and leaves it."""
+        """Drains a worker (no further requests, last ones complete) and releases it."""
         member = self.named(name)
         self._removed.add(name)
         if member.state == "serving":
@@ -258,7 +258,7 @@ class WorkerPool:
         await self._leave(member)
 
     def lose(self, member: WorkerRecord, reason: str) -> None:
-        """Gives up a worker, ends its attempts, and starts a new one in its place."""
+        """Marks a worker as lost, fails its attempts, and starts a replacement."""
         if member.state == "lost":
             return
         member.is_replaced = member.state == "serving"
@@ -275,19 +275,19 @@ class WorkerPool:
         self.note_change()
 
     async def close(self) -> None:
-        """Leaves all workers; those without a router end."""
+        """Releases all workers; those without another router end."""
         for task in [*self._tasks]:
             task.cancel()
         members = list(self.by_name.values())
         await asyncio.gather(*map(self._leave, members), return_exceptions=True)
 
     def note_change(self) -> None:
-        """Wakes everything that waits for `next_change`."""
+        """Wakes all tasks that wait for `next_change`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def next_change(self) -> None:
-        """Waits until a worker's state, or its work, changes."""
+        """Waits until a worker's state or load changes."""
         await self._changed.wait()
 
     def _attach(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None) -> None:
@@ -322,10 +322,10 @@ class WorkerPool:
             self.lose(member, str(error))
 
     def _welcome(self, member: WorkerRecord, described: dict[str, Any]) -> None:
-        """Takes a worker that is ready among those that serve.
+        """Marks a worker that is ready as serving.
 
         Raises:
-          ValueError: it could not load its model, or serves another one.
+          ValueError: the worker could not load its model, or serves another model.
         """
         if described["failure"] is not None:
             raise ValueError(described["failure"])
@@ -344,13 +344,13 @@ class WorkerPool:
         self.note_change()
 
     async def _replace(self, member: WorkerRecord) -> None:
-        """Starts new workers in place of a lost one until one serves."""
+        """Starts replacements of a lost worker until one serves."""
         assert member.spec is not None
         base, _, generation = member.name.rpartition(".")
         for more in range(self._config.max_restarts + 1):
             if more > 0:
                 await asyncio.sleep(min(2.0 ** (more - 1), 30))
-            # Routers that share the worker agree on the name, so one is started.
+            # Routers that share a worker choose the same name, so one is started.
             name = f"{base}.{int(generation) + 1 + more}"
             try:
                 if name not in self.by_name:
@@ -365,7 +365,7 @@ class WorkerPool:
         self.note_change()
 
     async def _leave(self, member: WorkerRecord) -> None:
-        """Forgets a worker; it ends if no other router uses it."""
+        """Releases a worker; it ends if no other router uses it."""
         if member.task is not None:
             member.task.cancel()
         was_lost, member.state = member.state == "lost", "lost"

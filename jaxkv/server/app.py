@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's routes, health, metrics, over any backend."""
+"""The HTTP application: OpenAI's routes, health and metrics, for any backend."""
 
 import asyncio
 import collections
@@ -28,21 +28,22 @@ except ModuleNotFoundError as error:
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 30.0
-"""Seconds in which the body of a request must arrive."""
+"""Seconds within which the body of a request must arrive."""
 SEND_S = 60.0
-"""Seconds in which a client must take a chunk of a stream, or it counts as gone."""
+"""Seconds within which a client must accept a chunk of a stream; then it counts as
+disconnected."""
 _STOPPING = "the server is stopping"
 
 
 class HttpService:
-    """The state of one application: its backend, its bounds, its counters.
+    """State of one application: backend, bounds, counters.
 
     Args:
-      backend: the system that answers.
-      api_key: token that clients send as "Authorization: Bearer ..."; None asks for
-        none.
-      max_requests: prompts that may be in progress; more are refused with 503.
-      deadline_s: seconds that a request without a deadline of its own may take.
+      backend: system that answers requests.
+      api_key: token that clients send as "Authorization: Bearer ..."; None requires no
+        key.
+      max_requests: bound on prompts in progress; further ones get status 503.
+      deadline_s: time limit in s of a request without its own.
     """
 
     def __init__(
@@ -71,19 +72,19 @@ class HttpService:
             float
         )
         self.responses: collections.Counter[int] = collections.Counter()
-        """Answers by HTTP status."""
+        """Responses by HTTP status."""
 
     async def authorize(self, request: Request) -> None:
         """Checks the bearer token, in constant time.
 
         Raises:
-          ApiError: it is missing or wrong.
+          ApiError: the token is missing or wrong.
         """
         if self._api_key is None:
             return
         given = request.headers.get("authorization", "")
         kind, _, token = given.partition(" ")
-        # Of bytes: text beyond ASCII has no constant-time comparison.
+        # Bytes, since text beyond ASCII has no constant-time comparison.
         is_same = secrets.compare_digest(token.strip().encode(), self._api_key.encode())
         if kind.lower() != "bearer" or not is_same:
             raise ApiError(
@@ -97,7 +98,7 @@ class HttpService:
         """Counts prompts as in progress.
 
         Raises:
-          OverloadedError: there are too many.
+          OverloadedError: too many prompts are in progress.
         """
         if self.is_stopping:
             raise OverloadedError(_STOPPING)
@@ -119,7 +120,7 @@ class HttpService:
             self.num_running -= num
 
     def error_of(self, error: Exception) -> ApiError:
-        """Returns the answer to an exception of a request in progress."""
+        """Returns the API error for an exception of a request in progress."""
         if self.is_stopping and isinstance(error, RuntimeError):
             error = OverloadedError(_STOPPING)
         return api_error(error)
@@ -161,7 +162,7 @@ class HttpService:
             await _cancelled(*tasks)
 
     async def _stream(self, ask: GenerationRequest, i: int) -> AsyncGenerator[Event]:
-        """The events of one prompt, which are counted."""
+        """Yields the events of one prompt and counts them."""
         begin, first_s = time.perf_counter(), None
         stream: Any = self.backend.stream(
             ask.prompts[i],
@@ -199,7 +200,7 @@ class HttpService:
         }
 
     def metrics(self) -> str:
-        """Returns the counts as Prometheus' text format has them."""
+        """Returns the counts in Prometheus' text format."""
         gauges: dict[str, float] = {"in_progress": self.num_running}
         for name, value in self.backend.status().items():
             if isinstance(value, int | float):
@@ -281,7 +282,7 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
     async def chat(request: Request) -> Response:
         return await _answer(request, service, openai_requests.parse_chat)
 
-    # Of vLLM: clients such as lm-eval read a tokenizer this way.
+    # As in vLLM; clients such as lm-eval read a tokenizer this way.
     @guarded.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         tokenizer = backend.tokenizer
@@ -308,7 +309,7 @@ async def _answer(
     service: HttpService,
     parse: Callable[..., GenerationRequest],
 ) -> Response:
-    """Carries out a request for answers; a client that leaves cancels it."""
+    """Processes a generation request; a client that disconnects cancels it."""
     body = await _body(request)
     headers = {name.lower(): value for name, value in request.headers.items()}
     ask = await _checked(parse, body, headers, service.backend, service.deadline_s)
@@ -332,7 +333,7 @@ async def _answer(
                 service.responses[200] += 1
                 return response
             events = service.events(ask)
-            # Awaited before the status goes out: what cannot be served is known then.
+            # Awaited before the status is sent, so that errors have a status.
             first = await _unless_gone(request.receive, anext(events))
         except _Gone:
             service.counters["disconnects_total"] += 1
@@ -349,7 +350,7 @@ async def _lines(
     writer: ResponseWriter,
     service: HttpService,
 ) -> AsyncGenerator[bytes]:
-    """The lines of a stream of server-sent events."""
+    """Yields the lines of a stream of server-sent events."""
     found: dict[int, Completion] = {}
     num_prompts = len(writer.request.prompts)
     try:
@@ -384,10 +385,10 @@ class _Gone(Exception):
 async def _unless_gone[T](
     receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
 ) -> T:
-    """Awaits something; cancels it if the client closes the connection.
+    """Awaits work; cancels it if the client closes the connection.
 
     Raises:
-      _Gone: the client has left.
+      _Gone: the client has disconnected.
     """
 
     async def leave() -> None:
@@ -405,14 +406,14 @@ async def _unless_gone[T](
 
 
 async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks and waits for their ends."""
+    """Cancels tasks and waits until they end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _EventStream(Response):
-    """Server-sent events; a client that leaves, or takes none, ends them."""
+    """Server-sent events; ends when the client disconnects or stops reading."""
 
     def __init__(
         self,
@@ -450,7 +451,7 @@ async def _body(request: Request) -> bytes:
     """Reads the body of a request.
 
     Raises:
-      ApiError: it is too large, or takes too long.
+      ApiError: the body is too large, or takes too long.
     """
     body, stream = bytearray(), request.stream()
     is_large = int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES
@@ -467,10 +468,10 @@ async def _body(request: Request) -> bytes:
 
 
 async def _checked[T](function: Callable[..., T], *args: Any) -> T:
-    """Calls a function in a thread: a text or a template may take long to encode.
+    """Calls a function in a thread, since encoding a text may take long.
 
     Raises:
-      ApiError: the request is refused.
+      ApiError: the request is invalid.
     """
     try:
         return await asyncio.to_thread(function, *args)

@@ -1,4 +1,4 @@
-"""An engine for asyncio code: one thread runs it, any event loop asks it."""
+"""An engine for asyncio code: one thread runs it, and any event loop may use it."""
 
 import asyncio
 import collections
@@ -15,27 +15,27 @@ from jaxkv.scheduling import RequestAttributes, StallError
 from jaxkv.serving import Engine, Event
 
 SWITCH_S = 1e-4
-"""Seconds for `sys.setswitchinterval` in a process that serves. A step may take less
-than Python's default interval of 5 ms, and the event loop would wait for it."""
+"""Value in s for `sys.setswitchinterval` in a process that serves. A step may take less
+than Python's default interval of 5 ms, for which the event loop would wait."""
 
 
 class _Listener(NamedTuple):
-    """The receiver of the events of one request."""
+    """Receiver of the events of one request."""
 
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event | StallError | None]
-    """None once the engine has failed or is closed."""
+    """Events; None once the engine has failed or is closed."""
 
 
 class AsyncEngine:
     """Serves one engine to asyncio code on any event loop. Implements `Backend`.
 
-    Owns the only thread that runs the engine; nothing else may call its `stream` or
-    `generate`.
+    Owns the only thread that runs the engine; no other code may call the engine's
+    `stream` or `generate`.
 
     Args:
       engine: the engine.
-      model_name: name of the model, as HTTP clients see it.
+      model_name: name of the model for HTTP clients.
     """
 
     def __init__(self, engine: Engine, *, model_name: str = "model"):
@@ -60,7 +60,7 @@ class AsyncEngine:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer that a request may have."""
+        """Largest number of tokens of prompt and answer."""
         return self.engine.config.max_length
 
     @property
@@ -89,8 +89,8 @@ class AsyncEngine:
         if key_id is None:
             key_id = name
         listener = _Listener(loop, asyncio.Queue())
-        # Registered before the reason is looked up, or a failure between the two would
-        # reach no one.
+        # Registered before the check for a failure, so that a failure between the two
+        # is delivered.
         self._listeners[name] = listener
 
         def submit() -> None:
@@ -127,7 +127,7 @@ class AsyncEngine:
                     self._calls.submit(cancel)
 
     async def run[T](self, function: Callable[..., T], *args: Any) -> T:
-        """Calls a function in a thread: one of the engine's that may take long.
+        """Calls a function of the engine that may take long, in a thread.
 
         Raises:
           RuntimeError: the engine has failed or is closed.
@@ -152,7 +152,7 @@ class AsyncEngine:
         self.close()
 
     def _reason(self) -> str | None:
-        """Why there are no answers any more; None while there are."""
+        """Returns the reason why the engine does not answer any more, or None."""
         closed = "the engine is closed" if self._is_closed else None
         return self._failure or closed
 
@@ -180,7 +180,7 @@ class AsyncEngine:
             _call(loop, events.put_nowait, None)
 
     def _end_stalled(self, error: StallError) -> None:
-        """Ends the request that an error names; the engine goes on without it."""
+        """Ends the request that the error names; the engine continues without it."""
         name = error.request_id
         assert name is not None
         self._deliver(self.engine.core.tracker.events)
@@ -189,7 +189,7 @@ class AsyncEngine:
         self.engine.cancel(name)
 
     def _deliver(self, events: collections.deque[Event]) -> None:
-        """Hands the events of one engine call to each loop in one call."""
+        """Passes the events of one engine call to each event loop in one call."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Event]]] = {}
         while events:
             event = events.popleft()
@@ -208,7 +208,7 @@ class AsyncEngine:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:
-    """Has a loop call a function soon; returns False if the loop is closed."""
+    """Schedules a call in an event loop; returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
@@ -219,7 +219,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bo
 async def _within[T](
     work: Awaitable[T], due: float | None, deadline_s: float | None
 ) -> T:
-    """Awaits something until a time of the loop's clock; the error names the limit."""
+    """Awaits work until a time of the loop's clock; the error names the limit."""
     try:
         async with asyncio.timeout_at(due):
             return await work

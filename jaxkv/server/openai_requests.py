@@ -1,6 +1,6 @@
 """OpenAI's requests: every field is read, refused by name, or listed as without effect.
 
-Errors have OpenAI's shape, so that its client raises what its users expect.
+Errors have OpenAI's format, so that its client raises the usual exceptions.
 """
 
 import contextlib
@@ -17,20 +17,21 @@ from jaxkv.scheduling import RequestAttributes, StallError, attributes
 from jaxkv.server.backend import Backend, OverloadedError
 
 DEADLINE_HEADER = "x-deadline-s"
-"""HTTP header with the seconds that a request may take; the field `deadline_s` wins."""
+"""HTTP header with a time limit in s; the field `deadline_s` takes precedence."""
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI has it; a chat answer may fill the room that is left."""
+"""Default `max_tokens` of a completion, as in OpenAI's API; a chat answer may fill the
+remaining length."""
 MAX_PROMPTS = 4096
-"""Prompts of one request."""
+"""Largest number of prompts of one request."""
 
 
 class ApiError(Exception):
-    """An answer with an HTTP status and OpenAI's error document.
+    """An error response with an HTTP status and OpenAI's error document.
 
     Args:
       status: HTTP status.
       message: one line.
-      param: the field that is wrong; None if it is none.
+      param: name of the wrong field, or None.
       kind: OpenAI's type of the error.
       code: OpenAI's code of the error.
     """
@@ -55,7 +56,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Returns the answer to an exception that parsing or a backend has raised."""
+    """Returns the API error for an exception of parsing or of a backend."""
     if isinstance(error, ApiError):
         return error
     line = validation.one_line(error)
@@ -67,7 +68,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(504, line, kind="server_error", code="deadline_exceeded")
     if isinstance(error, OverloadedError):
         return ApiError(503, line, kind="server_error", code="overloaded")
-    if isinstance(error, ConnectionError):  # the workers are gone; others may come
+    if isinstance(error, ConnectionError):  # no worker is left; new ones may start
         return ApiError(503, line, kind="server_error", code="unavailable")
     if isinstance(error, StallError):
         return ApiError(500, line, kind="server_error", code="stalled")
@@ -79,23 +80,24 @@ def _refusal(field: str, line: str) -> ApiError:
 
 
 class GenerationRequest(NamedTuple):
-    """A request for answers, after all of it was checked."""
+    """A validated generation request."""
 
     kind: Literal["completion", "chat"]
     prompts: list[list[int]]
     """Token ids of each prompt."""
     samplings: list[Sampling]
-    """How each prompt's answers are drawn."""
+    """Sampling parameters of each prompt."""
     echoes: list[str] | None
     """Text that precedes the answers of each prompt; None without `echo`."""
     logprobs: int | None
-    """Alternatives to report with each token; None reports no log-probabilities."""
+    """Number of alternatives to return for each token; None returns no
+    log-probabilities."""
     drops_answer: bool
-    """True if only the prompt is asked for: `max_tokens` is 0, and one token is drawn
-    that is not reported."""
+    """True if only the prompt is requested: `max_tokens` is 0, and the one token that
+    is generated is not returned."""
     is_streamed: bool
     has_usage: bool
-    """True if a stream ends with the number of tokens."""
+    """True if a stream ends with token counts."""
     deadline_s: float
     attributes: RequestAttributes
     """Attributes of each prompt's request, for the scheduling policy."""
@@ -104,13 +106,13 @@ class GenerationRequest(NamedTuple):
 def parse_completion(
     body: bytes, headers: Mapping[str, str], backend: Backend, deadline_s: float
 ) -> GenerationRequest:
-    """Reads the body of /v1/completions.
+    """Parses the body of /v1/completions.
 
     Args:
       body: JSON.
-      headers: by lower-case name.
-      backend: the system that will answer.
-      deadline_s: seconds that a request without a deadline of its own may take.
+      headers: HTTP headers by lower-case name.
+      backend: system that will answer.
+      deadline_s: time limit in s of a request without its own.
 
     Raises:
       ApiError: a field is unknown, refused, or out of its range.
@@ -145,7 +147,7 @@ def parse_completion(
 def parse_chat(
     body: bytes, headers: Mapping[str, str], backend: Backend, deadline_s: float
 ) -> GenerationRequest:
-    """Reads the body of /v1/chat/completions; see `parse_completion`."""
+    """Parses the body of /v1/chat/completions; see `parse_completion`."""
     given = _fields(body, "chat", backend)
     messages = _messages(_needed(given, "messages"))
     tools = given.get("tools", [])
@@ -192,7 +194,7 @@ _NO_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-"""Fields without effect on an answer: for the billing and records of OpenAI."""
+"""Fields without effect on an answer, used by OpenAI for billing and records."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (),
     "logit_bias": ({},),
@@ -209,8 +211,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "function_call": (),
 }
-"""Fields of OpenAI's that are refused, except for these values, which ask for nothing.
-"""
+"""OpenAI's fields that are refused, except for these values, which have no effect."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -230,9 +231,9 @@ _SAMPLING = (
     "length_penalty",
     "early_stopping",
 )
-"""Fields that are those of `Sampling`."""
+"""Fields of `Sampling`."""
 _ATTRIBUTES = attributes.REQUEST_FIELDS
-"""Fields that are those of `RequestAttributes`; `priority` is also vLLM's."""
+"""Fields of `RequestAttributes`; `priority` is also vLLM's."""
 _COMMON = (
     *("model", "stream", "stream_options", "stop", "stop_tokens", "deadline_s"),
     *("logprobs", "max_tokens"),
@@ -247,7 +248,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """Reads a JSON object; a field that is null counts as absent.
 
     Raises:
-      ApiError: the body is no JSON object.
+      ApiError: the body is not a JSON object.
     """
     try:
         given = json.loads(body)
@@ -260,7 +261,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
-    """The fields of a request, after all that is not served was refused."""
+    """Returns the fields of a request, after unsupported ones were refused."""
     given = read_object(body)
     known = {*_COMMON, *_SAMPLING, *_ATTRIBUTES, *_OWN[kind]}
     for name in given:
@@ -287,7 +288,7 @@ def _taken(
     check: Callable[[str, Any], Any],
     default: Any = None,
 ) -> Any:
-    """The checked value of a field, or the default where it is absent."""
+    """Returns the checked value of a field, or the default if it is absent."""
     return check(name, given[name]) if name in given else default
 
 
@@ -300,7 +301,7 @@ def _needed(given: dict[str, Any], name: str) -> Any:
 def _common(
     given: dict[str, Any], headers: Mapping[str, str], deadline_s: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields that both kinds of requests have.
+    """Reads the fields that both kinds of requests have.
 
     Returns:
       Fields of `Sampling`, unchecked, and of `GenerationRequest`.
@@ -316,7 +317,7 @@ def _common(
     options = given.get("stream_options", {})
     if options and not is_streamed:
         raise _refusal("stream_options", "stream_options needs stream=true")
-    # Obfuscation pads chunks against observers of their sizes; there is none here.
+    # Obfuscation pads chunks against observers of their sizes; not supported.
     if not isinstance(options, dict) or options.keys() - _STREAM_OPTIONS:
         raise _refusal(
             "stream_options",
@@ -326,7 +327,7 @@ def _common(
     flags = {name: validation.boolean(name, options[name]) for name in options}
     if flags.get("include_obfuscation"):
         raise _refusal("stream_options", "include_obfuscation=True is not supported")
-    # Which answers are kept is known only at the end.
+    # Answers are ranked at the end, so they cannot be streamed.
     ranks = {"best_of": given.get("n", 1), "beam_width": None}
     for name, unranked in ranks.items():
         if is_streamed and name in given and given[name] != unranked:
@@ -355,10 +356,10 @@ MAX_DEADLINE_S = 86400.0
 def _samplings(
     fields: dict[str, Any], prompts: list[list[int]], default: int, backend: Backend
 ) -> list[Sampling]:
-    """How each prompt's answers are drawn, with the tokens that they may have.
+    """Returns the sampling parameters of each prompt, with its `max_tokens`.
 
-    An engine would end an answer at `max_length`; here a request that asks for more is
-    refused, as OpenAI does.
+    An engine would end an answer at `max_length`; here a request for more tokens is
+    refused, as by OpenAI.
     """
     rooms, max_tokens = [], fields.pop("max_tokens")
     for i, prompt in enumerate(prompts):
@@ -380,7 +381,7 @@ def _samplings(
 
 
 def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids of each prompt, and its text where that was given."""
+    """Returns token ids of each prompt, and its text if it was given as text."""
     each: list[Any] = raw if isinstance(raw, list) else [raw]
     if {type(one) for one in each} == {int}:
         each = [each]
@@ -400,9 +401,10 @@ def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None
 
 
 def _messages(raw: Any) -> list[dict[str, Any]]:
-    """Messages for a chat template: their content is text, and None only with calls.
+    """Returns messages for a chat template, with text contents.
 
-    Parts of a content are joined; images and audio are refused.
+    Text parts are joined; images and audio are refused. The content is None only in a
+    message with tool calls.
     """
     if not isinstance(raw, list) or not raw:
         raise _refusal("messages", "messages must be a list, not empty")
@@ -429,7 +431,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
 
 
 def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
-    """Answers /tokenize, vLLM's: the token ids of a text.
+    """Answers /tokenize (as in vLLM): the token ids of a text.
 
     Raises:
       ApiError: a field is missing, unknown or of another type.
@@ -445,7 +447,7 @@ def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
 
 
 def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
-    """Answers /detokenize, vLLM's: the text of token ids; raises as `tokenize`."""
+    """Answers /detokenize (as in vLLM): the text of token ids; raises as `tokenize`."""
     given = _only(body, "tokens", "model")
     ids = validation.tokens("tokens", _needed(given, "tokens")).tolist()
     text = backend.tokenizer.decode(ids, skip_special_tokens=False)
@@ -453,7 +455,7 @@ def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
 
 
 def _only(body: bytes, *names: str) -> dict[str, Any]:
-    """The fields of a body that has no other fields than these."""
+    """Returns the fields of a body; refuses all but the given names."""
     given = read_object(body)
     for name in given.keys() - {*names}:
         raise _unknown(name)

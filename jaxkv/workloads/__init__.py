@@ -1,4 +1,4 @@
-"""Arrivals, lengths and recordings of requests, and metrics of how they were served."""
+"""Request arrivals, lengths and recordings, and serving metrics."""
 
 from jaxkv.workloads.arrivals import Workload
 from jaxkv.workloads.load_curves import LatencyCurve, Load

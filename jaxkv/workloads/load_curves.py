@@ -17,12 +17,12 @@ from jaxkv.workloads.lengths import Lengths, Pair
 
 
 class Load(NamedTuple):
-    """The same requests for every rate, which says only how fast they come.
+    """Requests that arrive at any given rate.
 
     Attributes:
-      gaps_s: cumulated gaps between requests at 1 request a second.
-      tokens: their lengths.
-      seconds: in which they come.
+      gaps_s: arrival times at 1 request per second.
+      tokens: lengths of the requests.
+      seconds: duration in s.
     """
 
     gaps_s: Float[np.ndarray, " requests"]
@@ -30,14 +30,14 @@ class Load(NamedTuple):
     seconds: float
 
     def at(self, rate: int | float, samples: int = 1) -> Workload:
-        """Those that come within the time, of some sequences each."""
+        """Returns the requests that arrive within `seconds` at a rate."""
         arrival_s = self.gaps_s / rate
         num = max(1, int(np.searchsorted(arrival_s, self.seconds)))
         prompt, output = (x[:num] for x in self.tokens)
         return make(arrival_s[:num], prompt, output, samples=samples)
 
     def repeated(self, rate: int | float, samples: int) -> Workload:
-        """The same with every sequence a request of its own, which shares nothing."""
+        """Returns the same load with every sequence as a request of its own."""
         one = self.at(rate)
         return jax.tree.map(
             lambda x: jnp.repeat(x, samples, axis=0) if x.ndim else x, one
@@ -47,29 +47,29 @@ class Load(NamedTuple):
 def num_requests_for(
     rate: int | float, seconds: int | float, *, deviations: int | float = 6.0
 ) -> int:
-    """Requests that last so many seconds at a rate, but for a small chance.
+    """Returns a number of requests that lasts for `seconds` with high probability.
 
-    It is that of so many deviations of their number, which is Poisson's.
+    It is the mean plus `deviations` standard deviations of a Poisson distribution.
     """
     mean = rate * seconds
     return math.ceil(mean + deviations * math.sqrt(mean) + 1)
 
 
 def draw_load(
-    law: Pair, most_per_s: int | float, seconds: int | float, seed: int
+    pair: Pair, most_per_s: int | float, seconds: int | float, seed: int
 ) -> Load:
-    """Draws requests for all rates up to `most_per_s`, a second."""
+    """Draws requests for all rates up to `most_per_s` requests per second."""
     rng = np.random.default_rng(seed)
     num = num_requests_for(most_per_s, seconds)
-    return Load(np.cumsum(rng.exponential(1.0, num)), law.draw(rng, num), seconds)
+    return Load(np.cumsum(rng.exponential(1.0, num)), pair.draw(rng, num), seconds)
 
 
 class LatencyCurve(NamedTuple):
-    """A system's latency, rate by rate.
+    """Latency of a system at each request rate.
 
     Attributes:
-      rates: requests a second, ascending.
-      latency: normalised, seconds a token.
+      rates: requests per second, ascending.
+      latency: normalised latency in s per token.
     """
 
     rates: Float[np.ndarray, " rates"]
@@ -77,12 +77,12 @@ class LatencyCurve(NamedTuple):
 
 
 class SustainedRate(NamedTuple):
-    """A rate, and how well it is known.
+    """A sustained request rate, or a bound on it.
 
     Attributes:
-      rate: requests a second.
-      relation: "is"; "at least", as no rate that was tried was too much; or "below",
-        as all were.
+      rate: requests per second.
+      relation: "is"; "at least" if no measured rate exceeded the bound; or "below" if
+        all did.
     """
 
     rate: float
@@ -90,15 +90,15 @@ class SustainedRate(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As a table has it."""
+        """The rate as a table shows it."""
         sign = {"is": "", "at least": "> ", "below": "< "}[self.relation]
         return f"{sign}{self.rate:.3g}"
 
 
 def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
-    """Finds the rate at which the latency first passes a bound, in seconds a token.
+    """Returns the rate at which the latency first exceeds a bound, in s per token.
 
-    Between two rates its logarithm is taken to be straight.
+    The logarithm of the latency is interpolated linearly between two rates.
     """
     rates, latency = curve
     over = np.flatnonzero(latency > bound)
@@ -113,7 +113,7 @@ def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
 
 
 def load_ratio(first: LatencyCurve, second: LatencyCurve, bound: int | float) -> float:
-    """How many times the load of the second the first sustains; NaN if unknown."""
+    """Returns the ratio of the sustained rates of two systems; NaN if unknown."""
     one, two = sustained_rate(first, bound), sustained_rate(second, bound)
     return one.rate / two.rate if one.relation == two.relation == "is" else math.nan
 
@@ -124,7 +124,7 @@ def load_ratios(
     bounds: tuple[int | float, int | float],
     num: int = 9,
 ) -> Float[np.ndarray, " bounds"]:
-    """The ratios at `num` bounds in an interval, those that both pass."""
+    """Returns the known ratios at `num` bounds in an interval."""
     found = np.array([load_ratio(first, second, x) for x in np.linspace(*bounds, num)])
     return found[~np.isnan(found)]
 
@@ -132,16 +132,16 @@ def load_ratios(
 def choose_rates(
     curve: LatencyCurve, bounds: tuple[int | float, int | float], num: int
 ) -> Float[np.ndarray, " num"]:
-    """Chooses more rates where the latency passes two bounds.
+    """Chooses further rates where the latency exceeds two bounds.
 
     Args:
-      curve: what was tried, at least one rate of which was too much.
-      bounds: the lower and the upper, seconds a token.
+      curve: latencies measured so far; at least one exceeds both bounds.
+      bounds: lower and upper bound in s per token.
       num: rates to choose.
 
     Returns:
-      Evenly spaced ones between the last rate below both bounds, or 0, and the first
-      above.
+      Evenly spaced rates between the last rate below both bounds, or 0, and the first
+      rate above both.
     """
     rates, latency = curve
     first, last = (np.flatnonzero(latency > bound)[0] for bound in bounds)
