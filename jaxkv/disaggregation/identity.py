@@ -91,22 +91,22 @@ def folder_identity(folder: Path) -> dict[str, str]:
             draft.unlink(missing_ok=True)
     digests = {name: str(entry[-1]) for name, entry in found.items()}
     return {
-        "weights": _joined(digests, (path.name for path in weights)),
+        "weights": _hash_lines(digests, (path.name for path in weights)),
         "config": digests["config.json"],
-        "tokenizer": _joined(digests, (n for n in TOKENIZER_FILES if n in digests)),
+        "tokenizer": _hash_lines(digests, (n for n in TOKENIZER_FILES if n in digests)),
     }
 
 
-def describe_difference(theirs: Any, ours: dict[str, str]) -> str | None:
+def describe_difference(other: Any, own: dict[str, str]) -> str | None:
     """Describes the first field in which identities differ; None if they are equal."""
-    if not isinstance(theirs, dict):
-        return f"identity={theirs!r} must be an object"
-    for name in sorted({*ours, *theirs}):
-        if theirs.get(name) != ours.get(name):
-            return f"{name}={theirs.get(name)!r} must be {ours.get(name)!r}"
+    if not isinstance(other, dict):
+        return f"identity={other!r} must be an object"
+    for name in sorted({*own, *other}):
+        if other.get(name) != own.get(name):
+            return f"{name}={other.get(name)!r} must be {own.get(name)!r}"
     return None
 
 
-def _joined(digests: dict[str, str], names: Iterable[str]) -> str:
+def _hash_lines(digests: dict[str, str], names: Iterable[str]) -> str:
     lines = "\n".join(f"{name} {digests[name]}" for name in names)
     return hashlib.sha256(lines.encode()).hexdigest()

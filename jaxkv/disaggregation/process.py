@@ -126,7 +126,7 @@ class _Dispatcher:
         except asyncio.CancelledError:
             self.send(Reply(number, "error", RuntimeError("the call was cancelled")))
         except Exception as error:
-            self.send(Reply(number, "error", _plain(error)))
+            self.send(Reply(number, "error", _picklable(error)))
 
 
 async def run_router(connection: Connection, setup: Setup) -> None:
@@ -194,11 +194,11 @@ async def _serve_http(
         await service.stop(front.grace_s)
         await router.close()  # ends the remaining requests with an error
 
-    taken = socket.socket(fileno=front.descriptor)
-    await http_server.serve(app.make_app(service), taken, stop, ready)
+    listener = socket.socket(fileno=front.descriptor)
+    await http_server.serve(app.make_app(service), listener, stop, ready)
 
 
-def _plain(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """Returns the error without cause and traceback, which may not be picklable."""
     try:
         return type(error)(str(error))
@@ -215,7 +215,7 @@ def main(fd: int) -> None:
         asyncio.run(run_router(connection, setup))
     except (ValueError, ConnectionError, OSError) as error:
         with contextlib.suppress(OSError):
-            connection.send(Reply(0, "error", _plain(error)))
+            connection.send(Reply(0, "error", _picklable(error)))
     finally:
         if setup.address is None:
             shutil.rmtree(setup.scratch, ignore_errors=True)

@@ -197,7 +197,7 @@ class Router:
         Raises:
           ValueError: the name is unknown, or the replacement cannot start.
         """
-        spec = self._pool.named(name).spec
+        spec = self._pool.get(name).spec
         if spec is None:
             raise ValueError(f"worker {name} has not started yet")
         new = self.add_worker(spec)
@@ -209,18 +209,18 @@ class Router:
         """Returns the workers and counts, as plain JSON values."""
         workers = [
             {
-                "name": member.name,
-                "role": member.role,
-                "state": member.state,
-                "reason": member.reason,
-                "load": member.load,
-                "requests": len(member.attempts),
-                "pid": member.described.get("pid"),
+                "name": worker.name,
+                "role": worker.role,
+                "state": worker.state,
+                "reason": worker.reason,
+                "load": worker.load,
+                "requests": len(worker.attempts),
+                "pid": worker.described.get("pid"),
             }
-            for member in self.workers.values()
+            for worker in self.workers.values()
         ]
         serving = self._pool.serving()
-        is_ready = any(member.role == "decode" for member in serving)
+        is_ready = any(worker.role == "decode" for worker in serving)
         return {
             "is_ready": is_ready and not self._is_closed,
             "running": len(self._requests),
@@ -239,12 +239,12 @@ class Router:
     ) -> RoutedAnswer:
         """Answers a prompt, see `stream`; cancelling the call cancels the request."""
         given = prompt, sampling, key_id, attributes, deadline_s
-        request = self._begin(*given, is_streamed=False)
+        request = self._start_request(*given, is_streamed=False)
         assert request.task is not None
         try:
             return await request.task
         finally:
-            self._end(request)
+            self._end_request(request)
 
     async def stream(
         self,
@@ -280,7 +280,7 @@ class Router:
           OverloadedError: too many requests are in progress.
         """
         given = prompt, sampling, key_id, attributes, deadline_s
-        request = self._begin(*given, is_streamed=True)
+        request = self._start_request(*given, is_streamed=True)
         assert request.task is not None
         request.task.add_done_callback(lambda _: request.events.put_nowait(None))
         try:
@@ -288,7 +288,7 @@ class Router:
                 yield event
             await request.task
         finally:
-            self._end(request)
+            self._end_request(request)
 
     def cancel(self, request_id: int) -> None:
         """Cancels a request by the router's number; unknown ones are ignored."""
@@ -309,7 +309,7 @@ class Router:
         if (reports := self._reports.get(report.attempt)) is not None:
             reports.put_nowait(report)
 
-    def _begin(
+    def _start_request(
         self,
         prompt: str | Sequence[int],
         sampling: Sampling,
@@ -364,7 +364,7 @@ class Router:
         request.task = asyncio.create_task(within_deadline())
         return request
 
-    def _end(self, request: _Request) -> None:
+    def _end_request(self, request: _Request) -> None:
         if request.task is not None and not request.task.done():
             request.task.cancel()
         self._requests.pop(request.number, None)
@@ -377,13 +377,13 @@ class Router:
                 await asyncio.sleep(self.config.backoff_s * 2 ** (number - 2))
             for streamed in request.streamed.values():
                 streamed.replayed_tokens = streamed.replayed_text = 0
-            members = await self._pool.any_serving("decode")
+            workers = await self._pool.wait_for_serving("decode")
             page_size = self._pool.bounds["page_size"]
             keys = choice.page_keys(request.prompt, page_size, request.sampling.salt)
-            decode = self._chosen(members, request, keys)
+            decode = self._choose_worker(workers, request, keys)
             attempt = Attempt(self.name, request.number, number)
             load = len(request.prompt) + request.sampling.max_tokens
-            with decode.busy(attempt, load):
+            with decode.track_load(attempt, load):
                 try:
                     transfer = await self._transfer(request, attempt, decode, keys)
                     completion = await self._decode(request, attempt, decode)
@@ -395,7 +395,7 @@ class Router:
                     raise
                 finally:
                     self._pool.note_change()
-            decode.learn(keys)
+            decode.note_pages(keys)
             completion = completion._replace(
                 request_id=request.number,
                 arrival_s=arrival_s,
@@ -408,24 +408,24 @@ class Router:
             f"{self.config.max_attempts} attempts have failed; the last: {reasons[-1]}"
         )
 
-    def _chosen(
-        self, members: list[WorkerRecord], request: _Request, keys: list[bytes]
+    def _choose_worker(
+        self, workers: list[WorkerRecord], request: _Request, keys: list[bytes]
     ) -> WorkerRecord:
         num_tokens, page_size = len(request.prompt), self._pool.bounds["page_size"]
         candidates = [
             Candidate(
-                member.name,
-                member.role,
-                member.load,
-                len(member.attempts),
-                min(member.cached(keys) * page_size, num_tokens),
+                worker.name,
+                worker.role,
+                worker.load,
+                len(worker.attempts),
+                min(worker.num_cached_pages(keys) * page_size, num_tokens),
             )
-            for member in members
+            for worker in workers
         ]
         index = self._choose(candidates, num_tokens)
-        if not 0 <= validation.integer("choose", index) < len(members):
-            raise ValueError(f"choose={index} must be in [0, {len(members) - 1}]")
-        return members[index]
+        if not 0 <= validation.integer("choose", index) < len(workers):
+            raise ValueError(f"choose={index} must be in [0, {len(workers) - 1}]")
+        return workers[index]
 
     async def _transfer(
         self,
@@ -438,25 +438,25 @@ class Router:
 
         A failure only costs time: `decode` then reads the prompt itself.
         """
-        members = self._pool.serving("prefill")
-        if not members or not request.sampling.prefix_cache:
+        workers = self._pool.serving("prefill")
+        if not workers or not request.sampling.prefix_cache:
             return Transfer()
-        if decode.cached(keys) == len(keys):
+        if decode.num_cached_pages(keys) == len(keys):
             return Transfer()
-        reader = self._chosen(members, request, keys)
+        reader = self._choose_worker(workers, request, keys)
         prompt, asked = request.prompt, request.attributes
         prefill = reader.handle.prefill(attempt, prompt, request.sampling.salt, asked)
         try:
-            with reader.busy(attempt, len(prompt)):
+            with reader.track_load(attempt, len(prompt)):
                 begun = time.perf_counter()
                 done, pages = await reader.unless_lost(prefill)
-                reader.learn(keys)
+                reader.note_pages(keys)
                 # Ray waits without a timeout for pages on a machine that hangs.
                 num = await asyncio.wait_for(
                     decode.unless_lost(decode.handle.bring(pages)),
                     self.config.heartbeat_s,
                 )
-                decode.learn(keys[:num])
+                decode.note_pages(keys[:num])
         except asyncio.CancelledError:
             reader.handle.cancel(attempt)
             raise

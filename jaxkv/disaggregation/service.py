@@ -124,23 +124,23 @@ class Service:
         self._sending, self._is_over = threading.Lock(), False
         self._replies: dict[int, Callable[[Reply], None]] = {}
         self._numbers = itertools.count(1)
-        self._connection, theirs = Pipe()
+        self._connection, remote_end = Pipe()
         # Not `-m`: the classes of messages would be those of `__main__` there.
-        code = f"from {process.__name__} import main; main({theirs.fileno()})"
+        code = f"from {process.__name__} import main; main({remote_end.fileno()})"
         command = [sys.executable, "-c", code]
         self._log = Path(self._scratch, "router.log")
-        with theirs, self._log.open("wb") as log:
+        with remote_end, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | cluster.environment(token),
-                pass_fds=[theirs.fileno(), *([] if http is None else http[:1])],
+                pass_fds=[remote_end.fileno(), *([] if http is None else http[:1])],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches only this process
             )
         started: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._replies[0] = _into(started)
+        self._replies[0] = _resolve_future(started)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
@@ -258,7 +258,7 @@ class Service:
         return self._call("status").result()
 
     def add_worker(self, spec: WorkerSpec, *, wait: bool = True) -> str:
-        """Starts a worker; returns its name, once it serves if `wait`.
+        """Starts a worker and returns its name; with `wait`, waits until it serves.
 
         Raises:
           ValueError: it cannot start.
@@ -299,7 +299,7 @@ class Service:
         self, method: str, *args: Any, fields: Mapping[str, Any] = MappingProxyType({})
     ) -> "concurrent.futures.Future[Any]":
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        number = self._begin(_into(future), method, args, fields)
+        number = self._begin(_resolve_future(future), method, args, fields)
 
         def forget(done: "concurrent.futures.Future[Any]") -> None:
             if done.cancelled():
@@ -374,7 +374,9 @@ class Service:
         return f"the router's process has ended with status {status}{last}"
 
 
-def _into(future: "concurrent.futures.Future[Any]") -> Callable[[Reply], None]:
+def _resolve_future(
+    future: "concurrent.futures.Future[Any]",
+) -> Callable[[Reply], None]:
     """Returns a receiver that puts a reply into a future."""
 
     def receive(reply: Reply) -> None:

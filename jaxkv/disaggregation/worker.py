@@ -122,7 +122,7 @@ class Worker:
         self.name, self.spec = name, spec
         self._failure: str | None = None
         self._mailboxes: dict[str, _Mailbox] = {}
-        self._caretaker: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         try:
             self._start()
         except Exception as error:
@@ -166,8 +166,8 @@ class Worker:
 
     async def describe(self) -> dict[str, Any]:
         """Returns name, bounds, identity, and the failure if there is one."""
-        if self._caretaker is None:
-            self._caretaker = asyncio.create_task(self._take_care())
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch_routers())
         found: dict[str, Any] = {"name": self.name, "spec": self.spec}
         found |= {"pid": os.getpid()}
         if self._failure is not None:
@@ -302,8 +302,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends the engine's thread and the watch over routers."""
-        if self._caretaker is not None:
-            self._caretaker.cancel()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
         if self._failure is None:
             self._engine.close()
 
@@ -325,7 +325,7 @@ class Worker:
             box.reports.append(report)
             box.is_filled.set()
 
-    async def _take_care(self) -> None:
+    async def _watch_routers(self) -> None:
         """Forgets routers that stopped polling; ends the process if none is left."""
         since = time.monotonic()
         while True:

@@ -104,7 +104,7 @@ class WorkerRecord:
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
     @contextlib.contextmanager
-    def busy(self, attempt: Attempt, load: int) -> Generator[None]:
+    def track_load(self, attempt: Attempt, load: int) -> Generator[None]:
         """Counts an attempt and its tokens as load of this worker."""
         self.load += load
         self.attempts.add(attempt)
@@ -114,12 +114,12 @@ class WorkerRecord:
             self.load -= load
             self.attempts.discard(attempt)
 
-    def cached(self, keys: Sequence[bytes]) -> int:
+    def num_cached_pages(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading pages of a prompt that the worker has had."""
         found = (i for i, key in enumerate(keys) if key not in self._known)
         return next(found, len(keys))
 
-    def learn(self, keys: Sequence[bytes]) -> None:
+    def note_pages(self, keys: Sequence[bytes]) -> None:
         """Notes that the worker has these pages."""
         for key in keys:
             self._known[key] = None
@@ -180,7 +180,7 @@ class WorkerPool:
 
     async def start(self, specs: Sequence[WorkerSpec]) -> None:
         """See `Router.start`."""
-        self._adopt()
+        self._attach_existing()
         names = [self.add(spec) for spec in specs]
         for name in [*self.by_name]:
             try:
@@ -195,7 +195,7 @@ class WorkerPool:
             while True:
                 await asyncio.sleep(self._config.discover_s)
                 try:
-                    self._adopt()
+                    self._attach_existing()
                 except Exception as error:
                     logger.warning("workers cannot be listed: %s", error)
 
@@ -203,10 +203,10 @@ class WorkerPool:
 
     def serving(self, role: str | None = None) -> list[WorkerRecord]:
         """Returns the workers of a role, or of both, that accept requests."""
-        members = [m for m in self.by_name.values() if m.state == "serving"]
-        return [m for m in members if role is None or m.role == role]
+        workers = [m for m in self.by_name.values() if m.state == "serving"]
+        return [m for m in workers if role is None or m.role == role]
 
-    def named(self, name: str) -> WorkerRecord:
+    def get(self, name: str) -> WorkerRecord:
         """Returns a worker.
 
         Raises:
@@ -228,58 +228,58 @@ class WorkerPool:
         Raises:
           ValueError: the worker cannot start; the message has the reason.
         """
-        member = self.named(name)
-        while member.state == "starting":
+        worker = self.get(name)
+        while worker.state == "starting":
             await self.next_change()
-        if member.state == "lost":
-            raise ValueError(f"worker {name} did not start: {member.reason}")
+        if worker.state == "lost":
+            raise ValueError(f"worker {name} did not start: {worker.reason}")
 
-    async def any_serving(self, role: str) -> list[WorkerRecord]:
+    async def wait_for_serving(self, role: str) -> list[WorkerRecord]:
         """Returns the workers of a role that serve; waits while the first one starts.
 
         Raises:
           WorkerLostError: no worker of the role serves or starts.
         """
-        while not (members := self.serving(role)):
-            mine = [m for m in self.by_name.values() if m.role == role]
-            if not any(m.state == "starting" or m.is_replaced for m in mine):
+        while not (workers := self.serving(role)):
+            of_role = [m for m in self.by_name.values() if m.role == role]
+            if not any(m.state == "starting" or m.is_replaced for m in of_role):
                 raise WorkerLostError(f"no {role} worker is left")
             await self.next_change()
-        return members
+        return workers
 
     async def remove(self, name: str) -> None:
         """Drains a worker (no further requests, last ones complete) and releases it."""
-        member = self.named(name)
+        worker = self.get(name)
         self._removed.add(name)
-        if member.state == "serving":
-            member.state = "draining"
-        while member.attempts and member.state != "lost":
+        if worker.state == "serving":
+            worker.state = "draining"
+        while worker.attempts and worker.state != "lost":
             await self.next_change()
-        await self._leave(member)
+        await self._release(worker)
 
-    def lose(self, member: WorkerRecord, reason: str) -> None:
+    def mark_lost(self, worker: WorkerRecord, reason: str) -> None:
         """Marks a worker as lost, fails its attempts, and starts a replacement."""
-        if member.state == "lost":
+        if worker.state == "lost":
             return
-        member.is_replaced = member.state == "serving"
-        member.state, member.reason = "lost", reason
-        member.lost.set()
-        logger.warning("worker %s is lost: %s", member.name, reason)
+        worker.is_replaced = worker.state == "serving"
+        worker.state, worker.reason = "lost", reason
+        worker.lost.set()
+        logger.warning("worker %s is lost: %s", worker.name, reason)
         with contextlib.suppress(Exception):
-            self._launcher.kill(member.name, member.handle)
-        for attempt in member.attempts:
+            self._launcher.kill(worker.name, worker.handle)
+        for attempt in worker.attempts:
             self._deliver(Report(attempt, failure=reason))
-        if member.is_replaced:
-            self._removed.add(member.name)
-            self._background(self._replace(member))
+        if worker.is_replaced:
+            self._removed.add(worker.name)
+            self._background(self._replace(worker))
         self.note_change()
 
     async def close(self) -> None:
         """Releases all workers; those without another router end."""
         for task in [*self._tasks]:
             task.cancel()
-        members = list(self.by_name.values())
-        await asyncio.gather(*map(self._leave, members), return_exceptions=True)
+        workers = list(self.by_name.values())
+        await asyncio.gather(*map(self._release, workers), return_exceptions=True)
 
     def note_change(self) -> None:
         """Wakes all tasks that wait for `next_change`."""
@@ -291,37 +291,37 @@ class WorkerPool:
         await self._changed.wait()
 
     def _attach(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None) -> None:
-        self.by_name[name] = member = WorkerRecord(name, handle, spec)
-        member.task = self._background(self._keep(member))
+        self.by_name[name] = worker = WorkerRecord(name, handle, spec)
+        worker.task = self._background(self._watch(worker))
 
-    def _adopt(self) -> None:
+    def _attach_existing(self) -> None:
         """Attaches to workers that other routers started."""
         for name, handle in self._launcher.find().items():
             if name not in self.by_name and name not in self._removed:
                 self._attach(name, handle, None)
 
-    async def _keep(self, member: WorkerRecord) -> None:
+    async def _watch(self, worker: WorkerRecord) -> None:
         """Waits until a worker is ready, then collects its reports until it is lost."""
         config = self._config
         try:
             described = await asyncio.wait_for(
-                member.handle.describe(), config.start_timeout_s
+                worker.handle.describe(), config.start_timeout_s
             )
-            self._welcome(member, described)
+            self._mark_serving(worker, described)
             while True:
                 reports = await asyncio.wait_for(
-                    member.handle.poll(self._router), config.heartbeat_s
+                    worker.handle.poll(self._router), config.heartbeat_s
                 )
                 for report in reports:
                     if report.failure is not None:
                         raise ConnectionError(report.failure)
                     self._deliver(report)
         except TimeoutError:
-            self.lose(member, "it has stopped answering")
+            self.mark_lost(worker, "it has stopped answering")
         except Exception as error:
-            self.lose(member, str(error))
+            self.mark_lost(worker, str(error))
 
-    def _welcome(self, member: WorkerRecord, described: dict[str, Any]) -> None:
+    def _mark_serving(self, worker: WorkerRecord, described: dict[str, Any]) -> None:
         """Marks a worker that is ready as serving.
 
         Raises:
@@ -338,15 +338,15 @@ class WorkerPool:
                 differs = differs or f"{key}={value} must be {self.bounds[key]}"
         if differs is not None:
             raise ValueError(f"workers must serve one model: {differs}")
-        member.described, member.spec = described, described["spec"]
-        member.role = described["spec"].role
-        member.state = "serving"
+        worker.described, worker.spec = described, described["spec"]
+        worker.role = described["spec"].role
+        worker.state = "serving"
         self.note_change()
 
-    async def _replace(self, member: WorkerRecord) -> None:
+    async def _replace(self, worker: WorkerRecord) -> None:
         """Starts replacements of a lost worker until one serves."""
-        assert member.spec is not None
-        base, _, generation = member.name.rpartition(".")
+        assert worker.spec is not None
+        base, _, generation = worker.name.rpartition(".")
         for more in range(self._config.max_restarts + 1):
             if more > 0:
                 await asyncio.sleep(min(2.0 ** (more - 1), 30))
@@ -354,31 +354,31 @@ class WorkerPool:
             name = f"{base}.{int(generation) + 1 + more}"
             try:
                 if name not in self.by_name:
-                    handle = self._launcher.start(name, member.spec)
-                    self._attach(name, handle, member.spec)
+                    handle = self._launcher.start(name, worker.spec)
+                    self._attach(name, handle, worker.spec)
                 await self.wait_for(name)
                 break
             except Exception as error:
-                logger.warning("worker %s cannot be replaced: %s", member.name, error)
+                logger.warning("worker %s cannot be replaced: %s", worker.name, error)
                 self.by_name.pop(name, None)
-        self.by_name.pop(member.name, None)
+        self.by_name.pop(worker.name, None)
         self.note_change()
 
-    async def _leave(self, member: WorkerRecord) -> None:
+    async def _release(self, worker: WorkerRecord) -> None:
         """Releases a worker; it ends if no other router uses it."""
-        if member.task is not None:
-            member.task.cancel()
-        was_lost, member.state = member.state == "lost", "lost"
-        member.lost.set()
+        if worker.task is not None:
+            worker.task.cancel()
+        was_lost, worker.state = worker.state == "lost", "lost"
+        worker.lost.set()
         if not was_lost:
             is_last = True
             with contextlib.suppress(ConnectionError, TimeoutError):
-                released = member.handle.release(self._router)
+                released = worker.handle.release(self._router)
                 is_last = await asyncio.wait_for(released, RELEASE_S)
             if is_last:
                 with contextlib.suppress(Exception):
-                    self._launcher.kill(member.name, member.handle)
-        self.by_name.pop(member.name, None)
+                    self._launcher.kill(worker.name, worker.handle)
+        self.by_name.pop(worker.name, None)
         self.note_change()
 
     def _background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

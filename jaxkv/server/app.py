@@ -94,7 +94,7 @@ class HttpService:
             )
 
     @contextlib.contextmanager
-    def admitted(self, num: int) -> Generator[None]:
+    def admit(self, num: int) -> Generator[None]:
         """Counts prompts as in progress.
 
         Raises:
@@ -119,7 +119,7 @@ class HttpService:
         finally:
             self.num_running -= num
 
-    def error_of(self, error: Exception) -> ApiError:
+    def to_api_error(self, error: Exception) -> ApiError:
         """Returns the API error for an exception of a request in progress."""
         if self.is_stopping and isinstance(error, RuntimeError):
             error = OverloadedError(_STOPPING)
@@ -159,7 +159,7 @@ class HttpService:
                 left -= event.completion is not None
                 yield i, event
         finally:
-            await _cancelled(*tasks)
+            await _cancel_all(*tasks)
 
     async def _stream(self, ask: GenerationRequest, i: int) -> AsyncGenerator[Event]:
         """Yields the events of one prompt and counts them."""
@@ -276,11 +276,11 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
 
     @guarded.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(request, service, openai_requests.parse_completion)
+        return await _respond(request, service, openai_requests.parse_completion)
 
     @guarded.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(request, service, openai_requests.parse_chat)
+        return await _respond(request, service, openai_requests.parse_chat)
 
     # As in vLLM; clients such as lm-eval read a tokenizer this way.
     @guarded.get("/tokenizer_info")
@@ -292,27 +292,31 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
 
     @guarded.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await _body(request)
-        return _json_response(await _checked(openai_requests.tokenize, body, backend))
+        body = await _read_body(request)
+        return _json_response(
+            await _run_checked(openai_requests.tokenize, body, backend)
+        )
 
     @guarded.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await _body(request)
-        return _json_response(await _checked(openai_requests.detokenize, body, backend))
+        body = await _read_body(request)
+        return _json_response(
+            await _run_checked(openai_requests.detokenize, body, backend)
+        )
 
     app.include_router(guarded)
     return app
 
 
-async def _answer(
+async def _respond(
     request: Request,
     service: HttpService,
     parse: Callable[..., GenerationRequest],
 ) -> Response:
     """Processes a generation request; a client that disconnects cancels it."""
-    body = await _body(request)
+    body = await _read_body(request)
     headers = {name.lower(): value for name, value in request.headers.items()}
-    ask = await _checked(parse, body, headers, service.backend, service.deadline_s)
+    ask = await _run_checked(parse, body, headers, service.backend, service.deadline_s)
     backend = service.backend
     writer = ResponseWriter(ask, backend.model_name, backend.tokenizer)
 
@@ -326,25 +330,25 @@ async def _answer(
 
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(service.admitted(len(ask.prompts)))
+            stack.enter_context(service.admit(len(ask.prompts)))
             if not ask.is_streamed:
-                document = await _unless_gone(request.receive, complete())
+                document = await _unless_disconnected(request.receive, complete())
                 response = _json_response(document)
                 service.responses[200] += 1
                 return response
             events = service.events(ask)
             # Awaited before the status is sent, so that errors have a status.
-            first = await _unless_gone(request.receive, anext(events))
-        except _Gone:
+            first = await _unless_disconnected(request.receive, anext(events))
+        except _ClientDisconnect:
             service.counters["disconnects_total"] += 1
             return Response(status_code=499)
         except Exception as error:
-            raise service.error_of(error) from error
-        lines = _lines(first, events, writer, service)
+            raise service.to_api_error(error) from error
+        lines = _stream_lines(first, events, writer, service)
         return _EventStream(lines, service, stack.pop_all())
 
 
-async def _lines(
+async def _stream_lines(
     first: tuple[int, Event],
     events: AsyncGenerator[tuple[int, Event]],
     writer: ResponseWriter,
@@ -357,38 +361,38 @@ async def _lines(
         async with contextlib.aclosing(events):
             for prompt in range(num_prompts):
                 for chunk in writer.opening(prompt):
-                    yield _line(chunk)
+                    yield _format_event(chunk)
             pair: tuple[int, Event] | None = first
             while pair is not None:
                 prompt, event = pair
                 for chunk in writer.chunks(prompt, event):
-                    yield _line(chunk)
+                    yield _format_event(chunk)
                 if event.completion is not None:
                     found[prompt] = event.completion
                 pair = await anext(events, None)
         for chunk in writer.closing([found[i] for i in range(num_prompts)]):
-            yield _line(chunk)
+            yield _format_event(chunk)
     except Exception as error:
-        yield _line(service.error_of(error).document)
+        yield _format_event(service.to_api_error(error).document)
     else:
         yield b"data: [DONE]\n\n"
 
 
-def _line(document: dict[str, Any]) -> bytes:
+def _format_event(document: dict[str, Any]) -> bytes:
     return b"data: " + _dumps(document) + b"\n\n"
 
 
-class _Gone(Exception):
+class _ClientDisconnect(Exception):
     """The client has closed the connection."""
 
 
-async def _unless_gone[T](
+async def _unless_disconnected[T](
     receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
 ) -> T:
     """Awaits work; cancels it if the client closes the connection.
 
     Raises:
-      _Gone: the client has disconnected.
+      _ClientDisconnect: the client has disconnected.
     """
 
     async def leave() -> None:
@@ -399,13 +403,13 @@ async def _unless_gone[T](
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise _Gone
+            raise _ClientDisconnect
         return task.result()
     finally:
-        await _cancelled(task, gone)
+        await _cancel_all(task, gone)
 
 
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
     """Cancels tasks and waits until they end."""
     for task in tasks:
         task.cancel()
@@ -439,7 +443,7 @@ class _EventStream(Response):
         del scope
         with self._stack:
             try:
-                await _unless_gone(receive, write())
+                await _unless_disconnected(receive, write())
                 self._service.responses[200] += 1
             except Exception:
                 self._service.counters["disconnects_total"] += 1
@@ -447,7 +451,7 @@ class _EventStream(Response):
                 await self._lines.aclose()
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     """Reads the body of a request.
 
     Raises:
@@ -467,7 +471,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _checked[T](function: Callable[..., T], *args: Any) -> T:
+async def _run_checked[T](function: Callable[..., T], *args: Any) -> T:
     """Calls a function in a thread, since encoding a text may take long.
 
     Raises:

@@ -70,7 +70,7 @@ class AsyncEngine:
 
     def status(self) -> dict[str, Any]:
         """Returns counts for monitoring, see `Backend.status`."""
-        return {"is_ready": self._reason() is None, "running": self.num_running}
+        return {"is_ready": self._end_reason() is None, "running": self.num_running}
 
     async def stream(
         self,
@@ -108,13 +108,13 @@ class AsyncEngine:
             self._has_work.set()
 
         try:
-            self._refuse_if_over()
-            taken = loop.run_in_executor(self._calls, submit)
-            await _within(taken, due, deadline_s)
+            self._raise_if_ended()
+            submitted = loop.run_in_executor(self._calls, submit)
+            await _await_until(submitted, due, deadline_s)
             while not is_complete:
-                event = await _within(listener.events.get(), due, deadline_s)
+                event = await _await_until(listener.events.get(), due, deadline_s)
                 if event is None:
-                    self._refuse_if_over()
+                    self._raise_if_ended()
                     continue
                 if isinstance(event, StallError):
                     raise event
@@ -122,7 +122,7 @@ class AsyncEngine:
                 yield event
         finally:
             self._listeners.pop(name, None)
-            if not is_complete and self._reason() is None:
+            if not is_complete and self._end_reason() is None:
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._calls.submit(cancel)
 
@@ -132,7 +132,7 @@ class AsyncEngine:
         Raises:
           RuntimeError: the engine has failed or is closed.
         """
-        self._refuse_if_over()
+        self._raise_if_ended()
         return await asyncio.to_thread(function, *args)
 
     def close(self) -> None:
@@ -151,13 +151,13 @@ class AsyncEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reason(self) -> str | None:
+    def _end_reason(self) -> str | None:
         """Returns the reason why the engine does not answer any more, or None."""
         closed = "the engine is closed" if self._is_closed else None
         return self._failure or closed
 
-    def _refuse_if_over(self) -> None:
-        if (reason := self._reason()) is not None:
+    def _raise_if_ended(self) -> None:
+        if (reason := self._end_reason()) is not None:
             raise RuntimeError(reason)
 
     def _run(self) -> None:
@@ -177,7 +177,7 @@ class AsyncEngine:
             line = str(error).partition("\n")[0]
             self._failure = f"the engine has failed; {type(error).__name__}: {line}"
         for loop, events in list(self._listeners.values()):
-            _call(loop, events.put_nowait, None)
+            _schedule(loop, events.put_nowait, None)
 
     def _end_stalled(self, error: StallError) -> None:
         """Ends the request that the error names; the engine continues without it."""
@@ -185,7 +185,7 @@ class AsyncEngine:
         assert name is not None
         self._deliver(self.engine.core.tracker.events)
         if (listener := self._listeners.pop(name, None)) is not None:
-            _call(listener.loop, listener.events.put_nowait, error)
+            _schedule(listener.loop, listener.events.put_nowait, error)
         self.engine.cancel(name)
 
     def _deliver(self, events: collections.deque[Event]) -> None:
@@ -201,13 +201,13 @@ class AsyncEngine:
                 queue.put_nowait(event)
 
         for loop, pairs in by_loop.items():
-            if not _call(loop, put_all, pairs):
+            if not _schedule(loop, put_all, pairs):
                 for name in {event.request_id for _, event in pairs}:
                     self._listeners.pop(name, None)
                     self.engine.cancel(name)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:
+def _schedule(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:
     """Schedules a call in an event loop; returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
@@ -216,7 +216,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bo
     return True
 
 
-async def _within[T](
+async def _await_until[T](
     work: Awaitable[T], due: float | None, deadline_s: float | None
 ) -> T:
     """Awaits work until a time of the loop's clock; the error names the limit."""

@@ -37,23 +37,23 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
-        taken = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ValueError(f"{host}:{port} cannot be listened on: {error}") from None
     try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        taken.close()
+        listener.close()
         raise ValueError(
             f"{host}:{port} cannot be listened on: {error.strerror}"
         ) from None
-    return taken
+    return listener
 
 
-def url_of(taken: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     """Returns the address of a socket as clients write it."""
-    host, port = taken.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -84,8 +84,8 @@ class _Protocol(H11Protocol):
         self._seen: Any = self
         self._timer = self.loop.call_later(IDLE_S, self._check)
         if len(self.connections) > self.max_connections:
-            others: Any = self.connections - {self}
-            next((x for x in others if x.is_idle), self).transport.abort()
+            rest: Any = self.connections - {self}
+            next((x for x in rest if x.is_idle), self).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -113,13 +113,16 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: Any, taken: socket.socket, stop: Callable[[], Any], on_ready: Callable[[], Any]
+    app: Any,
+    listener: socket.socket,
+    stop: Callable[[], Any],
+    on_ready: Callable[[], Any],
 ) -> None:
     """Serves an application until `stop` returns.
 
     Args:
       app: the ASGI application.
-      taken: socket, as `listen` returns it; closed at the end.
+      listener: socket, as `listen` returns it; closed at the end.
       stop: returns an awaitable that waits for the request to stop, and then for the
         requests in progress.
       on_ready: called once connections are answered.
@@ -139,7 +142,7 @@ async def serve(
         timeout_graceful_shutdown=5,
     )
     server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[taken]))
+    running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started and not running.done():
             await asyncio.sleep(0.01)

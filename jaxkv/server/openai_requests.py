@@ -117,12 +117,12 @@ def parse_completion(
     Raises:
       ApiError: a field is unknown, refused, or out of its range.
     """
-    given = _fields(body, "completion", backend)
-    prompts, texts = _prompts(_needed(given, "prompt"), backend.tokenizer)
-    echo = _taken(given, "echo", validation.boolean, False)
-    num_tops = _taken(given, "logprobs", validation.integer)
-    max_tokens = _taken(given, "max_tokens", validation.integer)
-    fields, own = _common(given, headers, deadline_s)
+    given = _read_fields(body, "completion", backend)
+    prompts, texts = _parse_prompts(_get_required(given, "prompt"), backend.tokenizer)
+    echo = _get_checked(given, "echo", validation.boolean, False)
+    num_tops = _get_checked(given, "logprobs", validation.integer)
+    max_tokens = _get_checked(given, "max_tokens", validation.integer)
+    fields, own = _parse_common(given, headers, deadline_s)
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
     echoes = None
@@ -136,7 +136,7 @@ def parse_completion(
     return GenerationRequest(
         kind="completion",
         prompts=prompts,
-        samplings=_samplings(fields, prompts, DEFAULT_MAX_TOKENS, backend),
+        samplings=_make_samplings(fields, prompts, DEFAULT_MAX_TOKENS, backend),
         echoes=echoes,
         logprobs=num_tops,
         drops_answer=max_tokens == 0,
@@ -148,20 +148,20 @@ def parse_chat(
     body: bytes, headers: Mapping[str, str], backend: Backend, deadline_s: float
 ) -> GenerationRequest:
     """Parses the body of /v1/chat/completions; see `parse_completion`."""
-    given = _fields(body, "chat", backend)
-    messages = _messages(_needed(given, "messages"))
+    given = _read_fields(body, "chat", backend)
+    messages = _parse_messages(_get_required(given, "messages"))
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
         raise _refusal("tools", "tools must be a list of objects")
     if given.get("tool_choice") == "none":
         tools = []
-    wants = _taken(given, "logprobs", validation.boolean, False)
-    num_tops = _taken(given, "top_logprobs", validation.integer)
+    wants = _get_checked(given, "logprobs", validation.boolean, False)
+    num_tops = _get_checked(given, "top_logprobs", validation.integer)
     if num_tops and not wants:
         line = f"top_logprobs={num_tops} needs logprobs=true"
         raise _refusal("top_logprobs", line)
     limits = [
-        _taken(given, name, functools.partial(validation.integer, low=1))
+        _get_checked(given, name, functools.partial(validation.integer, low=1))
         for name in ("max_tokens", "max_completion_tokens")
     ]
     if None not in limits and limits[0] != limits[1]:
@@ -170,7 +170,7 @@ def parse_chat(
             f"max_tokens={limits[0]} must be max_completion_tokens={limits[1]}, "
             "or one of them absent",
         )
-    fields, own = _common(given, headers, deadline_s)
+    fields, own = _parse_common(given, headers, deadline_s)
     num_tops = (num_tops or 0) if wants else None
     fields["logprobs"] = num_tops
     fields["max_tokens"] = limits[0] if limits[1] is None else limits[1]
@@ -178,7 +178,7 @@ def parse_chat(
     return GenerationRequest(
         kind="chat",
         prompts=prompts,
-        samplings=_samplings(fields, prompts, backend.max_length, backend),
+        samplings=_make_samplings(fields, prompts, backend.max_length, backend),
         echoes=None,
         logprobs=num_tops,
         drops_answer=False,
@@ -195,7 +195,7 @@ _NO_EFFECT = (
     "prompt_cache_retention",
 )
 """Fields without effect on an answer, used by OpenAI for billing and records."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
@@ -212,7 +212,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (),
 }
 """OpenAI's fields that are refused, except for these values, which have no effect."""
-_SAMPLING = (
+_SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "n",
@@ -232,13 +232,13 @@ _SAMPLING = (
     "early_stopping",
 )
 """Fields of `Sampling`."""
-_ATTRIBUTES = attributes.REQUEST_FIELDS
+_ATTRIBUTE_FIELDS = attributes.REQUEST_FIELDS
 """Fields of `RequestAttributes`; `priority` is also vLLM's."""
-_COMMON = (
+_COMMON_FIELDS = (
     *("model", "stream", "stream_options", "stop", "stop_tokens", "deadline_s"),
     *("logprobs", "max_tokens"),
 )
-_OWN = {
+_ROUTE_FIELDS = {
     "completion": ("prompt", "echo"),
     "chat": ("messages", "tools", "top_logprobs", "max_completion_tokens"),
 }
@@ -260,17 +260,22 @@ def read_object(body: bytes) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
+def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     """Returns the fields of a request, after unsupported ones were refused."""
     given = read_object(body)
-    known = {*_COMMON, *_SAMPLING, *_ATTRIBUTES, *_OWN[kind]}
+    known = {
+        *_COMMON_FIELDS,
+        *_SAMPLING_FIELDS,
+        *_ATTRIBUTE_FIELDS,
+        *_ROUTE_FIELDS[kind],
+    }
     for name in given:
-        if name in _NEUTRAL:
-            if given[name] not in _NEUTRAL[name]:
+        if name in _ALLOWED_VALUES:
+            if given[name] not in _ALLOWED_VALUES[name]:
                 shown = validation.shown(given[name])
                 raise _refusal(name, f"{name}={shown} is not supported")
         elif name not in known and name not in _NO_EFFECT:
-            raise _unknown(name)
+            raise _unknown_field(name)
     model = given.get("model", backend.model_name)
     if model != backend.model_name:
         raise ApiError(
@@ -282,7 +287,7 @@ def _fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     return given
 
 
-def _taken(
+def _get_checked(
     given: dict[str, Any],
     name: str,
     check: Callable[[str, Any], Any],
@@ -292,13 +297,13 @@ def _taken(
     return check(name, given[name]) if name in given else default
 
 
-def _needed(given: dict[str, Any], name: str) -> Any:
+def _get_required(given: dict[str, Any], name: str) -> Any:
     if name not in given:
         raise _refusal(name, f"{name} must be given")
     return given[name]
 
 
-def _common(
+def _parse_common(
     given: dict[str, Any], headers: Mapping[str, str], deadline_s: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the fields that both kinds of requests have.
@@ -306,14 +311,14 @@ def _common(
     Returns:
       Fields of `Sampling`, unchecked, and of `GenerationRequest`.
     """
-    fields = {name: given[name] for name in _SAMPLING if name in given}
+    fields = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
     stop, ends = given.get("stop", []), given.get("stop_tokens", [])
     stop = [stop] if isinstance(stop, str) else stop
     for name, value in (("stop", stop), ("stop_tokens", ends)):
         if not isinstance(value, list):
             raise _refusal(name, f"{name}={validation.shown(value)} must be a list")
         fields[name] = tuple(value)
-    is_streamed = _taken(given, "stream", validation.boolean, False)
+    is_streamed = _get_checked(given, "stream", validation.boolean, False)
     options = given.get("stream_options", {})
     if options and not is_streamed:
         raise _refusal("stream_options", "stream_options needs stream=true")
@@ -344,7 +349,7 @@ def _common(
             "deadline_s", limit, low=0.001, high=MAX_DEADLINE_S, hint=hint
         ),
         "attributes": attributes.from_fields(
-            {name: given[name] for name in _ATTRIBUTES if name in given}
+            {name: given[name] for name in _ATTRIBUTE_FIELDS if name in given}
         ),
     }
 
@@ -353,7 +358,7 @@ _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 MAX_DEADLINE_S = 86400.0
 
 
-def _samplings(
+def _make_samplings(
     fields: dict[str, Any], prompts: list[list[int]], default: int, backend: Backend
 ) -> list[Sampling]:
     """Returns the sampling parameters of each prompt, with its `max_tokens`.
@@ -380,7 +385,9 @@ def _samplings(
     return [dataclasses.replace(sampling, max_tokens=room) for room in rooms]
 
 
-def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None]]:
+def _parse_prompts(
+    raw: Any, tokenizer: Any
+) -> tuple[list[list[int]], list[str | None]]:
     """Returns token ids of each prompt, and its text if it was given as text."""
     each: list[Any] = raw if isinstance(raw, list) else [raw]
     if {type(one) for one in each} == {int}:
@@ -400,7 +407,7 @@ def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None
     )
 
 
-def _messages(raw: Any) -> list[dict[str, Any]]:
+def _parse_messages(raw: Any) -> list[dict[str, Any]]:
     """Returns messages for a chat template, with text contents.
 
     Text parts are joined; images and audio are refused. The content is None only in a
@@ -437,31 +444,31 @@ def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
       ApiError: a field is missing, unknown or of another type.
       ValueError: the text is not valid Unicode.
     """
-    given = _only(body, "prompt", "add_special_tokens", "model")
-    text = _needed(given, "prompt")
+    given = _read_fields_of(body, "prompt", "add_special_tokens", "model")
+    text = _get_required(given, "prompt")
     if not isinstance(text, str):
         raise _refusal("prompt", "prompt must be text")
-    special = _taken(given, "add_special_tokens", validation.boolean, True)
+    special = _get_checked(given, "add_special_tokens", validation.boolean, True)
     ids = backend.tokenizer.encode(text, add_special_tokens=special)
     return {"tokens": ids, "count": len(ids), "max_model_len": backend.max_length}
 
 
 def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     """Answers /detokenize (as in vLLM): the text of token ids; raises as `tokenize`."""
-    given = _only(body, "tokens", "model")
-    ids = validation.tokens("tokens", _needed(given, "tokens")).tolist()
+    given = _read_fields_of(body, "tokens", "model")
+    ids = validation.tokens("tokens", _get_required(given, "tokens")).tolist()
     text = backend.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text}
 
 
-def _only(body: bytes, *names: str) -> dict[str, Any]:
+def _read_fields_of(body: bytes, *names: str) -> dict[str, Any]:
     """Returns the fields of a body; refuses all but the given names."""
     given = read_object(body)
     for name in given.keys() - {*names}:
-        raise _unknown(name)
+        raise _unknown_field(name)
     return given
 
 
-def _unknown(name: str) -> ApiError:
+def _unknown_field(name: str) -> ApiError:
     line = f"{validation.shown(name)} is not a field of this API"
     return _refusal(name[:64], line)

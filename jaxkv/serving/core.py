@@ -206,7 +206,7 @@ class EngineCore:
         )
         with self._lock, interrupts.defer_signals():
             self._refuse_if_lost()
-            with self._all_or_lost():
+            with self._lost_on_error():
                 self.state, cached = self._programs.bring_in(
                     self.state, prefix, whole, self._eviction
                 )
@@ -273,7 +273,7 @@ class EngineCore:
             return self.run_steps(state, may_draft=may_draft)[0]
 
         self.compile()
-        with self._lock, self._all_or_lost():
+        with self._lock, self._lost_on_error():
             measured = tuning.TuningPrograms(run, submit, withdraw)
             self.state = tuning.tune(self.state, measured, self.config, plan)
             self._skips_drafts = False
@@ -283,17 +283,17 @@ class EngineCore:
     ) -> Any:
         """Runs the steps of a call on a state, which is consumed."""
         return self._programs.run_steps(
-            self.params, state, from_seconds(now), **self._rules(may_draft)
+            self.params, state, from_seconds(now), **self._step_arguments(may_draft)
         )
 
     def lower(self, *, may_draft: bool = True) -> Any:
         """Returns the traced program of the steps."""
         clock = from_seconds(0.0)
         return self._programs.run_steps.lower(
-            self.params, self.state, clock, **self._rules(may_draft)
+            self.params, self.state, clock, **self._step_arguments(may_draft)
         )
 
-    def _rules(self, may_draft: bool) -> dict[str, Any]:
+    def _step_arguments(self, may_draft: bool) -> dict[str, Any]:
         """Returns the arguments of the steps after parameters, state and clock."""
         changing = {"policy": self.policy, "eviction": self._eviction}
         return self.static | changing | {"may_draft": may_draft}
@@ -310,12 +310,16 @@ class EngineCore:
         with compilation_cache.notify_if_slow():
             modes: tuple[bool, ...] = (True,)
             if (speculation := self.static["speculation"]) is not None:
-                rests = functools.partial(speculation.drafter.rests, config=config)
-                if jax.eval_shape(rests, state.memory, state) is not None:
+                is_disabled = functools.partial(
+                    speculation.drafter.rests, config=config
+                )
+                if jax.eval_shape(is_disabled, state.memory, state) is not None:
                     modes = True, False  # also a program of plain steps
             names = np.full(config.max_sequences, -1, np.int32)
             lowered = (
-                self._programs.submit.lower(state, self._requests([]), config=config),
+                self._programs.submit.lower(
+                    state, self._pack_requests([]), config=config
+                ),
                 *(self.lower(may_draft=may) for may in modes),
                 self._programs.drain.lower(state, names, names, self._eviction),
             )
@@ -332,19 +336,19 @@ class EngineCore:
             while self.unread:
                 self.read(self.unread[0])
             self._host.compile(self.state)
-            with interrupts.defer_signals(), self._all_or_lost():
+            with interrupts.defer_signals(), self._lost_on_error():
                 self.state = self._host.exchange(self.state)
                 self._needs_host_swap = False
         tracker, config = self.tracker, self.config
         with interrupts.defer_signals():
             batch = tracker.next_batch(self.now())
-            requests = self._requests(batch) if batch else None
-            with self._all_or_lost():
+            requests = self._pack_requests(batch) if batch else None
+            with self._lost_on_error():
                 if requests is not None:
                     self.state, _ = self._programs.submit(
                         self.state, requests, config=config
                     )
-                    tracker.hand_over(batch)
+                    tracker.mark_submitted(batch)
                 self.state, info = self.run_steps(
                     self.state, self.now(), may_draft=not self._skips_drafts
                 )
@@ -365,7 +369,7 @@ class EngineCore:
         if self.on_dispatch is not None:
             self.on_dispatch(call)
 
-    def _requests(self, batch: list[RequestRecord]) -> Requests:
+    def _pack_requests(self, batch: list[RequestRecord]) -> Requests:
         """Makes the arrays of a batch of requests."""
         return request_batch.make_requests(
             [record.prompt for record in batch],
@@ -396,7 +400,7 @@ class EngineCore:
         except jax.errors.JaxRuntimeError as error:
             self._lost = error
             raise
-        with self._lock, interrupts.defer_signals(), self._all_or_lost():
+        with self._lock, interrupts.defer_signals(), self._lost_on_error():
             if not self.unread or self.unread[0] is not call:
                 return  # another thread has read it
             if info.violations is not None:
@@ -469,7 +473,7 @@ class EngineCore:
         return PageTableView(tuple(slots), config.page_size, config.num_pages)
 
     @contextlib.contextmanager
-    def _all_or_lost(self) -> Generator[None]:
+    def _lost_on_error(self) -> Generator[None]:
         """Marks the engine as lost if the block fails half-way."""
         try:
             yield

@@ -157,8 +157,8 @@ class Engine:
         Args:
           folder: path of a folder with config.json, safetensors and, for text,
             tokenizer.json; or the name of a bundled model, such as "stdlib-bytes".
-          loaded: result of `loading.read_model` for this folder, `dtype` and `mesh`;
-            None reads it.
+          loaded: result of `loading.read_model_folder` for this folder, `dtype` and
+            `mesh`; None reads it.
           dtype: type of weights and pages.
           scan_layers: True to stack the weights and scan over the layers, see
             `param_forms.stack_layers`; False to unroll them. A scan gives the same
@@ -196,7 +196,7 @@ class Engine:
         config = loading.make_engine_config(bounds, speculation)
         model = loaded
         if model is None:
-            model = loading.read_model(folder, dtype=dtype, mesh=mesh)
+            model = loading.read_model_folder(folder, dtype=dtype, mesh=mesh)
         served = loading.build_engine_parts(
             folder,
             model,
@@ -381,7 +381,7 @@ class Engine:
         """
         # All arguments are checked before a request id is assigned.
         ask = Sampling() if sampling is None else sampling
-        tokens = self._checked(prompt, ask)
+        tokens = self._validate(prompt, ask)
         if arrival_s is not None:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if key_id is not None:
@@ -391,7 +391,7 @@ class Engine:
             request_id = refusals.check_request_id("request_id", request_id)
         else:
             request_id = self._next_id()
-        record = self._record(request_id, tokens, ask, arrival_s, key_id=key_id)
+        record = self._make_record(request_id, tokens, ask, arrival_s, key_id=key_id)
         record.attributes = attributes
         self.core.add([record])
         return request_id
@@ -468,11 +468,11 @@ class Engine:
         asks, encoded = refusals.pair_samplings(prompts, sampling), []
         for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
             try:
-                encoded.append(self._checked(prompt, ask))
+                encoded.append(self._validate(prompt, ask))
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None
         records = [
-            self._record(self._next_id(), *pair, is_quiet=True)
+            self._make_record(self._next_id(), *pair, is_quiet=True)
             for pair in zip(encoded, asks, strict=True)
         ]
         try:
@@ -503,7 +503,7 @@ class Engine:
     def _next_id(self) -> int:
         return next(name for name in self._ids if name not in self.core.tracker.records)
 
-    def _record(
+    def _make_record(
         self,
         request_id: int,
         tokens: list[int],
@@ -521,11 +521,11 @@ class Engine:
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,
             end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
-            answers=[self._part(tokens, ask) for _ in range(ask.num_sequences)],
+            answers=[self._make_answer(tokens, ask) for _ in range(ask.num_sequences)],
             is_quiet=is_quiet,
         )
 
-    def _part(self, tokens: list[int], ask: Sampling) -> PartialAnswer:
+    def _make_answer(self, tokens: list[int], ask: Sampling) -> PartialAnswer:
         """Makes the host's record of a sequence; its text continues the prompt's."""
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -533,7 +533,7 @@ class Engine:
         search = tokenizer.stop_search(ask.stop, tokens) if ask.stop else None
         return PartialAnswer(stream=tokenizer.stream(tokens), search=search)
 
-    def _checked(self, prompt: object, ask: object) -> list[int]:
+    def _validate(self, prompt: object, ask: object) -> list[int]:
         """Returns the token ids of a prompt, after all arguments were validated."""
         tokens = prompt
         if isinstance(prompt, str):

@@ -46,7 +46,7 @@ def find_model_folder(name: str, folder: Any) -> Path:
     return files.model_folder(folder)
 
 
-def read_model(
+def read_model_folder(
     folder: Any, *, dtype: str, mesh: Mesh | None = None
 ) -> checkpoints.Loaded:
     """Reads a model; on a mesh it is sharded, and its shape is `tensor.fit`'s."""
@@ -70,7 +70,7 @@ def build_engine_parts(
     scan_layers: bool = False,
     mesh: Mesh | None = None,
 ) -> methods.EngineParts:
-    """Builds the parts of an engine from the result of `read_model`.
+    """Builds the parts of an engine from the result of `read_model_folder`.
 
     Arguments are those of `Engine.load`. Pages are allocated with their sharding.
 
@@ -87,7 +87,7 @@ def build_engine_parts(
     draft = heads = None
     if speculation is not None and speculation.draft_folder is not None:
         draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
-        small = read_model(draft_folder, dtype=dtype, mesh=mesh)
+        small = read_model_folder(draft_folder, dtype=dtype, mesh=mesh)
         draft = methods.ModelWeights(small.config, small.params)
     if speculation is not None and speculation.heads_folder is not None:
         heads_folder = validation.path("heads_folder", speculation.heads_folder)

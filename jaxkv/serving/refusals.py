@@ -122,14 +122,14 @@ def check(
     """
     if not isinstance(ask, Sampling):
         raise ValueError(f"sampling={validation.shown(ask)} must be a Sampling or None")
-    ids = _prompt(tokens, config)
+    ids = _check_prompt(tokens, config)
     limit = min(ids.size + ask.max_tokens, config.max_length)
     _check_answers(ask, ids.size, limit, config, has_logits_fn)
-    _check_words(ask, ids, config, num_eos, vocab_size, has_text)
+    _check_tokens(ask, ids, config, num_eos, vocab_size, has_text)
     return ids.tolist()
 
 
-def _prompt(tokens: object, config: EngineConfig) -> np.ndarray:
+def _check_prompt(tokens: object, config: EngineConfig) -> np.ndarray:
     """Returns the token ids of a prompt that leaves room for an answer."""
     ids = validation.tokens("prompt", tokens)
     if not ids.size:
@@ -182,7 +182,7 @@ def _check_answers(
         )
 
 
-def _check_words(
+def _check_tokens(
     ask: Sampling,
     ids: np.ndarray,
     config: EngineConfig,

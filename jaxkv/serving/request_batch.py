@@ -50,12 +50,12 @@ def make_requests(
       ValueError: an argument has another type or is out of its range, or lengths
         differ.
     """
-    known, asks = _checked_pairs(prompts, asks)
+    known, asks = _check_pairs(prompts, asks)
     num = len(prompts)
-    names = _names(
+    names = _check_ids(
         "request_ids", range(num) if request_ids is None else request_ids, num
     )
-    key_ids = names if key_ids is None else _names("key_ids", key_ids, num)
+    key_ids = names if key_ids is None else _check_ids("key_ids", key_ids, num)
     arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
     _check_length("arrivals_s", arrivals_s, num)
     arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
@@ -96,11 +96,11 @@ def make_requests(
         np.array(samples, int) == 0
     )  # the sequence that reads the prompt
     return requests.Requests(
-        tokens=column(_filled_up(known, config.max_length, 0)),
+        tokens=column(_pad_rows(known, config.max_length, 0)),
         prompt_length=column([len(ids) for ids in known]),
         limit=column(limits),
         request_id=column(names),
-        stop_tokens=column(_filled_up(ends, config.max_stop_tokens, -1), blank=-1),
+        stop_tokens=column(_pad_rows(ends, config.max_stop_tokens, -1), blank=-1),
         params=params_of(
             [*[asks[i] for i in owner], *[Sampling.greedy()] * unused],
             [*[keys[i] for i in owner], *[np.zeros(2, np.uint32)] * unused],
@@ -141,14 +141,14 @@ def prefix_of(
 
 
 def pad_pages(
-    prefix: Prefix, pages: Any, mine: Pages, config: EngineConfig
+    prefix: Prefix, pages: Any, like: Pages, config: EngineConfig
 ) -> tuple[Prefix, Any]:
     """Pads received pages to the most that a sequence may have.
 
     Args:
       prefix: the tokens of the pages.
       pages: K and V arrays, as `Engine.take_prefix` returns them.
-      mine: page arrays of the receiving engine.
+      like: page arrays of the receiving engine.
       config: bounds of the receiving engine.
 
     Returns:
@@ -158,11 +158,11 @@ def pad_pages(
       ValueError: the arrays do not fit the engine's.
     """
     most, leaves = int(prefix.num_pages), jax.tree.leaves(pages)
-    fits = jax.tree.structure(pages) == jax.tree.structure(mine) and all(
+    fits = jax.tree.structure(pages) == jax.tree.structure(like) and all(
         isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves
     )
     shapes = [(leaf.dtype.name, leaf.shape) for leaf in leaves] if fits else []
-    count = kv_pages.check_content(mine, shapes) if fits else most + 1
+    count = kv_pages.check_content(like, shapes) if fits else most + 1
     if count > most:
         shown = "..." if fits else validation.shown(pages)
         raise ValueError(
@@ -173,7 +173,7 @@ def pad_pages(
     return prefix._replace(num_pages=jnp.int32(count)), whole
 
 
-def _filled_up(
+def _pad_rows(
     rows: Sequence[Sequence[int] | np.ndarray], width: int, blank: int
 ) -> np.ndarray:
     """Returns rows of one length: longer ones are cut, shorter ones padded."""
@@ -183,7 +183,7 @@ def _filled_up(
     return found
 
 
-def _names(name: str, values: Sequence[int], num: int) -> list[int]:
+def _check_ids(name: str, values: Sequence[int], num: int) -> list[int]:
     """Checks one integer in [0, 2**31) for each of `num` requests."""
     _check_length(name, values, num)
     return [refusals.check_request_id(name, x) for x in values]
@@ -194,7 +194,7 @@ def _check_length(name: str, values: Sequence[Any], num: int) -> None:
         raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
 
 
-def _checked_pairs(
+def _check_pairs(
     prompts: Sequence[object], asks: Sequence[object]
 ) -> tuple[list[np.ndarray], list[Sampling]]:
     """Checks that there are token ids and a `Sampling` for each request."""

@@ -118,7 +118,7 @@ class RequestTracker:
             batch.append(record)
         return batch
 
-    def hand_over(self, batch: list[RequestRecord]) -> None:
+    def mark_submitted(self, batch: list[RequestRecord]) -> None:
         """Counts the requests of `next_batch` as submitted."""
         for record in batch:
             self._pending.remove(record)
@@ -137,7 +137,7 @@ class RequestTracker:
         for name, sample in now:
             if record := self.records.get(name):
                 for part in record.answers if sample < 0 else [record.answers[sample]]:
-                    part.gone = True
+                    part.has_ended = True
         return named
 
     def read(self, info: step.StepInfo, now: float) -> None:
@@ -152,9 +152,9 @@ class RequestTracker:
             if reason is not None:
                 self._unfinished -= 1
                 self._finished += 1
-                if record is not None and not record.answers[sample].gone:
-                    record.answers[sample].gone = True
-                    self._ready += all(part.gone for part in record.answers)
+                if record is not None and not record.answers[sample].has_ended:
+                    record.answers[sample].has_ended = True
+                    self._ready += all(part.has_ended for part in record.answers)
             if record is None or record.answers[sample].reason is not None:
                 continue  # ended by a stop string; later tokens are dropped
             self._emit(record, record.extend(sample, tokens, logprobs, reason, now))
@@ -188,9 +188,9 @@ class RequestTracker:
         part = record.answers[sample]
         cancelled = part.reason is None
         if cancelled:
-            record.cut_off(sample)
+            record.cancel_sequence(sample)
         record.close(sample, drained, row)
-        text, completion = part.text[part.shown :], None
+        text, completion = part.text[part.num_delivered :], None
         if record.is_complete():
             del self.records[record.request_id]
             self._requests -= drained is not None

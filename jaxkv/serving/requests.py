@@ -24,10 +24,10 @@ class PartialAnswer:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
-    shown: int = 0
+    num_delivered: int = 0
     """Characters of the text that were delivered in events."""
     reason: str | None = None
-    gone: bool = False
+    has_ended: bool = False
     """True if the device has ended the sequence, or was asked to."""
     finished: FinishedAnswer | None = None
     """The answer, once the device has drained the sequence."""
@@ -84,35 +84,35 @@ class RequestRecord:
             part.logprobs.append(logprob)
             if part.stream is not None and token not in self.end_tokens:
                 part.text += part.stream.push(token)
-                if part.search is not None and self._stops(part, token):
+                if part.search is not None and self._cut_at_stop(part, token):
                     reason = "stop"
                     break
         else:
             # No text follows a stop string, not even half a character.
-            if reason and self._finishes(part) and reason == "length":
+            if reason and self._flush_text(part) and reason == "length":
                 reason = "stop"
         part.reason = reason
         # Text that may be the beginning of a stop string is held back.
         stops = self.sampling.stop
         hold = 0 if reason else max(map(len, stops), default=1) - 1
-        end = max(part.shown, len(part.text) - hold)
-        text, part.shown = part.text[part.shown : end], end
+        end = max(part.num_delivered, len(part.text) - hold)
+        text, part.num_delivered = part.text[part.num_delivered : end], end
         return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
 
-    def cut_off(self, sample: int) -> None:
+    def cancel_sequence(self, sample: int) -> None:
         """Ends a cancelled sequence with its tokens so far."""
         part = self.answers[sample]
         part.reason = "cancelled"
-        self._finishes(part)
+        self._flush_text(part)
 
-    def _finishes(self, part: PartialAnswer) -> bool:
+    def _flush_text(self, part: PartialAnswer) -> bool:
         """Appends text that the decoder held back; True if it has a stop string."""
         if part.stream is None:
             return False
         part.text += part.stream.finish()
-        return part.search is not None and self._stops(part, None)
+        return part.search is not None and self._cut_at_stop(part, None)
 
-    def _stops(self, part: PartialAnswer, token: int | None) -> bool:
+    def _cut_at_stop(self, part: PartialAnswer, token: int | None) -> bool:
         """Cuts the text at the first stop string; returns True if there is one."""
         tail = part.stream.tail()
         place = part.search.push(part.text, tail, token)
@@ -121,7 +121,7 @@ class RequestRecord:
         return place is not None
 
     def close(self, sample: int, drained: state.Sequences | None, row: int) -> None:
-        """Closes a sequence with a drained row; None if it never ran."""
+        """Completes a sequence; `drained` is None if the device never ran it."""
         part, ask, num = self.answers[sample], self.sampling, len(self.prompt)
         top_logprobs, score = None, None
         if outputs.needs_logprobs(ask):

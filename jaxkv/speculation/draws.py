@@ -91,9 +91,10 @@ def gumbel_top_k(
     num: int = 1,
     replacement: bool = False,
 ) -> Int32[Array, "rows {num}"]:
-    """Samples tokens without logarithms: probabilities over exponential noise.
+    """Samples tokens by the Gumbel-top-k trick, without logarithms.
 
-    The tokens with the largest ratios are, in this order, a sample without replacement.
+    The tokens with the largest ratios of probability to exponential noise are, in this
+    order, a sample without replacement.
 
     Args:
       probs: probabilities of each row.

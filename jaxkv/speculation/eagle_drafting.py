@@ -135,12 +135,12 @@ class Eagle(Drafter):
         nodes, own = step.feed_root(own)
         found, start, offset = [nodes], 0, 0
         for depth, beam in enumerate(self.beams, 1):
-            chosen, index = _likeliest(nodes, beam)
+            chosen, index = _top_guesses(nodes, beam)
             name, start = start + 1 + index, start + nodes.token.shape[1]
             nodes, own = step.feed_guesses(own, chosen, name, offset, depth)
             found.append(nodes)
             offset += beam
-        choose = _chain if self.branching == 1 else _tree
+        choose = _pack_chain if self.branching == 1 else _pack_tree
         drafts = choose(found, granted, config.max_drafts)
         return memory, state.pages._replace(beside=own), drafts
 
@@ -216,7 +216,7 @@ class _DraftingStep(NamedTuple):
         root = self.root[:, None]
         place = jnp.where(there, root + 1 + column, -1)
         every = jnp.arange(chosen.ancestors.shape[2], dtype=jnp.int32)
-        kin = chosen.ancestors | (every[None, None, :] == column[:, :, None])
+        ancestors = chosen.ancestors | (every[None, None, :] == column[:, :, None])
         rows = Rows(
             token=chosen.token.reshape(-1),
             position=jnp.where(there, root + depth, -1).reshape(-1),
@@ -228,11 +228,11 @@ class _DraftingStep(NamedTuple):
             rows = rows._replace(
                 place=place.reshape(-1),
                 context=jnp.where(self.root >= 0, self.root + 1, -1),
-                ancestors=kin.reshape(-1, kin.shape[2]),
+                ancestors=ancestors.reshape(-1, ancestors.shape[2]),
             )
         score = jnp.where(there, chosen.score, -jnp.inf)
         states = chosen.state.reshape(-1, chosen.state.shape[2])
-        return self._feed_rows(own, rows, states, score, name.reshape(-1), kin)
+        return self._feed_rows(own, rows, states, score, name.reshape(-1), ancestors)
 
     def _feed_rows(
         self,
@@ -241,7 +241,7 @@ class _DraftingStep(NamedTuple):
         before: Float[Array, "rows hidden"],
         score: Float[Array, "slots n"],
         name: Int32[Array, " rows"],
-        kin: Bool[Array, "slots n columns"],
+        ancestors: Bool[Array, "slots n columns"],
     ) -> tuple[_Nodes, Pages]:
         """Runs the layer if any row is valid; returns the guesses of every row."""
         config, width = self.drafter.config, self.drafter.branching
@@ -281,13 +281,13 @@ class _DraftingStep(NamedTuple):
             score=total,
             parent=spread(name)[:, :, 0],
             state=spread(jnp.zeros_like(before)),
-            ancestors=spread(kin),
+            ancestors=spread(ancestors),
         )
         some = jnp.any(rows.position >= 0)
         return arrays.when(some, run, (nodes, own), rows, before)
 
 
-def _likeliest(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:
+def _top_guesses(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:
     """Returns the most likely guesses of a depth and their indices."""
     if nodes.token.shape[1] == 1:
         return nodes, jnp.zeros_like(nodes.token)
@@ -300,7 +300,7 @@ def _likeliest(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {nu
     return jax.tree.map(pick, nodes), index.astype(jnp.int32)
 
 
-def _chain(
+def _pack_chain(
     found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
 ) -> Drafts:
     """Drafts the single guess of each depth."""
@@ -310,7 +310,7 @@ def _chain(
     return Drafts(num=jnp.minimum(granted, num), tokens=jnp.pad(token, blank))
 
 
-def _tree(
+def _pack_tree(
     found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
 ) -> Drafts:
     """Drafts the most likely guesses of all depths.

@@ -82,21 +82,21 @@ def load_heads(
                 )
         make, names = _KINDS[kind]
         config = make(
-            target=target, **{name: _whole(name, raw[name]) for name in names}
+            target=target, **{name: _check_integers(name, raw[name]) for name in names}
         )
-        acceptance = _shares(raw["acceptance"])
+        acceptance = _check_acceptance(raw["acceptance"])
     params = checkpoints.load_tree(folder, config.param_shapes(), dtype=dtype)
     return LoadedHeads(config, params, acceptance)
 
 
-def _whole(name: str, value: Any) -> int | tuple[int, ...]:
+def _check_integers(name: str, value: Any) -> int | tuple[int, ...]:
     """Checks an integer, or a list of them."""
     if isinstance(value, list):
         return tuple(validation.integer(name, x) for x in value)
     return validation.integer(name, value)
 
 
-def _shares(raw: Any) -> tuple[tuple[float, ...], ...]:
+def _check_acceptance(raw: Any) -> tuple[tuple[float, ...], ...]:
     """Checks that values are in [0, 1], with equally many ranks at each depth."""
     shares = tuple(
         tuple(

@@ -114,12 +114,12 @@ def search(
         speed, num = speed_of(share, len(layers) / config.num_layers, max_drafts)
         return LayerSearchResult(layers, share, num, speed)
 
-    sets = _all if 2**config.num_layers - 2 <= MOST_SETS else _one_by_one
+    sets = _evaluate_all if 2**config.num_layers - 2 <= MOST_SETS else _remove_greedily
     # Ties go to the smallest set.
     return max(sets(config.num_layers, judge), key=lambda x: (x.speed, -len(x.layers)))
 
 
-def _all(
+def _evaluate_all(
     num_layers: int, judge: Callable[[tuple[int, ...]], LayerSearchResult]
 ) -> list[LayerSearchResult]:
     """Evaluates every proper subset of the layers that is not empty."""
@@ -128,7 +128,7 @@ def _all(
     return [judge(layers) for layers in itertools.chain.from_iterable(sets)]
 
 
-def _one_by_one(
+def _remove_greedily(
     num_layers: int, judge: Callable[[tuple[int, ...]], LayerSearchResult]
 ) -> Iterable[LayerSearchResult]:
     """Yields smaller and smaller sets, each without the least important layer."""

@@ -139,7 +139,7 @@ class Lookahead(Drafter):
         )
         window, num_slots = memory.window[row], row.shape[0]
         above = self._window_parents(num_slots)
-        parents = jnp.concatenate([_trie(candidates), above], axis=1)
+        parents = jnp.concatenate([_trie_parents(candidates), above], axis=1)
         drafted = jnp.concatenate(
             [candidates.reshape(num_slots, -1), window.reshape(num_slots, -1)], axis=1
         )
@@ -247,7 +247,9 @@ def store_ngrams(
     return arrays.put(pool, (slot, place), ngrams), num_written + columns
 
 
-def _trie(candidates: Int32[Array, "slots num followers"]) -> Int32[Array, "slots _"]:
+def _trie_parents(
+    candidates: Int32[Array, "slots num followers"],
+) -> Int32[Array, "slots _"]:
     """Returns the parent places of chains after the root that share their beginnings.
 
     A chain that begins like an earlier one continues from its nodes; equal siblings are

@@ -161,10 +161,10 @@ def build_speculative(
         raise ValueError(f"{kind} heads do not go with speculate={method!r}")
     layers = None if speculation is None else speculation.draft_layers
     if layers is not None:
-        layers = _layers(layers, model.config.num_layers)
-    model = _for_few_rows(model, bounds)
+        layers = _check_layers(layers, model.config.num_layers)
+    model = _add_few_row_weights(model, bounds)
     if heads is not None:
-        parts = _with_heads(model, heads, bounds, dtype)
+        parts = _build_with_heads(model, heads, bounds, dtype)
     else:
         forward = paged.PagedForward(model.config, bounds.numerics)
         pages = paged.make_pages(model.config, bounds, dtype=dtype)
@@ -172,7 +172,7 @@ def build_speculative(
         if method is None:
             return parts
         if draft is not None:
-            parts = _with_draft_model(parts, model, draft, bounds, dtype)
+            parts = _build_with_draft_model(parts, model, draft, bounds, dtype)
         elif method == "early-exit":
             if param_forms.is_stacked(model.params):
                 raise ValueError("'early-exit' needs layers that are not stacked")
@@ -193,7 +193,7 @@ def build_speculative(
     return parts
 
 
-def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
+def _check_layers(layers: object, num_layers: int) -> tuple[int, ...]:
     """Returns the layers that draft, given as indices or as a number of first layers.
 
     Raises:
@@ -216,7 +216,7 @@ def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
     return found
 
 
-def _for_few_rows(model: ModelWeights, bounds: Any) -> ModelWeights:
+def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
     """Adds transposed copies of small weights where a CPU multiplies few rows."""
     numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
     leaves = jax.tree.leaves(model.params)
@@ -236,7 +236,7 @@ def _for_few_rows(model: ModelWeights, bounds: Any) -> ModelWeights:
     return model._replace(params=jax.jit(param_forms.for_few_rows)(model.params))
 
 
-def _with_heads(
+def _build_with_heads(
     model: ModelWeights, heads: head_folders.LoadedHeads, bounds: Any, dtype: str
 ) -> EngineParts:
     """Builds the parts of "medusa" or "eagle".
@@ -265,7 +265,7 @@ def _with_heads(
     )
 
 
-def _with_draft_model(
+def _build_with_draft_model(
     target: EngineParts,
     model: ModelWeights,
     draft: ModelWeights,
@@ -278,7 +278,7 @@ def _with_draft_model(
             f"the draft model's {draft.config.vocab_size=} must be the served model's "
             f"{model.config.vocab_size}"
         )
-    draft = _for_few_rows(draft, bounds)
+    draft = _add_few_row_weights(draft, bounds)
     own = paged.PagedForward(draft.config, bounds.numerics)
     draft_pages = paged.make_pages(draft.config, bounds, dtype=dtype)
     drafter = draft_model.DraftModel(own, has_own_model=True)

@@ -55,7 +55,7 @@ class NGram(Drafter):
         def look_up() -> Drafts:
             row = jnp.maximum(state.slots.sequence, 0)
             known = jnp.where(granted > 0, state.sequences.num_tokens[row], 0)
-            return lookup(
+            return look_up_drafts(
                 state.sequences.tokens[row],
                 known,
                 shortest=self.shortest,
@@ -69,7 +69,7 @@ class NGram(Drafter):
         return memory, state.pages, drafts
 
 
-def lookup(
+def look_up_drafts(
     tokens: Int32[Array, "slots max_length"],
     known: Int32[Array, " slots"],
     *,

@@ -64,8 +64,8 @@ class SharedNoiseVerifier:
         """
         unscored = jnp.zeros(positions.shape, bool)
         drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
-        equal = _equal(children, drawn.token, top_k.wide(logits).dtype)
-        return _ruling(equal, drawn.token, drawn.invalid)
+        equal = _match(children, drawn.token, top_k.wide(logits).dtype)
+        return _mask_invalid(equal, drawn.token, drawn.invalid)
 
 
 @validation.suggests_keywords
@@ -119,7 +119,7 @@ class Rejection:
         logits = top_k.wide(logits)
         greedy = sampler.greedy(logits, raw=raw)
         warm = params.temperature > 0
-        equal = _equal(children, greedy.token, logits.dtype)
+        equal = _match(children, greedy.token, logits.dtype)
 
         def judge() -> tuple[Array, Array]:
             target_probs = sampler.probabilities(logits, params)
@@ -135,7 +135,7 @@ class Rejection:
 
         with jax.named_scope("rejection"):
             found = lax.cond(jnp.any(warm), judge, lambda: (equal, greedy.token))
-        return _ruling(*found, greedy.invalid)
+        return _mask_invalid(*found, greedy.invalid)
 
     def rule(
         self,
@@ -168,14 +168,14 @@ class Rejection:
             child = children[:, rank]
             is_child = ids == child[:, None]
             guess = is_child.astype(dtype) if left is None else left
-            chance, rest = _try(rest, guess, child)
+            chance, rest = _try_child(rest, guess, child)
             accept = accept.at[:, rank].set(chance)
             if left is not None and not self.replacement:
                 left = fixed_point.normalised(jnp.where(is_child, 0, left))
         return accept, rest
 
 
-def _try(
+def _try_child(
     target_probs: Float[Array, "rows vocab"],
     draft_probs: Float[Array, "rows vocab"],
     child: Int32[Array, " rows"],
@@ -245,7 +245,7 @@ class Typical:
         warm = params.temperature > 0
         unscored = jnp.zeros(positions.shape, bool)
         drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
-        equal = _equal(children, drawn.token, logits.dtype)
+        equal = _match(children, drawn.token, logits.dtype)
 
         def judge() -> Array:
             accept = self.rule(sampler.probabilities(logits, params), children)
@@ -253,7 +253,7 @@ class Typical:
 
         with jax.named_scope("typical"):
             accept = lax.cond(jnp.any(warm), judge, lambda: equal)
-        return _ruling(accept, drawn.token, drawn.invalid)
+        return _mask_invalid(accept, drawn.token, drawn.invalid)
 
     def rule(
         self,
@@ -310,7 +310,7 @@ class Synthetic:
         unscored = jnp.zeros(positions.shape, bool)
         drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
         accept = jnp.where(children >= 0, self.acceptance, 0.0).astype(jnp.float32)
-        return _ruling(accept, drawn.token, drawn.invalid)
+        return _mask_invalid(accept, drawn.token, drawn.invalid)
 
 
 def _log(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
@@ -322,7 +322,7 @@ def _log(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
     return -jnp.log1p((1 - some) / some)
 
 
-def _equal(
+def _match(
     children: Int32[Array, "rows width"],
     token: Int32[Array, " rows"],
     dtype: jnp.dtype,
@@ -331,7 +331,7 @@ def _equal(
     return (children == token[:, None]).astype(dtype)
 
 
-def _ruling(
+def _mask_invalid(
     accept: Float[Array, "rows width"],
     token: Int32[Array, " rows"],
     invalid: Bool[Array, " rows"],

@@ -80,12 +80,12 @@ def make(
         shapes = [x.shape for x in (arrival_s, *columns.values())]
         raise ValueError(f"a workload needs columns of one length, not {shapes}")
     in_range = (arrival_s >= 0) & (arrival_s < 2**31 - 1)
-    _refuse(~in_range, arrival_s, "arrives at {} s, not in [0, 2^31 - 1)")
+    _check_column(~in_range, arrival_s, "arrives at {} s, not in [0, 2^31 - 1)")
     late = np.diff(arrival_s, prepend=0.0) < 0
-    _refuse(late, arrival_s, "arrives at {} s, before the one ahead of it")
+    _check_column(late, arrival_s, "arrives at {} s, before the one ahead of it")
     for name, column in columns.items():
         wrong = (column < 1) | (column > lengths.LONGEST)
-        _refuse(wrong, column, f"has {name}={{}}, not in [1, {lengths.LONGEST}]")
+        _check_column(wrong, column, f"has {name}={{}}, not in [1, {lengths.LONGEST}]")
     if clients is not None:
         hint = "at least 1, or None for an open loop"
         clients = validation.integer("clients", clients, low=1, hint=hint)
@@ -93,14 +93,16 @@ def make(
     if limit is not None:
         limit = np.broadcast_to(_numbers("limit", limit, "iu"), num)
         short = limit < columns["prompt"] + columns["output"]
-        _refuse(short, limit, "has limit={}, below its prompt and output")
+        _check_column(short, limit, "has limit={}, below its prompt and output")
         limits = jnp.asarray(limit, jnp.int32)
     if attributes is not None:
         for name, (low, high) in BOUNDS._asdict().items():
             given = _numbers(f"attributes.{name}", getattr(attributes, name), "iu")
             given = np.broadcast_to(given, num)
             wrong = (given < low) | (given > high)
-            _refuse(wrong, given, f"has attributes.{name}={{}}, not in [{low}, {high}]")
+            _check_column(
+                wrong, given, f"has attributes.{name}={{}}, not in [{low}, {high}]"
+            )
             attributes = attributes._replace(**{name: jnp.asarray(given, jnp.int32)})
     return Workload(
         arrival=jnp.asarray(clock.from_seconds(arrival_s)),
@@ -229,7 +231,7 @@ def _numbers(name: str, column: Any, kinds: str) -> np.ndarray:
     return column
 
 
-def _refuse(wrong: np.ndarray, column: np.ndarray, message: str) -> None:
+def _check_column(wrong: np.ndarray, column: np.ndarray, message: str) -> None:
     """Raises a ValueError for the first wrong request, if there is one."""
     if wrong.any():
         first = int(np.argmax(wrong))

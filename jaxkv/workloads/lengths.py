@@ -170,14 +170,14 @@ class Pair:
             or, with `keeps_means`, no scale gives these means.
         """
         num = validation.integer("num", num, low=1)
-        stretch = _stretch(self)
+        stretch = _scale_factors(self)
         prompt, output = np.empty(0, np.int64), np.empty(0, np.int64)
         drawn = 0
         while prompt.size < num:
             lengths = _draw(self, rng, 2 * num + 100) * stretch
             drawn += len(lengths)
             tokens = np.maximum(lengths.round(), 1).astype(np.int64)
-            tokens = tokens[_fits(self, tokens)]
+            tokens = tokens[_within_bounds(self, tokens)]
             prompt = np.concatenate([prompt, tokens[:, 0]])
             output = np.concatenate([output, tokens[:, 1]])
             if prompt.size < drawn / 100:
@@ -248,7 +248,7 @@ def _draw(pair: Pair, rng: np.random.Generator, num: int) -> Float[np.ndarray, "
     return np.stack([law.draw(rng, num) for law in (pair.prompt, pair.output)], axis=1)
 
 
-def _fits(pair: Pair, tokens: np.ndarray) -> Bool[np.ndarray, " n"]:
+def _within_bounds(pair: Pair, tokens: np.ndarray) -> Bool[np.ndarray, " n"]:
     """Marks the pairs within the bounds."""
     within = tokens[:, 0] <= pair.max_prompt
     within &= tokens[:, 1] <= LONGEST
@@ -256,16 +256,16 @@ def _fits(pair: Pair, tokens: np.ndarray) -> Bool[np.ndarray, " n"]:
 
 
 @functools.cache
-def _stretch(pair: Pair) -> Float[np.ndarray, " 2"]:
+def _scale_factors(pair: Pair) -> Float[np.ndarray, " 2"]:
     """Returns the factors of a pair's distributions, from a fixed reference sample."""
     if not pair.keeps_means:
         return np.ones(2)
     unit = _draw(pair, np.random.default_rng(0), _NUM_REFERENCE)
     means = np.array([pair.prompt.mean, pair.output.mean])
     unit *= means / unit.mean(0)  # factors are 1 if no pair is rejected
-    found = rescale_to_means(unit, means, lambda lengths: _fits(pair, lengths))
+    found = rescale_to_means(unit, means, lambda lengths: _within_bounds(pair, lengths))
     if found is not None:
-        kept = unit[_fits(pair, unit * found)] * found
+        kept = unit[_within_bounds(pair, unit * found)] * found
         if kept.size and np.allclose(kept.mean(0), means, rtol=0.01):
             return found
     raise ValueError(f"no scale gives the means of {pair} within its bounds")

@@ -159,7 +159,7 @@ def read_recording(path: Path, *, skip_empty: bool = False) -> Recording:
         output=np.array([row.output for row in kept], np.int32),
         chunk_ids=tuple(np.array(x, np.int64) for x in ids) if ids else None,
         num_empty=num_empty,
-        doubts=_doubts(table, kind, arrival_s),
+        doubts=_unit_warnings(table, kind, arrival_s),
     )
 
 
@@ -271,10 +271,10 @@ def _rows(table: tables.RawTable, kind: _Kind) -> Iterator[_Row]:
             )
     for row in table.rows:
         line = row.line or row.number
-        seconds = _number(row.cells, kind.time, line, kind.seconds)
+        seconds = _read_cell(row.cells, kind.time, line, kind.seconds)
         start = seconds if start is None else start
-        prompt = _number(row.cells, kind.prompt, line, _whole)
-        output, ids = _number(row.cells, kind.output, line, _whole), None
+        prompt = _read_cell(row.cells, kind.prompt, line, _to_integer)
+        output, ids = _read_cell(row.cells, kind.output, line, _to_integer), None
         if kind is _MOONCAKE:
             ids = row.cells.get("hash_ids")
             if not isinstance(ids, list) or not all(type(x) is int for x in ids):
@@ -299,7 +299,7 @@ _EPOCH_S, _EPOCH_MS = (1e9, 1e10), 1e11
 """Unix times: seconds of the years 2001 to 2286; smallest milliseconds, of 1973."""
 
 
-def _doubts(
+def _unit_warnings(
     table: tables.RawTable, kind: _Kind, arrival_s: Float[np.ndarray, " requests"]
 ) -> tuple[str, ...]:
     """Returns warnings about times that look like another unit."""
@@ -329,7 +329,7 @@ def _doubts(
     return tuple(found)
 
 
-def _whole(value: Any) -> int:
+def _to_integer(value: Any) -> int:
     """Converts an integer such as 10, "10", 10.0, "10.0" or "1e3"."""
     if isinstance(value, bool):
         raise ValueError
@@ -343,7 +343,7 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _number[T: (int, float)](
+def _read_cell[T: (int, float)](
     row: Mapping[str, Any], name: str, line: int, convert: Callable[[Any], T]
 ) -> T:
     """Converts a cell.

@@ -1,4 +1,5 @@
-"""The router: retries, deadlines, cancellation, membership; no answer is ever wrong."""
+"""The router: retries, deadlines, cancellation, worker pool; no answer is ever
+wrong."""
 
 import asyncio
 import contextlib
@@ -49,7 +50,7 @@ async def routing(
     finally:
         await asyncio.wait_for(router.close(), 10)
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:  # scripted answers that nobody waits for
+        for task in others:  # scripted answers without a receiver
             task.cancel()
 
 
@@ -291,8 +292,8 @@ async def test_answers_of_an_abandoned_attempt_are_dropped() -> None:
         asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: first.running)
         [late] = first.running
-        router._pool.lose(router.workers[first.name], "a test")
-        # The lost worker goes on, and its reports arrive all the same.
+        router._pool.mark_lost(router.workers[first.name], "a test")
+        # The lost worker continues, and its reports still arrive.
         wrong = Report(late, event=Event(7, [1], "wrong", None))
         router._deliver(wrong)
         answer = await asked
@@ -351,7 +352,7 @@ async def test_two_routers_share_workers_and_their_requests_do_not_mix() -> None
         ]
         for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
             assert answer.completion.tokens == tokens_of(prompt, ASK, 1, 0)
-        # A worker that one starts serves the other; one lost is replaced once.
+        # Workers are shared by both routers; a lost one is replaced once.
         name = one.add_worker(DECODE)
         await until(lambda: name in two.workers)
         launcher.workers[name].kill()
@@ -446,7 +447,7 @@ def candidate(load: int, cached: int = 0) -> Candidate:
     return Candidate("a", "decode", load, 0, cached)
 
 
-def test_requests_go_where_least_is_to_be_done() -> None:
+def test_requests_go_to_the_worker_with_the_least_load() -> None:
     idle, busy, cached = candidate(0), candidate(10), candidate(10, 12)
     assert choice.least_work([busy, idle], 17) == 1
     assert choice.prefix_affinity([busy, idle], 17) == 1

@@ -182,7 +182,7 @@ def test_a_prefill_worker_whose_engine_fails_is_replaced() -> None:
 
 
 @pytest.mark.slow
-def test_a_stalled_request_ends_and_its_worker_goes_on() -> None:
+def test_a_stalled_request_ends_and_its_worker_continues() -> None:
     async def run() -> None:
         launcher = LocalLauncher()
         router = Router(launcher)

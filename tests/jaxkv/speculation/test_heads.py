@@ -1,4 +1,5 @@
-"""Heads that draft: rows over pages equal whole sequences, and folders of weights."""
+"""Drafting heads: drafts over pages equal those over whole sequences; weight
+folders."""
 
 import dataclasses
 import functools
@@ -40,7 +41,7 @@ HEADS = MedusaConfig(target=MODEL, num_heads=3, num_blocks=2)
 EAGLE = EagleConfig(target=MODEL, taps=(0, 2, 1))
 NUM = 7
 BUSH = static_tree.Topology((0, 0, 1, 1, 2, 3, 0), (0, 2, 0, 1, 1, 0, 4))
-# A page of a sequence maps the places behind its known tokens, also between two steps.
+# Pages are mapped beyond the known tokens of a sequence, also between two steps.
 BOUNDS = EngineConfig(
     num_pages=4,
     page_size=64,
@@ -95,7 +96,7 @@ def after_some_steps(
 
 
 def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, TargetAndDraftParams]:
-    """What is drafted behind known tokens of each slot, and these."""
+    """Returns the drafts of each slot, and its known tokens."""
     rng = np.random.default_rng(3)
     asks = [greedy(i, rng.integers(0, 61, 3 + 4 * i).tolist(), 40) for i in range(4)]
     state, params = after_some_steps(drafter, asks)
@@ -153,13 +154,13 @@ def _unrolled(num_steps: int) -> Any:
     return jax.jit(functools.partial(eagle.unroll_drafts, **how))
 
 
-def said_behind(
+def logprobs_after(
     known: list[int], path: list[int], params: TargetAndDraftParams
 ) -> np.ndarray:
-    """Log-probabilities behind drafts, by the form that training takes."""
+    """Log-probabilities after drafts, computed as in training."""
     found = features_of(known[:-1], EAGLE.taps)
     size, num = 64, len(known) + len(path)
-    # Nobody may look at features of the last known token, nor at those of drafts.
+    # Features of the last known token and of drafts must not be read.
     feature = np.random.default_rng(len(path)).normal(0, 9, (1, size, found.shape[1]))
     feature[0, : len(found)] = found
     tokens = np.zeros((1, size), np.int32)
@@ -182,18 +183,20 @@ def said_behind(
         pytest.param(Eagle(EAGLE, (), 4), id="one deep", marks=pytest.mark.slow),
     ],
 )
-def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
-    """K and V of rows fed long ago, of features; of drafts, of its own states."""
+def test_eagle_drafts_equal_a_slow_search(drafter: Eagle) -> None:
+    """K and V of earlier rows come from features, those of drafts from the drafter's
+    states.
+    """
     known, drafts, params = drafted(drafter)
     for slot, tokens in enumerate(known):
-        root = said_behind(tokens, [], params)
+        root = logprobs_after(tokens, [], params)
         every: list[tuple[float, list[int]]] = []
         level = [(root[x], [int(x)]) for x in np.argsort(-root)[: drafter.branching]]
         every += level
         for beam in drafter.beams:
             build_eagle_drafter = []
             for score, path in sorted(level, key=lambda x: -x[0])[:beam]:
-                law = said_behind(tokens, path, params)
+                law = logprobs_after(tokens, path, params)
                 best = np.argsort(-law)[: drafter.branching]
                 build_eagle_drafter += [(score + law[x], [*path, int(x)]) for x in best]
             level = build_eagle_drafter
@@ -209,8 +212,8 @@ def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_granted_is_all_that_is_drafted() -> None:
-    """Fewer places hold fewer guesses to continue; the rest is still a tree."""
+def test_no_more_is_drafted_than_granted() -> None:
+    """Fewer places hold fewer expanded guesses; the rest is still a tree."""
     drafter = Eagle(EAGLE, (2, 3, 2), 3)
     state, params = after_some_steps(drafter, [greedy(0, [1, 2, 3], 40)])
     propose = jax.jit(drafter.propose, static_argnames="config")
@@ -223,7 +226,7 @@ def test_what_is_granted_is_all_that_is_drafted() -> None:
 
 
 def test_the_noise_of_the_target_ranks_guesses() -> None:
-    """Of equal logits the first guess is the token that will be drawn."""
+    """Among equal logits, the first guess is the token that the target will sample."""
     rng = np.random.default_rng(2)
     asks = [
         Ask(i, [1], Sampling(temperature=t, seed=i))
@@ -251,7 +254,7 @@ def test_a_tree_grows_as_the_best_fixed_one_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_pages_stay_in_place(kind: str) -> None:
-    """Features and the drafter's keys, too, are never copied."""
+    """Features and the drafter's K and V are not copied either."""
     model = engine_programs.MODEL
     config = dataclasses.replace(
         engine_programs.CONFIG,
@@ -374,7 +377,7 @@ def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
         (lambda: Eagle(EAGLE, (0,), 2), r"beams=\(0,\) must be in \[1, 2\]"),
     ],
 )
-def test_what_there_is_not_is_refused(make: Any, line: str) -> None:
+def test_missing_taps_and_heads_are_refused(make: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:
         make()
     assert "\n" not in str(refused.value)
@@ -389,7 +392,7 @@ def test_more_continued_guesses_than_drafts_are_refused() -> None:
 
 
 def test_other_models_have_layers_of_their_own() -> None:
-    """The drafter's layer is dense, in whatever model it drafts for."""
+    """The drafter's layer is dense, for any target."""
     tied = dataclasses.replace(MODEL, tie_embeddings=True, qkv_bias=True)
     config = EagleConfig(target=tied, taps=(2,))
     shapes, drawn = config.param_shapes(), config.init_params(jax.random.key(0))

@@ -1,8 +1,8 @@
-"""Answers of every drafter with every verifier that may judge it, several steps long.
+"""Joint distribution of several tokens, for every drafter with every allowed verifier.
 
 `test_verifiers.py` enumerates the rule of one step, whose noise is independent by
-assumption. Here the drafters remember what they do, the noise is the engine's own, and
-strings of four tokens are counted over many sequences.
+assumption. Here drafters keep their state, the noise is the engine's own, and strings
+of four tokens are counted over many sequences.
 """
 
 import dataclasses
@@ -41,25 +41,25 @@ from tests.support.sampled_laws import chi_square, params_of
 
 VOCAB, PROMPT, NUM_TOKENS = 4, (0, 2, 1, 3, 0), 4
 NUM = 1 << 13
-"""Sequences, each of a request of its own."""
+"""Sequences, each a request of its own."""
 RNG = np.random.default_rng(1)
 TARGET, GUESS = RNG.normal(size=(2, VOCAB, VOCAB)).astype(np.float32)
 """Logits by the last token, of the model and of one that drafts."""
 
 
 def guess(params: Any, pages: Any, rows: Any) -> ForwardResult:
-    """The model that drafts."""
+    """The draft model."""
     logits = jnp.asarray(GUESS)[rows.token]
     return ForwardResult(logits[jnp.maximum(rows.logit_rows, 0)], pages)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree(Drafter):
-    """Two guesses side by side behind the root, and two behind the first of these."""
+    """Two guesses after the root, and two after the first of these."""
 
     drawn: bool
-    """Whether they are drawn from a law, or chosen by the noise that the target draws
-    by, as `Medusa` and `Eagle` do."""
+    """True if guesses are sampled from a distribution; False if they are chosen by the
+    target's noise, as in `Medusa` and `Eagle`."""
     replacement: bool = False
 
     @property
@@ -98,7 +98,8 @@ class Tree(Drafter):
 
 
 class Case(NamedTuple):
-    """A drafter, the drafts that it may have, and whether its own verifier differs."""
+    """A drafter, its largest number of drafts, and a verifier if it is not the
+    default."""
 
     drafter: Drafter
     max_drafts: int = 3
@@ -150,14 +151,14 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         head_dim=1,
         dtype="float32",
     )
-    # Not by the constructor, which refuses some pairs.
+    # Bypasses the constructor, which refuses some pairs.
     pair = tuple.__new__(Speculation, (case.drafter, verifier))
     keys = params_of([Sampling(seed=seed) for seed in range(NUM)])
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def start() -> Any:
         memory = case.drafter.init(config)
-        if isinstance(memory, AdaptiveState):  # at these costs most drafts pay
+        if isinstance(memory, AdaptiveState):  # most drafts pay at these costs
             lengths = memory.lengths.astype(jnp.float32)
             steps = jnp.broadcast_to(1 + 0.02 * lengths, memory.costs.steps.shape)
             costs = memory.costs._replace(steps=steps, undrafted=steps[:, 0])
@@ -209,14 +210,14 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         state = step(state, jnp.asarray(index == 0))
     found = state.sequences
     assert int(found.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
-    # Several at once, or nothing is accepted.
+    # Several tokens per step; otherwise no draft was accepted.
     assert int(found.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
     return np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
 
 
 @functools.cache
 def joint() -> np.ndarray:
-    """The model's own distribution of NUM_TOKENS tokens, enumerated."""
+    """The model's distribution of NUM_TOKENS tokens, enumerated."""
     law = np.exp(TARGET.astype(np.float64))
     law /= law.sum(axis=1, keepdims=True)
     found = law[PROMPT[-1]]
@@ -226,7 +227,7 @@ def joint() -> np.ndarray:
 
 
 def fit(name: str, verifier: Any) -> float:
-    """The probability of a fit at least as bad as that of the answers."""
+    """p-value of the answers under the model's distribution (chi-squared test)."""
     code = answers(CASES[name], verifier) @ VOCAB ** np.arange(NUM_TOKENS)[::-1]
     return chi_square(np.bincount(code, minlength=VOCAB**NUM_TOKENS), joint())
 
@@ -236,13 +237,13 @@ THOROUGH = {("jacobi", "coupled"), ("tree, drawn", "rejection")}
 
 
 def pairs() -> list[Any]:
-    """Every drafter with every verifier that is said to keep its distribution."""
+    """Every drafter with every verifier that keeps its distribution."""
     found = []
     for name in CASES:
         for verifier in VERIFIERS:
             if verifier != "coupled" and name in REFUSED:
                 continue
-            # Replacement is the drafter's to know, see `Rejection`.
+            # `replacement` must match the drafter, see `Rejection`.
             if (
                 verifier == "with replacement"
                 and name != "tree, drawn with replacement"
@@ -284,6 +285,6 @@ def test_drafts_of_the_verifiers_own_draws_need_its_noise(
         Speculation(drafter, judge)
     with pytest.raises(ValueError, match=line):
         Speculation(NGram(), judge)._replace(drafter=drafter)
-    # The others promise no distribution, or keep every token.
+    # The remaining ones keep no distribution, or keep every token.
     for other in (SharedNoiseVerifier(), Typical(), Synthetic(0.5)):
         assert Speculation(drafter, other) == (drafter, other)

@@ -1,4 +1,5 @@
-"""Methods by name, behind the facade: the same answers, one program, pages in place."""
+"""Methods by name through `Engine`: equal answers, one program, pages updated in
+place."""
 
 import dataclasses
 import re
@@ -31,7 +32,7 @@ from jaxkv.speculation import (
     methods,
     static_tree,
 )
-from jaxkv.speculation.ngram import lookup
+from jaxkv.speculation.ngram import look_up_drafts
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL
 from tests.support.folders import GOLDEN, ROOT
@@ -65,7 +66,7 @@ def answers(folder: str, prompts: Sequence[list[int]], **how: Any) -> list[Any]:
 
 
 def prompts_of(num: int) -> list[list[int]]:
-    """Some of them begin alike; lengths from 1 to 20."""
+    """Prompts of 1 to 20 tokens, some with equal beginnings."""
     rng = np.random.default_rng(num)
     begin = rng.integers(0, 60, 9).tolist()
     return [
@@ -91,8 +92,8 @@ def heads_for(family: str, kind: Any, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
-    """200 prompts, greedy and drawn, alone and in batches, bit by bit."""
+def test_every_family_answers_as_without_drafts(family: str, tmp_path: Path) -> None:
+    """200 prompts, greedy and sampled, one by one and in batches, bit by bit."""
     prompts = prompts_of(200)
     wanted = answers(family, prompts)
     ways: list[dict[str, Any]] = [
@@ -110,7 +111,7 @@ def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
         ),
     ]
     for way in ways:
-        jax.clear_caches()  # so many programs are more mappings than Linux allows
+        jax.clear_caches()  # or Linux's limit on mappings is exceeded
         assert answers(family, prompts, **way) == wanted, way
     alone = {"max_slots": 1, "speculate": "ngram"}
     assert answers(family, prompts[:40], **alone) == wanted[:40]
@@ -154,7 +155,7 @@ def test_pages_stay_in_place(drafter: Any) -> None:
 def found_before(
     tokens: list[int], shortest: int, longest: int, num: int
 ) -> list[int] | None:
-    """The longest and then latest match of the last tokens, in plain Python."""
+    """The latest of the longest matches of the last tokens, in plain Python."""
     best = (0, -1)
     for end in range(len(tokens) - 1):
         length = 0
@@ -174,7 +175,7 @@ def found_before(
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (1, 3), (2, 4)])
 def test_lookup_equals_its_twin(shortest: int, longest: int) -> None:
     rng = np.random.default_rng(shortest)
-    look = jax.jit(lookup, static_argnames=("shortest", "longest", "num"))
+    look = jax.jit(look_up_drafts, static_argnames=("shortest", "longest", "num"))
     hits = 0
     for _ in range(40):
         tokens = rng.integers(0, 4, (6, 30)).astype(np.int32)
@@ -273,8 +274,8 @@ def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
     assert exits.drafter.forward == paged.PagedForward(MODEL, layers=(0,))
 
 
-def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
-    """Not where bits are promised, or no step has so few."""
+def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
+    """Not under reproducible numerics, nor if no step has so few rows."""
 
     def has_both(**fields: Any) -> bool:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
@@ -291,7 +292,7 @@ def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
 
 
 @pytest.mark.slow
-def test_rejection_keeps_the_law_on_text() -> None:
+def test_rejection_keeps_the_distribution_on_text() -> None:
     """20,032 answers of the bundled model: pairs of tokens, the second one drafted."""
     loaded = checkpoints.load_model(ROOT / "experiments" / "models" / "stdlib-bytes")
     config = jaxkv.EngineConfig(

@@ -1,4 +1,4 @@
-"""Workloads: laws keep what they promise, files are read whole or refused by line."""
+"""Workloads: distributions have their moments; files are read completely or refused."""
 
 import gzip
 import inspect
@@ -26,7 +26,7 @@ from jaxkv.workloads.lengths import (
 )
 from tests.support import traces
 
-# Not its annotations, which the tests check, but what it checks itself.
+# Calls without type annotations, which the test runner would check first.
 make: Any = inspect.unwrap(arrivals.make)
 
 
@@ -43,7 +43,7 @@ def rng(seed: int = 0) -> np.random.Generator:
         (Gamma(mean=300.0, shape=1.3), 300 / np.sqrt(1.3)),
     ],
 )
-def test_laws_have_their_moments(
+def test_distributions_have_their_moments(
     law: lengths.LengthDistribution, deviation: float
 ) -> None:
     drawn = law.draw(rng(), 200_000)
@@ -52,7 +52,7 @@ def test_laws_have_their_moments(
 
 
 @pytest.mark.parametrize("pair", [SHAREGPT, ALPACA])
-def test_published_means_are_those_of_what_the_bounds_leave(pair: Pair) -> None:
+def test_published_means_are_those_within_the_bounds(pair: Pair) -> None:
     prompt, output = pair.draw(rng(1), 200_000)
     assert prompt.mean() == pytest.approx(pair.prompt.mean, rel=0.01)
     assert output.mean() == pytest.approx(pair.output.mean, rel=0.01)
@@ -62,13 +62,14 @@ def test_published_means_are_those_of_what_the_bounds_leave(pair: Pair) -> None:
 
 
 def test_the_shape_of_sharegpt_follows_from_figure_2() -> None:
-    """Orca (Max) has reserved 0.133 of 15,728 places for what 7 requests will draw."""
+    """Orca (Max) has reserved 0.133 of 15,728 places for future tokens of 7
+    requests."""
     output = SHAREGPT.draw(rng(2), 200_000).output.astype(float)
     still_to_come = (output**2).mean() / (2 * output.mean())
     assert still_to_come == pytest.approx(0.133 * 15_728 / 7, rel=0.04)
 
 
-def test_bounds_that_leave_no_law_are_refused() -> None:
+def test_bounds_that_reject_all_pairs_are_refused() -> None:
     pair = Pair(prompt=Fixed(tokens=9), output=Fixed(tokens=9), max_length=17)
     with pytest.raises(ValueError, match="99 % of pairs exceed the bounds"):
         pair.draw(rng(), 5)
@@ -88,7 +89,7 @@ def test_arrivals_have_their_rate_and_their_bursts(cv: float) -> None:
 
 
 def test_gaps_of_poisson_are_exponential() -> None:
-    """A gap is longer than so many means with probability e^-x."""
+    """A gap exceeds x means with probability e^-x."""
     arrival = arrivals.poisson(rng(), rate=10.0, num=50_000)
     gaps = np.diff(arrival) * 10
     for x in (0.1, 1.0, 3.0):
@@ -146,7 +147,7 @@ TWO = np.array([1, 2])
         (lambda: Fixed(tokens=0), "tokens=0 must be in"),
     ],
 )
-def test_what_is_no_workload_is_refused(build: Any, line: str) -> None:
+def test_invalid_workloads_are_refused(build: Any, line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
         build()
     assert "\n" not in str(caught.value)
@@ -206,7 +207,7 @@ def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
         found.at_rate(1.0)
 
 
-def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
+def test_mooncakes_chunks_are_shared_between_prompts(tmp_path: Path) -> None:
     found = recordings.read_recording(write(tmp_path, MOONCAKE))
     assert found.arrival_s.tolist() == [0.0, 2.5, 2.5]
     assert found.chunk_ids is not None
@@ -269,7 +270,7 @@ def test_dates_without_a_zone_are_utc(
     time.tzset()
     try:
         header = AZURE.partition("\n")[0]
-        # The nights in which clocks change in Europe and in America.
+        # Nights of daylight saving changes in Europe and America.
         dates = [
             [
                 "2023-10-29 01:59:59.0000000",
@@ -345,7 +346,7 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
         ([0, 1, 2, 2], "ms", "are they seconds?"),
     ],
 )
-def test_times_of_another_unit_are_doubted(
+def test_times_of_another_unit_have_a_warning(
     tmp_path: Path, times: list[float], unit: str, doubt: str
 ) -> None:
     text = "arrival_s,prompt_tokens,output_tokens\n"
@@ -358,7 +359,7 @@ def test_times_of_another_unit_are_doubted(
     assert doubt in "".join(found)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gone\.csv: cannot be read"):
         recordings.read_recording(tmp_path / "gone.csv")
 
@@ -367,7 +368,12 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
     def entry(*texts: str) -> dict:
         return {"conversations": [{"from": "x", "value": text} for text in texts]}
 
-    entries = [entry("ab", "abc", "d"), entry("alone"), entry("", "x"), entry("é", "y")]
+    entries = [
+        entry("ab", "abc", "d"),
+        entry("single"),
+        entry("", "x"),
+        entry("é", "y"),
+    ]
     path = write(tmp_path, json.dumps(entries))
     encode = ByteTokenizer(257).encode
     assert recordings.read_sharegpt(path, encode).prompt.tolist() == [2, 2]
@@ -376,7 +382,7 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
         ([entry("a", "b"), {"id": 3}], "entry 2: has no conversations"),
         ([{"conversations": [{"value": 3}, {"value": 4}]}], "entry 1: has no"),
         ({}, "holds dict, not a list"),
-        ([entry("alone")], "holds no conversation of two turns"),
+        ([entry("single")], "holds no conversation of two turns"),
     ):
         with pytest.raises(ValueError, match=line):
             recordings.read_sharegpt(write(tmp_path, json.dumps(bad)), encode)
@@ -402,7 +408,7 @@ def test_azures_traces_have_their_known_means(
 
 
 def test_mooncakes_trace_can_be_found_in_a_cache_to_64_percent() -> None:
-    """The hit rate of a cache without bounds: 64.0 % of 121,877 chunks."""
+    """Hit rate of an unbounded cache: 64.0 % of 121,877 chunks."""
     found = recordings.read_recording(traces.find("traces/mooncake_synthetic.jsonl"))
     assert found.chunk_ids is not None
     num_chunks = sum(ids.size for ids in found.chunk_ids)
