@@ -135,7 +135,7 @@ class Adaptive(Drafter):
     def wishes(
         self, memory: AdaptiveState, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
-        """Returns at most the best draft length, equal for all slots."""
+        """Returns the best draft length, or the wrapped drafter's if that is less."""
         num = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
         best = memory.best[num]
         tries = (best == 0) & (memory.idle >= self.patience)

@@ -207,7 +207,7 @@ class _DraftingStep(NamedTuple):
           own: pages of the drafter.
           chosen: the guesses.
           name: index of each among all guesses, as in `_Nodes.parent`.
-          offset: places between the first draft's and the first of these guesses'.
+          offset: draft places used by shallower guesses.
           depth: of the guesses, from 1 on.
         """
         num = chosen.token.shape[1]
@@ -225,7 +225,7 @@ class _DraftingStep(NamedTuple):
             logit_rows=jnp.arange(place.size, dtype=jnp.int32),
         )
         if self.drafter.branching > 1:
-            rows = rows._replace(
+            rows = rows._replace(  # tree attention
                 place=place.reshape(-1),
                 context=jnp.where(self.root >= 0, self.root + 1, -1),
                 ancestors=ancestors.reshape(-1, ancestors.shape[2]),

@@ -3,7 +3,7 @@
 A window of guesses of the next tokens is iterated as in Jacobi decoding, and the last
 few states of each of its columns are stored. Read in order they form an n-gram that the
 model itself produced; n-grams that begin with the last known token are drafted. Both
-are branches of one token tree, so no special attention mask is needed:
+are branches of one token tree and use tree attention, without a mask of their own:
 
   candidates  each is a chain after the root; chains with equal beginnings share nodes
   window      state 0 is a chain after the root; a column's next state is a child of

@@ -35,8 +35,8 @@ METHODS: tuple[Method, ...] = get_args(Method.__value__)
 smaller draft model; two kinds of trained heads."""
 
 MAX_DRAFTS = 3
-"""Default draft length: with the token before the drafts 4 rows, which CPUs multiply at
-once."""
+"""Default draft length: 3 drafts and the token before them are 4 rows, which CPUs
+multiply at once."""
 MAX_ADAPTIVE_DRAFTS = 7
 """Default of the largest draft length if it adapts: 8 rows."""
 NUM_LENGTHS = 2

@@ -1,4 +1,4 @@
-"""The best static draft tree for given acceptance rates.
+"""The best static draft tree, for tree attention with given acceptance rates.
 
 A node is a guess: the r-th best of its depth, given its parent. If guesses are right
 independently of each other, a node is accepted with the product of the probabilities on
