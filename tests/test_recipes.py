@@ -3,7 +3,11 @@
 import dataclasses
 import functools
 import itertools
+import os
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -20,7 +24,7 @@ from jaxkv import arrays
 from jaxkv.engine import drafting
 from jaxkv.models import checkpoints, config, nonlinear, transformer
 from jaxkv.models.huggingface import configs, families
-from jaxkv.speculation import Coupled
+from jaxkv.speculation import SharedNoiseVerifier
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, dispatch, prefill_plan, stream_k
 from scaling.costs import parameters
@@ -100,6 +104,104 @@ def test_a_sampling_rule_runs_inside_the_step(served: dict[int, engines.Run]) ->
             assert after > before or before == last
 
 
+# Add an attribute of requests that a policy reads
+
+TENANT_FIRST = '''
+"""Smallest tenant first."""
+
+from typing import NamedTuple
+
+from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling.interface import Counts, Plan
+
+
+class TenantFirst(NamedTuple):
+    """Admits the request with the smallest tenant first."""
+
+    inner: fcfs.FCFS = fcfs.fcfs()
+    holds_finished = False
+
+    def plan(self, counts: Counts) -> Plan:
+        """Decides one step."""
+        asked = interface.attributes_of(counts.waiting_attributes)
+        return interface.plan_by(self.inner, counts, asked.tenant)
+'''
+
+SERVE_TENANTS = """
+import dataclasses, types
+from typing import NamedTuple
+import jax.numpy as jnp
+import numpy as np
+import jaxkv
+from jaxkv.models import paged
+from jaxkv.scheduling.tenant_first import TenantFirst
+from jaxkv.server import openai_requests
+from jaxkv.simulation import Capacity, Members, driver
+from jaxkv.workloads import arrivals
+from tests.support import engines
+
+tenants = [5, 2, 9, 0]
+asked = [jaxkv.RequestAttributes(tenant=x) for x in tenants]
+config = dataclasses.replace(engines.SERVED, max_slots=1, queue_head=4, debug=False)
+engine = jaxkv.Engine(
+    engines.params(), paged.PagedForward(engines.MODEL),
+    paged.make_pages(engines.MODEL, config), config, policy=TenantFirst(), eos_ids=(),
+)
+ask = jaxkv.Sampling.greedy(max_tokens=2)
+ids = [engine.submit([7, 8], ask, attributes=each) for each in asked]
+order = dict.fromkeys(event.request_id for event in engine.stream() if event.tokens)
+served = [tenants[ids.index(x)] for x in order]
+assert served == [0, 2, 5, 9], served
+try:
+    engine.submit([7, 8], ask, attributes=jaxkv.RequestAttributes(tenant=10))
+except ValueError as error:
+    assert "attributes.tenant=10 must be a whole number in [0, 9]" in str(error)
+else:
+    raise AssertionError("not refused")
+
+class OneSecond(NamedTuple):
+    def __call__(self, work):
+        return jnp.float32(1.0)
+
+column = jaxkv.RequestAttributes(tenant=np.array(tenants))
+two = np.full(4, 2)
+load = arrivals.make(np.zeros(4), two, two, attributes=column)
+bounds = Capacity.of(num_pages=20, max_length=8, token_budget=8)
+members = driver.stack([Members(load, bounds, TenantFirst(), OneSecond())])
+finish_s = driver.simulate(members, max_slots=1, head=4).finish_s[0]
+served = [tenants[i] for i in np.argsort(finish_s)]
+assert served == [0, 2, 5, 9], served
+
+backend = types.SimpleNamespace(model_name="tiny", tokenizer=None, max_length=64)
+body = b'{"prompt": [7, 8], "tenant": 3}'
+request = openai_requests.parse_completion(body, {}, backend, 1.0)
+assert request.attributes == jaxkv.RequestAttributes(tenant=3)
+"""
+
+
+@pytest.mark.thorough
+def test_a_policy_reads_a_new_attribute_of_requests(tmp_path: Path) -> None:
+    """Two files: the attributes and the policy."""
+    copy, original = tmp_path / "jaxkv", ROOT / "jaxkv"
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    table = copy / "scheduling/attributes.py"
+    text = table.read_text(encoding="utf-8")
+    end_of_fields, end_of_bounds = "\n\n\nBOUNDS: Any", '\n)\n"""Smallest and'
+    assert text.count(end_of_fields) == text.count(end_of_bounds) == 1
+    text = text.replace(end_of_fields, f"\n    tenant: Values = 0{end_of_fields}")
+    text = text.replace(end_of_bounds, f"\n    tenant=(0, 9),{end_of_bounds}")
+    table.write_text(text, encoding="utf-8")
+    (copy / "scheduling/tenant_first.py").write_text(TENANT_FIRST, encoding="utf-8")
+
+    folders = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    subprocess.run(
+        [sys.executable, "-c", SERVE_TENANTS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": folders},
+        check=True,
+    )
+
+
 # Add a drafter
 
 
@@ -126,7 +228,7 @@ class Again(drafting.Drafter):
 
 @pytest.mark.thorough
 def test_a_drafter_changes_when_and_never_what() -> None:
-    speculation = jaxkv.Speculation(Again(), Coupled())
+    speculation = jaxkv.Speculation(Again(), SharedNoiseVerifier())
     asks = [engines.greedy(i, [i, 2, 7], 20) for i in range(6)]
     bounds = dataclasses.replace(engines.TIGHT, max_drafts=2, token_budget=32)
     run = engines.serve(asks, bounds, speculation=speculation)

@@ -314,7 +314,7 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
         mesh = make_mesh(**degrees)
     # As long a part of every page as a whole one on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
-    loaded = loading.read(folder, dtype=options.dtype, mesh=mesh)
+    loaded = loading.read_model_folder(folder, dtype=options.dtype, mesh=mesh)
     if loaded.tokenizer is None:
         raise ValueError(f"{folder}: has no tokenizer that reads text")
     return ReadModel(model, folder, mesh, page_size, loaded)

@@ -285,7 +285,7 @@ def run(
     """
     from jaxkv.server import app, http_server
 
-    service = app.Service(
+    service = app.HttpService(
         backend,
         api_key=key,
         max_requests=options.max_requests,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxkv.workloads.lengths import Gamma, Lengths, Pair, stretch
+from jaxkv.workloads.lengths import Gamma, Lengths, Pair, rescale_to_means
 
 NUM_DRAWN = 8192
 """Pairs that stand for a law."""
@@ -49,7 +49,7 @@ def draw(
     def fits(tokens: np.ndarray) -> np.ndarray:
         return tokens.sum(1) <= max_length - 3
 
-    stretched = stretch(unit, means, fits, num_rounds=NUM_ROUNDS)
+    stretched = rescale_to_means(unit, means, fits, num_rounds=NUM_ROUNDS)
     if stretched is None:
         raise ValueError(too_long)
     mask = fits(unit * stretched)

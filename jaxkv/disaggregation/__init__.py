@@ -1,12 +1,11 @@
-"""Prompts read by some workers, answered by others; pages travel between them.
+"""Disaggregated serving: prefill workers, decode workers, and KV transfer between them.
 
-`Service` starts everything on one machine or joins a Ray cluster; it needs the extra
-`ray`. `Router` and `Worker` are the parts, without Ray.
+`Service` starts a service on one machine or joins a Ray cluster; it needs the extra
+`ray`. `Router` and `Worker` are its parts, without Ray.
 """
 
 from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.members import WorkerLostError
 from jaxkv.disaggregation.process import HttpFront
 from jaxkv.disaggregation.router import (
     ReplayError,
@@ -17,6 +16,7 @@ from jaxkv.disaggregation.router import (
 )
 from jaxkv.disaggregation.service import Service, ServiceLostError
 from jaxkv.disaggregation.worker import Worker, WorkerSpec
+from jaxkv.disaggregation.worker_pool import WorkerLostError
 
 __all__ = [
     "Candidate",

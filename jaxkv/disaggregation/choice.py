@@ -1,6 +1,6 @@
-"""Which worker a request goes to: a function of the work that each has.
+"""Routing: chooses the worker of a request from the load of each worker.
 
-Pass another one to the router: it takes the candidates and returns the index of one.
+A router takes any function with the signature `Choose`.
 """
 
 import hashlib
@@ -11,36 +11,36 @@ import numpy as np
 
 
 class Candidate(NamedTuple):
-    """A worker that could take a request, as the router knows it."""
+    """A worker that could take a request, as known to the router."""
 
     name: str
     role: str
     load: int
-    """Tokens that it was asked to read or write and has not reported yet."""
+    """Tokens that the router has requested from it and that are not complete."""
     num_requests: int
-    """Requests of this router that it works on."""
+    """Requests of this router that are in progress on the worker."""
     cached_tokens: int
-    """Tokens of this prompt, from the first on, in pages that it has had."""
+    """Leading tokens of this prompt in pages that the worker has had."""
 
 
 type Choose = Callable[[Sequence[Candidate], int], int]
-"""Takes candidates, at least one, and the prompt's tokens; returns an index."""
+"""Takes candidates, at least one, and the number of prompt tokens; returns an index."""
 
 
 def least_work(workers: Sequence[Candidate], num_tokens: int) -> int:
-    """Chooses the worker with the fewest tokens to do; the first of equals."""
+    """Chooses the worker with the fewest tokens in progress; ties go to the first."""
     return min(range(len(workers)), key=lambda i: workers[i].load)
 
 
 def prefix_affinity(workers: Sequence[Candidate], num_tokens: int) -> int:
-    """Chooses by tokens to do once the prompt's cached tokens are subtracted."""
+    """Chooses the worker with the fewest tokens in progress minus cached tokens."""
     return min(
         range(len(workers)), key=lambda i: workers[i].load - workers[i].cached_tokens
     )
 
 
 def page_keys(tokens: Sequence[int], page_size: int, salt: int) -> list[bytes]:
-    """Returns a key of every full page of a prompt, of all tokens up to its end.
+    """Returns a key for every full page of a prompt: a hash of all tokens so far.
 
     The last token is always fed, so a page that ends with it has no key.
     """

@@ -1,7 +1,7 @@
 """Workers as Ray actors: the only file of the package that imports Ray.
 
-Actors are named and detached, so that routers in several processes find and share them.
-Ray repeats nothing (`max_restarts=0`, `max_task_retries=0`): the router does.
+Actors are named and detached, so that routers in several processes share them. Ray
+retries no call (`max_restarts=0`, `max_task_retries=0`): the router does.
 """
 
 import contextlib
@@ -16,27 +16,33 @@ import ray.exceptions
 from ray import cloudpickle
 from ray.util import list_named_actors
 
-from jaxkv.disaggregation.members import Launcher, WorkerHandle
-from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, Worker, WorkerSpec
+from jaxkv.disaggregation.worker import (
+    Attempt,
+    PrefillResult,
+    Report,
+    Worker,
+    WorkerSpec,
+)
+from jaxkv.disaggregation.worker_pool import Launcher, WorkerHandle
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 
 MAX_CONCURRENCY = 10_000
-"""Calls that an actor has under way at most."""
+"""Largest number of concurrent calls of an actor."""
 RECONNECT_S = 10
-"""Seconds after which a process gives up a lost head node; Ray's default is 60."""
+"""Seconds after which a process considers a head node lost; Ray's default is 60."""
 HEALTH_CHECK = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}
-"""A node that stopped is given up after 10 s; Ray's default is 65 s."""
+"""A node that stopped is considered lost after 10 s; Ray's default is 65 s."""
 OBJECT_STORE_BYTES = 200 * 2**20
-"""Shared memory of an embedded node; pages pass through it."""
+"""Shared memory of an embedded node, through which pages pass."""
 
 
 def environment(token: str | None) -> dict[str, str]:
-    """Returns the environment variables of a process that will call `connect`.
+    """Returns the environment variables of a process that will call `connected`.
 
     Args:
       token: Ray's token; None leaves the variables `RAY_AUTH_TOKEN` and
-        `RAY_AUTH_TOKEN_PATH` as they are, for a cluster that has one.
+        `RAY_AUTH_TOKEN_PATH` unchanged, for a cluster that has one.
     """
     found = {
         "RAY_AUTH_MODE": "token",
@@ -46,8 +52,8 @@ def environment(token: str | None) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
         "RAY_enable_metrics_collection": "0",
-        # Not a port, so none is opened; 44217, of all interfaces and without the token,
-        # by default.
+        # An invalid port opens none; the default is 44217 on all interfaces, without
+        # the token.
         "AUTOSCALER_METRIC_PORT": "-1",
         "RAY_worker_niceness": "0",  # 15 by default
     }
@@ -55,7 +61,7 @@ def environment(token: str | None) -> dict[str, str]:
 
 
 class RayHandle:
-    """Calls to one actor. Implements `members.WorkerHandle`."""
+    """Calls to one actor. Implements `worker_pool.WorkerHandle`."""
 
     def __init__(self, actor: Any):
         self.actor = actor
@@ -81,16 +87,20 @@ class RayHandle:
         await _result(self.actor.submit.remote(*fields))
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
-    ) -> tuple[Prefilled, Any]:
+        self,
+        attempt: Attempt,
+        tokens: list[int],
+        salt: int,
+        attributes: RequestAttributes | None = None,
+    ) -> tuple[PrefillResult, Any]:
         """See `Worker.prefill`; the pages stay with the worker until `bring`."""
         # Separate values, so that Ray copies the payload once and without pickling.
         call = self.actor.prefill.options(num_returns=3)
-        done, header, payload = call.remote(attempt, tokens, salt)
+        done, header, payload = call.remote(attempt, tokens, salt, attributes)
         return await _result(done), (header, payload)
 
     async def bring(self, pages: Any) -> int:
-        """See `Worker.bring`; the pages go from worker to worker."""
+        """See `Worker.bring`; the pages are sent from worker to worker."""
         return await _result(self.actor.bring.remote(*pages))
 
     def cancel(self, attempt: Attempt) -> None:
@@ -104,7 +114,7 @@ class RayHandle:
 
 
 class RayLauncher:
-    """Starts workers of one service as actors. Implements `members.Launcher`.
+    """Starts workers of one service as actors. Implements `worker_pool.Launcher`.
 
     Args:
       service: name of the service; routers of the same name share workers.
@@ -115,7 +125,7 @@ class RayLauncher:
         self._actor = ray.remote(Worker)
 
     def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """See `members.Launcher`."""
+        """See `worker_pool.Launcher`."""
         actor = self._actor.options(
             name=name,
             namespace=self._service,
@@ -132,17 +142,17 @@ class RayLauncher:
         return RayHandle(actor)
 
     def find(self) -> Mapping[str, WorkerHandle]:
-        """See `members.Launcher`."""
+        """See `worker_pool.Launcher`."""
         found = {}
         for named in list_named_actors(all_namespaces=True):
             if named["namespace"] == self._service:
-                with contextlib.suppress(ValueError):  # it has just ended
+                with contextlib.suppress(ValueError):  # the actor has just ended
                     actor = ray.get_actor(named["name"], namespace=self._service)
                     found[named["name"]] = RayHandle(actor)
         return found
 
     def kill(self, name: str, handle: WorkerHandle) -> None:
-        """See `members.Launcher`."""
+        """See `worker_pool.Launcher`."""
         assert isinstance(handle, RayHandle)
         ray.kill(handle.actor)
 
@@ -154,10 +164,9 @@ def connected(address: str | None, service: str, *, folder: str) -> Generator[La
     The variables of `environment` must be set before this module is imported.
 
     Args:
-      address: of the cluster's head, "HOST:PORT"; None starts one on this machine.
+      address: "HOST:PORT" of the cluster's head; None starts a cluster on this machine.
       service: name of the service.
-      folder: for Ray's logs and sockets, at most 40 characters; used by an embedded
-        cluster alone.
+      folder: folder for logs and sockets of an embedded cluster, at most 40 characters.
 
     Raises:
       ConnectionError: the cluster cannot be reached.
@@ -192,21 +201,21 @@ def connected(address: str | None, service: str, *, folder: str) -> Generator[La
 
 
 dumps, loads = cloudpickle.dumps, cloudpickle.loads
-"""Pickle and unpickle a function, one defined in a script or notebook included."""
+"""Pickle and unpickle a function, including one defined in a script or notebook."""
 
 
 def head_address() -> str:
-    """Returns "HOST:PORT" of the head of the cluster that this process is part of."""
+    """Returns "HOST:PORT" of the head of this process's cluster."""
     return ray.get_runtime_context().gcs_address
 
 
 async def _result(reference: Any) -> Any:
-    """Waits for a call.
+    """Awaits a call.
 
     Raises:
-      ConnectionError: the worker, or an object it should get, is gone.
+      ConnectionError: the worker, or an object passed to it, is lost.
       ValueError: the worker refuses the call.
-      RuntimeError: its engine has failed.
+      RuntimeError: the worker's engine has failed.
     """
     try:
         return await reference

@@ -1,4 +1,4 @@
-"""Times and bounds of a router."""
+"""Configuration of a router."""
 
 import dataclasses
 
@@ -7,25 +7,26 @@ from jaxkv import validation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Times and bounds of a router."""
+    """Timeouts and bounds of a router."""
 
     heartbeat_s: float = 10.0
-    """Seconds without an answer to a poll after which a worker counts as lost, above
-    the second that a poll takes."""
+    """Seconds without an answer to a poll after which a worker is lost; above the 1 s
+    that a poll takes."""
     start_timeout_s: float = 300.0
-    """Seconds that a worker may take to load its model."""
+    """Seconds within which a worker must load its model."""
     max_attempts: int = 5
-    """Attempts at a request before it fails, at least 1."""
+    """Attempts after which a request fails, at least 1."""
     backoff_s: float = 0.05
     """Seconds before the second attempt; doubled before each further one."""
     max_restarts: int = 3
-    """Failed starts in a row after which a worker is given up, at least 0."""
+    """Consecutive failed starts after which a worker is not replaced any more, at least
+    0."""
     max_requests: int = 4096
-    """Requests that are not complete, at most."""
+    """Largest number of requests that are not complete."""
     deadline_s: float | None = None
-    """Deadline of requests that bring none, in seconds; None for no deadline."""
+    """Time limit in s of requests without their own; None for no limit."""
     discover_s: float = 2.0
-    """Seconds between looks for workers that other routers started."""
+    """Seconds between searches for workers of other routers."""
 
     def __post_init__(self) -> None:
         """Validates the fields.

@@ -1,7 +1,7 @@
-"""The identity of a served model: hashes of its files, and how its pages are made.
+"""Identity of a served model: hashes of its files, and the layout of its pages.
 
-Pages of two workers may enter each other's prefix caches only if every field is equal.
-Contents are hashed, not names or sizes: two trainings of one shape differ here.
+Pages of two workers may be exchanged only if every field is equal. Contents are hashed,
+not names or sizes, since two trainings of one shape differ.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ REMEMBERED_BYTES = 1 << 26
 """Folders with fewer bytes of weights are hashed at every load, in under 0.1 s."""
 
 
-def of_engine(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
-    """Returns the part of an identity that the engine decides.
+def engine_identity(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
+    """Returns the fields of an identity that depend on the engine.
 
     Args:
       config: the engine's bounds.
       pages: its page arrays, or their shapes.
-      dtype: of the weights.
+      dtype: type of the weights.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(pages)
     shapes = [
@@ -46,12 +46,12 @@ def of_engine(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]
     }
 
 
-def of_folder(folder: Path) -> dict[str, str]:
+def folder_identity(folder: Path) -> dict[str, str]:
     """Returns SHA-256 digests of a model folder's weights, config and tokenizer.
 
-    Digests of large files are remembered in `.NAME.sha256.json` next to the folder
-    NAME, and used while size and both times of a file are unchanged. A place that
-    cannot be written is no error.
+    Digests of large files are stored in `.NAME.sha256.json` next to the folder NAME,
+    and reused while size, modification time and change time of a file are unchanged. A
+    failure to write that file is ignored.
 
     Raises:
       ValueError: the folder has no config.json.
@@ -91,22 +91,22 @@ def of_folder(folder: Path) -> dict[str, str]:
             draft.unlink(missing_ok=True)
     digests = {name: str(entry[-1]) for name, entry in found.items()}
     return {
-        "weights": _joined(digests, (path.name for path in weights)),
+        "weights": _hash_lines(digests, (path.name for path in weights)),
         "config": digests["config.json"],
-        "tokenizer": _joined(digests, (n for n in TOKENIZER_FILES if n in digests)),
+        "tokenizer": _hash_lines(digests, (n for n in TOKENIZER_FILES if n in digests)),
     }
 
 
-def difference(theirs: Any, ours: dict[str, str]) -> str | None:
-    """Returns which field of an identity differs and how; None if they are equal."""
-    if not isinstance(theirs, dict):
-        return f"identity={theirs!r} must be an object"
-    for name in sorted({*ours, *theirs}):
-        if theirs.get(name) != ours.get(name):
-            return f"{name}={theirs.get(name)!r} must be {ours.get(name)!r}"
+def describe_difference(other: Any, own: dict[str, str]) -> str | None:
+    """Describes the first field in which identities differ; None if they are equal."""
+    if not isinstance(other, dict):
+        return f"identity={other!r} must be an object"
+    for name in sorted({*own, *other}):
+        if other.get(name) != own.get(name):
+            return f"{name}={other.get(name)!r} must be {own.get(name)!r}"
     return None
 
 
-def _joined(digests: dict[str, str], names: Iterable[str]) -> str:
+def _hash_lines(digests: dict[str, str], names: Iterable[str]) -> str:
     lines = "\n".join(f"{name} {digests[name]}" for name in names)
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Pages on their way between workers: a JSON header and the bytes of the arrays.
+"""Messages with KV pages between workers: a JSON header and the bytes of the arrays.
 
-The receiver checks the header against its own engine before it believes the bytes.
+The receiver validates the header against its own engine before it reads the bytes.
 """
 
 import json
@@ -20,7 +20,7 @@ MAX_PAYLOAD_BYTES = 1 << 36
 
 
 class PageMessage(NamedTuple):
-    """The cached pages of a prompt's prefix."""
+    """Cached pages of a prompt's prefix."""
 
     header: str
     """JSON: `identity`, `tokens`, `salt`, and `leaves` with dtype and shape of each."""
@@ -29,7 +29,7 @@ class PageMessage(NamedTuple):
 
 
 class PagePrefix(NamedTuple):
-    """The content of a message, after its checks."""
+    """Content of a validated message."""
 
     tokens: list[int]
     salt: int
@@ -40,7 +40,7 @@ class PagePrefix(NamedTuple):
 def pack(
     pages: Any, tokens: Sequence[int], salt: int, own: dict[str, str]
 ) -> PageMessage:
-    """Packs pages of `Engine.take_prefix` with the identity of the engine."""
+    """Packs the pages of `Engine.take_prefix` with the identity of the engine."""
     leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(pages)]
     header = {
         "identity": own,
@@ -53,12 +53,12 @@ def pack(
 
 
 def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
-    """Checks a message and returns its content.
+    """Validates a message and returns its content.
 
     Args:
-      message: as `pack` made it, perhaps elsewhere.
+      message: result of `pack`, possibly of another process.
       like: page arrays of the receiver, `[layers, pages, ...]` each, or their shapes.
-      own: the receiver's identity.
+      own: identity of the receiver.
 
     Raises:
       ValueError: the message is damaged, or of another model or layout.
@@ -75,7 +75,7 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         shapes = [(str(name), tuple(map(int, shape))) for name, shape in leaves]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"header of pages is damaged: {error!r}") from None
-    if (wrong := identity.difference(fields.get("identity"), own)) is not None:
+    if (wrong := identity.describe_difference(fields.get("identity"), own)) is not None:
         raise ValueError(f"pages of {wrong}")
     kv_pages.check_content(like, shapes)
     wanted, structure = jax.tree.flatten(like)

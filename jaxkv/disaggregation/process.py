@@ -1,7 +1,7 @@
-"""The router's process: joins or starts the cluster, and serves one `Service`.
+"""The router's process: joins or starts the cluster, and runs the router of a service.
 
-A pipe leads to the process that started this one. When the pipe closes, everything that
-was started here ends, since that process has ended.
+A pipe connects it to the process that started it. When the pipe closes, since that
+process has ended, everything that was started here ends.
 """
 
 import asyncio
@@ -27,21 +27,23 @@ class HttpFront(NamedTuple):
     """HTTP in the router's process, see `jaxkv.server`; needs the extra `serve`."""
 
     descriptor: int
-    """Of a socket as `http_server.listen` returns it, which the process inherits."""
+    """File descriptor of a socket from `http_server.listen`, inherited by the
+    process."""
     api_key: str
     max_requests: int = 256
-    """Prompts in progress; more are refused with status 503."""
+    """Bound on prompts in progress; further ones get status 503."""
     deadline_s: float = 600.0
-    """Seconds that a request without a deadline may take."""
+    """Time limit in s of a request without its own."""
     grace_s: float = 10.0
-    """Seconds that requests in progress have to end when the service is closed."""
+    """Seconds within which requests in progress may complete when the service is
+    closed."""
 
 
 class Setup(NamedTuple):
-    """The first message of the pipe."""
+    """First message of the pipe."""
 
     address: str | None
-    """Of the cluster's head; None starts a cluster in this process."""
+    """Address of the cluster's head; None starts a cluster in this process."""
     service: str
     scratch: str
     """Folder for Ray's sockets and logs, removed at the end."""
@@ -54,12 +56,12 @@ class Setup(NamedTuple):
     http: HttpFront | None
 
 
-class Call(NamedTuple):
-    """A message from the service: a call of a router's method."""
+class RouterCall(NamedTuple):
+    """Message from the service: a call of a router's method."""
 
     number: int
     method: str
-    """"cancel_call" cancels the call of number `args[0]`."""
+    """"cancel_call" cancels the call with number `args[0]`."""
     args: tuple[Any, ...] = ()
     fields: dict[str, Any] = {}  # noqa: RUF012
 
@@ -68,7 +70,7 @@ class Reply(NamedTuple):
     """A message to the service."""
 
     number: int
-    """Of the call; 0 for the setup."""
+    """Number of the call; 0 for the setup."""
     kind: str
     """"item" of a stream, "result", or "error"."""
     value: Any
@@ -98,7 +100,7 @@ class _Dispatcher:
         with contextlib.suppress(OSError):  # the service has ended: so will this
             self._connection.send(reply)
 
-    def receive(self, call: Call) -> None:
+    def receive(self, call: RouterCall) -> None:
         """Starts a call."""
         if call.method == "cancel_call":
             if (task := self._tasks.get(call.args[0])) is not None:
@@ -107,7 +109,7 @@ class _Dispatcher:
         self._tasks[call.number] = task = asyncio.create_task(self._carry_out(call))
         task.add_done_callback(lambda _: self._tasks.pop(call.number, None))
 
-    async def _carry_out(self, call: Call) -> None:
+    async def _carry_out(self, call: RouterCall) -> None:
         number = call.number
         try:
             if call.method not in METHODS:
@@ -124,13 +126,13 @@ class _Dispatcher:
         except asyncio.CancelledError:
             self.send(Reply(number, "error", RuntimeError("the call was cancelled")))
         except Exception as error:
-            self.send(Reply(number, "error", _plain(error)))
+            self.send(Reply(number, "error", _picklable(error)))
 
 
-async def serve(connection: Connection, setup: Setup) -> None:
-    """Serves until the pipe closes."""
+async def run_router(connection: Connection, setup: Setup) -> None:
+    """Runs a router until the pipe closes."""
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    # Imported here: Ray reads its variables once, and `main` has them set.
+    # Imported late: Ray reads its environment variables at import.
     from jaxkv.disaggregation import cluster
 
     with cluster.connected(
@@ -144,8 +146,8 @@ async def serve(connection: Connection, setup: Setup) -> None:
             model_name=setup.model_name,
         )
         dispatcher = _Dispatcher(connection, router)
-        early: list[Call] = []
-        receive: Callable[[Call], None] = early.append
+        early: list[RouterCall] = []
+        receive: Callable[[RouterCall], None] = early.append
 
         def read() -> None:
             with contextlib.suppress(EOFError, OSError):
@@ -177,10 +179,10 @@ async def serve(connection: Connection, setup: Setup) -> None:
 async def _serve_http(
     router: Router, front: HttpFront, is_over: asyncio.Event, ready: Callable[[], None]
 ) -> None:
-    """Serves HTTP until `is_over`, then for the requests in progress."""
+    """Serves HTTP until `is_over`, then until requests in progress complete."""
     from jaxkv.server import app, http_server
 
-    service = app.Service(
+    service = app.HttpService(
         router,
         api_key=front.api_key,
         max_requests=front.max_requests,
@@ -190,14 +192,14 @@ async def _serve_http(
     async def stop() -> None:
         await is_over.wait()
         await service.stop(front.grace_s)
-        await router.close()  # requests that are left end with one error
+        await router.close()  # ends the remaining requests with an error
 
-    taken = socket.socket(fileno=front.descriptor)
-    await http_server.serve(app.make_app(service), taken, stop, ready)
+    listener = socket.socket(fileno=front.descriptor)
+    await http_server.serve(app.make_app(service), listener, stop, ready)
 
 
-def _plain(error: Exception) -> Exception:
-    """The same error without cause and traceback, which may not be picklable."""
+def _picklable(error: Exception) -> Exception:
+    """Returns the error without cause and traceback, which may not be picklable."""
     try:
         return type(error)(str(error))
     except Exception:
@@ -205,15 +207,15 @@ def _plain(error: Exception) -> Exception:
 
 
 def main(fd: int) -> None:
-    """Serves the process at the other end of a pipe, by its file descriptor."""
+    """Runs the router; `fd` is the descriptor of the pipe to the service's process."""
     sys.setswitchinterval(SWITCH_S)
     connection = Connection(fd)
     setup = connection.recv()
     try:
-        asyncio.run(serve(connection, setup))
+        asyncio.run(run_router(connection, setup))
     except (ValueError, ConnectionError, OSError) as error:
         with contextlib.suppress(OSError):
-            connection.send(Reply(0, "error", _plain(error)))
+            connection.send(Reply(0, "error", _picklable(error)))
     finally:
         if setup.address is None:
             shutil.rmtree(setup.scratch, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The router: chooses workers for a request, and repeats it when one is lost.
+"""The router: chooses workers for a request, and retries it when a worker is lost.
 
-A prompt is read by a prefill worker, its pages go to the prefix cache of a decode
-worker, and that one answers. Draws are keyed by request and position, so a repeated
-request has the same tokens. `members` keeps the workers.
+A prefill worker reads the prompt, its pages are sent to the prefix cache of a decode
+worker, and that worker answers. Samples are keyed by request and position, so a retried
+request has the same tokens. `worker_pool` manages the workers.
 """
 
 import asyncio
@@ -18,8 +18,13 @@ from jaxkv import validation
 from jaxkv.disaggregation import choice
 from jaxkv.disaggregation.choice import Candidate, Choose
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.members import Launcher, Member, Members, WorkerLostError
 from jaxkv.disaggregation.worker import Attempt, Report, WorkerSpec
+from jaxkv.disaggregation.worker_pool import (
+    Launcher,
+    WorkerLostError,
+    WorkerPool,
+    WorkerRecord,
+)
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 from jaxkv.scheduling import attributes as request_attributes
@@ -30,41 +35,41 @@ logger = logging.getLogger(__name__)
 
 
 class RequestCancelledError(RuntimeError):
-    """The request was cancelled by its name."""
+    """The request was cancelled by its number."""
 
 
 class ReplayError(RuntimeError):
-    """A repeated attempt gave other tokens than those that were already streamed.
+    """A retry gave other tokens than those already streamed.
 
-    Possible under `numerics="fast"` alone, where a near tie of two logits may be
-    decided differently in another batch.
+    Possible only with `numerics="fast"`, where a near tie of two logits may be decided
+    differently in another batch.
     """
 
 
 class Transfer(NamedTuple):
-    """How the pages of a prompt came to the worker that answered."""
+    """KV transfer of a request to its decode worker."""
 
     num_bytes: int = 0
     """Bytes of the pages; 0 if none were sent."""
     prefill_s: float = 0.0
-    """Seconds in which the prompt was read, queueing included."""
+    """Seconds to read the prompt, including queueing."""
     transfer_s: float = 0.0
-    """Seconds in which its pages were copied out, sent and written."""
+    """Seconds to copy the pages out, send and write them."""
 
 
 class RoutedAnswer(NamedTuple):
     """A completed request."""
 
     completion: Completion
-    """Its answers; times are in seconds since the router was made."""
+    """Completion; times are in seconds since the router was made."""
     num_attempts: int
-    """1 if no attempt failed."""
+    """Number of attempts; 1 if none failed."""
     transfer: Transfer
-    """Of the last attempt."""
+    """Transfer of the last attempt."""
 
 
 class _Streamed:
-    """The part of one sequence that was streamed, or replayed in a later attempt."""
+    """Part of one sequence that was streamed, and the position of a retry in it."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -110,7 +115,7 @@ class _Request:
         default_factory=asyncio.Queue
     )
     streamed: dict[int, _Streamed] = dataclasses.field(default_factory=dict)
-    """By the number of the sequence."""
+    """By the index of the sequence."""
     first_token_s: float | None = None
     is_cancelled: bool = False
     task: asyncio.Task[RoutedAnswer] | None = None
@@ -128,24 +133,24 @@ class Router:
         tokenizer: Any = None,
         model_name: str = "model",
     ):
-        """Makes a router without workers; `start` adds some.
+        """Makes a router without workers; `start` adds them.
 
         Args:
           launcher: starts and finds workers.
-          config: times and bounds.
+          config: timeouts and bounds.
           choose: chooses a worker for each phase of a request.
-          tokenizer: for prompts that are text; None serves token ids alone.
-          model_name: name of the model, as HTTP clients see it.
+          tokenizer: tokenizer of text prompts; None accepts only token ids.
+          model_name: name of the model for HTTP clients.
         """
         self.config = RouterConfig() if config is None else config
         self.tokenizer, self.model_name = tokenizer, model_name
         self.name = secrets.token_hex(8)
-        self._members = Members(self.name, launcher, self.config, self._deliver)
-        self.members = self._members.by_name
+        self._pool = WorkerPool(self.name, launcher, self.config, self._deliver)
+        self.workers = self._pool.by_name
         self._choose = choose
         self._requests: dict[int, _Request] = {}
         self._reports: dict[Attempt, asyncio.Queue[Report]] = {}
-        """Of the attempts that a worker answers now."""
+        """Reports of attempts that are in progress on a decode worker."""
         self._numbers = itertools.count(1)
         self._is_closed = False
         self._started = time.perf_counter()
@@ -156,43 +161,43 @@ class Router:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer that a request may have."""
-        return self._members.bounds["max_length"]
+        """Largest number of tokens of prompt and answer."""
+        return self._pool.bounds["max_length"]
 
     async def start(self, specs: Sequence[WorkerSpec]) -> None:
-        """Starts workers, adopts those that run already, and waits for all of them.
+        """Starts workers, adopts running ones, and waits until all serve.
 
         Raises:
-          ValueError: a worker cannot start, differs from the first, or none decodes.
+          ValueError: a worker cannot start, serves another model, or no worker decodes.
         """
-        await self._members.start(specs)
+        await self._pool.start(specs)
 
     def add_worker(self, spec: WorkerSpec) -> str:
-        """Starts a worker; returns its name. It takes requests once it is ready."""
-        return self._members.add(spec)
+        """Starts a worker; returns its name. It accepts requests once it is ready."""
+        return self._pool.add(spec)
 
     async def wait_for(self, name: str) -> None:
         """Waits until a worker serves.
 
         Raises:
-          ValueError: it cannot start; the message has its reason.
+          ValueError: the worker cannot start; the message has the reason.
         """
-        await self._members.wait_for(name)
+        await self._pool.wait_for(name)
 
     async def remove_worker(self, name: str) -> None:
-        """Gives a worker no further requests, waits for its last, and leaves it.
+        """Drains a worker (no further requests, last ones complete) and releases it.
 
         The worker ends if no other router uses it.
         """
-        await self._members.remove(name)
+        await self._pool.remove(name)
 
     async def restart_worker(self, name: str) -> str:
-        """Starts a new worker in place of one, then removes that; returns its name.
+        """Replaces a worker by a new one; returns the new name.
 
         Raises:
-          ValueError: the name is unknown, or the new one cannot start.
+          ValueError: the name is unknown, or the replacement cannot start.
         """
-        spec = self._members.named(name).spec
+        spec = self._pool.get(name).spec
         if spec is None:
             raise ValueError(f"worker {name} has not started yet")
         new = self.add_worker(spec)
@@ -204,18 +209,18 @@ class Router:
         """Returns the workers and counts, as plain JSON values."""
         workers = [
             {
-                "name": member.name,
-                "role": member.role,
-                "state": member.state,
-                "reason": member.reason,
-                "load": member.load,
-                "requests": len(member.attempts),
-                "pid": member.described.get("pid"),
+                "name": worker.name,
+                "role": worker.role,
+                "state": worker.state,
+                "reason": worker.reason,
+                "load": worker.load,
+                "requests": len(worker.attempts),
+                "pid": worker.described.get("pid"),
             }
-            for member in self.members.values()
+            for worker in self.workers.values()
         ]
-        serving = self._members.serving()
-        is_ready = any(member.role == "decode" for member in serving)
+        serving = self._pool.serving()
+        is_ready = any(worker.role == "decode" for worker in serving)
         return {
             "is_ready": is_ready and not self._is_closed,
             "running": len(self._requests),
@@ -234,12 +239,12 @@ class Router:
     ) -> RoutedAnswer:
         """Answers a prompt, see `stream`; cancelling the call cancels the request."""
         given = prompt, sampling, key_id, attributes, deadline_s
-        request = self._begin(*given, is_streamed=False)
+        request = self._start_request(*given, is_streamed=False)
         assert request.task is not None
         try:
             return await request.task
         finally:
-            self._end(request)
+            self._end_request(request)
 
     async def stream(
         self,
@@ -254,13 +259,12 @@ class Router:
 
         Args:
           prompt: text, or token ids.
-          sampling: how to draw.
-          key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
-            None; None takes the router's number of the request.
-          attributes: what the scheduling policy of the decode worker sees of the
-            request; None means the defaults.
-          deadline_s: seconds from now by which the request must be complete; None
-            takes that of the router's config.
+          sampling: sampling parameters.
+          key_id: number in [0, 2**31) that keys the samples if `sampling.seed` is None;
+            None takes the router's number of the request.
+          attributes: attributes for the scheduling policies of its workers; None means
+            the defaults.
+          deadline_s: time limit in s from now; None takes that of the router's config.
 
         Yields:
           Events; `request_id` is the router's number, as `cancel` takes it. The last
@@ -272,11 +276,11 @@ class Router:
           TimeoutError: the deadline has passed.
           WorkerLostError: no worker is left, or all attempts have failed.
           RequestCancelledError: `cancel` was called.
-          ReplayError: a repeated attempt differs from the part that was streamed.
-          OverloadedError: too many requests are under way.
+          ReplayError: a retry differs from the part that was streamed.
+          OverloadedError: too many requests are in progress.
         """
         given = prompt, sampling, key_id, attributes, deadline_s
-        request = self._begin(*given, is_streamed=True)
+        request = self._start_request(*given, is_streamed=True)
         assert request.task is not None
         request.task.add_done_callback(lambda _: request.events.put_nowait(None))
         try:
@@ -284,7 +288,7 @@ class Router:
                 yield event
             await request.task
         finally:
-            self._end(request)
+            self._end_request(request)
 
     def cancel(self, request_id: int) -> None:
         """Cancels a request by the router's number; unknown ones are ignored."""
@@ -294,18 +298,18 @@ class Router:
             request.task.cancel()
 
     async def close(self) -> None:
-        """Cancels all requests and leaves all workers; those without a router end."""
+        """Cancels all requests and releases all workers; those without a router end."""
         self._is_closed = True
         for number in [*self._requests]:
             self.cancel(number)
-        await self._members.close()
+        await self._pool.close()
 
     def _deliver(self, report: Report) -> None:
-        """Hands a report to its attempt; those of abandoned attempts are dropped."""
+        """Passes a report to its attempt; reports of abandoned attempts are dropped."""
         if (reports := self._reports.get(report.attempt)) is not None:
             reports.put_nowait(report)
 
-    def _begin(
+    def _start_request(
         self,
         prompt: str | Sequence[int],
         sampling: Sampling,
@@ -360,26 +364,26 @@ class Router:
         request.task = asyncio.create_task(within_deadline())
         return request
 
-    def _end(self, request: _Request) -> None:
+    def _end_request(self, request: _Request) -> None:
         if request.task is not None and not request.task.done():
             request.task.cancel()
         self._requests.pop(request.number, None)
 
     async def _attempts(self, request: _Request) -> RoutedAnswer:
-        """Tries to serve a request, each time with workers that are still there."""
+        """Tries to serve a request, each time with the workers that serve then."""
         arrival_s, reasons = self.now(), []
         for number in range(1, self.config.max_attempts + 1):
             if number > 1:
                 await asyncio.sleep(self.config.backoff_s * 2 ** (number - 2))
             for streamed in request.streamed.values():
                 streamed.replayed_tokens = streamed.replayed_text = 0
-            members = await self._members.any_serving("decode")
-            page_size = self._members.bounds["page_size"]
+            workers = await self._pool.wait_for_serving("decode")
+            page_size = self._pool.bounds["page_size"]
             keys = choice.page_keys(request.prompt, page_size, request.sampling.salt)
-            decode = self._chosen(members, request, keys)
+            decode = self._choose_worker(workers, request, keys)
             attempt = Attempt(self.name, request.number, number)
             load = len(request.prompt) + request.sampling.max_tokens
-            with decode.busy(attempt, load):
+            with decode.track_load(attempt, load):
                 try:
                     transfer = await self._transfer(request, attempt, decode, keys)
                     completion = await self._decode(request, attempt, decode)
@@ -390,8 +394,8 @@ class Router:
                     decode.handle.cancel(attempt)
                     raise
                 finally:
-                    self._members.note_change()
-            decode.learn(keys)
+                    self._pool.note_change()
+            decode.note_pages(keys)
             completion = completion._replace(
                 request_id=request.number,
                 arrival_s=arrival_s,
@@ -404,52 +408,55 @@ class Router:
             f"{self.config.max_attempts} attempts have failed; the last: {reasons[-1]}"
         )
 
-    def _chosen(
-        self, members: list[Member], request: _Request, keys: list[bytes]
-    ) -> Member:
-        num_tokens, page_size = len(request.prompt), self._members.bounds["page_size"]
+    def _choose_worker(
+        self, workers: list[WorkerRecord], request: _Request, keys: list[bytes]
+    ) -> WorkerRecord:
+        num_tokens, page_size = len(request.prompt), self._pool.bounds["page_size"]
         candidates = [
             Candidate(
-                member.name,
-                member.role,
-                member.load,
-                len(member.attempts),
-                min(member.cached(keys) * page_size, num_tokens),
+                worker.name,
+                worker.role,
+                worker.load,
+                len(worker.attempts),
+                min(worker.num_cached_pages(keys) * page_size, num_tokens),
             )
-            for member in members
+            for worker in workers
         ]
         index = self._choose(candidates, num_tokens)
-        if not 0 <= validation.integer("choose", index) < len(members):
-            raise ValueError(f"choose={index} must be in [0, {len(members) - 1}]")
-        return members[index]
+        if not 0 <= validation.integer("choose", index) < len(workers):
+            raise ValueError(f"choose={index} must be in [0, {len(workers) - 1}]")
+        return workers[index]
 
     async def _transfer(
-        self, request: _Request, attempt: Attempt, decode: Member, keys: list[bytes]
+        self,
+        request: _Request,
+        attempt: Attempt,
+        decode: WorkerRecord,
+        keys: list[bytes],
     ) -> Transfer:
-        """Has a prompt read by a prefill worker and its pages sent to `decode`.
+        """Has a prefill worker read the prompt and send its pages to `decode`.
 
-        A failure costs time alone: `decode` then reads the prompt itself.
+        A failure only costs time: `decode` then reads the prompt itself.
         """
-        members = self._members.serving("prefill")
-        if not members or not request.sampling.prefix_cache:
+        workers = self._pool.serving("prefill")
+        if not workers or not request.sampling.prefix_cache:
             return Transfer()
-        if decode.cached(keys) == len(keys):
+        if decode.num_cached_pages(keys) == len(keys):
             return Transfer()
-        reader = self._chosen(members, request, keys)
-        prompt, salt = request.prompt, request.sampling.salt
+        reader = self._choose_worker(workers, request, keys)
+        prompt, asked = request.prompt, request.attributes
+        prefill = reader.handle.prefill(attempt, prompt, request.sampling.salt, asked)
         try:
-            with reader.busy(attempt, len(prompt)):
+            with reader.track_load(attempt, len(prompt)):
                 begun = time.perf_counter()
-                done, pages = await reader.unless_lost(
-                    reader.handle.prefill(attempt, prompt, salt)
-                )
-                reader.learn(keys)
-                # Ray waits without limit for pages on a machine that hangs.
+                done, pages = await reader.unless_lost(prefill)
+                reader.note_pages(keys)
+                # Ray waits without a timeout for pages on a machine that hangs.
                 num = await asyncio.wait_for(
                     decode.unless_lost(decode.handle.bring(pages)),
                     self.config.heartbeat_s,
                 )
-                decode.learn(keys[:num])
+                decode.note_pages(keys[:num])
         except asyncio.CancelledError:
             reader.handle.cancel(attempt)
             raise
@@ -459,19 +466,19 @@ class Router:
             logger.info("the pages of a prompt were lost: %s", error)
             return Transfer()
         finally:
-            self._members.note_change()
+            self._pool.note_change()
         whole_s = time.perf_counter() - begun
         return Transfer(done.num_bytes, done.prefill_s, whole_s - done.prefill_s)
 
     async def _decode(
-        self, request: _Request, attempt: Attempt, decode: Member
+        self, request: _Request, attempt: Attempt, decode: WorkerRecord
     ) -> Completion:
-        """Has a prompt answered.
+        """Has a decode worker answer the prompt.
 
         Raises:
           ValueError: the worker refuses the request.
           StallError: the worker's policy never serves it.
-          WorkerLostError: the worker is gone.
+          WorkerLostError: the worker is lost.
         """
         self._reports[attempt] = reports = asyncio.Queue[Report]()
         try:

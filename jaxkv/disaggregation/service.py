@@ -1,7 +1,7 @@
-"""The user's end of disaggregated serving: starts the router's process and calls it.
+"""Client of disaggregated serving: starts the router's process and calls it.
 
-Ray ends the processes that joined a cluster when its head node is lost, so the user's
-process never joins: it has a pipe to a child that does.
+Ray ends the processes of a cluster when its head node is lost, so the user's process
+never joins the cluster: it is connected by a pipe to a child that does.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from jaxkv import files, validation
 from jaxkv.disaggregation import choice, process
 from jaxkv.disaggregation.choice import Choose
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.process import Call, HttpFront, Reply, Setup
+from jaxkv.disaggregation.process import HttpFront, Reply, RouterCall, Setup
 from jaxkv.disaggregation.router import RoutedAnswer
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
@@ -35,17 +35,17 @@ from jaxkv.scheduling import RequestAttributes
 from jaxkv.serving import Event
 
 STOP_S = 20.0
-"""Seconds that the router's process may take to end."""
+"""Seconds within which the router's process must end."""
 
 
 class ServiceLostError(ConnectionError):
-    """The router's process has ended, with the cluster's head perhaps."""
+    """The router's process has ended, possibly with the cluster's head."""
 
 
 class Service:
     """Workers, their router, and the cluster, until `close`.
 
-    Methods may be called from any thread, the asynchronous ones from any event loop.
+    Methods may be called from any thread, asynchronous ones from any event loop.
     """
 
     def __init__(
@@ -63,22 +63,23 @@ class Service:
         http: HttpFront | None = None,
         model_name: str | None = None,
     ):
-        """Starts everything and waits until the workers serve.
+        """Starts the service and waits until the workers serve.
 
         Args:
           folder: Hugging Face folder of the model, or the name of a bundled one.
-          specs: how to make each worker; empty makes `prefill` and `decode` equal ones.
-          prefill: workers that read prompts, if `specs` is empty; with none, the decode
-            workers read them.
-          decode: workers that answer, if `specs` is empty.
-          engine: arguments of `Engine.load` for them.
+          specs: specification of each worker; empty makes `prefill` and `decode` equal
+            ones.
+          prefill: number of prefill workers if `specs` is empty; with 0, decode workers
+            read the prompts.
+          decode: number of decode workers if `specs` is empty.
+          engine: arguments of `Engine.load` for these workers.
           address: "HOST:PORT" of a Ray cluster's head, whose token is in the
             environment as `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH`; None starts a
             cluster on this machine, with a token of its own.
           name: name of the service; services of one name on one cluster share workers.
-          config: times and bounds of the router.
+          config: timeouts and bounds of the router.
           choose: chooses a worker for each phase of a request.
-          http: serves OpenAI's API as well, from the router's process.
+          http: also serves OpenAI's API from the router's process.
           model_name: name of the model for HTTP clients; None takes the folder's.
 
         Raises:
@@ -123,23 +124,23 @@ class Service:
         self._sending, self._is_over = threading.Lock(), False
         self._replies: dict[int, Callable[[Reply], None]] = {}
         self._numbers = itertools.count(1)
-        self._connection, theirs = Pipe()
+        self._connection, remote_end = Pipe()
         # Not `-m`: the classes of messages would be those of `__main__` there.
-        code = f"from {process.__name__} import main; main({theirs.fileno()})"
+        code = f"from {process.__name__} import main; main({remote_end.fileno()})"
         command = [sys.executable, "-c", code]
         self._log = Path(self._scratch, "router.log")
-        with theirs, self._log.open("wb") as log:
+        with remote_end, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | cluster.environment(token),
-                pass_fds=[theirs.fileno(), *([] if http is None else http[:1])],
+                pass_fds=[remote_end.fileno(), *([] if http is None else http[:1])],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is this process's to handle
+                start_new_session=True,  # Ctrl-C reaches only this process
             )
         started: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._replies[0] = _into(started)
+        self._replies[0] = _resolve_future(started)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
@@ -151,7 +152,7 @@ class Service:
             raise
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Waits until the router's process ends, or for a time; returns if it has."""
+        """Waits for the router's process to end; returns True if it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         return self._process.poll() is not None
@@ -187,7 +188,7 @@ class Service:
         *,
         deadline_s: float | None = None,
     ) -> list[RoutedAnswer]:
-        """Answers prompts and waits for all; draws are keyed by the prompt's place."""
+        """Answers prompts and waits for all; the index of a prompt keys its samples."""
         futures = [
             self.answer(prompt, sampling, key_id=i, deadline_s=deadline_s)
             for i, prompt in enumerate(prompts)
@@ -257,7 +258,7 @@ class Service:
         return self._call("status").result()
 
     def add_worker(self, spec: WorkerSpec, *, wait: bool = True) -> str:
-        """Starts a worker; returns its name, once it serves if `wait`.
+        """Starts a worker and returns its name; with `wait`, waits until it serves.
 
         Raises:
           ValueError: it cannot start.
@@ -278,7 +279,7 @@ class Service:
     def close(self) -> None:
         """Ends requests, workers, router, and a cluster that was started here."""
         with contextlib.suppress(ServiceLostError):
-            self._send(Call(0, "close"))
+            self._send(RouterCall(0, "close"))
         try:
             self._process.wait(STOP_S + self._grace_s)
         except subprocess.TimeoutExpired:
@@ -298,7 +299,7 @@ class Service:
         self, method: str, *args: Any, fields: Mapping[str, Any] = MappingProxyType({})
     ) -> "concurrent.futures.Future[Any]":
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        number = self._begin(_into(future), method, args, fields)
+        number = self._begin(_resolve_future(future), method, args, fields)
 
         def forget(done: "concurrent.futures.Future[Any]") -> None:
             if done.cancelled():
@@ -318,17 +319,17 @@ class Service:
         number = next(self._numbers)
         self._replies[number] = receive
         try:
-            self._send(Call(number, method, args, dict(fields)))
+            self._send(RouterCall(number, method, args, dict(fields)))
         except BaseException:
             self._replies.pop(number, None)
             raise
         return number
 
     def _forget(self, number: int) -> None:
-        """Cancels a call unless its last reply has come."""
+        """Cancels a call unless its last reply has arrived."""
         if self._replies.pop(number, None) is not None:
             with contextlib.suppress(ServiceLostError):
-                self._send(Call(0, "cancel_call", (number,)))
+                self._send(RouterCall(0, "cancel_call", (number,)))
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -340,7 +341,7 @@ class Service:
                 raise ServiceLostError(self.end_reason()) from None
 
     def _read(self) -> None:
-        """Hands replies out until the router's process ends, then an error to all."""
+        """Passes replies on until the router's process ends; then fails all calls."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 reply: Reply = self._connection.recv()
@@ -355,8 +356,8 @@ class Service:
         for number in [*self._replies]:
             if (receive := self._replies.pop(number, None)) is not None:
                 receive(Reply(number, "error", ServiceLostError(self.end_reason())))
-        # Ray's agents are of the same process group; without this they outlive a lost
-        # head by 65 s. Never later, when the number may be of another group.
+        # Ends Ray's agents, which are in the same process group and would outlive a
+        # lost head by 65 s. Not later, when the id may belong to another group.
         with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
             self._process.wait(5)
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -373,7 +374,9 @@ class Service:
         return f"the router's process has ended with status {status}{last}"
 
 
-def _into(future: "concurrent.futures.Future[Any]") -> Callable[[Reply], None]:
+def _resolve_future(
+    future: "concurrent.futures.Future[Any]",
+) -> Callable[[Reply], None]:
     """Returns a receiver that puts a reply into a future."""
 
     def receive(reply: Reply) -> None:

@@ -1,8 +1,8 @@
 """A worker: one engine that reads prompts, answers them, and exchanges pages.
 
-Plain asyncio code that knows nothing of Ray; `cluster` makes it an actor. Several
-routers may share a worker. A router names its requests and counts its attempts, and
-collects everything that happened to all of them with one call of `poll`.
+Plain asyncio code without Ray; `cluster` wraps it in an actor. Several routers may
+share a worker. A router numbers its requests and attempts, and collects the reports of
+all of them with one call of `poll`.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from jaxkv.server import SWITCH_S, AsyncEngine
 from jaxkv.serving import Engine, Event
 
 POLL_S = 1.0
-"""Seconds after which `poll` returns even if nothing has happened."""
+"""Seconds after which `poll` returns without reports."""
 ROUTER_TIMEOUT_S = 15.0
 """Seconds without a poll after which a router's requests are cancelled."""
 ORPHAN_S = 60.0
@@ -41,10 +41,10 @@ ROLES = ("prefill", "decode")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """How to make a worker."""
+    """Specification of a worker."""
 
     role: str
-    """Phase that the router asks it for, one of `ROLES`; every worker can do both."""
+    """Phase that the router uses it for, one of `ROLES`; every worker can do both."""
     folder: str
     """Hugging Face folder of the model, readable on the worker's machine."""
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -52,7 +52,7 @@ class WorkerSpec:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Arguments of `parallel.make_mesh`; empty for one device."""
     cores: tuple[int, ...] | None = None
-    """CPU cores that the process is bound to; None binds it to none."""
+    """CPU cores that the process is bound to; None for all."""
     num_gpus: float = 0.0
     """GPUs that Ray reserves for it."""
     resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -70,33 +70,33 @@ class WorkerSpec:
 
 
 class Attempt(NamedTuple):
-    """The name of one attempt at a request."""
+    """Identifier of one attempt at a request."""
 
     router: str
     request: int
-    """The router's number of the request."""
+    """Number of the request, of this router."""
     number: int
     """1 for the first attempt."""
 
 
 class Report(NamedTuple):
-    """Something that happened to an attempt; one of the last three fields is set."""
+    """An event, refusal or failure of an attempt; exactly one of the three is set."""
 
     attempt: Attempt
     event: Event | None = None
     refusal: ValueError | StallError | None = None
     """The error of a request that no attempt can serve."""
     failure: str | None = None
-    """The engine has failed; the worker is of no further use."""
+    """Reason why the engine failed; the worker cannot be used any more."""
 
 
-class Prefilled(NamedTuple):
-    """A prompt that was read."""
+class PrefillResult(NamedTuple):
+    """Times and size of a prefill."""
 
     num_bytes: int
     """Bytes of the message with its full pages."""
     prefill_s: float
-    """Seconds until it was read, queueing included."""
+    """Seconds to read the prompt, including queueing."""
     copy_s: float
     """Seconds to copy its pages out of the pool."""
 
@@ -114,15 +114,15 @@ class _Mailbox:
 class Worker:
     """Serves an engine to routers.
 
-    Making one never raises, since the constructor of an actor reports badly; `describe`
-    has the failure.
+    The constructor never raises, since Ray reports errors of constructors badly;
+    `describe` returns the failure.
     """
 
     def __init__(self, name: str, spec: WorkerSpec):
         self.name, self.spec = name, spec
         self._failure: str | None = None
         self._mailboxes: dict[str, _Mailbox] = {}
-        self._caretaker: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         try:
             self._start()
         except Exception as error:
@@ -134,9 +134,9 @@ class Worker:
         if spec.cores is not None:
             # All threads of this process; later ones inherit it.
             for thread in Path("/proc/self/task").glob("*"):
-                with contextlib.suppress(OSError):  # a thread that has just ended
+                with contextlib.suppress(OSError):  # the thread has just ended
                     os.sched_setaffinity(int(thread.name), spec.cores)
-        # A step may take less than Python's default interval, and tokens would wait.
+        # A step may take less than Python's default interval, see `SWITCH_S`.
         sys.setswitchinterval(SWITCH_S)
         fields: dict[str, Any] = {**spec.engine, "prefix_cache": True}
         mesh = None
@@ -149,11 +149,13 @@ class Worker:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
         )
         dtype = fields.get("dtype", "float32")
-        self.identity = identity.of_engine(engine.config, self._pages, dtype=dtype)
-        self.identity |= identity.of_folder(folder)
+        self.identity = identity.engine_identity(
+            engine.config, self._pages, dtype=dtype
+        )
+        self.identity |= identity.folder_identity(folder)
         for kind in ("draft_folder", "heads_folder"):
             if (drafted := getattr(fields.get("speculate"), kind, None)) is not None:
-                files = identity.of_folder(Path(drafted))
+                files = identity.folder_identity(Path(drafted))
                 self.identity |= {f"{kind}.{name}": x for name, x in files.items()}
         # All programs are compiled before the first request.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
@@ -163,9 +165,9 @@ class Worker:
         self._engine = AsyncEngine(engine)
 
     async def describe(self) -> dict[str, Any]:
-        """Returns what a router must know: name, bounds, identity, or the failure."""
-        if self._caretaker is None:
-            self._caretaker = asyncio.create_task(self._take_care())
+        """Returns name, bounds, identity, and the failure if there is one."""
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch_routers())
         found: dict[str, Any] = {"name": self.name, "spec": self.spec}
         found |= {"pid": os.getpid()}
         if self._failure is not None:
@@ -181,7 +183,7 @@ class Worker:
         }
 
     async def poll(self, router: str) -> list[Report]:
-        """Returns all reports for a router, as soon as there is one or after `POLL_S`.
+        """Returns all reports for a router, once there is one or after `POLL_S`.
 
         Regular polls also keep the router's requests, and the worker, alive.
         """
@@ -202,7 +204,7 @@ class Worker:
         key_id: int,
         attributes: RequestAttributes | None = None,
     ) -> None:
-        """Starts to answer a prompt; its reports come with `poll`."""
+        """Starts to answer a prompt; reports are returned by `poll`."""
 
         async def answer() -> None:
             try:
@@ -220,8 +222,12 @@ class Worker:
         self._start_task(attempt, answer())
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
-    ) -> tuple[Prefilled, str, np.ndarray]:
+        self,
+        attempt: Attempt,
+        tokens: list[int],
+        salt: int,
+        attributes: RequestAttributes | None = None,
+    ) -> tuple[PrefillResult, str, np.ndarray]:
         """Reads a prompt and returns its full pages, as fields of a `PageMessage`.
 
         Raises:
@@ -230,10 +236,10 @@ class Worker:
           RuntimeError: the engine has failed, or the attempt was cancelled.
         """
 
-        async def read_prompt() -> tuple[Prefilled, str, np.ndarray]:
+        async def read_prompt() -> tuple[PrefillResult, str, np.ndarray]:
             started = time.perf_counter()
             ask = Sampling.greedy(max_tokens=1, ignore_eos=True, salt=salt)
-            stream = self._engine.stream(tokens, ask)
+            stream = self._engine.stream(tokens, ask, attributes=attributes)
             async with contextlib.aclosing(stream):
                 async for _ in stream:
                     pass
@@ -243,7 +249,11 @@ class Worker:
             header, payload = page_messages.pack(pages, tokens, salt, self.identity)
             num_bytes = len(header) + payload.nbytes
             copied = time.perf_counter()
-            return Prefilled(num_bytes, read - started, copied - read), header, payload
+            return (
+                PrefillResult(num_bytes, read - started, copied - read),
+                header,
+                payload,
+            )
 
         try:
             return await self._start_task(attempt, read_prompt())
@@ -252,16 +262,16 @@ class Worker:
         except (ValueError, StallError):
             raise
         except Exception as error:
-            # Without a report, the router would keep a worker that reads no prompt.
+            # Without a report, the router would keep using a broken worker.
             self._post(Report(attempt, failure=str(error)))
             raise
 
     async def bring(self, header: str, payload: np.ndarray) -> int:
-        """Puts another worker's pages into the prefix cache; returns how many are in.
+        """Writes another worker's pages to the prefix cache; returns the number cached.
 
         Args:
-          header: as `prefill` of the other worker returned it.
-          payload: the same.
+          header: as the other worker's `prefill` returned it.
+          payload: as the other worker's `prefill` returned it.
 
         Raises:
           ValueError: the message is damaged, or of another model or layout.
@@ -292,8 +302,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends the engine's thread and the watch over routers."""
-        if self._caretaker is not None:
-            self._caretaker.cancel()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
         if self._failure is None:
             self._engine.close()
 
@@ -315,8 +325,8 @@ class Worker:
             box.reports.append(report)
             box.is_filled.set()
 
-    async def _take_care(self) -> None:
-        """Forgets routers that stopped polling; ends the process without any."""
+    async def _watch_routers(self) -> None:
+        """Forgets routers that stopped polling; ends the process if none is left."""
         since = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)

@@ -209,7 +209,9 @@ def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Para
     return layout.place(stacked, specs, mesh)
 
 
-def place_heads(heads: head_folders.Loaded, mesh: Mesh) -> head_folders.Loaded:
+def place_heads(
+    heads: head_folders.LoadedHeads, mesh: Mesh
+) -> head_folders.LoadedHeads:
     """Divides what drafts: EAGLE's layer as the target's; Medusa's heads are whole.
 
     Raises:

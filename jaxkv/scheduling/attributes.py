@@ -1,6 +1,6 @@
 """Attributes of requests that a policy can order and preempt by."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -50,6 +50,11 @@ BOUNDS: Any = RequestAttributes(
 )
 """Smallest and largest value of each attribute of a request."""
 
+REQUEST_FIELDS = tuple(
+    name for name in RequestAttributes._fields if len(set(getattr(BOUNDS, name))) > 1
+)
+"""Attributes that a request can set; the engine sets those with a single value."""
+
 
 def checked(attributes: object) -> RequestAttributes:
     """Returns attributes of one request, or the defaults for None.
@@ -62,11 +67,24 @@ def checked(attributes: object) -> RequestAttributes:
     if not isinstance(attributes, RequestAttributes):
         kinds = (RequestAttributes, type(None))
         return validation.instance("attributes", attributes, *kinds)
+    return from_fields(attributes._asdict(), "attributes.")
+
+
+def from_fields(fields: Mapping[str, Any], prefix: str = "") -> RequestAttributes:
+    """Returns attributes of one request; those that are absent have their default.
+
+    Args:
+      fields: values by the name of the attribute.
+      prefix: precedes the name in an error message.
+
+    Raises:
+      ValueError: a value is not a whole number in its range.
+    """
     found = {}
-    for name, value in attributes._asdict().items():
+    for name, value in fields.items():
         low, high = getattr(BOUNDS, name)
         found[name] = validation.integer(
-            f"attributes.{name}",
+            f"{prefix}{name}",
             value,
             low=low,
             below=high + 1,

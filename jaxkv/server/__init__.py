@@ -1,4 +1,4 @@
-"""HTTP in front of a model: an engine for asyncio code, and OpenAI's API."""
+"""HTTP server: an engine for asyncio code, and OpenAI's API."""
 
 from jaxkv.server.async_engine import SWITCH_S, AsyncEngine
 from jaxkv.server.backend import Backend, OverloadedError

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's routes, health, metrics, over any backend."""
+"""The HTTP application: OpenAI's routes, health and metrics, for any backend."""
 
 import asyncio
 import collections
@@ -13,7 +13,7 @@ from jaxkv import validation
 from jaxkv.server import openai_requests
 from jaxkv.server.backend import Backend, OverloadedError
 from jaxkv.server.openai_requests import ApiError, GenerationRequest, api_error
-from jaxkv.server.openai_responses import Writer
+from jaxkv.server.openai_responses import ResponseWriter
 from jaxkv.serving import Completion, Event
 
 try:
@@ -28,21 +28,22 @@ except ModuleNotFoundError as error:
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 30.0
-"""Seconds in which the body of a request must arrive."""
+"""Seconds within which the body of a request must arrive."""
 SEND_S = 60.0
-"""Seconds in which a client must take a chunk of a stream, or it counts as gone."""
+"""Seconds within which a client must accept a chunk of a stream; then it counts as
+disconnected."""
 _STOPPING = "the server is stopping"
 
 
-class Service:
-    """The state of one application: its backend, its bounds, its counters.
+class HttpService:
+    """State of one application: backend, bounds, counters.
 
     Args:
-      backend: the system that answers.
-      api_key: token that clients send as "Authorization: Bearer ..."; None asks for
-        none.
-      max_requests: prompts that may be in progress; more are refused with 503.
-      deadline_s: seconds that a request without a deadline of its own may take.
+      backend: system that answers requests.
+      api_key: token that clients send as "Authorization: Bearer ..."; None requires no
+        key.
+      max_requests: bound on prompts in progress; further ones get status 503.
+      deadline_s: time limit in s of a request without its own.
     """
 
     def __init__(
@@ -71,19 +72,19 @@ class Service:
             float
         )
         self.responses: collections.Counter[int] = collections.Counter()
-        """Answers by HTTP status."""
+        """Responses by HTTP status."""
 
     async def authorize(self, request: Request) -> None:
         """Checks the bearer token, in constant time.
 
         Raises:
-          ApiError: it is missing or wrong.
+          ApiError: the token is missing or wrong.
         """
         if self._api_key is None:
             return
         given = request.headers.get("authorization", "")
         kind, _, token = given.partition(" ")
-        # Of bytes: text beyond ASCII has no constant-time comparison.
+        # Bytes, since text beyond ASCII has no constant-time comparison.
         is_same = secrets.compare_digest(token.strip().encode(), self._api_key.encode())
         if kind.lower() != "bearer" or not is_same:
             raise ApiError(
@@ -93,11 +94,11 @@ class Service:
             )
 
     @contextlib.contextmanager
-    def admitted(self, num: int) -> Generator[None]:
+    def admit(self, num: int) -> Generator[None]:
         """Counts prompts as in progress.
 
         Raises:
-          OverloadedError: there are too many.
+          OverloadedError: too many prompts are in progress.
         """
         if self.is_stopping:
             raise OverloadedError(_STOPPING)
@@ -118,8 +119,8 @@ class Service:
         finally:
             self.num_running -= num
 
-    def error_of(self, error: Exception) -> ApiError:
-        """Returns the answer to an exception of a request in progress."""
+    def to_api_error(self, error: Exception) -> ApiError:
+        """Returns the API error for an exception of a request in progress."""
         if self.is_stopping and isinstance(error, RuntimeError):
             error = OverloadedError(_STOPPING)
         return api_error(error)
@@ -158,13 +159,16 @@ class Service:
                 left -= event.completion is not None
                 yield i, event
         finally:
-            await _cancelled(*tasks)
+            await _cancel_all(*tasks)
 
     async def _stream(self, ask: GenerationRequest, i: int) -> AsyncGenerator[Event]:
-        """The events of one prompt, which are counted."""
+        """Yields the events of one prompt and counts them."""
         begin, first_s = time.perf_counter(), None
         stream: Any = self.backend.stream(
-            ask.prompts[i], ask.samplings[i], deadline_s=ask.deadline_s
+            ask.prompts[i],
+            ask.samplings[i],
+            attributes=ask.attributes,
+            deadline_s=ask.deadline_s,
         )
         async with contextlib.aclosing(stream) as events:
             async for event in events:
@@ -196,7 +200,7 @@ class Service:
         }
 
     def metrics(self) -> str:
-        """Returns the counts as Prometheus' text format has them."""
+        """Returns the counts in Prometheus' text format."""
         gauges: dict[str, float] = {"in_progress": self.num_running}
         for name, value in self.backend.status().items():
             if isinstance(value, int | float):
@@ -211,7 +215,7 @@ class Service:
         return "\n".join([*lines, ""])
 
 
-def make_app(service: Service) -> fastapi.FastAPI:
+def make_app(service: HttpService) -> fastapi.FastAPI:
     """Returns the application; `service` is also its `state.service`.
 
     /health and /metrics answer without the key; every other route needs it.
@@ -272,13 +276,13 @@ def make_app(service: Service) -> fastapi.FastAPI:
 
     @guarded.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(request, service, openai_requests.parse_completion)
+        return await _respond(request, service, openai_requests.parse_completion)
 
     @guarded.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(request, service, openai_requests.parse_chat)
+        return await _respond(request, service, openai_requests.parse_chat)
 
-    # Of vLLM: clients such as lm-eval read a tokenizer this way.
+    # As in vLLM; clients such as lm-eval read a tokenizer this way.
     @guarded.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         tokenizer = backend.tokenizer
@@ -288,29 +292,33 @@ def make_app(service: Service) -> fastapi.FastAPI:
 
     @guarded.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await _body(request)
-        return _json_response(await _checked(openai_requests.tokenize, body, backend))
+        body = await _read_body(request)
+        return _json_response(
+            await _run_checked(openai_requests.tokenize, body, backend)
+        )
 
     @guarded.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await _body(request)
-        return _json_response(await _checked(openai_requests.detokenize, body, backend))
+        body = await _read_body(request)
+        return _json_response(
+            await _run_checked(openai_requests.detokenize, body, backend)
+        )
 
     app.include_router(guarded)
     return app
 
 
-async def _answer(
+async def _respond(
     request: Request,
-    service: Service,
+    service: HttpService,
     parse: Callable[..., GenerationRequest],
 ) -> Response:
-    """Carries out a request for answers; a client that leaves cancels it."""
-    body = await _body(request)
+    """Processes a generation request; a client that disconnects cancels it."""
+    body = await _read_body(request)
     headers = {name.lower(): value for name, value in request.headers.items()}
-    ask = await _checked(parse, body, headers, service.backend, service.deadline_s)
+    ask = await _run_checked(parse, body, headers, service.backend, service.deadline_s)
     backend = service.backend
-    writer = Writer(ask, backend.model_name, backend.tokenizer)
+    writer = ResponseWriter(ask, backend.model_name, backend.tokenizer)
 
     async def complete() -> dict[str, Any]:
         found: dict[int, Completion] = {}
@@ -322,69 +330,69 @@ async def _answer(
 
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(service.admitted(len(ask.prompts)))
+            stack.enter_context(service.admit(len(ask.prompts)))
             if not ask.is_streamed:
-                document = await _unless_gone(request.receive, complete())
+                document = await _unless_disconnected(request.receive, complete())
                 response = _json_response(document)
                 service.responses[200] += 1
                 return response
             events = service.events(ask)
-            # Awaited before the status goes out: what cannot be served is known then.
-            first = await _unless_gone(request.receive, anext(events))
-        except _Gone:
+            # Awaited before the status is sent, so that errors have a status.
+            first = await _unless_disconnected(request.receive, anext(events))
+        except _ClientDisconnect:
             service.counters["disconnects_total"] += 1
             return Response(status_code=499)
         except Exception as error:
-            raise service.error_of(error) from error
-        lines = _lines(first, events, writer, service)
+            raise service.to_api_error(error) from error
+        lines = _stream_lines(first, events, writer, service)
         return _EventStream(lines, service, stack.pop_all())
 
 
-async def _lines(
+async def _stream_lines(
     first: tuple[int, Event],
     events: AsyncGenerator[tuple[int, Event]],
-    writer: Writer,
-    service: Service,
+    writer: ResponseWriter,
+    service: HttpService,
 ) -> AsyncGenerator[bytes]:
-    """The lines of a stream of server-sent events."""
+    """Yields the lines of a stream of server-sent events."""
     found: dict[int, Completion] = {}
     num_prompts = len(writer.request.prompts)
     try:
         async with contextlib.aclosing(events):
             for prompt in range(num_prompts):
                 for chunk in writer.opening(prompt):
-                    yield _line(chunk)
+                    yield _format_event(chunk)
             pair: tuple[int, Event] | None = first
             while pair is not None:
                 prompt, event = pair
                 for chunk in writer.chunks(prompt, event):
-                    yield _line(chunk)
+                    yield _format_event(chunk)
                 if event.completion is not None:
                     found[prompt] = event.completion
                 pair = await anext(events, None)
         for chunk in writer.closing([found[i] for i in range(num_prompts)]):
-            yield _line(chunk)
+            yield _format_event(chunk)
     except Exception as error:
-        yield _line(service.error_of(error).document)
+        yield _format_event(service.to_api_error(error).document)
     else:
         yield b"data: [DONE]\n\n"
 
 
-def _line(document: dict[str, Any]) -> bytes:
+def _format_event(document: dict[str, Any]) -> bytes:
     return b"data: " + _dumps(document) + b"\n\n"
 
 
-class _Gone(Exception):
+class _ClientDisconnect(Exception):
     """The client has closed the connection."""
 
 
-async def _unless_gone[T](
+async def _unless_disconnected[T](
     receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
 ) -> T:
-    """Awaits something; cancels it if the client closes the connection.
+    """Awaits work; cancels it if the client closes the connection.
 
     Raises:
-      _Gone: the client has left.
+      _ClientDisconnect: the client has disconnected.
     """
 
     async def leave() -> None:
@@ -395,26 +403,26 @@ async def _unless_gone[T](
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise _Gone
+            raise _ClientDisconnect
         return task.result()
     finally:
-        await _cancelled(task, gone)
+        await _cancel_all(task, gone)
 
 
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks and waits for their ends."""
+async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks and waits until they end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _EventStream(Response):
-    """Server-sent events; a client that leaves, or takes none, ends them."""
+    """Server-sent events; ends when the client disconnects or stops reading."""
 
     def __init__(
         self,
         lines: AsyncGenerator[bytes],
-        service: Service,
+        service: HttpService,
         stack: contextlib.ExitStack,
     ):
         super().__init__(media_type="text/event-stream")
@@ -435,7 +443,7 @@ class _EventStream(Response):
         del scope
         with self._stack:
             try:
-                await _unless_gone(receive, write())
+                await _unless_disconnected(receive, write())
                 self._service.responses[200] += 1
             except Exception:
                 self._service.counters["disconnects_total"] += 1
@@ -443,11 +451,11 @@ class _EventStream(Response):
                 await self._lines.aclose()
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     """Reads the body of a request.
 
     Raises:
-      ApiError: it is too large, or takes too long.
+      ApiError: the body is too large, or takes too long.
     """
     body, stream = bytearray(), request.stream()
     is_large = int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES
@@ -463,11 +471,11 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _checked[T](function: Callable[..., T], *args: Any) -> T:
-    """Calls a function in a thread: a text or a template may take long to encode.
+async def _run_checked[T](function: Callable[..., T], *args: Any) -> T:
+    """Calls a function in a thread, since encoding a text may take long.
 
     Raises:
-      ApiError: the request is refused.
+      ApiError: the request is invalid.
     """
     try:
         return await asyncio.to_thread(function, *args)
@@ -484,7 +492,7 @@ def _json_response(document: Any, status: int = 200) -> Response:
     return Response(_dumps(document), status, media_type="application/json")
 
 
-def _error_response(service: Service, error: Exception) -> Response:
+def _error_response(service: HttpService, error: Exception) -> Response:
     answer = api_error(error)
     service.responses[answer.status] += 1
     response = _json_response(answer.document, answer.status)

@@ -1,4 +1,4 @@
-"""An engine for asyncio code: one thread runs it, any event loop asks it."""
+"""An engine for asyncio code: one thread runs it, and any event loop may use it."""
 
 import asyncio
 import collections
@@ -15,27 +15,27 @@ from jaxkv.scheduling import RequestAttributes, StallError
 from jaxkv.serving import Engine, Event
 
 SWITCH_S = 1e-4
-"""Seconds for `sys.setswitchinterval` in a process that serves. A step may take less
-than Python's default interval of 5 ms, and the event loop would wait for it."""
+"""Value in s for `sys.setswitchinterval` in a process that serves. A step may take less
+than Python's default interval of 5 ms, for which the event loop would wait."""
 
 
 class _Listener(NamedTuple):
-    """The receiver of the events of one request."""
+    """Receiver of the events of one request."""
 
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event | StallError | None]
-    """None once the engine has failed or is closed."""
+    """Events; None once the engine has failed or is closed."""
 
 
 class AsyncEngine:
     """Serves one engine to asyncio code on any event loop. Implements `Backend`.
 
-    Owns the only thread that runs the engine; nothing else may call its `stream` or
-    `generate`.
+    Owns the only thread that runs the engine; no other code may call the engine's
+    `stream` or `generate`.
 
     Args:
       engine: the engine.
-      model_name: name of the model, as HTTP clients see it.
+      model_name: name of the model for HTTP clients.
     """
 
     def __init__(self, engine: Engine, *, model_name: str = "model"):
@@ -60,7 +60,7 @@ class AsyncEngine:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer that a request may have."""
+        """Largest number of tokens of prompt and answer."""
         return self.engine.config.max_length
 
     @property
@@ -70,7 +70,7 @@ class AsyncEngine:
 
     def status(self) -> dict[str, Any]:
         """Returns counts for monitoring, see `Backend.status`."""
-        return {"is_ready": self._reason() is None, "running": self.num_running}
+        return {"is_ready": self._end_reason() is None, "running": self.num_running}
 
     async def stream(
         self,
@@ -89,8 +89,8 @@ class AsyncEngine:
         if key_id is None:
             key_id = name
         listener = _Listener(loop, asyncio.Queue())
-        # Registered before the reason is looked up, or a failure between the two would
-        # reach no one.
+        # Registered before the check for a failure, so that a failure between the two
+        # is delivered.
         self._listeners[name] = listener
 
         def submit() -> None:
@@ -108,13 +108,13 @@ class AsyncEngine:
             self._has_work.set()
 
         try:
-            self._refuse_if_over()
-            taken = loop.run_in_executor(self._calls, submit)
-            await _within(taken, due, deadline_s)
+            self._raise_if_ended()
+            submitted = loop.run_in_executor(self._calls, submit)
+            await _await_until(submitted, due, deadline_s)
             while not is_complete:
-                event = await _within(listener.events.get(), due, deadline_s)
+                event = await _await_until(listener.events.get(), due, deadline_s)
                 if event is None:
-                    self._refuse_if_over()
+                    self._raise_if_ended()
                     continue
                 if isinstance(event, StallError):
                     raise event
@@ -122,17 +122,17 @@ class AsyncEngine:
                 yield event
         finally:
             self._listeners.pop(name, None)
-            if not is_complete and self._reason() is None:
+            if not is_complete and self._end_reason() is None:
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._calls.submit(cancel)
 
     async def run[T](self, function: Callable[..., T], *args: Any) -> T:
-        """Calls a function in a thread: one of the engine's that may take long.
+        """Calls a function of the engine that may take long, in a thread.
 
         Raises:
           RuntimeError: the engine has failed or is closed.
         """
-        self._refuse_if_over()
+        self._raise_if_ended()
         return await asyncio.to_thread(function, *args)
 
     def close(self) -> None:
@@ -151,13 +151,13 @@ class AsyncEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _reason(self) -> str | None:
-        """Why there are no answers any more; None while there are."""
+    def _end_reason(self) -> str | None:
+        """Returns the reason why the engine does not answer any more, or None."""
         closed = "the engine is closed" if self._is_closed else None
         return self._failure or closed
 
-    def _refuse_if_over(self) -> None:
-        if (reason := self._reason()) is not None:
+    def _raise_if_ended(self) -> None:
+        if (reason := self._end_reason()) is not None:
             raise RuntimeError(reason)
 
     def _run(self) -> None:
@@ -167,9 +167,9 @@ class AsyncEngine:
             while not self._is_closed:
                 self._has_work.wait()
                 self._has_work.clear()
-                while core.owes() and not self._is_closed:
+                while core.has_pending() and not self._is_closed:
                     try:
-                        core.turn()
+                        core.step()
                     except StallError as error:
                         self._end_stalled(error)
                     self._deliver(core.tracker.events)
@@ -177,19 +177,19 @@ class AsyncEngine:
             line = str(error).partition("\n")[0]
             self._failure = f"the engine has failed; {type(error).__name__}: {line}"
         for loop, events in list(self._listeners.values()):
-            _call(loop, events.put_nowait, None)
+            _schedule(loop, events.put_nowait, None)
 
     def _end_stalled(self, error: StallError) -> None:
-        """Ends the request that an error names; the engine goes on without it."""
+        """Ends the request that the error names; the engine continues without it."""
         name = error.request_id
         assert name is not None
         self._deliver(self.engine.core.tracker.events)
         if (listener := self._listeners.pop(name, None)) is not None:
-            _call(listener.loop, listener.events.put_nowait, error)
+            _schedule(listener.loop, listener.events.put_nowait, error)
         self.engine.cancel(name)
 
     def _deliver(self, events: collections.deque[Event]) -> None:
-        """Hands the events of one engine call to each loop in one call."""
+        """Passes the events of one engine call to each event loop in one call."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Event]]] = {}
         while events:
             event = events.popleft()
@@ -201,14 +201,14 @@ class AsyncEngine:
                 queue.put_nowait(event)
 
         for loop, pairs in by_loop.items():
-            if not _call(loop, put_all, pairs):
+            if not _schedule(loop, put_all, pairs):
                 for name in {event.request_id for _, event in pairs}:
                     self._listeners.pop(name, None)
                     self.engine.cancel(name)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:
-    """Has a loop call a function soon; returns False if the loop is closed."""
+def _schedule(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:
+    """Schedules a call in an event loop; returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
@@ -216,10 +216,10 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bo
     return True
 
 
-async def _within[T](
+async def _await_until[T](
     work: Awaitable[T], due: float | None, deadline_s: float | None
 ) -> T:
-    """Awaits something until a time of the loop's clock; the error names the limit."""
+    """Awaits work until a time of the loop's clock; the error names the limit."""
     try:
         async with asyncio.timeout_at(due):
             return await work

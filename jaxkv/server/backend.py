@@ -1,4 +1,4 @@
-"""The interface between the HTTP application and the system that serves a model."""
+"""Interface between the HTTP application and the system that serves a model."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -9,7 +9,7 @@ from jaxkv.serving import Event
 
 
 class OverloadedError(RuntimeError):
-    """No room for another request now; a later one may find some."""
+    """There is no room for another request now; a retry may succeed."""
 
 
 @runtime_checkable
@@ -31,7 +31,7 @@ class Backend(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer that a request may have."""
+        """Largest number of tokens of prompt and answer."""
         ...
 
     def stream(
@@ -50,14 +50,12 @@ class Backend(Protocol):
 
         Args:
           prompt: text, or token ids.
-          sampling: how to draw.
-          key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
-            None; None takes a number of the backend's own. The same number gives the
-            same tokens.
-          attributes: what the scheduling policy sees of the request; None means the
-            defaults.
-          deadline_s: seconds from now by which the request must be complete, above 0;
-            None means no limit.
+          sampling: sampling parameters.
+          key_id: number in [0, 2**31) that keys the samples if `sampling.seed` is None;
+            None takes a number of the backend's own. The same number gives the same
+            tokens.
+          attributes: attributes for the scheduling policy; None means the defaults.
+          deadline_s: time limit in s from now, above 0; None means no limit.
 
         Yields:
           Events; the last one has the completion. Their `request_id` is the backend's.
@@ -66,8 +64,8 @@ class Backend(Protocol):
           ValueError: the request cannot be served; raised before the first event.
           TimeoutError: the deadline has passed.
           OverloadedError: there is no room now; raised before the first event.
-          StallError: the scheduling policy never serves the request; the backend goes
-            on with the rest.
+          StallError: the scheduling policy never serves the request; the backend
+            continues with other requests.
           RuntimeError: the backend has failed or is closed.
         """
         ...
@@ -75,7 +73,7 @@ class Backend(Protocol):
     def status(self) -> dict[str, Any]:
         """Returns counts for monitoring, as plain JSON values.
 
-        "running" (requests that are not complete) and "is_ready" are always there.
+        "running" (requests that are not complete) and "is_ready" are always present.
         Numbers and booleans at the top level become metrics.
         """
         ...

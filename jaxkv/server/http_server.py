@@ -21,44 +21,44 @@ IDLE_S = 30.0
 """Seconds after which a connection without a request is closed; at most twice that."""
 MOST_DESCRIPTORS = 65536
 _SPARE_DESCRIPTORS = 64
-"""Descriptors kept for anything but connections."""
+"""File descriptors reserved for other uses than connections."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes an address; connections wait until `serve` runs.
+    """Binds an address; connections wait until `serve` runs.
 
     Args:
       host: name or address of an interface.
       port: in [0, 65535]; 0 takes a free one.
 
     Raises:
-      ValueError: the address cannot be had.
+      ValueError: the address is not available.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
-        taken = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ValueError(f"{host}:{port} cannot be listened on: {error}") from None
     try:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        taken.close()
+        listener.close()
         raise ValueError(
             f"{host}:{port} cannot be listened on: {error.strerror}"
         ) from None
-    return taken
+    return listener
 
 
-def url_of(taken: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     """Returns the address of a socket as clients write it."""
-    host, port = taken.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def raise_descriptor_limit() -> int:
-    """Raises this process's soft limit on open files; returns it."""
+    """Raises this process's soft limit on open files; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS
     if hard != resource.RLIM_INFINITY:
@@ -71,10 +71,10 @@ def raise_descriptor_limit() -> int:
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that ask for nothing.
+    """Closes connections that send no request.
 
-    uvicorn closes idle connections after a response; one that never sends a whole
-    request would stay for good, and take a descriptor.
+    uvicorn closes idle connections after a response; a connection that never sends a
+    whole request would stay open and use a descriptor.
     """
 
     max_connections = MOST_DESCRIPTORS
@@ -84,8 +84,8 @@ class _Protocol(H11Protocol):
         self._seen: Any = self
         self._timer = self.loop.call_later(IDLE_S, self._check)
         if len(self.connections) > self.max_connections:
-            others: Any = self.connections - {self}
-            next((x for x in others if x.is_idle), self).transport.abort()
+            rest: Any = self.connections - {self}
+            next((x for x in rest if x.is_idle), self).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -105,7 +105,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to its caller."""
+    """Leaves signals to the caller."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -113,16 +113,19 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: Any, taken: socket.socket, stop: Callable[[], Any], on_ready: Callable[[], Any]
+    app: Any,
+    listener: socket.socket,
+    stop: Callable[[], Any],
+    on_ready: Callable[[], Any],
 ) -> None:
-    """Serves an application until a stop is over.
+    """Serves an application until `stop` returns.
 
     Args:
       app: the ASGI application.
-      taken: the socket, as `listen` returns it; is closed at the end.
-      stop: returns an awaitable that ends when the server may: it waits for the wish
-        to stop, and for the requests in progress.
-      on_ready: is called once connections are answered.
+      listener: socket, as `listen` returns it; closed at the end.
+      stop: returns an awaitable that waits for the request to stop, and then for the
+        requests in progress.
+      on_ready: called once connections are answered.
     """
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     most = raise_descriptor_limit() - _SPARE_DESCRIPTORS
@@ -135,11 +138,11 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=int(2 * IDLE_S) + 1,  # never before ours
+        timeout_keep_alive=int(2 * IDLE_S) + 1,  # later than `IDLE_S`
         timeout_graceful_shutdown=5,
     )
     server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[taken]))
+    running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started and not running.done():
             await asyncio.sleep(0.01)

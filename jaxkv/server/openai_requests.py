@@ -1,6 +1,6 @@
 """OpenAI's requests: every field is read, refused by name, or listed as without effect.
 
-Errors have OpenAI's shape, so that its client raises what its users expect.
+Errors have OpenAI's format, so that its client raises the usual exceptions.
 """
 
 import contextlib
@@ -13,24 +13,25 @@ from typing import Any, Literal, NamedTuple
 
 from jaxkv import validation
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import StallError
+from jaxkv.scheduling import RequestAttributes, StallError, attributes
 from jaxkv.server.backend import Backend, OverloadedError
 
 DEADLINE_HEADER = "x-deadline-s"
-"""HTTP header with the seconds that a request may take; the field `deadline_s` wins."""
+"""HTTP header with a time limit in s; the field `deadline_s` takes precedence."""
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI has it; a chat answer may fill the room that is left."""
+"""Default `max_tokens` of a completion, as in OpenAI's API; a chat answer may fill the
+remaining length."""
 MAX_PROMPTS = 4096
-"""Prompts of one request."""
+"""Largest number of prompts of one request."""
 
 
 class ApiError(Exception):
-    """An answer with an HTTP status and OpenAI's error document.
+    """An error response with an HTTP status and OpenAI's error document.
 
     Args:
       status: HTTP status.
       message: one line.
-      param: the field that is wrong; None if it is none.
+      param: name of the wrong field, or None.
       kind: OpenAI's type of the error.
       code: OpenAI's code of the error.
     """
@@ -55,7 +56,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Returns the answer to an exception that parsing or a backend has raised."""
+    """Returns the API error for an exception of parsing or of a backend."""
     if isinstance(error, ApiError):
         return error
     line = validation.one_line(error)
@@ -67,7 +68,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(504, line, kind="server_error", code="deadline_exceeded")
     if isinstance(error, OverloadedError):
         return ApiError(503, line, kind="server_error", code="overloaded")
-    if isinstance(error, ConnectionError):  # the workers are gone; others may come
+    if isinstance(error, ConnectionError):  # no worker is left; new ones may start
         return ApiError(503, line, kind="server_error", code="unavailable")
     if isinstance(error, StallError):
         return ApiError(500, line, kind="server_error", code="stalled")
@@ -79,46 +80,49 @@ def _refusal(field: str, line: str) -> ApiError:
 
 
 class GenerationRequest(NamedTuple):
-    """A request for answers, after all of it was checked."""
+    """A validated generation request."""
 
     kind: Literal["completion", "chat"]
     prompts: list[list[int]]
     """Token ids of each prompt."""
     samplings: list[Sampling]
-    """How each prompt's answers are drawn."""
+    """Sampling parameters of each prompt."""
     echoes: list[str] | None
     """Text that precedes the answers of each prompt; None without `echo`."""
     logprobs: int | None
-    """Alternatives to report with each token; None reports no log-probabilities."""
+    """Number of alternatives to return for each token; None returns no
+    log-probabilities."""
     drops_answer: bool
-    """True if only the prompt is asked for: `max_tokens` is 0, and one token is drawn
-    that is not reported."""
+    """True if only the prompt is requested: `max_tokens` is 0, and the one token that
+    is generated is not returned."""
     is_streamed: bool
     has_usage: bool
-    """True if a stream ends with the number of tokens."""
+    """True if a stream ends with token counts."""
     deadline_s: float
+    attributes: RequestAttributes
+    """Attributes of each prompt's request, for the scheduling policy."""
 
 
 def parse_completion(
     body: bytes, headers: Mapping[str, str], backend: Backend, deadline_s: float
 ) -> GenerationRequest:
-    """Reads the body of /v1/completions.
+    """Parses the body of /v1/completions.
 
     Args:
       body: JSON.
-      headers: by lower-case name.
-      backend: the system that will answer.
-      deadline_s: seconds that a request without a deadline of its own may take.
+      headers: HTTP headers by lower-case name.
+      backend: system that will answer.
+      deadline_s: time limit in s of a request without its own.
 
     Raises:
       ApiError: a field is unknown, refused, or out of its range.
     """
-    given = _fields(body, "completion", backend)
-    prompts, texts = _prompts(_needed(given, "prompt"), backend.tokenizer)
-    echo = _taken(given, "echo", validation.boolean, False)
-    num_tops = _taken(given, "logprobs", validation.integer)
-    max_tokens = _taken(given, "max_tokens", validation.integer)
-    fields, own = _common(given, headers, deadline_s)
+    given = _read_fields(body, "completion", backend)
+    prompts, texts = _parse_prompts(_get_required(given, "prompt"), backend.tokenizer)
+    echo = _get_checked(given, "echo", validation.boolean, False)
+    num_tops = _get_checked(given, "logprobs", validation.integer)
+    max_tokens = _get_checked(given, "max_tokens", validation.integer)
+    fields, own = _parse_common(given, headers, deadline_s)
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
     echoes = None
@@ -132,7 +136,7 @@ def parse_completion(
     return GenerationRequest(
         kind="completion",
         prompts=prompts,
-        samplings=_samplings(fields, prompts, DEFAULT_MAX_TOKENS, backend),
+        samplings=_make_samplings(fields, prompts, DEFAULT_MAX_TOKENS, backend),
         echoes=echoes,
         logprobs=num_tops,
         drops_answer=max_tokens == 0,
@@ -143,21 +147,21 @@ def parse_completion(
 def parse_chat(
     body: bytes, headers: Mapping[str, str], backend: Backend, deadline_s: float
 ) -> GenerationRequest:
-    """Reads the body of /v1/chat/completions; see `parse_completion`."""
-    given = _fields(body, "chat", backend)
-    messages = _messages(_needed(given, "messages"))
+    """Parses the body of /v1/chat/completions; see `parse_completion`."""
+    given = _read_fields(body, "chat", backend)
+    messages = _parse_messages(_get_required(given, "messages"))
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
         raise _refusal("tools", "tools must be a list of objects")
     if given.get("tool_choice") == "none":
         tools = []
-    wants = _taken(given, "logprobs", validation.boolean, False)
-    num_tops = _taken(given, "top_logprobs", validation.integer)
+    wants = _get_checked(given, "logprobs", validation.boolean, False)
+    num_tops = _get_checked(given, "top_logprobs", validation.integer)
     if num_tops and not wants:
         line = f"top_logprobs={num_tops} needs logprobs=true"
         raise _refusal("top_logprobs", line)
     limits = [
-        _taken(given, name, functools.partial(validation.integer, low=1))
+        _get_checked(given, name, functools.partial(validation.integer, low=1))
         for name in ("max_tokens", "max_completion_tokens")
     ]
     if None not in limits and limits[0] != limits[1]:
@@ -166,7 +170,7 @@ def parse_chat(
             f"max_tokens={limits[0]} must be max_completion_tokens={limits[1]}, "
             "or one of them absent",
         )
-    fields, own = _common(given, headers, deadline_s)
+    fields, own = _parse_common(given, headers, deadline_s)
     num_tops = (num_tops or 0) if wants else None
     fields["logprobs"] = num_tops
     fields["max_tokens"] = limits[0] if limits[1] is None else limits[1]
@@ -174,7 +178,7 @@ def parse_chat(
     return GenerationRequest(
         kind="chat",
         prompts=prompts,
-        samplings=_samplings(fields, prompts, backend.max_length, backend),
+        samplings=_make_samplings(fields, prompts, backend.max_length, backend),
         echoes=None,
         logprobs=num_tops,
         drops_answer=False,
@@ -190,8 +194,8 @@ _NO_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-"""Fields without effect on an answer: for the billing and records of OpenAI."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+"""Fields without effect on an answer, used by OpenAI for billing and records."""
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
@@ -207,9 +211,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "function_call": (),
 }
-"""Fields of OpenAI's that are refused, except for these values, which ask for nothing.
-"""
-_SAMPLING = (
+"""OpenAI's fields that are refused, except for these values, which have no effect."""
+_SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "n",
@@ -228,12 +231,14 @@ _SAMPLING = (
     "length_penalty",
     "early_stopping",
 )
-"""Fields that are those of `Sampling`."""
-_COMMON = (
+"""Fields of `Sampling`."""
+_ATTRIBUTE_FIELDS = attributes.REQUEST_FIELDS
+"""Fields of `RequestAttributes`; `priority` is also vLLM's."""
+_COMMON_FIELDS = (
     *("model", "stream", "stream_options", "stop", "stop_tokens", "deadline_s"),
     *("logprobs", "max_tokens"),
 )
-_OWN = {
+_ROUTE_FIELDS = {
     "completion": ("prompt", "echo"),
     "chat": ("messages", "tools", "top_logprobs", "max_completion_tokens"),
 }
@@ -243,7 +248,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """Reads a JSON object; a field that is null counts as absent.
 
     Raises:
-      ApiError: the body is no JSON object.
+      ApiError: the body is not a JSON object.
     """
     try:
         given = json.loads(body)
@@ -255,17 +260,22 @@ def read_object(body: bytes) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
-    """The fields of a request, after all that is not served was refused."""
+def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
+    """Returns the fields of a request, after unsupported ones were refused."""
     given = read_object(body)
-    known = {*_COMMON, *_SAMPLING, *_OWN[kind]}
+    known = {
+        *_COMMON_FIELDS,
+        *_SAMPLING_FIELDS,
+        *_ATTRIBUTE_FIELDS,
+        *_ROUTE_FIELDS[kind],
+    }
     for name in given:
-        if name in _NEUTRAL:
-            if given[name] not in _NEUTRAL[name]:
+        if name in _ALLOWED_VALUES:
+            if given[name] not in _ALLOWED_VALUES[name]:
                 shown = validation.shown(given[name])
                 raise _refusal(name, f"{name}={shown} is not supported")
         elif name not in known and name not in _NO_EFFECT:
-            raise _unknown(name)
+            raise _unknown_field(name)
     model = given.get("model", backend.model_name)
     if model != backend.model_name:
         raise ApiError(
@@ -277,42 +287,42 @@ def _fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     return given
 
 
-def _taken(
+def _get_checked(
     given: dict[str, Any],
     name: str,
     check: Callable[[str, Any], Any],
     default: Any = None,
 ) -> Any:
-    """The checked value of a field, or the default where it is absent."""
+    """Returns the checked value of a field, or the default if it is absent."""
     return check(name, given[name]) if name in given else default
 
 
-def _needed(given: dict[str, Any], name: str) -> Any:
+def _get_required(given: dict[str, Any], name: str) -> Any:
     if name not in given:
         raise _refusal(name, f"{name} must be given")
     return given[name]
 
 
-def _common(
+def _parse_common(
     given: dict[str, Any], headers: Mapping[str, str], deadline_s: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields that both kinds of requests have.
+    """Reads the fields that both kinds of requests have.
 
     Returns:
       Fields of `Sampling`, unchecked, and of `GenerationRequest`.
     """
-    fields = {name: given[name] for name in _SAMPLING if name in given}
+    fields = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
     stop, ends = given.get("stop", []), given.get("stop_tokens", [])
     stop = [stop] if isinstance(stop, str) else stop
     for name, value in (("stop", stop), ("stop_tokens", ends)):
         if not isinstance(value, list):
             raise _refusal(name, f"{name}={validation.shown(value)} must be a list")
         fields[name] = tuple(value)
-    is_streamed = _taken(given, "stream", validation.boolean, False)
+    is_streamed = _get_checked(given, "stream", validation.boolean, False)
     options = given.get("stream_options", {})
     if options and not is_streamed:
         raise _refusal("stream_options", "stream_options needs stream=true")
-    # Obfuscation pads chunks against observers of their sizes; there is none here.
+    # Obfuscation pads chunks against observers of their sizes; not supported.
     if not isinstance(options, dict) or options.keys() - _STREAM_OPTIONS:
         raise _refusal(
             "stream_options",
@@ -322,7 +332,7 @@ def _common(
     flags = {name: validation.boolean(name, options[name]) for name in options}
     if flags.get("include_obfuscation"):
         raise _refusal("stream_options", "include_obfuscation=True is not supported")
-    # Which answers are kept is known only at the end.
+    # Answers are ranked at the end, so they cannot be streamed.
     ranks = {"best_of": given.get("n", 1), "beam_width": None}
     for name, unranked in ranks.items():
         if is_streamed and name in given and given[name] != unranked:
@@ -338,6 +348,9 @@ def _common(
         "deadline_s": validation.number(
             "deadline_s", limit, low=0.001, high=MAX_DEADLINE_S, hint=hint
         ),
+        "attributes": attributes.from_fields(
+            {name: given[name] for name in _ATTRIBUTE_FIELDS if name in given}
+        ),
     }
 
 
@@ -345,13 +358,13 @@ _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 MAX_DEADLINE_S = 86400.0
 
 
-def _samplings(
+def _make_samplings(
     fields: dict[str, Any], prompts: list[list[int]], default: int, backend: Backend
 ) -> list[Sampling]:
-    """How each prompt's answers are drawn, with the tokens that they may have.
+    """Returns the sampling parameters of each prompt, with its `max_tokens`.
 
-    An engine would end an answer at `max_length`; here a request that asks for more is
-    refused, as OpenAI does.
+    An engine would end an answer at `max_length`; here a request for more tokens is
+    refused, as by OpenAI.
     """
     rooms, max_tokens = [], fields.pop("max_tokens")
     for i, prompt in enumerate(prompts):
@@ -372,8 +385,10 @@ def _samplings(
     return [dataclasses.replace(sampling, max_tokens=room) for room in rooms]
 
 
-def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids of each prompt, and its text where that was given."""
+def _parse_prompts(
+    raw: Any, tokenizer: Any
+) -> tuple[list[list[int]], list[str | None]]:
+    """Returns token ids of each prompt, and its text if it was given as text."""
     each: list[Any] = raw if isinstance(raw, list) else [raw]
     if {type(one) for one in each} == {int}:
         each = [each]
@@ -392,10 +407,11 @@ def _prompts(raw: Any, tokenizer: Any) -> tuple[list[list[int]], list[str | None
     )
 
 
-def _messages(raw: Any) -> list[dict[str, Any]]:
-    """Messages for a chat template: their content is text, and None only with calls.
+def _parse_messages(raw: Any) -> list[dict[str, Any]]:
+    """Returns messages for a chat template, with text contents.
 
-    Parts of a content are joined; images and audio are refused.
+    Text parts are joined; images and audio are refused. The content is None only in a
+    message with tool calls.
     """
     if not isinstance(raw, list) or not raw:
         raise _refusal("messages", "messages must be a list, not empty")
@@ -422,37 +438,37 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
 
 
 def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
-    """Answers /tokenize, vLLM's: the token ids of a text.
+    """Answers /tokenize (as in vLLM): the token ids of a text.
 
     Raises:
       ApiError: a field is missing, unknown or of another type.
       ValueError: the text is not valid Unicode.
     """
-    given = _only(body, "prompt", "add_special_tokens", "model")
-    text = _needed(given, "prompt")
+    given = _read_fields_of(body, "prompt", "add_special_tokens", "model")
+    text = _get_required(given, "prompt")
     if not isinstance(text, str):
         raise _refusal("prompt", "prompt must be text")
-    special = _taken(given, "add_special_tokens", validation.boolean, True)
+    special = _get_checked(given, "add_special_tokens", validation.boolean, True)
     ids = backend.tokenizer.encode(text, add_special_tokens=special)
     return {"tokens": ids, "count": len(ids), "max_model_len": backend.max_length}
 
 
 def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
-    """Answers /detokenize, vLLM's: the text of token ids; raises as `tokenize`."""
-    given = _only(body, "tokens", "model")
-    ids = validation.tokens("tokens", _needed(given, "tokens")).tolist()
+    """Answers /detokenize (as in vLLM): the text of token ids; raises as `tokenize`."""
+    given = _read_fields_of(body, "tokens", "model")
+    ids = validation.tokens("tokens", _get_required(given, "tokens")).tolist()
     text = backend.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text}
 
 
-def _only(body: bytes, *names: str) -> dict[str, Any]:
-    """The fields of a body that has no other fields than these."""
+def _read_fields_of(body: bytes, *names: str) -> dict[str, Any]:
+    """Returns the fields of a body; refuses all but the given names."""
     given = read_object(body)
     for name in given.keys() - {*names}:
-        raise _unknown(name)
+        raise _unknown_field(name)
     return given
 
 
-def _unknown(name: str) -> ApiError:
+def _unknown_field(name: str) -> ApiError:
     line = f"{validation.shown(name)} is not a field of this API"
     return _refusal(name[:64], line)

@@ -1,4 +1,4 @@
-"""OpenAI's answers: documents and chunks of a stream, made from completions."""
+"""OpenAI's responses: documents and chunks of a stream, made from completions."""
 
 import dataclasses
 import math
@@ -14,17 +14,17 @@ from jaxkv.text import NUM_BYTES
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LOWEST = -9999.0
-"""Log-probability in place of minus infinity, which JSON has no number for."""
+"""Log-probability that replaces minus infinity, which JSON cannot represent."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Writer:
+class ResponseWriter:
     """Makes the documents of one request.
 
     Args:
       request: the request.
       model: name of the model.
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
     """
 
     request: GenerationRequest
@@ -58,7 +58,7 @@ class Writer:
         return self._head(kind) | {"choices": choices, "usage": usage}
 
     def opening(self, prompt: int) -> Iterable[dict[str, Any]]:
-        """Yields the chunks that precede the tokens of a prompt's answers."""
+        """Yields the chunks before the tokens of a prompt's answers."""
         for place in range(self.request.samplings[prompt].n):
             if self.request.kind == "chat":
                 yield self._chunk(prompt, place, {"role": "assistant", "content": ""})
@@ -68,7 +68,7 @@ class Writer:
     def chunks(self, prompt: int, event: Event) -> Iterable[dict[str, Any]]:
         """Yields the chunks of an event.
 
-        The last ones have the log-probabilities of whole answers: those of
+        Log-probabilities are in the last chunk of an answer, since those of
         alternatives are known only then.
         """
         if event.text and not self.request.drops_answer:
@@ -85,13 +85,13 @@ class Writer:
                 yield self._chunk(prompt, place, delta, logprobs, reason)
 
     def closing(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
-        """Yields the chunk that ends a stream, where usage is asked for."""
+        """Yields the last chunk of a stream, if token counts are requested."""
         if self.request.has_usage:
             usage = self.usage(completions)
             yield self._head(self._chunk_kind) | {"choices": [], "usage": usage}
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Returns the number of tokens of prompts and answers."""
+        """Returns the token counts of prompts and answers."""
         prompt = sum(map(len, self.request.prompts))
         answers = [answer for each in completions for answer in each.answers]
         num = sum(len(each.tokens) for each in answers)
@@ -174,8 +174,8 @@ class Writer:
         rows = zip(tops, tokens, own, strict=True) if num else ()
         for top, token, logprob in rows:
             found: dict[str, float | None] = {}
-            # Best first: of two tokens with one text the better one stays. The token
-            # that follows is always among them.
+            # Best first: of two tokens with equal text the likelier one is kept. The
+            # generated token is always included.
             for each, value in ((top or {}) | {token: logprob}).items():
                 found.setdefault(self._piece(each)[0], _json_number(value))
             best.append(None if top is None else found)
@@ -190,7 +190,7 @@ class Writer:
         }
 
     def _offsets(self, tokens: Sequence[int], start: int, end: int) -> list[int]:
-        """Places of tokens in the text of a choice, which begins them at `start`."""
+        """Returns offsets of tokens in the text of a choice, from `start` on."""
         stream, found = self.tokenizer.stream(), []
         for token in tokens:
             found.append(min(start, end))
@@ -198,9 +198,9 @@ class Writer:
         return found
 
     def _piece(self, token: int) -> tuple[str, list[int] | None]:
-        """The text of one token and its bytes; of half a character a name of its own.
+        """Returns the text of a token and its bytes; names half a character.
 
-        The bytes are None where the tokenizer does not show them.
+        The bytes are None if the tokenizer does not expose them.
         """
         text = self.tokenizer.decode([token], skip_special_tokens=False)
         if text and REPLACEMENT not in text:
@@ -214,10 +214,10 @@ class Writer:
 
 
 def finish_reason(reason: str) -> str:
-    """Returns OpenAI's word for why an answer has ended.
+    """Returns OpenAI's `finish_reason` of an answer.
 
     Raises:
-      ApiError: it is not complete.
+      ApiError: the answer is not complete.
     """
     if reason in ("stop", "length"):
         return reason
@@ -227,7 +227,7 @@ def finish_reason(reason: str) -> str:
 
 
 def _json_number(value: float | None) -> float | None:
-    """A log-probability as JSON has it."""
+    """Returns a log-probability as a JSON number."""
     if value is None or math.isnan(value):
         return None
     return max(value, LOWEST)

@@ -1,4 +1,4 @@
-"""The facade: texts in, answers out, over the engine's pure state."""
+"""The facade: `Engine` answers prompts, given as text or token ids."""
 
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.outputs import Completion, Event

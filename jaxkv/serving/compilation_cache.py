@@ -1,7 +1,7 @@
-"""The persistent cache of compiled programs, set where none is configured.
+"""Persistent compilation cache of JAX, enabled where none is configured.
 
-JAX compiles the programs of an engine anew in every process, unless it has a folder to
-keep them in: seconds at every start of a notebook. `Engine.load` names one.
+Without a cache folder JAX compiles an engine's programs in every process, which takes
+seconds at every start of a notebook. `Engine.load` sets a folder.
 """
 
 import contextlib
@@ -16,10 +16,9 @@ import jax
 from jaxkv import files
 
 MAX_BYTES = 2**30
-"""Size of the folder, above which JAX deletes the programs that were not used for the
-longest time."""
+"""Size of the folder above which JAX deletes the least recently used programs."""
 MIN_COMPILE_TIME_S = 0.1
-"""Programs that compile faster are not kept."""
+"""Programs that compile in less time are not stored."""
 NOTICE_S = 5.0
 """Seconds of compilation after which a notice is printed."""
 
@@ -56,7 +55,7 @@ def keep_programs() -> None:
 
 
 @contextlib.contextmanager
-def noticing() -> Generator[None]:
+def notify_if_slow() -> Generator[None]:
     """Prints a notice if the context lasts longer than `NOTICE_S`."""
     notice = f"compiling, which takes more than {NOTICE_S:g} s"
     if jax.config.jax_compilation_cache_dir is not None:
@@ -71,7 +70,7 @@ def noticing() -> Generator[None]:
 
 
 def _set_default(name: str, default: float, value: float) -> None:
-    """Changes a setting of JAX that has its default, and no environment variable."""
+    """Sets a JAX option that has its default value and no environment variable."""
     if name.upper() not in os.environ and jax.config.values[name] == default:
         jax.config.update(name, value)
 

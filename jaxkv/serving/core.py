@@ -1,9 +1,9 @@
-"""The engine's core: what runs on the device, dispatched ahead and read a call late.
+"""The engine's core: dispatches steps to the device and reads their results later.
 
-`EngineCore` owns the state and its compiled programs. In every turn it hands over
-waiting requests, dispatches the next steps, and only then reads what the last ones
-emitted: the device never waits for Python. It never looks into the state either; what
-it must know, its tracker counts.
+`EngineCore` owns the state and its compiled programs. Each call of `step` submits
+waiting requests, dispatches the next steps, and only then reads the outputs of the
+previous ones, so the device never waits for Python. The core does not read the state;
+its tracker counts all that it needs.
 """
 
 import collections
@@ -51,31 +51,31 @@ from jaxkv.serving import (
     tuning,
 )
 from jaxkv.serving.request_tracker import RequestTracker
-from jaxkv.serving.requests import Record
+from jaxkv.serving.requests import RequestRecord
 
 _IDLE_S = 0.01
-"""Longest sleep at a time: another thread may bring a request."""
+"""Longest sleep in s: another thread may submit a request."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Call:
+class DispatchedCall:
     """A dispatched call whose results have not been read."""
 
     info: step.StepInfo
     policy: scheduling_interface.Policy
     drained: DrainedSequences | None = None
     table: Any = None
-    """Copies of page ids, lengths and sequences of the slots, after its last step."""
+    """Copies of the slots' page ids, lengths and sequences after the last step."""
     num_pending: int = 0
-    """Requests that waited on the host meanwhile, if a trace is kept."""
+    """Requests that waited on the host during the call, if a trace is kept."""
 
 
 class EngineCore:
     """Runs requests on the device, for any number of threads.
 
-    Whoever waits for something takes turns for all, one call at a time. Where something
-    fails inside such a call, on the device say, or an invariant in debug mode, the core
-    is lost: every later use says so in a `RuntimeError`.
+    A thread that waits for a result runs the core for all threads, one call at a time.
+    If an error occurs inside a call (on the device, or a violated invariant in debug
+    mode), the core is lost: every later use raises a `RuntimeError` with the reason.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class EngineCore:
         keep_trace: bool = False,
         mesh: Mesh | None = None,
     ):
-        """Makes an idle core; compiles nothing yet. Arguments are those of `Engine`.
+        """Makes an idle core; compiles no program. Arguments are those of `Engine`.
 
         Raises:
           ValueError: the pages do not fit the configuration, or the mesh.
         """
         self.params, self.config, self.policy = params, config, policy
         self.trace = outputs.Trace()
-        self._table: Call | None = None  # of the last call that was read
+        self._table: DispatchedCall | None = None  # of the last call that was read
         self._eviction, self._eos_ids = eviction, eos_ids
         self.static: dict[str, Any] = {
             "config": config,
@@ -109,23 +109,23 @@ class EngineCore:
             "logits_fn": logits_fn,
             "speculation": speculation,
         }
-        """What the steps are compiled for."""
+        """Static arguments of the compiled steps."""
         memory = None if speculation is None else speculation.drafter.init(config)
         state = init(config, pages, memory)
-        self._programs, self.state = programs.place(params, state, mesh)
+        self._programs, self.state = programs.select_programs(params, state, mesh)
         self._mesh = mesh
         self._host = host_swap.HostSpace(host_pages, self._programs.move)
         self.tracker = RequestTracker(config)
-        self.unread: collections.deque[Call] = collections.deque()
-        """Calls under way, or done and not read; at most two."""
-        self.on_dispatch: Callable[[Call], Any] | None = None
-        """Is told of every call, to note times say."""
+        self.unread: collections.deque[DispatchedCall] = collections.deque()
+        """Dispatched calls that were not read yet; at most two."""
+        self.on_dispatch: Callable[[DispatchedCall], Any] | None = None
+        """Called with every dispatched call, for example to measure times."""
         self._idle = stalls.StepCounter()
-        self._asked = False  # by the device, to move swapped pages
-        self._rests = False  # the drafter, by what was read last
+        self._needs_host_swap = False  # the device asks the host to move pages
+        self._skips_drafts = False  # as of the last call read
         self._num_steps = 0  # read so far
         self._keep_trace, self._started = keep_trace, time.perf_counter()
-        # Never held while the device is waited for, nor by a stream that was left.
+        # Not held while waiting for the device, nor by an abandoned stream.
         self._lock = threading.RLock()
         self._compiled: set[Any] = set()  # kinds of policies
         self.compile_s = 0.0
@@ -137,43 +137,43 @@ class EngineCore:
         return time.perf_counter() - self._started
 
     def has_work(self) -> bool:
-        """Whether there is a reason to run the device."""
+        """True if the device must run."""
         return self.tracker.has_work(self.now())
 
-    def add(self, records: Sequence[Record]) -> None:
-        """Takes requests.
+    def add(self, records: Sequence[RequestRecord]) -> None:
+        """Adds requests.
 
         Raises:
-          ValueError: one has the name of a request that is still running.
+          ValueError: a request id is that of a request that still runs.
         """
-        with self._lock, interrupts.signals():
+        with self._lock, interrupts.defer_signals():
             self._refuse_if_lost()
             for record in records:
                 self.tracker.add(record)
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request with what it has; names of nobody are ignored."""
-        with self._lock, interrupts.signals():
+        """Ends a request with its tokens so far; unknown ids are ignored."""
+        with self._lock, interrupts.defer_signals():
             self.tracker.cancel(request_id, self.now())
 
-    def withdraw(self, records: Sequence[Record]) -> None:
-        """Cancels those of the requests that were taken and are not complete."""
-        with self._lock, interrupts.signals():
+    def withdraw(self, records: Sequence[RequestRecord]) -> None:
+        """Cancels those of the given requests that were added and are not complete."""
+        with self._lock, interrupts.defer_signals():
             for record in records:
                 if self.tracker.records.get(record.request_id) is record:
                     self.tracker.cancel(record.request_id, self.now())
 
-    def turn(self) -> None:
-        """Starts the next steps if there is work, and reads those before."""
+    def step(self) -> None:
+        """Dispatches the next steps if there is work, and reads the previous ones."""
         tracker, call = self.tracker, None
         with self._lock:
             self._refuse_if_lost()
             if tracker.withdrawn:
-                with interrupts.signals():
-                    tracker.tell_withdrawn()
+                with interrupts.defer_signals():
+                    tracker.close_withdrawn()
             if self.has_work() and len(self.unread) < 2:
                 self.dispatch()
-            # One call is always under way while the one before is read.
+            # The next call runs while the previous one is read.
             if len(self.unread) > self.has_work():
                 call = self.unread[0]
             wait_s = 0.0 if self.unread else tracker.next_arrival_s() - self.now()
@@ -182,14 +182,14 @@ class EngineCore:
         elif 0 < wait_s < math.inf:
             time.sleep(min(wait_s, _IDLE_S))
 
-    def owes(self) -> bool:
-        """Whether a request is not complete, an event not told, or a call not read."""
+    def has_pending(self) -> bool:
+        """True if there are open requests, undelivered events or unread calls."""
         return bool(self.tracker.events or self.tracker.records or self.unread)
 
-    def settle(self) -> None:
-        """Reads what is under way that nobody needs."""
+    def flush(self) -> None:
+        """Reads the calls that run although no request needs them."""
         while self.unread and not self.has_work():
-            self.turn()
+            self.step()
 
     def take_prefix(self, prefix: Prefix) -> tuple[Any, int]:
         """Copies cached pages, see `Engine.take_prefix`."""
@@ -200,13 +200,13 @@ class EngineCore:
         return kv_pages.to_host(found, slice(num)), num
 
     def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
-        """Puts pages into the prefix cache, see `Engine.bring_prefix`."""
+        """Writes pages to the prefix cache, see `Engine.bring_prefix`."""
         prefix, whole = request_batch.pad_pages(
             prefix, pages, self.state.pages, self.config
         )
-        with self._lock, interrupts.signals():
+        with self._lock, interrupts.defer_signals():
             self._refuse_if_lost()
-            with self._all_or_lost():
+            with self._lost_on_error():
                 self.state, cached = self._programs.bring_in(
                     self.state, prefix, whole, self._eviction
                 )
@@ -231,16 +231,16 @@ class EngineCore:
             if self._mesh is not None:
                 new = layout.place_state(new, self._mesh)
             self.state, self._table = new, None
-            self._rests = False
+            self._skips_drafts = False
 
     def fork(self, memo: dict[int, Any]) -> "EngineCore":
-        """Copies the engine, see `Engine.fork`; objects of the memo are shared."""
+        """Copies the engine, see `Engine.fork`; objects in `memo` are shared."""
         with self._lock:
             self._refuse_if_lost()
             while self.unread:
                 self.read(self.unread[0])
             other = copy.copy(self)
-            with interrupts.signals():
+            with interrupts.defer_signals():
                 other.state = jax.device_put(self.state, may_alias=False)
                 other.tracker = copy.deepcopy(self.tracker, memo)
             other.trace = outputs.Trace(self.trace)
@@ -249,18 +249,18 @@ class EngineCore:
             other._host = self._host.copy()
         return other
 
-    def _refuse_if_busy(self, what: str) -> None:
+    def _refuse_if_busy(self, use: str) -> None:
         if self.tracker.records or self.unread:
             num = len(self.tracker.records)
             raise ValueError(
-                f"{num} requests are not complete; an engine must be idle to be {what}"
+                f"{num} requests are not complete; an engine must be idle to be {use}"
             )
 
     def tune(self, context: int | None) -> None:
-        """Measures what drafts cost, see `Engine.tune`."""
+        """Measures step costs of drafts, see `Engine.tune`."""
         if self.tracker.records or self.unread:
             raise ValueError("an engine must be idle to be tuned")
-        plan = tuning.plan(self.state, self.config, context)
+        plan = tuning.plan_measurement(self.state, self.config, context)
 
         def submit(state: EngineState, requests: Requests) -> EngineState:
             return self._programs.submit(state, requests, config=self.config)[0]
@@ -273,50 +273,54 @@ class EngineCore:
             return self.run_steps(state, may_draft=may_draft)[0]
 
         self.compile()
-        with self._lock, self._all_or_lost():
-            ways = tuning.Programs(run, submit, withdraw)
-            self.state = tuning.tune(self.state, ways, self.config, plan)
-            self._rests = False
+        with self._lock, self._lost_on_error():
+            measured = tuning.TuningPrograms(run, submit, withdraw)
+            self.state = tuning.tune(self.state, measured, self.config, plan)
+            self._skips_drafts = False
 
     def run_steps(
         self, state: EngineState, now: float = 0.0, *, may_draft: bool = True
     ) -> Any:
-        """Runs the steps of a call on a state, which they consume."""
+        """Runs the steps of a call on a state, which is consumed."""
         return self._programs.run_steps(
-            self.params, state, from_seconds(now), **self._rules(may_draft)
+            self.params, state, from_seconds(now), **self._step_arguments(may_draft)
         )
 
     def lower(self, *, may_draft: bool = True) -> Any:
-        """The program of the steps, traced."""
+        """Returns the traced program of the steps."""
         clock = from_seconds(0.0)
         return self._programs.run_steps.lower(
-            self.params, self.state, clock, **self._rules(may_draft)
+            self.params, self.state, clock, **self._step_arguments(may_draft)
         )
 
-    def _rules(self, may_draft: bool) -> dict[str, Any]:
-        """What the steps run by, besides parameters, state and clock."""
+    def _step_arguments(self, may_draft: bool) -> dict[str, Any]:
+        """Returns the arguments of the steps after parameters, state and clock."""
         changing = {"policy": self.policy, "eviction": self._eviction}
         return self.static | changing | {"may_draft": may_draft}
 
     def compile(self) -> None:
-        """Makes the programs, all before one of them consumes the state.
+        """Compiles all programs before one of them consumes the state.
 
-        So whatever ends this, Ctrl-C or a model that cannot be traced, costs nothing.
+        An interrupt, or a model that cannot be traced, then leaves the state intact.
         """
         kind = jax.tree.structure(self.policy)
         if kind in self._compiled:
             return
         begun, state, config = time.perf_counter(), self.state, self.config
-        with compilation_cache.noticing():
-            ways: tuple[bool, ...] = (True,)
+        with compilation_cache.notify_if_slow():
+            modes: tuple[bool, ...] = (True,)
             if (speculation := self.static["speculation"]) is not None:
-                rests = functools.partial(speculation.drafter.rests, config=config)
-                if jax.eval_shape(rests, state.memory, state) is not None:
-                    ways = True, False  # a program of plain steps as well
+                is_disabled = functools.partial(
+                    speculation.drafter.rests, config=config
+                )
+                if jax.eval_shape(is_disabled, state.memory, state) is not None:
+                    modes = True, False  # also a program of plain steps
             names = np.full(config.max_sequences, -1, np.int32)
             lowered = (
-                self._programs.submit.lower(state, self._requests([]), config=config),
-                *(self.lower(may_draft=may) for may in ways),
+                self._programs.submit.lower(
+                    state, self._pack_requests([]), config=config
+                ),
+                *(self.lower(may_draft=may) for may in modes),
                 self._programs.drain.lower(state, names, names, self._eviction),
             )
             for program in lowered:
@@ -325,35 +329,36 @@ class EngineCore:
         self._compiled.add(kind)
 
     def dispatch(self) -> None:
-        """Hands over what there is room for, then starts the next steps."""
+        """Submits the requests that fit, then dispatches the next steps."""
         self.compile()
-        if self._asked:
-            # Rare, so it is done with nothing under way, where all is known.
+        if self._needs_host_swap:
+            # Rare, so all dispatched calls are read first.
             while self.unread:
                 self.read(self.unread[0])
             self._host.compile(self.state)
-            with interrupts.signals(), self._all_or_lost():
-                self.state, self._asked = self._host.exchange(self.state), False
+            with interrupts.defer_signals(), self._lost_on_error():
+                self.state = self._host.exchange(self.state)
+                self._needs_host_swap = False
         tracker, config = self.tracker, self.config
-        with interrupts.signals():
+        with interrupts.defer_signals():
             batch = tracker.next_batch(self.now())
-            requests = self._requests(batch) if batch else None
-            with self._all_or_lost():
+            requests = self._pack_requests(batch) if batch else None
+            with self._lost_on_error():
                 if requests is not None:
                     self.state, _ = self._programs.submit(
                         self.state, requests, config=config
                     )
-                    tracker.hand_over(batch)
+                    tracker.mark_submitted(batch)
                 self.state, info = self.run_steps(
-                    self.state, self.now(), may_draft=not self._rests
+                    self.state, self.now(), may_draft=not self._skips_drafts
                 )
-                call = Call(info=info, policy=self.policy)
+                call = DispatchedCall(info=info, policy=self.policy)
                 self.unread.append(call)
                 # For `page_table`, before the next call consumes the state.
                 table = self.state.table
                 table = table.page_ids, table.length, self.state.slots.sequence
                 if all(x.is_fully_addressable for x in table):
-                    # No program, and the device is not waited for.
+                    # Neither compiles a program nor waits for the device.
                     call.table = jax.device_put(table, may_alias=False)
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
@@ -364,8 +369,8 @@ class EngineCore:
         if self.on_dispatch is not None:
             self.on_dispatch(call)
 
-    def _requests(self, batch: list[Record]) -> Requests:
-        """Lines up what is to be handed over."""
+    def _pack_requests(self, batch: list[RequestRecord]) -> Requests:
+        """Makes the arrays of a batch of requests."""
         return request_batch.make_requests(
             [record.prompt for record in batch],
             [record.sampling for record in batch],
@@ -381,28 +386,28 @@ class EngineCore:
             width=max(self.config.submit_width, self.config.max_slots),
         )
 
-    def read(self, call: Call) -> None:
-        """Notes what a call emitted, then which requests are complete.
+    def read(self, call: DispatchedCall) -> None:
+        """Processes the outputs of a call, and completes requests.
 
         Raises:
-          StallError: the policy makes no progress; the engine can go on by another one,
-            or without the request.
+          StallError: the policy makes no progress; the engine can continue with another
+            policy, or without the request.
         """
-        try:  # here the host waits; Ctrl-C ends it with nothing noted
+        try:  # the host waits here; Ctrl-C leaves all records unchanged
             info = jax.tree.map(np.asarray, call.info)
             if call.drained is not None:
                 call.drained.is_final.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             self._lost = error
             raise
-        with self._lock, interrupts.signals(), self._all_or_lost():
+        with self._lock, interrupts.defer_signals(), self._lost_on_error():
             if not self.unread or self.unread[0] is not call:
-                return  # another thread was quicker
+                return  # another thread has read it
             if info.violations is not None:
                 invariants.refuse(info.violations, first_step=self._num_steps)
             self._num_steps += len(info.enough)
-            self._asked |= bool(info.asks_host[-1])
-            self._rests = info.rests is not None and bool(info.rests[-1])
+            self._needs_host_swap |= bool(info.asks_host[-1])
+            self._skips_drafts = info.rests is not None and bool(info.rests[-1])
             if self._keep_trace:
                 waiting = info.num_waiting + call.num_pending
                 self.trace.append(info._replace(num_waiting=waiting))
@@ -414,7 +419,7 @@ class EngineCore:
         with self._lock:
             self._refuse_stall(call, info)
 
-    def _refuse_stall(self, call: Call, info: Any) -> None:
+    def _refuse_stall(self, call: DispatchedCall, info: Any) -> None:
         """Raises a `StallError` after too many steps without progress."""
         idle, now = self._idle, self.now()
         draws = (info.num_emitted > 0).any(axis=1) | (info.reason > 0).any(axis=1)
@@ -425,12 +430,12 @@ class EngineCore:
             each.drained is not None for each in (call, *self.unread)
         )
         is_busy = info.num_waiting[-1] > 0 or (info.sequence[-1] >= 0).any()
-        # A policy may wait for requests that are known to come.
+        # A policy may wait for requests with a later arrival time.
         waits = now < self.tracker.next_arrival_s() < math.inf
         if is_changed or waits or not is_busy:
             idle.reset()
             return
-        # A call in which the host is to move pages counts as one step.
+        # A call that ends with a request for host swap counts as one step.
         last = slice(-1, None) if info.asks_host[-1] else slice(None)
         num_rows = info.num_rows.sum(axis=1)
         idle.count(draws[last], num_rows[last], num_tokens=self.tracker.num_tokens)
@@ -468,8 +473,8 @@ class EngineCore:
         return PageTableView(tuple(slots), config.page_size, config.num_pages)
 
     @contextlib.contextmanager
-    def _all_or_lost(self) -> Generator[None]:
-        """Notes that the engine cannot go on if what it holds fails half-way."""
+    def _lost_on_error(self) -> Generator[None]:
+        """Marks the engine as lost if the block fails half-way."""
         try:
             yield
         except BaseException as error:
@@ -478,7 +483,8 @@ class EngineCore:
 
     def _refuse_if_lost(self) -> None:
         if self._lost is not None:
-            kind, said = type(self._lost).__name__, str(self._lost).partition("\n")[0]
+            kind = type(self._lost).__name__
+            line = str(self._lost).partition("\n")[0]
             raise RuntimeError(
-                f"this engine is lost, make a new one; {kind}: {said}"
+                f"this engine is lost, make a new one; {kind}: {line}"
             ) from self._lost

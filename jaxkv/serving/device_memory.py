@@ -1,7 +1,7 @@
-"""How much memory is free where arrays will lie, asked before they are made.
+"""Free memory of the device or host, checked before arrays are made.
 
-A pool beyond it would end the process on many machines, without a word: Linux hands out
-memory that is not there, and kills whoever then writes to it.
+On many machines a pool that is too large would end the process without a message: Linux
+grants memory that it does not have, and kills the process that writes to it.
 """
 
 from pathlib import Path
@@ -14,12 +14,12 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays, or of their shapes."""
+    """Returns the bytes of a tree of arrays, or of their shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def free_bytes() -> int | None:
-    """Bytes that are free on the default device; None where nobody says."""
+    """Returns the free bytes of the default device; None if unknown."""
     device = jax.config.jax_default_device or jax.local_devices()[0]
     stats = device.memory_stats() if isinstance(device, jax.Device) else None
     if stats and "bytes_limit" in stats:
@@ -28,25 +28,25 @@ def free_bytes() -> int | None:
     return min(known, default=None)
 
 
-def check_room(tree: Any, what: str) -> None:
-    """Refuses arrays for which there is no room.
+def check_free_memory(tree: Any, name: str) -> None:
+    """Raises an error if arrays do not fit into the free memory.
 
     Args:
-      tree: their shapes.
-      what: what a message calls them, and how to make them smaller.
+      tree: shapes of the arrays.
+      name: their name in the error message, with the settings that shrink them.
 
     Raises:
-      ValueError: they need more than there is.
+      ValueError: the arrays need more memory than is free.
     """
     needed, free = num_bytes(tree), free_bytes()
     if free is not None and needed > free:
         raise ValueError(
-            f"{needed:,} bytes are needed and {free:,} are free for {what}"
+            f"{needed:,} bytes are needed and {free:,} are free for {name}"
         )
 
 
 def _free_on_host() -> int | None:
-    """What Linux could give without swapping."""
+    """Returns the bytes that Linux can provide without swapping."""
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
@@ -56,7 +56,7 @@ def _free_on_host() -> int | None:
 
 
 def _free_in_group() -> int | None:
-    """What the control group of a container has left; files it caches can go."""
+    """Returns the bytes left in a container's control group, cached files excluded."""
     try:
         limit = (_GROUP / "memory.max").read_text().strip()
         used = int((_GROUP / "memory.current").read_text())

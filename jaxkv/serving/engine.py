@@ -1,4 +1,4 @@
-"""The facade: texts in, answers out, over the engine's core."""
+"""The facade `Engine`: prompts in, answers out, over the engine's core."""
 
 import collections
 import contextlib
@@ -26,22 +26,23 @@ from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.serving import compilation_cache, outputs, refusals, request_batch
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
-from jaxkv.serving.requests import Part, Record
+from jaxkv.serving.requests import PartialAnswer, RequestRecord
 from jaxkv.speculation import methods
 
 
 class Engine:
-    """Serves a model. `EngineCore` says how.
+    """Serves a model; see `EngineCore` for its operation.
 
-    Ctrl-C, or whatever else the handler of a signal raises, leaves it as it was between
-    two calls to the device: what was submitted goes on with the next `stream` or
-    `generate`, and what an interrupted `generate` had asked is withdrawn.
+    Ctrl-C, or any other exception of a signal handler, leaves the engine as it was
+    between two device calls: submitted requests continue with the next `stream` or
+    `generate`, and the requests of an interrupted `generate` are withdrawn.
 
-    Threads may share it. Whoever waits for something runs the device for all, one call
-    at a time; in `stream` of several threads each event goes to one of them.
+    Threads may share an engine. A thread that waits for a result runs the device for
+    all threads, one call at a time; if several threads iterate over `stream`, each
+    event is delivered to one of them.
 
-    Where something fails inside such a call, on the device say, or an invariant in
-    debug mode, the engine is lost: every later use says so in a `RuntimeError`.
+    If an error occurs inside a device call, or an invariant is violated in debug mode,
+    the engine is lost: every later use raises a `RuntimeError` with the reason.
     """
 
     @validation.suggests_keywords
@@ -63,35 +64,35 @@ class Engine:
         host_pages: int | None = None,
         mesh: Mesh | None = None,
     ):
-        """Makes an idle engine; compiles nothing yet.
+        """Makes an idle engine; compiles no program.
 
         Args:
           params: parameters, as `forward` takes them.
           forward: the model.
-          pages: its K and V arrays; the engine consumes them.
+          pages: its K and V arrays; consumed.
           config: the bounds.
-          tokenizer: a `text.Tokenizer` or `text.ByteTokenizer`, or an object with
-            their `encode`, `stream`, `stop_search` and `eos_ids`; needed for text.
+          tokenizer: a `text.Tokenizer` or `text.ByteTokenizer`, or an object with their
+            `encode`, `stream`, `stop_search` and `eos_ids`; needed for text.
           eos_ids: tokens that end an answer; None takes the tokenizer's.
-          vocab_size: token ids must lie below it; None does not check.
-          policy: who runs; None means `fcfs.fcfs()`.
-          eviction: which pages leave the prefix cache first; None means
+          vocab_size: bound on token ids; None does not check them.
+          policy: scheduling policy; None means `fcfs.fcfs()`.
+          eviction: eviction rule of the prefix cache; None means
             `prefix_eviction.LRU()`.
-          logits_fn: changes logits before a token is drawn; a plain function, compiled
-            once for each function object.
-          speculation: who guesses tokens and who judges them, see `jaxkv.speculation`;
-            `config.max_drafts` says how many. None decodes plainly.
-          keep_trace: whether `trace` collects the step infos.
-          host_pages: swap space in host memory, in pages, beside the staging buffer of
-            `max_swap_pages`; None means as many as the pool has.
+          logits_fn: changes logits before a token is sampled; a plain function,
+            compiled once for each function object.
+          speculation: drafter and verifier, see `jaxkv.speculation`, with a draft
+            length of at most `config.max_drafts`. None decodes without drafts.
+          keep_trace: True to collect step infos in `trace`.
+          host_pages: swap space in host memory, in pages, in addition to the staging
+            buffer of `max_swap_pages`; None means the size of the pool.
           mesh: devices to divide the model and its pages over, see
-            `parallel.make_mesh`; the parameters are as `parallel.tensor.place_params`
-            returns them. None means one device.
+            `parallel.make_mesh`; the parameters must be those that
+            `parallel.tensor.place_params` returns. None means one device.
 
         Raises:
-          ValueError: an argument is of another type than it should be, the pages do not
-            fit the configuration, the end tokens do not fit `max_stop_tokens`, or
-            `host_pages` is below 0.
+          ValueError: an argument has another type, the pages do not fit the
+            configuration, the end tokens do not fit `max_stop_tokens`, or `host_pages`
+            is below 0.
         """
         refusals.check_parts(
             config,
@@ -109,7 +110,9 @@ class Engine:
         if host_pages is None:
             host_pages = config.num_pages
         self.tokenizer = tokenizer
-        self._eos_ids = refusals.end_tokens(eos_ids, tokenizer, config, vocab_size)
+        self._eos_ids = refusals.resolve_end_tokens(
+            eos_ids, tokenizer, config, vocab_size
+        )
         self._vocab_size, self._changes_logits = vocab_size, logits_fn is not None
         self._ids = itertools.count()
         self.core = EngineCore(
@@ -126,7 +129,7 @@ class Engine:
             keep_trace=validation.boolean("keep_trace", keep_trace),
             mesh=mesh,
         )
-        """What runs on the device, for those who measure it."""
+        """The core that runs on the device, for measurements."""
 
     @classmethod
     def load(
@@ -147,23 +150,24 @@ class Engine:
     ) -> "Engine":
         """Serves a Hugging Face folder, or a bundled model.
 
-        Compiled programs are kept in the user's cache folder for the next process,
+        Compiled programs are stored in the user's cache folder for the next process,
         unless JAX's persistent compilation cache is configured already;
         `JAX_ENABLE_COMPILATION_CACHE=false` disables that.
 
         Args:
-          folder: the path of a folder with config.json, safetensors and, for text,
+          folder: path of a folder with config.json, safetensors and, for text,
             tokenizer.json; or the name of a bundled model, such as "stdlib-bytes".
-          loaded: what `loading.read` found there, of this `dtype` and `mesh`; None
-            reads it.
-          dtype: of weights and pages.
-          scan_layers: whether to stack the weights and scan over the layers, see
-            `param_forms.stack_layers`, rather than to unroll them: the same answers,
-            compiled sooner where the layers are many, but slower on a CPU, and on a GPU
-            the host takes part in every step.
-          speculate: how to draft, with at most `max_drafts` tokens in a step: a
-            `speculation.SpeculationConfig`, or the name of a method that needs no more.
-            The answers are the same, mostly sooner. None decodes plainly.
+          loaded: result of `loading.read_model_folder` for this folder, `dtype` and
+            `mesh`; None reads it.
+          dtype: type of weights and pages.
+          scan_layers: True to stack the weights and scan over the layers, see
+            `param_forms.stack_layers`; False to unroll them. A scan gives the same
+            answers and compiles faster with many layers, but is slower on a CPU, and on
+            a GPU the host takes part in every step.
+          speculate: speculation method with at most `max_drafts` drafts per step: a
+            `speculation.SpeculationConfig`, or the name of a method that needs no
+            further field. The answers are the same, mostly sooner. None decodes without
+            drafts.
           mesh: devices to divide the model and its pages over, see
             `parallel.make_mesh`; each reads its part of the weights. None means one.
           policy: as in the constructor, as are the next four.
@@ -174,7 +178,7 @@ class Engine:
           **bounds: fields of `EngineConfig`.
 
         Raises:
-          ValueError: the folder or a field is not usable; the message says why.
+          ValueError: the folder or a field is not usable; the message has the reason.
         """
         known = [field.name for field in dataclasses.fields(EngineConfig)]
         known += inspect.signature(cls.load).parameters
@@ -183,17 +187,17 @@ class Engine:
         from jaxkv.models import checkpoints
         from jaxkv.serving import loading
 
-        folder = loading.folder_of("folder", folder)
+        folder = loading.find_model_folder("folder", folder)
         validation.instance("loaded", loaded, checkpoints.Loaded, type(None))
         layout.check_mesh(mesh)
         compilation_cache.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
-        speculation = methods.of(speculate)
-        config = loading.bounds(bounds, speculation)
+        speculation = methods.parse_speculation(speculate)
+        config = loading.make_engine_config(bounds, speculation)
         model = loaded
         if model is None:
-            model = loading.read(folder, dtype=dtype, mesh=mesh)
-        served = loading.serve(
+            model = loading.read_model_folder(folder, dtype=dtype, mesh=mesh)
+        served = loading.build_engine_parts(
             folder,
             model,
             config,
@@ -223,16 +227,16 @@ class Engine:
         return engine
 
     def tune(self, context: int | None = None) -> None:
-        """Measures what drafts cost here, for `Adaptive` speculation to decide by.
+        """Measures step costs with drafts on this machine, for `Adaptive` speculation.
 
-        Takes as long as batches of 1, 2, 4, ... sequences of `context` tokens need to
-        be read, and a few calls to the device for each.
+        Takes the time to prefill batches of 1, 2, 4, ... sequences of `context` tokens,
+        and a few device calls for each.
 
         Args:
           context: tokens of every sequence; None means half of `max_length`.
 
         Raises:
-          ValueError: requests wait or run, the drafter is not `Adaptive`, or answers
+          ValueError: requests wait or run, the drafter is not `Adaptive`, or sequences
             have no room for the calls.
         """
         self.core.tune(context)
@@ -249,7 +253,7 @@ class Engine:
 
     @property
     def policy(self) -> scheduling_interface.Policy:
-        """Who runs; another may be set at any time."""
+        """Scheduling policy; may be replaced at any time."""
         return self.core.policy
 
     @policy.setter
@@ -265,20 +269,20 @@ class Engine:
 
     @property
     def trace(self) -> outputs.Trace:
-        """Step infos of the calls read so far, as NumPy arrays, where they are kept."""
+        """Step infos of the calls read so far, as NumPy arrays, if they are kept."""
         return self.core.trace
 
     @property
     def compile_s(self) -> float:
-        """Seconds that compilation has taken so far, tracing included."""
+        """Seconds of compilation so far, including tracing."""
         return self.core.compile_s
 
     def save(self, folder: Any, *, overwrite: bool = False) -> Path:
-        """Writes the state of an idle engine: pages, prefix cache, drafter's memory.
+        """Writes the state of an idle engine: pages, prefix cache, drafter state.
 
         Args:
-          folder: where to; `restore` reads it.
-          overwrite: whether to replace a snapshot that is there.
+          folder: target folder, as `restore` reads it.
+          overwrite: True to replace an existing snapshot.
 
         Raises:
           ValueError: requests are not complete, or as `save_state`.
@@ -287,10 +291,11 @@ class Engine:
         return self.core.save(folder, overwrite=overwrite)
 
     def restore(self, folder: Any) -> None:
-        """Replaces the state of an idle engine by a saved one, as often as wished.
+        """Replaces the state of an idle engine by a saved one, any number of times.
 
-        The engine serves the same parameters with the same bounds as the saved one. It
-        then gives the same answers, bit for bit, to requests of the same ids or seeds.
+        The engine must serve the same parameters with the same bounds as the saved one.
+        It then gives the same answers, bit for bit, to requests with the same ids or
+        seeds.
 
         Raises:
           ValueError: requests are not complete, or as `load_state`.
@@ -298,15 +303,15 @@ class Engine:
         self.core.restore(folder)
 
     def fork(self, *, policy: scheduling_interface.Policy | None = None) -> "Engine":
-        """Copies the engine with all requests, which go on in both.
+        """Copies the engine with all requests, which continue in both copies.
 
         Parameters and compiled programs are shared; the pages are copied.
 
         Args:
-          policy: of the copy; None keeps this one's.
+          policy: policy of the copy; None keeps this engine's.
 
         Raises:
-          ValueError: it is not a policy.
+          ValueError: `policy` is not a policy.
         """
         other = copy.copy(self)
         # A bound method of the tokenizer is part of every decoder of text.
@@ -351,93 +356,92 @@ class Engine:
         attributes: RequestAttributes | None = None,
         key_id: int | None = None,
     ) -> int:
-        """Takes a request; it runs while `stream` or `generate` does.
+        """Adds a request; it runs while `stream` or `generate` does.
 
-        Any number of requests may wait on the host: those that the device has no room
-        for yet are kept here, never dropped.
+        Any number of requests may wait on the host; requests for which the device has
+        no room are kept there, never dropped.
 
         Args:
           prompt: text, or token ids.
-          sampling: how to draw; None means the defaults.
-          request_id: the caller's name for it, in [0, 2**31), which also keys its draws
-            if it brings no seed; None takes the next unused number.
-          arrival_s: when it may be admitted, in seconds since the engine was made; None
+          sampling: sampling parameters; None means the defaults.
+          request_id: the caller's id in [0, 2**31), which also keys the samples of a
+            request without a seed; None takes the next unused number.
+          arrival_s: earliest admission, in seconds since the engine was made; None
             means now.
-          attributes: what the policy sees of the request, such as its priority; None
-            means the defaults.
-          key_id: number in [0, 2**31) that keys the draws where `sampling.seed` is
-            None. Requests that run at the same time may share it. None means
-            `request_id`.
+          attributes: attributes for the policy, such as the priority; None means the
+            defaults.
+          key_id: number in [0, 2**31) that keys the samples if `sampling.seed` is None.
+            Requests that run at the same time may share it. None means `request_id`.
 
         Returns:
           The request id.
 
         Raises:
-          ValueError: the request cannot be served; the message says why.
+          ValueError: the request cannot be served; the message has the reason.
         """
-        # All is checked before anything is taken, be it the next unused number.
+        # All arguments are checked before a request id is assigned.
         ask = Sampling() if sampling is None else sampling
-        tokens = self._checked(prompt, ask)
+        tokens = self._validate(prompt, ask)
         if arrival_s is not None:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if key_id is not None:
-            key_id = refusals.request_name("key_id", key_id)
+            key_id = refusals.check_request_id("key_id", key_id)
         attributes = request_attributes.checked(attributes)
         if request_id is not None:
-            request_id = refusals.request_name("request_id", request_id)
+            request_id = refusals.check_request_id("request_id", request_id)
         else:
             request_id = self._next_id()
-        record = self._record(request_id, tokens, ask, arrival_s, key_id=key_id)
+        record = self._make_record(request_id, tokens, ask, arrival_s, key_id=key_id)
         record.attributes = attributes
         self.core.add([record])
         return request_id
 
     @validation.suggests_keywords
     def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
-        """Copies the cached pages that tokens begin with, for another engine's pool.
+        """Copies the cached pages of a token prefix, for another engine's pool.
 
         Args:
-          tokens: of a prompt, at most `max_length`.
+          tokens: token ids of a prompt, at most `max_length`.
           salt: as in `Sampling`.
 
         Returns:
-          The K and V arrays, those of as many pages, NumPy's; and how many there are.
+          NumPy arrays of K and V of the cached pages, and the number of pages.
 
         Raises:
-          ValueError: there is no prefix cache, there are too many tokens, one is not
-            of the vocabulary, or the salt is out of range.
+          ValueError: there is no prefix cache, there are too many tokens, a token is
+            not in the vocabulary, or the salt is out of range.
         """
         prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         return self.core.take_prefix(prefix)
 
     @validation.suggests_keywords
     def bring_prefix(self, tokens: Sequence[int], pages: Any, *, salt: int = 0) -> int:
-        """Puts pages into the prefix cache, as another engine's `take_prefix` gave.
+        """Writes the pages of another engine's `take_prefix` to the prefix cache.
 
-        Both engines serve the same parameters, which nobody checks here.
+        Both engines must serve the same parameters; this is not checked.
 
         Args:
-          tokens: those whose K and V the pages hold, and perhaps more.
+          tokens: token ids whose K and V the pages contain, perhaps followed by more.
           pages: the K and V arrays.
           salt: as in `Sampling`.
 
         Returns:
-          How many pages of the prefix are cached now.
+          Number of pages of the prefix that are cached now.
 
         Raises:
           ValueError: there is no prefix cache, the arrays do not fit this engine's, a
-            token is not of the vocabulary, or the salt is out of range.
+            token is not in the vocabulary, or the salt is out of range.
         """
         prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         return self.core.bring_prefix(prefix, pages)
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request with what it has; names of nobody are ignored.
+        """Ends a request with its tokens so far; unknown ids are ignored.
 
         Raises:
-          ValueError: it is no name, which is a whole number in [0, 2**31).
+          ValueError: `request_id` is not an integer in [0, 2**31).
         """
-        self.core.cancel(refusals.request_name("request_id", request_id))
+        self.core.cancel(refusals.check_request_id("request_id", request_id))
 
     @validation.suggests_keywords
     def generate(
@@ -445,59 +449,61 @@ class Engine:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         sampling: Sampling | Sequence[Sampling] | None = None,
     ) -> list[Completion]:
-        """Answers prompts, together with whatever else runs.
+        """Answers prompts, together with all other requests of the engine.
 
-        Returns when these are done: other requests may still wait or run, and go on
-        with the next call. If it is interrupted, its own requests are withdrawn.
+        Returns when these prompts are answered; other requests may still wait or run,
+        and continue with the next call. If it is interrupted, its own requests are
+        withdrawn.
 
         Args:
           prompts: texts, or lists of token ids.
-          sampling: for all of them, or one each.
+          sampling: sampling parameters of all prompts, or a list with one for each.
 
         Returns:
           The completions, in the order of the prompts.
 
         Raises:
-          ValueError: a request cannot be served; none is then submitted.
+          ValueError: a request cannot be served; then none is submitted.
         """
-        asks, encoded = refusals.one_each(prompts, sampling), []
+        asks, encoded = refusals.pair_samplings(prompts, sampling), []
         for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
             try:
-                encoded.append(self._checked(prompt, ask))
+                encoded.append(self._validate(prompt, ask))
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None
         records = [
-            self._record(self._next_id(), *pair, is_quiet=True)
+            self._make_record(self._next_id(), *pair, is_quiet=True)
             for pair in zip(encoded, asks, strict=True)
         ]
         try:
             self.core.add(records)
             while not all(record.completion for record in records):
-                self.core.turn()
-            self.core.settle()
+                self.core.step()
+            self.core.flush()
         except BaseException:
             self.core.withdraw(records)
             raise
         return [record.completion for record in records if record.completion]
 
     def stream(self) -> Iterator[Event]:
-        """Runs until no request is left, telling what happens as it does.
+        """Runs until no request is left, and yields events.
 
-        A stream may be left at any event; the next one goes on with the event after.
+        A stream may be abandoned at any event; the next stream continues with the
+        following event.
         """
         events = self.core.tracker.events
-        while self.core.owes():
-            with contextlib.suppress(IndexError):  # another thread was quicker
-                # One step of the interpreter takes an event and hands it out: no signal
-                # comes between the two.
+        while self.core.has_pending():
+            with contextlib.suppress(IndexError):  # another thread took the event
+                # One bytecode takes an event and yields it, so that no signal handler
+                # runs between the two.
                 while True:
                     yield from map(collections.deque.popleft, [events])
-            self.core.turn()
+            self.core.step()
 
     def _next_id(self) -> int:
         return next(name for name in self._ids if name not in self.core.tracker.records)
 
-    def _record(
+    def _make_record(
         self,
         request_id: int,
         tokens: list[int],
@@ -506,29 +512,29 @@ class Engine:
         *,
         key_id: int | None = None,
         is_quiet: bool = False,
-    ) -> Record:
-        """Makes what the host will keep of a request."""
-        return Record(
+    ) -> RequestRecord:
+        """Makes the host's record of a request."""
+        return RequestRecord(
             request_id=request_id,
             key_id=key_id,
             prompt=tokens,
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,
             end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
-            parts=[self._part(tokens, ask) for _ in range(ask.num_sequences)],
+            answers=[self._make_answer(tokens, ask) for _ in range(ask.num_sequences)],
             is_quiet=is_quiet,
         )
 
-    def _part(self, tokens: list[int], ask: Sampling) -> Part:
-        """Makes what the host will keep of an answer; its text goes on the prompt's."""
+    def _make_answer(self, tokens: list[int], ask: Sampling) -> PartialAnswer:
+        """Makes the host's record of a sequence; its text continues the prompt's."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            return Part(stream=None)
+            return PartialAnswer(stream=None)
         search = tokenizer.stop_search(ask.stop, tokens) if ask.stop else None
-        return Part(stream=tokenizer.stream(tokens), search=search)
+        return PartialAnswer(stream=tokenizer.stream(tokens), search=search)
 
-    def _checked(self, prompt: object, ask: object) -> list[int]:
-        """The tokens of a prompt, after all of the request was checked."""
+    def _validate(self, prompt: object, ask: object) -> list[int]:
+        """Returns the token ids of a prompt, after all arguments were validated."""
         tokens = prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:

@@ -1,9 +1,9 @@
-"""Swap space in host memory: what the staging buffer has no room for, or need not hold.
+"""Swap space in host memory, beyond the staging buffer on the device.
 
-Between two calls of the compiled steps the host takes the pages of swapped requests out
-of the staging buffer, and brings them back when their turn comes. It decides where
-pages are, never who runs: that a request's pages are away keeps it waiting, and no
-token depends on it.
+Between two calls of the compiled steps, the host copies pages of swapped requests out
+of the staging buffer, and copies them back when the requests are to run again. It
+decides where pages are stored, not which request runs: a request waits while its pages
+are on the host, and no token depends on that.
 """
 
 from typing import Any, NamedTuple
@@ -19,23 +19,26 @@ from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import NO_PAGE, Pages, Staging, kv_pages, swap_buffer
 
 
-class Moves(NamedTuple):
-    """What moves between the buffer and the host, besides the pages that leave."""
+class HostTransfer(NamedTuple):
+    """Pages to move between staging buffer and host."""
 
     leaves: Bool[Array, " sequences"]
-    """Requests whose pages the host has taken, by the row of their first sequence."""
+    """Requests whose pages were copied to the host, by the row of their first
+    sequence."""
     lost: Bool[Array, " sequences"]
-    """Requests whose pages it gives up: their tokens will be fed again."""
+    """Requests whose pages are dropped; their tokens will be fed again."""
     arrives: Int32[Array, ""]
-    """Request whose pages it brings, or NO_SEQUENCE."""
+    """Request whose pages are copied back, or `NO_SEQUENCE`."""
     place: Int32[Array, " places"]
-    """New place of the page that came from each place, or `NO_PAGE`."""
+    """New place of the page from each place, or `NO_PAGE`."""
     pages: Pages
-    """Content that it brings, in the place that it came from."""
+    """Page contents to copy back, each at its old place."""
 
 
-def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> Staging:
-    """Notes in the buffer what the host took, and puts what it brings there.
+def apply_transfer(
+    staging: Staging, group: Int32[Array, " sequences"], moves: HostTransfer
+) -> Staging:
+    """Updates the staging buffer after a copy to the host, and writes copied pages.
 
     `group` is the request of each sequence.
     """
@@ -43,55 +46,55 @@ def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> S
     left = arrays.take(moves.leaves, s.owner, fill=False)
     owner = jnp.where(left, NO_SEQUENCE, s.owner)
     owner = arrays.put(owner, moves.place, moves.arrives)
-    mine = (group == moves.arrives) & (moves.arrives >= 0)
+    is_arriving = (group == moves.arrives) & (moves.arrives >= 0)
     page_ids = arrays.take(moves.place, s.page_ids, fill=NO_PAGE)
-    at_home = jnp.arange(group.shape[0], dtype=jnp.int32) == moves.arrives
+    is_first = jnp.arange(group.shape[0], dtype=jnp.int32) == moves.arrives
     return s._replace(
         pages=kv_pages.put(s.pages, moves.place, moves.pages),
         owner=owner,
-        page_ids=jnp.where(mine[:, None], page_ids, s.page_ids),
-        on_host=(s.on_host | moves.leaves) & ~at_home,
+        page_ids=jnp.where(is_arriving[:, None], page_ids, s.page_ids),
+        on_host=(s.on_host | moves.leaves) & ~is_first,
     )
 
 
 class HostSpace:
-    """Pages of swapped requests in the memory of the host."""
+    """Pages of swapped requests in host memory."""
 
     def __init__(self, num_pages: int, move: Any):
         """Makes an empty space for at most `num_pages` pages.
 
-        `move` is the function of that name, compiled.
+        `move` is the compiled function `apply_transfer`.
         """
         self.num_pages, self._move = num_pages, move
         self._kept: dict[int, tuple[np.ndarray, Pages]] = {}
         self._is_compiled = False
 
     def copy(self) -> "HostSpace":
-        """Returns a space with the same pages, which are never changed in place."""
+        """Returns a space with the same pages, which are never modified in place."""
         other = HostSpace(self.num_pages, self._move)
         other._kept, other._is_compiled = {**self._kept}, self._is_compiled
         return other
 
     @property
     def num_used(self) -> int:
-        """Pages that are here."""
+        """Pages in host memory."""
         return sum(len(places) for places, _ in self._kept.values())
 
     def compile(self, state: EngineState) -> None:
-        """Makes the program that `exchange` runs, once; moves nothing."""
+        """Compiles the program of `exchange`, once; moves no pages."""
         s = state.staging
         if s is not None and not self._is_compiled:
-            self._move.lower(s, state.sequences.group, no_moves(s)).compile()
+            self._move.lower(s, state.sequences.group, empty_transfer(s)).compile()
             self._is_compiled = True
 
     def exchange(self, state: EngineState) -> EngineState:
-        """Moves pages so that the request that comes back next is in the buffer.
+        """Moves pages so that the next swapped request is in the staging buffer.
 
-        All others that are swapped out leave the buffer as far as there is room here.
-        If the next one finds no room in the buffer, its pages are given up.
+        All other swapped requests leave the buffer while host memory has room. If the
+        next request does not fit into the buffer, its pages are dropped.
 
         Args:
-          state: the engine, at rest; consumed.
+          state: engine state between two calls; consumed.
 
         Returns:
           The new state.
@@ -99,12 +102,12 @@ class HostSpace:
         s = state.staging
         assert s is not None
         owner, on_host = np.asarray(s.owner), np.asarray(s.on_host)
-        # What the device no longer knows of was cancelled.
+        # A request that the device no longer has was cancelled.
         self._kept = {row: kept for row, kept in self._kept.items() if on_host[row]}
         staged = set(owner[owner >= 0].tolist())
         queue = np.asarray(state.ledger.queue).tolist()
         out = [row for row in queue if row in staged or row in self._kept]
-        moves = no_moves(s)
+        moves = empty_transfer(s)
         if not out:
             return state
         first, rest = out[0], out[1:]
@@ -130,11 +133,11 @@ class HostSpace:
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 
 
-def no_moves(staging: Staging) -> Any:
-    """Moves of nothing, as NumPy arrays to be filled in."""
+def empty_transfer(staging: Staging) -> Any:
+    """Returns a transfer without pages, as NumPy arrays to fill in."""
     s = staging
     (num_sequences,), (num_places,) = s.on_host.shape, s.owner.shape
-    blank: Any = Moves  # of NumPy arrays, not of JAX ones
+    blank: Any = HostTransfer  # of NumPy arrays, not of JAX ones
     return blank(
         leaves=np.zeros(num_sequences, bool),
         lost=np.zeros(num_sequences, bool),

@@ -1,9 +1,8 @@
-"""Signals that wait while a value is between two owners.
+"""Defers signals while a value is between two owners.
 
-Python runs the handler of a signal between two steps of the main thread's program, and
-most handlers raise: Ctrl-C a `KeyboardInterrupt`, an alarm what its owner likes.
-Between a call that consumes its arguments and the line that stores what it returned,
-that loses both.
+Python runs signal handlers between two bytecodes of the main thread, and most handlers
+raise: Ctrl-C a `KeyboardInterrupt`, an alarm the exception of its owner. Raised between
+a call that consumes its arguments and the assignment of its result, that loses both.
 """
 
 import signal
@@ -14,26 +13,26 @@ from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _NUMBERS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-"""Signals that programs hear; Ctrl-C is the first."""
+"""Signals that are deferred; Ctrl-C is the first."""
 
 
-class signals:
-    """A context in which no handler of a signal runs; each runs once at its end.
+class defer_signals:
+    """A context that defers signal handlers; each runs once at its end.
 
-    For short stretches: who presses Ctrl-C waits for the end. Signals that no Python
-    function handles (ignored ones, and those that end the process) are left as they
-    are, and so is all in other threads than the main one, where no handler runs.
-    Contexts may be nested; handlers run at the end of the outermost.
+    For short blocks: Ctrl-C waits for the end. Signals without a Python handler
+    (ignored ones, and those that end the process) are unaffected, as are threads other
+    than the main one, where no handler runs. Contexts may be nested; handlers run at
+    the end of the outermost.
     """
 
     def __init__(self) -> None:
-        """Defers nothing yet."""
+        """Initialises the context; signals are deferred from `__enter__` on."""
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._came: dict[int, FrameType | None] = {}
         self._holds = True
 
     def __enter__(self) -> None:
-        """From here on signals wait."""
+        """Starts to defer signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         try:
@@ -42,23 +41,23 @@ class signals:
                 if callable(handler):
                     self._before[number] = handler
                     signal.signal(number, self._note)
-        except BaseException:  # of a handler that still stood
+        except BaseException:  # of a handler that was not replaced yet
             self._restore()
             raise
 
     def __exit__(self, *error: object) -> None:
-        """Runs the handlers of signals that came."""
+        """Runs the handlers of deferred signals."""
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._holds:
             self._came[number] = frame
-        else:  # left standing, because a handler raised while others were restored
+        else:  # not restored, because another handler raised
             self._before[number](number, frame)
 
     def _restore(self) -> None:
         try:
-            # Ctrl-C last: nothing is left to be restored when it can raise again.
+            # Ctrl-C last: all other handlers are restored when it can raise again.
             for number in reversed(self._before):
                 signal.signal(number, self._before[number])
         finally:
@@ -66,7 +65,7 @@ class signals:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Runs the handlers of what came, the others too if one raises."""
+        """Runs the handlers of deferred signals, all of them even if one raises."""
         if self._came:
             number, frame = self._came.popitem()
             try:

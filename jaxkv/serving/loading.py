@@ -1,4 +1,4 @@
-"""From folders to what an engine serves: model, drafter, pages, where they belong."""
+"""Builds the parts of an engine from a folder: model, drafter, pages."""
 
 import dataclasses
 import functools
@@ -20,11 +20,13 @@ from jaxkv.speculation import head_folders, methods
 from jaxkv.speculation.methods import SpeculationConfig
 
 
-def bounds(fields: dict[str, Any], speculation: SpeculationConfig | None) -> Any:
-    """The `EngineConfig` of some fields, with room for drafts where there are any.
+def make_engine_config(
+    fields: dict[str, Any], speculation: SpeculationConfig | None
+) -> Any:
+    """Makes an `EngineConfig`, with a default draft length for a speculation method.
 
     Raises:
-      ValueError: a field cannot be used.
+      ValueError: a field is unknown or out of its range.
     """
     if speculation is not None and speculation.adaptive:
         most = methods.MAX_ADAPTIVE_DRAFTS
@@ -34,8 +36,8 @@ def bounds(fields: dict[str, Any], speculation: SpeculationConfig | None) -> Any
     return EngineConfig(**fields)
 
 
-def folder_of(name: str, folder: Any) -> Path:
-    """Finds the folder of a model by path or by the name of a bundled one.
+def find_model_folder(name: str, folder: Any) -> Path:
+    """Finds the folder of a model by its path or the name of a bundled model.
 
     Raises:
       ValueError: there is none; the message calls the argument `name`.
@@ -44,12 +46,10 @@ def folder_of(name: str, folder: Any) -> Path:
     return files.model_folder(folder)
 
 
-def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Loaded:
-    """Reads a model; on a mesh it is divided, and its shape is `tensor.fit`'s.
-
-    Raises:
-      ValueError: the folder cannot be used, or the mesh does not divide the model.
-    """
+def read_model_folder(
+    folder: Any, *, dtype: str, mesh: Mesh | None = None
+) -> checkpoints.Loaded:
+    """Reads a model; on a mesh it is sharded, and its shape is `tensor.fit`'s."""
     if mesh is None:
         return checkpoints.load_model(folder, dtype=dtype)
     place = functools.partial(tensor.placer, mesh=mesh)
@@ -60,7 +60,7 @@ def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Lo
     return loaded._replace(config=config)
 
 
-def serve(
+def build_engine_parts(
     folder: Any,
     loaded: checkpoints.Loaded,
     config: EngineConfig,
@@ -69,13 +69,14 @@ def serve(
     dtype: str,
     scan_layers: bool = False,
     mesh: Mesh | None = None,
-) -> methods.Served:
-    """Makes what serves the model that `read` found in a folder.
+) -> methods.EngineParts:
+    """Builds the parts of an engine from the result of `read_model_folder`.
 
-    Arguments are those of `Engine.load`. Pages are made where they belong.
+    Arguments are those of `Engine.load`. Pages are allocated with their sharding.
 
     Raises:
-      ValueError: a method, a folder or the memory will not do.
+      ValueError: a speculation method or folder is not usable, or memory is
+        insufficient.
     """
     params = loaded.params
     if mesh is not None:
@@ -85,19 +86,19 @@ def serve(
         params = tensor.stack_layers(loaded.config, params, mesh)
     draft = heads = None
     if speculation is not None and speculation.draft_folder is not None:
-        draft_folder = folder_of("draft_folder", speculation.draft_folder)
-        small = read(draft_folder, dtype=dtype, mesh=mesh)
-        draft = methods.Model(small.config, small.params)
+        draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
+        small = read_model_folder(draft_folder, dtype=dtype, mesh=mesh)
+        draft = methods.ModelWeights(small.config, small.params)
     if speculation is not None and speculation.heads_folder is not None:
         heads_folder = validation.path("heads_folder", speculation.heads_folder)
         shape = checkpoints.read_config(folder)
-        heads = head_folders.load(heads_folder, shape, dtype=dtype)
+        heads = head_folders.load_heads(heads_folder, shape, dtype=dtype)
         heads = heads if mesh is None else tensor.place_heads(heads, mesh)
-    found: list[methods.Served] = []
+    found: list[methods.EngineParts] = []
 
     def pages() -> Pages:
         served = methods.build_speculative(
-            methods.Model(loaded.config, params),
+            methods.ModelWeights(loaded.config, params),
             config,
             speculation,
             dtype=dtype,
@@ -108,9 +109,9 @@ def serve(
         return served.pages
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # given once, when they are made
+        warnings.simplefilter("ignore")  # repeated when the pages are made
         shapes = jax.eval_shape(pages)
-    device_memory.check_room(
+    device_memory.check_free_memory(
         jax.eval_shape(functools.partial(init, config), shapes),
         f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
     )

@@ -1,4 +1,4 @@
-"""What the host tells of requests: events, answers, completions."""
+"""Results for the caller: events, answers, completions."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,57 +14,57 @@ from jaxkv.workloads import dataframes
 
 
 class FinishedAnswer(NamedTuple):
-    """One of a request's answers."""
+    """A complete answer of a request."""
 
     tokens: list[int]
-    """Its tokens, one that ended it included."""
+    """Tokens, including one that ended the answer."""
     text: str | None
-    """The text without stop strings and end tokens: the decode of prompt and answer,
-    less the beginning that it shares with the decode of the prompt, see
-    `text.TextStream`. None without a tokenizer."""
+    """Text without stop strings and end tokens: the decoded prompt and answer, without
+    the prefix shared with the decoded prompt, see `text.TextStream`. None without a
+    tokenizer."""
     reason: str
-    """"stop", "length", "cancelled", or "nan" where the model broke down: its logits
-    were not all finite."""
+    """"stop", "length", "cancelled", or "nan" if the logits of the model were not
+    finite."""
     sample: int
-    """Which of the request's sequences it is."""
+    """Index of the sequence in the request."""
     score: float | None
-    """Log-probability of all its tokens, if those were asked for or answers ranked; of
-    a beam search, divided by its length to the power of `length_penalty`."""
+    """Log-probability of all tokens, if log-probabilities were requested or answers are
+    ranked; of a beam search, divided by its length to the power of `length_penalty`."""
     logprobs: list[float] | None
-    """Log-probability of each token, if asked for."""
+    """Log-probability of each token, if requested."""
     top_logprobs: list[dict[int, float]] | None
-    """Most likely tokens at each place, if asked for."""
+    """Most likely tokens at each position, if requested."""
 
 
 class Completion(NamedTuple):
-    """What became of a request. Times are in seconds since the engine was made."""
+    """Result of a request. Times are in seconds since the engine was made."""
 
     request_id: int
-    """The caller's name for the request."""
+    """The caller's id of the request."""
     answers: list[FinishedAnswer]
     """The `n` answers: in order of sample, best first with `best_of` and beams."""
     prompt_logprobs: list[float | None] | None
-    """Log-probability of each prompt token, None for the first, if asked for."""
+    """Log-probability of each prompt token, None for the first, if requested."""
     prompt_top_logprobs: list[dict[int, float] | None] | None
-    """Most likely tokens at each place of the prompt, None at the first, if asked for:
-    with `prompt_logprobs` and `logprobs` of at least 1."""
+    """Most likely tokens at each position of the prompt, None at the first, if
+    requested by `prompt_logprobs` and `logprobs` of at least 1."""
     arrival_s: float
-    """When the request came."""
+    """Arrival time."""
     first_token_s: float | None
-    """When the host held its first token; None if there was none."""
+    """Time at which the host read the first token; None if there was none."""
     finish_s: float
-    """When the host held its last."""
+    """Time at which the host read the last token."""
     num_cached: int
-    """Prompt tokens whose K and V were found rather than computed."""
+    """Prompt tokens found in the prefix cache."""
     num_recomputed: int
-    """Tokens whose K and V were computed again after a preemption."""
+    """Tokens that were fed again after a preemption."""
     num_preempted: int
-    """Times that it was preempted."""
+    """Preemptions of the request."""
     num_swapped: int
-    """How many of these kept its pages."""
+    """Preemptions by swapping, which keep the pages."""
 
     def __repr__(self) -> str:
-        """One line: the first answer, and how many there are."""
+        """One line: the first answer, and the number of answers."""
         text = "" if self.text is None else f", text={validation.shown(self.text)}"
         more = f", {len(self.answers)} answers" if len(self.answers) > 1 else ""
         return (
@@ -84,7 +84,7 @@ class Completion(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why the first answer ended."""
+        """Finish reason of the first answer."""
         return self.answers[0].reason
 
     @property
@@ -94,15 +94,15 @@ class Completion(NamedTuple):
 
     @property
     def top_logprobs(self) -> list[dict[int, float]] | None:
-        """Alternatives to the tokens of the first answer."""
+        """Most likely tokens at each position of the first answer."""
         return self.answers[0].top_logprobs
 
 
 class Trace(list[StepInfo]):
-    """The step infos of an engine's calls, as NumPy arrays."""
+    """Step infos of an engine's calls, as NumPy arrays."""
 
     def __repr__(self) -> str:
-        """One line: how many calls and steps."""
+        """One line: the numbers of calls and steps."""
         num_steps = sum(len(info.enough) for info in self)
         return f"Trace({len(self)} calls, {num_steps} steps)"
 
@@ -119,7 +119,7 @@ class Trace(list[StepInfo]):
 
 
 class Event(NamedTuple):
-    """Something new about a request."""
+    """New tokens, text or results of a request."""
 
     request_id: int
     tokens: list[int]
@@ -127,25 +127,25 @@ class Event(NamedTuple):
     text: str
     """New text; empty without a tokenizer."""
     completion: Completion | None
-    """What became of it, with the last event of a request."""
+    """Result of the request, in its last event; None before."""
     sample: int = 0
-    """Which of its sequences the tokens and the text belong to."""
+    """Index of the sequence that the tokens and the text belong to."""
     reason: str | None = None
-    """Why that sequence ended, told once, when it has."""
+    """Finish reason of the sequence, in one event only."""
 
 
-def scores(ask: Sampling) -> bool:
-    """Whether a request needs log-probabilities of its tokens, told or not."""
+def needs_logprobs(ask: Sampling) -> bool:
+    """True if a request needs log-probabilities of its tokens, returned or not."""
     return ask.logprobs is not None or (ask.best_of or 0) > ask.n
 
 
-def emitted(
+def group_emitted(
     info: StepInfo,
 ) -> Iterator[tuple[int, int, list, list, str | None]]:
-    """What each sequence got from a call's steps.
+    """Groups the tokens that a call emitted by sequence.
 
     Yields:
-      Request id, sample, tokens, log-probabilities, and why it ended, if it did.
+      Request id, sample, tokens, log-probabilities, and the finish reason or None.
     """
     steps, slots = np.nonzero((info.num_emitted > 0) | (info.reason > 0))
     found: dict[tuple[int, int], tuple[list, list]] = {}

@@ -1,6 +1,6 @@
-"""The compiled programs of an engine, on one device or on all of a mesh at once.
+"""Compiled programs of an engine, for one device or for a mesh.
 
-All engines of a process share them where configurations agree.
+All engines of a process with equal configurations share them.
 """
 
 import functools
@@ -18,14 +18,14 @@ from pallas_kernels import devices
 
 
 class Programs(NamedTuple):
-    """Jitted functions; all consume the state, or the staging buffer, they are given.
+    """Jitted functions; all consume the state, or the staging buffer.
 
     Attributes:
-      run_steps: `step.run_steps`, all beside params, state and clock by name.
+      run_steps: `step.run_steps`; all arguments after params, state and clock by name.
       submit: `requests.submit`.
       drain: cancels, then drains.
-      move: `host_swap.move`.
-      take_out: `prefix_transfer.take_out`; consumes nothing.
+      move: `host_swap.apply_transfer`.
+      take_out: `prefix_transfer.take_out`; consumes no argument.
       bring_in: `prefix_transfer.bring_in`.
     """
 
@@ -37,13 +37,13 @@ class Programs(NamedTuple):
     bring_in: Any
 
 
-class Divided(NamedTuple):
-    """What a mesh's programs are made for; hashable.
+class ProgramShardings(NamedTuple):
+    """Mesh and shardings that programs are compiled for; hashable.
 
     Attributes:
       mesh: the devices.
-      specs: how the leaves of parameters and state are divided, in their order.
-      trees: what those are the leaves of.
+      specs: partition specs of the leaves of parameters and state, in order.
+      trees: tree structures of parameters and state.
     """
 
     mesh: Mesh
@@ -86,19 +86,20 @@ LOCAL = Programs(
     jax.jit(step.run_steps, **_RUN),
     jax.jit(requests.submit, static_argnames="config", donate_argnames="state"),
     jax.jit(_cancel_and_drain, donate_argnames="state"),
-    jax.jit(host_swap.move, donate_argnames="staging"),
+    jax.jit(host_swap.apply_transfer, donate_argnames="staging"),
     jax.jit(_take_out),
     jax.jit(_bring_in, donate_argnames="state"),
 )
-"""Those of one device."""
+"""Programs for one device."""
 
 
 @functools.cache
-def on_mesh(how: Divided) -> Programs:
-    """Those of a mesh: every device runs all of a program, with its part of the pages.
+def mesh_programs(how: ProgramShardings) -> Programs:
+    """Returns the programs for a mesh.
 
-    So nothing is sent but what the layers ask for, and what all devices have of a state
-    stays the same on all, because all compute the same.
+    Every device runs the whole program with its part of the pages. Devices communicate
+    only where the layers do; replicated parts of the state stay equal, since all
+    devices compute the same.
     """
     weights, state_of = map(jax.tree.unflatten, how.trees, how.specs)
     whole, staging_of = layout.WHOLE, state_of.staging
@@ -127,12 +128,14 @@ def on_mesh(how: Divided) -> Programs:
         return mapped(run, state_of, whole, made=made)(state, batch)
 
     drain = mapped(_cancel_and_drain, state_of, whole, whole, whole, made=made)
-    # Moves between host and staging buffer are divided as the pages of the buffer are.
-    kind: Any = host_swap.Moves  # of specs, not of arrays
+    # Transfers between host and staging buffer have the sharding of its pages.
+    kind: Any = host_swap.HostTransfer  # of specs, not of arrays
     moves_of = kind(*[whole] * len(kind._fields))
     if isinstance(staging_of, Staging):
         moves_of = moves_of._replace(pages=staging_of.pages)
-    move = mapped(host_swap.move, staging_of, whole, moves_of, made=staging_of)
+    move = mapped(
+        host_swap.apply_transfer, staging_of, whole, moves_of, made=staging_of
+    )
     pages_of = state_of.pages
     take_out = mapped(_take_out, state_of, whole, made=(pages_of, whole))
     given = state_of, whole, pages_of, whole
@@ -147,22 +150,24 @@ def on_mesh(how: Divided) -> Programs:
     )
 
 
-def place(
+def select_programs(
     params: Any, state: EngineState, mesh: Mesh | None
 ) -> tuple[Programs, EngineState]:
-    """The programs, and the state where they take it.
+    """Returns the programs, and the state placed on their devices.
 
     Raises:
-      ValueError: parameters are not on the mesh, or it does not divide pages.
+      ValueError: the parameters are not on the mesh, or it does not divide the pages.
     """
     if mesh is None:
         return LOCAL, state
     specs = layout.specs_on(params, mesh)
     state = layout.place_state(state, mesh)
-    return on_mesh(divided(mesh, specs, layout.state_specs(state))), state
+    return mesh_programs(
+        program_shardings(mesh, specs, layout.state_specs(state))
+    ), state
 
 
-def divided(mesh: Mesh, params: Any, state: Any) -> Divided:
-    """Notes how parameters and state are divided, by trees of specs."""
+def program_shardings(mesh: Mesh, params: Any, state: Any) -> ProgramShardings:
+    """Describes the partition specs of parameters and state."""
     flat = [jax.tree.flatten(tree) for tree in (params, state)]
-    return Divided(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))
+    return ProgramShardings(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))

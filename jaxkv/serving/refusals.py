@@ -1,4 +1,4 @@
-"""What an engine refuses, each in one line that says what would do."""
+"""Validation of an engine's arguments and requests; every error is one line."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -28,7 +28,11 @@ def check_parts(
     tokenizer: object = None,
     mesh: object = None,
 ) -> None:
-    """Refuses parts of an engine that have another type."""
+    """Checks the types of an engine's parts.
+
+    Raises:
+      ValueError: a part has another type, or `max_drafts` does not fit `speculation`.
+    """
     for name, value, kinds in (
         ("config", config, (EngineConfig,)),
         ("pages", pages, (Pages,)),
@@ -49,8 +53,8 @@ def check_parts(
         raise ValueError(
             f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
         )
-    grows = isinstance(speculation, Speculation) and speculation.drafter.width > 1
-    if grows and config.numerics == "reproducible":
+    has_tree = isinstance(speculation, Speculation) and speculation.drafter.width > 1
+    if has_tree and config.numerics == "reproducible":
         raise ValueError(REPRODUCIBLE_TREES)
 
 
@@ -72,13 +76,14 @@ class TextTokenizer(Protocol):
         ...
 
 
-def end_tokens(
+def resolve_end_tokens(
     eos_ids: object, tokenizer: Any, config: EngineConfig, vocab_size: int | None
 ) -> tuple[int, ...]:
-    """Returns the tokens that end an answer: `eos_ids`, or else the tokenizer's.
+    """Returns the tokens that end an answer: `eos_ids`, or the tokenizer's.
 
     Raises:
-      ValueError: they are no tokens of the vocabulary, or more than `max_stop_tokens`.
+      ValueError: a token is not in the vocabulary, or there are more than
+        `max_stop_tokens`.
     """
     if eos_ids is None:
         eos_ids = () if tokenizer is None else tokenizer.eos_ids
@@ -98,34 +103,34 @@ def check(
     has_text: bool,
     has_logits_fn: bool = False,
 ) -> list[int]:
-    """Refuses a request that an engine could never serve.
+    """Checks that an engine can serve a request.
 
     Args:
-      tokens: the prompt, should it be a sequence of token ids.
-      ask: how to draw, should it be a `Sampling`.
+      tokens: prompt, expected to be a sequence of token ids.
+      ask: sampling parameters, expected to be a `Sampling`.
       config: the engine's bounds.
-      num_eos: end tokens of the model.
-      vocab_size: token ids must lie below it; None does not check.
-      has_text: whether there is a tokenizer.
-      has_logits_fn: whether the engine changes logits by a function of the user's.
+      num_eos: number of the model's end tokens.
+      vocab_size: bound on token ids; None does not check them.
+      has_text: True if there is a tokenizer.
+      has_logits_fn: True if the engine has a user function that changes logits.
 
     Returns:
       The prompt as a list.
 
     Raises:
-      ValueError: in one line, what does not fit and what would.
+      ValueError: the request does not fit; the message contains the bound.
     """
     if not isinstance(ask, Sampling):
         raise ValueError(f"sampling={validation.shown(ask)} must be a Sampling or None")
-    ids = _prompt(tokens, config)
+    ids = _check_prompt(tokens, config)
     limit = min(ids.size + ask.max_tokens, config.max_length)
     _check_answers(ask, ids.size, limit, config, has_logits_fn)
-    _check_words(ask, ids, config, num_eos, vocab_size, has_text)
+    _check_tokens(ask, ids, config, num_eos, vocab_size, has_text)
     return ids.tolist()
 
 
-def _prompt(tokens: object, config: EngineConfig) -> np.ndarray:
-    """The token ids of a prompt that leaves room for an answer."""
+def _check_prompt(tokens: object, config: EngineConfig) -> np.ndarray:
+    """Returns the token ids of a prompt that leaves room for an answer."""
     ids = validation.tokens("prompt", tokens)
     if not ids.size:
         raise ValueError("the prompt is empty; give at least one token")
@@ -140,9 +145,9 @@ def _prompt(tokens: object, config: EngineConfig) -> np.ndarray:
 def _check_answers(
     ask: Sampling, num: int, limit: int, config: EngineConfig, has_logits_fn: bool
 ) -> None:
-    """Refuses more answers to `num` tokens, or others, than there is room for.
+    """Checks the number and kind of answers to a prompt of `num` tokens.
 
-    `limit` are the tokens of prompt and answer, at most.
+    `limit` is the largest number of tokens of prompt and answer.
     """
     if ask.num_sequences > config.max_slots:
         raise ValueError(
@@ -156,7 +161,7 @@ def _check_answers(
             f"{ask.beam_width=} must be None in an engine with a logits_fn, which "
             "beams would not pass through"
         )
-    # Else a score would overflow.
+    # Otherwise a score would overflow.
     largest = limit ** abs(ask.length_penalty)
     if ask.beam_width is not None and largest > float(np.finfo(np.float32).max):
         raise ValueError(
@@ -177,7 +182,7 @@ def _check_answers(
         )
 
 
-def _check_words(
+def _check_tokens(
     ask: Sampling,
     ids: np.ndarray,
     config: EngineConfig,
@@ -185,7 +190,7 @@ def _check_words(
     vocab_size: int | None,
     has_text: bool,
 ) -> None:
-    """Refuses tokens that there are not, and more to watch for than there is room."""
+    """Checks token ids, stop tokens, stop strings and log-probabilities."""
     top = validation.INT32 if vocab_size is None else vocab_size
     outside = [
         *ids[(ids < 0) | (ids >= top)],
@@ -208,20 +213,20 @@ def _check_words(
         )
 
 
-def request_name(name: str, value: object) -> int:
-    """Checks a caller's name for a request.
+def check_request_id(name: str, value: object) -> int:
+    """Checks a caller's id of a request.
 
     Raises:
-      ValueError: it is no whole number in [0, 2**31).
+      ValueError: it is not an integer in [0, 2**31).
     """
     return validation.integer(name, value, hint="a whole number in [0, 2**31)")
 
 
-def one_each(prompts: object, sampling: object) -> list[Any]:
-    """A sampling for each prompt, after it was checked that there are several of both.
+def pair_samplings(prompts: object, sampling: object) -> list[Any]:
+    """Returns a `Sampling` for each prompt.
 
     Raises:
-      ValueError: one prompt, or something else, stands where a list is meant.
+      ValueError: an argument is a single prompt or not a list, or lengths differ.
     """
     if isinstance(prompts, str | bytes):
         raise ValueError(

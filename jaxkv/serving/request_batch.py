@@ -1,4 +1,4 @@
-"""Requests and cached prefixes lined up for the device, as NumPy arrays."""
+"""Packs requests and cached prefixes into NumPy arrays for the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,41 +28,41 @@ def make_requests(
     eos_ids: tuple[int, ...] = (),
     width: int | None = None,
 ) -> requests.Requests:
-    """Lines up requests for `requests.submit`, as NumPy arrays.
+    """Packs requests for `requests.submit`, as NumPy arrays.
 
     Args:
       prompts: token ids, in order of arrival.
-      asks: how to draw each one's answers.
+      asks: sampling parameters of each request.
       config: the engine's bounds.
-      request_ids: the callers' names; None counts from 0.
-      key_ids: numbers that key the draws of requests without a seed; None means
+      request_ids: the callers' ids; None counts from 0.
+      key_ids: numbers that key the samples of requests without a seed; None means
         `request_ids`.
-      arrivals_s: when each may be admitted; None means at once.
-      attributes: what a policy sees of each; None means the defaults.
+      arrivals_s: arrival time of each request in s; None means 0.
+      attributes: attributes of each request, for the policy; None means the defaults.
       eos_ids: end tokens of the model.
-      width: rows of the result, one for each sequence, those beyond them unused; None
-        means as many as there are sequences.
+      width: rows of the result, one for each sequence, the rest unused; None means the
+        number of sequences.
 
     Returns:
       The requests. `submit` refuses those that do not fit the engine.
 
     Raises:
-      ValueError: something is of another type or out of its range, or there is not one
-        of everything for each prompt.
+      ValueError: an argument has another type or is out of its range, or lengths
+        differ.
     """
-    known, asks = _checked_pairs(prompts, asks)
+    known, asks = _check_pairs(prompts, asks)
     num = len(prompts)
-    names = _names(
+    names = _check_ids(
         "request_ids", range(num) if request_ids is None else request_ids, num
     )
-    key_ids = names if key_ids is None else _names("key_ids", key_ids, num)
+    key_ids = names if key_ids is None else _check_ids("key_ids", key_ids, num)
     arrivals_s = [0.0] * num if arrivals_s is None else arrivals_s
     _check_length("arrivals_s", arrivals_s, num)
     arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
     attributes = [None] * num if attributes is None else attributes
     _check_length("attributes", attributes, num)
     asked = [request_attributes.checked(x) for x in attributes]
-    # Which request each row belongs to, and which of its sequences it is.
+    # Request of each row, and index of the sequence in it.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
     width = len(owner) if width is None else validation.integer("width", width)
@@ -72,7 +72,7 @@ def make_requests(
         )
 
     def column(values: Any, dtype: Any = np.int32, blank: int = 0) -> Any:
-        """What each request has, for its rows; `blank` in those behind them."""
+        """Repeats each request's value for its rows; pads with `blank`."""
         values = np.array(values, dtype)
         rest = np.full((unused, *values.shape[1:]), blank, dtype)
         return np.concatenate([values[np.array(owner, int)], rest])
@@ -92,13 +92,15 @@ def make_requests(
         for ids, ask in zip(known, asks, strict=True)
     ]
     prompt_scored = column([ask.prompt_logprobs for ask in asks], bool)
-    prompt_scored[: len(owner)] &= np.array(samples, int) == 0  # who reads the prompt
+    prompt_scored[: len(owner)] &= (
+        np.array(samples, int) == 0
+    )  # the sequence that reads the prompt
     return requests.Requests(
-        tokens=column(_filled_up(known, config.max_length, 0)),
+        tokens=column(_pad_rows(known, config.max_length, 0)),
         prompt_length=column([len(ids) for ids in known]),
         limit=column(limits),
         request_id=column(names),
-        stop_tokens=column(_filled_up(ends, config.max_stop_tokens, -1), blank=-1),
+        stop_tokens=column(_pad_rows(ends, config.max_stop_tokens, -1), blank=-1),
         params=params_of(
             [*[asks[i] for i in owner], *[Sampling.greedy()] * unused],
             [*[keys[i] for i in owner], *[np.zeros(2, np.uint32)] * unused],
@@ -106,7 +108,7 @@ def make_requests(
         ),
         salt=column([ask.salt for ask in asks], np.uint32),
         reuses=column([ask.prefix_cache for ask in asks], bool),
-        scored=column([outputs.scores(ask) for ask in asks], bool),
+        scored=column([outputs.needs_logprobs(ask) for ask in asks], bool),
         prompt_scored=prompt_scored,
         beam_width=column([ask.beam_width or 0 for ask in asks]),
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
@@ -119,10 +121,10 @@ def make_requests(
 def prefix_of(
     tokens: Sequence[int], salt: int, config: EngineConfig, vocab_size: int | None
 ) -> Prefix:
-    """Returns the full pages of tokens, as the compiled programs take them.
+    """Returns the full pages of tokens as an argument of the compiled programs.
 
     Raises:
-      ValueError: there is no prefix cache, there are too many tokens, a token is not of
+      ValueError: there is no prefix cache, there are too many tokens, a token is not in
         the vocabulary, or the salt is not in [0, 2**32).
     """
     if not config.prefix_cache:
@@ -139,25 +141,28 @@ def prefix_of(
 
 
 def pad_pages(
-    prefix: Prefix, pages: Any, mine: Pages, config: EngineConfig
+    prefix: Prefix, pages: Any, like: Pages, config: EngineConfig
 ) -> tuple[Prefix, Any]:
-    """Pages that were sent, as many as a sequence may have; the prefix says how many.
+    """Pads received pages to the most that a sequence may have.
 
     Args:
-      prefix: the tokens, of which the first pages are sent.
-      pages: K and V arrays, as `Engine.take_prefix` gives them.
-      mine: those of the engine that takes them.
-      config: its bounds.
+      prefix: the tokens of the pages.
+      pages: K and V arrays, as `Engine.take_prefix` returns them.
+      like: page arrays of the receiving engine.
+      config: bounds of the receiving engine.
+
+    Returns:
+      The prefix with the number of received pages, and the padded arrays.
 
     Raises:
       ValueError: the arrays do not fit the engine's.
     """
     most, leaves = int(prefix.num_pages), jax.tree.leaves(pages)
-    fits = jax.tree.structure(pages) == jax.tree.structure(mine) and all(
+    fits = jax.tree.structure(pages) == jax.tree.structure(like) and all(
         isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves
     )
     shapes = [(leaf.dtype.name, leaf.shape) for leaf in leaves] if fits else []
-    count = kv_pages.check_content(mine, shapes) if fits else most + 1
+    count = kv_pages.check_content(like, shapes) if fits else most + 1
     if count > most:
         shown = "..." if fits else validation.shown(pages)
         raise ValueError(
@@ -168,20 +173,20 @@ def pad_pages(
     return prefix._replace(num_pages=jnp.int32(count)), whole
 
 
-def _filled_up(
+def _pad_rows(
     rows: Sequence[Sequence[int] | np.ndarray], width: int, blank: int
 ) -> np.ndarray:
-    """Rows of one length: longer ones are cut, shorter ones filled up."""
+    """Returns rows of one length: longer ones are cut, shorter ones padded."""
     found = np.full((len(rows), width), blank, np.int32)
     for row, ids in zip(found, rows, strict=True):
         row[: len(ids)] = ids[:width]
     return found
 
 
-def _names(name: str, values: Sequence[int], num: int) -> list[int]:
-    """Checks one whole number in [0, 2**31) for each of `num` requests."""
+def _check_ids(name: str, values: Sequence[int], num: int) -> list[int]:
+    """Checks one integer in [0, 2**31) for each of `num` requests."""
     _check_length(name, values, num)
-    return [refusals.request_name(name, x) for x in values]
+    return [refusals.check_request_id(name, x) for x in values]
 
 
 def _check_length(name: str, values: Sequence[Any], num: int) -> None:
@@ -189,7 +194,7 @@ def _check_length(name: str, values: Sequence[Any], num: int) -> None:
         raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
 
 
-def _checked_pairs(
+def _check_pairs(
     prompts: Sequence[object], asks: Sequence[object]
 ) -> tuple[list[np.ndarray], list[Sampling]]:
     """Checks that there are token ids and a `Sampling` for each request."""

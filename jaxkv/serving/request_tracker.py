@@ -1,8 +1,8 @@
-"""What the host knows of its requests without looking into the engine's state.
+"""Host-side bookkeeping of requests, without reading the engine's state.
 
-Who waits here, who is on the device, whose sequences have ended there, and what is to
-be told. It counts rather than asks: a row of `Sequences` is taken from the call that
-hands a request over until the call that drained it is read.
+Tracks requests that wait on the host, run on the device, or have ended there, and the
+events to deliver. It counts instead of reading the state: a row of `Sequences` is in
+use from the call that submits a request until the call that drained it is read.
 """
 
 import bisect
@@ -15,77 +15,77 @@ import numpy as np
 from jaxkv.engine import DrainedSequences, EngineConfig, state, step
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Event
-from jaxkv.serving.requests import Record
+from jaxkv.serving.requests import RequestRecord
 
 
 class RequestTracker:
-    """The requests of one engine, from `submit` to the last event."""
+    """Requests of one engine, from `submit` to the last event."""
 
     def __init__(self, config: EngineConfig):
         """Makes a tracker without requests."""
         self.config = config
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, RequestRecord] = {}
         """Requests that are not complete, by id."""
-        # Told nobody yet: whoever leaves a stream half-way must lose none.
+        # Not delivered yet; kept so that an abandoned stream loses none.
         self.events: collections.deque[Event] = collections.deque()
-        self._pending: collections.deque[Record] = collections.deque()  # by arrival
-        self.withdrawn: list[Record] = []
-        """Requests that were cancelled before the device saw them."""
+        self._pending = collections.deque[RequestRecord]()  # by arrival
+        self.withdrawn: list[RequestRecord] = []
+        """Requests that were cancelled before they were submitted to the device."""
         self._cancels: list[tuple[int, int]] = []
-        # Rows of `Sequences` by fate: handed over and not known to have ended; known to
-        # have ended and not drained. Requests handed over and not drained, and those of
-        # them of which the device has nothing left to do.
+        # Rows of `Sequences`: submitted and not known to have ended; ended and not
+        # drained. Requests submitted and not drained; those of them that are ready to
+        # be drained.
         self._unfinished, self._finished, self._requests = 0, 0, 0
         self._ready = 0
 
     def is_empty(self) -> bool:
-        """Whether nobody is owed anything."""
+        """True if no request or event is left."""
         return not (self.records or self.events or self._unfinished or self._finished)
 
     def has_work(self, now: float) -> bool:
-        """Whether there is a reason to run the device."""
+        """True if the device must run."""
         on_device = self._unfinished or self._finished or self._cancels
         return bool(on_device) or self.next_arrival_s() <= now
 
     def next_arrival_s(self) -> float:
-        """When the next request arrives that waits here; infinity without one."""
+        """Returns the next arrival of a request on the host; infinity without one."""
         return self._pending[0].arrival_s if self._pending else math.inf
 
     def num_pending(self, now: float) -> int:
-        """Requests that have arrived and that the device has had no room for."""
+        """Returns the number of arrived requests that wait on the host."""
         return sum(record.arrival_s <= now for record in self._pending)
 
     def num_tokens(self) -> int:
-        """Counts the tokens that the sequences of all open requests have to feed.
+        """Returns the tokens of all requests that are not complete.
 
-        Beams count all that they may have, as their tokens come at the end.
+        Beams count their largest length, since their tokens are read at the end.
         """
         return sum(
             len(record.prompt) + len(part.tokens) + _num_to_search(record)
             for record in self.records.values()
-            for part in record.parts
+            for part in record.answers
         )
 
-    def oldest(self, now: float) -> Record | None:
-        """The request that arrived first of those that are not complete."""
+    def oldest(self, now: float) -> RequestRecord | None:
+        """Returns the request with the earliest arrival that is not complete."""
         arrived = (x for x in self.records.values() if x.arrival_s <= now)
         return min(arrived, key=lambda record: record.arrival_s, default=None)
 
-    def add(self, record: Record) -> None:
-        """Takes a request; it waits here until it arrives and the device has room.
+    def add(self, record: RequestRecord) -> None:
+        """Adds a request; it waits until it arrives and the device has room.
 
         Raises:
-          ValueError: another request of its name is still running.
+          ValueError: a request with the same id still runs.
         """
         request_id = record.request_id
         if request_id in self.records:
             raise ValueError(f"{request_id=} is the name of a request still running")
-        # In order of arrival, so that nobody waits behind one who is not there yet.
+        # In order of arrival: a request never waits for one that arrives later.
         bisect.insort(self._pending, record, key=lambda each: each.arrival_s)
         self.records[request_id] = record
 
     def cancel(self, request_id: int, now: float) -> None:
-        """Ends a request with what it has; names of nobody are ignored."""
+        """Ends a request with its tokens so far; unknown ids are ignored."""
         record = self.records.get(request_id)
         if record is None:
             return
@@ -93,40 +93,40 @@ class RequestTracker:
             self._pending.remove(record)
             record.finish_s = now
             self.withdrawn.append(record)
-        elif any(part.reason is None for part in record.parts):
+        elif any(part.reason is None for part in record.answers):
             self._cancels.append((request_id, -1))
 
-    def tell_withdrawn(self) -> None:
-        """Closes the withdrawn requests."""
+    def close_withdrawn(self) -> None:
+        """Completes the withdrawn requests."""
         for record in self.withdrawn:
-            for sample in range(len(record.parts)):
+            for sample in range(len(record.answers)):
                 self._close(record, sample, None, 0)
         self.withdrawn.clear()
 
-    def next_batch(self, now: float) -> list[Record]:
-        """The next requests to hand over, as many as the device surely has room for."""
+    def next_batch(self, now: float) -> list[RequestRecord]:
+        """Returns the next requests to submit: those that are sure to fit."""
         config = self.config
         requests = config.queue_capacity + config.max_slots - self._requests
         known = self._unfinished + self._finished
         rows = max(config.submit_width, config.max_slots)
         rows = min(rows, config.max_sequences - known)
-        batch: list[Record] = []
+        batch: list[RequestRecord] = []
         for record in itertools.islice(self._pending, max(0, requests)):
-            rows -= len(record.parts)
+            rows -= len(record.answers)
             if rows < 0 or record.arrival_s > now:
                 break
             batch.append(record)
         return batch
 
-    def hand_over(self, batch: list[Record]) -> None:
-        """Notes that the device has the next requests, those of `next_batch`."""
+    def mark_submitted(self, batch: list[RequestRecord]) -> None:
+        """Counts the requests of `next_batch` as submitted."""
         for record in batch:
             self._pending.remove(record)
-            self._unfinished += len(record.parts)
+            self._unfinished += len(record.answers)
         self._requests += len(batch)
 
     def next_cancels(self) -> np.ndarray | None:
-        """Pairs of request and sample to end before a drain; None needs no drain."""
+        """Returns requests and samples to cancel before a drain; None: no drain."""
         if not self._ready and not self._cancels:
             return None
         self._ready = 0
@@ -136,33 +136,33 @@ class RequestTracker:
         named[: len(now)] = np.array(now, np.int32).reshape(-1, 2)
         for name, sample in now:
             if record := self.records.get(name):
-                for part in record.parts if sample < 0 else [record.parts[sample]]:
-                    part.gone = True
+                for part in record.answers if sample < 0 else [record.answers[sample]]:
+                    part.has_ended = True
         return named
 
     def read(self, info: step.StepInfo, now: float) -> None:
-        """Notes what the steps of a call emitted.
+        """Processes the outputs of a call.
 
         Args:
-          info: their infos, as NumPy arrays.
+          info: step infos, as NumPy arrays.
           now: seconds since the engine was made.
         """
-        for name, sample, tokens, logprobs, reason in outputs.emitted(info):
+        for name, sample, tokens, logprobs, reason in outputs.group_emitted(info):
             record = self.records.get(name)
             if reason is not None:
                 self._unfinished -= 1
                 self._finished += 1
-                if record is not None and not record.parts[sample].gone:
-                    record.parts[sample].gone = True
-                    self._ready += all(part.gone for part in record.parts)
-            if record is None or record.parts[sample].reason is not None:
-                continue  # ended by a stop string; what the device added is void
-            self._tell(record, record.extend(sample, tokens, logprobs, reason, now))
-            if record.parts[sample].reason is not None and reason is None:
+                if record is not None and not record.answers[sample].has_ended:
+                    record.answers[sample].has_ended = True
+                    self._ready += all(part.has_ended for part in record.answers)
+            if record is None or record.answers[sample].reason is not None:
+                continue  # ended by a stop string; later tokens are dropped
+            self._emit(record, record.extend(sample, tokens, logprobs, reason, now))
+            if record.answers[sample].reason is not None and reason is None:
                 self._cancels.append((name, sample))
 
     def collect(self, drained: DrainedSequences, now: float) -> None:
-        """Closes what the device has let go of."""
+        """Closes the sequences that the device has drained."""
         rows, s = np.flatnonzero(np.asarray(drained.is_final)), drained.sequences
         names, reasons = np.asarray(s.request_id), np.asarray(s.reason)
         samples = np.asarray(s.params.sample)
@@ -173,20 +173,24 @@ class RequestTracker:
                 self._finished -= 1
             record = self.records.get(int(names[row]))
             if record is not None:
-                if record.parts[samples[row]].reason is None:
+                if record.answers[samples[row]].reason is None:
                     record.finish_s = now
                 self._close(record, int(samples[row]), drained, row)
 
     def _close(
-        self, record: Record, sample: int, drained: DrainedSequences | None, row: int
+        self,
+        record: RequestRecord,
+        sample: int,
+        drained: DrainedSequences | None,
+        row: int,
     ) -> None:
-        """Closes a sequence, and with the last one of a request the request."""
-        part = record.parts[sample]
+        """Closes a sequence; completes the request if it was the last one."""
+        part = record.answers[sample]
         cancelled = part.reason is None
         if cancelled:
-            record.cut_off(sample)
+            record.cancel_sequence(sample)
         record.close(sample, drained, row)
-        text, completion = part.text[part.shown :], None
+        text, completion = part.text[part.num_delivered :], None
         if record.is_complete():
             del self.records[record.request_id]
             self._requests -= drained is not None
@@ -195,14 +199,14 @@ class RequestTracker:
         if tokens or text or completion or cancelled:
             reason = part.reason if cancelled else None
             event = Event(record.request_id, tokens, text, completion, sample, reason)
-            self._tell(record, event)
+            self._emit(record, event)
 
-    def _tell(self, record: Record, event: Event) -> None:
+    def _emit(self, record: RequestRecord, event: Event) -> None:
         if not record.is_quiet:
             self.events.append(event)
 
 
-def _num_to_search(record: Record) -> int:
-    """The tokens of a beam's answer, at most; 0 without beams."""
+def _num_to_search(record: RequestRecord) -> int:
+    """Returns the largest length of a beam's answer; 0 without beams."""
     ask = record.sampling
     return 0 if ask.beam_width is None else ask.max_tokens

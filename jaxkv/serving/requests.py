@@ -1,4 +1,4 @@
-"""What the host keeps of a request while it runs: its answers so far."""
+"""Requests on the host: partial answers until their completion."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,27 +14,27 @@ from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Part:
-    """One sequence of a request."""
+class PartialAnswer:
+    """One sequence of a request that is not complete."""
 
     stream: Any
     """Incremental decoder; None without a tokenizer."""
     search: Any = None
-    """A `StopSearch` of its text; None if there are no stop strings."""
+    """`StopSearch` of the text; None if there are no stop strings."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
-    shown: int = 0
-    """Characters of the text that events have told."""
+    num_delivered: int = 0
+    """Characters of the text that were delivered in events."""
     reason: str | None = None
-    gone: bool = False
-    """Whether the device has ended it, or was told to."""
-    answer: FinishedAnswer | None = None
-    """The whole of it, once the device has let go of the sequence."""
+    has_ended: bool = False
+    """True if the device has ended the sequence, or was asked to."""
+    finished: FinishedAnswer | None = None
+    """The answer, once the device has drained the sequence."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Record:
+class RequestRecord:
     """A request that is not complete."""
 
     request_id: int
@@ -43,15 +43,15 @@ class Record:
     arrival_s: float
     end_tokens: tuple[int, ...]
     """Tokens that end an answer and are not part of its text."""
-    parts: list[Part]
+    answers: list[PartialAnswer]
     attributes: RequestAttributes | None = None
-    """What the policy sees of it; None means the defaults."""
+    """Attributes for the policy; None means the defaults."""
     key_id: int | None = None
-    """Number that keys the draws without a seed; None means `request_id`."""
+    """Number that keys the samples without a seed; None means `request_id`."""
     is_quiet: bool = False
-    """Whether no events tell of it: its caller waits for the completion."""
+    """True if events are dropped, since the caller waits for the completion."""
     completion: Completion | None = None
-    """What became of it, once all its sequences have been closed."""
+    """Result, once all sequences are closed."""
     first_token_s: float | None = None
     finish_s: float = 0.0
     num_cached: int = 0
@@ -69,10 +69,10 @@ class Record:
         reason: str | None,
         now: float,
     ) -> Event:
-        """Takes new tokens; ends early where the text contains a stop string."""
-        part = self.parts[sample]
+        """Appends new tokens; ends the sequence early at a stop string."""
+        part = self.answers[sample]
         if self.sampling.beam_width is not None:
-            # Beams are no answers: these come when the search is done, see `close`.
+            # Beams have no answers before the search is done, see `close`.
             part.reason, self.finish_s = reason, now
             return Event(self.request_id, [], "", None, sample, reason)
         old = len(part.tokens)
@@ -84,36 +84,36 @@ class Record:
             part.logprobs.append(logprob)
             if part.stream is not None and token not in self.end_tokens:
                 part.text += part.stream.push(token)
-                if part.search is not None and self._stops(part, token):
+                if part.search is not None and self._cut_at_stop(part, token):
                     reason = "stop"
                     break
         else:
-            # Behind a stop string there is nothing, not half a character either.
-            if reason and self._finishes(part) and reason == "length":
+            # No text follows a stop string, not even half a character.
+            if reason and self._flush_text(part) and reason == "length":
                 reason = "stop"
         part.reason = reason
         # Text that may be the beginning of a stop string is held back.
         stops = self.sampling.stop
         hold = 0 if reason else max(map(len, stops), default=1) - 1
-        end = max(part.shown, len(part.text) - hold)
-        text, part.shown = part.text[part.shown : end], end
+        end = max(part.num_delivered, len(part.text) - hold)
+        text, part.num_delivered = part.text[part.num_delivered : end], end
         return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
 
-    def cut_off(self, sample: int) -> None:
-        """Ends a sequence that was cancelled, with what it has."""
-        part = self.parts[sample]
+    def cancel_sequence(self, sample: int) -> None:
+        """Ends a cancelled sequence with its tokens so far."""
+        part = self.answers[sample]
         part.reason = "cancelled"
-        self._finishes(part)
+        self._flush_text(part)
 
-    def _finishes(self, part: Part) -> bool:
-        """Adds what the decoder held back; True if that made a stop string."""
+    def _flush_text(self, part: PartialAnswer) -> bool:
+        """Appends text that the decoder held back; True if it has a stop string."""
         if part.stream is None:
             return False
         part.text += part.stream.finish()
-        return part.search is not None and self._stops(part, None)
+        return part.search is not None and self._cut_at_stop(part, None)
 
-    def _stops(self, part: Part, token: int | None) -> bool:
-        """Cuts the text at the first stop string, if there is one."""
+    def _cut_at_stop(self, part: PartialAnswer, token: int | None) -> bool:
+        """Cuts the text at the first stop string; returns True if there is one."""
         tail = part.stream.tail()
         place = part.search.push(part.text, tail, token)
         if place is not None:
@@ -121,10 +121,10 @@ class Record:
         return place is not None
 
     def close(self, sample: int, drained: DrainedSequences | None, row: int) -> None:
-        """Takes what the device kept in a row of its sequences; None: never there."""
-        part, ask, num = self.parts[sample], self.sampling, len(self.prompt)
+        """Completes a sequence; `drained` is None if the device never ran it."""
+        part, ask, num = self.answers[sample], self.sampling, len(self.prompt)
         top_logprobs, score = None, None
-        if outputs.scores(ask):
+        if outputs.needs_logprobs(ask):
             score = sum(part.logprobs)
         if drained is not None and ask.beam_width is not None:
             end = int(np.asarray(drained.progress.num_tokens)[row])
@@ -140,7 +140,7 @@ class Record:
             found = drained.sequences
             self.num_cached += int(np.asarray(found.num_cached)[row])
             self.num_recomputed += int(np.asarray(drained.events.num_recomputed)[row])
-            # Its sequences are preempted together, except those that have ended before.
+            # Sequences of a request are preempted together; ended ones are not.
             num_preempted = int(np.asarray(drained.progress.num_preempted)[row])
             self.num_preempted = max(self.num_preempted, num_preempted)
             num_swapped = int(np.asarray(found.num_swapped)[row])
@@ -156,7 +156,7 @@ class Record:
             if ask.logprobs:
                 known = zip(part.tokens, part.logprobs, strict=True)
                 top_logprobs = _most_likely(drained, row, num, known, ask.logprobs)
-        part.answer = FinishedAnswer(
+        part.finished = FinishedAnswer(
             tokens=part.tokens,
             text=None if part.stream is None else part.text,
             reason=part.reason or "cancelled",
@@ -167,14 +167,14 @@ class Record:
         )
 
     def is_complete(self) -> bool:
-        """Whether all its sequences have been closed."""
-        return all(part.answer is not None for part in self.parts)
+        """True if all sequences are closed."""
+        return all(part.finished is not None for part in self.answers)
 
     def complete(self) -> Completion:
-        """What became of the request; most likely answers first if it ranks them."""
-        found = [part.answer for part in self.parts if part.answer is not None]
+        """Returns the completion; with `best_of`, the most likely answers first."""
+        found = [part.finished for part in self.answers if part.finished is not None]
         if (self.sampling.best_of or 0) > self.sampling.n:
-            # What ended before its time scores too well: it has fewer tokens.
+            # Cut answers score too high, since they have fewer tokens.
             found.sort(
                 key=lambda answer: (
                     answer.reason in ("cancelled", "nan"),
@@ -203,9 +203,9 @@ def _most_likely(
     known: Iterable[tuple[int, float]],
     num: int,
 ) -> list[dict[int, float]]:
-    """The `num` most likely tokens at places of a sequence from `start` on, by id.
+    """Returns the `num` most likely tokens at positions from `start` on, by id.
 
-    `known` are the tokens at these places and their log-probabilities. Where such a
+    `known` are the tokens at these positions and their log-probabilities. If such a
     token is among the most likely, its value is the same float: the device computes the
     two in different passes, which may differ by rounding.
     """

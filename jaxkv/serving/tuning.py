@@ -1,7 +1,7 @@
-"""Measures what steps with drafts cost, so that `Adaptive` speculation knows.
+"""Measures step costs with drafts, for the choice of `Adaptive` speculation.
 
-The engine's own program runs with the number of drafts forced, on sequences that are
-withdrawn afterwards: nothing is compiled for it, and nothing is left behind.
+The engine's own programs run with a forced draft length, on sequences that are
+withdrawn afterwards: no program is compiled for it, and no state remains.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig, EngineState
 from jaxkv.sampling import Sampling
 from jaxkv.serving import request_batch
-from jaxkv.speculation.adaptive import Costs, Learned, with_costs
+from jaxkv.speculation.adaptive import AdaptiveState, StepCosts, set_costs
 
 _ROUNDS, _MOST_ROUNDS = 3, 9
-"""Turns of every length at least, and at most."""
+"""Measurements of every length: least and largest number."""
 _SECONDS = 1.0
-"""Of turns of a batch, behind which no more than the least follow."""
+"""Seconds per batch size after which only the least number of measurements follows."""
 
 
-class Programs(NamedTuple):
-    """What an engine runs; each consumes the state."""
+class TuningPrograms(NamedTuple):
+    """Functions of an engine; each consumes the state."""
 
     run: Callable[[EngineState, bool], EngineState]
     """`run(state, may_draft)`: steps of one call."""
@@ -37,30 +37,32 @@ class Programs(NamedTuple):
     """`withdraw(state, request_ids)`."""
 
 
-class Measurement(NamedTuple):
-    """What is measured."""
+class MeasurementPlan(NamedTuple):
+    """Size of a measurement."""
 
     context: int
-    """Tokens of every sequence when it begins."""
+    """Tokens of every sequence at the start."""
     rounds: int
-    """Turns of every length for which there is room at once, at least 1."""
+    """Measurements of every length that fit into a sequence, at least 1."""
 
 
-def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measurement:
-    """Checks that there are costs to be measured, and that there is room.
+def plan_measurement(
+    state: EngineState, config: EngineConfig, context: int | None
+) -> MeasurementPlan:
+    """Checks that costs can be measured, and that sequences have room.
 
     `context` None means half of `config.max_length`.
 
     Raises:
-      ValueError: the drafter is not `Adaptive`, or answers have no room for a call of
-        every length behind so many tokens.
+      ValueError: the drafter is not `Adaptive`, or sequences have no room for a call of
+        every length after `context` tokens.
     """
-    if not isinstance(state.memory, Learned):
+    if not isinstance(state.memory, AdaptiveState):
         raise ValueError("only a drafter that is Adaptive has costs to be measured")
     each = _tokens_of_calls(config)
 
     def room(context: int) -> int:
-        """Tokens left to the calls of all lengths."""
+        """Returns the tokens left for the calls of all lengths."""
         return config.max_length - context - _steps_of_reading(context, config) - 1
 
     fits = [num for num in range(1, config.max_length) if room(num) >= each]
@@ -76,16 +78,16 @@ def plan(state: EngineState, config: EngineConfig, context: int | None) -> Measu
         raise ValueError(
             f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
         )
-    return Measurement(context, room(context) // each)
+    return MeasurementPlan(context, room(context) // each)
 
 
 def _tokens_of_calls(config: EngineConfig) -> int:
-    """Tokens of a sequence in one call of every length."""
+    """Returns the tokens of a sequence in one call of every length."""
     return config.steps_per_call * sum(1 + length for length in (0, 0, *config.lengths))
 
 
 def _remedy(config: EngineConfig) -> str:
-    """The settings with which the smallest measurement has room, one at a time."""
+    """Describes settings with which the smallest measurement fits."""
 
     def needed(config: EngineConfig) -> int:
         return _tokens_of_calls(config) + _steps_of_reading(1, config) + 2
@@ -99,52 +101,54 @@ def _remedy(config: EngineConfig) -> str:
 
 
 def _steps_of_reading(context: int, config: EngineConfig) -> int:
-    """Steps, of whole calls, in which all slots read so much and the first decode."""
+    """Returns the steps, in whole calls, in which all slots read their prompts."""
     free = max(config.token_budget - config.max_slots, 1)
     steps = -(-config.max_slots * context // free) + config.max_slots
     return -(-steps // config.steps_per_call) * config.steps_per_call
 
 
 def tune(
-    state: EngineState, programs: Programs, config: EngineConfig, plan: Measurement
+    state: EngineState,
+    programs: TuningPrograms,
+    config: EngineConfig,
+    plan: MeasurementPlan,
 ) -> EngineState:
-    """Measures steps of every batch and length, and has `Adaptive` decide by them.
+    """Measures steps at every batch size and length, and updates `Adaptive`.
 
     Args:
-      state: of an idle engine, consumed.
-      programs: what the engine runs, compiled.
-      config: its bounds.
-      plan: of this state.
+      state: of an idle engine; consumed.
+      programs: compiled functions of the engine.
+      config: the engine's bounds.
+      plan: result of `plan_measurement`.
 
     Returns:
       The state, idle again.
     """
-    assert isinstance(state.memory, Learned)
+    assert isinstance(state.memory, AdaptiveState)
     batches, table = np.asarray(state.memory.costs.batches), []
     for num in batches:
         state, found = _measure(state, programs, config, plan, int(num))
         table.append(found)
-    assert isinstance(state.memory, Learned)
+    assert isinstance(state.memory, AdaptiveState)
     undrafted, *steps = np.asarray(table, np.float32).T
-    costs = Costs(
+    costs = StepCosts(
         jnp.asarray(batches), jnp.stack(steps, axis=1), jnp.asarray(undrafted)
     )
-    return state._replace(memory=with_costs(state.memory, costs))
+    return state._replace(memory=set_costs(state.memory, costs))
 
 
 def _measure(
     state: EngineState,
-    programs: Programs,
+    programs: TuningPrograms,
     config: EngineConfig,
-    plan: Measurement,
+    plan: MeasurementPlan,
     num: int,
 ) -> tuple[EngineState, Float[np.ndarray, " ways"]]:
-    """Seconds of a step in which `num` sequences decode.
+    """Returns the seconds of a step in which `num` sequences decode.
 
-    First without drafts in the program that may draft, then in the plain one, then with
-    each length of them.
-
-    Medians over turns: the first is slower, and others may be disturbed.
+    The first value is without drafts in the program that may draft, the second in the
+    plain program, then one for each length. Medians are robust against slow first calls
+    and disturbances.
     """
     names = np.arange(config.max_sequences, dtype=np.int32)
     rounds, names, begun = [], np.where(names < num, names, -1), time.perf_counter()
@@ -162,14 +166,14 @@ def _measure(
             break
         if len(rounds) % plan.rounds == 0:
             state = programs.withdraw(state, names)
-            state = programs.submit(_forced(state, 0), requests)
+            state = programs.submit(_force_length(state, 0), requests)
             for _ in range(steps_of_reading // config.steps_per_call):
                 state = programs.run(state, False)
                 if np.sum(np.asarray(state.table.length) > plan.context) == num:
                     break
         found = []
         for length in (0, *range(1 + len(config.lengths))):
-            state = jax.block_until_ready(_forced(state, length))
+            state = jax.block_until_ready(_force_length(state, length))
             may_draft = length > 0 or not found
             start = time.perf_counter()
             state = jax.block_until_ready(programs.run(state, may_draft))
@@ -179,8 +183,8 @@ def _measure(
     return state, np.median(rounds, axis=0) / config.steps_per_call
 
 
-def _forced(state: EngineState, length: int) -> EngineState:
-    """Has the drafter draft as many as of this length, whatever it finds."""
-    assert isinstance(state.memory, Learned)
+def _force_length(state: EngineState, length: int) -> EngineState:
+    """Forces the drafter to a draft length, for any drafts."""
+    assert isinstance(state.memory, AdaptiveState)
     forced = jnp.full_like(state.memory.forced, length)
     return state._replace(memory=state.memory._replace(forced=forced))

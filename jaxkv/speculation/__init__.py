@@ -1,34 +1,41 @@
-"""Speculative decoding: who guesses tokens, and who says which of them stand.
+"""Speculative decoding: drafters propose tokens, verifiers accept or reject them.
 
-Drafters guess (`NGram`, `Jacobi`, `Lookahead`, `DraftModel`, and `Adaptive` no more
-than pays), verifiers judge (`Coupled`, `Rejection`, `Typical`); the engine feeds, rolls
-back and counts. What the two are asked stands in `engine.drafting`.
+Drafters: `NGram`, `Jacobi`, `Lookahead`, `DraftModel`, `Medusa`, `Eagle`, and
+`Adaptive`, which adjusts the draft length of another drafter. Verifiers:
+`SharedNoiseVerifier`, `Rejection`, `Typical`. Their protocols are defined in
+`engine.drafting`.
 """
 
 from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
 from jaxkv.speculation.adaptive import Adaptive
-from jaxkv.speculation.draft_model import Beside, Both, DraftModel, self_speculative
-from jaxkv.speculation.draws import draw
+from jaxkv.speculation.draft_model import (
+    DraftModel,
+    TargetAndDraftParams,
+    TargetWithDraft,
+    build_self_speculative,
+)
+from jaxkv.speculation.draws import draw_drafts
 from jaxkv.speculation.eagle import EagleConfig
-from jaxkv.speculation.eagle_drafting import Eagle, Followed
+from jaxkv.speculation.eagle_drafting import Eagle, TargetWithEagle
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.lookahead import Lookahead
-from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
+from jaxkv.speculation.medusa import Medusa, MedusaConfig, TargetWithHeads
 from jaxkv.speculation.methods import SpeculationConfig
 from jaxkv.speculation.ngram import NGram
-from jaxkv.speculation.verifiers import Coupled, Rejection, Synthetic, Typical
+from jaxkv.speculation.verifiers import (
+    Rejection,
+    SharedNoiseVerifier,
+    Synthetic,
+    Typical,
+)
 
 __all__ = [
     "Adaptive",
-    "Beside",
-    "Both",
-    "Coupled",
     "DraftModel",
     "Drafter",
     "Drafts",
     "Eagle",
     "EagleConfig",
-    "Followed",
     "Jacobi",
     "Lookahead",
     "Medusa",
@@ -36,15 +43,20 @@ __all__ = [
     "NGram",
     "Rejection",
     "Ruling",
+    "SharedNoiseVerifier",
     "Speculation",
     "SpeculationConfig",
     "Synthetic",
+    "TargetAndDraftParams",
+    "TargetWithDraft",
+    "TargetWithEagle",
+    "TargetWithHeads",
     "Typical",
     "Verifier",
-    "WithHeads",
     "adaptive",
+    "build_self_speculative",
     "draft_model",
-    "draw",
+    "draw_drafts",
     "draws",
     "eagle",
     "eagle_drafting",
@@ -55,7 +67,6 @@ __all__ = [
     "medusa",
     "methods",
     "ngram",
-    "self_speculative",
     "static_tree",
     "verifiers",
 ]

@@ -1,10 +1,10 @@
-"""As many drafts as pay: none, some or all, from step to step.
+"""Adaptive draft length: none, some or all drafts, chosen in every step.
 
-A step with drafts costs more than one without, and how much more depends on how many
-sequences decode; what it brings depends on how many drafts are accepted. Both are known
-on the device: what drafts brought of late is counted, and what steps cost is a table.
-The number of drafts is that of `EngineConfig.lengths` whose tokens per second are the
-most, or none. Where none pay, a few are tried now and then, in case the text changed.
+A step with drafts costs more than one without, by a factor that depends on the number
+of decoding sequences; its gain depends on the acceptance rate. Both are known on the
+device: recent acceptance is counted, and step costs are a table. The draft length is
+the entry of `EngineConfig.lengths`, or 0, with the most tokens per second. Where no
+drafts pay, a few are tried from time to time, since the text may have changed.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192, section 3 (tokens and cost of a step);
 Liu et al. 2024, arXiv:2406.14066 (a length chosen by goodput).
@@ -23,90 +23,92 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 _ROWS_FREE = 32.0
-"""Rows that cost as much as the first one, where nobody has measured."""
+"""Rows that cost as much as the first one, before costs are measured."""
 
 
 _MARGIN = 0.05
-"""By which share of a plain step's speed drafts must be expected to be faster."""
+"""Share of the speed of plain decoding by which drafts must be expected to be
+faster."""
 
 
-class Costs(NamedTuple):
-    """What steps cost: a table, linear between batches."""
+class StepCosts(NamedTuple):
+    """Table of step costs, interpolated linearly between batch sizes."""
 
     batches: Float32[Array, " batches"]
-    """Sequences that decode together, ascending."""
+    """Batch sizes (decoding sequences), ascending."""
     steps: Float32[Array, "batches lengths"]
-    """Of each batch without drafts, and with each of `EngineConfig.lengths`, in any
-    unit."""
+    """Cost of a step at each batch size without drafts, then with each of
+    `EngineConfig.lengths`, in any unit."""
     undrafted: Float32[Array, " batches"]
-    """Of each batch in the program that may draft, without any: about what one costs in
-    which nothing is found."""
+    """Cost of a step without drafts, in the program that may draft, at each batch size:
+    about the cost of a step in which the drafter finds no drafts."""
 
 
-class Learned(NamedTuple):
-    """What is remembered; chances are sums of late observations, the latest most."""
+class AdaptiveState(NamedTuple):
+    """State of `Adaptive`: acceptance counts with exponential decay, costs, choices."""
 
     inner: Any
-    """Memory of the drafter that guesses."""
+    """State of the wrapped drafter."""
     lengths: Int32[Array, " lengths"]
-    """No drafts, and `EngineConfig.lengths`: what there is to choose from."""
-    costs: Costs
+    """Draft lengths to choose from: 0, then `EngineConfig.lengths`."""
+    costs: StepCosts
     accepted: Float32[Array, " drafts"]
-    """Drafts that were accepted, by their place among a sequence's: of text that
-    repeats itself the first is in doubt, and those behind an accepted one are not."""
+    """Accepted drafts, by their position in the draft: in repetitive text the first is
+    uncertain, while those after an accepted one are not."""
     judged: Float32[Array, " drafts"]
-    """Drafts of which that was asked: up to the first that was not."""
+    """Drafts that the verifier judged, by position: up to the first rejected one."""
     found: Float32[Array, ""]
-    """Sequences for which something was drafted."""
+    """Sequences for which the drafter found drafts."""
     asked: Float32[Array, ""]
-    """Sequences for which something might have been."""
+    """Sequences for which drafts were requested."""
     granted: Bool[Array, " slots"]
     """Slots that were granted drafts in this step."""
     best: Int32[Array, " numbers"]
-    """Which of `lengths` to take for each number of sequences, from 0 on, by all that
-    is above. Computed where something is learnt alone, so that steps without drafts are
-    spared it."""
+    """Index into `lengths` of the best draft length for each number of sequences, from
+    0 on. Updated only by steps with drafts, so that steps without drafts do not pay for
+    it."""
     idle: Int32[Array, ""]
-    """Steps since anything was asked."""
+    """Steps since drafts were last requested."""
     forced: Int32[Array, ""]
-    """Which length to take whatever it brings, to measure its cost; -1 to choose."""
+    """Index into `lengths` that is used regardless of its gain, to measure its cost; -1
+    chooses freely."""
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Drafter):
-    """Has another drafter guess, as much as pays.
+    """Limits another drafter to the draft length that pays.
 
-    With `Coupled` the tokens are the same whatever is chosen.
+    With `SharedNoiseVerifier` the tokens do not depend on the length.
     """
 
     drafter: Drafter
-    """Who guesses."""
+    """The drafter that proposes tokens."""
     half_life: float = 64.0
-    """Observations after which one counts half, above 0."""
+    """Observations after which the weight of an observation is halved, above 0."""
     patience: int = 128
-    """Steps without drafts after which some are tried, at least 1."""
+    """Steps without drafts after which drafts are tried again, at least 1."""
 
     def __post_init__(self) -> None:
-        """Refuses numbers out of range.
+        """Validates the fields.
 
         Raises:
-          ValueError: says which.
+          ValueError: a field is out of its range; the message shows it.
         """
         validation.settle(self)
 
     @property
     def width(self) -> int:
-        """That of the drafter."""
+        """Width of the wrapped drafter."""
         return self.drafter.width
 
     @property
     def reuses_draws(self) -> bool:
-        """As the drafter does."""
+        """`reuses_draws` of the wrapped drafter."""
         return self.drafter.reuses_draws
 
-    def init(self, config: EngineConfig) -> Learned:
-        """Expects much, and costs that nobody has measured: see `with_costs`."""
+    def init(self, config: EngineConfig) -> AdaptiveState:
+        """Returns a state with optimistic counts and assumed costs, see `set_costs`."""
         lengths = jnp.asarray((0, *config.lengths), jnp.int32)
         batches = jnp.asarray(_batches(config), jnp.float32)
         rows = batches[:, None] * (1 + lengths.astype(jnp.float32))[None, :]
@@ -115,10 +117,10 @@ class Adaptive(Drafter):
         def number(value: float) -> Array:
             return jnp.full((), value, jnp.float32)
 
-        memory = Learned(
+        memory = AdaptiveState(
             inner=self.drafter.init(config),
             lengths=lengths,
-            costs=Costs(batches, steps, steps[:, 0]),
+            costs=StepCosts(batches, steps, steps[:, 0]),
             accepted=jnp.full((config.max_drafts,), 6.0, jnp.float32),
             judged=jnp.full((config.max_drafts,), 8.0, jnp.float32),
             found=number(8.0),
@@ -128,12 +130,12 @@ class Adaptive(Drafter):
             idle=jnp.zeros((), jnp.int32),
             forced=jnp.full((), -1, jnp.int32),
         )
-        return _chosen(memory)
+        return _update_best(memory)
 
     def wishes(
-        self, memory: Learned, state: EngineState, config: EngineConfig
+        self, memory: AdaptiveState, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
-        """At most as many drafts as pay, for all slots the same."""
+        """Returns the best draft length, or the wrapped drafter's if that is less."""
         num = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
         best = memory.best[num]
         tries = (best == 0) & (memory.idle >= self.patience)
@@ -144,9 +146,12 @@ class Adaptive(Drafter):
         return jnp.minimum(wanted, memory.lengths[chosen])
 
     def rests(
-        self, memory: Learned, state: EngineState, config: EngineConfig
+        self, memory: AdaptiveState, state: EngineState, config: EngineConfig
     ) -> Bool[Array, ""]:
-        """Where no drafts pay, for who runs and for who may come; nor are any tried."""
+        """Returns True if no drafts pay for the running and the queued requests.
+
+        False in steps in which drafts are tried.
+        """
         running = jnp.sum(state.slots.sequence >= 0, dtype=jnp.int32)
         soon = jnp.minimum(running + state.ledger.num_waiting, config.max_slots)
         now = jnp.where(running > 0, running, soon)
@@ -154,19 +159,22 @@ class Adaptive(Drafter):
         chosen = ~pays & (memory.idle < self.patience)
         return jnp.where(memory.forced >= 0, memory.forced == 0, chosen)
 
-    def rested(self, memory: Learned, num_steps: int) -> Learned:
-        """Counts them, as drafts are tried again after many."""
+    def rested(self, memory: AdaptiveState, num_steps: int) -> AdaptiveState:
+        """Adds skipped steps to the count after which drafts are tried again."""
         return memory._replace(idle=memory.idle + num_steps)
 
     def propose(
         self,
         params: Any,
-        memory: Learned,
+        memory: AdaptiveState,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Learned, Pages, Drafts]:
-        """Has the drafter guess; where a cost is measured, anything is fed."""
+    ) -> tuple[AdaptiveState, Pages, Drafts]:
+        """Calls the wrapped drafter.
+
+        While costs are measured, all granted drafts are fed, found or not.
+        """
         inner, pages, drafts = self.drafter.propose(
             params, memory.inner, state, granted, config
         )
@@ -180,16 +188,18 @@ class Adaptive(Drafter):
         )
         return memory, pages, drafts
 
-    def learn(self, memory: Learned, state: EngineState, verified: Verified) -> Learned:
-        """Counts what was drafted and accepted."""
+    def learn(
+        self, memory: AdaptiveState, state: EngineState, verified: Verified
+    ) -> AdaptiveState:
+        """Counts drafted and accepted tokens."""
         inner = self.drafter.learn(memory.inner, state, verified)
         memory = memory._replace(inner=inner)
         # A measurement is no observation.
         observes = jnp.any(memory.granted) & (memory.forced < 0)
         return arrays.when(observes, self._observe, memory, verified)
 
-    def _observe(self, memory: Learned, verified: Verified) -> Learned:
-        """Has what was seen before fade, adds what is seen now, and chooses anew."""
+    def _observe(self, memory: AdaptiveState, verified: Verified) -> AdaptiveState:
+        """Decays earlier counts, adds those of this step, updates best lengths."""
         v = verified
         drafted = v.emits & (v.num_drafts > 0)
         judged = jnp.where(drafted, jnp.minimum(v.accepted + 1, v.num_drafts), 0)
@@ -211,18 +221,20 @@ class Adaptive(Drafter):
             found=memory.found * fades_asked + sums["found"],
             asked=memory.asked * fades_asked + sums["asked"],
         )
-        return _chosen(memory)
+        return _update_best(memory)
 
 
-def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
-    """Finds what gives the most tokens per second to `num` sequences.
+def choose_draft_length(
+    memory: AdaptiveState, num: Float32[Array, ""]
+) -> Int32[Array, ""]:
+    """Returns the length with the most tokens per second for `num` sequences.
 
-    A draft is accepted with the chance of its place, if all before it are (Leviathan et
-    al., eq. 1, has one chance for all). Drafts must pay by a margin: what is known of
-    chances and costs is not exact.
+    A draft is accepted with the probability of its position if all drafts before it are
+    (Leviathan et al., eq. 1, has one probability for all positions). Drafts must be
+    faster by a margin, since probabilities and costs are estimates.
 
     Returns:
-      Which of `Learned.lengths`.
+      Index into `AdaptiveState.lengths`.
     """
     finds = memory.found / memory.asked
     reached = jnp.cumprod(memory.accepted / memory.judged)
@@ -243,20 +255,22 @@ def choose(memory: Learned, num: Float32[Array, ""]) -> Int32[Array, ""]:
     return jnp.argmax(plain * (1 + finds * gain) / cost).astype(jnp.int32)
 
 
-def _chosen(memory: Learned) -> Learned:
-    """Chooses for every number of sequences."""
+def _update_best(memory: AdaptiveState) -> AdaptiveState:
+    """Chooses the best length for every number of sequences."""
     numbers = jnp.arange(memory.best.shape[0], dtype=jnp.float32)
-    return memory._replace(best=jax.vmap(lambda num: choose(memory, num))(numbers))
+    return memory._replace(
+        best=jax.vmap(lambda num: choose_draft_length(memory, num))(numbers)
+    )
 
 
-def with_costs(memory: Learned, costs: Costs) -> Learned:
-    """Has measured costs decide."""
+def set_costs(memory: AdaptiveState, costs: StepCosts) -> AdaptiveState:
+    """Replaces the assumed costs by measured ones."""
     memory = memory._replace(costs=costs, forced=jnp.full_like(memory.forced, -1))
-    return _chosen(memory)
+    return _update_best(memory)
 
 
 def _batches(config: EngineConfig) -> tuple[int, ...]:
-    """Batches of which costs are told: 1, 2, 4, ... and the largest."""
+    """Returns the batch sizes of the cost table: 1, 2, 4, ... and `max_slots`."""
     most = config.max_slots
     powers = {2**i for i in range(most.bit_length())}
     return tuple(sorted({n for n in powers if n < most} | {most}))

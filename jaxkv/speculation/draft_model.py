@@ -1,10 +1,11 @@
-"""Drafts of a model: a smaller one that runs beside, or some of the target's layers.
+"""Drafts sampled from a model: a smaller one, or some layers of the target.
 
-The drafter feeds the last known token, draws one, feeds that, and so on, one row a slot
-at a time. A model of its own has K and V of its own on the same pages
-(`kv_pages.Pages.beside`), and reads whatever the target reads: wherever there are keys
-of the target there are its own, through sharing, prefix cache, swap and preemption.
-Layers of the target write to the target's pages, at places that verifying overwrites.
+The drafter feeds the last known token, samples a token, feeds that, and so on, one row
+per slot at a time. A separate draft model has its own K and V on the same page ids
+(`kv_pages.Pages.beside`) and reads every row that the target reads, so its K and V
+exist wherever the target's do: through sharing, prefix cache, swap and preemption.
+Layers of the target write to the target's pages, in places that verification
+overwrites.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192, section 2 (a smaller model); Zhang et
 al. 2024, arXiv:2309.08168 (skipped layers); Elhoushi et al. 2024, arXiv:2404.16710
@@ -30,24 +31,24 @@ from jaxkv.sampling import sampler
 from jaxkv.speculation import draws
 
 
-class Both(NamedTuple):
-    """Parameters of a target, and of the model that drafts for it."""
+class TargetAndDraftParams(NamedTuple):
+    """Parameters of a target model and of its drafter."""
 
     target: Any
     draft: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
-    """Feeds every row to a draft model, too: a `Forward` of `Both` parameters."""
+class TargetWithDraft:
+    """Feeds every row to both models: a `Forward` of `TargetAndDraftParams`."""
 
     target: Forward
     draft: Forward
 
     def __call__(
-        self, params: Both, pages: Pages, rows: kv_pages.Rows
+        self, params: TargetAndDraftParams, pages: Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
-        """Feeds the rows to both; logits are the target's."""
+        """Runs both models on the rows; returns the logits of the target."""
         assert pages.beside is not None
         result = self.target(params.target, pages._replace(beside=None), rows)
         own = self.draft(params.draft, pages.beside, rows).pages
@@ -57,19 +58,20 @@ class Beside:
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Drafter):
-    """Drafts what a model draws, one token after the other."""
+    """Drafts tokens that a model samples one after another."""
 
     forward: Forward
-    """The model that drafts."""
-    beside: bool = False
-    """Whether it has parameters and pages of its own, as `Beside` has them; else it
-    takes the target's."""
-    couples: bool = True
-    """Whether it draws by the noise that the target draws by, for `Coupled`; else by
-    noise of its own, and tells the law, for `Rejection`."""
+    """Forward pass of the draft model."""
+    has_own_model: bool = False
+    """True if the draft model has its own parameters and pages, as in
+    `TargetWithDraft`; False if it uses those of the target."""
+    shares_noise: bool = True
+    """True if drafts are sampled with the noise of the target, for
+    `SharedNoiseVerifier`; False if they are sampled with separate noise and `Drafts`
+    contain their probabilities, for `Rejection`."""
 
     def __post_init__(self) -> None:
-        """Checks the type of every field.
+        """Validates the type of every field.
 
         Raises:
           ValueError: a field has another type; the message shows it.
@@ -84,59 +86,59 @@ class DraftModel(Drafter):
         granted: Int32[Array, " slots"],
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
-        """Feeds and draws in turns, as often as the most that is granted."""
-        own = state.pages.beside if self.beside else state.pages
-        weights = params.draft if self.beside else params
+        """Samples drafts in a loop of `max(granted)` forward passes."""
+        own = state.pages.beside if self.has_own_model else state.pages
+        weights = params.draft if self.has_own_model else params
         assert own is not None
         s = state.sequences
         row, slot = jnp.maximum(state.slots.sequence, 0), _count(granted.shape[0])
         known, tokens = state.slots.num_tokens, s.tokens[row]
 
-        def one(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
-            tokens, law, own = carry
+        def sample_next(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
+            tokens, probs, own = carry
             drafts = index < granted
             place = jnp.where(drafts, known - 1 + index, -1)
-            result = self.forward(weights, own, rows_of(state, tokens, place))
+            result = self.forward(weights, own, make_slot_rows(state, tokens, place))
             params = jax.tree.map(lambda x: x[row], s.params)
             warm = jnp.where(drafts, params.temperature, 0.0)
             params, length = params._replace(temperature=warm), known + index
             logits = sampler.penalise(
                 result.logits, tokens, s.prompt_length[row], length, params
             )
-            if law is None:
+            if probs is None:
                 unscored = jnp.zeros_like(drafts)
                 drawn = sampler.sample(logits, params, length, scored=unscored).token
             else:
-                drawn, its = draws.draw(logits, params, length)
+                drawn, new = draws.draw_drafts(logits, params, length)
                 drawn = jnp.maximum(drawn[:, 0], 0)
-                law = lax.dynamic_update_index_in_dim(law, its, index, axis=1)
+                probs = lax.dynamic_update_index_in_dim(probs, new, index, axis=1)
             at = (slot, jnp.where(drafts, place + 1, -1))
-            return arrays.put(tokens, at, drawn), law, result.pages
+            return arrays.put(tokens, at, drawn), probs, result.pages
 
-        law = None
-        if not self.couples:
-            rows = rows_of(state, tokens, known)
+        probs = None
+        if not self.shares_noise:
+            rows = make_slot_rows(state, tokens, known)
             shape = jax.eval_shape(self.forward, weights, own, rows).logits
             sizes = shape.shape[0], config.emit_width, shape.shape[1]
-            law = jnp.zeros(sizes, jnp.promote_types(shape.dtype, jnp.float32))
-        carry = lax.fori_loop(0, jnp.max(granted), one, (tokens, law, own))
-        tokens, law, own = carry
+            probs = jnp.zeros(sizes, jnp.promote_types(shape.dtype, jnp.float32))
+        carry = tokens, probs, own
+        tokens, probs, own = lax.fori_loop(0, jnp.max(granted), sample_next, carry)
         places = known[:, None] + _count(config.max_drafts)[None, :]
-        found = arrays.take(tokens, (slot[:, None], places), fill=0)
-        pages = state.pages._replace(beside=own) if self.beside else own
-        return memory, pages, Drafts(granted, found, law)
+        drafted = arrays.take(tokens, (slot[:, None], places), fill=0)
+        pages = state.pages._replace(beside=own) if self.has_own_model else own
+        return memory, pages, Drafts(granted, drafted, probs)
 
 
 def _count(num: int) -> Int32[Array, " {num}"]:
     return jnp.arange(num, dtype=jnp.int32)
 
 
-def rows_of(
+def make_slot_rows(
     state: EngineState,
     tokens: Int32[Array, "slots max_length"],
     place: Int32[Array, " slots"],
 ) -> kv_pages.Rows:
-    """One row a slot, whose logits are wanted; none where the place is -1."""
+    """Makes one row per slot, with logits; none where `place` is -1."""
     slot = _count(place.shape[0])
     return kv_pages.Rows(
         token=arrays.take(tokens, (slot, place), fill=0),
@@ -147,15 +149,16 @@ def rows_of(
     )
 
 
-def self_speculative(forward: PagedForward, layers: Sequence[int]) -> DraftModel:
-    """A drafter that runs some layers of the target, in order.
+def build_self_speculative(forward: PagedForward, layers: Sequence[int]) -> DraftModel:
+    """Builds a drafter that runs some layers of the target, in order.
 
     Args:
-      forward: the target.
-      layers: those that are run; the first few of them are an early exit.
+      forward: forward pass of the target.
+      layers: layers to run, ascending; the first few are an early exit.
 
     Raises:
-      ValueError: there is none, one is not the target's, or they are not in order.
+      ValueError: `layers` is empty, has an index that the target does not have, or is
+        not ascending.
     """
     num_layers = forward.config.num_layers
     layers = validation.integers("layers", layers, below=num_layers)

@@ -1,4 +1,4 @@
-"""Tokens drawn from a law: drafts, and what follows where drafts were turned down."""
+"""Sampling from token distributions: drafts, and replacements of rejected drafts."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +8,7 @@ from jaxkv import arrays
 from jaxkv.sampling import Params, random_keys, sampler, top_k
 
 
-def draw(
+def draw_drafts(
     logits: Float[Array, "rows vocab"],
     params: Params,
     positions: Int32[Array, " rows"],
@@ -16,61 +16,63 @@ def draw(
     num: int = 1,
     replacement: bool = False,
 ) -> tuple[Int32[Array, "rows {num}"], Float[Array, "rows vocab"]]:
-    """Draws drafts for each row, under the law that its request asks for.
+    """Samples drafts for each row from its request's sampling distribution.
 
-    A batch of greedy rows skips the noise, and a greedy row is certain of one token.
+    A batch of greedy rows generates no noise; a greedy row has one possible token.
 
     Args:
-      logits: of the drafter, penalties and other changes already applied.
-      params: everything but the penalties is read.
-      positions: where the drafts will stand in their sequences.
-      num: drafts that may follow each row, in [1, vocab], static.
-      replacement: whether each is drawn as if alone, so that some may be equal, static;
-        otherwise a token that is drawn is out of the law for those behind it.
+      logits: of the drafter, after penalties and other changes.
+      params: sampling parameters; penalties are ignored.
+      positions: positions of the drafts in their sequences.
+      num: drafts per row, in [1, vocab], static.
+      replacement: True to sample with replacement, static. Otherwise a sampled token is
+        removed from the distribution of later drafts.
 
     Returns:
-      The drafts, in the order of their drawing, -1 where the law has no further token;
-      and the law itself, for `Drafts.law`.
+      The drafts in sampling order, -1 where the distribution has no further token; and
+      the distribution, for `Drafts.law`.
 
     Raises:
       ValueError: `num` is out of range.
     """
     _check_num(num, logits.shape[1])
-    law = sampler.probabilities(logits, params)
+    probs = sampler.probabilities(logits, params)
 
-    def noisy() -> Array:
+    def sample_rows() -> Array:
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.DRAFT
         )
-        return pick(law, keys, num=num, replacement=replacement)
+        return gumbel_top_k(probs, keys, num=num, replacement=replacement)
 
-    def certain() -> Array:
-        top, token = top_k.argmax(law)
+    def take_largest() -> Array:
+        top, token = top_k.argmax(probs)
         token = jnp.where(top > 0, token, arrays.NONE)[:, None]
-        others = token if replacement else jnp.full_like(token, arrays.NONE)
-        return jnp.concatenate([token] + [others] * (num - 1), axis=1)
+        further = token if replacement else jnp.full_like(token, arrays.NONE)
+        return jnp.concatenate([token] + [further] * (num - 1), axis=1)
 
-    return lax.cond(jnp.any(params.temperature > 0), noisy, certain), law
+    is_sampled = jnp.any(params.temperature > 0)
+    return lax.cond(is_sampled, sample_rows, take_largest), probs
 
 
-def coupled(
+def shared_noise_logits(
     logits: Float[Array, "rows vocab"],
     params: Params,
     positions: Int32[Array, " rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Logits by which tokens rank as likely to be drawn, for `Coupled`.
+    """Adds the target's sampling noise to logits, for `SharedNoiseVerifier`.
 
-    A greedy row's are as they are; to others the noise is added by which the target
-    will draw at these positions. Penalties and cut-offs are left to the target.
+    Ranks tokens by how likely the target is to sample them. Logits of greedy rows are
+    unchanged; sampled rows get the noise with which the target will sample at these
+    positions. Penalties and truncation (top-k, top-p) are not applied.
 
     Args:
       logits: of the drafter.
-      params: temperature and keys are read.
-      positions: where the tokens will stand in their sequences.
+      params: temperature and keys are used.
+      positions: positions of the tokens in their sequences.
     """
     warm = params.temperature > 0
 
-    def noisy() -> Array:
+    def add_noise() -> Array:
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.SAMPLE
         )
@@ -79,49 +81,50 @@ def coupled(
         noise = random_keys.gumbel(keys, ids, logits.dtype)
         return jnp.where(warm[:, None], logits / heat[:, None] + noise, logits)
 
-    return lax.cond(jnp.any(warm), noisy, lambda: logits)
+    return lax.cond(jnp.any(warm), add_noise, lambda: logits)
 
 
-def pick(
-    law: Float[Array, "rows vocab"],
+def gumbel_top_k(
+    probs: Float[Array, "rows vocab"],
     keys: UInt32[Array, "rows 2"],
     *,
     num: int = 1,
     replacement: bool = False,
 ) -> Int32[Array, "rows {num}"]:
-    """Draws from laws by a race, which is Gumbel-max without the logarithms.
+    """Samples tokens by the Gumbel-top-k trick, without logarithms.
 
-    The tokens with the largest probability over exponential noise are, in this order,
-    drawn without replacement.
+    The tokens with the largest ratios of probability to exponential noise are, in this
+    order, a sample without replacement.
 
     Args:
-      law: probabilities of each row.
-      keys: the key of each row's draw.
-      num: tokens to draw, in [1, vocab], static.
-      replacement: as in `draw`.
+      probs: probabilities of each row.
+      keys: random key of each row.
+      num: tokens to sample, in [1, vocab], static.
+      replacement: as in `draw_drafts`.
 
     Returns:
-      The tokens; -1 where no other has a probability above 0.
+      The tokens; -1 where no further token has a probability above 0.
 
     Raises:
       ValueError: `num` is out of range.
 
     Source: Kool et al. 2019, arXiv:1903.06059, section 2 (Gumbel-top-k).
     """
-    vocab = law.shape[1]
+    vocab = probs.shape[1]
     _check_num(num, vocab)
 
     def race(rank: int) -> Array:
-        def score(law: Array, ids: Array) -> Array:
-            return law / random_keys.exponential(keys, ids + rank * vocab, law.dtype)
+        def score(probs: Array, ids: Array) -> Array:
+            noise = random_keys.exponential(keys, ids + rank * vocab, probs.dtype)
+            return probs / noise
 
-        top, token = top_k.argmax(law, score)
+        top, token = top_k.argmax(probs, score)
         return jnp.where(top > 0, token, arrays.NONE)
 
     if num == 1 or replacement:
         return jnp.stack([race(rank) for rank in range(num)], axis=1)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    scores = law / random_keys.exponential(keys, ids, law.dtype)
+    scores = probs / random_keys.exponential(keys, ids, probs.dtype)
     values, tokens = top_k.candidates(scores, num)
     return jnp.where(values > 0, tokens, arrays.NONE)
 

@@ -1,10 +1,10 @@
-"""EAGLE: a layer that continues the model's features, and by them its tokens.
+"""EAGLE drafter: one transformer layer on the target's hidden states.
 
-A row of the drafter is a token and the feature of the token before it: what several
-layers of the model made of that, fused to one state. One transformer layer with K and V
-of its own turns both into a state, which the model's output matrix turns into logits of
-the token that follows. Of drafts there are no features of the model yet; the drafter's
-own states take their place, and it was trained for that.
+An input row is a token and the feature of the token before it: hidden states of several
+target layers, fused to one state. One transformer layer with K and V of its own maps
+both to a new state, and the target's output matrix maps that to logits of the next
+token. Drafts have no target features yet; the drafter's own states take their place, as
+in training.
 
 Source: Li et al. 2025, arXiv:2503.01840 (EAGLE-3), section 3.1 and figures 5 and 6; Li
 et al. 2024, arXiv:2401.15077 (EAGLE), section 3.1.
@@ -25,24 +25,24 @@ from jaxkv.models.layers import multiply
 from jaxkv.models.transformer import Transformer
 
 _SHARED = ("embed", "embed_positions", "head")
-"""Parameters that are the target's."""
+"""Parameters shared with the target."""
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleConfig:
-    """The shape of the drafter."""
+    """Shape of an EAGLE drafter."""
 
     target: ModelConfig
-    """The model that it drafts for; its layer is like one of that."""
+    """Shape of the target model; the drafter's layer has the same shape."""
     taps: tuple[int, ...]
-    """Features that are fused, as `PagedForward` takes them."""
+    """Indices of the hidden states that are fused, see `PagedForward`."""
 
     def __post_init__(self) -> None:
-        """Refuses taps that the target does not have.
+        """Validates the fields.
 
         Raises:
-          ValueError: shows them.
+          ValueError: `taps` is empty, or has an index that the target does not have.
         """
         validation.settle(self)
         most = self.target.num_layers
@@ -51,11 +51,11 @@ class EagleConfig:
 
     @property
     def layer(self) -> ModelConfig:
-        """A model of the one layer."""
+        """Shape of a model with the drafter's single layer."""
         return dataclasses.replace(self.target, num_layers=1, experts=None)
 
     def param_shapes(self, dtype: DTypeLike = "float32") -> Params:
-        """The tree of the parameters, of `jax.ShapeDtypeStruct`s."""
+        """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
         size, dtype = self.target.hidden_size, jnp.dtype(dtype)
         own = transformer.param_shapes(self.layer, dtype=dtype)
 
@@ -70,7 +70,7 @@ class EagleConfig:
         }
 
     def init_params(self, key: Array) -> Params:
-        """Random weights; the fused feature is at first the mean of the taps."""
+        """Returns random weights; the fused feature starts as the mean of the taps."""
         keys = jax.random.split(key)
         own = transformer.init_params(self.layer, keys[0])
         own = {name: own[name] for name in own if name not in _SHARED}
@@ -85,22 +85,24 @@ class EagleConfig:
         }
 
 
-def merged(params: Params, target: Params, config: EagleConfig) -> Transformer:
-    """The drafter's layer and last norm, with the target's embeddings and head."""
+def make_draft_transformer(
+    params: Params, target: Params, config: EagleConfig
+) -> Transformer:
+    """Combines the drafter's layer and norm with the target's embeddings and head."""
     own = {name: params[name] for name in ("layers", "final_norm")}
     shared = {name: target[name] for name in _SHARED if name in target}
     return transformer.merge(config.layer, own | shared)
 
 
-def fuse(
+def fuse_features(
     params: Params, features: Float[Array, "rows features"]
 ) -> Float[Array, "rows hidden"]:
-    """Makes one state of what was tapped; a token's state of no token is zeros."""
+    """Maps tapped features to one state per row; absent features are zeros."""
     # With the weights first: of few rows on the left CPUs multiply 50 times as slowly.
     return multiply(params["fuse"]["weight"], features.T).T
 
 
-def inputs(
+def make_layer_inputs(
     params: Params,
     target: Params,
     tokens: Int[Array, " rows"],
@@ -108,17 +110,18 @@ def inputs(
     *,
     config: EagleConfig,
 ) -> Float[Array, "hidden rows"]:
-    """What goes into the layer.
+    """Computes the input columns of the drafter's layer.
 
     Args:
-      params: of the drafter.
-      target: of the model.
-      tokens: one a row.
-      states: of the token before each, fused features or the drafter's own.
+      params: parameters of the drafter.
+      target: parameters of the target.
+      tokens: one per row.
+      states: state of the token before each row's: a fused feature, or the drafter's
+        own state.
       config: shape of the drafter.
 
     Returns:
-      Columns: the states, and what tokens and states together add to them.
+      Columns: the states plus a projection of normalised tokens and states.
     """
     norm = functools.partial(nonlinear.norm, kind="rms", eps=config.target.norm_eps)
     table, num_words = target["embed"]["weight"], config.target.vocab_size
@@ -129,7 +132,7 @@ def inputs(
     return states.T + multiply(params["merge"]["weight"], both.T)
 
 
-def unroll(
+def unroll_drafts(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
@@ -138,37 +141,37 @@ def unroll(
     config: EagleConfig,
     num_steps: int,
 ) -> Float[Array, "num_steps batch seq vocab"]:
-    """Drafts from every place of whole sequences at once, the drafts being the text.
+    """Drafts from every position of whole sequences at once, as in training.
 
-    Step s stands at each place as if the last s of its tokens were drafts: the state
-    before it is that of step s - 1, and it sees keys of the tokens before them as made
-    from features, and of the drafts as made from states, each of the step that drafted
-    behind it.
+    The text itself takes the place of sampled drafts. In step s, the last s tokens
+    before each position count as drafts: the input state is the output of step s - 1,
+    keys of earlier tokens are computed from target features, and keys of the drafts
+    from the states of the step that drafted them.
 
     Args:
-      params: of the drafter.
-      target: of the model.
+      params: parameters of the drafter.
+      target: parameters of the target.
       tokens: the texts.
-      features: of the same tokens, by the model.
+      features: the target's features of the same tokens.
       config: shape of the drafter.
       num_steps: at least 1, static.
 
     Returns:
-      Logits of the token behind each. Those of step s mean nothing at the first s
-      places.
+      Logits of the token after each position. Those of step s are undefined at the
+      first s positions.
 
     Source: EAGLE-3, section 3.2, "training-time test".
     """
     batch, seq = tokens.shape
-    model = merged(params, target, config)
+    model = make_draft_transformer(params, target, config)
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-    states = fuse(params, features.reshape(batch * seq, -1))
+    states = fuse_features(params, features.reshape(batch * seq, -1))
     keys: Any = ()
     found = []
     for _ in range(num_steps):
         before = states.reshape(batch, seq, -1)[:, :-1]
         before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(batch * seq, -1)
-        x = inputs(params, target, tokens.reshape(-1), before, config=config)
+        x = make_layer_inputs(params, target, tokens.reshape(-1), before, config=config)
         attend = functools.partial(_attend, config=config.layer, shape=(batch, seq))
         run = model.hidden(tokens.reshape(-1), positions, attend, keys, inputs=x)
         states, keys = run.last.T, run.carry
@@ -185,7 +188,7 @@ def _attend(
     config: ModelConfig,
     shape: tuple[int, int],
 ) -> tuple[Float[Array, "kv_heads group head_dim rows"], Any]:
-    """Attends as one step of `unroll` does; `keys` are K and V of the steps before."""
+    """Attends as a step of `unroll_drafts`; `keys` are K and V of earlier steps."""
     (batch, seq), step = shape, len(keys)
     q, k, v = (x.reshape(*x.shape[:-1], batch, seq) for x in rotary.parts(qkv, angles))
     keys = (*keys, (k, v))

@@ -1,12 +1,12 @@
-"""Drafts of an EAGLE drafter: deeper and deeper, and of all guesses the likeliest.
+"""Drafting with EAGLE: grows a token tree and drafts its most likely nodes.
 
-Beside the target its layer runs over every row that the target reads, each with the
-feature of the token before it, so that its K and V are wherever the target's are:
-through sharing, prefix cache, swap and preemption. To draft, it feeds the last known
-token, then the likeliest guesses, and what these bring forth, each with the state of
-its parent in place of a feature; their K and V stand at places that verifying
-overwrites. In the end the likeliest nodes of all are drafted, likely as a whole way
-from the root: a tree whose first nodes always are one.
+The drafter's layer runs over every row that the target reads, with the feature of the
+token before it, so its K and V exist wherever the target's do: through sharing, prefix
+cache, swap and preemption. To draft, it feeds the last known token, then the most
+likely guesses of each depth, with the state of the parent in place of a feature; their
+K and V are written to places that verification overwrites. Finally the nodes with the
+highest joint probability are drafted. A node is never more likely than its parent, so
+these form a tree.
 
 Source: Li et al. 2024, arXiv:2406.16858 (EAGLE-2), section 4; Li et al. 2025,
 arXiv:2503.01840 (EAGLE-3).
@@ -30,74 +30,76 @@ from jaxkv.models import Forward, ForwardResult, row_parts
 from jaxkv.models.paged import PagedForward
 from jaxkv.sampling import top_k
 from jaxkv.speculation import draws, eagle, static_tree
-from jaxkv.speculation.draft_model import Both, rows_of
+from jaxkv.speculation.draft_model import TargetAndDraftParams, make_slot_rows
 from jaxkv.speculation.eagle import EagleConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
-    """A model that an EAGLE drafter runs beside: a `Forward` of `Both` parameters."""
+class TargetWithEagle:
+    """A target and its EAGLE drafter: a `Forward` of `TargetAndDraftParams`."""
 
     target: Forward
-    """The model, which keeps the taps of `config`."""
+    """Forward pass of the target, which keeps the taps of `config`."""
     config: EagleConfig
     """Shape of the drafter."""
 
-    def __call__(self, params: Both, pages: Pages, rows: Rows) -> ForwardResult:
-        """Feeds the rows to both; logits are the target's."""
+    def __call__(
+        self, params: TargetAndDraftParams, pages: Pages, rows: Rows
+    ) -> ForwardResult:
+        """Runs both models on the rows; returns the logits of the target."""
         assert pages.beside is not None
         result = self.target(params.target, pages._replace(beside=None), rows)
         found = features.read(result.pages, rows, features.before(rows))
         parts = row_parts.divide(rows)
-        x = eagle.inputs(
+        x = eagle.make_layer_inputs(
             params.draft,
             params.target,
             parts.own(rows.token),
-            eagle.fuse(params.draft, parts.own(found.T).T),
+            eagle.fuse_features(params.draft, parts.own(found.T).T),
             config=self.config,
         )
-        model = eagle.merged(params.draft, params.target, self.config)
+        model = eagle.make_draft_transformer(params.draft, params.target, self.config)
         ran = PagedForward(self.config.layer).states(model, pages.beside, rows, x)
         return result._replace(pages=result.pages._replace(beside=ran.carry))
 
 
 class _Nodes(NamedTuple):
-    """Guesses of one depth, those of a slot side by side; `n` of each."""
+    """Guesses of one depth, `n` for each slot, contiguous by slot."""
 
     token: Int32[Array, "slots n"]
     score: Float[Array, "slots n"]
-    """Log-probability of the way to each; of chains, which have no other ways, any
-    number; -inf where there is none."""
+    """Log-probability of the path to each guess; any finite number in a chain, where
+    paths do not compete; -inf where there is no guess."""
     parent: Int32[Array, "slots n"]
-    """Which of all guesses each one's parent is, 0 the root, the others from 1 on."""
+    """Index of the parent among all guesses, from 1 on; 0 is the root."""
     state: Float[Array, "slots n hidden"]
-    """The drafter's own, of the parent."""
+    """Drafter's state of the parent."""
     ancestors: Bool[Array, "slots n columns"]
-    """Of the parent: which of the fed guesses lie on its way, itself among them."""
+    """True for fed guesses on the path to the parent, the parent included."""
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Eagle(Drafter):
-    """Drafts the likeliest guesses of an EAGLE drafter.
+    """Drafts the most likely guesses of an EAGLE drafter.
 
-    Its `Forward` is `Followed`.
+    The engine's `Forward` must be a `TargetWithEagle`.
     """
 
     config: EagleConfig
     """Shape of the drafter."""
     beams: tuple[int, ...] = ()
-    """Guesses that are continued at each depth, from 1 on; the tree is one deeper than
-    there are entries. Each takes a draft's place for its K and V, so their sum is
-    `EngineConfig.max_drafts` at most. None continued: the tree is one deep."""
+    """Guesses that are expanded at each depth, from 1 on; the tree is one deeper than
+    this tuple is long. Each expanded guess occupies a draft's place for its K and V, so
+    their sum must be at most `EngineConfig.max_drafts`. Empty for a tree of depth 1."""
     branching: int = 1
-    """Guesses behind each token."""
+    """Children of each expanded node."""
 
     def __post_init__(self) -> None:
-        """Refuses numbers below 1, and beams that are no guesses.
+        """Validates the fields.
 
         Raises:
-          ValueError: shows them.
+          ValueError: a number is below 1, or `beams` exceeds the guesses of a depth.
         """
         validation.settle(self)
         most = 1
@@ -109,18 +111,18 @@ class Eagle(Drafter):
 
     @property
     def width(self) -> int:
-        """Guesses behind each token."""
+        """Children of each expanded node."""
         return self.branching
 
     def propose(
         self,
-        params: Both,
+        params: TargetAndDraftParams,
         memory: Any,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
-        """Feeds the last known token, then depth by depth the likeliest guesses."""
+        """Feeds the last known token, then the most likely guesses by depth."""
         if sum(self.beams) > config.max_drafts:
             raise ValueError(
                 f"sum of beams={self.beams!r} must be at most {config.max_drafts=}"
@@ -129,28 +131,33 @@ class Eagle(Drafter):
         root = jnp.where(granted > 0, state.slots.num_tokens - 1, -1)
         own = state.pages.beside
         assert own is not None
-        run = _Run(self, params, state, row, root, granted)
-        nodes, own = run.first(own)
+        step = _DraftingStep(self, params, state, row, root, granted)
+        nodes, own = step.feed_root(own)
         found, start, offset = [nodes], 0, 0
         for depth, beam in enumerate(self.beams, 1):
-            chosen, index = _likeliest(nodes, beam)
+            chosen, index = _top_guesses(nodes, beam)
             name, start = start + 1 + index, start + nodes.token.shape[1]
-            nodes, own = run.deeper(own, chosen, name, offset, depth)
+            nodes, own = step.feed_guesses(own, chosen, name, offset, depth)
             found.append(nodes)
             offset += beam
-        choose = _chain if self.branching == 1 else _tree
+        choose = _pack_chain if self.branching == 1 else _pack_tree
         drafts = choose(found, granted, config.max_drafts)
         return memory, state.pages._replace(beside=own), drafts
 
 
-def grown(
+def build_eagle_drafter(
     config: EagleConfig, acceptance: Sequence[Sequence[float]], num: int
 ) -> Eagle:
-    """A drafter of `num` drafts whose trees are as wide as pays on the average.
+    """Builds a drafter of `num` drafts from measured acceptance rates.
 
-    At each depth it continues as many guesses as the best tree of that size does that
-    is always the same, where guesses are right as often as `acceptance` says, by depth
-    and rank; beyond its depths as often as at the last.
+    The beam at each depth is the number of inner nodes at that depth in the best static
+    tree of `num` nodes. Depths beyond those of `acceptance` have the rates of the last
+    one.
+
+    Args:
+      config: shape of the drafter.
+      acceptance: probability that a guess is right, by depth and rank.
+      num: drafts of a step.
     """
     further = [*acceptance, *[acceptance[-1]] * max(0, num - len(acceptance))]
     tree = static_tree.build(further, num)
@@ -160,29 +167,33 @@ def grown(
     return Eagle(config, beams, tree.width)
 
 
-class _Run(NamedTuple):
-    """What drafting of one step goes by."""
+class _DraftingStep(NamedTuple):
+    """Inputs that are constant while one step is drafted."""
 
     drafter: Eagle
-    params: Both
+    params: TargetAndDraftParams
     state: EngineState
     row: Int32[Array, " slots"]
-    """Of `Sequences`."""
+    """Row of each slot in `Sequences`."""
     root: Int32[Array, " slots"]
-    """Place of the last known token; -1 of slots that draft nothing."""
+    """Position of the last known token; -1 for slots without drafts."""
     granted: Int32[Array, " slots"]
 
-    def first(self, own: Pages) -> tuple[_Nodes, Pages]:
+    def feed_root(self, own: Pages) -> tuple[_Nodes, Pages]:
         """Feeds the last known token of every slot."""
-        rows = rows_of(self.state, self.state.sequences.tokens[self.row], self.root)
+        rows = make_slot_rows(
+            self.state, self.state.sequences.tokens[self.row], self.root
+        )
         found = features.read(self.state.pages, rows, self.root - 1)
-        before = eagle.fuse(self.params.draft, found)
+        before = eagle.fuse_features(self.params.draft, found)
         there = (self.root >= 0)[:, None]
         columns = jnp.zeros((*there.shape, sum(self.drafter.beams)), bool)
         score = jnp.where(there, 0.0, -jnp.inf).astype(jnp.float32)
-        return self._feed(own, rows, before, score, jnp.zeros_like(rows.token), columns)
+        return self._feed_rows(
+            own, rows, before, score, jnp.zeros_like(rows.token), columns
+        )
 
-    def deeper(
+    def feed_guesses(
         self,
         own: Pages,
         chosen: _Nodes,
@@ -190,9 +201,14 @@ class _Run(NamedTuple):
         offset: int,
         depth: int,
     ) -> tuple[_Nodes, Pages]:
-        """Feeds guesses of a depth, whose K and V stand `offset` places from the first.
+        """Feeds guesses of a depth; returns their children.
 
-        `name` says which of all guesses they are, as `_Nodes.parent` does.
+        Args:
+          own: pages of the drafter.
+          chosen: the guesses.
+          name: index of each among all guesses, as in `_Nodes.parent`.
+          offset: draft places used by shallower guesses.
+          depth: of the guesses, from 1 on.
         """
         num = chosen.token.shape[1]
         column = offset + jnp.arange(num, dtype=jnp.int32)[None, :]
@@ -200,7 +216,7 @@ class _Run(NamedTuple):
         root = self.root[:, None]
         place = jnp.where(there, root + 1 + column, -1)
         every = jnp.arange(chosen.ancestors.shape[2], dtype=jnp.int32)
-        kin = chosen.ancestors | (every[None, None, :] == column[:, :, None])
+        ancestors = chosen.ancestors | (every[None, None, :] == column[:, :, None])
         rows = Rows(
             token=chosen.token.reshape(-1),
             position=jnp.where(there, root + depth, -1).reshape(-1),
@@ -209,25 +225,25 @@ class _Run(NamedTuple):
             logit_rows=jnp.arange(place.size, dtype=jnp.int32),
         )
         if self.drafter.branching > 1:
-            rows = rows._replace(
+            rows = rows._replace(  # tree attention
                 place=place.reshape(-1),
                 context=jnp.where(self.root >= 0, self.root + 1, -1),
-                ancestors=kin.reshape(-1, kin.shape[2]),
+                ancestors=ancestors.reshape(-1, ancestors.shape[2]),
             )
         score = jnp.where(there, chosen.score, -jnp.inf)
         states = chosen.state.reshape(-1, chosen.state.shape[2])
-        return self._feed(own, rows, states, score, name.reshape(-1), kin)
+        return self._feed_rows(own, rows, states, score, name.reshape(-1), ancestors)
 
-    def _feed(
+    def _feed_rows(
         self,
         own: Pages,
         rows: Rows,
         before: Float[Array, "rows hidden"],
         score: Float[Array, "slots n"],
         name: Int32[Array, " rows"],
-        kin: Bool[Array, "slots n columns"],
+        ancestors: Bool[Array, "slots n columns"],
     ) -> tuple[_Nodes, Pages]:
-        """Runs the layer if there is any row, and gives every row's guesses."""
+        """Runs the layer if any row is valid; returns the guesses of every row."""
         config, width = self.drafter.config, self.drafter.branching
         num_slots, num = score.shape
         draft, target = self.params.draft, self.params.target
@@ -237,18 +253,20 @@ class _Run(NamedTuple):
 
         def run(carry: tuple[_Nodes, Pages], rows: Rows, before: Array) -> Any:
             nodes, own = carry
-            x = eagle.inputs(draft, target, rows.token, before, config=config)
-            model = eagle.merged(draft, target, config)
+            x = eagle.make_layer_inputs(
+                draft, target, rows.token, before, config=config
+            )
+            model = eagle.make_draft_transformer(draft, target, config)
             ran = PagedForward(config.layer).states(model, own, rows, x)
-            asked = jax.tree.map(
+            sampling = jax.tree.map(
                 lambda x: jnp.repeat(x[self.row], num, axis=0),
                 self.state.sequences.params,
             )
-            said = model.logits(ran.last)
-            ranked = draws.coupled(said, asked, rows.position + 1)
-            # Of a chain nobody asks how likely it is.
-            law = ranked if width == 1 else jax.nn.log_softmax(ranked)
-            values, token = top_k.candidates(law, width)
+            logits = model.logits(ran.last)
+            ranked = draws.shared_noise_logits(logits, sampling, rows.position + 1)
+            # Scores of chains are never compared.
+            scores = ranked if width == 1 else jax.nn.log_softmax(ranked)
+            values, token = top_k.candidates(scores, width)
             values = values.reshape(num_slots, -1).astype(nodes.score.dtype)
             nodes = nodes._replace(
                 token=token.reshape(num_slots, -1),
@@ -263,14 +281,14 @@ class _Run(NamedTuple):
             score=total,
             parent=spread(name)[:, :, 0],
             state=spread(jnp.zeros_like(before)),
-            ancestors=spread(kin),
+            ancestors=spread(ancestors),
         )
         some = jnp.any(rows.position >= 0)
         return arrays.when(some, run, (nodes, own), rows, before)
 
 
-def _likeliest(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:
-    """The best guesses of a depth, and which they are."""
+def _top_guesses(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:
+    """Returns the most likely guesses of a depth and their indices."""
     if nodes.token.shape[1] == 1:
         return nodes, jnp.zeros_like(nodes.token)
     _, index = lax.top_k(nodes.score, num)
@@ -282,22 +300,22 @@ def _likeliest(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {nu
     return jax.tree.map(pick, nodes), index.astype(jnp.int32)
 
 
-def _chain(
+def _pack_chain(
     found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
 ) -> Drafts:
-    """Drafts the one guess of each depth."""
+    """Drafts the single guess of each depth."""
     token = jnp.concatenate([nodes.token for nodes in found], axis=1)[:, :max_drafts]
     num = token.shape[1]
     blank = ((0, 0), (0, max_drafts - num))
     return Drafts(num=jnp.minimum(granted, num), tokens=jnp.pad(token, blank))
 
 
-def _tree(
+def _pack_tree(
     found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
 ) -> Drafts:
-    """Drafts the likeliest of all guesses.
+    """Drafts the most likely guesses of all depths.
 
-    A guess is never likelier than its parent, which of equals stands before it.
+    A guess is never more likely than its parent, which precedes it among ties.
     """
     token, score, parent = (
         jnp.concatenate([getattr(nodes, name) for nodes in found], axis=1)

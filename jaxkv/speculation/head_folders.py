@@ -1,8 +1,8 @@
-"""Folders of trained heads: `config.json` and safetensors, beside the model's own.
+"""Folders of trained drafting heads: `config.json` and safetensors.
 
-`config.json` says what kind they are, the sizes of the model that they draft for, and
-how often their guesses were right, from which trees are made. Nothing is believed
-before it is checked; what is wrong is told in one line.
+`config.json` contains the kind of the heads, the sizes of their target model, and the
+acceptance rates from which draft trees are built. All fields are validated; an error is
+one line.
 """
 
 import json
@@ -27,48 +27,45 @@ _KINDS: dict[Kind, tuple[Any, tuple[str, ...]]] = {
     "eagle": (EagleConfig, ("taps",)),
 }
 KINDS = tuple(_KINDS)
-"""What `model_type` of such a folder may be."""
+"""Values of `model_type` in `config.json`."""
 
 _SIZES = {
     "hidden_size": "hidden_size",
     "vocab_size": "vocab_size",
     "num_hidden_layers": "num_layers",
 }
-"""Of the target: what the file calls them, and what the configuration does."""
+"""Sizes of the target: key in `config.json` -> field of `ModelConfig`."""
 
 
-class Loaded(NamedTuple):
-    """What a folder holds."""
+class LoadedHeads(NamedTuple):
+    """Content of a folder."""
 
     config: HeadsConfig
-    """The heads' shape."""
+    """Shape of the heads."""
     params: Params
-    """Their parameters."""
+    """Parameters of the heads."""
     acceptance: tuple[tuple[float, ...], ...]
-    """How often each guess is right: by depth, then by rank."""
+    """Probability that each guess is right: by depth, then by rank."""
 
 
-def kind_of(config: HeadsConfig) -> Kind:
-    """Which of `KINDS` heads are."""
+def heads_kind(config: HeadsConfig) -> Kind:
+    """Returns the kind of heads, one of `KINDS`."""
     return next(name for name, (made, _) in _KINDS.items() if type(config) is made)
 
 
-def load(
+def load_heads(
     folder: str | os.PathLike[str], target: ModelConfig, *, dtype: DTypeLike = "float32"
-) -> Loaded:
+) -> LoadedHeads:
     """Reads heads for a model.
 
     Args:
-      folder: as `save` wrote it.
-      target: the model that is served.
-      dtype: type of the parameters, as `checkpoints.load_model` takes it.
-
-    Returns:
-      The heads.
+      folder: written by `save_heads`.
+      target: shape of the served model.
+      dtype: type of the parameters, as for `checkpoints.load_model`.
 
     Raises:
-      ValueError: names the folder and what is wrong with it: missing, damaged, no
-        heads, or those of another model.
+      ValueError: the folder is missing, is damaged, has no heads, or those of another
+        model; the message contains the folder.
     """
     folder = validation.path("folder", folder)
     if not folder.is_dir():
@@ -77,30 +74,30 @@ def load(
     raw = read_json(path)
     with blaming(path, KeyError, TypeError):
         kind = validation.choice("model_type", raw.get("model_type"), KINDS)
-        for name, ours in _SIZES.items():
-            if (found := raw.get(name)) != getattr(target, ours):
+        for name, field in _SIZES.items():
+            if (found := raw.get(name)) != getattr(target, field):
                 raise ValueError(
                     f"heads of a model with {name}={found!r}, the model served has "
-                    f"{getattr(target, ours)}"
+                    f"{getattr(target, field)}"
                 )
         make, names = _KINDS[kind]
         config = make(
-            target=target, **{name: _whole(name, raw[name]) for name in names}
+            target=target, **{name: _check_integers(name, raw[name]) for name in names}
         )
-        acceptance = _shares(raw["acceptance"])
+        acceptance = _check_acceptance(raw["acceptance"])
     params = checkpoints.load_tree(folder, config.param_shapes(), dtype=dtype)
-    return Loaded(config, params, acceptance)
+    return LoadedHeads(config, params, acceptance)
 
 
-def _whole(name: str, value: Any) -> int | tuple[int, ...]:
-    """Checks a whole number, or several."""
+def _check_integers(name: str, value: Any) -> int | tuple[int, ...]:
+    """Checks an integer, or a list of them."""
     if isinstance(value, list):
         return tuple(validation.integer(name, x) for x in value)
     return validation.integer(name, value)
 
 
-def _shares(raw: Any) -> tuple[tuple[float, ...], ...]:
-    """Checks that numbers are shares, of as many ranks at each depth."""
+def _check_acceptance(raw: Any) -> tuple[tuple[float, ...], ...]:
+    """Checks that values are in [0, 1], with equally many ranks at each depth."""
     shares = tuple(
         tuple(
             validation.number("acceptance", x, low=0.0, high=1.0, hint="in [0, 1]")
@@ -113,7 +110,7 @@ def _shares(raw: Any) -> tuple[tuple[float, ...], ...]:
     return shares
 
 
-def save(
+def save_heads(
     folder: str | os.PathLike[str],
     config: HeadsConfig,
     params: Params,
@@ -123,28 +120,29 @@ def save(
     dtype: DTypeLike = "bfloat16",
     overwrite: bool = False,
 ) -> Path:
-    """Writes a folder that `load` reads, whole or not at all.
+    """Writes a folder that `load_heads` reads, atomically.
 
     Args:
-      folder: where to.
-      config: the heads' shape.
-      params: their parameters.
-      acceptance: how often each guess is right, by depth and rank.
+      folder: target folder.
+      config: shape of the heads.
+      params: parameters of the heads.
+      acceptance: probability that each guess is right, by depth and rank.
       model_card: text of the folder's README.md.
-      dtype: type to store.
-      overwrite: whether to replace heads that are there.
+      dtype: type in which parameters are stored.
+      overwrite: True to replace existing heads.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: something else is in the folder's place, or a value is too large.
+      ValueError: the folder contains something else, or a value is too large for
+        `dtype`.
     """
     folder = validation.path("folder", folder).absolute()
     check_replaceable(folder, "config.json", "heads", overwrite)
-    kind = kind_of(config)
+    kind = heads_kind(config)
     raw: dict[str, Any] = {"model_type": kind}
-    raw |= {name: getattr(config.target, ours) for name, ours in _SIZES.items()}
+    raw |= {name: getattr(config.target, field) for name, field in _SIZES.items()}
     raw |= {name: getattr(config, name) for name in _KINDS[kind][1]}
     raw["acceptance"] = [[round(float(x), 4) for x in depth] for depth in acceptance]
     with aside(folder) as new:

@@ -1,10 +1,10 @@
-"""Jacobi decoding: the model corrects its own guesses, several tokens at a time.
+"""Jacobi decoding: the model iterates on its own guesses, several tokens at a time.
 
-The next tokens solve a system of equations, token i being what the model says of those
-before it. Each step evaluates all equations at the last guesses, and takes what comes
-out as the next ones. A guess whose predecessors are right comes out right, so every
-step fixes one token at least and m tokens take at most m steps: the fixed point is
-plain decoding. Sampled tokens have fixed keys, so that they are a fixed point, too.
+The next tokens solve a system of equations: token i is the model's output for the
+tokens before it. Each step evaluates all equations at the last guesses, and the outputs
+become the next guesses. A guess whose predecessors are right becomes right, so every
+step fixes at least one token, and m tokens take at most m steps; the fixed point is the
+output of plain decoding. Sampled tokens have fixed keys, so the same holds for them.
 
 Source: Santilli et al. 2023, arXiv:2305.10427, algorithm 1 and proposition 1; Song et
 al. 2021, arXiv:2002.03629.
@@ -22,47 +22,49 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 
-class Guesses(NamedTuple):
-    """What is remembered of the sequences."""
+class JacobiState(NamedTuple):
+    """State of `Jacobi`, one row per sequence."""
 
     tokens: Int32[Array, "sequences drafts"]
-    """Guesses of the tokens that follow the known ones."""
+    """Guesses of the tokens after the known ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Jacobi(Drafter):
-    """Drafts what the model said last of the places beyond the known tokens."""
+    """Drafts the model's last outputs at the positions after the known tokens."""
 
     @property
     def reuses_draws(self) -> bool:
-        """True: the guesses are the verifier's draws."""
+        """True: the guesses are the verifier's samples."""
         return True
 
-    def init(self, config: EngineConfig) -> Guesses:
-        """Guesses token 0 everywhere."""
+    def init(self, config: EngineConfig) -> JacobiState:
+        """Returns guesses of token 0."""
         shape = config.max_sequences, config.max_drafts
-        return Guesses(jnp.zeros(shape, jnp.int32))
+        return JacobiState(jnp.zeros(shape, jnp.int32))
 
     def propose(
         self,
         params: Any,
-        memory: Guesses,
+        memory: JacobiState,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Guesses, Pages, Drafts]:
-        """Proposes the guesses as they are."""
+    ) -> tuple[JacobiState, Pages, Drafts]:
+        """Proposes the current guesses."""
         tokens = arrays.take(memory.tokens, state.slots.sequence, fill=0)
         return memory, state.pages, Drafts(granted, tokens)
 
-    def learn(self, memory: Guesses, state: EngineState, verified: Verified) -> Guesses:
-        """Takes what the model said behind the last accepted place.
+    def learn(
+        self, memory: JacobiState, state: EngineState, verified: Verified
+    ) -> JacobiState:
+        """Stores the model's outputs after the last accepted place.
 
-        Where no equation was evaluated the last token said is guessed again.
+        Places beyond those evaluated repeat the last output.
         """
         v, width = verified, memory.tokens.shape[1]
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
         place = jnp.minimum(v.accepted[:, None] + 1 + index, v.num_drafts[:, None])
         guesses = jnp.take_along_axis(v.follows, place, axis=1)
         row = jnp.where(v.emits, state.slots.sequence, arrays.NONE)
-        return Guesses(arrays.put(memory.tokens, row, guesses))
+        return JacobiState(arrays.put(memory.tokens, row, guesses))

@@ -1,13 +1,13 @@
-"""Which layers of a model draft best for it: Draft&Verify's search.
+"""Search for the layers of a model that draft best for it (Draft&Verify).
 
-A draft by few layers is cheap and seldom right. How often it is right is counted on
-given texts, one forward pass for each set of layers; what it costs is their share of
-all layers. The best set has the best speed-up by Leviathan et al., theorem 3.8, at the
+A draft by few layers is cheap but seldom right. The acceptance rate is counted on given
+texts, with one forward pass for each set of layers; the cost is the set's share of all
+layers. The best set has the highest speed-up by Leviathan et al., theorem 3.8, at its
 best number of drafts.
 
 Source: Zhang et al. 2024, arXiv:2309.08168, section 4.2, where a Bayesian optimiser
-proposes the sets; here all are tried where there are few, else layers are left out one
-after the other, the one that is missed least first.
+proposes the sets; here all sets are tried if they are few, otherwise layers are removed
+greedily, the least important first.
 """
 
 import functools
@@ -23,21 +23,21 @@ from jaxkv import validation
 from jaxkv.models import ModelConfig, Params, param_forms, transformer
 
 MOST_SETS = 64
-"""Sets of layers that are tried one by one."""
+"""Number of layer sets up to which all are tried."""
 
 
-class Found(NamedTuple):
-    """A set of layers as a drafter."""
+class LayerSearchResult(NamedTuple):
+    """A set of layers and its predicted speed-up."""
 
     layers: tuple[int, ...]
-    """Those that are run, in order."""
+    """Layers to run, ascending."""
     acceptance: float
-    """Share of the places at which it finds the model's own likeliest token."""
+    """Share of positions at which the set's most likely token is the model's."""
     num_drafts: int
-    """Drafts of a step at which it gains most."""
+    """Drafts per step with the highest speed-up."""
     speed: float
-    """Times as fast as plain decoding, if a pass of the model costs one whatever is
-    verified, and a layer its share."""
+    """Speed-up over plain decoding, if a pass of the model costs 1 regardless of the
+    tokens verified, and a layer its share."""
 
 
 def agreement(
@@ -47,13 +47,13 @@ def agreement(
     config: ModelConfig,
     layers: tuple[int, ...],
 ) -> float:
-    """Share of the places at which some layers find what all layers find likeliest.
+    """Returns the share of positions with the same most likely token as the full model.
 
     Args:
-      params: of the model, layers not stacked.
-      tokens: texts, such as the model writes.
-      config: the model's shape.
-      layers: those that are run, in order; no place is left out at which others fail.
+      params: parameters of the model, layers not stacked.
+      tokens: texts like those that the model generates.
+      config: shape of the model.
+      layers: layers to run, ascending.
     """
     return float(_agreement(params, tokens, config, layers))
 
@@ -69,9 +69,10 @@ def _agreement(
 
 
 def speed_of(acceptance: float, cost: float, most: int) -> tuple[float, int]:
-    """The best speed-up of up to `most` drafts, and at how many.
+    """Returns the highest speed-up of up to `most` drafts, and their number.
 
-    Each is accepted with one probability, by itself, and costs `cost` plain steps.
+    Each draft is accepted independently with one probability and costs `cost` plain
+    steps.
     """
     gains = []
     for num in range(1, most + 1):
@@ -86,20 +87,21 @@ def search(
     *,
     config: ModelConfig,
     max_drafts: int = 8,
-) -> Found:
-    """Finds the layers that draft best for the model whose layers they are.
+) -> LayerSearchResult:
+    """Finds the layers of a model that draft best for it.
 
     Args:
-      params: of the model, layers not stacked.
-      tokens: texts, such as the model writes.
-      config: the model's shape, of at least two layers.
-      max_drafts: drafts of a step at most, at least 1.
+      params: parameters of the model, layers not stacked.
+      tokens: texts like those that the model generates.
+      config: shape of the model, with at least two layers.
+      max_drafts: drafts per step at most, at least 1.
 
     Returns:
-      The best set that was tried.
+      The best set.
 
     Raises:
-      ValueError: there is one layer only, layers are stacked, or there are no drafts.
+      ValueError: the model has one layer, its layers are stacked, or `max_drafts` is
+        below 1.
     """
     validation.integer("max_drafts", max_drafts, low=1)
     if config.num_layers < 2:
@@ -107,27 +109,29 @@ def search(
     if param_forms.is_stacked(params):
         raise ValueError("a search for layers needs layers that are not stacked")
 
-    def judge(layers: tuple[int, ...]) -> Found:
+    def judge(layers: tuple[int, ...]) -> LayerSearchResult:
         share = agreement(params, tokens, config=config, layers=layers)
         speed, num = speed_of(share, len(layers) / config.num_layers, max_drafts)
-        return Found(layers, share, num, speed)
+        return LayerSearchResult(layers, share, num, speed)
 
-    sets = _all if 2**config.num_layers - 2 <= MOST_SETS else _one_by_one
-    # Of equal ones the smallest.
+    sets = _evaluate_all if 2**config.num_layers - 2 <= MOST_SETS else _remove_greedily
+    # Ties go to the smallest set.
     return max(sets(config.num_layers, judge), key=lambda x: (x.speed, -len(x.layers)))
 
 
-def _all(num_layers: int, judge: Callable[[tuple[int, ...]], Found]) -> list[Found]:
-    """Every set but the empty one and the whole model."""
+def _evaluate_all(
+    num_layers: int, judge: Callable[[tuple[int, ...]], LayerSearchResult]
+) -> list[LayerSearchResult]:
+    """Evaluates every proper subset of the layers that is not empty."""
     sizes = range(1, num_layers)
     sets = (itertools.combinations(range(num_layers), size) for size in sizes)
     return [judge(layers) for layers in itertools.chain.from_iterable(sets)]
 
 
-def _one_by_one(
-    num_layers: int, judge: Callable[[tuple[int, ...]], Found]
-) -> Iterable[Found]:
-    """Ever smaller sets, each the best that lacks one layer of the one before."""
+def _remove_greedily(
+    num_layers: int, judge: Callable[[tuple[int, ...]], LayerSearchResult]
+) -> Iterable[LayerSearchResult]:
+    """Yields smaller and smaller sets, each without the least important layer."""
     layers: tuple[int, ...] = tuple(range(num_layers))
     while len(layers) > 1:
         tried: list[Any] = [

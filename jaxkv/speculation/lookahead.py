@@ -1,16 +1,15 @@
-"""Lookahead decoding: Jacobi iterations on the side collect n-grams that become drafts.
+"""Lookahead decoding: a Jacobi window collects n-grams that become drafts.
 
-A window of guesses about the next tokens is iterated as in Jacobi decoding, and the
-last few states of each of its columns are remembered. Read one after the other they
-make an n-gram that the model itself wrote; n-grams that begin with the last known token
-are drafted. Both go into one step as branches of a token tree, so no mask of its own is
-needed:
+A window of guesses of the next tokens is iterated as in Jacobi decoding, and the last
+few states of each of its columns are stored. Read in order they form an n-gram that the
+model itself produced; n-grams that begin with the last known token are drafted. Both
+are branches of one token tree and use tree attention, without a mask of their own:
 
-  candidates  each is a chain behind the root; those that begin alike share a beginning
-  window      state 0 is a chain behind the root; a column's next state is a child of
-              the one before
+  candidates  each is a chain after the root; chains with equal beginnings share nodes
+  window      state 0 is a chain after the root; a column's next state is a child of
+              the previous one
 
-The window's branches are drafts as well, though seldom right ones.
+The window's branches are drafts too, but rarely right.
 
 Source: Fu et al. 2024, arXiv:2402.02057, section 3 and figure 5.
 """
@@ -29,13 +28,13 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 
-class Iterated(NamedTuple):
-    """What is remembered of the sequences."""
+class LookaheadState(NamedTuple):
+    """State of `Lookahead`, one row per sequence."""
 
     window: Int32[Array, "sequences states columns"]
-    """Late states of the iteration, the oldest first."""
+    """Recent states of the iteration, the oldest first."""
     pool: Int32[Array, "sequences entries ngram"]
-    """N-grams, written round and round; -1 where there is none."""
+    """Ring buffer of n-grams; -1 where an entry is empty."""
     num_written: Int32[Array, " sequences"]
     """N-grams written so far."""
     iterates: Bool[Array, " slots"]
@@ -45,50 +44,50 @@ class Iterated(NamedTuple):
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookahead(Drafter):
-    """Drafts n-grams that the model wrote while it looked ahead.
+    """Drafts n-grams from a lookahead window.
 
-    Takes (columns + candidates) * (ngram - 1) drafts; whoever is granted fewer feeds
-    candidates first, and does not look ahead.
+    Needs (columns + candidates) * (ngram - 1) drafts; slots that are granted fewer feed
+    candidates only and do not iterate the window.
     """
 
     columns: int = 5
-    """Tokens that are guessed side by side, W in the paper; at least 1."""
+    """Tokens of the window that are guessed in parallel, W in the paper; at least 1."""
     ngram: int = 4
     """Tokens of an n-gram, N in the paper; at least 2."""
     candidates: int = 5
     """N-grams that are drafted, G in the paper; at least 1."""
     entries: int = 128
-    """N-grams that are remembered of a sequence, at least as many as `columns`."""
+    """N-grams that are stored for a sequence, at least `columns`."""
 
     def __post_init__(self) -> None:
-        """Refuses sizes out of range.
+        """Validates the fields.
 
         Raises:
-          ValueError: says which.
+          ValueError: a field is out of its range; the message shows it.
         """
         validation.settle(self, ngram=2)
         validation.integer("entries", self.entries, low=self.columns)
 
     @property
     def width(self) -> int:
-        """All candidates and the window begin at the root."""
+        """Children of the root: the candidates and the window."""
         return self.candidates + 1
 
     @property
     def reuses_draws(self) -> bool:
-        """True: window and n-grams are made of the verifier's draws."""
+        """True: window and n-grams consist of the verifier's samples."""
         return True
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of a step that looks ahead."""
+        """Drafts of a step with candidates and window."""
         return (self.columns + self.candidates) * (self.ngram - 1)
 
-    def init(self, config: EngineConfig) -> Iterated:
-        """Knows no n-grams.
+    def init(self, config: EngineConfig) -> LookaheadState:
+        """Returns a state without n-grams.
 
         Raises:
-          ValueError: `config.max_drafts` has no room for window and candidates.
+          ValueError: `config.max_drafts` is below `num_drafts`.
         """
         if config.max_drafts < self.num_drafts:
             raise ValueError(
@@ -97,7 +96,7 @@ class Lookahead(Drafter):
                 f"(ngram={self.ngram} - 1)"
             )
         num = config.max_sequences
-        return Iterated(
+        return LookaheadState(
             window=jnp.zeros((num, self.ngram - 1, self.columns), jnp.int32),
             pool=jnp.full((num, self.entries, self.ngram), -1, jnp.int32),
             num_written=jnp.zeros((num,), jnp.int32),
@@ -105,26 +104,26 @@ class Lookahead(Drafter):
         )
 
     def wishes(
-        self, memory: Iterated, state: EngineState, config: EngineConfig
+        self, memory: LookaheadState, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
-        """As many as there are branches."""
+        """Returns the size of the tree."""
         return jnp.full(state.slots.sequence.shape, self.num_drafts, jnp.int32)
 
     def propose(
         self,
         params: Any,
-        memory: Iterated,
+        memory: LookaheadState,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Iterated, Pages, Drafts]:
-        """Lays candidates and window out as a tree; whoever begins starts a window."""
+    ) -> tuple[LookaheadState, Pages, Drafts]:
+        """Packs candidates and window as a tree; new sequences get a new window."""
         s, sequence = state.sequences, state.slots.sequence
         row = jnp.maximum(sequence, 0)
         known, tokens = state.slots.num_tokens, s.tokens[row]
         begins = (granted > 0) & (known == s.prompt_length[row] + 1)
         target = jnp.where(begins, sequence, -1)
-        # A new window has the last tokens of the text, and no n-grams are known yet.
+        # A new window holds the last tokens of the text, with an empty pool.
         place = _count(self.ngram - 1)[:, None] + _count(self.columns)[None, :]
         first = known - self.columns - self.ngram + 2
         place = first[:, None, None] + place[None]
@@ -135,12 +134,12 @@ class Lookahead(Drafter):
             num_written=arrays.put(memory.num_written, target, 0),
         )
         last = arrays.take(tokens, (_count(row.shape[0]), known - 1), fill=-2)
-        candidates = find(
+        candidates = find_ngrams(
             memory.pool[row], memory.num_written[row], last, num=self.candidates
         )
         window, num_slots = memory.window[row], row.shape[0]
         above = self._window_parents(num_slots)
-        parents = jnp.concatenate([_trie(candidates), above], axis=1)
+        parents = jnp.concatenate([_trie_parents(candidates), above], axis=1)
         drafted = jnp.concatenate(
             [candidates.reshape(num_slots, -1), window.reshape(num_slots, -1)], axis=1
         )
@@ -154,23 +153,24 @@ class Lookahead(Drafter):
         return memory, state.pages, drafts
 
     def learn(
-        self, memory: Iterated, state: EngineState, verified: Verified
-    ) -> Iterated:
-        """Iterates once more, and keeps the n-grams that the columns have become.
+        self, memory: LookaheadState, state: EngineState, verified: Verified
+    ) -> LookaheadState:
+        """Iterates the window, and stores the n-grams of its columns.
 
-        A column stands for one place of the text, so the window moves on with it.
+        A column belongs to one position of the text, so the window shifts by the
+        accepted tokens.
         """
         v, row = verified, jnp.maximum(state.slots.sequence, 0)
         window, columns = memory.window[row], _count(self.columns)
         first = 1 + self.num_drafts - self.columns
         newest = v.follows[:, first : first + self.columns]
-        # Of each column: its states, and what the model says behind the last one.
+        # For each column: its states, and the model's output after the last one.
         ngrams = jnp.concatenate([window, newest[:, None]], axis=1)
         index = jnp.minimum(columns[None, :] + v.accepted[:, None], self.columns - 1)
         moved = jnp.take_along_axis(ngrams[:, 1:], index[:, None, :], axis=2)
         learns = memory.iterates & v.emits & (v.num_drafts == self.num_drafts)
         target = jnp.where(learns, state.slots.sequence, arrays.NONE)
-        pool, num = remember(
+        pool, num = store_ngrams(
             memory.pool[row], memory.num_written[row], ngrams.swapaxes(1, 2)
         )
         return memory._replace(
@@ -180,7 +180,7 @@ class Lookahead(Drafter):
         )
 
     def _window_parents(self, num_slots: int) -> Int32[Array, "slots drafts"]:
-        """Places of the parents in the window, which follows the candidates."""
+        """Returns the parent places of the window, which follows the candidates."""
         before = self.candidates * (self.ngram - 1)
         place = before + 1 + np.arange(self.columns * (self.ngram - 1))
         parents = place - self.columns
@@ -190,11 +190,11 @@ class Lookahead(Drafter):
         return jnp.broadcast_to(one, (num_slots, parents.size))
 
 
-def sized(max_drafts: int) -> Lookahead:
-    """The drafter that takes so many drafts or a few less; half of them look ahead.
+def build_lookahead(max_drafts: int) -> Lookahead:
+    """Builds a drafter with at most `max_drafts` drafts, half of them for the window.
 
     Raises:
-      ValueError: there are fewer than two.
+      ValueError: `max_drafts` is below 2.
     """
     ngram = 4 if max_drafts >= 18 else 3 if max_drafts >= 8 else 2
     if (half := max_drafts // (2 * (ngram - 1))) < 1:
@@ -202,20 +202,20 @@ def sized(max_drafts: int) -> Lookahead:
     return Lookahead(columns=half, ngram=ngram, candidates=half)
 
 
-def find(
+def find_ngrams(
     pool: Int32[Array, "slots entries ngram"],
     num_written: Int32[Array, " slots"],
     last: Int32[Array, " slots"],
     *,
     num: int,
 ) -> Int32[Array, "slots {num} followers"]:
-    """The latest n-grams that begin with a token, without it; -1 where there is none.
+    """Returns the latest n-grams that begin with a token, without it; -1 if absent.
 
     Args:
-      pool: n-grams of each slot, written round and round.
-      num_written: how many were written.
-      last: the token.
-      num: how many are wanted, static.
+      pool: ring buffer of n-grams for each slot.
+      num_written: n-grams written so far.
+      last: the first token to match.
+      num: n-grams to return, static.
     """
     entries = pool.shape[1]
     place, newest = _count(entries)[None, :], num_written[:, None] - 1
@@ -229,35 +229,37 @@ def find(
     )
 
 
-def remember(
+def store_ngrams(
     pool: Int32[Array, "slots entries ngram"],
     num_written: Int32[Array, " slots"],
     ngrams: Int32[Array, "slots columns ngram"],
 ) -> tuple[Int32[Array, "slots entries ngram"], Int32[Array, " slots"]]:
-    """Writes n-grams over the oldest ones; those that are known become the latest.
+    """Writes n-grams over the oldest entries; duplicates move to the newest entry.
 
     Returns:
-      The pool, and how many were written.
+      The pool, and the number of n-grams written.
     """
-    alike = jnp.all(pool[:, None] == ngrams[:, :, None], axis=3)
-    pool = jnp.where(jnp.any(alike, axis=1)[:, :, None], -1, pool)
+    is_equal = jnp.all(pool[:, None] == ngrams[:, :, None], axis=3)
+    pool = jnp.where(jnp.any(is_equal, axis=1)[:, :, None], -1, pool)
     entries, columns = pool.shape[1], ngrams.shape[1]
     place = (num_written[:, None] + _count(columns)[None, :]) % entries
     slot = jnp.broadcast_to(_count(pool.shape[0])[:, None], place.shape)
     return arrays.put(pool, (slot, place), ngrams), num_written + columns
 
 
-def _trie(candidates: Int32[Array, "slots num followers"]) -> Int32[Array, "slots _"]:
-    """Places of the parents of chains behind the root, which share their beginnings.
+def _trie_parents(
+    candidates: Int32[Array, "slots num followers"],
+) -> Int32[Array, "slots _"]:
+    """Returns the parent places of chains after the root that share their beginnings.
 
-    Who begins like one before continues that one; equals beside each other are tried
-    once.
+    A chain that begins like an earlier one continues from its nodes; equal siblings are
+    tried once.
     """
     num_slots, num, followers = candidates.shape
     same = candidates[:, :, None] == candidates[:, None]
-    alike = jnp.cumprod(same.astype(jnp.int32), axis=3) > 0
-    # The first chain that begins with the same tokens, up to each of them.
-    first = jnp.argmax(alike, axis=2).astype(jnp.int32)
+    shares = jnp.cumprod(same.astype(jnp.int32), axis=3) > 0
+    # The first chain with the same beginning, up to each token.
+    first = jnp.argmax(shares, axis=2).astype(jnp.int32)
     place = 1 + first * followers + _count(followers)[None, None, :]
     parents = jnp.pad(place[:, :, :-1], ((0, 0), (0, 0), (1, 0)))
     return parents.reshape(num_slots, num * followers)

@@ -1,11 +1,10 @@
 """Medusa: heads that each guess one token further ahead, from one hidden state.
 
-The model's own output says which token follows the last one fed; head k, from 1 on,
-says which follows k places further, without having seen those between. A head is some
-residual blocks on the last hidden state, and then the model's own output matrix, so
-that its weights are those of the blocks alone. All heads are asked at once: drafting
-costs as much as one small product, and a tree of their best guesses is the same in
-every step.
+The model's own output predicts the token after the last one fed; head k, from 1 on,
+predicts the token k positions further, without the tokens between. A head is a stack of
+residual blocks on the last hidden state, followed by the model's output matrix, so that
+its weights are those of the blocks. All heads run at once: drafting costs one small
+product. The tree of their best guesses is the same in every step.
 
 Source: Cai et al. 2024, arXiv:2401.10774, section 2.1 (heads), 2.1.2 (trees).
 """
@@ -25,37 +24,37 @@ from jaxkv.memory import Pages, features, kv_pages
 from jaxkv.models import Forward, ForwardResult, ModelConfig, Params, transformer
 from jaxkv.sampling import top_k
 from jaxkv.speculation import draws
-from jaxkv.speculation.draft_model import Both, rows_of
+from jaxkv.speculation.draft_model import TargetAndDraftParams, make_slot_rows
 from jaxkv.speculation.static_tree import Topology
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaConfig:
-    """The shape of the heads."""
+    """Shape of the heads."""
 
     target: ModelConfig
-    """The model that they draft for."""
+    """Shape of the target model."""
     num_heads: int = 4
-    """Tokens that are guessed beyond the model's own."""
+    """Number of heads: tokens guessed beyond the model's own prediction."""
     num_blocks: int = 1
-    """Residual blocks of a head."""
+    """Residual blocks per head."""
 
     def __post_init__(self) -> None:
-        """Refuses counts below 1.
+        """Validates the fields.
 
         Raises:
-          ValueError: shows the field.
+          ValueError: a count is below 1; the message shows it.
         """
         validation.settle(self)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """What they read of the target, as `PagedForward` takes it."""
+        """Hidden states that the heads read, see `PagedForward`."""
         return (self.target.num_layers,)
 
     def param_shapes(self, dtype: DTypeLike = "float32") -> Params:
-        """The tree of the parameters, of `jax.ShapeDtypeStruct`s."""
+        """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
         size = self.target.hidden_size
         lead, dtype = (self.num_heads, self.num_blocks), jnp.dtype(dtype)
         weight = jax.ShapeDtypeStruct((*lead, size, size), dtype)
@@ -63,39 +62,39 @@ class MedusaConfig:
         return {"layers": {"bias": bias, "weight": weight}}
 
     def init_params(self, key: Array) -> Params:
-        """Zeros, by which every head says what the model itself says; no key is used.
+        """Returns zeros: every head predicts the model's own output; `key` is unused.
 
-        Source: section 2.1.1 there.
+        Source: section 2.1.1 of the paper.
         """
         shapes = self.param_shapes()
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def logits(
+def head_logits(
     params: Params,
     target: Params,
     states: Float[Array, "rows hidden"],
     *,
     config: MedusaConfig,
 ) -> Float[Array, "heads rows vocab"]:
-    """What every head says of every row.
+    """Computes the logits of every head for every row.
 
     Args:
-      params: of the heads.
-      target: of the model.
-      states: the model's last hidden states, normed.
+      params: parameters of the heads.
+      target: parameters of the target.
+      states: the target's last hidden states, normalised.
       config: shape of the heads.
 
     Returns:
-      Logits of the token k + 1 places behind each row's token, k from 1 on.
+      Logits of the token k + 1 positions after each row's token, for k from 1 on.
     """
     blocks = params["layers"]
 
     def head(block: Any) -> Array:
         x = states.T
         for index in range(config.num_blocks):
-            grown = block["weight"][index] @ x + block["bias"][index][:, None]
-            x = x + jax.nn.silu(grown)
+            y = block["weight"][index] @ x + block["bias"][index][:, None]
+            x = x + jax.nn.silu(y)
         return x
 
     found = jax.vmap(head)(blocks)  # [heads, hidden, rows]
@@ -105,37 +104,38 @@ def logits(
 
 
 @dataclasses.dataclass(frozen=True)
-class WithHeads:
-    """A model whose parameters have heads beside them: a `Forward` of `Both`."""
+class TargetWithHeads:
+    """A target that has Medusa heads: a `Forward` of `TargetAndDraftParams`."""
 
     target: Forward
-    """The model, which keeps what the heads read."""
+    """Forward pass of the target, which keeps the states that the heads read."""
 
     def __call__(
-        self, params: Both, pages: Pages, rows: kv_pages.Rows
+        self, params: TargetAndDraftParams, pages: Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
-        """Feeds the rows to the model."""
+        """Runs the target on the rows."""
         return self.target(params.target, pages, rows)
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Medusa(Drafter):
-    """Drafts the best guesses of all heads, laid out as a tree that is always the same.
+    """Drafts the best guesses of all heads as a static tree.
 
-    Its `Forward` is `WithHeads` of one with the taps of `config`.
+    The engine's `Forward` must be a `TargetWithHeads` with the taps of `config`.
     """
 
     config: MedusaConfig
     """Shape of the heads."""
     topology: Topology
-    """Which guesses are drafted, those that matter most first."""
+    """Tree of the drafted guesses, the most valuable nodes first."""
 
     def __post_init__(self) -> None:
-        """Refuses guesses that there are not.
+        """Validates the fields.
 
         Raises:
-          ValueError: says which.
+          ValueError: the tree is deeper than there are heads, or has a rank beyond the
+            vocabulary.
         """
         validation.settle(self)
         depth, num = max(self.topology.depths), self.config.num_heads
@@ -147,39 +147,43 @@ class Medusa(Drafter):
 
     @property
     def width(self) -> int:
-        """Children that a node of the tree has at most."""
+        """Largest number of children of a node."""
         return self.topology.width
 
     def wishes(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
-        """The whole tree."""
+        """Returns the size of the tree."""
         num = min(config.max_drafts, len(self.topology.ranks))
         return jnp.full(state.slots.sequence.shape, num, jnp.int32)
 
     def propose(
         self,
-        params: Both,
+        params: TargetAndDraftParams,
         memory: Any,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
-        """Asks the heads of the token that was fed last."""
+        """Runs the heads on the last fed token's state, and packs the tree."""
         row = jnp.maximum(state.slots.sequence, 0)
         known = state.slots.num_tokens
         fed = jnp.where(granted > 0, known - 2, -1)
-        rows = rows_of(state, state.sequences.tokens[row], fed)
+        rows = make_slot_rows(state, state.sequences.tokens[row], fed)
         states = features.read(state.pages, rows, fed)
-        said = logits(params.draft, params.target, states, config=self.config)
+        logits = head_logits(params.draft, params.target, states, config=self.config)
         num = min(config.max_drafts, len(self.topology.ranks))
         tree = Topology(self.topology.parents[:num], self.topology.ranks[:num])
-        # The guesses of each head, the best first: [heads, slots, guesses].
-        heads, slots, vocab = said.shape
+        # Guesses of each head, the best first: [heads, slots, guesses].
+        heads, slots, vocab = logits.shape
         ahead = jnp.arange(heads, dtype=jnp.int32)[:, None]
         positions = (known[None, :] + ahead).reshape(-1)
-        asked = jax.tree.map(lambda x: x[jnp.tile(row, heads)], state.sequences.params)
-        ranked = draws.coupled(said.reshape(-1, vocab), asked, positions)
+        sampling = jax.tree.map(
+            lambda x: x[jnp.tile(row, heads)], state.sequences.params
+        )
+        ranked = draws.shared_noise_logits(
+            logits.reshape(-1, vocab), sampling, positions
+        )
         _, best = top_k.candidates(ranked, 1 + max(tree.ranks))
         best = best.reshape(heads, slots, -1)
         depths, ranks = (jnp.asarray(x) for x in (tree.depths, tree.ranks))

@@ -1,4 +1,4 @@
-"""Ways to speculate by name: what a method makes of a model that is to be served."""
+"""Speculation methods by name: builds drafter, forward pass and pages for a model."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,11 +19,11 @@ from jaxkv.speculation import (
     static_tree,
 )
 from jaxkv.speculation.adaptive import Adaptive
-from jaxkv.speculation.eagle_drafting import Followed
+from jaxkv.speculation.eagle_drafting import TargetWithEagle
 from jaxkv.speculation.jacobi import Jacobi
-from jaxkv.speculation.medusa import Medusa, MedusaConfig, WithHeads
+from jaxkv.speculation.medusa import Medusa, MedusaConfig, TargetWithHeads
 from jaxkv.speculation.ngram import NGram
-from jaxkv.speculation.verifiers import Coupled
+from jaxkv.speculation.verifiers import SharedNoiseVerifier
 from pallas_kernels import devices
 
 type Method = Literal[
@@ -31,47 +31,51 @@ type Method = Literal[
 ]
 
 METHODS: tuple[Method, ...] = get_args(Method.__value__)
-"""Prompt lookup; Jacobi and lookahead decoding; the first layers of the model; a
-smaller model; heads that were trained for the model, of two kinds."""
+"""Prompt lookup; Jacobi and lookahead decoding; early exit after the first layers; a
+smaller draft model; two kinds of trained heads."""
 
 MAX_DRAFTS = 3
-"""Drafts of a sequence in a step where nobody says how many: with the token before them
-4 rows, as many as CPUs multiply at once."""
+"""Default draft length: 3 drafts and the token before them are 4 rows, which CPUs
+multiply at once."""
 MAX_ADAPTIVE_DRAFTS = 7
-"""The same where their number adapts: to 8 rows, to 4 or to one."""
+"""Default of the largest draft length if it adapts: 8 rows."""
 NUM_LENGTHS = 2
-"""Numbers of drafts above 0 to choose from, where it adapts and nobody says."""
+"""Default number of draft lengths above 0 to choose from if the length adapts."""
 
 
 CACHED_BYTES = 16 * 1024**2
-"""Of weights that lie in the caches of most CPUs."""
+"""Bytes of weights that fit into the caches of most CPUs."""
 
 
-class Model(NamedTuple):
-    """A model, as its checkpoint has it."""
+class ModelWeights(NamedTuple):
+    """Shape and parameters of a model."""
 
     config: ModelConfig
     params: Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """What an engine needs to serve a model."""
+class EngineParts:
+    """Arguments of `Engine` that depend on the model and the speculation method."""
 
     forward: Forward
     params: Any
     pages: Pages
     speculation: Speculation | None = None
 
-    def speculating(self, drafter: Drafter) -> "Served":
-        """Returns the same with a drafter, and the verifier that keeps all tokens."""
-        return dataclasses.replace(self, speculation=Speculation(drafter, Coupled()))
+    def with_drafter(self, drafter: Drafter) -> "EngineParts":
+        """Returns the same parts with a drafter and `SharedNoiseVerifier`."""
+        return dataclasses.replace(
+            self, speculation=Speculation(drafter, SharedNoiseVerifier())
+        )
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
-    """How to speculate. Every method keeps all tokens, drawn ones too (`Coupled`).
+    """Speculative decoding method. All methods use `SharedNoiseVerifier`.
+
+    With it the answers are those of plain decoding, sampled ones included.
 
     Raises:
       ValueError: the method is unknown, or a field belongs to another method.
@@ -80,15 +84,16 @@ class SpeculationConfig:
     method: Method
     """One of `METHODS`."""
     draft_folder: Any = None
-    """Folder, or name of a bundled model, of the smaller model of "draft-model"."""
+    """Folder, or name of a bundled model, of the draft model of "draft-model"."""
     draft_layers: int | tuple[int, ...] | None = None
-    """The model's layers that "early-exit" runs, such as `layer_search.search` finds,
-    or how many of the first; None means half."""
+    """Layers of the model that "early-exit" runs, for example those found by
+    `layer_search.search`, or the number of first layers; None means half of the
+    layers."""
     heads_folder: Any = None
     """Folder of the heads of "medusa" or "eagle", trained for this model."""
     adaptive: bool = False
-    """True if the number of drafts adapts to what pays, see `Adaptive`; the engine is
-    then tuned."""
+    """True if the draft length adapts to what pays, see `Adaptive`; `Engine.load` then
+    measures step costs."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -102,16 +107,16 @@ class SpeculationConfig:
             value = getattr(self, name)
             if value is not None and self.method not in methods:
                 raise ValueError(
-                    f"{name}={validation.shown(value)} goes with the method "
-                    f"{' or '.join(map(repr, methods))} alone, not {self.method!r}"
+                    f"{name}={validation.shown(value)} needs the method "
+                    f"{' or '.join(map(repr, methods))}, not {self.method!r}"
                 )
 
 
-def of(speculate: Any) -> SpeculationConfig | None:
-    """Returns a configuration, or that of a method which is given by its name.
+def parse_speculation(speculate: Any) -> SpeculationConfig | None:
+    """Returns a configuration; a string is the name of its method.
 
     Raises:
-      ValueError: it is neither, nor None, or the method is unknown.
+      ValueError: the argument has another type, or the method is unknown.
     """
     if speculate is None or isinstance(speculate, SpeculationConfig):
         return speculate
@@ -122,24 +127,24 @@ def of(speculate: Any) -> SpeculationConfig | None:
 
 
 def build_speculative(
-    model: Model,
+    model: ModelWeights,
     bounds: Any,
     speculation: SpeculationConfig | None = None,
     *,
     dtype: str,
-    draft: Model | None = None,
-    heads: head_folders.Loaded | None = None,
-) -> Served:
-    """Makes forward pass, parameters, pages and drafter of a model that is served.
+    draft: ModelWeights | None = None,
+    heads: head_folders.LoadedHeads | None = None,
+) -> EngineParts:
+    """Builds forward pass, parameters, pages and speculation of a model.
 
     Args:
       model: the target.
-      bounds: the engine's, with `max_drafts` above 0 where there is a method.
-      speculation: the method and its fields; None decodes plainly. Models in folders
-        are given as `draft` and `heads`.
-      dtype: of the pages.
-      draft: the model of "draft-model".
-      heads: those of "medusa" and "eagle".
+      bounds: `EngineConfig` with `max_drafts` above 0 if there is a method.
+      speculation: the method and its fields; None decodes without drafts. Models in
+        folders are passed as `draft` and `heads`.
+      dtype: type of the pages.
+      draft: model of "draft-model".
+      heads: heads of "medusa" or "eagle".
 
     Raises:
       ValueError: a model or heads are missing, or do not fit the method or the target.
@@ -147,52 +152,52 @@ def build_speculative(
     method = None if speculation is None else speculation.method
     if (draft is not None) != (method == "draft-model"):
         raise ValueError(
-            "a draft model goes with the method 'draft-model', and only it"
+            "draft must be given if, and only if, the method is 'draft-model'"
         )
-    kind = None if heads is None else head_folders.kind_of(heads.config)
+    kind = None if heads is None else head_folders.heads_kind(heads.config)
     if kind is None and method in head_folders.KINDS:
-        raise ValueError(f"speculate={method!r} needs heads that were trained for it")
+        raise ValueError(f"speculate={method!r} needs trained heads")
     if kind is not None and kind != method:
         raise ValueError(f"{kind} heads do not go with speculate={method!r}")
     layers = None if speculation is None else speculation.draft_layers
     if layers is not None:
-        layers = _layers(layers, model.config.num_layers)
-    model = _for_few_rows(model, bounds)
+        layers = _check_layers(layers, model.config.num_layers)
+    model = _add_few_row_weights(model, bounds)
     if heads is not None:
-        served = _with_heads(model, heads, bounds, dtype)
+        parts = _build_with_heads(model, heads, bounds, dtype)
     else:
         forward = paged.PagedForward(model.config, bounds.numerics)
         pages = paged.make_pages(model.config, bounds, dtype=dtype)
-        served = Served(forward, model.params, pages)
+        parts = EngineParts(forward, model.params, pages)
         if method is None:
-            return served
+            return parts
         if draft is not None:
-            served = _with_draft_model(served, model, draft, bounds, dtype)
+            parts = _build_with_draft_model(parts, model, draft, bounds, dtype)
         elif method == "early-exit":
             if param_forms.is_stacked(model.params):
                 raise ValueError("'early-exit' needs layers that are not stacked")
             if layers is None:
                 layers = tuple(range(max(1, model.config.num_layers // 2)))
             own = paged.PagedForward(model.config, bounds.numerics)
-            served = served.speculating(draft_model.self_speculative(own, layers))
+            parts = parts.with_drafter(draft_model.build_self_speculative(own, layers))
         elif method == "lookahead":
             if bounds.numerics == "reproducible":
                 raise ValueError(REPRODUCIBLE_TREES)
-            served = served.speculating(lookahead.sized(bounds.max_drafts))
+            parts = parts.with_drafter(lookahead.build_lookahead(bounds.max_drafts))
         else:
-            served = served.speculating(NGram() if method == "ngram" else Jacobi())
-    assert served.speculation is not None
+            parts = parts.with_drafter(NGram() if method == "ngram" else Jacobi())
+    assert parts.speculation is not None
     assert speculation is not None
     if speculation.adaptive:
-        served = served.speculating(Adaptive(served.speculation.drafter))
-    return served
+        parts = parts.with_drafter(Adaptive(parts.speculation.drafter))
+    return parts
 
 
-def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
-    """Checks which layers draft, or how many of the first.
+def _check_layers(layers: object, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers that draft, given as indices or as a number of first layers.
 
     Raises:
-      ValueError: they are not the model's, or not in order.
+      ValueError: the indices are not the model's, or not ascending.
     """
     try:
         number = validation.integer("", layers, low=1, below=num_layers + 1)
@@ -211,8 +216,8 @@ def _layers(layers: object, num_layers: int) -> tuple[int, ...]:
     return found
 
 
-def _for_few_rows(model: Model, bounds: Any) -> Model:
-    """Has small weights twice, where a CPU multiplies few rows and loses none by it."""
+def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
+    """Adds transposed copies of small weights where a CPU multiplies few rows."""
     numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
     leaves = jax.tree.leaves(model.params)
     pays = (
@@ -231,10 +236,13 @@ def _for_few_rows(model: Model, bounds: Any) -> Model:
     return model._replace(params=jax.jit(param_forms.for_few_rows)(model.params))
 
 
-def _with_heads(
-    model: Model, heads: head_folders.Loaded, bounds: Any, dtype: str
-) -> Served:
-    """Has heads draft, trees where these gain most and may be."""
+def _build_with_heads(
+    model: ModelWeights, heads: head_folders.LoadedHeads, bounds: Any, dtype: str
+) -> EngineParts:
+    """Builds the parts of "medusa" or "eagle".
+
+    The drafts are a tree, or a chain under reproducible numerics.
+    """
     config, num = heads.config, bounds.max_drafts
     if config.target != model.config:
         raise ValueError("the heads must be those of the model served")
@@ -244,33 +252,39 @@ def _with_heads(
     if bounds.numerics == "reproducible":
         shares = tuple(depth[:1] for depth in shares)
     if isinstance(config, MedusaConfig):
-        forward = WithHeads(target)
+        forward = TargetWithHeads(target)
         drafter = Medusa(config, static_tree.build(shares, num))
     else:
-        forward = Followed(target, config)
-        drafter = eagle_drafting.grown(config, shares, num)
-        beside = paged.make_pages(config.layer, bounds, dtype=dtype)
-        pages = pages._replace(beside=beside)
-    params = draft_model.Both(model.params, heads.params)
-    return Served(forward, params, pages, Speculation(drafter, Coupled()))
+        forward = TargetWithEagle(target, config)
+        drafter = eagle_drafting.build_eagle_drafter(config, shares, num)
+        draft_pages = paged.make_pages(config.layer, bounds, dtype=dtype)
+        pages = pages._replace(beside=draft_pages)
+    params = draft_model.TargetAndDraftParams(model.params, heads.params)
+    return EngineParts(
+        forward, params, pages, Speculation(drafter, SharedNoiseVerifier())
+    )
 
 
-def _with_draft_model(
-    served: Served, model: Model, draft: Model, bounds: Any, dtype: str
-) -> Served:
-    """Adds a draft model to a target, with pages of its own."""
+def _build_with_draft_model(
+    target: EngineParts,
+    model: ModelWeights,
+    draft: ModelWeights,
+    bounds: Any,
+    dtype: str,
+) -> EngineParts:
+    """Adds a draft model with its own pages to a target."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the draft model's {draft.config.vocab_size=} must be the served model's "
             f"{model.config.vocab_size}"
         )
-    draft = _for_few_rows(draft, bounds)
+    draft = _add_few_row_weights(draft, bounds)
     own = paged.PagedForward(draft.config, bounds.numerics)
-    beside = paged.make_pages(draft.config, bounds, dtype=dtype)
-    drafter = draft_model.DraftModel(own, beside=True)
-    return Served(
-        draft_model.Beside(served.forward, own),
-        draft_model.Both(served.params, draft.params),
-        served.pages._replace(beside=beside),
-        Speculation(drafter, Coupled()),
+    draft_pages = paged.make_pages(draft.config, bounds, dtype=dtype)
+    drafter = draft_model.DraftModel(own, has_own_model=True)
+    return EngineParts(
+        draft_model.TargetWithDraft(target.forward, own),
+        draft_model.TargetAndDraftParams(target.params, draft.params),
+        target.pages._replace(beside=draft_pages),
+        Speculation(drafter, SharedNoiseVerifier()),
     )

@@ -1,8 +1,8 @@
-"""Prompt lookup: the text itself guesses how it goes on.
+"""Prompt lookup: drafts the tokens that followed an earlier match in the same text.
 
-The last tokens of a sequence are looked for earlier in it, and what followed them there
-is the draft. It costs no model, and pays where answers repeat what stands before them:
-code, summaries, edits.
+The last tokens of a sequence are searched earlier in it; the tokens after the match are
+the draft. It needs no model, and pays where answers repeat their context: code,
+summaries, edits.
 
 Source: Saxena 2023, "Prompt Lookup Decoding" (longest suffix first); Yang et al. 2023,
 arXiv:2304.04487 (copying from a reference).
@@ -25,19 +25,19 @@ from jaxkv.memory import Pages
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class NGram(Drafter):
-    """Drafts what followed the latest of the longest matches of the last tokens."""
+    """Drafts the tokens after the latest of the longest matches of the last tokens."""
 
     shortest: int = 3
-    """Tokens that must match at least, at least 1: shorter matches of bytes cost more
-    in rows that are fed in vain than they gain."""
+    """Shortest match in tokens, at least 1: shorter matches of bytes cost more in
+    rejected rows than they gain."""
     longest: int = 4
-    """Tokens that are compared at most, at least `shortest`."""
+    """Longest match in tokens, at least `shortest`."""
 
     def __post_init__(self) -> None:
-        """Refuses lengths out of range.
+        """Validates the fields.
 
         Raises:
-          ValueError: says which.
+          ValueError: a field is out of its range; the message shows it.
         """
         validation.settle(self)
         validation.integer("longest", self.longest, low=self.shortest)
@@ -50,12 +50,12 @@ class NGram(Drafter):
         granted: Int32[Array, " slots"],
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
-        """Looks the last tokens of every slot up in its own."""
+        """Looks up the last tokens of every slot in its own sequence."""
 
-        def look() -> Drafts:
+        def look_up() -> Drafts:
             row = jnp.maximum(state.slots.sequence, 0)
             known = jnp.where(granted > 0, state.slots.num_tokens, 0)
-            return lookup(
+            return look_up_drafts(
                 state.sequences.tokens[row],
                 known,
                 shortest=self.shortest,
@@ -63,13 +63,13 @@ class NGram(Drafter):
                 num=config.max_drafts,
             )
 
-        shapes = jax.eval_shape(look)
+        shapes = jax.eval_shape(look_up)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        drafts = lax.cond(jnp.any(granted > 0), look, lambda: blank)
+        drafts = lax.cond(jnp.any(granted > 0), look_up, lambda: blank)
         return memory, state.pages, drafts
 
 
-def lookup(
+def look_up_drafts(
     tokens: Int32[Array, "slots max_length"],
     known: Int32[Array, " slots"],
     *,
@@ -77,17 +77,19 @@ def lookup(
     longest: int,
     num: int,
 ) -> Drafts:
-    """Finds how the last tokens went on before; all sizes are static.
+    """Returns the tokens after the latest longest match of the last tokens.
+
+    All sizes are static.
 
     Args:
-      tokens: of each slot, meaningless from `known` on.
-      known: how many are known; 0 looks for nothing.
-      shortest: tokens that must match at least.
-      longest: tokens that are compared at most.
-      num: drafts of each slot. Where the text ends before, it is taken to go round.
+      tokens: tokens of each slot, undefined from `known` on.
+      known: number of known tokens; 0 drafts none.
+      shortest: shortest match in tokens.
+      longest: longest match in tokens.
+      num: drafts of each slot. At the end of the text they continue at the match again.
 
     Returns:
-      The drafts: `num` of them, or none where nothing matches.
+      `num` drafts, or none where there is no match.
     """
     max_length = tokens.shape[1]
     end = jnp.arange(max_length, dtype=jnp.int32)[None, :]
@@ -100,9 +102,9 @@ def lookup(
             fill=-1,
         )
         before = jnp.roll(tokens, back, axis=1)
-        alike = (before == last[:, None]) & (end >= back) & (matches == back)
-        matches += (alike & there).astype(jnp.int32)
-    # The longest match first, of equal ones the latest.
+        extends = (before == last[:, None]) & (end >= back) & (matches == back)
+        matches += (extends & there).astype(jnp.int32)
+    # The longest match; ties go to the latest.
     best = jnp.max(matches * max_length + end, axis=1)
     length, start = best // max_length, best % max_length + 1
     found = (length >= shortest) & (known > 0)

@@ -1,14 +1,16 @@
-"""Which drafts are accepted, and which token follows the last of them.
+"""Verifiers: rules that accept drafts and sample the token after the last accepted one.
 
-  Coupled    the model draws by the noise it draws by anyway; a draft is accepted if it
-             is that token. Keeps every token
-  Rejection  a draft is accepted as often as the model's law allows, and what follows
-             makes up for the rest. Keeps the law
-  Typical    a draft is accepted if it is not too unlikely. Keeps neither
-  Synthetic  a draft is accepted as often as is said. For measuring
+  SharedNoiseVerifier  accepts a draft if plain decoding samples that token with the
+                       same noise; the output tokens are those of plain decoding
+  Rejection            accepts a draft with probability min(1, p/q); the output
+                       distribution is that of plain decoding
+  Typical              accepts a draft whose probability is above a threshold; changes
+                       the output distribution
+  Synthetic            accepts a draft with a fixed probability, for measurements
 
-A greedy row takes its largest logit under each of them. As in `sampler`, a row's ruling
-depends on that row alone, and a batch of greedy rows skips what only others need.
+Under every verifier a greedy row takes the token with the largest logit. As in
+`sampler`, the result of a row does not depend on other rows, and a batch of greedy rows
+skips the computations of sampled rows.
 """
 
 import dataclasses
@@ -26,13 +28,14 @@ from jaxkv.speculation import draws
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Coupled:
-    """Accepts a draft if it is the token that plain decoding would draw.
+class SharedNoiseVerifier:
+    """Accepts a draft if plain decoding would sample the same token.
 
-    A token's noise is a function of its request and position alone, so the token that
-    `sampler.sample` draws is the same whether anybody guessed it or not: sampled tokens
-    come out as without speculation, not only under the same law. A draft is accepted
-    less often than by `Rejection`, unless the drafter draws by the same noise.
+    The noise of a token depends on its request and position only, so `sampler.sample`
+    draws the same token with and without speculation: sampled tokens equal those of
+    plain decoding one by one, a stronger property than an equal distribution. The
+    acceptance rate is below that of `Rejection`, unless the drafter samples with the
+    same noise.
     """
 
     @property
@@ -42,7 +45,7 @@ class Coupled:
 
     @property
     def shares_noise(self) -> bool:
-        """True: drafts may depend on its draws, see `Drafter.reuses_draws`."""
+        """True: drafts may depend on its samples, see `Drafter.reuses_draws`."""
         return True
 
     def __call__(
@@ -54,25 +57,26 @@ class Coupled:
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
     ) -> Ruling:
-        """Judges the children of every row; see `drafting.Verifier`. `law` is unread.
+        """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
-          The ruling; what is accepted is certain, or impossible.
+          The ruling; acceptance probabilities are 0 or 1. `law` is ignored.
         """
-        nobody = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(logits, params, positions, raw=raw, scored=nobody)
-        equal = _equal(children, drawn.token, top_k.wide(logits).dtype)
-        return _ruling(equal, drawn.token, drawn.invalid)
+        unscored = jnp.zeros(positions.shape, bool)
+        drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
+        equal = _match(children, drawn.token, top_k.wide(logits).dtype)
+        return _mask_invalid(equal, drawn.token, drawn.invalid)
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """Accepts drafts at random, so that tokens come out under the model's own law.
+    """Rejection sampling (speculative sampling), which keeps the model's distribution.
 
-    Of p, the law that is wanted, and q, from which a draft x was drawn: x is accepted
-    with probability min(1, p(x) / q(x)); after that p is max(0, p - q), normalised, for
-    the next child, and in the end for the token that follows.
+    Let p be the target distribution and q the one from which a draft x was sampled. x
+    is accepted with probability min(1, p(x) / q(x)). After a rejection p becomes max(0,
+    p - q), normalised, for the next child, and finally for the token that replaces the
+    drafts.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, section 2.3; Chen et al. 2023,
     arXiv:2302.01318, algorithm 2; Miao et al. 2024, arXiv:2305.09781, section 4.3
@@ -80,16 +84,16 @@ class Rejection:
     """
 
     replacement: bool = False
-    """Whether siblings were drawn with replacement: q is then the same for each of
-    them. Otherwise a child that was turned down leaves it. To say False of drafts drawn
-    with replacement costs some of them, since equals are passed over, but keeps the
-    law; to say True of others does not."""
+    """True if siblings were sampled with replacement, so that q is equal for all of
+    them. If False, a rejected child is removed from q. False for drafts sampled with
+    replacement lowers the acceptance rate, since duplicates are skipped, but keeps the
+    distribution; True for drafts sampled without replacement does not keep it."""
 
     def __post_init__(self) -> None:
-        """Checks the field.
+        """Validates the field.
 
         Raises:
-          ValueError: it is not True or False.
+          ValueError: `replacement` is not a boolean.
         """
         validation.boolean("replacement", self.replacement)
 
@@ -110,20 +114,20 @@ class Rejection:
         """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
-          The ruling. The children of a greedy row are compared, whatever their law.
+          The ruling. Children of a greedy row are compared with the largest logit.
         """
         logits = top_k.wide(logits)
         greedy = sampler.greedy(logits, raw=raw)
         warm = params.temperature > 0
-        equal = _equal(children, greedy.token, logits.dtype)
+        equal = _match(children, greedy.token, logits.dtype)
 
         def judge() -> tuple[Array, Array]:
-            target = sampler.probabilities(logits, params)
-            accept, rest = self.rule(target, law, children)
+            target_probs = sampler.probabilities(logits, params)
+            accept, rest = self.rule(target_probs, law, children)
             keys = random_keys.draw_key(
                 params.key, params.sample, positions, random_keys.RESIDUAL
             )
-            token = draws.pick(rest, keys)[:, 0]
+            token = draws.gumbel_top_k(rest, keys)[:, 0]
             return (
                 jnp.where(warm[:, None], accept, equal),
                 jnp.where(warm, token, greedy.token),
@@ -131,84 +135,87 @@ class Rejection:
 
         with jax.named_scope("rejection"):
             found = lax.cond(jnp.any(warm), judge, lambda: (equal, greedy.token))
-        return _ruling(*found, greedy.invalid)
+        return _mask_invalid(*found, greedy.invalid)
 
     def rule(
         self,
-        target: Float[Array, "rows vocab"],
-        law: Float[Array, "rows vocab"] | None,
+        target_probs: Float[Array, "rows vocab"],
+        draft_probs: Float[Array, "rows vocab"] | None,
         children: Int32[Array, "rows width"],
     ) -> tuple[Float[Array, "rows width"], Float[Array, "rows vocab"]]:
-        """The rule itself, on probabilities.
+        """Computes acceptance probabilities and the residual distribution.
 
-        A child that its law cannot have drawn is passed over, as is a -1. The law may
-        therefore be cut after the drawing: it is then that of the children it keeps.
+        A child with draft probability 0, or of id -1, is skipped. A draft distribution
+        may therefore be truncated after sampling, as long as it contains the children
+        that remain.
 
         Args:
-          target: the law that is wanted, p.
-          law: that from which the children were drawn, q; None is certain of each in
-            turn.
-          children: in the order in which they are tried.
+          target_probs: target distribution p.
+          draft_probs: distribution q of the children; None means that each child was
+            chosen deterministically.
+          children: token ids, in the order in which they are tried.
 
         Returns:
-          The probability that each child is accepted if those before it were not; and
-          the law of the token that follows if none is. Where that is never asked for,
-          it is `target`.
+          The probability that each child is accepted if those before it were rejected,
+          and the distribution of the next token if all are rejected; where rejection of
+          all is impossible, `target_probs`.
         """
-        accept, rest = jnp.zeros(children.shape, target.dtype), target
-        ids = jnp.arange(target.shape[1], dtype=jnp.int32)[None, :]
-        left = None if law is None else law.astype(target.dtype)
+        dtype = target_probs.dtype
+        accept, rest = jnp.zeros(children.shape, dtype), target_probs
+        ids = jnp.arange(target_probs.shape[1], dtype=jnp.int32)[None, :]
+        left = None if draft_probs is None else draft_probs.astype(dtype)
         for rank in range(children.shape[1]):
             child = children[:, rank]
             is_child = ids == child[:, None]
-            guess = is_child.astype(target.dtype) if left is None else left
-            chance, rest = _try(rest, guess, child)
+            guess = is_child.astype(dtype) if left is None else left
+            chance, rest = _try_child(rest, guess, child)
             accept = accept.at[:, rank].set(chance)
             if left is not None and not self.replacement:
                 left = fixed_point.normalised(jnp.where(is_child, 0, left))
         return accept, rest
 
 
-def _try(
-    target: Float[Array, "rows vocab"],
-    law: Float[Array, "rows vocab"],
+def _try_child(
+    target_probs: Float[Array, "rows vocab"],
+    draft_probs: Float[Array, "rows vocab"],
     child: Int32[Array, " rows"],
 ) -> tuple[Float[Array, " rows"], Float[Array, "rows vocab"]]:
-    """How likely one child is accepted, and the law that is wanted if it is not."""
-    at = (jnp.arange(target.shape[0], dtype=jnp.int32), child)
-    wanted, guessed = (arrays.take(x, at, fill=0) for x in (target, law))
-    tried = guessed > 0
-    ratio = wanted / jnp.where(tried, guessed, jnp.ones_like(guessed))
+    """Returns the acceptance probability of a child, and the residual distribution."""
+    at = (jnp.arange(target_probs.shape[0], dtype=jnp.int32), child)
+    p, q = (arrays.take(x, at, fill=0) for x in (target_probs, draft_probs))
+    tried = q > 0
+    ratio = p / jnp.where(tried, q, jnp.ones_like(q))
     chance = jnp.where(tried, jnp.minimum(ratio, 1), 0)
-    rest = fixed_point.normalised(jnp.maximum(target - law, 0))
-    # No mass is left where the laws are equal: then nothing was turned down.
+    rest = fixed_point.normalised(jnp.maximum(target_probs - draft_probs, 0))
+    # Equal distributions leave no mass, and a rejection is impossible then.
     changed = tried & (jnp.max(rest, axis=1) > 0)
-    return chance, jnp.where(changed[:, None], rest, target)
+    return chance, jnp.where(changed[:, None], rest, target_probs)
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Typical:
-    """Accepts a draft that is not too unlikely: the law is not the model's own.
+    """Typical acceptance: accepts a draft whose probability exceeds a threshold.
 
-    A draft's probability must exceed min(epsilon, delta exp(-H)), H the entropy of the
-    law in nats. Nothing is random about it, and the first child that passes is taken.
-    The token that follows is drawn as in plain decoding.
+    The threshold is min(epsilon, delta exp(-H)), with H the entropy of the target
+    distribution in nats. Acceptance is deterministic, and the first child above the
+    threshold is taken. The next token is sampled as in plain decoding. The output
+    distribution differs from the model's.
 
     Source: Cai et al. 2024, arXiv:2401.10774, "Typical acceptance"; the defaults are
-    those of its code. There the longest accepted path is taken instead.
+    those of its code, which takes the longest accepted path instead.
     """
 
     epsilon: float = 0.09
     """Probability above which every draft is accepted, in (0, 1]."""
     delta: float = 0.3
-    """What scales the bound where the law is spread out, in (0, 1]."""
+    """Scale of the entropy-dependent threshold, in (0, 1]."""
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Validates the fields.
 
         Raises:
-          ValueError: one is out of its range; the message shows it.
+          ValueError: a field is out of its range; the message shows it.
         """
         for name in ("epsilon", "delta"):
             bounds = {"low": math.ulp(0.0), "high": 1.0, "hint": "in (0, 1]"}
@@ -229,16 +236,16 @@ class Typical:
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
     ) -> Ruling:
-        """Judges the children of every row; see `drafting.Verifier`. `law` is unread.
+        """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
-          The ruling; what is accepted is certain, or impossible.
+          The ruling; acceptance probabilities are 0 or 1. `law` is ignored.
         """
         logits = top_k.wide(logits)
         warm = params.temperature > 0
-        nobody = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(logits, params, positions, raw=raw, scored=nobody)
-        equal = _equal(children, drawn.token, logits.dtype)
+        unscored = jnp.zeros(positions.shape, bool)
+        drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
+        equal = _match(children, drawn.token, logits.dtype)
 
         def judge() -> Array:
             accept = self.rule(sampler.probabilities(logits, params), children)
@@ -246,39 +253,39 @@ class Typical:
 
         with jax.named_scope("typical"):
             accept = lax.cond(jnp.any(warm), judge, lambda: equal)
-        return _ruling(accept, drawn.token, drawn.invalid)
+        return _mask_invalid(accept, drawn.token, drawn.invalid)
 
     def rule(
         self,
-        target: Float[Array, "rows vocab"],
+        target_probs: Float[Array, "rows vocab"],
         children: Int32[Array, "rows width"],
     ) -> Float[Array, "rows width"]:
-        """The rule itself, on probabilities: 1 for children that pass, 0 for others."""
-        entropy = fixed_point.sums(target * -_log(target))
+        """Returns 1 for children with a probability above the threshold, else 0."""
+        entropy = fixed_point.sums(target_probs * -_log(target_probs))
         bound = jnp.minimum(math.log(self.epsilon), math.log(self.delta) - entropy)
-        row = jnp.arange(target.shape[0], dtype=jnp.int32)[:, None]
+        row = jnp.arange(target_probs.shape[0], dtype=jnp.int32)[:, None]
         row = jnp.broadcast_to(row, children.shape)
-        wanted = arrays.take(target, (row, children), fill=0)
-        passes = (wanted > 0) & (_log(wanted) > bound[:, None])
-        return passes.astype(target.dtype)
+        probs = arrays.take(target_probs, (row, children), fill=0)
+        passes = (probs > 0) & (_log(probs) > bound[:, None])
+        return passes.astype(target_probs.dtype)
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Synthetic:
-    """Accepts any draft with a given probability: to measure what acceptance is worth.
+    """Accepts every draft with a fixed probability, for measurements of speed.
 
-    The token that follows is drawn as in plain decoding; what comes out is no answer.
+    The next token is sampled as in plain decoding; the output is not a valid answer.
     """
 
     acceptance: float
-    """In [0, 1], of each draft by itself."""
+    """Acceptance rate in [0, 1], applied to each draft independently."""
 
     def __post_init__(self) -> None:
-        """Checks the field.
+        """Validates the field.
 
         Raises:
-          ValueError: it is out of its range; the message shows it.
+          ValueError: `acceptance` is out of its range; the message shows it.
         """
         value = validation.number(
             "acceptance", self.acceptance, low=0.0, high=1.0, hint="in [0, 1]"
@@ -299,37 +306,37 @@ class Synthetic:
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
     ) -> Ruling:
-        """Judges the children of every row, without a look at them."""
-        nobody = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(logits, params, positions, raw=raw, scored=nobody)
+        """Accepts the children of every row with the fixed probability."""
+        unscored = jnp.zeros(positions.shape, bool)
+        drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
         accept = jnp.where(children >= 0, self.acceptance, 0.0).astype(jnp.float32)
-        return _ruling(accept, drawn.token, drawn.invalid)
+        return _mask_invalid(accept, drawn.token, drawn.invalid)
 
 
 def _log(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
-    """Logarithms of numbers in [0, 1], finite: as if those near 0 were further away.
+    """Returns finite logarithms of numbers in [0, 1]; numbers near 0 are clipped.
 
-    By log1p, which rounds alike in every batch; XLA's CPU log does not.
+    Uses log1p, whose rounding on a CPU does not depend on the batch; XLA's log does.
     """
     some = jnp.maximum(numbers, jnp.finfo(numbers.dtype).tiny)
     return -jnp.log1p((1 - some) / some)
 
 
-def _equal(
+def _match(
     children: Int32[Array, "rows width"],
     token: Int32[Array, " rows"],
     dtype: jnp.dtype,
 ) -> Float[Array, "rows width"]:
-    """1 for children that are the token, 0 for others."""
+    """Returns 1 for children equal to the token, and 0 otherwise."""
     return (children == token[:, None]).astype(dtype)
 
 
-def _ruling(
+def _mask_invalid(
     accept: Float[Array, "rows width"],
     token: Int32[Array, " rows"],
     invalid: Bool[Array, " rows"],
 ) -> Ruling:
-    """The ruling, in which nothing follows invalid rows."""
+    """Returns the ruling with acceptance 0 and token 0 in invalid rows."""
     none = jnp.zeros_like(accept)
     return Ruling(
         accept=jnp.where(invalid[:, None], none, accept),

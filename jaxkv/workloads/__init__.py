@@ -1,11 +1,11 @@
-"""Arrivals, lengths and recordings of requests, and metrics of how they were served."""
+"""Request arrivals, lengths and recordings, and serving metrics."""
 
 from jaxkv.workloads.arrivals import Workload
-from jaxkv.workloads.load_curves import Curve, Load
+from jaxkv.workloads.load_curves import LatencyCurve, Load
 from jaxkv.workloads.metrics import Objectives
 
 __all__ = [
-    "Curve",
+    "LatencyCurve",
     "Load",
     "Objectives",
     "Workload",

@@ -36,7 +36,7 @@ def make(columns: Mapping[str, Any]) -> Any:
 
 
 def per_row(values: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the columns of arrays that share their leading axes, a row per entry.
+    """Flattens the leading axes of arrays: one row per entry.
 
     Arrays with further axes are summed over these if they are counts (`num_...`), and
     left out otherwise.

@@ -1,7 +1,7 @@
-"""How long prompts and outputs are: laws of one length, and of pairs.
+"""Distributions of prompt and output lengths, in tokens.
 
-Laws are plain values, draws are NumPy's, on the host; the same generator in the same
-state gives the same lengths.
+Distributions are plain values; samples are drawn by NumPy on the host, and depend only
+on the state of the generator.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from jaxtyping import Bool, Float, Int
 from jaxkv import validation
 
 LONGEST = 2**29
-"""Tokens of a prompt or an output at most, so that their sum is an int32."""
+"""Longest prompt or output in tokens, so that their sum is an int32."""
 _NUM_REFERENCE = 2**18
-"""Pairs that stand for a law: their means are good to about 0.2 %."""
+"""Size of the reference sample of a distribution; its means have an error of 0.2 %."""
 _NUM_ROUNDS = 60
 
 
 class Lengths(NamedTuple):
-    """Tokens of some requests."""
+    """Prompt and output lengths of requests, in tokens."""
 
     prompt: Int[np.ndarray, " requests"]
     """At least 1."""
@@ -39,38 +39,38 @@ def _check_mean(mean: float) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Always the same."""
+    """A constant length."""
 
     tokens: int
-    """How many, in [1, `LONGEST`]."""
+    """Length in [1, `LONGEST`]."""
 
     def __post_init__(self) -> None:
-        """Refuses what no request has."""
+        """Validates the field."""
         hint = f"in [1, {LONGEST}], whole"
         tokens, below = self.tokens, LONGEST + 1
         validation.integer("tokens", tokens, low=1, below=below, hint=hint)
 
     @property
     def mean(self) -> float:
-        """Tokens on average."""
+        """Mean length in tokens."""
         return float(self.tokens)
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
-        """Repeats the length."""
+        """Returns `num` equal lengths."""
         return np.full(num, float(self.tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Every whole number from the lowest to the highest, alike."""
+    """Uniform distribution over the integers in [low, high]."""
 
     low: int
-    """The lowest, at least 1."""
+    """Smallest length, at least 1."""
     high: int
-    """The highest, itself among them."""
+    """Largest length, inclusive."""
 
     def __post_init__(self) -> None:
-        """Refuses an empty range."""
+        """Validates the fields."""
         for name in ("low", "high"):
             validation.integer(name, getattr(self, name))
         if not 1 <= self.low <= self.high <= LONGEST:
@@ -80,107 +80,108 @@ class Uniform:
 
     @property
     def mean(self) -> float:
-        """Tokens on average."""
+        """Mean length in tokens."""
         return (self.low + self.high) / 2
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
-        """Draws whole numbers."""
+        """Draws integer lengths."""
         return rng.integers(self.low, self.high + 1, num).astype(float)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogNormal:
-    """The logarithm is normal."""
+    """Log-normal distribution."""
 
     mean: float
-    """Tokens on average, at least 1."""
+    """Mean length in tokens, at least 1."""
     sigma: float
     """Standard deviation of the natural logarithm, at least 0."""
 
     def __post_init__(self) -> None:
-        """Refuses what is no law."""
+        """Validates the fields."""
         _check_mean(self.mean)
         largest = sys.float_info.max
         sigma, hint = self.sigma, "at least 0"
         validation.number("sigma", sigma, low=0.0, high=largest, hint=hint)
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
-        """Draws lengths that are not yet rounded."""
+        """Draws lengths that are not rounded yet."""
         middle = math.log(self.mean) - self.sigma**2 / 2
         return rng.lognormal(middle, self.sigma, num)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gamma:
-    """A Gamma law; of shape 1 it is exponential."""
+    """Gamma distribution; shape 1 is exponential."""
 
     mean: float
-    """Tokens on average, at least 1."""
+    """Mean length in tokens, at least 1."""
     shape: float
-    """1 / the squared coefficient of variation, above 0."""
+    """Shape parameter, 1 / (coefficient of variation)^2, above 0."""
 
     def __post_init__(self) -> None:
-        """Refuses what is no law."""
+        """Validates the fields."""
         _check_mean(self.mean)
         low, high = math.ulp(0.0), sys.float_info.max
         validation.number("shape", self.shape, low=low, high=high, hint="above 0")
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
-        """Draws lengths that are not yet rounded."""
+        """Draws lengths that are not rounded yet."""
         return rng.gamma(self.shape, self.mean / self.shape, num)
 
 
-type Law = Fixed | Uniform | LogNormal | Gamma
+type LengthDistribution = Fixed | Uniform | LogNormal | Gamma
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Prompts and outputs, independent but for bounds that both keep together.
+    """Independent prompt and output lengths, conditioned on joint bounds.
 
-    A pair out of bounds is drawn anew. That would lower the means, so where
-    `keeps_means` both laws are stretched until what is left has the means they name.
+    Pairs outside the bounds are rejected and drawn again. That would lower the means,
+    so with `keeps_means` both distributions are scaled until the accepted pairs have
+    the means of the fields.
     """
 
-    prompt: Law
-    """Of the prompt's tokens."""
-    output: Law
-    """Of the output's."""
+    prompt: LengthDistribution
+    """Distribution of the prompt length."""
+    output: LengthDistribution
+    """Distribution of the output length."""
     max_prompt: int = LONGEST
-    """Tokens of a prompt at most."""
+    """Largest prompt length."""
     max_length: int = 2 * LONGEST
-    """Tokens of prompt and output at most."""
+    """Largest sum of prompt and output length."""
     keeps_means: bool = False
-    """Whether the means are those of what the bounds leave."""
+    """True if the accepted pairs have the means of `prompt` and `output`."""
 
     def __post_init__(self) -> None:
-        """Refuses bounds that leave nothing."""
+        """Validates the bounds."""
         validation.within(self, "max_prompt", low=1, high=LONGEST)
         validation.within(self, "max_length", low=2, high=2 * LONGEST)
 
     def draw(self, rng: np.random.Generator, num: int) -> Lengths:
-        """Draws the lengths of some requests.
+        """Draws the lengths of requests.
 
         Args:
-          rng: where the draws come from.
-          num: how many, at least 1.
+          rng: random generator.
+          num: requests, at least 1.
 
         Raises:
-          ValueError: `num` is below 1; or the bounds leave less than a hundredth, or,
-            under `keeps_means`, no law with these means.
+          ValueError: `num` is below 1; or the bounds reject more than 99 % of pairs,
+            or, with `keeps_means`, no scale gives these means.
         """
         num = validation.integer("num", num, low=1)
-        stretch = _stretch(self)
+        stretch = _scale_factors(self)
         prompt, output = np.empty(0, np.int64), np.empty(0, np.int64)
         drawn = 0
         while prompt.size < num:
             lengths = _draw(self, rng, 2 * num + 100) * stretch
             drawn += len(lengths)
             tokens = np.maximum(lengths.round(), 1).astype(np.int64)
-            tokens = tokens[_fits(self, tokens)]
+            tokens = tokens[_within_bounds(self, tokens)]
             prompt = np.concatenate([prompt, tokens[:, 0]])
             output = np.concatenate([output, tokens[:, 1]])
             if prompt.size < drawn / 100:
-                raise ValueError(f"hardly any pair keeps the bounds of {self}")
+                raise ValueError(f"more than 99 % of pairs exceed the bounds of {self}")
         return Lengths(prompt[:num].astype(np.int32), output[:num].astype(np.int32))
 
 
@@ -191,15 +192,14 @@ SHAREGPT = Pair(
     max_length=2048,
     keeps_means=True,
 )
-"""Conversations of people with a chat service.
+"""Conversations of users with a chat service.
 
-The means are printed. The outputs' shape follows from figure 2: Orca (Max) runs 7
-requests and has reserved 13.3 % of 15,728 token places for what is still to come, 299
-tokens each; a request is seen in proportion to its length, so E[O^2] / 2 E[O] = 299.
-The prompts' shape is our choice.
+The means are published. The shape of the outputs follows from figure 2: Orca (Max) runs
+7 requests and has reserved 13.3 % of 15,728 token places for future tokens, 299 tokens
+each; a request is observed in proportion to its length, so E[O^2] / 2 E[O] = 299. The
+shape of the prompts is an assumption.
 
-Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1 and figure 2.
-"""
+Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1 and figure 2."""
 ALPACA = Pair(
     prompt=Gamma(mean=19.31, shape=3.0),
     output=Gamma(mean=58.45, shape=0.9),
@@ -207,31 +207,30 @@ ALPACA = Pair(
     max_length=2048,
     keeps_means=True,
 )
-"""Instructions. The means are printed; the shapes are our choice.
+"""Instructions. The means are published; the shapes are assumptions.
 
-Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1.
-"""
+Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1."""
 ORCA = Pair(prompt=Uniform(low=32, high=512), output=Uniform(low=1, high=128))
 """Source: Yu et al. 2022 (Orca), section 6.2."""
 
 
-def stretch(
+def rescale_to_means(
     unit: Float[np.ndarray, "num kinds"],
     means: Float[np.ndarray, " kinds"],
     fits: Callable[[Float[np.ndarray, "num kinds"]], Bool[np.ndarray, " num"]],
     *,
     num_rounds: int = _NUM_ROUNDS,
 ) -> Float[np.ndarray, " kinds"] | None:
-    """Finds factors under which those of some draws that fit have given means.
+    """Finds factors with which the accepted samples have given means.
 
     Args:
-      unit: draws.
-      means: what those that fit shall have, once multiplied.
-      fits: tells which do, multiplied.
-      num_rounds: rounds of the fixed point at most.
+      unit: samples before scaling.
+      means: target means of the accepted samples, after scaling.
+      fits: marks the accepted samples, after scaling.
+      num_rounds: largest number of fixed-point iterations.
 
     Returns:
-      The factors; None if nothing fits any more on the way.
+      The factors; None if an iteration accepts no sample.
     """
     scale = means / unit.mean(0)
     for _ in range(num_rounds):
@@ -245,28 +244,28 @@ def stretch(
 
 
 def _draw(pair: Pair, rng: np.random.Generator, num: int) -> Float[np.ndarray, "n 2"]:
-    """Draws pairs regardless of the bounds."""
+    """Draws pairs without regard to the bounds."""
     return np.stack([law.draw(rng, num) for law in (pair.prompt, pair.output)], axis=1)
 
 
-def _fits(pair: Pair, tokens: np.ndarray) -> Bool[np.ndarray, " n"]:
-    """Tells which pairs keep the bounds."""
+def _within_bounds(pair: Pair, tokens: np.ndarray) -> Bool[np.ndarray, " n"]:
+    """Marks the pairs within the bounds."""
     within = tokens[:, 0] <= pair.max_prompt
     within &= tokens[:, 1] <= LONGEST
     return within & (tokens.sum(1) <= pair.max_length)
 
 
 @functools.cache
-def _stretch(pair: Pair) -> Float[np.ndarray, " 2"]:
-    """Factors of a pair's laws, from a reference sample that is always the same."""
+def _scale_factors(pair: Pair) -> Float[np.ndarray, " 2"]:
+    """Returns the factors of a pair's distributions, from a fixed reference sample."""
     if not pair.keeps_means:
         return np.ones(2)
     unit = _draw(pair, np.random.default_rng(0), _NUM_REFERENCE)
     means = np.array([pair.prompt.mean, pair.output.mean])
-    unit *= means / unit.mean(0)  # bounds that cut nothing off then stretch nothing
-    found = stretch(unit, means, lambda lengths: _fits(pair, lengths))
+    unit *= means / unit.mean(0)  # factors are 1 if no pair is rejected
+    found = rescale_to_means(unit, means, lambda lengths: _within_bounds(pair, lengths))
     if found is not None:
-        kept = unit[_fits(pair, unit * found)] * found
+        kept = unit[_within_bounds(pair, unit * found)] * found
         if kept.size and np.allclose(kept.mean(0), means, rtol=0.01):
             return found
-    raise ValueError(f"no law has the means of {pair} within its bounds")
+    raise ValueError(f"no scale gives the means of {pair} within its bounds")

@@ -1,7 +1,7 @@
-"""The same requests at every rate, and the rate that a system sustains.
+"""Latency against request rate, and the highest rate that a system sustains.
 
-A system serves a `Load` at several rates; the latencies make a `Curve`, of which `at`
-reads off how much load it sustains within a bound.
+A system serves the same `Load` at several rates. The mean latencies form a
+`LatencyCurve`; `sustained_rate` interpolates the rate at which it crosses a bound.
 """
 
 import math
@@ -17,12 +17,12 @@ from jaxkv.workloads.lengths import Lengths, Pair
 
 
 class Load(NamedTuple):
-    """The same requests for every rate, which says only how fast they come.
+    """Requests that arrive at any given rate.
 
     Attributes:
-      gaps_s: cumulated gaps between requests at 1 request a second.
-      tokens: their lengths.
-      seconds: in which they come.
+      gaps_s: arrival times at 1 request per second.
+      tokens: lengths of the requests.
+      seconds: duration in s.
     """
 
     gaps_s: Float[np.ndarray, " requests"]
@@ -30,57 +30,59 @@ class Load(NamedTuple):
     seconds: float
 
     def at(self, rate: int | float, samples: int = 1) -> Workload:
-        """Those that come within the time, of some sequences each."""
+        """Returns the requests that arrive within `seconds` at a rate."""
         arrival_s = self.gaps_s / rate
         num = max(1, int(np.searchsorted(arrival_s, self.seconds)))
         prompt, output = (x[:num] for x in self.tokens)
         return make(arrival_s[:num], prompt, output, samples=samples)
 
     def repeated(self, rate: int | float, samples: int) -> Workload:
-        """The same with every sequence a request of its own, which shares nothing."""
+        """Returns the same load with every sequence as a request of its own."""
         one = self.at(rate)
         return jax.tree.map(
             lambda x: jnp.repeat(x, samples, axis=0) if x.ndim else x, one
         )
 
 
-def enough(
+def num_requests_for(
     rate: int | float, seconds: int | float, *, deviations: int | float = 6.0
 ) -> int:
-    """Requests that last so many seconds at a rate, but for a small chance.
+    """Returns a number of requests that lasts for `seconds` with high probability.
 
-    It is that of so many deviations of their number, which is Poisson's.
+    It is the mean plus `deviations` standard deviations of a Poisson distribution.
     """
     mean = rate * seconds
     return math.ceil(mean + deviations * math.sqrt(mean) + 1)
 
 
-def load(law: Pair, most_per_s: int | float, seconds: int | float, seed: int) -> Load:
-    """Draws requests for all rates up to `most_per_s`, a second."""
+def draw_load(
+    pair: Pair, most_per_s: int | float, seconds: int | float, seed: int
+) -> Load:
+    """Draws requests for all rates up to `most_per_s` requests per second."""
     rng = np.random.default_rng(seed)
-    num = enough(most_per_s, seconds)
-    return Load(np.cumsum(rng.exponential(1.0, num)), law.draw(rng, num), seconds)
+    num = num_requests_for(most_per_s, seconds)
+    return Load(np.cumsum(rng.exponential(1.0, num)), pair.draw(rng, num), seconds)
 
 
-class Curve(NamedTuple):
-    """A system's latency, rate by rate.
+class LatencyCurve(NamedTuple):
+    """Latency of a system at each request rate.
 
     Attributes:
-      rates: requests a second, ascending.
-      latency: normalised, seconds a token.
+      rates: requests per second, ascending.
+      latency: normalised latency in s per token.
     """
 
     rates: Float[np.ndarray, " rates"]
     latency: Float[np.ndarray, " rates"]
 
 
-class Sustained(NamedTuple):
-    """A rate, and how well it is known.
+class SustainedRate(NamedTuple):
+    """A sustained request rate, or a bound on it.
 
     Attributes:
-      rate: requests a second.
-      relation: "is"; "at least", as no rate that was tried was too much; or "below",
-        as all were.
+      rate: requests per second.
+      relation: "is"; "at least" if no measured rate exceeded the bound; or "below" if
+        all did.
     """
 
     rate: float
@@ -88,55 +90,58 @@ class Sustained(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As a table has it."""
+        """The rate as a table shows it."""
         sign = {"is": "", "at least": "> ", "below": "< "}[self.relation]
         return f"{sign}{self.rate:.3g}"
 
 
-def at(curve: Curve, bound: int | float) -> Sustained:
-    """Finds the rate at which the latency first passes a bound, in seconds a token.
+def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
+    """Returns the rate at which the latency first exceeds a bound, in s per token.
 
-    Between two rates its logarithm is taken to be straight.
+    The logarithm of the latency is interpolated linearly between two rates.
     """
     rates, latency = curve
     over = np.flatnonzero(latency > bound)
     if not over.size:
-        return Sustained(float(rates[-1]), "at least")
+        return SustainedRate(float(rates[-1]), "at least")
     k = int(over[0])
     if k == 0:
-        return Sustained(float(rates[0]), "below")
+        return SustainedRate(float(rates[0]), "below")
     low, high = math.log(latency[k - 1]), math.log(latency[k])
     part = (math.log(bound) - low) / (high - low)
-    return Sustained(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
+    return SustainedRate(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
 
 
-def ratio(first: Curve, second: Curve, bound: int | float) -> float:
-    """How many times the load of the second the first sustains; NaN if unknown."""
-    one, two = at(first, bound), at(second, bound)
+def load_ratio(first: LatencyCurve, second: LatencyCurve, bound: int | float) -> float:
+    """Returns the ratio of the sustained rates of two systems; NaN if unknown."""
+    one, two = sustained_rate(first, bound), sustained_rate(second, bound)
     return one.rate / two.rate if one.relation == two.relation == "is" else math.nan
 
 
-def ratios(
-    first: Curve, second: Curve, bounds: tuple[int | float, int | float], num: int = 9
+def load_ratios(
+    first: LatencyCurve,
+    second: LatencyCurve,
+    bounds: tuple[int | float, int | float],
+    num: int = 9,
 ) -> Float[np.ndarray, " bounds"]:
-    """The ratios at `num` bounds in an interval, those that both pass."""
-    found = np.array([ratio(first, second, x) for x in np.linspace(*bounds, num)])
+    """Returns the known ratios at `num` bounds in an interval."""
+    found = np.array([load_ratio(first, second, x) for x in np.linspace(*bounds, num)])
     return found[~np.isnan(found)]
 
 
-def between(
-    curve: Curve, bounds: tuple[int | float, int | float], num: int
+def choose_rates(
+    curve: LatencyCurve, bounds: tuple[int | float, int | float], num: int
 ) -> Float[np.ndarray, " num"]:
-    """Chooses more rates where the latency passes two bounds.
+    """Chooses further rates where the latency exceeds two bounds.
 
     Args:
-      curve: what was tried, at least one rate of which was too much.
-      bounds: the lower and the upper, seconds a token.
+      curve: latencies measured so far; at least one exceeds both bounds.
+      bounds: lower and upper bound in s per token.
       num: rates to choose.
 
     Returns:
-      Evenly spaced ones between the last rate below both bounds, or 0, and the first
-      above.
+      Evenly spaced rates between the last rate below both bounds, or 0, and the first
+      rate above both.
     """
     rates, latency = curve
     first, last = (np.flatnonzero(latency > bound)[0] for bound in bounds)

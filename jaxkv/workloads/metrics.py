@@ -1,10 +1,10 @@
-"""What a served workload comes to: latencies, goodput, gaps between tokens.
+"""Serving metrics: latencies, TTFT, TPOT, goodput, gaps between tokens.
 
-Plain NumPy on the host. Arrays may have any leading axes, of members of a simulation
-for one; requests are the last. Times that never came are NaN. A mean or a percentile
-over a request that was not served is NaN, with a warning that counts such requests:
-without them a policy that serves the fast ones alone would look fast. To leave requests
-out is the caller's decision, by `is_asked`, and `share_served` is the number beside it.
+Plain NumPy on the host. Arrays may have leading axes, such as members of a simulation;
+requests are the last axis. Missing times are NaN. A mean or percentile over a request
+that was not served is NaN, with a warning that counts such requests: without them, a
+policy that serves only the fast requests would look fast. The caller may leave requests
+out by `is_asked`, and should report `share_served` with the metric.
 """
 
 import warnings
@@ -18,11 +18,11 @@ type Tokens = Int[np.ndarray, "*#members requests"]
 
 
 def share_served(finish_s: Seconds, is_asked: np.ndarray | None = None) -> np.ndarray:
-    """The share of requests that were answered.
+    """Returns the share of requests that were answered.
 
     Args:
-      finish_s: when each was, NaN if it was not.
-      is_asked: the requests that count; all by default.
+      finish_s: finish time of each request, NaN if it was not answered.
+      is_asked: requests that count; all by default.
     """
     asked = np.ones(finish_s.shape, bool) if is_asked is None else is_asked
     num = np.maximum(asked.sum(-1), 1)
@@ -32,18 +32,18 @@ def share_served(finish_s: Seconds, is_asked: np.ndarray | None = None) -> np.nd
 def normalised_latency_s(
     arrival_s: Seconds, finish_s: Seconds, output: Tokens
 ) -> Float[np.ndarray, "*members"]:
-    """Mean over requests of the time from arrival to answer, by its tokens.
+    """Returns the mean over requests of end-to-end latency per output token.
 
-    Two requests that come at 0 s: one gets 10 tokens by 1 s, the other 100 by 2 s:
-    (0.1 + 0.02) / 2 = 0.06 s a token.
+    Example: two requests arrive at 0 s; one gets 10 tokens by 1 s, the other 100 by 2
+    s: (0.1 + 0.02) / 2 = 0.06 s per token.
 
     Args:
-      arrival_s: when each came; NaN leaves out a request that never did.
-      finish_s: when its last sequence ended.
-      output: tokens of each of its sequences.
+      arrival_s: arrival time; NaN excludes a request that never arrived.
+      finish_s: finish time of the last sequence.
+      output: tokens of each sequence.
 
     Returns:
-      The mean; NaN, with a warning, if a request that came was not answered.
+      The mean; NaN, with a warning, if a request that arrived was not answered.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1; Yu et al. 2022 (Orca).
     """
@@ -55,7 +55,7 @@ def normalised_latency_s(
 
 
 def time_to_first_token_s(arrival_s: Seconds, first_s: Seconds) -> Seconds:
-    """TTFT of each request: from its arrival to its first token.
+    """Returns the time to first token (TTFT) of each request.
 
     Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 2.
     """
@@ -65,7 +65,9 @@ def time_to_first_token_s(arrival_s: Seconds, first_s: Seconds) -> Seconds:
 def time_per_output_token_s(
     first_s: Seconds, finish_s: Seconds, output: Tokens
 ) -> Seconds:
-    """TPOT of each request: the mean gap between its tokens; 0 for a single token.
+    """Returns the time per output token (TPOT) of each request.
+
+    It is the mean gap between tokens; 0 for a single token.
 
     Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 2.
     """
@@ -79,16 +81,16 @@ def percentile(
     *,
     is_asked: Bool[np.ndarray, "*members requests"] | None = None,
 ) -> Float[np.ndarray, "*members"]:
-    """The percentile over requests, interpolated linearly between two values.
+    """Returns a percentile over requests, interpolated linearly.
 
     Args:
-      values: one for each request; NaN where there is none.
+      values: one for each request; NaN if missing.
       percent: in [0, 100].
-      is_asked: the requests that count; all by default.
+      is_asked: requests that count; all by default.
 
     Returns:
       The percentile; NaN, with a warning, if a request that counts has no value, and
-      where none counts.
+      NaN if no request counts.
 
     Raises:
       ValueError: `percent` is out of range.
@@ -106,12 +108,12 @@ def percentile(
 
 
 class Objectives(NamedTuple):
-    """What users are promised."""
+    """Service level objectives (SLO) of a request."""
 
     first_s: float
-    """Time to the first token, at most."""
+    """Largest time to first token, in s."""
     per_token_s: float
-    """Mean gap between tokens, at most."""
+    """Largest time per output token, in s."""
 
 
 def attainment(
@@ -121,7 +123,9 @@ def attainment(
     output: Tokens,
     objectives: Objectives,
 ) -> Float[np.ndarray, "*members"]:
-    """The share of requests that met both objectives; who was not answered did not.
+    """Returns the share of requests that met both objectives (SLO attainment).
+
+    Requests that were not answered did not meet them.
 
     Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 2.
     """
@@ -138,19 +142,19 @@ def goodput(
     *,
     share: float = 0.9,
 ) -> float:
-    """The highest rate at which a share of all requests meets the objectives.
+    """Returns the highest rate at which a share of requests meets the objectives.
 
-    Between two rates attainment is taken to be linear. Rates of 1, 2, 3 with 1.0, 0.95,
-    0.85 attained: 2.5 at a share of 0.9.
+    Attainment is interpolated linearly between two rates. Example: rates 1, 2, 3 with
+    attainment 1.0, 0.95, 0.85 give 2.5 at a share of 0.9.
 
     Args:
       rates: requests per second, ascending.
-      attained: see `attainment`.
-      share: to be met, in (0, 1].
+      attained: attainment at each rate, see `attainment`.
+      share: required attainment, in (0, 1].
 
     Returns:
-      The rate: of the first crossing from above; 0 if it is met at none, the highest
-      of `rates` if it is met at all.
+      The rate of the first crossing from above; 0 if the share is met at no rate, and
+      the highest of `rates` if it is met at all.
 
     Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670, section 1.
     """
@@ -163,12 +167,12 @@ def capacity(
     *,
     at_most_s: float,
 ) -> float:
-    """The rate at which latency crosses a bound, interpolated; as `goodput` does."""
+    """Returns the rate at which latency crosses a bound, as `goodput` does."""
     return _crossing(rates, -latency_s, -at_most_s)
 
 
 def _crossing(rates: np.ndarray, values: np.ndarray, least: float) -> float:
-    """The rate at which values fall below `least` for the first time."""
+    """Returns the rate at which values first fall below `least`."""
     if (np.diff(rates) <= 0).any():
         raise ValueError("rates must ascend")
     below = np.flatnonzero(~(values >= least))
@@ -183,7 +187,7 @@ def _crossing(rates: np.ndarray, values: np.ndarray, least: float) -> float:
 
 
 class Gaps(NamedTuple):
-    """Times between tokens of a sequence that follow each other."""
+    """Times between consecutive tokens of a sequence."""
 
     sequence: Int[np.ndarray, " gaps"]
     seconds: Float[np.ndarray, " gaps"]
@@ -194,13 +198,13 @@ def gaps_between_tokens(
     end_s: Float[np.ndarray, " steps"],
     num_drawn: Int[np.ndarray, "steps slots"] | None = None,
 ) -> Gaps:
-    """TBT: the time from each token of a sequence to its next one, stalls included.
+    """Returns the times between tokens (TBT) of each sequence, stalls included.
 
     Args:
-      drew: sequences that drew tokens in each step, -1 where nobody did.
-      end_s: when each step ended.
-      num_drawn: how many each drew; None means one. Those of one step come together,
-        with no time between them.
+      drew: sequences that drew tokens in each step; -1 for an idle slot.
+      end_s: end time of each step.
+      num_drawn: tokens that each sequence drew; None means one. Tokens of one step
+        arrive together, with gaps of 0.
 
     Source: Agrawal et al. 2024 (Sarathi-Serve), arXiv:2403.02310, section 2.
     """
@@ -219,7 +223,7 @@ def saving(
     saved_pages: Float[np.ndarray, "*members"],
     used_pages: Float[np.ndarray, "*members"],
 ) -> Float[np.ndarray, "*members"]:
-    """The share of pages that sharing saves: of those in use if nobody shared.
+    """Returns the share of pages saved by sharing, relative to no sharing.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 6.3 (figure 15).
     """
@@ -230,31 +234,31 @@ def saving(
 def waste(
     recomputed: Int[np.ndarray, "*members"], fed: Int[np.ndarray, "*members"]
 ) -> Float[np.ndarray, "*members"]:
-    """The share of tokens that were fed because they had been lost."""
+    """Returns the share of fed tokens that were recomputed after preemption."""
     return np.asarray(recomputed / np.maximum(fed, 1))
 
 
 def in_turn(
     arrival_s: Float[np.ndarray, " n"], service_s: Float[np.ndarray, " n"]
 ) -> Float[np.ndarray, " n"]:
-    """When each is done, if one after the other is served: Lindley's recursion."""
+    """Returns finish times of a first-come-first-served queue (Lindley's recursion)."""
     # done[i] = max(arrival[i], done[i - 1]) + service[i], unrolled.
     total = np.cumsum(service_s)
     return total + np.maximum.accumulate(arrival_s - (total - service_s))
 
 
 def waiting_s(rate: int | float, service_s: int | float) -> float:
-    """Mean wait before service of an M/D/1 queue, in seconds.
+    """Returns the mean wait before service in an M/D/1 queue, in s.
 
-    Poisson arrivals and a constant service: R D^2 / (2 (1 - R D)). At 2 requests per
-    second of 0.3 s each: 2 * 0.09 / (2 * 0.4) = 0.225 s.
+    Poisson arrivals and constant service time: R D^2 / (2 (1 - R D)). Example: 2
+    requests per second of 0.3 s each give 2 * 0.09 / (2 * 0.4) = 0.225 s.
 
     Args:
       rate: requests per second.
-      service_s: of each, with `rate * service_s` below 1.
+      service_s: service time in s, with `rate * service_s` below 1.
 
     Raises:
-      ValueError: the queue grows without end.
+      ValueError: the load is at least 1, so the queue grows without bound.
 
     Source: Pollaczek and Khinchine's formula; Zhong et al. 2024 (DistServe),
     arXiv:2401.09670, section 3.1, equation 1.
@@ -265,7 +269,7 @@ def waiting_s(rate: int | float, service_s: int | float) -> float:
 
 
 def _warn_of_missing(name: str, values: np.ndarray, is_asked: np.ndarray) -> None:
-    """Warns that a metric is NaN, and why."""
+    """Warns that a metric is NaN because of requests that were not served."""
     missing = is_asked & np.isnan(values)
     if missing.any():
         warnings.warn(

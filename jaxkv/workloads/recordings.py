@@ -1,15 +1,15 @@
-"""Requests that somebody recorded: files of them, checked row by row.
+"""Recorded request traces: files in several formats, validated row by row.
 
     Azure       TIMESTAMP (a date), ContextTokens, GeneratedTokens
-    BurstGPT    Timestamp (s), Request tokens, Response tokens (and others)
+    BurstGPT    Timestamp (s), Request tokens, Response tokens (more are ignored)
     plain       arrival_s, prompt_tokens, output_tokens
     Mooncake    timestamp (ms), input_length, output_length, hash_ids
     ShareGPT    JSON, a list of conversations; texts without times
 
 A file is any table (`jaxkv.files.tables`: CSV, JSON lines, Parquet, ...) with these
-columns. Dates without a zone are in UTC. Nothing is put right in silence: a row that no
-server could have seen is refused, with its line and the reason, and what is left out
-because the caller asked for it is counted.
+columns. Dates without a time zone are UTC. No row is corrected silently: an impossible
+row is an error with its line and the reason, and rows that the caller asked to skip are
+counted.
 
 Sources: Patel et al. 2024 (Splitwise), arXiv:2311.18677; Wang et al. 2024 (BurstGPT),
 arXiv:2401.17644; Qin et al. 2025 (Mooncake), FAST.
@@ -29,41 +29,42 @@ from jaxkv.files import tables
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.lengths import LONGEST, Lengths
 
-CHUNK = 512
-"""Tokens of a prompt that one of Mooncake's ids stands for."""
+CHUNK_TOKENS = 512
+"""Tokens of a prompt per chunk id in Mooncake's traces."""
 
 
 class Recording(NamedTuple):
     """Requests in order of arrival, on the host."""
 
     arrival_s: Float[np.ndarray, " requests"]
-    """Seconds; from the first request, or from 0 in a plain file."""
+    """Arrival times in s, from the first request, or from 0 in a plain file."""
     prompt: Int32[np.ndarray, " requests"]
-    """Tokens, at least 1."""
+    """Prompt length in tokens, at least 1."""
     output: Int32[np.ndarray, " requests"]
-    """Tokens, at least 1."""
+    """Output length in tokens, at least 1."""
     chunk_ids: tuple[Int64[np.ndarray, " chunks"], ...] | None
-    """Ids of the prompts' runs of `CHUNK` tokens, the last one perhaps shorter: where
-    ids are equal, so is everything up to there. None where nobody recorded them."""
+    """Ids of the chunks of `CHUNK_TOKENS` tokens of each prompt; the last chunk may be
+    shorter. Equal ids mean equal tokens from the start of the prompt to the end of the
+    chunk. None if the recording has no ids."""
     num_empty: int
-    """Requests that failed, without any output, and were left out."""
+    """Failed requests without output, which were skipped."""
     doubts: tuple[str, ...] = ()
-    """Sentences about times that look like those of another unit."""
+    """Warnings about times that look like another unit."""
 
     @property
     def rate(self) -> float:
-        """Requests per second on average, over the gaps; NaN if all came at once."""
+        """Mean requests per second over the gaps; NaN if all arrive at once."""
         span = float(self.arrival_s[-1] - self.arrival_s[0])
         return (self.arrival_s.size - 1) / span if span > 0 else math.nan
 
     def at_rate(self, rate: float) -> "Recording":
-        """Replays it faster or slower, the pattern of bursts kept.
+        """Rescales the arrival times to a mean rate; the pattern of bursts stays.
 
         Args:
-          rate: requests per second on average, above 0.
+          rate: mean requests per second, above 0.
 
         Raises:
-          ValueError: `rate` is out of range, or all requests came at once.
+          ValueError: `rate` is out of range, or all requests arrive at once.
         """
         if not 0 < rate < math.inf:
             raise ValueError(f"{rate=} must be above 0 requests per second")
@@ -72,13 +73,13 @@ class Recording(NamedTuple):
         return self._replace(arrival_s=self.arrival_s * (self.rate / rate))
 
     def workload(self, *, clients: int | None = None) -> arrivals.Workload:
-        """Makes the workload; with `clients`, their order is kept, not their times."""
+        """Returns the workload; with `clients`, all arrive at 0 s in the same order."""
         arrival_s = self.arrival_s if clients is None else np.zeros(self.prompt.size)
         return arrivals.make(arrival_s, self.prompt, self.output, clients=clients)
 
 
 class _Row(NamedTuple):
-    """A checked request, its position in the file, and its time as written."""
+    """A validated request, its line in the file, and its time as written."""
 
     line: int
     arrival_s: float
@@ -87,19 +88,19 @@ class _Row(NamedTuple):
     chunk_ids: tuple[int, ...] | None
 
 
-def read(path: Path, *, skip_empty: bool = False) -> Recording:
-    """Reads a recording, whose kind is known by its columns.
+def read_recording(path: Path, *, skip_empty: bool = False) -> Recording:
+    """Reads a recording; its format is recognised by its columns.
 
     Args:
       path: the file.
-      skip_empty: leaves requests without any output out, and counts them; such failures
-        stand in BurstGPT's files. Otherwise they are refused.
+      skip_empty: True to skip and count requests without output, which are failures in
+        BurstGPT's files. Otherwise they are an error.
 
     Raises:
-      ValueError: the file cannot be read or is of no known kind; a row lacks a number,
-        has one out of range, or arrives before the row ahead of it; some dates have a
-        zone and some have none; nothing is left. One line that names the file, and the
-        line in it.
+      ValueError: the file cannot be read or has an unknown format; a row lacks a
+        number, has one out of range, or arrives before the previous row; some dates
+        have a time zone and some have none; or no request is left. One line with the
+        file and the line in it.
     """
     try:
         table = tables.read(path, keep_lists=True, allow_partial=False)
@@ -111,18 +112,18 @@ def read(path: Path, *, skip_empty: bool = False) -> Recording:
     kept: list[_Row] = []
     num_empty, before = 0, None
     try:
-        # The kind that has all its columns in the table.
+        # The format of which all columns are in the table.
         names = {*table.names}
         kind = next((kind for kind in _KINDS if {*kind[:3]} <= names), None)
         if kind is None and _MOONCAKE.time in names:
-            kind = _MOONCAKE  # a row that lacks a number is named
+            kind = _MOONCAKE  # the error has the row that lacks a number
         if kind is None:
             for name in table.repeated:
                 if any(name in kind[:3] for kind in _KINDS):
                     raise ValueError(f"two columns are named {name!r}")
             known = "; ".join(", ".join(k[:3]) for k in _KINDS)
-            said = ", ".join(table.names)
-            raise ValueError(f"its columns are {said}; known are: {known}")
+            shown = ", ".join(table.names)
+            raise ValueError(f"its columns are {shown}; known are: {known}")
         for row in _rows(table, kind):
             if row.arrival_s < 0 and before is None:
                 raise ValueError(
@@ -134,12 +135,12 @@ def read(path: Path, *, skip_empty: bool = False) -> Recording:
                     "sorted?"
                 )
             before = row
-            for what, num, low in (
+            for name, num, low in (
                 ("prompt", row.prompt, 1),
                 ("output", row.output, 0),
             ):
                 if not low <= num <= LONGEST:
-                    raise ValueError(f"line {row.line}: the {what} has {num} tokens")
+                    raise ValueError(f"line {row.line}: the {name} has {num} tokens")
             if skip_empty and row.output == 0:
                 num_empty += 1
             elif row.output < 1:
@@ -158,24 +159,24 @@ def read(path: Path, *, skip_empty: bool = False) -> Recording:
         output=np.array([row.output for row in kept], np.int32),
         chunk_ids=tuple(np.array(x, np.int64) for x in ids) if ids else None,
         num_empty=num_empty,
-        doubts=_doubts(table, kind, arrival_s),
+        doubts=_unit_warnings(table, kind, arrival_s),
     )
 
 
 def num_known_chunks(recording: Recording) -> Int32[np.ndarray, " requests"]:
-    """Counts the chunks of each prompt that earlier prompts began with, too.
+    """Counts the leading chunks of each prompt that an earlier prompt had as well.
 
-    It is what a prefix cache without bounds could find, whole chunks of it.
+    That is the number of chunks an unbounded prefix cache could find.
 
     Raises:
-      ValueError: nobody recorded what the prompts have in common.
+      ValueError: the recording has no chunk ids.
     """
     if recording.chunk_ids is None:
-        raise ValueError("the recording has no ids of chunks")
+        raise ValueError("the recording has no chunk ids")
     seen: set[int] = set()
     counts = []
     for ids in recording.chunk_ids:
-        # An id stands for its chunk and all before it.
+        # Equal ids mean equal tokens up to the end of the chunk.
         is_known = [int(x) in seen for x in ids]
         counts.append(is_known.index(False) if False in is_known else len(is_known))
         seen.update(map(int, ids))
@@ -185,18 +186,19 @@ def num_known_chunks(recording: Recording) -> Int32[np.ndarray, " requests"]:
 def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
     """Reads the lengths of conversations: the first question and its answer.
 
-    Conversations without both, or in which either has no token, are left out.
+    Conversations without both, or in which either has no token, are skipped.
 
     Args:
-      path: a JSON list of objects with `conversations`, lists of turns `from`, `value`.
-      encode: a tokenizer's.
+      path: JSON list of objects with `conversations`, lists of turns with `from` and
+        `value`.
+      encode: encoding function of a tokenizer.
 
     Returns:
       The lengths, in the order of the file.
 
     Raises:
-      ValueError: the file cannot be read, is no such list, or none is left; one line
-        that names the file, and the entry, counted from 1.
+      ValueError: the file cannot be read, is no such list, or no conversation is left;
+        one line with the file and the entry, counted from 1.
 
     Source: the choice of turns is that of vLLM's `benchmarks/benchmark_serving.py`.
     """
@@ -223,7 +225,7 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
 
 
 class _Kind(NamedTuple):
-    """Columns of a kind of recording, and the unit of its times."""
+    """Columns of a format, and the conversion of its times to s."""
 
     time: str
     prompt: str
@@ -254,12 +256,12 @@ _MOONCAKE = _KINDS[-1]
 
 
 def _rows(table: tables.RawTable, kind: _Kind) -> Iterator[_Row]:
-    """Reads the rows of a kind, with times from the first row's, or from 0 s."""
+    """Yields the rows of a format, with times from the first row's, or from 0 s."""
     start = 0.0 if kind.time == "arrival_s" else None
     first: tuple[bool, int] | None = None
     for row in table.rows if kind.seconds is _since_1970 else ():
         cell, line = str(row.cells.get(kind.time)), row.line or row.number
-        # Of ISO 8601 only the zone has these after the hour.
+        # In ISO 8601, only a time zone has these characters after the date.
         has_zone = any(mark in cell[10:] for mark in "+-Zz")
         first = first or (has_zone, line)
         if has_zone != first[0]:
@@ -269,40 +271,41 @@ def _rows(table: tables.RawTable, kind: _Kind) -> Iterator[_Row]:
             )
     for row in table.rows:
         line = row.line or row.number
-        seconds = _number(row.cells, kind.time, line, kind.seconds)
+        seconds = _read_cell(row.cells, kind.time, line, kind.seconds)
         start = seconds if start is None else start
-        prompt = _number(row.cells, kind.prompt, line, _whole)
-        output, ids = _number(row.cells, kind.output, line, _whole), None
+        prompt = _read_cell(row.cells, kind.prompt, line, _to_integer)
+        output, ids = _read_cell(row.cells, kind.output, line, _to_integer), None
         if kind is _MOONCAKE:
             ids = row.cells.get("hash_ids")
             if not isinstance(ids, list) or not all(type(x) is int for x in ids):
                 raise ValueError(
                     f"line {line}: hash_ids is not a list of whole numbers"
                 )
-            if len(ids) != -(-prompt // CHUNK):
+            if len(ids) != -(-prompt // CHUNK_TOKENS):
                 raise ValueError(
-                    f"line {line}: {len(ids)} hash_ids for {prompt} tokens, {CHUNK} to "
-                    "each"
+                    f"line {line}: {len(ids)} hash_ids for {prompt} tokens, "
+                    f"{CHUNK_TOKENS} to each"
                 )
             ids = tuple(ids)
         yield _Row(line, seconds - start, prompt, output, ids)
 
 
 _LONG_GAP_S = 60.0
-"""Mean time between requests above which whole seconds may be milliseconds."""
+"""Mean time between requests above which integer seconds may be milliseconds."""
 _HIGH_RATE, _HIGH_RATE_OF_FRACTIONS = 1e3, 50.0
-"""Requests per second above which milliseconds may be seconds; whole and other ones."""
+"""Requests per second above which milliseconds may be seconds; for integers and for
+fractions."""
 _EPOCH_S, _EPOCH_MS = (1e9, 1e10), 1e11
-"""Times since 1970: seconds of the years 2001 to 2286; least milliseconds of 1973."""
+"""Unix times: seconds of the years 2001 to 2286; smallest milliseconds, of 1973."""
 
 
-def _doubts(
+def _unit_warnings(
     table: tables.RawTable, kind: _Kind, arrival_s: Float[np.ndarray, " requests"]
 ) -> tuple[str, ...]:
-    """Doubts times that look like those of another unit."""
-    said = [line for name, line in table.doubtful.items() if name in kind[:3]]
+    """Returns warnings about times that look like another unit."""
+    found = [line for name, line in table.doubtful.items() if name in kind[:3]]
     if kind.seconds is _since_1970:
-        return tuple(said)
+        return tuple(found)
     name, num = kind.time, arrival_s.size
     span = float(arrival_s[-1] - arrival_s[0])
     first = _float(table.rows[0].cells[name])
@@ -310,7 +313,7 @@ def _doubts(
         is_whole = not np.any((arrival_s - arrival_s[0]) % 1)
         is_long = num > 2 and is_whole and span > _LONG_GAP_S * (num - 1)
         if first >= _EPOCH_MS or is_long:
-            said.append(
+            found.append(
                 f"{name} is read as seconds: {num:,} requests in {span:,.4g} s; are "
                 "they milliseconds?"
             )
@@ -319,15 +322,15 @@ def _doubts(
         most = _HIGH_RATE_OF_FRACTIONS if has_fractions else _HIGH_RATE
         is_short = num > 2 and 0 < span * most < num - 1
         if _EPOCH_S[0] <= first < _EPOCH_S[1] or is_short:
-            said.append(
+            found.append(
                 f"{name} is read as milliseconds: {num:,} requests in {span:,.4g} s; "
                 "are they seconds?"
             )
-    return tuple(said)
+    return tuple(found)
 
 
-def _whole(value: Any) -> int:
-    """Reads a whole number, such as 10, "10", 10.0, "10.0" or "1e3"."""
+def _to_integer(value: Any) -> int:
+    """Converts an integer such as 10, "10", 10.0, "10.0" or "1e3"."""
     if isinstance(value, bool):
         raise ValueError
     if isinstance(value, str):
@@ -340,10 +343,10 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _number[T: (int, float)](
+def _read_cell[T: (int, float)](
     row: Mapping[str, Any], name: str, line: int, convert: Callable[[Any], T]
 ) -> T:
-    """Reads a cell.
+    """Converts a cell.
 
     Raises:
       ValueError: it is missing, or not such a number.

@@ -98,10 +98,10 @@ def guesses(
     """
     if isinstance(heads, eagle.EagleConfig):
         how = {"config": heads, "num_steps": depth}
-        return eagle.unroll(params, target, tokens, found.features, **how)
+        return eagle.unroll_drafts(params, target, tokens, found.features, **how)
     batch, seq = tokens.shape
     rows = found.features.reshape(batch * seq, -1)
-    said = medusa.logits(params, target, rows, config=heads)
+    said = medusa.head_logits(params, target, rows, config=heads)
     said = said.reshape(heads.num_heads, batch, seq, -1)[:depth]
     ahead = range(1, said.shape[0] + 1)
     rolled = [jnp.roll(x, k, axis=1) for k, x in zip(ahead, said, strict=True)]

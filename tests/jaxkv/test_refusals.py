@@ -532,7 +532,7 @@ def test_the_memory_that_is_free_is_known() -> None:
     )
     free = device_memory.free_bytes()
     assert free is None or free > 2**20
-    device_memory.check_room(state, "what there is")
+    device_memory.check_free_memory(state, "what there is")
 
 
 def test_a_pool_that_cannot_be_allocated_is_one_line() -> None:

@@ -96,7 +96,7 @@ def steps_on(
     )
     weights = tensor.param_specs(transformer.param_axes(fitted), mesh)
     parts = layout.state_specs(state)
-    found = programs.on_mesh(programs.divided(mesh, weights, parts))
+    found = programs.mesh_programs(programs.program_shardings(mesh, weights, parts))
 
     def run(params: Any, state: Any, clock: Any) -> Any:
         # What the engine jits: options of the compiler are the outermost jit's.

@@ -37,6 +37,7 @@ class Scripted:
         )
         self.running = 0
         self.asked: list[tuple[Sequence[int], Sampling, float | None]] = []
+        self.attributes: list[Any] = []
         self.go = threading.Event()
 
     def status(self) -> dict[str, Any]:
@@ -51,9 +52,10 @@ class Scripted:
         attributes: Any = None,
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
-        del key_id, attributes
+        del key_id
         assert not isinstance(prompt, str)
         self.asked.append((prompt, sampling, deadline_s))
+        self.attributes.append(attributes)
         if 256 in prompt:
             raise ValueError("token id 256 must be in [0, 256)")
         text = self.tokenizer.decode(prompt)
@@ -125,7 +127,7 @@ def _best(token: int, logprob: float, num: int) -> dict[int, float]:
 class Serving(NamedTuple):
     """An application that runs in a thread."""
 
-    service: app.Service
+    service: app.HttpService
     port: int
     stop: Callable[[], None]
     """Has the server stop, and waits until it has."""
@@ -182,7 +184,7 @@ def serving(
     backend: Any, *, api_key: str | None = KEY, **fields: Any
 ) -> Generator[Serving]:
     """Serves a backend on a free port of loopback."""
-    service = app.Service(backend, api_key=api_key, **fields)
+    service = app.HttpService(backend, api_key=api_key, **fields)
     taken = http_server.listen("127.0.0.1", 0)
     port, ready, failures = taken.getsockname()[1], threading.Event(), []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

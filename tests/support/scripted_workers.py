@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, WorkerSpec
+from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion, Event
 from jaxkv.serving.outputs import FinishedAnswer
@@ -41,7 +41,7 @@ class ScriptedWorker:
         self.running: dict[Attempt, asyncio.Task[None]] = {}
         self.reports: dict[str, list[Report]] = {}
         self.attributes: list[Any] = []
-        """Attributes of each request that was submitted."""
+        """Attributes of each request that was submitted or prefilled."""
         self._filled = asyncio.Event()
 
     def kill(self) -> None:
@@ -116,13 +116,14 @@ class ScriptedWorker:
         return None
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
-    ) -> tuple[Prefilled, Any]:
+        self, attempt: Attempt, tokens: list[int], salt: int, attributes: Any = None
+    ) -> tuple[PrefillResult, Any]:
+        self.attributes.append(attributes)
         await self._alive()
         await asyncio.sleep(self.pace_s)
         await self._alive()
         self.num_read += 1
-        return Prefilled(100, 0.0, 0.0), len(tokens)
+        return PrefillResult(100, 0.0, 0.0), len(tokens)
 
     async def bring(self, pages: Any) -> int:
         await self._alive()

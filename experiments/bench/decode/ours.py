@@ -164,9 +164,9 @@ class Ours:
         speculate: methods.Method | None = None,
     ):
         self.dtype = dtype
-        target = methods.Model(model.config, model.params)
+        target = methods.ModelWeights(model.config, model.params)
         served = methods.build_speculative(
-            target, bounds, methods.of(speculate), dtype=dtype
+            target, bounds, methods.parse_speculation(speculate), dtype=dtype
         )
         self._bounds, self._vocab_size = bounds, model.config.vocab_size
         self.forward = served.forward

@@ -135,7 +135,7 @@ def make(
     way: str,
     config: EngineConfig,
     speculation: Speculation | None = None,
-    heads: head_folders.Loaded | None = None,
+    heads: head_folders.LoadedHeads | None = None,
     draft: checkpoints.Loaded | None = None,
 ) -> Server:
     """Makes a server that decodes one way.
@@ -154,14 +154,14 @@ def make(
         heads = heads._replace(acceptance=first)
     small = None
     if draft is not None and its.method == "draft-model":
-        small = methods.Model(draft.config, draft.params)
+        small = methods.ModelWeights(draft.config, draft.params)
     how = None
     if its.method is not None:
         how = SpeculationConfig(
             its.method, draft_layers=its.layers, adaptive=its.adaptive
         )
     served = methods.build_speculative(
-        methods.Model(model.config, model.params),
+        methods.ModelWeights(model.config, model.params),
         config,
         how,
         dtype="float32",

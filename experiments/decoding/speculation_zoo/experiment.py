@@ -150,7 +150,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     if config.draft:
         draft = model_shapes.load_with_text(config.draft, max_length=config.max_length)
     heads = {
-        kind: head_folders.load(
+        kind: head_folders.load_heads(
             bundled.heads_of(config.model, kind), model.config, dtype="float32"
         )
         for kind in head_folders.KINDS

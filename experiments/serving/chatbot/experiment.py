@@ -63,7 +63,7 @@ def load(config: Config) -> Load:
     """
     rng = np.random.default_rng(config.seed)
     seconds = 3600 * config.hours
-    num = load_curves.enough(config.most, seconds)
+    num = load_curves.num_requests_for(config.most, seconds)
     # A geometric law of failures with this mean.
     before = rng.geometric(1 / (1 + config.rounds_before), num) - 1
     said = lengths.SHAREGPT.draw(rng, num + int(before.sum()))
@@ -117,9 +117,9 @@ def plot(axes: Any, result: list[Row]) -> None:
     bounds, gains = np.linspace(*runs.BOUNDS, 33), [0.0]
     for system, curve in curves.items():
         if system != "paged" and "paged" in curves:
-            gain = [load_curves.ratio(curves["paged"], curve, x) for x in bounds]
+            gain = [load_curves.load_ratio(curves["paged"], curve, x) for x in bounds]
             style.curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
-            gains.append(load_curves.ratio(curves["paged"], curve, runs.BOUND))
+            gains.append(load_curves.load_ratio(curves["paged"], curve, runs.BOUND))
     style.reference(ratio, 2, "the paper's")
     title = "Load with pages over Orca's"
     if gains[1:]:

@@ -72,7 +72,7 @@ def full_rate(model: settings.Model, law: lengths.Pair) -> float:
 def num_requests(config: Config) -> int:
     """Enough for every model and data: so many that they share a program."""
     return max(
-        load_curves.enough(
+        load_curves.num_requests_for(
             max(config.shares) * full_rate(MODELS[name], DATA[data]),
             config.seconds,
             deviations=4,

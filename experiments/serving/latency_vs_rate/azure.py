@@ -115,7 +115,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     """Replays recordings, each by every model on every number of GPUs at a time."""
     rows: list[Row] = []
     for trace in config.traces:
-        recording = recordings.read(find(trace))
+        recording = recordings.read_recording(find(trace))
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
             Members(

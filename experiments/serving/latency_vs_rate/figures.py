@@ -80,7 +80,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         seconds = 3600 * panel.hours * config.hours_share
         found = runs.explore(
             setting,
-            runs.load(setting.law, most, seconds, config.seed),
+            runs.draw_load(setting.law, most, seconds, config.seed),
             [x for x in panel.systems if x in config.systems],
             panel.axis * np.arange(1, config.num_rates + 1) / config.num_rates,
             num_near=config.num_near,
@@ -123,7 +123,9 @@ def summary(result: list[Row]) -> list[Part]:
         cells = {system: x.text for system, x in found.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
             if found[system].relation == "is":
-                ratio = load_curves.ratio(curves["paged"], curves[system], runs.BOUND)
+                ratio = load_curves.load_ratio(
+                    curves["paged"], curves[system], runs.BOUND
+                )
                 cells[system] += f" ({ratio:.2f})"
         known = [cells.get(system, "-") for system in settings.SYSTEMS]
         capacities.append((name, published.PANELS[name].title, *known))
@@ -167,7 +169,7 @@ def plot(axes: Any, result: list[Row]) -> None:
         oracle = found.get(published.ORACLE)
         if "paged" in found and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
-            gain = f"{load_curves.ratio(*both, runs.BOUND):.1f} times the load"
+            gain = f"{load_curves.load_ratio(*both, runs.BOUND):.1f} times the load"
             least = "" if found["paged"].relation == "is" else "at least "
             title = f"{name}, {panel.title}: {least}{gain} of {published.ORACLE}"
             ax.set_title(title)

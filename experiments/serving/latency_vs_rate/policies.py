@@ -105,7 +105,7 @@ def requests(config: Config) -> Workload:
       ValueError: there is no recording, or it cannot be read.
     """
     path = azure.find("azure_conv") if config.recording is None else config.recording
-    found, num = recordings.read(path), config.first_requests
+    found, num = recordings.read_recording(path), config.first_requests
     found = found.at_rate(found.rate * config.rate_factor)
     prompt, output = found.prompt[:num], found.output[:num]
     rng = np.random.default_rng(config.seed)

@@ -11,7 +11,7 @@ import numpy as np
 from experiments.framework import Ours, beside, ours
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import BOUND, BOUNDS, Row
-from jaxkv.workloads import Curve, load_curves
+from jaxkv.workloads import LatencyCurve, load_curves
 
 BOOK = beside(__file__)
 PAPER, STEP, SHAPE = map(BOOK.word, ("paper", "step", "shape"))
@@ -158,11 +158,11 @@ def claims(rows: list[Row]) -> Iterator[Ours]:
     yield from _figure_14(whole)
 
 
-type Panels = Mapping[str, Mapping[str, Curve]]
+type Panels = Mapping[str, Mapping[str, LatencyCurve]]
 
 
-def _ratio(systems: Mapping[str, Curve], other: str = ORACLE) -> float:
-    return load_curves.ratio(systems["paged"], systems[other], BOUND)
+def _ratio(systems: Mapping[str, LatencyCurve], other: str = ORACLE) -> float:
+    return load_curves.load_ratio(systems["paged"], systems[other], BOUND)
 
 
 def _ratios(panels: Panels, other: str) -> list[float]:
@@ -171,7 +171,7 @@ def _ratios(panels: Panels, other: str) -> list[float]:
         ratio
         for x in panels.values()
         if other in x
-        for ratio in load_curves.ratios(x["paged"], x[other], BOUNDS).tolist()
+        for ratio in load_curves.load_ratios(x["paged"], x[other], BOUNDS).tolist()
     ]
 
 

@@ -15,8 +15,8 @@ from experiments.serving.latency_vs_rate.settings import Machine, System
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
 from jaxkv.simulation import Capacity, Cost, Members, Served, contiguous, driver
-from jaxkv.workloads import Curve, Load, arrivals, lengths, load_curves
-from jaxkv.workloads.load_curves import load as load
+from jaxkv.workloads import LatencyCurve, Load, arrivals, lengths, load_curves
+from jaxkv.workloads.load_curves import draw_load as draw_load
 
 PATIENCE = 0.25
 PATIENCE_S = 300.0
@@ -230,7 +230,9 @@ def explore(
                 continue
             if (curve.latency > BOUNDS[1]).any():
                 near.add(system)
-                rates[system] = load_curves.between(curve, BOUNDS, num_near).tolist()
+                rates[system] = load_curves.choose_rates(
+                    curve, BOUNDS, num_near
+                ).tolist()
             elif curve.rates[-1] < most:
                 more = np.linspace(curve.rates[-1], most, num_near + 1)[1:]
                 rates[system] = more.tolist()
@@ -245,18 +247,20 @@ def grouped(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
     return found
 
 
-def curves(rows: list[Row]) -> dict[System, Curve]:
+def curves(rows: list[Row]) -> dict[System, LatencyCurve]:
     """Puts the rows of every system in the order of their rates."""
     found = {}
     for system, here in grouped(rows, "system").items():
         pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in here)
-        found[system] = Curve(*np.array(pairs, float).T)
+        found[system] = LatencyCurve(*np.array(pairs, float).T)
     return found
 
 
-def sustained(rows: list[Row]) -> dict[System, load_curves.Sustained]:
+def sustained(rows: list[Row]) -> dict[System, load_curves.SustainedRate]:
     """How much load each system sustains, where one number has to do."""
-    return {name: load_curves.at(x, BOUND) for name, x in curves(rows).items()}
+    return {
+        name: load_curves.sustained_rate(x, BOUND) for name, x in curves(rows).items()
+    }
 
 
 def told(rows: list[Row]) -> list[Row]:

@@ -108,7 +108,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     server = settings.SERVERS["13B"]
     setting = runs.Setting(server, settings.DATA["ShareGPT"])
     loads = [
-        runs.load(setting.law, config.rate, 3600 * config.hours, seed)
+        runs.draw_load(setting.law, config.rate, 3600 * config.hours, seed)
         for seed in range(config.num_seeds)
     ]
     cost = settings.cost(server)

@@ -84,7 +84,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         if progress.stopped:
             break
         progress.show(f"{data}, pages of every size")
-        load = runs.load(law, FULL[data], seconds, seed)
+        load = runs.draw_load(law, FULL[data], seconds, seed)
         asked = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
         places, cost = server.num_places, settings.cost(server)
         members = [

@@ -79,10 +79,10 @@ def recorded(name: str) -> Prompts:
         raise ValueError(
             f"{name}: no such file{where}; --trace takes any file of Mooncake's format"
         )
-    chunk_ids = recordings.read(path).chunk_ids
+    chunk_ids = recordings.read_recording(path).chunk_ids
     if chunk_ids is None:
         raise ValueError(f"{path}: does not say what its prompts have in common")
-    return Prompts(path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK)
+    return Prompts(path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK_TOKENS)
 
 
 def chats(num_users: int, num_turns: int, seed: int) -> Prompts:

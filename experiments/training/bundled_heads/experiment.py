@@ -180,7 +180,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         shares = score(config, kind, shape, params, target)
         acceptance += [(kind, *at, share) for at, share in np.ndenumerate(shares)]
         if config.export:
-            head_folders.save(
+            head_folders.save_heads(
                 f"{config.export}-{kind}",
                 shape,
                 params,

@@ -20,34 +20,34 @@ from experiments.serving.latency_vs_rate import (
 )
 from experiments.serving.latency_vs_rate.published import PANELS, spared
 from jaxkv import clock
-from jaxkv.workloads import Curve, lengths, load_curves
+from jaxkv.workloads import LatencyCurve, lengths, load_curves
 from tests.support import smoke
 from tests.support.folders import RECORDS
 
-CURVE = Curve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
+CURVE = LatencyCurve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
 
 def test_a_bound_is_passed_between_two_rates() -> None:
-    at = load_curves.at
+    at = load_curves.sustained_rate
     assert at(CURVE, 0.5).rate == pytest.approx(3)
     assert at(CURVE, 0.05 * 10**0.5).rate == pytest.approx(2.5)
     assert at(CURVE, 0.01).text == "< 1"
     assert at(CURVE, 9.0).text == "> 4"
     twice = CURVE._replace(rates=2 * CURVE.rates)
-    found = load_curves.ratios(twice, CURVE, runs.BOUNDS)
+    found = load_curves.load_ratios(twice, CURVE, runs.BOUNDS)
     np.testing.assert_allclose(found, 2)
     assert found.shape == (9,)
 
 
 def test_more_rates_lie_where_bounds_are_passed() -> None:
-    between = load_curves.between
+    between = load_curves.choose_rates
     np.testing.assert_allclose(between(CURVE, runs.BOUNDS, 3), [2.5, 3, 3.5])
-    high = Curve(CURVE.rates, np.full(4, 5.0))
+    high = LatencyCurve(CURVE.rates, np.full(4, 5.0))
     np.testing.assert_allclose(between(high, runs.BOUNDS, 3), [0.25, 0.5, 0.75])
 
 
 def test_a_load_is_the_same_at_every_rate() -> None:
-    load = runs.load(lengths.ALPACA, 4.0, 100.0, seed=1)
+    load = runs.draw_load(lengths.ALPACA, 4.0, 100.0, seed=1)
     slow, fast = load.at(2.0), load.at(4.0)
     num = slow.prompt.shape[0]
     assert 150 < num < 250 < fast.prompt.shape[0]
@@ -77,7 +77,7 @@ def test_further_rates_go_beyond_or_near(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(runs, "serve", serve)
     setting = PANELS["12a"].setting()
-    load = runs.load(lengths.ALPACA, 1.0, 10.0, 0)
+    load = runs.draw_load(lengths.ALPACA, 1.0, 10.0, 0)
     even, systems = np.array([1.0, 2.0, 3.0]), ("paged", "Orca (Max)")
     found = runs.explore(setting, load, systems, even, num_near=2, most=5.0)
     near, beyond = asked[1]["paged"], asked[1]["Orca (Max)"]
@@ -105,7 +105,7 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
     assert worse["batch"] < two["batch"]
     most = figures.BEYOND * PANELS["12a"].axis
     # Little's law: where nobody is preempted, a request runs a step for each token.
-    w = runs.load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
+    w = runs.draw_load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
     assert one["num_preempted"] == 0
     assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)

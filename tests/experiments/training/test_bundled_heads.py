@@ -42,7 +42,7 @@ def test_smoke_trains_scores_and_exports() -> None:
     target = checkpoints.load_model(TARGET).config
     for kind in KINDS:
         folder = Path(f"{config.export}-{kind}")
-        loaded = head_folders.load(folder, target)
+        loaded = head_folders.load_heads(folder, target)
         assert loaded.config == config.shape(kind, target)
         shares = result.acceptance.where(kind=kind).right_share
         assert sum(loaded.acceptance, ()) == pytest.approx(shares, abs=1e-4)
@@ -70,7 +70,7 @@ def test_the_shipped_heads_fit_their_limits(kind: Any) -> None:
     assert folder == Path(f"{bundled.FOLDER / Path(config.export).name}-{kind}")
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 1e6
     target = checkpoints.read_config(TARGET)
-    loaded = head_folders.load(folder, target)
+    loaded = head_folders.load_heads(folder, target)
     assert loaded.config == config.shape(kind, target)
     assert loaded.acceptance[0][0] > 0.5
     assert folder.name not in bundled.names()

@@ -1,4 +1,5 @@
-"""The router: retries, deadlines, cancellation, membership; no answer is ever wrong."""
+"""The router: retries, deadlines, cancellation, worker pool; no answer is ever
+wrong."""
 
 import asyncio
 import contextlib
@@ -49,7 +50,7 @@ async def routing(
     finally:
         await asyncio.wait_for(router.close(), 10)
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:  # scripted answers that nobody waits for
+        for task in others:  # scripted answers without a receiver
             task.cancel()
 
 
@@ -84,11 +85,14 @@ async def test_a_prompt_is_read_by_one_worker_and_answered_by_another() -> None:
         await router.answer(PROMPT, ASK, key_id=4, attributes=urgent)
         assert decoder.attributes == [RequestAttributes(), urgent]
         assert (reader.num_read, decoder.num_brought) == (1, 1)
+        await router.answer([8, *PROMPT], ASK, attributes=urgent)
+        assert reader.attributes == [RequestAttributes(), urgent]
+        assert reader.num_read == 2
         # Less than a page, or no prefix cache: the decode worker reads.
         await router.answer(PROMPT[:3], ASK)
         await router.answer([9, *PROMPT], Sampling(max_tokens=2, prefix_cache=False))
-        assert reader.num_read == 1
-        members = router.members.values()
+        assert reader.num_read == 2
+        members = router.workers.values()
         assert [x.load for x in members] == [0, 0]
         times = answer.completion
         assert times.first_token_s is not None
@@ -232,7 +236,7 @@ async def test_lost_pages_cost_no_attempt() -> None:
         assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 0)
         reader.pace_s = 3600
         asked = asyncio.create_task(router.answer([5, *PROMPT], ASK, key_id=2))
-        await until(lambda: any(x.attempts for x in router.members.values()))
+        await until(lambda: any(x.attempts for x in router.workers.values()))
         reader.kill()
         answer = await asked
         assert answer.completion.tokens == tokens_of([5, *PROMPT], ASK, 2, 0)
@@ -288,8 +292,8 @@ async def test_answers_of_an_abandoned_attempt_are_dropped() -> None:
         asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: first.running)
         [late] = first.running
-        router._members.lose(router.members[first.name], "a test")
-        # The lost worker goes on, and its reports arrive all the same.
+        router._pool.mark_lost(router.workers[first.name], "a test")
+        # The lost worker continues, and its reports still arrive.
         wrong = Report(late, event=Event(7, [1], "wrong", None))
         router._deliver(wrong)
         answer = await asked
@@ -339,7 +343,7 @@ async def test_two_routers_share_workers_and_their_requests_do_not_mix() -> None
         routing(DECODE, launcher=launcher) as (one, _),
         routing(launcher=launcher) as (two, _),
     ):
-        assert [*one.members] == [*two.members]
+        assert [*one.workers] == [*two.workers]
         # The same names and keys in both; prompts differ.
         prompts = [[x, *PROMPT] for x in range(8)]
         asked = [
@@ -348,12 +352,12 @@ async def test_two_routers_share_workers_and_their_requests_do_not_mix() -> None
         ]
         for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
             assert answer.completion.tokens == tokens_of(prompt, ASK, 1, 0)
-        # A worker that one starts serves the other; one lost is replaced once.
+        # Workers are shared by both routers; a lost one is replaced once.
         name = one.add_worker(DECODE)
-        await until(lambda: name in two.members)
+        await until(lambda: name in two.workers)
         launcher.workers[name].kill()
         new = name[:-1] + "2"
-        await until(lambda: all(new in x.members for x in (one, two)))
+        await until(lambda: all(new in x.workers for x in (one, two)))
         assert len(launcher.workers) == 3
 
 
@@ -366,7 +370,7 @@ async def test_workers_join_leave_and_restart_while_requests_run() -> None:
         await until(lambda: old.running)
         new = await router.restart_worker(old.name)
         assert (await asked).num_attempts == 1  # the last request was waited for
-        assert [*router.members] == [new]
+        assert [*router.workers] == [new]
         assert launcher.killed == [old.name]
         added = router.add_worker(PREFILL)
         await router.wait_for(added)
@@ -443,7 +447,7 @@ def candidate(load: int, cached: int = 0) -> Candidate:
     return Candidate("a", "decode", load, 0, cached)
 
 
-def test_requests_go_where_least_is_to_be_done() -> None:
+def test_requests_go_to_the_worker_with_the_least_load() -> None:
     idle, busy, cached = candidate(0), candidate(10), candidate(10, 12)
     assert choice.least_work([busy, idle], 17) == 1
     assert choice.prefix_affinity([busy, idle], 17) == 1

@@ -1,4 +1,4 @@
-"""Random faults on two nodes: a request ends right, or with one error in time."""
+"""Random faults on two nodes: a request ends correctly, or with one error in time."""
 
 import contextlib
 import importlib.util
@@ -81,7 +81,7 @@ class Cluster:
                 self.stopped.append(pid)
 
     def mend(self) -> None:
-        """Brings back what a schedule has ended, and waits for the workers."""
+        """Restarts ended workers and nodes, and waits for them."""
         for pid in self.stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -105,7 +105,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
-def test_faults_cost_nothing_but_time(cluster: Cluster, seed: int) -> None:
+def test_faults_only_cost_time(cluster: Cluster, seed: int) -> None:
     rng = np.random.default_rng(seed)
     prompts = disaggregated.draw_prompts(100 + seed, 24)
     wanted = disaggregated.wanted(prompts, LONG)
@@ -128,7 +128,7 @@ def test_faults_cost_nothing_but_time(cluster: Cluster, seed: int) -> None:
                 num_right += 1
             else:
                 assert isinstance(error, ALLOWED), (service, faults, error)
-                # The death of one router is no concern of the other.
+                # The end of one router does not affect the other.
                 lost = isinstance(error, ServiceLostError)
                 assert not (lost and service == "first"), (faults, error)
     assert num_right > 0

@@ -102,7 +102,7 @@ def test_memory_and_descriptors_do_not_grow(service: Service) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_worker_costs_nothing_but_time(service: Service, role: str) -> None:
+def test_a_killed_worker_only_costs_time(service: Service, role: str) -> None:
     prompts = draw_prompts(1, 24)
     futures = [service.answer(x, LONG, key_id=i) for i, x in enumerate(prompts)]
     [dead, *_] = workers(service, role)
@@ -178,7 +178,7 @@ def test_the_page_lists_the_ports_that_are_open(service: Service) -> None:
     assert {"gcs_server", "raylet", "ray::Worker", "the router"} <= names
 
 
-def test_garbage_and_idle_connections_delay_nobody(service: Service) -> None:
+def test_garbage_and_idle_connections_delay_no_request(service: Service) -> None:
     every = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
     ports = [(every.get(x.address, x.address), x.number) for x in ports_of(service.pid)]
     assert len(ports) > 5
@@ -224,7 +224,7 @@ print("inside", list_named_actors(all_namespaces=True))
 
 
 @pytest.mark.slow
-def test_without_the_token_nothing_is_answered(service: Service) -> None:
+def test_requests_without_the_token_get_no_answer(service: Service) -> None:
     command = [sys.executable, "-c", TRY_WITHOUT_TOKEN]
     command += [service.info["head"], service.info["service"]]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -250,7 +250,7 @@ def test_two_services_share_workers(service: Service) -> None:
                 [one.answer(x, LONG, key_id=i) for i, x in enumerate(prompts)]
                 for one in (service, second)
             ]
-            # The death of a router is no concern of the other.
+            # The end of a router does not affect the other.
             os.kill(second.pid, signal.SIGKILL)
             answers = [x.result(timeout=120) for x in futures[0]]
             assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
@@ -274,7 +274,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_the_users_process_is_killed() -> None:
+def test_no_process_is_left_after_the_users_process_is_killed() -> None:
     command = [sys.executable, "-c", ENDLESS, str(TOKENIZED), repr(ENGINE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
         assert user.stdout is not None
@@ -310,7 +310,7 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     assert "Transfer(num_bytes=" in ran.stdout
 
 
-def test_what_cannot_start_is_refused() -> None:
+def test_services_that_cannot_start_are_refused() -> None:
     with pytest.raises(ValueError, match=r"address='x:1' needs the cluster's token"):
         Service(TOKENIZED, address="x:1")
 

@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv import Sampling
 from jaxkv.disaggregation import Router, WorkerSpec, identity, page_messages, worker
 from jaxkv.disaggregation.page_messages import PageMessage
-from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, Worker
+from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, Worker
 from tests.support import engines, moods
 from tests.support.folders import TOKENIZED
 
@@ -73,9 +73,9 @@ class LocalHandle:
         return await self.local.release(router)
 
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
-    ) -> tuple[Prefilled, Any]:
-        done, *pages = await self.local.prefill(attempt, tokens, salt)
+        self, attempt: Attempt, tokens: list[int], salt: int, attributes: Any = None
+    ) -> tuple[PrefillResult, Any]:
+        done, *pages = await self.local.prefill(attempt, tokens, salt, attributes)
         return done, pages
 
     async def bring(self, pages: Any) -> int:
@@ -127,7 +127,7 @@ def test_two_workers_answer_as_one_engine() -> None:
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         with pytest.raises(ValueError, match="max_length"):
             await router.answer([5] * 70, ASK)
-        assert [x.load for x in router.members.values()] == [0, 0]
+        assert [x.load for x in router.workers.values()] == [0, 0]
         await router.close()
         assert not launcher.workers
 
@@ -182,7 +182,7 @@ def test_a_prefill_worker_whose_engine_fails_is_replaced() -> None:
 
 
 @pytest.mark.slow
-def test_a_stalled_request_ends_and_its_worker_goes_on() -> None:
+def test_a_stalled_request_ends_and_its_worker_continues() -> None:
     async def run() -> None:
         launcher = LocalLauncher()
         router = Router(launcher)
@@ -334,17 +334,21 @@ def make_folder(path: Path, weights: bytes = b"0123") -> Path:
 
 def test_a_model_is_identified_by_its_contents(tmp_path: Path) -> None:
     one, two = make_folder(tmp_path / "a"), make_folder(tmp_path / "b")
-    assert identity.of_folder(one) == identity.of_folder(two)
+    assert identity.folder_identity(one) == identity.folder_identity(two)
     same_size = make_folder(tmp_path / "c", b"0124")
-    found = identity.difference(identity.of_folder(same_size), identity.of_folder(one))
+    found = identity.describe_difference(
+        identity.folder_identity(same_size), identity.folder_identity(one)
+    )
     assert found is not None
     assert found.startswith("weights=")
     (two / "tokenizer_config.json").write_text("{}")
-    found = identity.difference(identity.of_folder(two), identity.of_folder(one))
+    found = identity.describe_difference(
+        identity.folder_identity(two), identity.folder_identity(one)
+    )
     assert found is not None
     assert found.startswith("tokenizer=")
     with pytest.raises(ValueError, match=r"must be a folder with config\.json"):
-        identity.of_folder(tmp_path)
+        identity.folder_identity(tmp_path)
 
 
 def test_digests_are_remembered_until_a_file_changes(
@@ -358,17 +362,17 @@ def test_digests_are_remembered_until_a_file_changes(
         return whole(file, kind)
 
     monkeypatch.setattr(hashlib, "file_digest", count)
-    identity.of_folder(folder)
+    identity.folder_identity(folder)
     assert [*tmp_path.iterdir()] == [folder]  # small folders leave no file
     monkeypatch.setattr(identity, "REMEMBERED_BYTES", 1)
-    first = identity.of_folder(folder)
+    first = identity.folder_identity(folder)
     hashed.clear()
-    assert identity.of_folder(folder) == first
+    assert identity.folder_identity(folder) == first
     assert hashed == []
     (folder / "model.safetensors").write_bytes(b"9999")
-    assert identity.of_folder(folder) != first
+    assert identity.folder_identity(folder) != first
     assert hashed == ["model.safetensors"]
     memory = tmp_path / ".a.sha256.json"
     for damaged in ("{", "[]", '{"config.json": [1]}'):
         memory.write_text(damaged)
-        assert identity.of_folder(folder) != first
+        assert identity.folder_identity(folder) != first

@@ -226,9 +226,9 @@ def swap_in(state: State, arguments: Any) -> tuple[State, None]:
     return State(pool, table, pages, staging), None
 
 
-def host(state: State, moves: host_swap.Moves) -> tuple[State, None]:
+def host(state: State, moves: host_swap.HostTransfer) -> tuple[State, None]:
     return state._replace(
-        staging=host_swap.move(state.staging, ints(*GROUPS), moves)
+        staging=host_swap.apply_transfer(state.staging, ints(*GROUPS), moves)
     ), None
 
 
@@ -416,7 +416,7 @@ class Walk:
     def host(self) -> None:
         """The host takes a group's pages, or brings some back."""
         oracle, staging = self.oracle, self.state.staging
-        moves, owner = host_swap.no_moves(staging), np.asarray(staging.owner)
+        moves, owner = host_swap.empty_transfer(staging), np.asarray(staging.owner)
         staged = [group for group in oracle.out if group not in oracle.host]
         if staged and self.rng.random() < 0.5:
             group = int(self.rng.choice(staged))

@@ -30,7 +30,7 @@ def half_done(engine: jaxkv.Engine) -> EngineState:
     """Its state while requests are read, answered and wait."""
     for prompt, ask in zip(PROMPTS, ASKS, strict=True):
         engine.submit(prompt, ask)
-    engine.core.turn()
+    engine.core.step()
     engine.core.read(engine.core.unread[0])
     return engine.core.state
 

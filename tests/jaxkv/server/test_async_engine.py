@@ -61,12 +61,12 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 def wait_until_idle(served: AsyncEngine) -> None:
     end = time.monotonic() + 20
-    while served.engine.core.owes() or served.num_running:
+    while served.engine.core.has_pending() or served.num_running:
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_the_key_id_keys_the_draws_whatever_the_request_id(wanted) -> None:
+def test_the_key_id_keys_the_samples_for_any_request_id(wanted) -> None:
     engine = make_engine()
     for i, prompt in enumerate(PROMPTS):
         # Two requests at a time share a key: names are unique, keys need not be.
@@ -79,11 +79,11 @@ def test_the_key_id_keys_the_draws_whatever_the_request_id(wanted) -> None:
 
 
 @pytest.mark.parametrize("key_id", [-1, 2**31, True])
-def test_what_is_no_key_id_is_refused(key_id: Any) -> None:
+def test_invalid_key_ids_are_refused(key_id: Any) -> None:
     engine = make_engine()
     with pytest.raises(ValueError, match=r"^key_id="):
         engine.submit([5], ASK, key_id=key_id)
-    assert not engine.core.owes()
+    assert not engine.core.has_pending()
 
 
 def test_a_stream_has_the_tokens_of_a_plain_engine(served, wanted) -> None:
@@ -106,7 +106,7 @@ def test_a_stream_has_the_tokens_of_a_plain_engine(served, wanted) -> None:
     assert served.num_running == 0
 
 
-def test_text_goes_in_and_comes_out(served) -> None:
+def test_text_prompts_have_text_answers(served) -> None:
     events = asyncio.run(events_of(served, "hello", ASK))
     assert "".join(event.text for event in events) == events[-1].completion.text
     with pytest.raises(ValueError, match="prompt is empty"):
@@ -120,7 +120,7 @@ def test_leaving_a_stream_cancels_its_request(served) -> None:
             async for _ in events:
                 break
         task = asyncio.create_task(events_of(served, PROMPTS[1], LONG))
-        await asyncio.sleep(0)  # its submission is on the way
+        await asyncio.sleep(0)  # its submission has started
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -139,7 +139,7 @@ def test_a_deadline_ends_a_request(served, wanted) -> None:
     assert tokens_of(events) == wanted[0]
 
 
-def test_a_loop_that_is_gone_takes_no_one_along(served, wanted) -> None:
+def test_a_closed_loop_affects_no_other_stream(served, wanted) -> None:
     loop = asyncio.new_event_loop()
     stream = served.stream(PROMPTS[0], LONG)
     loop.run_until_complete(anext(stream))
@@ -195,7 +195,7 @@ def test_a_failure_reaches_each_stream_once_and_later_calls_at_once(
 
 
 @pytest.mark.thorough
-def test_a_stalled_request_ends_with_its_error_and_the_engine_goes_on() -> None:
+def test_a_stalled_request_ends_with_its_error_and_the_engine_continues() -> None:
     greedy = Sampling.greedy(max_tokens=4)
     engine = moods.make_engine(moods.REFUSES)
     with AsyncEngine(engine) as served:
@@ -252,7 +252,7 @@ def test_an_engine_answers_over_http_with_its_own_tokens(served) -> None:
             assert {len(column) for column in scores.values()} == {num}
             assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
             own = scores["token_logprobs"][len(prompt) :]
-            # As lm-eval finds out whether a continuation is the greedy one.
+            # lm-eval checks in this way whether a continuation is the greedy one.
             tops = scores["top_logprobs"][len(prompt) :]
             assert own == [max(top.values()) for top in tops]
             assert own == pytest.approx(done.logprobs, abs=1e-5)

@@ -13,6 +13,7 @@ pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 
 from jaxkv.disaggregation import RequestCancelledError
+from jaxkv.scheduling import RequestAttributes, attributes
 from jaxkv.server import http_server, openai_requests
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
@@ -160,7 +161,7 @@ def test_a_chat(served: Serving, backend: Scripted) -> None:
     entry = {"token": "t", "logprob": -0.75, "bytes": [116]}
     assert choice["logprobs"]["content"][1] == entry | {"top_logprobs": [entry]}
     assert bytes(backend.asked[-1][0]) == b"[system]hi[user]a"
-    # What is left of max_length, where no limit is given.
+    # The rest of max_length, if no limit is given.
     assert served.ask(CHAT, {"messages": HI})[0] == 200
     assert backend.asked[-1][1].max_tokens == 64 - len(b"[user]hi")
     tools = [{"type": "function", "function": {"name": "look"}}]
@@ -210,6 +211,26 @@ def test_every_field_reaches_the_sampling(served: Serving, backend: Scripted) ->
     assert deadline_s == 5
     served.ask(COMPLETIONS, {"prompt": "a"}, headers={"X-Deadline-S": "1.5"})
     assert backend.asked[-1][2] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})]
+)
+def test_attributes_of_a_request_reach_the_backend(
+    served: Serving, backend: Scripted, path: str, prompt: dict[str, Any]
+) -> None:
+    given = {name: i for i, name in enumerate(attributes.REQUEST_FIELDS)}
+    for fields in ({}, {"priority": -3}, given):
+        assert served.ask(path, prompt | fields)[0] == 200
+        assert backend.attributes[-1] == RequestAttributes(**fields)
+    for fields, line in (
+        ({"priority": 1001}, "priority=1001 must be a whole number in [-1000, 1000]"),
+        ({"session": "a"}, "session='a' must be a whole number in [-1, 2147483647]"),
+        ({"arrival_ms": 0}, "'arrival_ms' is not a field of this API"),
+    ):
+        status, error = served.error(path, prompt | fields)
+        assert (status, error["message"]) == (400, line)
+        assert error["param"] == next(iter(fields))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -284,7 +305,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.usefixtures("as_users_have_it")
 @pytest.mark.parametrize(("path", "fields", "line"), REFUSED)
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     served: Serving, path: str, fields: dict[str, Any], line: str
 ) -> None:
     status, error = served.error(path, fields)
@@ -299,12 +320,14 @@ def test_what_is_not_served_is_refused_by_name(
     "body",
     [b"", b"{", b"\xff\xfe", b"[1]", b'"x"', b"[" * 100_000, b'{"n": ' + b"9" * 5000],
 )
-def test_what_is_no_json_object_is_refused(served: Serving, body: bytes) -> None:
+def test_bodies_that_are_no_json_object_are_refused(
+    served: Serving, body: bytes
+) -> None:
     status, error = served.error(COMPLETIONS, body)
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
-def test_routes_and_models_that_there_are_not(served: Serving) -> None:
+def test_unknown_routes_and_models(served: Serving) -> None:
     assert served.error("/v1/nothing", None)[0] == 404
     assert served.error(COMPLETIONS, None)[0] == 405
     status, error = served.error(COMPLETIONS, {"prompt": "a", "model": "gpt"})
@@ -322,7 +345,7 @@ def test_a_body_has_a_bound(served: Serving, monkeypatch: pytest.MonkeyPatch) ->
     served.completion(prompt="a")
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(
+def test_a_slow_body_times_out(
     served: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxkv.server.app.BODY_S", 0.05)
@@ -383,9 +406,7 @@ def test_a_client_that_leaves_cancels_its_requests(
     served.wait_until(lambda: backend.running == 0)
 
 
-def test_more_than_there_is_room_for_is_refused(
-    served: Serving, backend: Scripted
-) -> None:
+def test_too_many_requests_are_refused(served: Serving, backend: Scripted) -> None:
     taken = [open_request(served, prompt="wait") for _ in range(8)]
     served.wait_until(lambda: backend.running == 8)
     status, error = served.error(COMPLETIONS, {"prompt": "abc"})
@@ -413,7 +434,7 @@ GARBAGE = [
 ]
 
 
-def test_garbage_and_silence_delay_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_and_silence_delay_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "IDLE_S", 0.3)
     with http_serving.serving(Scripted()) as served, contextlib.ExitStack() as stack:
         silent = []
@@ -460,7 +481,7 @@ def test_stopping_lets_requests_end_or_gives_one_clear_error() -> None:
         assert (status, error["message"]) == (503, "the server is stopping")
         # An engine that is closed, and a router that cancels its requests.
         for ended in (RuntimeError("closed"), RequestCancelledError("cancelled")):
-            found = served.service.error_of(ended)
+            found = served.service.to_api_error(ended)
             assert (found.status, str(found)) == (503, "the server is stopping")
         backend.go.set()
         received = b""
@@ -472,7 +493,7 @@ def test_stopping_lets_requests_end_or_gives_one_clear_error() -> None:
             served.ask("/health")
 
 
-def test_an_address_that_cannot_be_had_is_refused() -> None:
+def test_an_unavailable_address_is_refused() -> None:
     with contextlib.closing(http_server.listen("127.0.0.1", 0)) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -495,10 +516,11 @@ def test_a_tokenizer_is_read_over_http(served: Serving) -> None:
 def test_the_page_names_every_field() -> None:
     page = (folders.ROOT / "jaxkv/server/README.md").read_text(encoding="utf-8")
     for names in (
-        openai_requests._SAMPLING,
+        openai_requests._SAMPLING_FIELDS,
+        openai_requests._ATTRIBUTE_FIELDS,
         openai_requests._NO_EFFECT,
-        openai_requests._COMMON[2:],  # not model and stream
-        *openai_requests._OWN.values(),
+        openai_requests._COMMON_FIELDS[2:],  # not model and stream
+        *openai_requests._ROUTE_FIELDS.values(),
     ):
         assert not [name for name in names if f"`{name}`" not in page.replace(".", "`")]
 

@@ -93,7 +93,7 @@ def refusal(call: Callable[[], Any]) -> str:
     assert "\n" not in message
     assert "self." not in message
     assert len(message) < 300
-    # Raised by this project, not by a library that met the value.
+    # Raised by this project, not by a library that received the value.
     assert Path(caught.tb.tb_frame.f_code.co_filename).exists()
     last = caught.traceback[-1].path
     assert {"jaxkv", "tests"} & {*Path(last).parts}, message
@@ -147,8 +147,8 @@ def test_whole_numbers_of_numpy_and_jax_name_layers(
 ) -> None:
     wide = dataclasses.replace(loaded.config, num_layers=3)
     for value in (2, np.int64(2), np.array(2), jnp.array(2), [0, 1], np.arange(2)):
-        assert methods._layers(value, 3) == (0, 1)
-    drafter = api.self_speculative(PagedForward(wide), [np.int64(0), 2])
+        assert methods._check_layers(value, 3) == (0, 1)
+    drafter = api.build_self_speculative(PagedForward(wide), [np.int64(0), 2])
     assert drafter.forward.layers == (0, 2)
 
 
@@ -177,7 +177,11 @@ def test_parts_of_an_engine_are_refused(engine: Any) -> None:
             assert message.startswith(name), message
     fields = dataclasses.asdict(engine.config) | {"max_drafts": 2}
     config = type(engine.config)(**fields)
-    for pair in (spec(api.NGram(), 6), spec(5, api.Coupled()), spec(api.NGram, 6)):
+    for pair in (
+        spec(api.NGram(), 6),
+        spec(5, api.SharedNoiseVerifier()),
+        spec(api.NGram, 6),
+    ):
         given = parts | {"config": config, "speculation": pair}
         assert "speculation." in refusal(lambda given=given: api.Engine(**given))
 
@@ -213,7 +217,7 @@ def test_prefixes_take_tokens_of_the_vocabulary_and_salts_of_32_bits(
     for value in [*NO_TYPES, None, (pages, pages), np.zeros((2, 2))]:
         message = refusal(lambda x=value: engine.bring_prefix([1] * 9, x))
         assert message.startswith(f"pages={validation.shown(value)} must be arrays")
-    # Tokens that fit are cached under themselves alone: no id has wrapped to another.
+    # Token ids did not wrap: no other prefix is cached.
     assert int(engine.core.state.prefixes.num_pinned) == 0
 
 
@@ -236,7 +240,11 @@ DRAFTERS: dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]] = {
     "DraftModel": (
         api.DraftModel,
         {"forward": PagedForward(engines.MODEL)},
-        {"forward": NO_TYPES, "beside": [0, 1, None, "no"], "couples": [0, None]},
+        {
+            "forward": NO_TYPES,
+            "has_own_model": [0, 1, None, "no"],
+            "shares_noise": [0, None],
+        },
     ),
     "MedusaConfig": (
         api.MedusaConfig,
@@ -267,7 +275,7 @@ DRAFTERS: dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]] = {
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafters_and_meshes_refuse(name: str) -> None:
+def test_drafters_and_meshes_refuse_wrong_types(name: str) -> None:
     make, base, tries = DRAFTERS[name]
     for field, values in tries.items():
         for value in values:
@@ -284,7 +292,7 @@ def test_numbers_of_arrays_become_plain_ones() -> None:
     assert hash(dataclasses.replace(engines.MODEL, num_layers=np.array(2)))
 
 
-# What a `logits_fn` returns
+# Results of a `logits_fn`
 
 RAW = jnp.zeros((3, 7), jnp.float32)
 NO_LOGITS = [
@@ -316,7 +324,7 @@ def test_logits_that_fit_pass() -> None:
     assert logit_rows.change(None, rows, RAW) is RAW
 
 
-def test_an_engine_refuses_such_logits_and_lives_on(
+def test_an_engine_refuses_such_logits_and_continues(
     loaded: checkpoints.Loaded,
 ) -> None:
     bad: Any = lambda answer, logits: logits[:, :1]  # noqa: E731

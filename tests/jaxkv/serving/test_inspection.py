@@ -1,4 +1,4 @@
-"""What a person sees of an engine: names, short forms, page tables, data frames."""
+"""Inspection of an engine: names, short forms, page tables, data frames."""
 
 import re
 import subprocess
@@ -70,8 +70,8 @@ def test_page_tables_belong_to_the_events_so_far(engine: jaxkv.Engine) -> None:
             continue
         num_seen += 1
         for slot in table.slots:
-            # A token that was drawn is written when it is fed, in the next step; an
-            # event of the same call may be on its way.
+            # A sampled token is written when it is fed, in the next step; an event of
+            # the same call may not be delivered yet.
             told = known[slot.request_id]
             assert told - 1 <= slot.num_tokens <= told + engine.config.steps_per_call
             assert len(slot.page_ids) >= -(-slot.num_tokens // 4)
@@ -83,7 +83,7 @@ def test_page_tables_belong_to_the_events_so_far(engine: jaxkv.Engine) -> None:
 
 
 def test_a_page_table_is_that_of_the_calls_read(engine: jaxkv.Engine) -> None:
-    # The device is ahead; what is shown is bit for bit the table of a plain run.
+    # The device is ahead; the view equals the table of a plain run bit for bit.
     engine.submit(PROMPTS[1], GREEDY)
     shown = []
     for event in engine.stream():
@@ -119,7 +119,7 @@ def test_page_tables_are_text_and_html() -> None:
 
 
 class Frame(dict):
-    """What a library would make of columns."""
+    """Stand-in for a library's data frame."""
 
 
 @pytest.fixture(params=["pandas", "polars"])
@@ -173,7 +173,7 @@ def test_without_a_library_one_line_names_both(
 # Save, restore, fork
 
 
-def test_a_fork_goes_on_like_its_origin(engine: jaxkv.Engine) -> None:
+def test_a_fork_continues_like_its_original(engine: jaxkv.Engine) -> None:
     engine.submit("def bisect_left(a", GREEDY, request_id=70)
     stream = engine.stream()
     first = next(stream)
@@ -256,9 +256,9 @@ CODE = """if True:
     engine = jaxkv.Engine.load("FOLDER", num_pages=8, max_length=32)
     again = jaxkv.Engine.load("FOLDER", num_pages=8, max_length=32)
     import time
-    with cache.noticing():
+    with cache.notify_if_slow():
         time.sleep(0.2)
-    with cache.noticing():
+    with cache.notify_if_slow():
         pass
     known = jax.config.values
     print(known["jax_compilation_cache_dir"], known["jax_compilation_cache_max_size"])
@@ -280,7 +280,7 @@ def loading(home: Path, change: str = "", **variables: str) -> tuple[str, list[s
 
 
 @pytest.mark.slow
-def test_programs_are_kept_unless_something_else_is_configured(tmp_path: Path) -> None:
+def test_programs_are_cached_unless_a_cache_is_configured(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "file").touch()

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of an engine: what is asked ends, and the engine goes on."""
+"""Ctrl-C at any moment of an engine: the call ends, and the engine continues."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def engine() -> jaxkv.Engine:
 
 @pytest.fixture(scope="module")
 def expected(engine: jaxkv.Engine) -> dict[tuple[int, ...], list[int]]:
-    """Answers of an engine that nobody interrupts, by prompt."""
+    """Answers of an engine without interrupts, by prompt."""
     prompts = (*KNOWN, *ASKED)
     asks = [ASK] * 2 + [LONG] * 2
     done = engine.generate(prompts, asks)
@@ -44,7 +44,7 @@ def expected(engine: jaxkv.Engine) -> dict[tuple[int, ...], list[int]]:
 
 @pytest.fixture(autouse=True)
 def _python_handles_it() -> Iterator[None]:
-    """In the background a shell has Ctrl-C ignored."""
+    """A shell ignores Ctrl-C for background processes."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals are heard in the main thread only")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,15 +54,15 @@ def _python_handles_it() -> Iterator[None]:
 
 
 PHASES = {
-    "submit": ("submit", "_record", "add", "generate", "_next_id", "_checked"),
+    "submit": ("submit", "_make_record", "add", "generate", "_next_id", "_validate"),
     "compile": ("compile",),
-    "call": ("turn", "dispatch", "next_batch", "hand_over", "make_requests"),
-    "read": ("read", "extend", "_tell", "emitted", "stream", "_all_or_lost"),
+    "call": ("step", "dispatch", "next_batch", "mark_submitted", "make_requests"),
+    "read": ("read", "extend", "_emit", "group_emitted", "stream", "_lost_on_error"),
     "drain": ("next_cancels", "collect", "_close", "close", "complete"),
-    "copy": ("exchange", "no_moves"),
+    "copy": ("exchange", "empty_transfer"),
     "defer": ("__enter__", "__exit__", "_note", "_restore", "_deliver"),
 }
-"""Functions in whose lines each phase takes place."""
+"""Functions whose lines belong to each phase."""
 FILES = (
     "engine",
     "core",
@@ -76,7 +76,7 @@ FILES = (
 
 
 class Interrupter:
-    """Sends a signal before the n-th line that is run in some functions."""
+    """Sends a signal before the n-th line executed in some functions."""
 
     def __init__(self, names: tuple[str, ...], at: int, number: int = signal.SIGINT):
         self.names, self.at, self.number = names, at, number
@@ -102,32 +102,34 @@ class Interrupter:
         return self._line
 
 
-def work(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
-    """Asks in both ways; `told` takes what events tell of each request submitted."""
-    engine.core._compiled.clear()  # so that programs are asked for again
-    told[engine.submit(ASKED[0], LONG, request_id=1000)] = []
+def work(engine: jaxkv.Engine, received: dict[int, list[int]]) -> None:
+    """Submits requests in both ways; `received` collects the tokens of events by
+    request.
+    """
+    engine.core._compiled.clear()  # so that programs are requested again
+    received[engine.submit(ASKED[0], LONG, request_id=1000)] = []
     engine.generate(KNOWN, ASK)
-    told[engine.submit(ASKED[1], LONG, request_id=1001)] = []
-    listen(engine, told)
+    received[engine.submit(ASKED[1], LONG, request_id=1001)] = []
+    listen(engine, received)
 
 
-def listen(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
+def listen(engine: jaxkv.Engine, received: dict[int, list[int]]) -> None:
     for event in engine.stream():
-        told.setdefault(event.request_id, []).extend(event.tokens)
+        received.setdefault(event.request_id, []).extend(event.tokens)
         if event.completion is not None:
-            assert event.completion.tokens == told[event.request_id]
+            assert event.completion.tokens == received[event.request_id]
 
 
-def check(engine: jaxkv.Engine, told: dict[int, list[int]], expected: dict) -> None:
-    """Serves a known batch right, and leaves nothing behind."""
+def check(engine: jaxkv.Engine, received: dict[int, list[int]], expected: dict) -> None:
+    """Checks that the engine answers a known batch correctly, and is idle after it."""
     done = engine.generate(KNOWN, ASK)
     assert [each.tokens for each in done] == [expected[tuple(p)] for p in KNOWN]
     assert {each.reason for each in done} <= {"length", "stop"}
-    listen(engine, told)
-    # What was submitted is told to its end, once, whoever was interrupted when.
-    for name, tokens in told.items():
+    listen(engine, received)
+    # Every submitted request is delivered completely, once, despite interrupts.
+    for name, tokens in received.items():
         assert tokens == expected[tuple(ASKED[name - 1000])]
-    told.clear()
+    received.clear()
     engines.assert_empty(engine.core.state)
     assert not np.asarray(engine.core.state.ledger.progress).any()
     assert engine.core.tracker.is_empty()
@@ -137,8 +139,8 @@ def check(engine: jaxkv.Engine, told: dict[int, list[int]], expected: dict) -> N
     engine.trace.clear()
 
 
-def swaps(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
-    """Has pages travel to the host and back."""
+def swaps(engine: jaxkv.Engine, received: dict[int, list[int]]) -> None:
+    """Makes pages move to the host and back."""
     engine.core._host._is_compiled = False
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
     engine.generate(prompts, Sampling(max_tokens=55, ignore_eos=True))
@@ -147,24 +149,24 @@ def swaps(engine: jaxkv.Engine, told: dict[int, list[int]]) -> None:
 def interrupt(
     engine: jaxkv.Engine, phase: str, times: int, expected: dict, work: Callable = work
 ) -> int:
-    """Interrupts one piece of work after the other, at places spread over a phase."""
-    told: dict[int, list[int]] = {}
-    # Programs may have been dropped, and watched line by line they take a minute.
-    work(engine, told)
-    check(engine, told, expected)
+    """Interrupts the work repeatedly, at places spread over a phase."""
+    received: dict[int, list[int]] = {}
+    # Programs may have been dropped; traced line by line they compile in a minute.
+    work(engine, received)
+    check(engine, received, expected)
     with Interrupter(PHASES[phase], 0) as seen:
-        work(engine, told)
-    check(engine, told, expected)
+        work(engine, received)
+    check(engine, received, expected)
     num_interrupted = 0
     places = np.linspace(1, seen.num_lines, min(times, seen.num_lines), dtype=int)
     for place in places.tolist():
         try:
             with Interrupter(PHASES[phase], place):
-                work(engine, told)
+                work(engine, received)
         except KeyboardInterrupt:
             num_interrupted += 1
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        check(engine, told, expected)
+        check(engine, received, expected)
     return num_interrupted
 
 
@@ -180,14 +182,14 @@ def interrupt(
 @pytest.mark.parametrize(
     ("places", "least"), [(10, 8), pytest.param(60, 20, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_engine_goes_on(
+def test_an_interrupted_engine_continues(
     engine: jaxkv.Engine, expected: dict, phase: str, places: int, least: int
 ) -> None:
     assert interrupt(engine, phase, places, expected) >= least
 
 
 @pytest.mark.slow
-def test_an_engine_interrupted_while_pages_travel_goes_on(
+def test_an_engine_interrupted_during_host_swap_continues(
     engine: jaxkv.Engine, expected: dict
 ) -> None:
     assert interrupt(engine, "copy", 24, expected, swaps) >= 20
@@ -195,8 +197,8 @@ def test_an_engine_interrupted_while_pages_travel_goes_on(
 
 @pytest.mark.thorough
 def test_ctrl_c_at_any_time(engine: jaxkv.Engine, expected: dict) -> None:
-    # Really sent, at random times, as often as not between two lines of JAX's.
-    rng, told, num_interrupted = np.random.default_rng(0), {}, 0
+    # Real signals at random times, about half of them inside JAX.
+    rng, received, num_interrupted = np.random.default_rng(0), {}, 0
     main = threading.main_thread().ident
     assert main is not None
     for _ in range(60):
@@ -204,12 +206,12 @@ def test_ctrl_c_at_any_time(engine: jaxkv.Engine, expected: dict) -> None:
         timer = threading.Timer(rng.uniform(0, 0.25), press)
         try:
             timer.start()
-            work(engine, told)
+            work(engine, received)
             timer.join()
         except KeyboardInterrupt:
             num_interrupted += 1
         timer.join()
-        check(engine, told, expected)
+        check(engine, received, expected)
     assert num_interrupted > 20
 
 
@@ -220,15 +222,15 @@ def test_other_signals_wait_too(engine: jaxkv.Engine, expected: dict) -> None:
         raise TimeoutError("too slow")
 
     before = signal.signal(signal.SIGALRM, raise_timeout)
-    told: dict[int, list[int]] = {}
+    received: dict[int, list[int]] = {}
     try:
         for place in (3, 30, 90):
             with (
                 pytest.raises(TimeoutError, match="too slow"),
                 Interrupter(PHASES["call"], place, signal.SIGALRM),
             ):
-                work(engine, told)
-            check(engine, told, expected)
+                work(engine, received)
+            check(engine, received, expected)
         assert signal.getsignal(signal.SIGALRM) is raise_timeout
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -237,29 +239,29 @@ def test_other_signals_wait_too(engine: jaxkv.Engine, expected: dict) -> None:
 def test_a_signal_waits_for_the_end_of_the_outermost_context() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    with interrupts.signals():
+    with interrupts.defer_signals():
         signal.raise_signal(signal.SIGINT)
-        with interrupts.signals():
+        with interrupts.defer_signals():
             signal.raise_signal(signal.SIGINT)
         assert heard == []
     assert heard == [signal.SIGINT]
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
+def test_a_process_that_ignores_ctrl_c_continues_to() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupts.signals():
+    with interrupts.defer_signals():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_every_handler_hears_its_signal_though_one_raises() -> None:
+def test_every_handler_runs_although_one_raises() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts.signals():
+        with pytest.raises(KeyboardInterrupt), interrupts.defer_signals():
             list(map(signal.raise_signal, (signal.SIGALRM, signal.SIGINT)))
         assert heard == [signal.SIGALRM]
     finally:

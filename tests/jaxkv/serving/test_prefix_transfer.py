@@ -1,4 +1,4 @@
-"""Cached pages that go from one engine to another: the same answers, sound pools."""
+"""Cached pages that are sent from one engine to another: equal answers, sound pools."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def answer(engine: jaxkv.Engine, prompt: list[int], ask: Sampling = GREEDY) -> A
 
 
 def taken(prompt: list[int], **fields: Any) -> tuple[Any, int]:
-    """What an engine that has read a prompt sends."""
+    """Pages of an engine that has read a prompt."""
     engine = make_engine(**fields)
     answer(engine, prompt, Sampling.greedy(max_tokens=1))
     return engine.take_prefix(prompt)
@@ -45,7 +45,7 @@ def check_sent(kv_dtype: str = "model") -> None:
     assert num == (len(PROMPT) - 1) // PAGE == 6
     there = make_engine(kv_dtype=kv_dtype)
     assert there.bring_prefix(PROMPT, sent) == num
-    assert there.bring_prefix(PROMPT, sent) == num  # again, which changes nothing
+    assert there.bring_prefix(PROMPT, sent) == num  # a repetition has no effect
     again, same = there.take_prefix(PROMPT)
     assert same == num
     for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(again), strict=True):
@@ -66,8 +66,8 @@ def test_pages_of_8_bits_take_their_scales_with_them() -> None:
 
 
 @pytest.mark.thorough
-def test_only_what_is_missing_is_written() -> None:
-    """Half of the prompt is there, of other tokens behind it nothing is touched."""
+def test_only_missing_pages_are_written() -> None:
+    """Half of the prompt is cached; pages of other continuations are not changed."""
     sent, num = taken(PROMPT)
     there, half = make_engine(), PROMPT[: 3 * PAGE + 1]
     answer(there, [*half, 7, 7, 7, 7, 7])
@@ -83,7 +83,7 @@ def test_a_full_pool_takes_what_it_has_room_for() -> None:
     sent, num = taken(PROMPT)
     there = make_engine()
     others = [RNG.integers(5, 60, 30).tolist() for _ in range(4)]
-    for other in others:  # idle pages fill the pool, and are evicted
+    for other in others:  # idle pages fill the pool and are evicted
         answer(there, other, Sampling.greedy(max_tokens=1))
     assert there.bring_prefix(PROMPT, sent) == num
     found = answer(there, PROMPT)
@@ -104,7 +104,7 @@ def test_a_full_pool_takes_what_it_has_room_for() -> None:
 
 
 @pytest.mark.thorough
-def test_tenants_stay_apart() -> None:
+def test_salts_separate_tenants() -> None:
     sent, num = taken(PROMPT)
     there = make_engine()
     assert there.bring_prefix(PROMPT, sent, salt=3) == num
@@ -113,7 +113,7 @@ def test_tenants_stay_apart() -> None:
 
 
 @pytest.mark.thorough
-def test_what_does_not_fit_is_refused() -> None:
+def test_arrays_that_do_not_fit_are_refused() -> None:
     sent, num = taken(PROMPT)
     there = make_engine()
     with pytest.raises(ValueError, match=f"at most {num - 1} pages"):
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("removed", "added"),
     [
-        # Pages are written one place on; or over those that are there.
+        # Pages are written at the next place, or over existing ones.
         ("jnp.where(is_new, ids, NO_PAGE)", "jnp.where(is_new, ids - 1, -9)"),
         ("pool = page_pool.share(pool, ids)", "pool = pool"),
         ("page_pool.release_counted(pool, ids[None])", "(pool, ids[None] * 0)"),

@@ -1,4 +1,4 @@
-"""The host facade: text in, text out, nothing lost, every refusal one clear line."""
+"""The facade `Engine`: text in, text out, no request lost, every refusal one line."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def loaded() -> checkpoints.Loaded:
 
 
 def the_tokenizer() -> Tokenizer | ByteTokenizer:
-    """The folder's own."""
+    """The tokenizer of the folder."""
     tokenizer = loaded().tokenizer
     assert tokenizer is not None
     return tokenizer
@@ -48,7 +48,7 @@ def shared() -> jaxkv.Engine:
 
 @pytest.fixture
 def engine(shared: jaxkv.Engine):
-    """One engine for all tests here: each leaves it idle, with every page free."""
+    """One engine for all tests here; each leaves it idle, with every page free."""
     shared.trace.clear()
     yield shared
     assert_idle(shared)
@@ -56,7 +56,7 @@ def engine(shared: jaxkv.Engine):
 
 @pytest.fixture
 def full():
-    """An engine that can do everything: it keeps pages, searches and swaps."""
+    """An engine with prefix cache, beam search and swap."""
     policy = jaxkv.fcfs(preemption="swap")
     engine = make_engine(
         prefix_cache=True, max_beams=3, max_swap_pages=20, policy=policy
@@ -77,7 +77,7 @@ def assert_idle(engine: jaxkv.Engine) -> None:
 
 
 def drawn(prompt: list[int] | str, ask: Sampling, name: int = 0) -> list[list[int]]:
-    """Every answer of a request from the plain loop, each for itself."""
+    """Every answer of a request from the plain loop, one by one."""
     tokens = the_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
     config, params, *_ = loaded()
     asks = [engines.Ask(name, tokens, ask)]
@@ -92,7 +92,7 @@ def greedy_answer(prompt: str, num: int = 24) -> tuple[int, ...]:
 
 
 def law_of(known: list[int]) -> np.ndarray:
-    """Log-probabilities [place, vocab] of what follows each token."""
+    """Log-probabilities [position, vocab] of the next token at each position."""
     config, params, *_ = loaded()
     ask = engines.Ask(0, known, GREEDY)
     return engines.logprobs_of(ask, [], model=config, weights=params)
@@ -103,8 +103,8 @@ def scores_of(known: list[int]) -> np.ndarray:
     return law_of(known)[np.arange(len(known) - 1), known[1:]]
 
 
-class Told(NamedTuple):
-    """What events tell of each sample of a request, and the completions."""
+class Received(NamedTuple):
+    """Contents of the events, by request and sample, and the completions."""
 
     text: dict[tuple[int, int], str]
     tokens: dict[tuple[int, int], list[int]]
@@ -113,22 +113,22 @@ class Told(NamedTuple):
 
 
 def listen(engine: jaxkv.Engine, then: Callable[[jaxkv.Event], None] | None = None):
-    """Runs to the end; `then` is called with every event."""
-    told = Told({}, {}, {}, {})
+    """Runs the engine to the end; `then` is called with every event."""
+    received = Received({}, {}, {}, {})
     for event in engine.stream():
-        assert event.request_id not in told.done
+        assert event.request_id not in received.done
         name = event.request_id, event.sample
-        assert not (event.tokens and name in told.reasons)
-        told.text[name] = told.text.get(name, "") + event.text
-        told.tokens[name] = told.tokens.get(name, []) + list(event.tokens)
+        assert not (event.tokens and name in received.reasons)
+        received.text[name] = received.text.get(name, "") + event.text
+        received.tokens[name] = received.tokens.get(name, []) + list(event.tokens)
         if event.reason is not None:
-            assert name not in told.reasons
-            told.reasons[name] = event.reason
+            assert name not in received.reasons
+            received.reasons[name] = event.reason
         if event.completion is not None:
-            told.done[event.request_id] = event.completion
+            received.done[event.request_id] = event.completion
         if then is not None:
             then(event)
-    return told
+    return received
 
 
 def completions(engine: jaxkv.Engine) -> dict[int, jaxkv.Completion]:
@@ -185,22 +185,22 @@ def test_an_arrival_to_come_is_waited_for(engine: jaxkv.Engine) -> None:
     assert done[first].finish_s < late
 
 
-def test_nobody_waits_behind_one_who_is_not_there_yet(engine: jaxkv.Engine) -> None:
+def test_requests_with_a_later_arrival_block_no_other(engine: jaxkv.Engine) -> None:
     late, ask = engine.now() + 60, Sampling.greedy(max_tokens=2)
     names = [engine.submit("x", ask, arrival_s=late + i) for i in (1, 0)]
     first = engine.submit("x", ask)
     [done] = engine.generate(["x"], ask)
     assert done.tokens == list(greedy_answer("x"))[:2]
-    told = next(event for event in engine.stream() if event.completion is not None)
-    assert told.request_id == first
+    received = next(event for event in engine.stream() if event.completion is not None)
+    assert received.request_id == first
     for name in names:
         engine.cancel(name)
     assert sorted(completions(engine)) == names
     assert engine.now() < late
 
 
-def test_who_arrives_first_is_served_first(engine: jaxkv.Engine) -> None:
-    # More than one call hands over, and whoever comes last was submitted first.
+def test_requests_are_served_in_order_of_arrival(engine: jaxkv.Engine) -> None:
+    # Submitted in more than one call; the last to arrive was submitted first.
     ask, now = Sampling.greedy(max_tokens=6), engine.now()
     late = [now + 0.4 - 0.02 * i for i in range(12)]
     names = [engine.submit("x", ask, arrival_s=arrival_s) for arrival_s in late]
@@ -211,16 +211,16 @@ def test_who_arrives_first_is_served_first(engine: jaxkv.Engine) -> None:
     assert all(a > b for a, b in zip(first, late, strict=True))
 
 
-def test_generate_does_not_wait_for_what_others_asked(engine: jaxkv.Engine) -> None:
+def test_generate_does_not_wait_for_other_requests(engine: jaxkv.Engine) -> None:
     long = Sampling.greedy(max_tokens=60, ignore_eos=True)
     names = [engine.submit("x", long) for _ in range(2)]
     engine.generate(["x"], Sampling.greedy(max_tokens=1))
     assert sorted(engine.core.tracker.records) == names
-    told = listen(engine)
-    assert sorted(told.done) == names
-    for name, each in told.done.items():
+    received = listen(engine)
+    assert sorted(received.done) == names
+    for name, each in received.done.items():
         assert each.tokens == list(greedy_answer("x", 60))
-        assert told.text[name, 0] == answer_text("x", 60)
+        assert received.text[name, 0] == answer_text("x", 60)
 
 
 THREADS = 4
@@ -229,7 +229,7 @@ THREADS = 4
 def test_threads_share_an_engine(engine: jaxkv.Engine) -> None:
     left = engine.submit("class Heap:", GREEDY)
     stream = engine.stream()
-    text = next(stream).text  # and nobody asks for more, for now
+    text = next(stream).text  # the stream is not continued for now
     found: dict[int, list[list[str | None]]] = {i: [] for i in range(THREADS)}
 
     def ask(index: int) -> None:
@@ -249,10 +249,10 @@ def test_threads_share_an_engine(engine: jaxkv.Engine) -> None:
     whole = [answer_text(prompt) for prompt in PROMPTS[:3]]
     assert found == dict.fromkeys(range(THREADS), [whole] * 3)
     assert text == answer_text("class Heap:")
-    completions(engine)  # of the last who were cancelled
+    completions(engine)  # of the cancelled requests
 
 
-def test_a_name_is_given_once_to_whoever_comes_first(engine: jaxkv.Engine) -> None:
+def test_a_request_id_is_assigned_once(engine: jaxkv.Engine) -> None:
     taken, refused = [], []
     start = threading.Barrier(THREADS)
 
@@ -274,11 +274,11 @@ def test_a_name_is_given_once_to_whoever_comes_first(engine: jaxkv.Engine) -> No
 
 
 STOPPED = ("import os\n", "not in", "    ")
-"""Prompts whose answers hold enough letters for a stop string."""
+"""Prompts whose answers contain enough letters for a stop string."""
 
 
 def stop_string(text: str, length: int) -> str:
-    """The first run of letters, not at the beginning, that does not come earlier."""
+    """The first run of letters, not at the beginning, that does not occur earlier."""
     for start in range(4, len(text)):
         stop = text[start : start + length]
         letters = stop.isascii() and stop.isalpha() and len(stop) == length
@@ -289,19 +289,19 @@ def stop_string(text: str, length: int) -> str:
 
 @pytest.mark.parametrize("length", [1, 2, 4, 6])
 def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
-    # Wherever they lie: within a token, or over several of them.
+    # Anywhere: within a token, or across several tokens.
     stops = [stop_string(answer_text(prompt), length) for prompt in STOPPED]
     names = [
         engine.submit(prompt, Sampling.greedy(max_tokens=24, stop=("never", stop)))
         for prompt, stop in zip(STOPPED, stops, strict=True)
     ]
-    told = listen(engine)
+    received = listen(engine)
     tokenizer = the_tokenizer()
     for name, prompt, stop in zip(names, STOPPED, stops, strict=True):
-        text, completion = answer_text(prompt), told.done[name]
+        text, completion = answer_text(prompt), received.done[name]
         kept = text[: text.index(stop)]
         assert completion.reason == "stop"
-        assert completion.text == told.text[name, 0] == kept
+        assert completion.text == received.text[name, 0] == kept
         # The tokens end with the one that completed the stop string.
         answer = list(greedy_answer(prompt))
         assert completion.tokens == answer[: len(completion.tokens)]
@@ -311,7 +311,7 @@ def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
 
 def test_text_that_may_become_a_stop_string_is_held_back(engine: jaxkv.Engine) -> None:
     text = answer_text("x")
-    # Nearly the text itself, but it never comes: all of it is shown in the end.
+    # The stop string never completes: all of the text is shown in the end.
     almost = text[3:10] + "\0"
     engine.submit("x", Sampling.greedy(max_tokens=24, stop=(almost,)))
     shown = ""
@@ -333,12 +333,12 @@ def test_text_of_other_tokenizers(
     ask = dataclasses.replace(SEVERAL, stop=("</s>", "日"))
     for prompt in prompts:
         engine.submit(prompt, ask)
-    told = listen(engine)
-    for prompt, completion in zip(prompts, told.done.values(), strict=True):
+    received = listen(engine)
+    for prompt, completion in zip(prompts, received.done.values(), strict=True):
         for each in completion.answers:
             text = tokenizers_support.text_after(tokenizer, prompt, each.tokens)
             name = completion.request_id, each.sample
-            assert each.text == told.text[name] == text.partition("日")[0]
+            assert each.text == received.text[name] == text.partition("日")[0]
 
 
 @pytest.mark.parametrize("place", [3, 8])
@@ -355,12 +355,12 @@ def test_a_special_token_as_a_stop_string(
     tokenizer = Tokenizer(core)
     monkeypatch.setattr(engine, "tokenizer", tokenizer)
     engine.submit(prompt, Sampling.greedy(max_tokens=24, stop=(stop,)))
-    told = listen(engine)
-    [done] = told.done.values()
+    received = listen(engine)
+    [done] = received.done.values()
     assert done.reason == "stop"
     assert done.tokens == answer[: answer.index(answer[place]) + 1]
     text = tokenizers_support.text_after(tokenizer, prompt, done.tokens)
-    assert done.text == told.text[done.request_id, 0] == text
+    assert done.text == received.text[done.request_id, 0] == text
 
 
 def test_end_tokens_are_no_text(engine: jaxkv.Engine) -> None:
@@ -445,7 +445,7 @@ def test_draws_follow_seed_or_request_id(engine: jaxkv.Engine) -> None:
 SEVERAL = Sampling(n=3, seed=7, max_tokens=16, ignore_eos=True)
 
 
-def test_several_answers_are_those_that_each_draw_gives(engine: jaxkv.Engine) -> None:
+def test_several_answers_equal_separate_samples(engine: jaxkv.Engine) -> None:
     asks = [
         dataclasses.replace(SEVERAL, n=n, seed=seed)
         for n, seed in ((3, 7), (1, 8), (2, None))
@@ -468,17 +468,17 @@ def test_several_answers_are_those_that_each_draw_gives(engine: jaxkv.Engine) ->
 def test_events_of_several_answers_add_up_to_each(engine: jaxkv.Engine) -> None:
     for prompt in PROMPTS:
         engine.submit(prompt, SEVERAL)
-    told = listen(engine)
-    assert len(told.text) == len(told.reasons) == 15
-    for name, completion in told.done.items():
+    received = listen(engine)
+    assert len(received.text) == len(received.reasons) == 15
+    for name, completion in received.done.items():
         for each in completion.answers:
-            assert told.text[name, each.sample] == each.text
-            assert told.tokens[name, each.sample] == each.tokens
-            assert told.reasons[name, each.sample] == each.reason
+            assert received.text[name, each.sample] == each.text
+            assert received.tokens[name, each.sample] == each.tokens
+            assert received.reasons[name, each.sample] == each.reason
 
 
 def own_string(texts: list[str], sample: int) -> str:
-    """Two characters that stand in the middle of one text and in no other."""
+    """Two characters in the middle of one text that occur in no other."""
     others = [text for i, text in enumerate(texts) if i != sample]
     for start in range(3, len(texts[sample]) - 3):
         stop = texts[sample][start : start + 2]
@@ -550,7 +550,7 @@ def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) 
         answers = drawn(prompt, ask)
         begin = len(start) - 1
         scores = [scores_of([*start, *answer])[begin:].sum() for answer in answers]
-        # With `best_of` equal to `n` there is nothing to choose, and nothing is sorted.
+        # With `best_of` equal to `n`, answers are not sorted.
         order = np.argsort(scores)[::-1][:n] if n < 3 else np.arange(3)
         assert [each.sample for each in done.answers] == order.tolist()
         assert [each.tokens for each in done.answers] == [answers[i] for i in order]
@@ -561,21 +561,21 @@ def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) 
         assert same.logprobs is None
 
 
-def test_what_broke_off_is_never_the_best() -> None:
+def test_an_incomplete_answer_is_never_the_best() -> None:
     parts = [
-        requests.Part(stream=None, reason="nan"),
-        requests.Part(
+        requests.PartialAnswer(stream=None, reason="nan"),
+        requests.PartialAnswer(
             stream=None, reason="length", tokens=[1, 2], logprobs=[-3.0, -4.0]
         ),
-        requests.Part(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
+        requests.PartialAnswer(stream=None, reason="stop", tokens=[1], logprobs=[-6.0]),
     ]
-    record = requests.Record(
+    record = requests.RequestRecord(
         request_id=0,
         prompt=[1],
         sampling=Sampling(best_of=3),
         arrival_s=0.0,
         end_tokens=(),
-        parts=parts,
+        answers=parts,
     )
     for sample in range(3):
         record.close(sample, None, 0)
@@ -583,41 +583,41 @@ def test_what_broke_off_is_never_the_best() -> None:
 
 
 def halves() -> Tokenizer:
-    """Tokens that end within a character: "Hi", "!" and two bytes of one, its third."""
+    """Tokens that end within a character: "Hi", "!" and two of three bytes."""
     vocab = {"Hi": 1, "!âĤ": 2, "¬": 3}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "Hi"))
     core.decoder = tokenizers.decoders.ByteLevel()
     return Tokenizer(core)
 
 
-def record_of(**fields: Any) -> requests.Record:
-    """A request whose only answer is made of `halves`."""
+def record_of(**fields: Any) -> requests.RequestRecord:
+    """A request whose only answer consists of `halves`."""
     sampling, tokenizer = Sampling(**fields), halves()
     search = tokenizer.stop_search(sampling.stop)
-    return requests.Record(
+    return requests.RequestRecord(
         request_id=0,
         prompt=[1],
         sampling=sampling,
         arrival_s=0.0,
         end_tokens=(),
-        parts=[requests.Part(stream=tokenizer.stream(), search=search)],
+        answers=[requests.PartialAnswer(stream=tokenizer.stream(), search=search)],
     )
 
 
 @pytest.mark.parametrize("ends", [None, "length", "stop"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_nothing_stands_behind_a_stop_string(ends: str | None, at_once: bool) -> None:
-    record, told = record_of(stop=("!",)), ""
+def test_no_text_follows_a_stop_string(ends: str | None, at_once: bool) -> None:
+    record, received = record_of(stop=("!",)), ""
     for tokens in [[1, 2]] if at_once else [[1], [2]]:
         reason = ends if tokens[-1] == 2 else None
         event = record.extend(0, tokens, [0.0] * len(tokens), reason, 1.0)
-        told += event.text
+        received += event.text
     record.close(0, None, 0)
     [answer] = record.complete().answers
-    assert (answer.text, told, answer.reason) == ("Hi", "Hi", "stop")
+    assert (answer.text, received, answer.reason) == ("Hi", "Hi", "stop")
 
 
-def test_half_a_character_at_the_end_is_told_as_such() -> None:
+def test_half_a_character_at_the_end_is_replaced() -> None:
     record = record_of()
     assert record.extend(0, [1, 2], [0.0] * 2, "length", 1.0).text == "Hi!\ufffd"
     record = record_of(stop=("\ufffd",))
@@ -625,7 +625,7 @@ def test_half_a_character_at_the_end_is_told_as_such() -> None:
     assert (event.text, event.reason) == ("Hi!", "stop")
     record = record_of()
     assert record.extend(0, [1, 2], [0.0] * 2, None, 1.0).text == "Hi!"
-    record.cut_off(0)
+    record.cancel_sequence(0)
     record.close(0, None, 0)
     [answer] = record.complete().answers
     assert (answer.text, answer.reason) == ("Hi!\ufffd", "cancelled")
@@ -665,17 +665,17 @@ def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
     for name, prompt, ask in zip(names, prompts, asks, strict=True):
         answers = [each.tokens for each in done[name].answers]
         assert answers == drawn(prompt, ask, name)
-    # All who have no slot wait, with the device or here.
+    # Requests without a slot wait, on the device or on the host.
     begin = engine.trace[0]
     assert begin.num_waiting[0] == len(names) - begin.num_admitted[0] > 15
     assert engine.trace[-1].num_waiting[-1] == 0
-    # First come, first served: nobody starts before somebody who came earlier.
+    # First come, first served: requests start in order of arrival.
     first = [done[name].first_token_s or 0.0 for name in names]
     assert first == sorted(first)
 
 
 @pytest.mark.slow
-def test_a_chat_finds_what_its_turns_left(
+def test_a_chat_hits_the_pages_of_its_turns(
     engine: jaxkv.Engine, full: jaxkv.Engine
 ) -> None:
     tokenizer, known, num_fed = the_tokenizer(), [], 0
@@ -685,7 +685,7 @@ def test_a_chat_finds_what_its_turns_left(
         [done] = full.generate([known], ask)
         [same] = engine.generate([known], ask)
         assert (done.tokens, done.text) == (same.tokens, same.text)
-        # Full pages of what was fed so far, one token at least left to compute.
+        # Full pages of the tokens fed so far; at least one token is computed.
         found = min(num_fed, len(known) - 1) // 4 * 4
         assert (done.num_cached, same.num_cached) == (found, 0)
         known += done.tokens
@@ -700,11 +700,11 @@ def test_a_chat_finds_what_its_turns_left(
         assert done.num_cached == found
 
 
-def test_cancel_wherever_the_request_is(engine: jaxkv.Engine) -> None:
+def test_cancel_at_any_stage(engine: jaxkv.Engine) -> None:
     long = Sampling.greedy(max_tokens=55)
     names = [engine.submit("x", long) for _ in range(14)]
     engine.cancel(names[13])  # still with the host
-    engine.cancel(10**6)  # nobody
+    engine.cancel(10**6)  # unknown
     cancelled = {names[13]}
     done, num_events = {}, 0
     for event in engine.stream():
@@ -717,7 +717,7 @@ def test_cancel_wherever_the_request_is(engine: jaxkv.Engine) -> None:
                 cancelled.add(name)
         if event.completion is not None:
             done[event.request_id] = event.completion
-            engine.cancel(event.request_id)  # over: nothing happens
+            engine.cancel(event.request_id)  # already complete: no effect
     assert sorted(done) == sorted(names)
     full = list(greedy_answer("x", 55))
     for name, completion in done.items():
@@ -732,12 +732,12 @@ def test_cancel_wherever_the_request_is(engine: jaxkv.Engine) -> None:
         assert done[name].first_token_s is None
 
 
-def test_a_stream_that_is_left_can_be_taken_up_again(engine: jaxkv.Engine) -> None:
+def test_an_abandoned_stream_can_be_continued(engine: jaxkv.Engine) -> None:
     names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     done: dict[int, jaxkv.Completion] = {}
     text = dict.fromkeys(names, "")
     for _ in range(200):
-        # Whoever looks at one event at a time loses nothing either.
+        # Streams of one event each lose no event either.
         event = next(engine.stream(), None)
         if event is None:
             break
@@ -769,7 +769,7 @@ def test_a_broken_invariant_is_raised_with_its_step() -> None:
 
 
 def is_lost(engine: jaxkv.Engine, why: str) -> None:
-    """Every way to use it says so in one line."""
+    """Checks that every use of the engine raises one line."""
     message = f"this engine is lost, make a new one; {why}"
     uses = (
         lambda: engine.generate(["x"]),
@@ -782,7 +782,7 @@ def is_lost(engine: jaxkv.Engine, why: str) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_device_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     engine.submit("x")
 
@@ -792,15 +792,15 @@ def test_a_device_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(engine.core._host, "compile", lambda state: None)
     monkeypatch.setattr(engine.core._host, "exchange", fail)
-    engine.core._asked = True
+    engine.core._needs_host_swap = True
     with pytest.raises(jax.errors.JaxRuntimeError, match="no device"):
         next(engine.stream())
     is_lost(engine, "JaxRuntimeError: INTERNAL: no device")
 
 
 @pytest.mark.thorough
-def test_a_function_that_cannot_be_traced_costs_nothing() -> None:
-    # Its first try is interrupted by Ctrl-C, its second fails.
+def test_a_function_that_cannot_be_traced_changes_no_state() -> None:
+    # The first attempt is interrupted by Ctrl-C, the second fails.
     errors = [KeyboardInterrupt(), ValueError("not yet")]
 
     def logits_fn(answer: Any, logits: Any) -> Any:
@@ -846,7 +846,9 @@ def test_requests_that_cannot_be_served(
 
 
 def refused(engine: jaxkv.Engine, prompt: Any, ask: Sampling, message: str) -> None:
-    """The request is turned down in one line, and so are those handed over with it."""
+    """Checks that a request is refused in one line, together with those submitted with
+    it.
+    """
     with pytest.raises(ValueError, match=message) as caught:
         engine.submit(prompt, ask)
     assert "\n" not in str(caught.value)
@@ -922,8 +924,8 @@ def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
             scores.append(total / len(answer.tokens) ** 0.5)
             assert answer.score == pytest.approx(scores[-1], abs=1e-4)
             name = index, answer.sample
-            told = [e.text for e in events if (e.request_id, e.sample) == name]
-            assert answer.text == "".join(told)
+            received = [e.text for e in events if (e.request_id, e.sample) == name]
+            assert answer.text == "".join(received)
             assert answer.reason in ("stop", "length")
         assert len(scores) == 2
         assert scores == sorted(scores, reverse=True)
@@ -931,7 +933,7 @@ def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
 
 @pytest.mark.thorough
 def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -> None:
-    # Each wants nearly all pages; a third finds its way to the host and back.
+    # Each needs nearly all pages; the third is swapped to the host and back.
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
     ask = Sampling(max_tokens=55, temperature=0.8, ignore_eos=True, logprobs=0)
     plain = engine.generate(prompts, ask)
@@ -950,14 +952,14 @@ def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -
         make_engine(host_pages=-1)
 
 
-def test_beams_are_refused_beside_a_logits_fn() -> None:
+def test_beams_are_refused_with_a_logits_fn() -> None:
     engine = make_engine(max_beams=2, logits_fn=lambda answer, logits: logits)
     with pytest.raises(ValueError, match="must be None in an engine with a logits_fn"):
         engine.submit([1, 2], Sampling(beam_width=2))
 
 
 def test_a_token_among_the_most_likely_has_one_value(engine: jaxkv.Engine) -> None:
-    """Clients find out by == whether a prompt is what the model would write."""
+    """Clients compare with == whether the model would generate a prompt."""
     ask = Sampling.greedy(max_tokens=20, logprobs=1, prompt_logprobs=True)
     [first] = engine.generate([the_tokenizer().encode("def f(x):")], ask)
     prompt = [*the_tokenizer().encode("def f(x):"), *first.tokens]

@@ -43,7 +43,7 @@ def test_a_policy_without_progress_is_an_error(shared: jaxkv.Engine, mood: int) 
     name = engine.submit([1, 2, 3, 4], ASK)
     with pytest.raises(jaxkv.StallError, match=f"request_id={name}, 4 prompt tokens"):
         list(engine.stream())
-    # The engine is whole: another policy serves the same request.
+    # The engine is not lost: another policy serves the same request.
     with_mood(engine, PLAIN)
     done = [event.completion for event in engine.stream() if event.completion]
     assert [each.request_id for each in done] == [name]
@@ -67,7 +67,7 @@ def test_a_stalled_request_can_be_cancelled(shared: jaxkv.Engine) -> None:
 def test_a_policy_that_masks_the_queue_serves_every_request(
     shared: jaxkv.Engine,
 ) -> None:
-    """To its shortest request, which need not be the first."""
+    """Only the shortest request is visible, which need not be the first."""
     engine, rng = with_mood(shared, SHORTEST), np.random.default_rng(0)
     prompts = [rng.integers(0, 61, num).tolist() for num in (30, 3, 20, 2, 9, 25, 4)]
     done = engine.generate(prompts, ASK)
@@ -79,7 +79,7 @@ def test_a_policy_that_masks_the_queue_serves_every_request(
 
 @pytest.mark.thorough
 def test_waiting_for_an_arrival_is_no_stall(shared: jaxkv.Engine) -> None:
-    """A policy may wait until there are two, and an engine for the first."""
+    """A policy may wait for a second request, and an engine for the first."""
     engine = with_mood(shared, FILLS)
     late = engine.now() + 0.5
     engine.submit([1, 2, 3], ASK)
@@ -100,7 +100,7 @@ def test_waiting_for_an_arrival_is_no_stall(shared: jaxkv.Engine) -> None:
 
 
 def count(*calls: tuple[list[int], list[int]], num_tokens: int = 9) -> list[int]:
-    """The steps without progress after each call, of (tokens, rows) of its steps."""
+    """Steps without progress after each call, given (tokens, rows) of its steps."""
     counter, found = stalls.StepCounter(), []
     for draws, rows in calls:
         arrays: Any = np.array(draws, bool), np.array(rows, np.int32)

@@ -1,4 +1,4 @@
-"""As many drafts as pay: what is chosen, what is learnt, and tuned engines."""
+"""Adaptive draft length: the chosen length, acceptance counts, and tuned engines."""
 
 import dataclasses
 import functools
@@ -17,20 +17,27 @@ from jaxkv.engine.state import EngineConfig
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.serving import programs
-from jaxkv.speculation import Adaptive, Coupled, Jacobi, NGram, Synthetic, adaptive
-from jaxkv.speculation.adaptive import Costs
+from jaxkv.speculation import (
+    Adaptive,
+    Jacobi,
+    NGram,
+    SharedNoiseVerifier,
+    Synthetic,
+    adaptive,
+)
+from jaxkv.speculation.adaptive import StepCosts
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask
 
 CONFIG = EngineConfig(max_slots=6, max_drafts=12, num_lengths=3, token_budget=100)
 
 
-def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.Learned:
+def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.AdaptiveState:
     memory = Adaptive(NGram()).init(CONFIG)
     costs = memory.costs
     if steps is not None:
         steps = jnp.asarray(steps, "float32")
-        costs = Costs(costs.batches, steps, 1.1 * steps[:, 0])
+        costs = StepCosts(costs.batches, steps, 1.1 * steps[:, 0])
     places = jnp.ones(CONFIG.max_drafts, "float32")
     return memory._replace(
         costs=costs,
@@ -49,7 +56,7 @@ def test_lengths_are_halves() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_chosen_gives_the_most_tokens_a_second(seed: int) -> None:
+def test_the_chosen_length_gives_the_most_tokens_per_second(seed: int) -> None:
     rng = np.random.default_rng(seed)
     chance, finds = rng.uniform(0, 0.99, 12), rng.uniform(0.05, 1)
     reached = np.cumprod(chance)
@@ -64,18 +71,20 @@ def test_what_is_chosen_gives_the_most_tokens_a_second(seed: int) -> None:
         rate = rate if column else 1.05 * tokens / costs[0]
         if rate > most + 1e-6:
             best, most = column, rate
-    chosen = adaptive.choose(learned(chance, finds, steps), jnp.float32(num))
+    chosen = adaptive.choose_draft_length(
+        learned(chance, finds, steps), jnp.float32(num)
+    )
     assert int(chosen) == best
 
 
 @pytest.mark.parametrize(
     ("chance", "finds", "slope", "wanted"),
     [
-        (0.99, 1.0, 0.0, 3),  # rows are free, and all are accepted
+        (0.99, 1.0, 0.0, 3),  # rows cost little, and all drafts are accepted
         (0.5, 1.0, 0.05, 1),
-        (0.0, 1.0, 0.01, 0),  # nothing is accepted
-        (0.99, 1.0, 9.0, 0),  # rows cost what steps do
-        (0.9, 0.0, 0.1, 0),  # nothing is found
+        (0.0, 1.0, 0.01, 0),  # no draft is accepted
+        (0.99, 1.0, 9.0, 0),  # a row costs as much as a step
+        (0.9, 0.0, 0.1, 0),  # no draft is found
     ],
 )
 def test_none_some_or_all(
@@ -83,11 +92,12 @@ def test_none_some_or_all(
 ) -> None:
     steps = [[1 + slope * length for length in (0, 3, 6, 12)]] * 4
     memory = learned(chance, finds, steps)
-    assert int(adaptive.choose(memory, jnp.float32(1))) == wanted
+    assert int(adaptive.choose_draft_length(memory, jnp.float32(1))) == wanted
 
 
-def test_what_is_learnt_is_by_place() -> None:
-    """Of three sequences one drafts nothing; the first draft fails in one of two."""
+def test_acceptance_is_counted_by_position() -> None:
+    """One of three sequences has no drafts; the first draft of one of two is
+    rejected."""
     drafter = Adaptive(NGram(), half_life=1e9)
     config = dataclasses.replace(CONFIG, max_length=64)
     memory = drafter.init(CONFIG)
@@ -109,11 +119,11 @@ def test_what_is_learnt_is_by_place() -> None:
     assert float(after.found - memory.found) == pytest.approx(2, abs=1e-5)
     assert float(after.asked - memory.asked) == pytest.approx(3, abs=1e-5)
     for num, best in enumerate(after.best):
-        assert int(adaptive.choose(after, jnp.float32(num))) == best
+        assert int(adaptive.choose_draft_length(after, jnp.float32(num))) == best
 
 
 def drafts_of(acceptance: float, patience: int) -> np.ndarray:
-    """Drafts of one sequence in every step that decodes."""
+    """Drafts of one sequence in every decoding step."""
     config = dataclasses.replace(
         engines.ROOMY,
         max_drafts=4,
@@ -131,9 +141,9 @@ def drafts_of(acceptance: float, patience: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_what_is_never_accepted_is_tried_now_and_then() -> None:
+def test_drafts_that_are_never_accepted_are_tried_again() -> None:
     drafts = drafts_of(0.0, patience=10)
-    late = drafts[30:]  # by then nothing is left of what was hoped
+    late = drafts[30:]  # the optimistic initial counts have decayed
     assert len(late) >= 25
     assert drafts[:4].max() == 4
     tried = np.flatnonzero(late)
@@ -143,25 +153,25 @@ def test_what_is_never_accepted_is_tried_now_and_then() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_always_accepted_is_always_asked() -> None:
+def test_drafts_that_are_always_accepted_are_always_requested() -> None:
     assert (drafts_of(1.0, patience=10)[1:-2] == 4).all()
 
 
 @pytest.mark.parametrize(
-    ("running", "queued", "paying", "rests"),
+    ("running", "queued", "paying", "is_disabled"),
     [
         (1, 0, [], True),
         (1, 0, [1], False),
         (1, 0, [2, 6], True),
-        (1, 1, [2], False),  # another one may come
-        (2, 1, [2], False),  # and may not
+        (1, 1, [2], False),  # a second request is queued
+        (2, 1, [2], False),  # no further request is queued
         (0, 1, [1], False),
-        (0, 1, [0, 2], True),  # nobody runs, and one may come
+        (0, 1, [0, 2], True),  # no request runs, and one is queued
         (6, 40, [6], False),
     ],
 )
-def test_it_rests_where_no_drafts_pay_for_who_runs_or_may_come(
-    running: int, queued: int, paying: list[int], rests: bool
+def test_drafting_is_disabled_where_no_drafts_pay(
+    running: int, queued: int, paying: list[int], is_disabled: bool
 ) -> None:
     config = dataclasses.replace(CONFIG, max_length=64)
     drafter, state = Adaptive(NGram(), patience=9), engines.start(config)
@@ -173,10 +183,10 @@ def test_it_rests_where_no_drafts_pay_for_who_runs_or_may_come(
     memory = drafter.init(CONFIG)._replace(best=best)
 
     def of(**changes: int) -> bool:
-        said = {name: jnp.int32(value) for name, value in changes.items()}
-        return bool(drafter.rests(memory._replace(**said), state, CONFIG))
+        values = {name: jnp.int32(value) for name, value in changes.items()}
+        return bool(drafter.rests(memory._replace(**values), state, CONFIG))
 
-    assert of(idle=8) is rests
+    assert of(idle=8) is is_disabled
     assert of(idle=9) is False
     assert of(idle=9, forced=0) is True
     assert of(idle=0, forced=1) is False
@@ -184,9 +194,9 @@ def test_it_rests_where_no_drafts_pay_for_who_runs_or_may_come(
 
 
 @pytest.mark.slow
-def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
+def test_disabled_drafting_equals_an_engine_without_speculation() -> None:
     plain, config = engines.TIGHT, dataclasses.replace(engines.TIGHT, max_drafts=2)
-    speculation = Speculation(Adaptive(Jacobi(), patience=1000), Coupled())
+    speculation = Speculation(Adaptive(Jacobi(), patience=1000), SharedNoiseVerifier())
     asks = [
         Ask(100, [5, 7, 5], Sampling(max_tokens=20, temperature=1.0, logprobs=2)),
         Ask(101, [9] * 14, Sampling(max_tokens=9, temperature=0.0)),
@@ -195,7 +205,7 @@ def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
     state = engines.start(config, speculation=speculation)
     costs = state.memory.costs
     costs = costs._replace(steps=jnp.ones_like(costs.steps).at[:, 1:].set(99))
-    memory = adaptive.with_costs(state.memory, costs)
+    memory = adaptive.set_costs(state.memory, costs)
     drafting = engines.serve(
         asks,
         config,
@@ -206,9 +216,9 @@ def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
     assert ours.num_drafts is not None
     assert not ours.num_drafts.any()
     assert ours.rests is not None
-    assert ours.rests[: -config.steps_per_call].all()  # then nobody is left
+    assert ours.rests[: -config.steps_per_call].all()  # no request is left after that
     assert not ours.tokens[:, :, 1:].any()
-    # The first call may draft, so its program is another.
+    # The first call may draft, so it runs another program.
     np.testing.assert_allclose(ours.logprobs[:, :, :1], theirs.logprobs, atol=1e-6)
     ours = ours._replace(
         tokens=ours.tokens[:, :, :1],
@@ -220,7 +230,7 @@ def test_an_engine_that_rests_does_what_one_does_that_never_drafts() -> None:
 
 
 def scans_of(jaxpr: Any) -> list[Counter[str]]:
-    """Operations of the outermost scans, those inside them counted too."""
+    """Operations of the outermost scans, including nested ones."""
 
     def inside(each: Any) -> list[Any]:
         inner = jax.extend.core.jaxprs_in_params(each.params)
@@ -243,8 +253,8 @@ def scans_of(jaxpr: Any) -> list[Counter[str]]:
 
 
 @pytest.mark.thorough
-def test_steps_of_a_call_that_rests_are_plain_ones() -> None:
-    """What is traced for them is what is for an engine that never drafts."""
+def test_a_call_without_drafts_traces_the_plain_steps() -> None:
+    """The traced steps equal those of an engine without speculation."""
 
     def traced(may_draft: bool, **how: Any) -> Counter[str]:
         run, arguments, _ = engine_programs.steps(8, **how)
@@ -253,12 +263,12 @@ def test_steps_of_a_call_that_rests_are_plain_ones() -> None:
         return found
 
     config = dataclasses.replace(engine_programs.CONFIG, max_drafts=2)
-    speculation = Speculation(Adaptive(Jacobi()), Coupled())
+    speculation = Speculation(Adaptive(Jacobi()), SharedNoiseVerifier())
     rests, drafts = (
         traced(may, config=config, speculation=speculation) for may in (False, True)
     )
     plain = traced(True)
-    for each in (plain, rests):  # they keep leaves in order, and there are more leaves
+    for each in (plain, rests):  # the state has more leaves, in the same order
         del each["optimization_barrier"]
     assert rests == plain
     assert drafts.total() > 1.2 * rests.total()
@@ -273,7 +283,7 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
         paged.PagedForward(MODEL),
         paged.make_pages(MODEL, config),
         config,
-        speculation=Speculation(drafter, Coupled()),
+        speculation=Speculation(drafter, SharedNoiseVerifier()),
     )
 
 
@@ -286,9 +296,7 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     num_programs = run._cache_size()
     guessed = np.array(engine.core.state.memory.costs.steps)
     engine.tune()
-    assert (
-        run._cache_size() == num_programs + 1
-    )  # plain steps, compiled with the others
+    assert run._cache_size() == num_programs + 1  # plain steps, compiled with the rest
     engine.tune()
     state = jax.tree.map(np.asarray, engine.core.state)
     assert not state.pool.ref.any()
@@ -303,7 +311,7 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
 
 
 @pytest.mark.thorough
-def test_what_cannot_be_tuned_is_refused() -> None:
+def test_engines_that_cannot_be_tuned_are_refused() -> None:
     with pytest.raises(ValueError, match="only a drafter that is Adaptive has costs"):
         engine_of(NGram()).tune()
     with pytest.raises(ValueError, match=r"config.max_length=\d+ leaves no room"):

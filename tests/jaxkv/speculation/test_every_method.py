@@ -1,7 +1,8 @@
-"""Every lossless method, a trained model, 200 prompts: tokens of plain decoding.
+"""Every lossless method gives the tokens of plain decoding: a trained model, 200
+prompts.
 
-Numerics are fast, as they are served, and trees are among the methods: a token may
-differ where rounding decides it, between two whose scores are nearly equal.
+Numerics are fast, as in serving, and trees are included: a token may differ where
+rounding decides between two with nearly equal scores.
 """
 
 import functools
@@ -26,7 +27,8 @@ MODELS = ROOT / "experiments" / "models"
 FOLDER = MODELS / "stdlib-bytes"
 NUM, PROMPT, ANSWER = 200, 24, 40
 NEARLY_EQUAL = 1e-3
-"""Of two logits, some hundred times what rounding makes of one."""
+"""Difference of two logits that counts as a tie, some hundred times the rounding
+error."""
 HOW: dict[str, dict[str, Any]] = {
     "draft-model": {"draft_folder": FOLDER},
     "medusa": {"heads_folder": MODELS / "stdlib-bytes-medusa"},
@@ -36,7 +38,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    """Pieces of held-out code, of unlike lengths."""
+    """Pieces of held-out code of different lengths."""
     stream = corpora.open(corpora.STANDARD_LIBRARY).held_out
     pieces = objectives.stream_windows(stream, seq_len=PROMPT - 1, num_windows=NUM)
     return [piece[i % (PROMPT - 1) :].tolist() for i, piece in enumerate(pieces)]
@@ -69,7 +71,7 @@ def logits_of(params: Any, tokens: Any) -> Any:
 
 
 def gap(known: list[int], tokens: list[int]) -> float:
-    """By how much the better of two tokens is better, and the best than that."""
+    """Returns how far the two tokens differ, and how far the best is above both."""
     padded = np.zeros((1, PROMPT + ANSWER), np.int32)
     padded[0, : len(known)] = known
     params = checkpoints.load_model(FOLDER).params

@@ -1,4 +1,5 @@
-"""Heads that draft: rows over pages equal whole sequences, and folders of weights."""
+"""Drafting heads: drafts over pages equal those over whole sequences; weight
+folders."""
 
 import dataclasses
 import functools
@@ -18,14 +19,14 @@ from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.models import paged, transformer
 from jaxkv.sampling import Sampling, sampler
 from jaxkv.speculation import (
-    Both,
-    Coupled,
     Eagle,
     EagleConfig,
-    Followed,
     Medusa,
     MedusaConfig,
-    WithHeads,
+    SharedNoiseVerifier,
+    TargetAndDraftParams,
+    TargetWithEagle,
+    TargetWithHeads,
     draws,
     eagle,
     eagle_drafting,
@@ -40,7 +41,7 @@ HEADS = MedusaConfig(target=MODEL, num_heads=3, num_blocks=2)
 EAGLE = EagleConfig(target=MODEL, taps=(0, 2, 1))
 NUM = 7
 BUSH = static_tree.Topology((0, 0, 1, 1, 2, 3, 0), (0, 2, 0, 1, 1, 0, 4))
-# A page of a sequence maps the places behind its known tokens, also between two steps.
+# Pages are mapped beyond the known tokens of a sequence, also between two steps.
 BOUNDS = EngineConfig(
     num_pages=4,
     page_size=64,
@@ -64,17 +65,19 @@ def weights_of(heads: Any) -> Any:
     )
 
 
-def after_some_steps(drafter: Drafter, asks: list[Ask]) -> tuple[EngineState, Both]:
+def after_some_steps(
+    drafter: Drafter, asks: list[Ask]
+) -> tuple[EngineState, TargetAndDraftParams]:
     """An engine between two steps, some tokens into its answers."""
     heads: Any = drafter
     target = paged.PagedForward(MODEL, taps=heads.config.taps)
     pages = paged.make_pages(MODEL, BOUNDS, taps=heads.config.taps)
-    forward: Any = WithHeads(target)
+    forward: Any = TargetWithHeads(target)
     if isinstance(drafter, Eagle):
-        forward = Followed(target, drafter.config)
+        forward = TargetWithEagle(target, drafter.config)
         beside = paged.make_pages(drafter.config.layer, BOUNDS)
         pages = pages._replace(beside=beside)
-    params = Both(engines.params(), weights_of(heads.config))
+    params = TargetAndDraftParams(engines.params(), weights_of(heads.config))
     full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
     requests = engines.requests_of(asks, BOUNDS)
     state, _ = engines.submit(init(BOUNDS, full, ()), requests, config=BOUNDS)
@@ -86,14 +89,14 @@ def after_some_steps(drafter: Drafter, asks: list[Ask]) -> tuple[EngineState, Bo
             config=BOUNDS,
             forward=forward,
             policy=engines.FCFS,
-            speculation=Speculation(drafter, Coupled()),
+            speculation=Speculation(drafter, SharedNoiseVerifier()),
         )
         engines.assert_sound(jax.tree.map(np.asarray, info))
     return state, params
 
 
-def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, Both]:
-    """What is drafted behind known tokens of each slot, and these."""
+def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, TargetAndDraftParams]:
+    """Returns the drafts of each slot, and its known tokens."""
     rng = np.random.default_rng(3)
     asks = [greedy(i, rng.integers(0, 61, 3 + 4 * i).tolist(), 40) for i in range(4)]
     state, params = after_some_steps(drafter, asks)
@@ -121,7 +124,7 @@ def test_medusa_drafts_the_best_guesses_of_every_head() -> None:
     assert drafts.parents is not None
     for slot, tokens in enumerate(known):
         last = features_of(tokens[:-1], HEADS.taps)[-1:]
-        said = medusa.logits(
+        said = medusa.head_logits(
             params.draft, params.target, jnp.asarray(last), config=HEADS
         )
         best = np.argsort(-np.asarray(said)[:, 0], axis=1)
@@ -136,13 +139,13 @@ def test_medusa_heads_equal_a_loop() -> None:
     rng = np.random.default_rng(0)
     states = rng.normal(0, 1, (5, MODEL.hidden_size)).astype("float32")
     params, target = weights_of(HEADS), engines.params()
-    said = medusa.logits(params, target, jnp.asarray(states), config=HEADS)
+    said = medusa.head_logits(params, target, jnp.asarray(states), config=HEADS)
     weight, bias = (np.asarray(params["layers"][x]) for x in ("weight", "bias"))
     for head in range(3):
         x = states
         for block in range(2):
-            grown = x @ weight[head, block].T + bias[head, block]
-            x = x + grown / (1 + np.exp(-grown))
+            build_eagle_drafter = x @ weight[head, block].T + bias[head, block]
+            x = x + build_eagle_drafter / (1 + np.exp(-build_eagle_drafter))
         wanted = x @ np.asarray(target["head"]["weight"]).T
         np.testing.assert_allclose(said[head], wanted, rtol=1e-3, atol=1e-3)
 
@@ -150,14 +153,16 @@ def test_medusa_heads_equal_a_loop() -> None:
 @functools.cache
 def _unrolled(num_steps: int) -> Any:
     how: dict[str, Any] = {"config": EAGLE, "num_steps": num_steps}
-    return jax.jit(functools.partial(eagle.unroll, **how))
+    return jax.jit(functools.partial(eagle.unroll_drafts, **how))
 
 
-def said_behind(known: list[int], path: list[int], params: Both) -> np.ndarray:
-    """Log-probabilities behind drafts, by the form that training takes."""
+def logprobs_after(
+    known: list[int], path: list[int], params: TargetAndDraftParams
+) -> np.ndarray:
+    """Log-probabilities after drafts, computed as in training."""
     found = features_of(known[:-1], EAGLE.taps)
     size, num = 64, len(known) + len(path)
-    # Nobody may look at features of the last known token, nor at those of drafts.
+    # Features of the last known token and of drafts must not be read.
     feature = np.random.default_rng(len(path)).normal(0, 9, (1, size, found.shape[1]))
     feature[0, : len(found)] = found
     tokens = np.zeros((1, size), np.int32)
@@ -180,22 +185,24 @@ def said_behind(known: list[int], path: list[int], params: Both) -> np.ndarray:
         pytest.param(Eagle(EAGLE, (), 4), id="one deep", marks=pytest.mark.slow),
     ],
 )
-def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
-    """K and V of rows fed long ago, of features; of drafts, of its own states."""
+def test_eagle_drafts_equal_a_slow_search(drafter: Eagle) -> None:
+    """K and V of earlier rows come from features, those of drafts from the drafter's
+    states.
+    """
     known, drafts, params = drafted(drafter)
     for slot, tokens in enumerate(known):
-        root = said_behind(tokens, [], params)
+        root = logprobs_after(tokens, [], params)
         every: list[tuple[float, list[int]]] = []
         level = [(root[x], [int(x)]) for x in np.argsort(-root)[: drafter.branching]]
         every += level
         for beam in drafter.beams:
-            grown = []
+            build_eagle_drafter = []
             for score, path in sorted(level, key=lambda x: -x[0])[:beam]:
-                law = said_behind(tokens, path, params)
+                law = logprobs_after(tokens, path, params)
                 best = np.argsort(-law)[: drafter.branching]
-                grown += [(score + law[x], [*path, int(x)]) for x in best]
-            level = grown
-            every += grown
+                build_eagle_drafter += [(score + law[x], [*path, int(x)]) for x in best]
+            level = build_eagle_drafter
+            every += build_eagle_drafter
         wanted = [path for _, path in sorted(every, key=lambda x: -x[0])][:NUM]
         num = int(drafts.num[slot])
         assert num == len(wanted)
@@ -207,8 +214,8 @@ def test_eagle_drafts_what_a_slow_search_finds(drafter: Eagle) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_granted_is_all_that_is_drafted() -> None:
-    """Fewer places hold fewer guesses to continue; the rest is still a tree."""
+def test_no_more_is_drafted_than_granted() -> None:
+    """Fewer places hold fewer expanded guesses; the rest is still a tree."""
     drafter = Eagle(EAGLE, (2, 3, 2), 3)
     state, params = after_some_steps(drafter, [greedy(0, [1, 2, 3], 40)])
     propose = jax.jit(drafter.propose, static_argnames="config")
@@ -221,7 +228,7 @@ def test_what_is_granted_is_all_that_is_drafted() -> None:
 
 
 def test_the_noise_of_the_target_ranks_guesses() -> None:
-    """Of equal logits the first guess is the token that will be drawn."""
+    """Among equal logits, the first guess is the token that the target will sample."""
     rng = np.random.default_rng(2)
     asks = [
         Ask(i, [1], Sampling(temperature=t, seed=i))
@@ -230,7 +237,7 @@ def test_the_noise_of_the_target_ranks_guesses() -> None:
     params = jax.tree.map(jnp.asarray, engines.requests_of(asks, BOUNDS).params)
     logits = jnp.asarray(rng.normal(0, 2, (4, 61)), jnp.float32)
     places = jnp.asarray([4, 5, 6, 9], jnp.int32)
-    ranked = draws.coupled(logits, params, places)
+    ranked = draws.shared_noise_logits(logits, params, places)
     drawn = sampler.sample(logits, params, places)
     assert jnp.argmax(ranked, axis=1).tolist() == drawn.token.tolist()
     np.testing.assert_array_equal(ranked[0], logits[0])
@@ -238,16 +245,18 @@ def test_the_noise_of_the_target_ranks_guesses() -> None:
 
 def test_a_tree_grows_as_the_best_fixed_one_does() -> None:
     sure = [[0.9, 0.05], [0.8, 0.1]]
-    assert eagle_drafting.grown(EAGLE, sure, 4) == Eagle(EAGLE, (1, 1, 1), 1)
+    assert eagle_drafting.build_eagle_drafter(EAGLE, sure, 4) == Eagle(
+        EAGLE, (1, 1, 1), 1
+    )
     unsure = [[0.5, 0.4, 0.05]]
-    wide = eagle_drafting.grown(EAGLE, unsure, 6)
+    wide = eagle_drafting.build_eagle_drafter(EAGLE, unsure, 6)
     assert wide == Eagle(EAGLE, (2,), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_pages_stay_in_place(kind: str) -> None:
-    """Features and the drafter's keys, too, are never copied."""
+    """Features and the drafter's K and V are not copied either."""
     model = engine_programs.MODEL
     config = dataclasses.replace(
         engine_programs.CONFIG,
@@ -261,7 +270,9 @@ def test_pages_stay_in_place(kind: str) -> None:
         heads = EagleConfig(target=model, taps=(1, 3))
         drafter = Eagle(heads, (2, 1), 2)
     target = paged.PagedForward(model, taps=heads.taps)
-    forward: Any = Followed(target, heads) if kind == "eagle" else WithHeads(target)
+    forward: Any = (
+        TargetWithEagle(target, heads) if kind == "eagle" else TargetWithHeads(target)
+    )
 
     def make() -> Any:
         pages = paged.make_pages(model, config, taps=heads.taps)
@@ -276,9 +287,9 @@ def test_pages_stay_in_place(kind: str) -> None:
         config=config,
         forward=forward,
         policy=engines.FCFS,
-        speculation=Speculation(drafter, Coupled()),
+        speculation=Speculation(drafter, SharedNoiseVerifier()),
     )
-    params = Both(transformer.param_shapes(model), heads.param_shapes())
+    params = TargetAndDraftParams(transformer.param_shapes(model), heads.param_shapes())
     clock_shape = jax.ShapeDtypeStruct((2,), jnp.int32)
     lowered = jax.jit(run, donate_argnums=1).lower(params, state, clock_shape)
     program = lowered.compile()
@@ -295,9 +306,9 @@ ACCEPTANCE = [[0.5, 0.25], [0.5, 0.125]]
 def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
     params = jax.tree.map(lambda x: x.astype("bfloat16"), weights_of(heads))
     kept: dict[str, Any] = {"acceptance": ACCEPTANCE, "model_card": "# Heads\n"}
-    folder = head_folders.save(tmp_path / "heads", heads, params, **kept)
+    folder = head_folders.save_heads(tmp_path / "heads", heads, params, **kept)
     assert (folder / "README.md").read_text() == "# Heads\n"
-    found = head_folders.load(folder, MODEL)
+    found = head_folders.load_heads(folder, MODEL)
     assert found.config == heads
     assert [list(x) for x in found.acceptance] == ACCEPTANCE
     assert jax.tree.structure(found.params) == jax.tree.structure(params)
@@ -305,7 +316,7 @@ def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, wanted.astype(jnp.float32))
     with pytest.raises(ValueError, match="is there already"):
-        head_folders.save(folder, heads, params, **kept)
+        head_folders.save_heads(folder, heads, params, **kept)
 
 
 @pytest.mark.parametrize(
@@ -331,26 +342,26 @@ def test_heads_of_another_model_are_refused(
     changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     params = weights_of(EAGLE)
-    folder = head_folders.save(
+    folder = head_folders.save_heads(
         tmp_path / "heads", EAGLE, params, acceptance=ACCEPTANCE, model_card=""
     )
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=line) as refused:
-        head_folders.load(folder, MODEL)
+        head_folders.load_heads(folder, MODEL)
     assert str(folder) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
-        head_folders.load(tmp_path / "none", MODEL)
-    folder = head_folders.save(
+        head_folders.load_heads(tmp_path / "none", MODEL)
+    folder = head_folders.save_heads(
         tmp_path, HEADS, weights_of(HEADS), acceptance=ACCEPTANCE, model_card=""
     )
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
-        head_folders.load(folder, MODEL)
+        head_folders.load_heads(folder, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +379,7 @@ def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
         (lambda: Eagle(EAGLE, (0,), 2), r"beams=\(0,\) must be in \[1, 2\]"),
     ],
 )
-def test_what_there_is_not_is_refused(make: Any, line: str) -> None:
+def test_missing_taps_and_heads_are_refused(make: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:
         make()
     assert "\n" not in str(refused.value)
@@ -377,13 +388,13 @@ def test_what_there_is_not_is_refused(make: Any, line: str) -> None:
 def test_more_continued_guesses_than_drafts_are_refused() -> None:
     drafter, nothing = Eagle(EAGLE, (4, 4), 4), jnp.zeros(4, jnp.int32)
     state: Any = init(BOUNDS, paged.make_pages(MODEL, BOUNDS), ())
-    both = Both(engines.params(), weights_of(EAGLE))
+    both = TargetAndDraftParams(engines.params(), weights_of(EAGLE))
     with pytest.raises(ValueError, match=r"must be at most config.max_drafts=7"):
         drafter.propose(both, (), state, nothing, BOUNDS)
 
 
 def test_other_models_have_layers_of_their_own() -> None:
-    """The drafter's layer is dense, in whatever model it drafts for."""
+    """The drafter's layer is dense, for any target."""
     tied = dataclasses.replace(MODEL, tie_embeddings=True, qkv_bias=True)
     config = EagleConfig(target=tied, taps=(2,))
     shapes, drawn = config.param_shapes(), config.init_params(jax.random.key(0))

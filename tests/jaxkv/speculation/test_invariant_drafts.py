@@ -1,4 +1,4 @@
-"""Drafts change no bit, whatever the batch: tokens, log-probabilities, reasons."""
+"""Drafts change no bit for any batch: tokens, log-probabilities, finish reasons."""
 
 import dataclasses
 import functools
@@ -25,26 +25,26 @@ HEADS: dict[str, Any] = {
 }
 
 
-def heads_of(kind: str) -> head_folders.Loaded:
-    """Heads that guess at random."""
+def heads_of(kind: str) -> head_folders.LoadedHeads:
+    """Heads with random weights."""
     rng, shape = np.random.default_rng(2), HEADS[kind]
     params = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype),
         shape.param_shapes(),
     )
-    return head_folders.Loaded(shape, params, ((0.5,), (0.4,), (0.3,)))
+    return head_folders.LoadedHeads(shape, params, ((0.5,), (0.4,), (0.3,)))
 
 
 @functools.cache
 def serve(method: Any, place: str, seed: int) -> Run:
-    """Three drafts a step of every slot, where budget and pages allow."""
+    """Up to three drafts per step and slot, as budget and pages allow."""
     config = dataclasses.replace(config_of(PLACES[place]), max_drafts=3)
     heads = heads_of(method) if method in HEADS else None
-    small = methods.Model(SMALLER, engines.params(SMALLER))
+    small = methods.ModelWeights(SMALLER, engines.params(SMALLER))
     served = methods.build_speculative(
-        methods.Model(MODEL, engines.params()),
+        methods.ModelWeights(MODEL, engines.params()),
         config,
-        methods.of(method),
+        methods.parse_speculation(method),
         dtype="float32",
         draft=small if method == "draft-model" else None,
         heads=heads,
@@ -78,7 +78,7 @@ def serve(method: Any, place: str, seed: int) -> Run:
     ],
 )
 def test_no_bit_depends_on_the_batch(method: str, names: tuple[str, ...]) -> None:
-    """One sequence at a time, and many with preemption; and as without drafts."""
+    """Single sequences, many with preemption, and decoding without drafts."""
     num_drafts = num_accepted = num_preempted = 0
     for seed in range(3):
         plain = batches.serve(workload(seed), PLACES["crowd"], seed, as_served=False)

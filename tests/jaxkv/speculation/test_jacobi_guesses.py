@@ -1,4 +1,4 @@
-"""Jacobi's guesses beside algorithm 1 of Santilli et al. 2023, evaluated in Python."""
+"""Jacobi guesses against algorithm 1 of Santilli et al. 2023, evaluated in Python."""
 
 import dataclasses
 from typing import Any
@@ -15,17 +15,17 @@ from tests.support.mutation import Bug
 
 NUM_DRAFTS = 9
 SEQUENCES = 3
-NOBODY = -1
+NO_SEQUENCE = -1
 
 
 def says(known: list[int]) -> int:
-    """A model: its token depends on its place, on the last token, and on older ones."""
+    """A model whose token depends on the position, the last token, and older ones."""
     old = sum(known[:-2]) % 5 == 0
     return (5 * len(known) + 3 * (known[-1] % 4 == 0) + 7 * old) % 23
 
 
 def iterate(prompt: list[int]) -> list[list[int]]:
-    """Guesses of as many tokens as there are drafts: every iteration's, to the end."""
+    """Guesses of every iteration until the fixed point, for a block of all drafts."""
     found = [[0] * NUM_DRAFTS]
     while len(found) < 2 or found[-1] != found[-2]:
         last = found[-1]
@@ -34,7 +34,7 @@ def iterate(prompt: list[int]) -> list[list[int]]:
 
 
 class Sequence:
-    """One that decodes: what stands, and what the model says of a step's drafts."""
+    """A decoding sequence: its tokens, and the model's outputs for a step's drafts."""
 
     def __init__(self, prompt: list[int]):
         self.prompt, self.known = prompt, prompt
@@ -45,14 +45,14 @@ class Sequence:
         wrong = [a != b for a, b in zip(drafts, follows, strict=False)]
         accepted = [*wrong, True].index(True)
         self.known = self.known + follows[: accepted + 1]
-        # Where no equation was evaluated the last token said is guessed again.
+        # Places without an evaluated equation repeat the last output.
         said = follows[accepted + 1 :] + [follows[-1]] * NUM_DRAFTS
         self.guesses = said[:NUM_DRAFTS]
         return accepted, follows
 
 
 def verified(rows: list[tuple[int, list[int]] | None]) -> Verified:
-    """What became of the drafts of all slots; None drew nothing."""
+    """Result of verification for all slots; None for a slot without a sampled token."""
     some = [row or (0, [1] * (NUM_DRAFTS + 1)) for row in rows]
     return Verified(
         num_drafts=jnp.full(len(rows), NUM_DRAFTS, jnp.int32),
@@ -64,9 +64,10 @@ def verified(rows: list[tuple[int, list[int]] | None]) -> Verified:
 
 
 def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
-    """In whatever slot a sequence is, and where a slot, full or empty, draws nothing.
+    """For any slot of a sequence, and with slots that sample no token.
 
-    Each step fixes a token at least, so that a block takes no more than it has.
+    Each step fixes at least one token, so a block takes no more steps than it has
+    tokens.
     """
     rng, drafter = np.random.default_rng(0), Jacobi()
     config = dataclasses.replace(TIGHT, max_drafts=NUM_DRAFTS, token_budget=90)
@@ -75,14 +76,14 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
     wanted = [iterate(each.prompt) for each in everyone]
     memory, taken = drafter.init(config), [0] * SEQUENCES
     for _ in range(3 * NUM_DRAFTS):
-        slots = rng.permutation([*range(SEQUENCES), NOBODY])
+        slots = rng.permutation([*range(SEQUENCES), NO_SEQUENCE])
         held = idle.slots._replace(sequence=jnp.asarray(slots, jnp.int32))
         state = idle.with_slots(held)
         granted = jnp.full(len(slots), NUM_DRAFTS, jnp.int32)
         memory, _, drafts = drafter.propose(None, memory, state, granted, config)
         rows: list[Any] = [None] * len(slots)
         for slot, who in enumerate(slots):
-            if who != NOBODY and rng.random() < 0.7:
+            if who != NO_SEQUENCE and rng.random() < 0.7:
                 rows[slot] = everyone[who].step(drafts.tokens[slot].tolist())
                 taken[who] += 1
         memory = drafter.learn(memory, state, verified(rows))
@@ -93,7 +94,7 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
             block = (new + each.guesses)[:NUM_DRAFTS]
             assert block == wanted[who][min(taken[who], len(wanted[who]) - 1)]
     assert all(len(found) - 2 <= NUM_DRAFTS for found in wanted)
-    # Several tokens at once, or the order of iterations would not matter.
+    # Several tokens per step; otherwise the order of iterations would not matter.
     assert min(len(found) - 2 for found in wanted) < NUM_DRAFTS
     assert min(taken) > NUM_DRAFTS
 
@@ -101,11 +102,11 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
 BUGS = {
     "guesses that were judged are judged again": ("+ 1 + index", "+ index"),
     "a guess is left out": ("+ 1 + index", "+ 2 + index"),
-    "the last equation is not looked at": (
+    "the last equation is ignored": (
         "v.num_drafts[:, None]",
         "v.num_drafts[:, None] - 1",
     ),
-    "who drew nothing learns": ("v.emits,", "v.emits | True,"),
+    "a slot without a sampled token learns": ("v.emits,", "v.emits | True,"),
     "the slot's memory, not the sequence's": (
         "v.emits, state.slots.sequence",
         "v.emits, jnp.arange(v.emits.size)",

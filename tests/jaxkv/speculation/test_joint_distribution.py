@@ -1,8 +1,8 @@
-"""Answers of every drafter with every verifier that may judge it, several steps long.
+"""Joint distribution of several tokens, for every drafter with every allowed verifier.
 
 `test_verifiers.py` enumerates the rule of one step, whose noise is independent by
-assumption. Here the drafters remember what they do, the noise is the engine's own, and
-strings of four tokens are counted over many sequences.
+assumption. Here drafters keep their state, the noise is the engine's own, and strings
+of four tokens are counted over many sequences.
 """
 
 import dataclasses
@@ -25,41 +25,41 @@ from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling, top_k
 from jaxkv.speculation import (
     Adaptive,
-    Coupled,
     DraftModel,
     Jacobi,
     Lookahead,
     NGram,
     Rejection,
+    SharedNoiseVerifier,
     Synthetic,
     Typical,
     draws,
 )
-from jaxkv.speculation.adaptive import Learned, with_costs
+from jaxkv.speculation.adaptive import AdaptiveState, set_costs
 from tests.support.engines import FAST_COMPILE
 from tests.support.sampled_laws import chi_square, params_of
 
 VOCAB, PROMPT, NUM_TOKENS = 4, (0, 2, 1, 3, 0), 4
 NUM = 1 << 13
-"""Sequences, each of a request of its own."""
+"""Sequences, each a request of its own."""
 RNG = np.random.default_rng(1)
 TARGET, GUESS = RNG.normal(size=(2, VOCAB, VOCAB)).astype(np.float32)
 """Logits by the last token, of the model and of one that drafts."""
 
 
 def guess(params: Any, pages: Any, rows: Any) -> ForwardResult:
-    """The model that drafts."""
+    """The draft model."""
     logits = jnp.asarray(GUESS)[rows.token]
     return ForwardResult(logits[jnp.maximum(rows.logit_rows, 0)], pages)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree(Drafter):
-    """Two guesses side by side behind the root, and two behind the first of these."""
+    """Two guesses after the root, and two after the first of these."""
 
     drawn: bool
-    """Whether they are drawn from a law, or chosen by the noise that the target draws
-    by, as `Medusa` and `Eagle` do."""
+    """True if guesses are sampled from a distribution; False if they are chosen by the
+    target's noise, as in `Medusa` and `Eagle`."""
     replacement: bool = False
 
     @property
@@ -79,12 +79,12 @@ class Tree(Drafter):
         for depth in range(2):
             logits = jnp.asarray(GUESS)[last]
             if self.drawn:
-                pair, law = draws.draw(
+                pair, law = draws.draw_drafts(
                     logits, asked, known + depth, num=2, replacement=self.replacement
                 )
                 laws.append(law)
             else:
-                ranked = draws.coupled(logits, asked, known + depth)
+                ranked = draws.shared_noise_logits(logits, asked, known + depth)
                 pair = top_k.candidates(ranked, 2)[1]
             pairs.append(pair)
             last = jnp.maximum(pair[:, 0], 0)
@@ -98,7 +98,8 @@ class Tree(Drafter):
 
 
 class Case(NamedTuple):
-    """A drafter, the drafts that it may have, and whether its own verifier differs."""
+    """A drafter, its largest number of drafts, and a verifier if it is not the
+    default."""
 
     drafter: Drafter
     max_drafts: int = 3
@@ -109,9 +110,11 @@ CASES = {
     "n-gram": Case(NGram(1, 2)),
     "jacobi": Case(Jacobi()),
     "lookahead": Case(Lookahead(columns=2, ngram=2, candidates=2, entries=4), 4),
-    "draft model": Case(DraftModel(guess, couples=False)),
+    "draft model": Case(DraftModel(guess, shares_noise=False)),
     "draft model, shared noise": Case(DraftModel(guess)),
-    "adaptive": Case(Adaptive(DraftModel(guess, couples=False), half_life=4.0), 4, 3),
+    "adaptive": Case(
+        Adaptive(DraftModel(guess, shares_noise=False), half_life=4.0), 4, 3
+    ),
     "adaptive jacobi": Case(Adaptive(Jacobi(), half_life=4.0), 4, 3),
     "tree, chosen": Case(Tree(drawn=False), 4),
     "tree, drawn": Case(Tree(drawn=True), 4),
@@ -119,7 +122,7 @@ CASES = {
 }
 REFUSED = ("jacobi", "lookahead", "adaptive jacobi")
 VERIFIERS = {
-    "coupled": Coupled(),
+    "coupled": SharedNoiseVerifier(),
     "rejection": Rejection(),
     "with replacement": Rejection(replacement=True),
 }
@@ -148,18 +151,18 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         head_dim=1,
         dtype="float32",
     )
-    # Not by the constructor, which refuses some pairs.
+    # Bypasses the constructor, which refuses some pairs.
     pair = tuple.__new__(Speculation, (case.drafter, verifier))
     keys = params_of([Sampling(seed=seed) for seed in range(NUM)])
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def start() -> Any:
         memory = case.drafter.init(config)
-        if isinstance(memory, Learned):  # at these costs most drafts pay
+        if isinstance(memory, AdaptiveState):  # most drafts pay at these costs
             lengths = memory.lengths.astype(jnp.float32)
             steps = jnp.broadcast_to(1 + 0.02 * lengths, memory.costs.steps.shape)
             costs = memory.costs._replace(steps=steps, undrafted=steps[:, 0])
-            memory = with_costs(memory, costs)
+            memory = set_costs(memory, costs)
         state = init(config, pages, memory)
         tokens = state.sequences.tokens.at[:, : len(PROMPT)].set(jnp.asarray(PROMPT))
         sequences = state.sequences._replace(
@@ -206,14 +209,14 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         state = step(state, jnp.asarray(index == 0))
     found = state.sequences
     assert int(state.slots.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
-    # Several at once, or nothing is accepted.
+    # Several tokens per step; otherwise no draft was accepted.
     assert int(state.slots.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
     return np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
 
 
 @functools.cache
 def joint() -> np.ndarray:
-    """The model's own distribution of NUM_TOKENS tokens, enumerated."""
+    """The model's distribution of NUM_TOKENS tokens, enumerated."""
     law = np.exp(TARGET.astype(np.float64))
     law /= law.sum(axis=1, keepdims=True)
     found = law[PROMPT[-1]]
@@ -223,7 +226,7 @@ def joint() -> np.ndarray:
 
 
 def fit(name: str, verifier: Any) -> float:
-    """The probability of a fit at least as bad as that of the answers."""
+    """p-value of the answers under the model's distribution (chi-squared test)."""
     code = answers(CASES[name], verifier) @ VOCAB ** np.arange(NUM_TOKENS)[::-1]
     return chi_square(np.bincount(code, minlength=VOCAB**NUM_TOKENS), joint())
 
@@ -233,13 +236,13 @@ THOROUGH = {("jacobi", "coupled"), ("tree, drawn", "rejection")}
 
 
 def pairs() -> list[Any]:
-    """Every drafter with every verifier that is said to keep its distribution."""
+    """Every drafter with every verifier that keeps its distribution."""
     found = []
     for name in CASES:
         for verifier in VERIFIERS:
             if verifier != "coupled" and name in REFUSED:
                 continue
-            # Replacement is the drafter's to know, see `Rejection`.
+            # `replacement` must match the drafter, see `Rejection`.
             if (
                 verifier == "with replacement"
                 and name != "tree, drawn with replacement"
@@ -276,11 +279,11 @@ def test_drafts_of_the_verifiers_own_draws_need_its_noise(
     name: str, verifier: str
 ) -> None:
     drafter, judge = CASES[name].drafter, VERIFIERS[verifier]
-    line = re.escape(f"verifier={judge} must share the sampler's noise, as Coupled()")
+    line = re.escape(f"verifier={judge} must share the sampler's noise")
     with pytest.raises(ValueError, match=line):
         Speculation(drafter, judge)
     with pytest.raises(ValueError, match=line):
         Speculation(NGram(), judge)._replace(drafter=drafter)
-    # The others promise no distribution, or keep every token.
-    for other in (Coupled(), Typical(), Synthetic(0.5)):
+    # The remaining ones keep no distribution, or keep every token.
+    for other in (SharedNoiseVerifier(), Typical(), Synthetic(0.5)):
         assert Speculation(drafter, other) == (drafter, other)

@@ -1,4 +1,4 @@
-"""Which layers draft best: counted by hand, and against every set."""
+"""Layer search: counts by hand, and against all sets of layers."""
 
 import dataclasses
 import itertools
@@ -65,7 +65,7 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = layer_search.search(params, tokens, config=THREE, max_drafts=4)
     assert found.speed == pytest.approx(max(speeds.values()))
     assert speeds[found.layers] == pytest.approx(found.speed)
-    # One by one: the best pair, then the better of its layers.
+    # Greedy removal: the best pair, then the better of its layers.
     monkeypatch.setattr(layer_search, "MOST_SETS", 5)
     pair = max(sets[3:], key=lambda layers: shares[layers])
     tried = [pair, *((layer,) for layer in pair)]
@@ -76,8 +76,8 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_found_is_served() -> None:
-    """As the package's page has it."""
+def test_found_layers_are_served() -> None:
+    """As on the package's page."""
     folder, prompts = GOLDEN / "llama", [[3, 1, 4], [1, 5, 9, 2]]
     model = checkpoints.load_model(folder)
     found = layer_search.search(model.params, texts() % 60, config=model.config)
@@ -100,7 +100,7 @@ def test_what_is_found_is_served() -> None:
     assert sum(np.asarray(info.num_drafts).sum() for info in engine.trace) > 0
 
 
-def test_what_cannot_be_searched_is_refused() -> None:
+def test_models_that_cannot_be_searched_are_refused() -> None:
     params, tokens = engines.params(THREE), texts()
     with pytest.raises(ValueError, match="max_drafts=0 must be"):
         layer_search.search(params, tokens, config=THREE, max_drafts=0)

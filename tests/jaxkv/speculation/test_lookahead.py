@@ -1,4 +1,6 @@
-"""Lookahead decoding: pools against lists, the tree that it lays, and its window."""
+"""Lookahead decoding: n-gram pools against Python lists, the token tree, and the
+window.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,15 @@ SIZES = Lookahead(columns=3, ngram=4, candidates=2, entries=5)
 
 
 def test_pools_equal_lists() -> None:
-    """What is written again becomes the latest; the oldest are overwritten."""
+    """A duplicate becomes the latest entry; the oldest entries are overwritten."""
     rng, slots, columns = np.random.default_rng(0), 3, 2
     pool, num = jnp.full((slots, 6, 3), -1, jnp.int32), jnp.zeros(slots, jnp.int32)
-    write = jax.jit(lookahead.remember)
-    look = jax.jit(lookahead.find, static_argnames="num")
+    write = jax.jit(lookahead.store_ngrams)
+    look = jax.jit(lookahead.find_ngrams, static_argnames="num")
     lists: list[list[tuple[int, ...] | None]] = [[] for _ in range(slots)]
     hits = 0
     for _ in range(30):
-        # No two alike at once, as columns of a window may be: either may then be last.
+        # No duplicates in one call, since either could then be the last.
         ngrams = np.array(
             [rng.permutation(9)[:columns, None].repeat(3, axis=1) for _ in lists]
         )
@@ -42,15 +44,17 @@ def test_pools_equal_lists() -> None:
     assert hits > 40
 
 
-def test_chains_that_begin_alike_share_their_beginning() -> None:
+def test_chains_with_equal_beginnings_share_nodes() -> None:
     chains = [[1, 2, 3], [1, 2, 4], [5, 6, 7], [1, 8, 9], [5, 6, 7]]
-    found = lookahead._trie(jnp.asarray([chains], "int32"))
+    found = lookahead._trie_parents(jnp.asarray([chains], "int32"))
     parents = np.asarray(found).reshape(5, 3).tolist()
     assert parents == [[0, 1, 2], [0, 1, 2], [0, 7, 8], [0, 1, 11], [0, 7, 8]]
 
 
-def test_columns_stand_at_the_places_that_they_guess() -> None:
-    """State l of column i stands l + i + 1 behind the root, and sees what it should."""
+def test_columns_have_the_positions_that_they_guess() -> None:
+    """State l of column i is l + i + 1 places after the root, and attends to its
+    ancestors.
+    """
     before = SIZES.candidates * (SIZES.ngram - 1)
     chains = jnp.arange(before, dtype=jnp.int32)[None, :]
     parents = jnp.concatenate([chains, SIZES._window_parents(1)], axis=1)
@@ -86,7 +90,7 @@ def test_a_window_moves_on_with_the_text(accepted: int) -> None:
         emits=jnp.asarray([True, False]),
     )
     after = jax.tree.map(np.asarray, SIZES.learn(memory, state, verified))
-    # The last state stands at the last three places.
+    # The last state occupies the last three places.
     newest = np.arange(3) + 100 + num - 2
     states = np.stack([*np.asarray(window), newest])
     assert after.pool[7, :3].tolist() == states.T.tolist()

@@ -1,4 +1,5 @@
-"""Methods by name, behind the facade: the same answers, one program, pages in place."""
+"""Methods by name through `Engine`: equal answers, one program, pages updated in
+place."""
 
 import dataclasses
 import re
@@ -17,7 +18,6 @@ from jaxkv.models import checkpoints, paged, param_forms, transformer
 from jaxkv.sampling import Sampling
 from jaxkv.serving import programs
 from jaxkv.speculation import (
-    Coupled,
     DraftModel,
     EagleConfig,
     Jacobi,
@@ -25,13 +25,14 @@ from jaxkv.speculation import (
     MedusaConfig,
     NGram,
     Rejection,
+    SharedNoiseVerifier,
     SpeculationConfig,
+    build_self_speculative,
     head_folders,
     methods,
-    self_speculative,
     static_tree,
 )
-from jaxkv.speculation.ngram import lookup
+from jaxkv.speculation.ngram import look_up_drafts
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL
 from tests.support.folders import GOLDEN, ROOT
@@ -65,7 +66,7 @@ def answers(folder: str, prompts: Sequence[list[int]], **how: Any) -> list[Any]:
 
 
 def prompts_of(num: int) -> list[list[int]]:
-    """Some of them begin alike; lengths from 1 to 20."""
+    """Prompts of 1 to 20 tokens, some with equal beginnings."""
     rng = np.random.default_rng(num)
     begin = rng.integers(0, 60, 9).tolist()
     return [
@@ -84,15 +85,15 @@ def heads_for(family: str, kind: Any, folder: Path) -> Path:
     params = jax.tree.map(
         lambda x: rng.normal(0, 0.1, x.shape).astype("float32"), heads.param_shapes()
     )
-    return head_folders.save(
+    return head_folders.save_heads(
         folder / kind, heads, params, acceptance=SHARES, model_card=""
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
-    """200 prompts, greedy and drawn, alone and in batches, bit by bit."""
+def test_every_family_answers_as_without_drafts(family: str, tmp_path: Path) -> None:
+    """200 prompts, greedy and sampled, one by one and in batches, bit by bit."""
     prompts = prompts_of(200)
     wanted = answers(family, prompts)
     ways: list[dict[str, Any]] = [
@@ -110,7 +111,7 @@ def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
         ),
     ]
     for way in ways:
-        jax.clear_caches()  # so many programs are more mappings than Linux allows
+        jax.clear_caches()  # or Linux's limit on mappings is exceeded
         assert answers(family, prompts, **way) == wanted, way
     alone = {"max_slots": 1, "speculate": "ngram"}
     assert answers(family, prompts[:40], **alone) == wanted[:40]
@@ -119,7 +120,7 @@ def test_every_family_answers_as_without(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workloads_of_all_kinds_share_one_program() -> None:
     config = dataclasses.replace(engines.SERVED, max_drafts=2, debug=False)
-    speculation = Speculation(NGram(1, 2), Coupled())
+    speculation = Speculation(NGram(1, 2), SharedNoiseVerifier())
     engine = jaxkv.Engine(
         engines.params(),
         paged.PagedForward(MODEL),
@@ -142,7 +143,7 @@ def test_pages_stay_in_place(drafter: Any) -> None:
     config = dataclasses.replace(
         engine_programs.CONFIG, max_drafts=3, prefix_cache=True
     )
-    speculation = Speculation(drafter, Coupled())
+    speculation = Speculation(drafter, SharedNoiseVerifier())
     program, pages = engine_programs.compile_steps(
         engine_programs.LARGE, config=config, speculation=speculation
     )
@@ -154,7 +155,7 @@ def test_pages_stay_in_place(drafter: Any) -> None:
 def found_before(
     tokens: list[int], shortest: int, longest: int, num: int
 ) -> list[int] | None:
-    """The longest and then latest match of the last tokens, in plain Python."""
+    """The latest of the longest matches of the last tokens, in plain Python."""
     best = (0, -1)
     for end in range(len(tokens) - 1):
         length = 0
@@ -174,7 +175,7 @@ def found_before(
 @pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (1, 3), (2, 4)])
 def test_lookup_equals_its_twin(shortest: int, longest: int) -> None:
     rng = np.random.default_rng(shortest)
-    look = jax.jit(lookup, static_argnames=("shortest", "longest", "num"))
+    look = jax.jit(look_up_drafts, static_argnames=("shortest", "longest", "num"))
     hits = 0
     for _ in range(40):
         tokens = rng.integers(0, 4, (6, 30)).astype(np.int32)
@@ -196,16 +197,16 @@ def loaded(**how: Any) -> jaxkv.Engine:
 
 OTHER = dataclasses.replace(MODEL, vocab_size=60)
 SHARES = ((0.5, 0.4), (0.5, 0.1))
-HEADS = head_folders.Loaded(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
+HEADS = head_folders.LoadedHeads(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
 OF_OTHER = HEADS._replace(config=MedusaConfig(target=OTHER))
 
 
-def served(method: Any, layers: Any = None, **models: Any) -> methods.Served:
+def served(method: Any, layers: Any = None, **models: Any) -> methods.EngineParts:
     config = dataclasses.replace(engines.SERVED, max_drafts=2)
-    model = methods.Model(MODEL, engines.params())
+    model = methods.ModelWeights(MODEL, engines.params())
     if layers is not None:
         method = SpeculationConfig(method, draft_layers=layers)
-    how = methods.of(method)
+    how = methods.parse_speculation(method)
     return methods.build_speculative(model, config, how, dtype="float32", **models)
 
 
@@ -213,7 +214,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.Served:
     ("make", "line"),
     [
         (lambda: served("hydra"), "speculate='hydra' must be 'ngram', 'jacobi', "),
-        (lambda: served("eagle"), "speculate='eagle' needs heads that were trained"),
+        (lambda: served("eagle"), "speculate='eagle' needs trained heads"),
         (
             lambda: served("eagle", heads=HEADS),
             "medusa heads do not go with speculate='eagle'",
@@ -226,19 +227,19 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.Served:
             lambda: served("medusa", heads=OF_OTHER),
             "the heads must be those of the model served",
         ),
-        (lambda: served("draft-model"), "a draft model goes with the method"),
+        (lambda: served("draft-model"), "draft must be given if, and only if"),
         (
-            lambda: served("draft-model", draft=methods.Model(OTHER, {})),
+            lambda: served("draft-model", draft=methods.ModelWeights(OTHER, {})),
             "draft.config.vocab_size=60 must be the served model's 61",
         ),
         (
             lambda: served("early-exit", layers=3),
             "layers=3 must be in [1, 2]",
         ),
-        (lambda: served("ngram", layers=1), "draft_layers=1 goes with"),
+        (lambda: served("ngram", layers=1), "draft_layers=1 needs the method"),
         (
             lambda: SpeculationConfig("eagle", draft_folder="a"),
-            "draft_folder='a' goes with the method 'draft-model' alone, not 'eagle'",
+            "draft_folder='a' needs the method 'draft-model', not 'eagle'",
         ),
         (lambda: SpeculationConfig("hydra"), "method='hydra' must be 'ngram', "),  # ty: ignore[invalid-argument-type]
         (lambda: NGram(0), "shortest=0 must be at least 1"),
@@ -262,7 +263,7 @@ def test_bad_input_is_one_line(make: Any, line: str) -> None:
 
 
 def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
-    assert served("jacobi").speculation == Speculation(Jacobi(), Coupled())
+    assert served("jacobi").speculation == Speculation(Jacobi(), SharedNoiseVerifier())
     medusa = served("medusa", heads=HEADS).speculation
     assert medusa is not None
     bush = static_tree.Topology((0, 0), (0, 1))
@@ -273,12 +274,12 @@ def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
     assert exits.drafter.forward == paged.PagedForward(MODEL, layers=(0,))
 
 
-def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
-    """Not where bits are promised, or no step has so few."""
+def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
+    """Not under reproducible numerics, nor if no step has so few rows."""
 
     def has_both(**fields: Any) -> bool:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
-        model = methods.Model(MODEL, engines.params())
+        model = methods.ModelWeights(MODEL, engines.params())
         made = methods.build_speculative(model, bounds, dtype="float32")
         return param_forms.is_for_few(made.params)
 
@@ -291,7 +292,7 @@ def test_small_weights_stand_twice_where_few_rows_are_multiplied() -> None:
 
 
 @pytest.mark.slow
-def test_rejection_keeps_the_law_on_text() -> None:
+def test_rejection_keeps_the_distribution_on_text() -> None:
     """20,032 answers of the bundled model: pairs of tokens, the second one drafted."""
     loaded = checkpoints.load_model(ROOT / "experiments" / "models" / "stdlib-bytes")
     config = jaxkv.EngineConfig(
@@ -303,7 +304,9 @@ def test_rejection_keeps_the_law_on_text() -> None:
         max_drafts=2,
     )
     forward = paged.PagedForward(loaded.config)
-    drafter = dataclasses.replace(self_speculative(forward, [0, 1]), couples=False)
+    drafter = dataclasses.replace(
+        build_self_speculative(forward, [0, 1]), shares_noise=False
+    )
     engine = jaxkv.Engine(
         loaded.params,
         forward,

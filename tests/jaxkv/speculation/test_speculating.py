@@ -1,4 +1,5 @@
-"""Speculation in the engine: the same tokens as without, and nothing left behind."""
+"""Speculation in the engine: tokens equal plain decoding's, and all state is
+released."""
 
 import dataclasses
 import functools
@@ -17,22 +18,22 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling.fcfs import fcfs
 from jaxkv.speculation import (
     Adaptive,
-    Beside,
-    Both,
-    Coupled,
     DraftModel,
     Eagle,
     EagleConfig,
-    Followed,
     Jacobi,
     Lookahead,
     Medusa,
     MedusaConfig,
     NGram,
     Rejection,
+    SharedNoiseVerifier,
     Synthetic,
-    WithHeads,
-    self_speculative,
+    TargetAndDraftParams,
+    TargetWithDraft,
+    TargetWithEagle,
+    TargetWithHeads,
+    build_self_speculative,
     static_tree,
 )
 from tests.support import asks as workloads
@@ -42,9 +43,9 @@ from tests.support.engines import CACHED, MODEL, TIGHT, Ask, Run, greedy
 
 @dataclasses.dataclass(frozen=True)
 class Bushy(Drafter):
-    """Lays a chain's drafts out as a path of a tree, among wrong ones.
+    """Packs a chain's drafts as a path of a tree with wrong siblings.
 
-    Which of two siblings is the right one changes from token to token.
+    The index of the right sibling changes from token to token.
     """
 
     chain: Drafter
@@ -88,12 +89,12 @@ BUSH = static_tree.Topology((0, 0, 1, 1, 2, 3, 0, 5), (0, 1, 0, 2, 1, 0, 3, 1))
 DRAFTERS: dict[str, Drafter] = {
     "n-gram": NGram(1, 3),
     "jacobi": Jacobi(),
-    "early exit": self_speculative(OF_MODEL, [0]),
-    "all layers": self_speculative(OF_MODEL, [0, 1]),
-    "draft model": DraftModel(OF_SMALLER, beside=True),
+    "early exit": build_self_speculative(OF_MODEL, [0]),
+    "all layers": build_self_speculative(OF_MODEL, [0, 1]),
+    "draft model": DraftModel(OF_SMALLER, has_own_model=True),
     "lookahead": Lookahead(columns=2, ngram=3, candidates=2, entries=8),
-    "adaptive": Adaptive(self_speculative(OF_MODEL, [0, 1]), patience=4),
-    "tree": Bushy(self_speculative(OF_MODEL, [0, 1])),
+    "adaptive": Adaptive(build_self_speculative(OF_MODEL, [0, 1]), patience=4),
+    "tree": Bushy(build_self_speculative(OF_MODEL, [0, 1])),
     "medusa": Medusa(HEADS, static_tree.chain(3)),
     "medusa tree": Medusa(HEADS, BUSH),
     "eagle": Eagle(EAGLE, (1, 1)),
@@ -104,7 +105,7 @@ BOUNDS = {"tight": TIGHT, "cached": CACHED, "swapping": SWAPPING}
 ASKS = {
     "singles": workloads.singles,
     "groups": workloads.groups,
-    "alike": workloads.alike,
+    "shared prefix": workloads.alike,
 }
 
 
@@ -118,7 +119,7 @@ def with_nan(pages: Any) -> Any:
 
 
 def weights_of(shapes: Any) -> Any:
-    """Random weights that matter."""
+    """Random weights, large enough to affect the output."""
     rng = np.random.default_rng(11)
     return jax.tree.map(
         lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), shapes
@@ -126,25 +127,25 @@ def weights_of(shapes: Any) -> Any:
 
 
 def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
-    """What an engine needs for a drafter that has weights of its own."""
+    """Forward pass and pages for a drafter with its own weights."""
     if drafter == "draft model":
-        own, forward = engines.params(SMALLER), Beside(OF_MODEL, OF_SMALLER)
+        own, forward = engines.params(SMALLER), TargetWithDraft(OF_MODEL, OF_SMALLER)
         pages = paged.make_pages(MODEL, config)
         pages = pages._replace(beside=paged.make_pages(SMALLER, config))
     elif drafter.startswith("medusa"):
         target = paged.PagedForward(MODEL, config.numerics, taps=HEADS.taps)
-        own, forward = weights_of(HEADS.param_shapes()), WithHeads(target)
+        own, forward = weights_of(HEADS.param_shapes()), TargetWithHeads(target)
         pages = paged.make_pages(MODEL, config, taps=HEADS.taps)
     elif drafter.startswith("eagle"):
         target = paged.PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
-        own, forward = weights_of(EAGLE.param_shapes()), Followed(target, EAGLE)
+        own, forward = weights_of(EAGLE.param_shapes()), TargetWithEagle(target, EAGLE)
         pages = paged.make_pages(MODEL, config, taps=EAGLE.taps)
         pages = pages._replace(beside=paged.make_pages(EAGLE.layer, config))
     else:
         return {}
     return {
         "state": init(config, with_nan(pages), ()),
-        "weights": Both(engines.params(MODEL), own),
+        "weights": TargetAndDraftParams(engines.params(MODEL), own),
         "forward": forward,
     }
 
@@ -156,14 +157,14 @@ def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
     if drafter == "adaptive":
         changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
     config = with_drafts(BOUNDS[bounds], **changes)
-    speculation = Speculation(DRAFTERS[drafter], Coupled())
+    speculation = Speculation(DRAFTERS[drafter], SharedNoiseVerifier())
     policy = fcfs(preemption="swap") if bounds == "swapping" else None
     how: Any = {"policy": policy, "speculation": speculation}
     return engines.serve(ASKS[asks](), config, **how, **parts_of(drafter, config))
 
 
 def drafted(run: Run) -> tuple[int, int]:
-    """Drafts fed, and how many of them were accepted."""
+    """Number of drafts fed, and number accepted."""
     num_drafts = np.asarray(run.info.num_drafts)
     accepted = np.maximum(run.info.num_emitted - 1, 0)[num_drafts > 0]
     return int(num_drafts.sum()), int(accepted.sum())
@@ -176,15 +177,15 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
 @pytest.mark.parametrize(
     ("drafter", "bounds", "asks"),
     [
-        marked("n-gram", "cached", "alike", speed=pytest.mark.thorough),
-        marked("tree", "cached", "alike", speed=pytest.mark.thorough),
+        marked("n-gram", "cached", "shared prefix", speed=pytest.mark.thorough),
+        marked("tree", "cached", "shared prefix", speed=pytest.mark.thorough),
         marked("tree", "swapping", "groups"),
         marked("tree", "tight", "singles"),
         marked("medusa", "tight", "singles"),
         marked("medusa", "swapping", "groups"),
-        marked("medusa tree", "cached", "alike"),
+        marked("medusa tree", "cached", "shared prefix"),
         marked("medusa tree", "swapping", "groups"),
-        marked("eagle", "cached", "alike"),
+        marked("eagle", "cached", "shared prefix"),
         marked("eagle", "swapping", "groups"),
         marked("eagle tree", "swapping", "groups"),
         marked("eagle tree", "tight", "singles"),
@@ -192,26 +193,26 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("lookahead", "tight", "singles"),
         marked("all layers", "tight", "singles"),
         marked("jacobi", "swapping", "groups"),
-        marked("draft model", "cached", "alike"),
+        marked("draft model", "cached", "shared prefix"),
         marked("early exit", "swapping", "groups"),
         marked("draft model", "swapping", "groups"),
-        marked("early exit", "cached", "alike"),
+        marked("early exit", "cached", "shared prefix"),
         marked("n-gram", "tight", "singles"),
         marked("jacobi", "tight", "singles"),
-        marked("jacobi", "cached", "alike"),
+        marked("jacobi", "cached", "shared prefix"),
     ],
 )
 def test_tokens_equal_those_of_a_plain_loop(
     drafter: str, bounds: str, asks: str
 ) -> None:
-    """Greedy and drawn ones, under penalties and cut-offs, up to the same ends."""
+    """Greedy and sampled requests, with penalties and truncation, to equal ends."""
     run, requests = served(drafter, bounds, asks), ASKS[asks]()
     engines.assert_equal_plain(run, requests, TIGHT)
     num_drafts, num_accepted = drafted(run)
     assert num_drafts > 50
     assert num_accepted > 0
     assert (np.asarray(run.info.num_swapped_out).sum() > 0) == (bounds == "swapping")
-    if drafter == "all layers":  # it draws what the target draws, but for an end
+    if drafter == "all layers":  # it samples the target's token, except at an end
         assert num_accepted > 0.9 * num_drafts
     if drafter == "tree":  # its right path has two drafts of eight at least
         assert num_accepted > 0.2 * num_drafts
@@ -232,27 +233,27 @@ def test_keys_that_stay_with_a_rejected_branch_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step, "_to_a_chain", lambda state, verified: state)
-    # A budget that nobody else has: a program of its own.
-    run = served("tree", "cached", "alike", token_budget=61)
+    # A token budget of no other test, so that the program is compiled here.
+    run = served("tree", "cached", "shared prefix", token_budget=61)
     with pytest.raises(AssertionError):
         engines.assert_equal_plain(run, workloads.alike(), TIGHT)
 
 
-def test_as_many_columns_of_drafts_as_the_engine_has() -> None:
+def test_drafts_must_have_max_drafts_columns() -> None:
     line = r"drafts.tokens.shape=\(8, 8\) must be \(8, 5\)"
     with pytest.raises(ValueError, match=line):
-        served("tree", "cached", "alike", max_drafts=5)
+        served("tree", "cached", "shared prefix", max_drafts=5)
 
 
 @pytest.mark.thorough
 def test_a_tree_as_wide_as_the_window_is_refused() -> None:
     model = dataclasses.replace(MODEL, window=8)
-    tree = Bushy(self_speculative(paged.PagedForward(model), [0, 1]))
+    tree = Bushy(build_self_speculative(paged.PagedForward(model), [0, 1]))
     with pytest.raises(ValueError, match="window=8 must be above num_drafts=8"):
         engines.serve(
             [greedy(100, [3, 1], 8)],
             with_drafts(TIGHT, max_drafts=8, token_budget=60),
-            speculation=Speculation(tree, Coupled()),
+            speculation=Speculation(tree, SharedNoiseVerifier()),
             forward=paged.PagedForward(model),
         )
 
@@ -261,7 +262,7 @@ def test_a_tree_as_wide_as_the_window_is_refused() -> None:
 def test_trees_are_refused_under_reproducible_numerics() -> None:
     line = "numerics='reproducible' takes chains of drafts, no token trees"
     with pytest.raises(ValueError, match=line):
-        served("tree", "cached", "alike", numerics="reproducible")
+        served("tree", "cached", "shared prefix", numerics="reproducible")
 
 
 @pytest.mark.slow
@@ -273,7 +274,7 @@ def test_no_bit_changes_under_reproducible_numerics(drafter: str) -> None:
     asks = workloads.alike()
     config = dataclasses.replace(CACHED, token_budget=40, **numerics)
     plain = engines.serve(asks, config)
-    run = served(drafter, "cached", "alike", **numerics)
+    run = served(drafter, "cached", "shared prefix", **numerics)
     assert drafted(run)[1] > 20
     for name, wanted in plain.outcomes.items():
         got = run.outcomes[name]
@@ -283,9 +284,9 @@ def test_no_bit_changes_under_reproducible_numerics(drafter: str) -> None:
 
 
 @pytest.mark.slow
-def test_beams_go_their_own_way_beside_drafts() -> None:
+def test_beams_are_unaffected_by_drafts() -> None:
     config = with_drafts(searches.TIGHT)
-    speculation = Speculation(NGram(1, 2), Coupled())
+    speculation = Speculation(NGram(1, 2), SharedNoiseVerifier())
     run = searches.serve("llama", config, 24, speculation=speculation)
     searches.check("llama", run, 24)
     plain = searches.serve("llama", searches.TIGHT, 24)
@@ -300,7 +301,9 @@ def test_greedy_tokens_are_kept_by_rejection() -> None:
         greedy(100 + i, rng.integers(0, 61, 5 + i).tolist(), 20, logprobs=1)
         for i in range(10)
     ]
-    drafter = dataclasses.replace(self_speculative(OF_MODEL, [0]), couples=False)
+    drafter = dataclasses.replace(
+        build_self_speculative(OF_MODEL, [0]), shares_noise=False
+    )
     run = engines.serve(
         asks, with_drafts(TIGHT), speculation=Speculation(drafter, Rejection())
     )
@@ -310,10 +313,10 @@ def test_greedy_tokens_are_kept_by_rejection() -> None:
 
 @pytest.mark.slow
 def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
-    """Each step fixes a token at least; nothing is reserved between two steps."""
+    """Each step fixes at least one token; no place is reserved between two steps."""
     config = with_drafts(TIGHT, steps_per_call=1)
     ask = greedy(100, [3, 1, 4, 1, 5], 40)
-    speculation = Speculation(Jacobi(), Coupled())
+    speculation = Speculation(Jacobi(), SharedNoiseVerifier())
     state = engines.start(config, speculation=speculation)
     requests = engines.requests_of([ask], config)
     state, _ = engines.submit(state, requests, config=config)
@@ -344,7 +347,7 @@ def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
     "acceptance",
     [0.8, *(pytest.param(a, marks=pytest.mark.slow) for a in (0.0, 0.5, 1.0))],
 )
-def test_tokens_a_step_are_what_theory_says(acceptance: float) -> None:
+def test_tokens_a_step_are_as_in_theory(acceptance: float) -> None:
     """(1 - a^(g+1)) / (1 - a) with independent acceptance, Leviathan et al., eq. 1."""
     config = with_drafts(engines.ROOMY, max_logprobs=0, max_logit_rows=0)
     asks = [

@@ -1,4 +1,4 @@
-"""The best tree of guesses equals the best of all trees there are."""
+"""The best static tree, against an enumeration of all trees."""
 
 import itertools
 from typing import Any
@@ -14,7 +14,7 @@ type Way = tuple[int, ...]
 
 
 def ways(tree: Topology) -> list[Way]:
-    """The nodes by their ways, in order of storage."""
+    """Paths of the nodes, in order of storage."""
     found: list[Way] = [()]
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):
         found.append((*found[parent], rank))
@@ -22,7 +22,7 @@ def ways(tree: Topology) -> list[Way]:
 
 
 def gain(nodes: Any, acceptance: np.ndarray) -> float:
-    """Drafts that are accepted on average."""
+    """Expected number of accepted drafts."""
     return sum(
         float(np.prod([acceptance[depth, rank] for depth, rank in enumerate(way)]))
         for way in nodes
@@ -32,13 +32,13 @@ def gain(nodes: Any, acceptance: np.ndarray) -> float:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("num", [1, 3, 5])
 def test_no_tree_of_as_many_nodes_gains_more(seed: int, num: int) -> None:
-    """Ranks need not fall: a second guess may be right more often than a first."""
+    """Acceptance need not fall with rank: a second guess may be right more often."""
     rng = np.random.default_rng(seed)
     acceptance = rng.random((3, 3)) / 2
     every = [
         way for depth in (1, 2, 3) for way in itertools.product(range(3), repeat=depth)
     ]
-    if num == 5:  # 39 nodes are too many to try all fives of
+    if num == 5:  # 39 nodes are too many to try all subsets of five
         every = [way for way in every if sum(way) < 4 and way.count(2) < 2][:22]
     closed = (
         nodes
@@ -54,7 +54,7 @@ def test_no_tree_of_as_many_nodes_gains_more(seed: int, num: int) -> None:
         assert found == pytest.approx(best)
 
 
-def test_its_first_nodes_are_the_best_tree_of_so_many() -> None:
+def test_the_first_nodes_are_the_best_smaller_tree() -> None:
     acceptance = np.random.default_rng(1).random((4, 5))
     whole = static_tree.build(acceptance.tolist(), 30)
     for num in range(1, 30):
@@ -74,15 +74,15 @@ def test_a_tree_is_no_larger_than_its_guesses() -> None:
     ("make", "line"),
     [
         (lambda: Topology((), ()), "must be of equal size"),
-        (lambda: Topology((0, 2), (0, 0)), "parents stand before their children"),
+        (lambda: Topology((0, 2), (0, 0)), "must precede their children"),
         (lambda: Topology((0, 0), (1, 1)), "must differ between siblings"),
         (lambda: Topology((0,), (-1,)), "must be at least 0"),
         (lambda: static_tree.build([[0.5]], 0), "num=0 must be at least 1"),
         (lambda: static_tree.build([[1.5]], 1), "acceptance=1.5 must be in"),
-        (lambda: static_tree.build([], 1), "must have a guess at least"),
+        (lambda: static_tree.build([], 1), "must have at least one guess"),
     ],
 )
-def test_what_is_no_tree_is_refused(make: Any, line: str) -> None:
+def test_invalid_trees_are_refused(make: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as refused:
         make()
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""What comes out of verified drafts has the law, or the very tokens, that it should."""
+"""Verified drafts have the right distribution, or exactly the right tokens."""
 
 import functools
 import itertools
@@ -13,7 +13,14 @@ import pytest
 
 from jaxkv.engine import drafting
 from jaxkv.sampling import Params, Sampling, greedy_params, random_keys, sampler
-from jaxkv.speculation import Coupled, Rejection, Typical, draw, draws, verifiers
+from jaxkv.speculation import (
+    Rejection,
+    SharedNoiseVerifier,
+    Typical,
+    draw_drafts,
+    draws,
+    verifiers,
+)
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.sampled_laws import (
@@ -23,31 +30,31 @@ from tests.support.sampled_laws import (
     penalised_slowly,
 )
 
-# Every law that a step can emit, enumerated
+# Enumeration of all outputs of a step
 
 
 class Case(NamedTuple):
-    """Drafts of a few levels, and the laws that they and the model have."""
+    """Drafts of a few levels, with the distributions of drafter and target."""
 
     request: Sampling
-    """How tokens are wanted."""
+    """Sampling parameters of the request."""
     drafter: Sampling
-    """How drafts are drawn."""
+    """Sampling parameters of the drafter."""
     levels: int = 1
-    """Drafts behind each other."""
+    """Depth of the draft tree."""
     width: int = 1
-    """Drafts beside each other."""
+    """Children of a node."""
     replacement: bool = False
     chosen: bool = False
-    """The drafter takes its likeliest tokens, and has no law."""
-    told: Sampling | None = None
-    """The law that the verifier is told of, if it is a wrong one."""
+    """True if the drafter takes its likeliest tokens, without a distribution."""
+    reported: Sampling | None = None
+    """Distribution reported to the verifier, if it is a wrong one."""
     distinct: bool = False
-    """The verifier thinks that siblings differ, though some may be equal."""
+    """True if the verifier assumes different siblings, although some may be equal."""
 
     @property
     def contexts(self) -> list[tuple[int, ...]]:
-        """What may be known at a place, the root first, the leaves last."""
+        """Contexts at each node, the root first, the leaves last."""
         return [
             context
             for level in range(self.levels + 1)
@@ -63,7 +70,8 @@ MOST_CONTEXTS, MOST_KNOWN, MOST_ROWS = 85, 5, 160
 def candidates(
     law: np.ndarray, num: int, replacement: bool
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """All that may be drawn from a law, in order, with its probability."""
+    """All tokens that may be sampled from a distribution, in order, with
+    probabilities."""
     if num == 0:
         yield (), 1.0
         return
@@ -74,14 +82,14 @@ def candidates(
         left = law.copy()
         if not replacement:
             left[token] = 0
-            # Alone, it may leave a rest that is rounding alone.
+            # A single child may leave a residual that consists of rounding errors.
             left = left / left.sum() if left.any() else left
         for others, chance in candidates(left, num - 1, replacement):
             yield (int(token), *others), float(law[token]) * chance
 
 
 class Judged(NamedTuple):
-    """One drawing of children at one place, and what the verifier says of it."""
+    """One sample of children at one node, and the verifier's result."""
 
     children: tuple[int, ...]
     chance: float
@@ -90,7 +98,7 @@ class Judged(NamedTuple):
 
 
 def drafted(case: Case, logits: np.ndarray) -> list[tuple[tuple[int, ...], float]]:
-    """What may be drafted at a place, with its probability."""
+    """Possible children of a node, with their probabilities."""
     if case.chosen:
         best = np.argsort(-logits)[: case.width]
         return [(tuple(int(token) for token in best), 1.0)]
@@ -110,18 +118,18 @@ def law_of_rows() -> Any:
 
 @functools.cache
 def rule_of(verifier: Rejection, *code: Any) -> Any:
-    """The rule of a verifier, compiled again where its code is another."""
+    """The compiled rule of a verifier, compiled again for a mutated verifier."""
     return jax.jit(lambda *arrays: verifier.rule(*arrays))
 
 
 def filled(rows: Any, num: int) -> jax.Array:
-    """An array of rows, the first of them again and again behind the last."""
+    """An array padded with copies of its first row."""
     rows = np.asarray(rows)
     return jnp.asarray(np.concatenate([rows, rows[:1].repeat(num - len(rows), 0)]))
 
 
 def laws_of(case: Case, logits: np.ndarray, request: Sampling) -> np.ndarray:
-    """The law at every context, as our sampler computes it."""
+    """The distribution at every context, computed by the sampler."""
     known = [(*PROMPT, *context) for context in case.contexts]
     tokens = np.array([row + (0,) * (MOST_KNOWN - len(row)) for row in known], np.int32)
     num = np.array([len(row) for row in known], np.int32)
@@ -132,9 +140,9 @@ def laws_of(case: Case, logits: np.ndarray, request: Sampling) -> np.ndarray:
 def judged(
     case: Case, target: np.ndarray, guess: np.ndarray
 ) -> dict[tuple[int, ...], list[Judged]]:
-    """Every drawing of children at every context, judged in one batch."""
+    """Every sample of children at every context, judged in one batch."""
     laws = laws_of(case, target, case.request)
-    told = laws_of(case, guess, case.told or case.drafter)
+    reported = laws_of(case, guess, case.reported or case.drafter)
     rows = [
         (index, context, drawing)
         for index, context in enumerate(case.contexts)
@@ -147,9 +155,11 @@ def judged(
     at = np.array([index for index, _, _ in rows])
     children = filled(np.array([each for *_, (each, _) in rows], np.int32), MOST_ROWS)
     verifier = Rejection(replacement=case.replacement and not case.distinct)
-    rule = rule_of(verifier, Rejection.rule, verifiers._try)
-    told = None if case.chosen else filled(told[at], MOST_ROWS)
-    accept, rest = map(np.asarray, rule(filled(laws[at], MOST_ROWS), told, children))
+    rule = rule_of(verifier, Rejection.rule, verifiers._try_child)
+    reported = None if case.chosen else filled(reported[at], MOST_ROWS)
+    accept, rest = map(
+        np.asarray, rule(filled(laws[at], MOST_ROWS), reported, children)
+    )
     found: dict[tuple[int, ...], list[Judged]] = {}
     for row, (_, context, drawing) in enumerate(rows):
         one = Judged(*drawing, accept[row], rest[row])
@@ -158,10 +168,11 @@ def judged(
 
 
 def distance(case: Case, seed: int = 0) -> float:
-    """Total variation between what a step emits, gone on with plainly, and the model.
+    """Total variation distance between a step's output, continued plainly, and the
+    model.
 
-    The laws are those of strings one token longer than the drafts. What children lie
-    below a child is independent of its siblings, so a tree is summed branch by branch.
+    The distributions are of strings one token longer than the drafts. Children of a
+    child are independent of its siblings, so a tree is summed branch by branch.
     """
     rng = np.random.default_rng(seed)
     shape = (len(case.contexts), VOCAB)
@@ -227,9 +238,9 @@ EXACT = {
     "three that may be equal, and are passed over": Case(
         PLAIN, FLAT, width=3, replacement=True, distinct=True
     ),
-    # A cut law is the whole one of those that it keeps, and the others are passed over.
-    "drawn before top-k, and told of after": Case(
-        PLAIN, FLAT, width=2, told=Sampling(temperature=2.0, top_k=2)
+    # A truncated distribution excludes some children, which are skipped.
+    "sampled before top-k, reported after": Case(
+        PLAIN, FLAT, width=2, reported=Sampling(temperature=2.0, top_k=2)
     ),
     "a tree": Case(EVERYTHING, FLAT, levels=2, width=2),
     "a tree of equals": Case(PENALISED, CUT, levels=2, width=2, replacement=True),
@@ -238,7 +249,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_rejection_keeps_the_law(name: str) -> None:
+def test_rejection_keeps_the_distribution(name: str) -> None:
     assert distance(EXACT[name]) < 1e-6
 
 
@@ -248,39 +259,39 @@ def check_distance(*names: str) -> None:
 
 
 BUGS = {
-    "what is left is not normalised": Bug(
+    "the residual is not normalised": Bug(
         verifiers,
-        "_try",
-        "fixed_point.normalised(jnp.maximum(target - law, 0))",
-        "jnp.maximum(target - law, 0)",
+        "_try_child",
+        "fixed_point.normalised(jnp.maximum(target_probs - draft_probs, 0))",
+        "jnp.maximum(target_probs - draft_probs, 0)",
         check_distance,
         ("one draft",),
     ),
-    "nothing is subtracted": Bug(
+    "the draft distribution is not subtracted": Bug(
         verifiers,
-        "_try",
-        "jnp.maximum(target - law, 0)",
-        "target",
+        "_try_child",
+        "jnp.maximum(target_probs - draft_probs, 0)",
+        "target_probs",
         check_distance,
         ("one draft",),
     ),
-    "what a draft turned down leaves is taken for its chance": Bug(
+    "the target probability is taken for the acceptance probability": Bug(
         verifiers,
-        "_try",
+        "_try_child",
         "jnp.minimum(ratio, 1)",
-        "jnp.minimum(wanted, 1)",
+        "jnp.minimum(p, 1)",
         check_distance,
         ("one draft",),
     ),
-    "the second is judged as if it were the first": Bug(
+    "the second child is judged as if it were the first": Bug(
         verifiers.Rejection,
         "rule",
-        "chance, rest = _try(rest, guess, child)",
-        "chance, rest = _try(target, guess, child)",
+        "chance, rest = _try_child(rest, guess, child)",
+        "chance, rest = _try_child(target_probs, guess, child)",
         check_distance,
         ("two that may be equal",),
     ),
-    "who was turned down stays in the law": Bug(
+    "a rejected child stays in the draft distribution": Bug(
         verifiers.Rejection,
         "rule",
         "jnp.where(is_child, 0, left)",
@@ -288,7 +299,7 @@ BUGS = {
         check_distance,
         ("two that differ",),
     ),
-    "what stays in the law is not normalised": Bug(
+    "the remaining draft distribution is not normalised": Bug(
         verifiers.Rejection,
         "rule",
         "fixed_point.normalised(jnp.where(is_child, 0, left))",
@@ -296,11 +307,11 @@ BUGS = {
         check_distance,
         ("two that differ",),
     ),
-    "who is chosen counts as drawn from the model": Bug(
+    "a chosen child counts as sampled from the model": Bug(
         verifiers.Rejection,
         "rule",
-        "is_child.astype(target.dtype) if left is None",
-        "target if left is None",
+        "is_child.astype(dtype) if left is None",
+        "target_probs if left is None",
         check_distance,
         ("one that is chosen",),
     ),
@@ -314,21 +325,21 @@ def test_a_wrong_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["one draft", "two that differ", "a tree"])
 @pytest.mark.parametrize(
-    ("drafter", "told"),
+    ("drafter", "reported"),
     [
         (FLAT, PLAIN),
-        # What is drawn after top-k, and told of as if before.
+        # Sampled after top-k, reported as if before.
         (Sampling(temperature=2.0, top_k=2), FLAT),
-        # The other way round, by another temperature, too.
+        # The reverse, at another temperature.
         (PLAIN, Sampling(temperature=2.0, top_k=2)),
     ],
 )
-def test_a_law_that_is_not_the_drafts_own_is_noticed(
-    name: str, drafter: Sampling, told: Sampling
+def test_a_wrong_draft_distribution_is_noticed(
+    name: str, drafter: Sampling, reported: Sampling
 ) -> None:
     case = EXACT[name]._replace(drafter=drafter)
     assert distance(case) < 1e-6
-    assert distance(case._replace(told=told)) > 1e-3
+    assert distance(case._replace(reported=reported)) > 1e-3
 
 
 # The rule at its edges
@@ -337,7 +348,7 @@ def test_a_law_that_is_not_the_drafts_own_is_noticed(
 def ruled(
     target: list[float], law: list[float] | None, *children: int, **fields: Any
 ) -> tuple[list[float], list[float]]:
-    """One row under the rule."""
+    """Applies the rule to one row."""
     accept, rest = Rejection(**fields).rule(
         jnp.array([target], jnp.float32),
         None if law is None else jnp.array([law], jnp.float32),
@@ -349,25 +360,25 @@ def ruled(
 @pytest.mark.parametrize(
     ("target", "law", "children", "accept", "rest"),
     [
-        # Equal laws: everything is accepted, and nothing is asked for afterwards.
+        # Equal distributions: every draft is accepted.
         ([0.25, 0.75], [0.25, 0.75], (1,), [1], [0.25, 0.75]),
-        # Nobody is there, or it cannot have been drawn.
+        # There is no child, or its draft probability is 0.
         ([0.25, 0.75], [0.5, 0.5], (-1,), [0], [0.25, 0.75]),
         ([0.25, 0.75], [1.0, 0.0], (1,), [0], [0.25, 0.75]),
         ([0.25, 0.75], [0.0, 0.0], (1,), [0], [0.25, 0.75]),
         ([0.25, 0.75], None, (-1,), [0], [0.25, 0.75]),
         ([0.25, 0.75], [0.5, 0.5], (), [], [0.25, 0.75]),
-        # What is not wanted is never accepted; what is certain always.
+        # Target probability 0 is never accepted, 1 always.
         ([0.0, 1.0], [0.5, 0.5], (0,), [0], [0, 1]),
         ([0.0, 1.0], [0.5, 0.5], (1,), [1], [0, 1]),
         ([0.0, 1.0], None, (0, 1), [0, 1], [0, 1]),
         ([0.5, 0.25, 0.25], None, (0, 2), [0.5, 0.5], [0, 1, 0]),
-        # By hand: of (1/2, 1/4, 1/4) and (1/4, 3/4, 0) a half on 0 and a half on 2 are
-        # left; the law without 1 is certain of 0.
+        # By hand: (1/2, 1/4, 1/4) minus (1/4, 3/4, 0) leaves 1/2 on 0 and 1/2 on 2; the
+        # draft distribution without 1 is 1 on 0.
         ([0.5, 0.25, 0.25], [0.25, 0.75, 0.0], (1, 0), [1 / 3, 0.5], [0, 0, 1]),
-        # A gap in the middle changes nothing.
+        # A missing child in between has no effect.
         ([0.5, 0.25, 0.25], [0.25, 0.75, 0.0], (1, -1, 0), [1 / 3, 0, 0.5], [0, 0, 1]),
-        # No law holds a third.
+        # The third child has draft probability 0.
         ([0.5, 0.25, 0.25], [0.25, 0.75, 0.0], (1, 0, 2), [1 / 3, 0.5, 0], [0, 0, 1]),
     ],
 )
@@ -379,15 +390,15 @@ def test_the_rule_by_hand(
     np.testing.assert_allclose(found[1], rest, rtol=1e-6)
 
 
-def test_one_drawn_twice_is_turned_down_twice() -> None:
+def test_a_duplicate_child_is_rejected_twice() -> None:
     found = ruled([0.5, 0.25, 0.25], [0.25, 0.75, 0.0], 1, 1, replacement=True)
     np.testing.assert_allclose(found[0], [1 / 3, 0], rtol=1e-6)
-    # A half on 0 and a half on 2 are left, less a quarter on 0.
+    # The residual is 1/2 on 0 and 1/2 on 2, minus 1/4 on 0.
     np.testing.assert_allclose(found[1], [1 / 3, 0, 2 / 3], rtol=1e-6)
 
 
-def test_a_faint_rest_is_a_law_as_well() -> None:
-    # Laws that differ in their last bits only.
+def test_a_tiny_residual_is_normalised() -> None:
+    # Distributions that differ only in their last bits.
     rng = np.random.default_rng(0)
     target = rng.dirichlet(np.ones(1000), 4).astype(np.float32)
     law = np.nextafter(target, rng.choice([0, 1], target.shape).astype(np.float32))
@@ -410,7 +421,7 @@ COMPANY = [
     Sampling.greedy(seed=5),
 ]
 VERIFIERS = {
-    "coupled": Coupled(),
+    "coupled": SharedNoiseVerifier(),
     "rejection": Rejection(),
     "with replacement": Rejection(replacement=True),
     "typical": Typical(),
@@ -418,7 +429,7 @@ VERIFIERS = {
 
 
 class Rows(NamedTuple):
-    """What a verifier is given."""
+    """Arguments of a verifier."""
 
     logits: Any
     children: Any
@@ -482,7 +493,7 @@ def test_greedy_rows_are_the_argmax(name: str, with_law: bool) -> None:
     rows = company()
     rows = rows._replace(law=rows.law if with_law else None)
     mixed = jitted(name)(*rows)
-    # The second and third are wrong, and -1 is nobody.
+    # The second and third are wrong, and -1 is no child.
     children = rows.children.at[:, 2].set(-1)[:, ::-1]
     alone = jitted(name)(
         *rows._replace(children=children, params=greedy_params(len(COMPANY)))
@@ -538,7 +549,7 @@ def test_nothing_follows_a_row_that_is_invalid(name: str) -> None:
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_coupled_draws_the_token_of_plain_decoding(greedy: bool) -> None:
+def test_shared_noise_gives_the_token_of_plain_decoding(greedy: bool) -> None:
     rows = company()
     if greedy:
         rows = rows._replace(params=greedy_params(len(COMPANY)))
@@ -583,7 +594,7 @@ def test_typical_equals_numpy() -> None:
     ],
 )
 @pytest.mark.usefixtures("as_users_have_it")
-def test_what_makes_no_sense_is_refused(make: Any, line: str) -> None:
+def test_invalid_settings_are_refused(make: Any, line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
         make()
 
@@ -593,14 +604,14 @@ def test_what_makes_no_sense_is_refused(make: Any, line: str) -> None:
 
 def drawn(num: int, replacement: bool = False, **changes: Any) -> Any:
     rows = company()
-    take = functools.partial(draw, num=num, replacement=replacement)
+    take = functools.partial(draw_drafts, num=num, replacement=replacement)
     return jax.jit(take)(rows.logits, rows.params._replace(**changes), rows.positions)
 
 
 @pytest.mark.parametrize(
     "replacement", [False, pytest.param(True, marks=pytest.mark.thorough)]
 )
-def test_drafts_come_with_their_law(replacement: bool) -> None:
+def test_drafts_have_their_distribution(replacement: bool) -> None:
     tokens, law = drawn(7, replacement)
     rows = company()
     for row, request in enumerate(COMPANY):
@@ -625,7 +636,7 @@ def test_drafts_come_with_their_law(replacement: bool) -> None:
         np.testing.assert_array_equal(greedy[row], tokens[row])
 
 
-def test_a_number_of_drafts_that_makes_no_sense_is_refused() -> None:
+def test_invalid_numbers_of_drafts_are_refused() -> None:
     for num in (0, 301):
         with pytest.raises(ValueError, match=rf"num={num} must be in \[1, 300\]"):
             drawn(num)
@@ -633,14 +644,14 @@ def test_a_number_of_drafts_that_makes_no_sense_is_refused() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("replacement", [False, True])
-def test_pairs_of_drafts_have_the_law_of_their_drawing(replacement: bool) -> None:
+def test_pairs_of_drafts_have_their_joint_distribution(replacement: bool) -> None:
     rows, law = 20_000, np.array([0.4, 0.3, 0.2, 0.1, 0.0])
     params = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), params_of([PLAIN]))
     keys = random_keys.draw_key(
         params.key, params.sample, jnp.arange(rows, dtype=jnp.int32), random_keys.DRAFT
     )
     laws = jnp.asarray(np.tile(law.astype(np.float32), (rows, 1)))
-    pick = functools.partial(draws.pick, num=2, replacement=replacement)
+    pick = functools.partial(draws.gumbel_top_k, num=2, replacement=replacement)
     first, second = np.asarray(jax.jit(pick)(laws, keys)).T
     expected = np.zeros((5, 5))
     for (a, b), chance in candidates(law, 2, replacement):
@@ -651,8 +662,10 @@ def test_pairs_of_drafts_have_the_law_of_their_drawing(replacement: bool) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("width", "replacement"), [(1, False), (3, False), (3, True)])
-def test_drafts_verified_by_flips_follow_the_law(width: int, replacement: bool) -> None:
-    """The whole of it, with the noise that the engine uses."""
+def test_drafts_verified_by_coin_flips_keep_the_distribution(
+    width: int, replacement: bool
+) -> None:
+    """The whole step, with the noise that the engine uses."""
     rows, vocab = 20_000, 12
     rng = np.random.default_rng(width)
     logits, guess = rng.normal(size=(2, vocab)).astype(np.float32) * 1.5
@@ -660,7 +673,9 @@ def test_drafts_verified_by_flips_follow_the_law(width: int, replacement: bool) 
     params = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), params_of([request]))
 
     def emit(logits: Any, guess: Any, params: Params, positions: Any) -> Any:
-        tokens, law = draw(guess, params, positions, num=width, replacement=replacement)
+        tokens, law = draw_drafts(
+            guess, params, positions, num=width, replacement=replacement
+        )
         ruling = verifier(logits, tokens, law, params, positions, logits)
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.ACCEPT
@@ -676,6 +691,6 @@ def test_drafts_verified_by_flips_follow_the_law(width: int, replacement: bool) 
     law = law_slowly(logits, request)
     assert chi_square(np.bincount(token, minlength=vocab), law) > 1e-3
     if width == 1:
-        # Some of the drafts, as many as the laws have in common.
+        # Some of the drafts, as often as the distributions overlap.
         common = np.minimum(law, law_slowly(guess, request)).sum()
         np.testing.assert_allclose(np.mean(accepted), common, atol=0.015)

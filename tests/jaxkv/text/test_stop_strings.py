@@ -21,16 +21,16 @@ def answered(
     tokenizer: Tokenizer, prompt: list[int], answer: list[int], *stops: str, **ask: Any
 ) -> tuple[str, list[int], str]:
     """Text, tokens and reason of an answer that grows to its greatest length."""
-    part = requests.Part(
+    part = requests.PartialAnswer(
         stream=tokenizer.stream(prompt), search=tokenizer.stop_search(stops, prompt)
     )
-    record = requests.Record(
+    record = requests.RequestRecord(
         request_id=0,
         prompt=prompt,
         sampling=Sampling(stop=stops, **ask),
         arrival_s=0.0,
         end_tokens=(),
-        parts=[part],
+        answers=[part],
     )
     told = ""
     for i, token in enumerate(answer):

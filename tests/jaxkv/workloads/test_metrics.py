@@ -11,13 +11,13 @@ FINISH = np.array([1.0, 2.0, 1.5, np.nan])
 OUTPUT = np.array([10, 100, 1, 7])
 
 
-def test_latencies_over_requests_that_were_not_served_are_no_numbers() -> None:
-    """None is dropped in silence: what counts is the caller's to say."""
+def test_latencies_over_unserved_requests_are_nan() -> None:
+    """No request is dropped silently; the caller chooses which requests count."""
     with pytest.warns(
         UserWarning, match="latency is NaN: 1 of 4 requests have no value"
     ):
         assert np.isnan(metrics.normalised_latency_s(ARRIVAL, FINISH, OUTPUT))
-    # One that never came is none that was not served.
+    # A request that never arrived does not count as unserved.
     came = np.where(np.isnan(FINISH), np.nan, ARRIVAL)
     mean = metrics.normalised_latency_s(came, FINISH, OUTPUT)
     np.testing.assert_allclose(mean, (0.1 + 0.02 + 0.5) / 3)
@@ -35,7 +35,7 @@ def test_latencies_over_requests_that_were_not_served_are_no_numbers() -> None:
         metrics.percentile(first, 101)
 
 
-def test_who_is_not_answered_misses_the_objectives() -> None:
+def test_unanswered_requests_miss_the_objectives() -> None:
     met = metrics.attainment(
         ARRIVAL, FIRST, FINISH, OUTPUT, metrics.Objectives(0.5, 0.06)
     )
@@ -63,7 +63,7 @@ def test_gaps_between_tokens_span_the_steps_that_stall() -> None:
     assert gaps.seconds.tolist() == [1.0, 5.0, 1.0, 5.0]
 
 
-def test_tokens_of_one_step_come_together() -> None:
+def test_tokens_of_one_step_have_gaps_of_zero() -> None:
     drew, num_drawn = np.array([[4, 7], [7, 4]]), np.array([[2, 1], [3, 1]])
     gaps = metrics.gaps_between_tokens(drew, np.array([1.0, 2.5]), num_drawn)
     assert gaps.sequence.tolist() == [4, 4, 7, 7, 7]

@@ -1,4 +1,4 @@
-"""Workloads: laws keep what they promise, files are read whole or refused by line."""
+"""Workloads: distributions have their moments; files are read completely or refused."""
 
 import gzip
 import inspect
@@ -26,7 +26,7 @@ from jaxkv.workloads.lengths import (
 )
 from tests.support import traces
 
-# Not its annotations, which the tests check, but what it checks itself.
+# Calls without type annotations, which the test runner would check first.
 make: Any = inspect.unwrap(arrivals.make)
 
 
@@ -43,14 +43,16 @@ def rng(seed: int = 0) -> np.random.Generator:
         (Gamma(mean=300.0, shape=1.3), 300 / np.sqrt(1.3)),
     ],
 )
-def test_laws_have_their_moments(law: lengths.Law, deviation: float) -> None:
+def test_distributions_have_their_moments(
+    law: lengths.LengthDistribution, deviation: float
+) -> None:
     drawn = law.draw(rng(), 200_000)
     assert drawn.mean() == pytest.approx(law.mean, rel=0.01)
     assert drawn.std() == pytest.approx(deviation, rel=0.02)
 
 
 @pytest.mark.parametrize("pair", [SHAREGPT, ALPACA])
-def test_published_means_are_those_of_what_the_bounds_leave(pair: Pair) -> None:
+def test_published_means_are_those_within_the_bounds(pair: Pair) -> None:
     prompt, output = pair.draw(rng(1), 200_000)
     assert prompt.mean() == pytest.approx(pair.prompt.mean, rel=0.01)
     assert output.mean() == pytest.approx(pair.output.mean, rel=0.01)
@@ -60,19 +62,20 @@ def test_published_means_are_those_of_what_the_bounds_leave(pair: Pair) -> None:
 
 
 def test_the_shape_of_sharegpt_follows_from_figure_2() -> None:
-    """Orca (Max) has reserved 0.133 of 15,728 places for what 7 requests will draw."""
+    """Orca (Max) has reserved 0.133 of 15,728 places for future tokens of 7
+    requests."""
     output = SHAREGPT.draw(rng(2), 200_000).output.astype(float)
     still_to_come = (output**2).mean() / (2 * output.mean())
     assert still_to_come == pytest.approx(0.133 * 15_728 / 7, rel=0.04)
 
 
-def test_bounds_that_leave_no_law_are_refused() -> None:
+def test_bounds_that_reject_all_pairs_are_refused() -> None:
     pair = Pair(prompt=Fixed(tokens=9), output=Fixed(tokens=9), max_length=17)
-    with pytest.raises(ValueError, match="hardly any pair keeps the bounds"):
+    with pytest.raises(ValueError, match="99 % of pairs exceed the bounds"):
         pair.draw(rng(), 5)
     law = Gamma(mean=100.0, shape=1.0)
     pair = Pair(prompt=law, output=law, max_length=120, keeps_means=True)
-    with pytest.raises(ValueError, match="no law has the means"):
+    with pytest.raises(ValueError, match="no scale gives the means"):
         pair.draw(rng(), 5)
 
 
@@ -86,7 +89,7 @@ def test_arrivals_have_their_rate_and_their_bursts(cv: float) -> None:
 
 
 def test_gaps_of_poisson_are_exponential() -> None:
-    """A gap is longer than so many means with probability e^-x."""
+    """A gap exceeds x means with probability e^-x."""
     arrival = arrivals.poisson(rng(), rate=10.0, num=50_000)
     gaps = np.diff(arrival) * 10
     for x in (0.1, 1.0, 3.0):
@@ -144,7 +147,7 @@ TWO = np.array([1, 2])
         (lambda: Fixed(tokens=0), "tokens=0 must be in"),
     ],
 )
-def test_what_is_no_workload_is_refused(build: Any, line: str) -> None:
+def test_invalid_workloads_are_refused(build: Any, line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
         build()
     assert "\n" not in str(caught.value)
@@ -175,27 +178,27 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_azures_times_count_from_the_first(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, AZURE))
+    found = recordings.read_recording(write(tmp_path, AZURE))
     assert found.arrival_s.tolist() == [0.0, 1.75]
     assert found.prompt.tolist() == [374, 10]
     assert found.output.tolist() == [44, 3]
     assert found.chunk_ids is None
-    with pytest.raises(ValueError, match="has no ids of chunks"):
+    with pytest.raises(ValueError, match="has no chunk ids"):
         recordings.num_known_chunks(found)
 
 
 def test_burstgpts_failures_are_refused_or_counted(tmp_path: Path) -> None:
     path = write(tmp_path, BURST)
     with pytest.raises(ValueError, match="line 3: the output has 0 tokens"):
-        recordings.read(path)
-    found = recordings.read(path, skip_empty=True)
+        recordings.read_recording(path)
+    found = recordings.read_recording(path, skip_empty=True)
     assert found.num_empty == 1
     assert found.arrival_s.tolist() == [0.0, 113.0]
     assert found.output.tolist() == [18, 230]
 
 
 def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, PLAIN))
+    found = recordings.read_recording(write(tmp_path, PLAIN))
     w = found.workload()
     assert clock.to_seconds(np.asarray(w.arrival)).tolist() == [1.5, 1.5]
     assert w.prompt.tolist() == [3, 5]
@@ -204,8 +207,8 @@ def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
         found.at_rate(1.0)
 
 
-def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, MOONCAKE))
+def test_mooncakes_chunks_are_shared_between_prompts(tmp_path: Path) -> None:
+    found = recordings.read_recording(write(tmp_path, MOONCAKE))
     assert found.arrival_s.tolist() == [0.0, 2.5, 2.5]
     assert found.chunk_ids is not None
     assert [ids.tolist() for ids in found.chunk_ids] == [[0, 1], [0, 2, 3], [0]]
@@ -213,7 +216,7 @@ def test_mooncakes_chunks_tell_what_prompts_share(tmp_path: Path) -> None:
 
 
 def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
-    found = recordings.read(write(tmp_path, MOONCAKE))
+    found = recordings.read_recording(write(tmp_path, MOONCAKE))
     assert found.rate == pytest.approx(0.8)
     faster = found.at_rate(8.0)
     assert faster.rate == pytest.approx(8.0)
@@ -254,7 +257,7 @@ def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
 def test_a_bad_row_is_named(tmp_path: Path, text: str, line: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
-        recordings.read(path)
+        recordings.read_recording(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
 
@@ -267,7 +270,7 @@ def test_dates_without_a_zone_are_utc(
     time.tzset()
     try:
         header = AZURE.partition("\n")[0]
-        # The nights in which clocks change in Europe and in America.
+        # Nights of daylight saving changes in Europe and America.
         dates = [
             [
                 "2023-10-29 01:59:59.0000000",
@@ -279,7 +282,7 @@ def test_dates_without_a_zone_are_utc(
         ]
         for each in dates:
             rows = [header, *(f"{date},10,5" for date in each)]
-            found = recordings.read(write(tmp_path, "\n".join(rows)))
+            found = recordings.read_recording(write(tmp_path, "\n".join(rows)))
             assert found.arrival_s.tolist() == [0.0, 1801.0, 3602.0]
             assert not found.doubts
         for mixed, line in (
@@ -288,7 +291,7 @@ def test_dates_without_a_zone_are_utc(
         ):
             path = write(tmp_path, f"{header}\n{mixed}\n")
             with pytest.raises(ValueError, match=f"line 3: .*{line}, unlike line 2"):
-                recordings.read(path)
+                recordings.read_recording(path)
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -296,7 +299,7 @@ def test_dates_without_a_zone_are_utc(
 
 def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
     plain = PLAIN.replace(" ", "").replace("\n\n", "\n")
-    expected = recordings.read(write(tmp_path, plain))
+    expected = recordings.read_recording(write(tmp_path, plain))
     lines = [
         {"arrival_s": 1.5, "prompt_tokens": 3.0, "output_tokens": 4},
         {"arrival_s": 1.5, "prompt_tokens": 5, "output_tokens": 6.0},
@@ -313,7 +316,7 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
         text,
         "\ufeff" + text.replace("\n", "\r\n"),
     ):
-        found = recordings.read(write(tmp_path, each))
+        found = recordings.read_recording(write(tmp_path, each))
         for name in ("arrival_s", "prompt", "output"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     path = write(
@@ -322,10 +325,10 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
     plain_path = tmp_path / "packed"
     plain_path.write_bytes(gzip.compress(path.read_bytes()))
     for each in (path, plain_path):
-        assert recordings.read(each).prompt.tolist() == [600, 1100, 512]
+        assert recordings.read_recording(each).prompt.tolist() == [600, 1100, 512]
     repeated = plain.replace("output_tokens", "prompt_tokens")
     with pytest.raises(ValueError, match="two columns are named 'prompt_tokens'"):
-        recordings.read(write(tmp_path, repeated))
+        recordings.read_recording(write(tmp_path, repeated))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +346,7 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
         ([0, 1, 2, 2], "ms", "are they seconds?"),
     ],
 )
-def test_times_of_another_unit_are_doubted(
+def test_times_of_another_unit_have_a_warning(
     tmp_path: Path, times: list[float], unit: str, doubt: str
 ) -> None:
     text = "arrival_s,prompt_tokens,output_tokens\n"
@@ -351,21 +354,26 @@ def test_times_of_another_unit_are_doubted(
     if unit == "ms":
         row = {"input_length": 1, "output_length": 1, "hash_ids": [0]}
         text = "".join(json.dumps({"timestamp": x} | row) + "\n" for x in times)
-    found = recordings.read(write(tmp_path, text)).doubts
+    found = recordings.read_recording(write(tmp_path, text)).doubts
     assert len(found) == bool(doubt)
     assert doubt in "".join(found)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gone\.csv: cannot be read"):
-        recordings.read(tmp_path / "gone.csv")
+        recordings.read_recording(tmp_path / "gone.csv")
 
 
 def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> None:
     def entry(*texts: str) -> dict:
         return {"conversations": [{"from": "x", "value": text} for text in texts]}
 
-    entries = [entry("ab", "abc", "d"), entry("alone"), entry("", "x"), entry("é", "y")]
+    entries = [
+        entry("ab", "abc", "d"),
+        entry("single"),
+        entry("", "x"),
+        entry("é", "y"),
+    ]
     path = write(tmp_path, json.dumps(entries))
     encode = ByteTokenizer(257).encode
     assert recordings.read_sharegpt(path, encode).prompt.tolist() == [2, 2]
@@ -374,7 +382,7 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
         ([entry("a", "b"), {"id": 3}], "entry 2: has no conversations"),
         ([{"conversations": [{"value": 3}, {"value": 4}]}], "entry 1: has no"),
         ({}, "holds dict, not a list"),
-        ([entry("alone")], "holds no conversation of two turns"),
+        ([entry("single")], "holds no conversation of two turns"),
     ):
         with pytest.raises(ValueError, match=line):
             recordings.read_sharegpt(write(tmp_path, json.dumps(bad)), encode)
@@ -392,7 +400,7 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
 def test_azures_traces_have_their_known_means(
     name: str, requests: int, hours: float, prompt: float, output: float
 ) -> None:
-    found = recordings.read(traces.find(f"traces/{name}.csv"))
+    found = recordings.read_recording(traces.find(f"traces/{name}.csv"))
     assert found.prompt.size == requests
     assert found.arrival_s[-1] == pytest.approx(hours, abs=1)
     assert found.prompt.mean() == pytest.approx(prompt, abs=0.05)
@@ -400,8 +408,8 @@ def test_azures_traces_have_their_known_means(
 
 
 def test_mooncakes_trace_can_be_found_in_a_cache_to_64_percent() -> None:
-    """The hit rate of a cache without bounds: 64.0 % of 121,877 chunks."""
-    found = recordings.read(traces.find("traces/mooncake_synthetic.jsonl"))
+    """Hit rate of an unbounded cache: 64.0 % of 121,877 chunks."""
+    found = recordings.read_recording(traces.find("traces/mooncake_synthetic.jsonl"))
     assert found.chunk_ids is not None
     num_chunks = sum(ids.size for ids in found.chunk_ids)
     assert num_chunks == 121_877

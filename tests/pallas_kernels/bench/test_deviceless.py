@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import kv_pages
 from jaxkv.memory.kv_layout import FULL
-from jaxkv.speculation import Coupled, Lookahead, NGram
+from jaxkv.speculation import Lookahead, NGram, SharedNoiseVerifier
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.page_ops import copy_mosaic_gpu
@@ -186,7 +186,7 @@ def test_an_engine_that_speculates_keeps_its_pages_in_place_on_an_h200(
         model=model,
         config=config,
         dtype="bfloat16",
-        speculation=Speculation(drafter, Coupled()),
+        speculation=Speculation(drafter, SharedNoiseVerifier()),
     )
     report = deviceless.compile(run, *arguments, donate_argnums=1)
     assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)

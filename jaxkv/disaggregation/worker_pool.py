@@ -1,6 +1,6 @@
-"""The workers of a router: they join, report, are lost and replaced, and leave.
+"""The workers of a router: start, health, loss, replacement and removal.
 
-Workers are known by `WorkerHandle` alone; `cluster` implements it with Ray actors.
+The pool calls workers through `WorkerHandle`; `cluster` implements it with Ray actors.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.disaggregation import identity
 from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.worker import Attempt, Prefilled, Report, WorkerSpec
+from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 MAX_KNOWN_PAGES = 1 << 16
 """Pages of a worker that the router remembers."""
 RELEASE_S = 5.0
-"""Seconds that a worker may take to let a router go."""
+"""Seconds within which a worker must release a router."""
 
 
 class WorkerLostError(ConnectionError):
-    """No worker is left that could serve a request, or too many attempts failed."""
+    """No worker can serve a request, or all attempts have failed."""
 
 
 @runtime_checkable
 class WorkerHandle(Protocol):
     """Calls to one worker, see `worker.Worker`.
 
-    Each raises ConnectionError once the worker is gone.
+    Each raises ConnectionError once the worker is lost.
     """
 
     async def describe(self) -> dict[str, Any]: ...  # noqa: D102
@@ -47,8 +47,12 @@ class WorkerHandle(Protocol):
         attributes: RequestAttributes | None = None,
     ) -> None: ...
     async def prefill(
-        self, attempt: Attempt, tokens: list[int], salt: int
-    ) -> tuple[Prefilled, Any]:
+        self,
+        attempt: Attempt,
+        tokens: list[int],
+        salt: int,
+        attributes: RequestAttributes | None = None,
+    ) -> tuple[PrefillResult, Any]:
         """Returns the result and a reference to the pages."""
         ...
 
@@ -65,7 +69,7 @@ class Launcher(Protocol):
     """Starts, finds and kills workers."""
 
     def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """Starts a worker, or returns the one of this name that already runs."""
+        """Starts a worker, or returns the running one of this name."""
         ...
 
     def find(self) -> Mapping[str, WorkerHandle]:
@@ -73,35 +77,35 @@ class Launcher(Protocol):
         ...
 
     def kill(self, name: str, handle: WorkerHandle) -> None:
-        """Ends a worker at once."""
+        """Ends a worker immediately."""
         ...
 
 
-class Member:
-    """A worker as the router keeps it."""
+class WorkerRecord:
+    """State of a worker in the pool."""
 
     def __init__(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None):
         self.name, self.handle = name, handle
         self.spec = spec
-        """None until a worker that another router started has described itself."""
+        """None until a worker of another router has described itself."""
         self.is_replaced = False
-        """True while a new worker is started in its place."""
+        """True while a replacement is being started."""
         self.state = "starting"
         """"starting", "serving", "draining" or "lost"."""
         self.role = spec.role if spec is not None else "decode"
         self.load = 0
         self.described: dict[str, Any] = {}
         self.attempts: set[Attempt] = set()
-        """Attempts that it works on."""
+        """Attempts in progress on the worker."""
         self.lost = asyncio.Event()
         self.reason = ""
-        """Why it is lost."""
+        """Reason of its loss."""
         self.task: asyncio.Task[None] | None = None
         self._known: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
     @contextlib.contextmanager
-    def busy(self, attempt: Attempt, load: int) -> Generator[None]:
-        """Counts an attempt and its tokens as work of this worker."""
+    def track_load(self, attempt: Attempt, load: int) -> Generator[None]:
+        """Counts an attempt and its tokens as load of this worker."""
         self.load += load
         self.attempts.add(attempt)
         try:
@@ -110,13 +114,13 @@ class Member:
             self.load -= load
             self.attempts.discard(attempt)
 
-    def cached(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pages of a prompt it has had, from the first on."""
+    def num_cached_pages(self, keys: Sequence[bytes]) -> int:
+        """Returns the number of leading pages of a prompt that the worker has had."""
         found = (i for i, key in enumerate(keys) if key not in self._known)
         return next(found, len(keys))
 
-    def learn(self, keys: Sequence[bytes]) -> None:
-        """Notes that it has these pages."""
+    def note_pages(self, keys: Sequence[bytes]) -> None:
+        """Notes that the worker has these pages."""
         for key in keys:
             self._known[key] = None
             self._known.move_to_end(key)
@@ -124,10 +128,10 @@ class Member:
             self._known.popitem(last=False)
 
     async def unless_lost[T](self, call: Coroutine[Any, Any, T]) -> T:
-        """Waits for a call of this worker, or until the worker is lost.
+        """Awaits a call of this worker, or its loss.
 
         Raises:
-          WorkerLostError: the worker is gone.
+          WorkerLostError: the worker is lost.
         """
         if self.state == "lost":
             call.close()
@@ -146,15 +150,15 @@ class Member:
             lost.cancel()
 
 
-class Members:
+class WorkerPool:
     """All workers of one router, by name, and the tasks that watch them.
 
     Args:
       router: name of the router.
       launcher: starts and finds workers.
-      config: times and bounds.
-      deliver: takes each report of a worker, and a failure for each attempt that a
-        lost worker had.
+      config: timeouts and bounds.
+      deliver: receives each report of a worker, and a failure for each attempt of a
+        lost worker.
     """
 
     def __init__(
@@ -164,7 +168,7 @@ class Members:
         config: RouterConfig,
         deliver: Callable[[Report], None],
     ):
-        self.by_name: dict[str, Member] = {}
+        self.by_name: dict[str, WorkerRecord] = {}
         self.bounds: dict[str, Any] = {}
         """`max_length`, `seed` and `page_size` of all workers."""
         self._router, self._launcher, self._config = router, launcher, config
@@ -176,7 +180,7 @@ class Members:
 
     async def start(self, specs: Sequence[WorkerSpec]) -> None:
         """See `Router.start`."""
-        self._adopt()
+        self._attach_existing()
         names = [self.add(spec) for spec in specs]
         for name in [*self.by_name]:
             try:
@@ -191,22 +195,22 @@ class Members:
             while True:
                 await asyncio.sleep(self._config.discover_s)
                 try:
-                    self._adopt()
+                    self._attach_existing()
                 except Exception as error:
                     logger.warning("workers cannot be listed: %s", error)
 
         self._background(discover())
 
-    def serving(self, role: str | None = None) -> list[Member]:
-        """Returns the workers of a role, or of both, that take requests."""
-        members = [m for m in self.by_name.values() if m.state == "serving"]
-        return [m for m in members if role is None or m.role == role]
+    def serving(self, role: str | None = None) -> list[WorkerRecord]:
+        """Returns the workers of a role, or of both, that accept requests."""
+        workers = [m for m in self.by_name.values() if m.state == "serving"]
+        return [m for m in workers if role is None or m.role == role]
 
-    def named(self, name: str) -> Member:
+    def get(self, name: str) -> WorkerRecord:
         """Returns a worker.
 
         Raises:
-          ValueError: none has the name.
+          ValueError: no worker has the name.
         """
         if name not in self.by_name:
             raise ValueError(f"{name=} must be one of {sorted(self.by_name)}")
@@ -222,159 +226,159 @@ class Members:
         """Waits until a worker serves.
 
         Raises:
-          ValueError: it cannot start; the message has its reason.
+          ValueError: the worker cannot start; the message has the reason.
         """
-        member = self.named(name)
-        while member.state == "starting":
+        worker = self.get(name)
+        while worker.state == "starting":
             await self.next_change()
-        if member.state == "lost":
-            raise ValueError(f"worker {name} did not start: {member.reason}")
+        if worker.state == "lost":
+            raise ValueError(f"worker {name} did not start: {worker.reason}")
 
-    async def any_serving(self, role: str) -> list[Member]:
-        """Returns the workers of a role that serve; waits while the first starts.
+    async def wait_for_serving(self, role: str) -> list[WorkerRecord]:
+        """Returns the workers of a role that serve; waits while the first one starts.
 
         Raises:
-          WorkerLostError: none serves, and none is starting.
+          WorkerLostError: no worker of the role serves or starts.
         """
-        while not (members := self.serving(role)):
-            mine = [m for m in self.by_name.values() if m.role == role]
-            if not any(m.state == "starting" or m.is_replaced for m in mine):
+        while not (workers := self.serving(role)):
+            of_role = [m for m in self.by_name.values() if m.role == role]
+            if not any(m.state == "starting" or m.is_replaced for m in of_role):
                 raise WorkerLostError(f"no {role} worker is left")
             await self.next_change()
-        return members
+        return workers
 
     async def remove(self, name: str) -> None:
-        """Gives a worker no further requests, waits for its last, and leaves it."""
-        member = self.named(name)
+        """Drains a worker (no further requests, last ones complete) and releases it."""
+        worker = self.get(name)
         self._removed.add(name)
-        if member.state == "serving":
-            member.state = "draining"
-        while member.attempts and member.state != "lost":
+        if worker.state == "serving":
+            worker.state = "draining"
+        while worker.attempts and worker.state != "lost":
             await self.next_change()
-        await self._leave(member)
+        await self._release(worker)
 
-    def lose(self, member: Member, reason: str) -> None:
-        """Gives up a worker, ends its attempts, and starts a new one in its place."""
-        if member.state == "lost":
+    def mark_lost(self, worker: WorkerRecord, reason: str) -> None:
+        """Marks a worker as lost, fails its attempts, and starts a replacement."""
+        if worker.state == "lost":
             return
-        member.is_replaced = member.state == "serving"
-        member.state, member.reason = "lost", reason
-        member.lost.set()
-        logger.warning("worker %s is lost: %s", member.name, reason)
+        worker.is_replaced = worker.state == "serving"
+        worker.state, worker.reason = "lost", reason
+        worker.lost.set()
+        logger.warning("worker %s is lost: %s", worker.name, reason)
         with contextlib.suppress(Exception):
-            self._launcher.kill(member.name, member.handle)
-        for attempt in member.attempts:
+            self._launcher.kill(worker.name, worker.handle)
+        for attempt in worker.attempts:
             self._deliver(Report(attempt, failure=reason))
-        if member.is_replaced:
-            self._removed.add(member.name)
-            self._background(self._replace(member))
+        if worker.is_replaced:
+            self._removed.add(worker.name)
+            self._background(self._replace(worker))
         self.note_change()
 
     async def close(self) -> None:
-        """Leaves all workers; those without a router end."""
+        """Releases all workers; those without another router end."""
         for task in [*self._tasks]:
             task.cancel()
-        members = list(self.by_name.values())
-        await asyncio.gather(*map(self._leave, members), return_exceptions=True)
+        workers = list(self.by_name.values())
+        await asyncio.gather(*map(self._release, workers), return_exceptions=True)
 
     def note_change(self) -> None:
-        """Wakes everything that waits for `next_change`."""
+        """Wakes all tasks that wait for `next_change`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def next_change(self) -> None:
-        """Waits until a worker's state, or its work, changes."""
+        """Waits until a worker's state or load changes."""
         await self._changed.wait()
 
     def _attach(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None) -> None:
-        self.by_name[name] = member = Member(name, handle, spec)
-        member.task = self._background(self._keep(member))
+        self.by_name[name] = worker = WorkerRecord(name, handle, spec)
+        worker.task = self._background(self._watch(worker))
 
-    def _adopt(self) -> None:
+    def _attach_existing(self) -> None:
         """Attaches to workers that other routers started."""
         for name, handle in self._launcher.find().items():
             if name not in self.by_name and name not in self._removed:
                 self._attach(name, handle, None)
 
-    async def _keep(self, member: Member) -> None:
+    async def _watch(self, worker: WorkerRecord) -> None:
         """Waits until a worker is ready, then collects its reports until it is lost."""
         config = self._config
         try:
             described = await asyncio.wait_for(
-                member.handle.describe(), config.start_timeout_s
+                worker.handle.describe(), config.start_timeout_s
             )
-            self._welcome(member, described)
+            self._mark_serving(worker, described)
             while True:
                 reports = await asyncio.wait_for(
-                    member.handle.poll(self._router), config.heartbeat_s
+                    worker.handle.poll(self._router), config.heartbeat_s
                 )
                 for report in reports:
                     if report.failure is not None:
                         raise ConnectionError(report.failure)
                     self._deliver(report)
         except TimeoutError:
-            self.lose(member, "it has stopped answering")
+            self.mark_lost(worker, "it has stopped answering")
         except Exception as error:
-            self.lose(member, str(error))
+            self.mark_lost(worker, str(error))
 
-    def _welcome(self, member: Member, described: dict[str, Any]) -> None:
-        """Takes a worker that is ready among those that serve.
+    def _mark_serving(self, worker: WorkerRecord, described: dict[str, Any]) -> None:
+        """Marks a worker that is ready as serving.
 
         Raises:
-          ValueError: it could not load its model, or serves another one.
+          ValueError: the worker could not load its model, or serves another model.
         """
         if described["failure"] is not None:
             raise ValueError(described["failure"])
         bounds = {key: described[key] for key in ("max_length", "seed", "page_size")}
         if self._identity is None:
             self._identity, self.bounds = described["identity"], bounds
-        differs = identity.difference(described["identity"], self._identity)
+        differs = identity.describe_difference(described["identity"], self._identity)
         for key, value in bounds.items():
             if value != self.bounds[key]:
                 differs = differs or f"{key}={value} must be {self.bounds[key]}"
         if differs is not None:
             raise ValueError(f"workers must serve one model: {differs}")
-        member.described, member.spec = described, described["spec"]
-        member.role = described["spec"].role
-        member.state = "serving"
+        worker.described, worker.spec = described, described["spec"]
+        worker.role = described["spec"].role
+        worker.state = "serving"
         self.note_change()
 
-    async def _replace(self, member: Member) -> None:
-        """Starts new workers in place of a lost one until one serves."""
-        assert member.spec is not None
-        base, _, generation = member.name.rpartition(".")
+    async def _replace(self, worker: WorkerRecord) -> None:
+        """Starts replacements of a lost worker until one serves."""
+        assert worker.spec is not None
+        base, _, generation = worker.name.rpartition(".")
         for more in range(self._config.max_restarts + 1):
             if more > 0:
                 await asyncio.sleep(min(2.0 ** (more - 1), 30))
-            # Routers that share the worker agree on the name, so one is started.
+            # Routers that share a worker choose the same name, so one is started.
             name = f"{base}.{int(generation) + 1 + more}"
             try:
                 if name not in self.by_name:
-                    handle = self._launcher.start(name, member.spec)
-                    self._attach(name, handle, member.spec)
+                    handle = self._launcher.start(name, worker.spec)
+                    self._attach(name, handle, worker.spec)
                 await self.wait_for(name)
                 break
             except Exception as error:
-                logger.warning("worker %s cannot be replaced: %s", member.name, error)
+                logger.warning("worker %s cannot be replaced: %s", worker.name, error)
                 self.by_name.pop(name, None)
-        self.by_name.pop(member.name, None)
+        self.by_name.pop(worker.name, None)
         self.note_change()
 
-    async def _leave(self, member: Member) -> None:
-        """Forgets a worker; it ends if no other router uses it."""
-        if member.task is not None:
-            member.task.cancel()
-        was_lost, member.state = member.state == "lost", "lost"
-        member.lost.set()
+    async def _release(self, worker: WorkerRecord) -> None:
+        """Releases a worker; it ends if no other router uses it."""
+        if worker.task is not None:
+            worker.task.cancel()
+        was_lost, worker.state = worker.state == "lost", "lost"
+        worker.lost.set()
         if not was_lost:
             is_last = True
             with contextlib.suppress(ConnectionError, TimeoutError):
-                released = member.handle.release(self._router)
+                released = worker.handle.release(self._router)
                 is_last = await asyncio.wait_for(released, RELEASE_S)
             if is_last:
                 with contextlib.suppress(Exception):
-                    self._launcher.kill(member.name, member.handle)
-        self.by_name.pop(member.name, None)
+                    self._launcher.kill(worker.name, worker.handle)
+        self.by_name.pop(worker.name, None)
         self.note_change()
 
     def _background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
