@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 NONE = -1
 """Stands where an id or an index could, and none is meant."""
 
-FEW = 64
+MAX_PAIRWISE = 64
 """As many entries are sooner compared with each other than scattered."""
 
 
@@ -119,7 +119,7 @@ def inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
     return jnp.sum(jnp.where(at, index[:, None], 0), axis=0, dtype=jnp.int32)
 
 
-def last_places(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
+def mark_last_occurrences(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Marks the last place of each id in a list of few; none of NONE's.
 
     Compares each with all: where there are more, bid for places by `put`.
@@ -223,7 +223,7 @@ def over_groups(
     """
     if group is None:
         return values
-    if values.shape[0] <= FEW:
+    if values.shape[0] <= MAX_PAIRWISE:
         alike = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
         member = jnp.where(alike, values[:, None], jnp.zeros_like(values)[:, None])
         if how == "max":

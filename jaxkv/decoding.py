@@ -158,7 +158,9 @@ def _copy_tangents(primals: Any, tangents: Any) -> tuple[kv_pages.Pages, Any]:
     def one_leaf(tangent: Any) -> Any:
         if tangent.dtype == jax.dtypes.float0:
             return tangent
-        return kv_pages.put(tangent, placed, kv_pages.take(tangent, source))
+        return kv_pages.scatter_pages(
+            tangent, placed, kv_pages.gather_pages(tangent, source)
+        )
 
     return _copy(pages, source, target), jax.tree.map(one_leaf, tangents[0])
 

@@ -49,7 +49,7 @@ class UnknownKeyword(TypeError, ValueError):
     """
 
 
-def unknown(kind: str, name: str, choices: Iterable[str]) -> str:
+def format_unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
     """Formats the message for a name that is not one of the choices.
 
     Args:
@@ -111,7 +111,7 @@ def _suggesting(function: Any, title: str) -> Any:
     return checked
 
 
-def installed(user: str, extra: str, *modules: str) -> None:
+def check_installed(user: str, extra: str, *modules: str) -> None:
     """Refuses the use of modules that are not installed.
 
     Args:
@@ -351,7 +351,7 @@ def integers(
       ValueError: it is no such sequence, or shows the first number out of range.
     """
     try:
-        found = tokens(name, value).tolist()
+        found = token_sequence(name, value).tolist()
     except ValueError:
         found = None
     if found is None or not all(low <= x < below for x in found):
@@ -373,7 +373,7 @@ def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:
     """
     import numpy as np
 
-    ids = tokens(name, value)
+    ids = token_sequence(name, value)
     top = INT32 if vocab_size is None else vocab_size
     outside = ids[(ids < 0) | (ids >= top)]
     if outside.size:
@@ -381,7 +381,7 @@ def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:
     return ids.astype(np.int32)
 
 
-def tokens(name: str, value: object) -> Any:
+def token_sequence(name: str, value: object) -> Any:
     """Checks a sequence of token ids, as yet of any size.
 
     Args:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
-    "BESIDE_BYTES",
+    "ARRAY_OVERHEAD_BYTES",
     "DIGESTS",
     "MAX_CHARACTERS",
     "aside",
@@ -29,27 +29,27 @@ __all__ = [
     "cache_folder",
     "check_digests",
     "check_replaceable",
-    "check_seal",
     "digests",
-    "kept",
+    "folder_or_temporary",
     "make_sure_of_room",
     "model_folder",
     "parse_json",
     "parse_object",
     "read_json",
     "read_text",
-    "seal",
+    "reporting_write_errors",
     "silencing_orbax",
     "system_reason",
     "tables",
-    "write_aside",
-    "writing",
+    "verify_checksums",
+    "write_atomically",
+    "write_checksums",
 ]
 
 MAX_CHARACTERS = 2**28
 """Of a text: far more than any tokenizer takes."""
 
-BESIDE_BYTES = 2**20
+ARRAY_OVERHEAD_BYTES = 2**20
 """Room that arrays on disk take beside their numbers, with some to spare."""
 
 DIGESTS = "SHA256SUMS"
@@ -210,14 +210,16 @@ def make_sure_of_room(folder: Path, num_bytes: int) -> None:
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes + BESIDE_BYTES)
+            os.posix_fallocate(file.fileno(), 0, num_bytes + ARRAY_OVERHEAD_BYTES)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
 
 @contextlib.contextmanager
-def writing(path: Path, *errors: type[Exception], comfort: str = "") -> Generator[None]:
+def reporting_write_errors(
+    path: Path, *errors: type[Exception], comfort: str = ""
+) -> Generator[None]:
     """Turns what goes wrong where a file or folder is written into one ValueError line.
 
     Args:
@@ -232,7 +234,9 @@ def writing(path: Path, *errors: type[Exception], comfort: str = "") -> Generato
         raise ValueError(f"{path}: cannot be written: {reason}{comfort}") from None
 
 
-def write_aside(path: Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
+def write_atomically(
+    path: Path, content: str | bytes | Callable[[BinaryIO], Any]
+) -> None:
     """Writes a file beside its place, and renames it.
 
     Args:
@@ -246,7 +250,7 @@ def write_aside(path: Path, content: str | bytes | Callable[[BinaryIO], Any]) ->
         raise ValueError(f"{path}: cannot be written: it is no regular file")
     new = None
     try:
-        with writing(path, UnicodeEncodeError):
+        with reporting_write_errors(path, UnicodeEncodeError):
             data = content.encode() if isinstance(content, str) else content
             handle, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             with os.fdopen(handle, "wb") as file:
@@ -291,7 +295,7 @@ def aside(folder: Path, *errors: type[Exception], comfort: str = "") -> Generato
     Raises:
       ValueError: it cannot be written, in one line; what was there before is kept.
     """
-    with writing(folder, *errors, comfort=comfort):
+    with reporting_write_errors(folder, *errors, comfort=comfort):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as new:
             yield new
@@ -351,14 +355,14 @@ def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> Non
             raise ValueError(f"{folder / name}: is damaged")
 
 
-def seal(folder: Path) -> None:
-    """Writes `DIGESTS`, the list of all files below a folder; `check_seal` reads it."""
+def write_checksums(folder: Path) -> None:
+    """Writes `DIGESTS`, the SHA-256 list that `verify_checksums` reads."""
     lines = [f"{digest}  {name}\n" for name, digest in digests(folder).items()]
     (folder / DIGESTS).write_bytes(_sealed("".join(lines).encode()))
 
 
-def check_seal(folder: Path) -> None:
-    """Compares the files below a folder with the list that `seal` wrote.
+def verify_checksums(folder: Path) -> None:
+    """Compares the files below a folder with the list that `write_checksums` wrote.
 
     Raises:
       ValueError: the list or a file is damaged or missing, or a file is not listed;
@@ -384,7 +388,7 @@ def _sealed(lines: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def kept(folder: str) -> Generator[Path]:
+def folder_or_temporary(folder: str) -> Generator[Path]:
     """Gives a folder, or for an empty name one that is gone in the end."""
     if folder:
         yield Path(folder)

@@ -24,7 +24,7 @@ class Columns(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def find(data: bytes) -> str:
+def detect_format(data: bytes) -> str:
     """Names the columnar format that the data begins like; empty for none."""
     for start, kind in _STARTS.items():
         if data.startswith(start):
@@ -32,13 +32,13 @@ def find(data: bytes) -> str:
     return ""
 
 
-def read(data: bytes, max_bytes: int) -> Columns:
-    """Reads a file that `find` has a name for.
+def read_columns(data: bytes, max_bytes: int) -> Columns:
+    """Reads a file that `detect_format` has a name for.
 
     Raises:
       ValueError: the file is damaged or too large, or needs pyarrow.
     """
-    kind = find(data)
+    kind = detect_format(data)
     if kind in _ARROW:
         return _read_arrow(data, kind, max_bytes)
     with _decoding(kind, zipfile.BadZipFile, EOFError):

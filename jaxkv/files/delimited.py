@@ -57,7 +57,7 @@ class RaggedError(ValueError):
         self.num_cells, self.num_names = num_cells, num_names
 
 
-def read(text: str) -> Delimited:
+def read_delimited(text: str) -> Delimited:
     """Reads text with a header.
 
     Raises:

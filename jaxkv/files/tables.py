@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxkv.files import columnar, delimited, packed
+from jaxkv.files import columnar, decompression, delimited
 from jaxkv.files.delimited import RaggedError as RaggedError
 from jaxkv.files.raw_table import Cell as Cell
 from jaxkv.files.raw_table import RawRow as RawRow
@@ -27,7 +27,7 @@ _FOREIGN = {
 """How files of kinds that are not read begin."""
 
 
-def read(
+def read_table(
     path: Path,
     *,
     max_bytes: int = MAX_BYTES,
@@ -50,9 +50,9 @@ def read(
       ValueError: the file cannot be read; one line that names it and the place.
     """
     with _reading(path):
-        data = packed.read(path, max_bytes)
-        if columnar.find(data):
-            found = columnar.read(data, max_bytes)
+        data = decompression.read_decompressed(path, max_bytes)
+        if columnar.detect_format(data):
+            found = columnar.read_columns(data, max_bytes)
             columns = [
                 (name, column)
                 for name, column in found.values
@@ -69,7 +69,7 @@ def read(
         rows, notes = _json_array(path, text, keep_lists), ()
     else:
         try:
-            csv = delimited.read(text)
+            csv = delimited.read_delimited(text)
         except RaggedError:
             raise
         except ValueError as error:
@@ -80,15 +80,15 @@ def read(
     return RawTable(path, names, rows, notes)
 
 
-def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+def read_decompressed_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     """Reads text in UTF-8, packed or not, with or without a byte order mark.
 
     Raises:
       ValueError: the file is of another kind, or larger than `max_bytes`; one line.
     """
     with _reading(path):
-        data = packed.read(path, max_bytes)
-        if kind := columnar.find(data):
+        data = decompression.read_decompressed(path, max_bytes)
+        if kind := columnar.detect_format(data):
             raise ValueError(f"it is {kind}, not text")
         return _decode(data)
 

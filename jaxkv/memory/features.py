@@ -14,7 +14,9 @@ from jaxkv.memory.kv_pages import Pages, Rows
 from pallas_kernels.page_ops.write import write_rows
 
 
-def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages:
+def write_features(
+    pages: Pages, values: Float[Array, "rows width"], rows: Rows
+) -> Pages:
     """Writes features of every row to the row's place, in place, cast to their type.
 
     Padding rows and rows whose place is unmapped are dropped.
@@ -27,11 +29,11 @@ def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages
         raise ValueError(f"{values.shape[1]=} must be the pages' {width}")
     page, offset = kv_pages.locate(rows, page_size=pages.page_size)
     halves = values.reshape(values.shape[0], 2, -1)
-    written, _ = write_rows(kv_pages.flat(kept), page, offset, halves)
-    return pages._replace(features=kv_pages.unflat(written, kept.shape))
+    written, _ = write_rows(kv_pages.flatten_layers(kept), page, offset, halves)
+    return pages._replace(features=kv_pages.unflatten_layers(written, kept.shape))
 
 
-def read(
+def read_features(
     pages: Pages, rows: Rows, places: Int32[Array, " rows"]
 ) -> Float[Array, "rows width"]:
     """Reads the features at other places of the rows' sequences.
@@ -47,11 +49,11 @@ def read(
     page, offset = kv_pages.locate(there, page_size=pages.page_size)
     where = _kept(pages).at[0, page, :, offset]
     halves = where.get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    halves = page_parts.from_owner(halves)
+    halves = page_parts.broadcast_from_owner(halves)
     return halves.reshape(halves.shape[0], -1)
 
 
-def before(rows: Rows) -> Int32[Array, " rows"]:
+def parent_places(rows: Rows) -> Int32[Array, " rows"]:
     """The place of the token before each row's: in a token tree that of its parent.
 
     Below 0 where there is none.

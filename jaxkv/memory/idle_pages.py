@@ -25,7 +25,7 @@ FAN_OUT = 8
 """Neighbours that play one game."""
 CHUNK = 16
 """Pages that are evicted at a time."""
-PLAYS = 64
+REPLAY_CHUNK = 64
 """Pages whose games are played again at a time."""
 
 _LOWEST = -(2**31)
@@ -64,7 +64,7 @@ def is_idle(idle: IdlePages, page_ids: Int32[Array, "..."]) -> Bool[Array, "..."
     return arrays.take(idle.rounds[0], page_ids, fill=NO_PAGE) != NO_PAGE
 
 
-def add(
+def insert(
     idle: IdlePages,
     depth: Int32[Array, " pages"],
     rows: Int32[Array, "rows columns"],
@@ -109,7 +109,7 @@ def remove(
     ids = page_ids.reshape(-1)
     ids = jnp.where(is_idle(idle, ids), ids, NO_PAGE)
     first = idle.rounds[0]
-    if ids.shape[0] > arrays.FEW:
+    if ids.shape[0] > arrays.MAX_PAIRWISE:
         first = arrays.put(first, ids, NO_PAGE, "set")
     first, won = _distinct(first, ids)
     won = jnp.where(won, ids, NO_PAGE)
@@ -120,7 +120,7 @@ def remove(
     return _play_again(idle, depth, won)
 
 
-def next_to_go(
+def eviction_candidates(
     idle: IdlePages, depth: Int32[Array, " pages"]
 ) -> Int32[Array, " chunk"]:
     """Finds the first `CHUNK` pages, in order; `NO_PAGE` beyond the last."""
@@ -140,7 +140,7 @@ def next_to_go(
     return page
 
 
-def rebuilt(idle: IdlePages, depth: Int32[Array, " pages"]) -> IdlePages:
+def rebuild(idle: IdlePages, depth: Int32[Array, " pages"]) -> IdlePages:
     """Plays all games. Looks at every page: for tests, and to change all ranks."""
     rounds = list(idle.rounds)
     for i, games in enumerate(rounds[1:]):
@@ -150,7 +150,7 @@ def rebuilt(idle: IdlePages, depth: Int32[Array, " pages"]) -> IdlePages:
     return idle._replace(rounds=tuple(rounds), num=count)
 
 
-def unsound(
+def count_idle_faults(
     idle: IdlePages,
     depth: Int32[Array, " pages"],
     parent: Int32[Array, " pages"],
@@ -165,7 +165,7 @@ def unsound(
     count = partial(jnp.sum, dtype=jnp.int32)
     page = jnp.arange(depth.shape[0], dtype=jnp.int32)
     first = jnp.where(expected, page, NO_PAGE)
-    sound = rebuilt(idle._replace(rounds=(first, *idle.rounds[1:])), depth)
+    sound = rebuild(idle._replace(rounds=(first, *idle.rounds[1:])), depth)
     faults = jnp.abs(sound.num - idle.num)
     for ours, theirs in zip(idle.rounds, sound.rounds, strict=True):
         faults += count(ours != theirs)
@@ -196,8 +196,8 @@ def _distinct(places: Array, ids: Array) -> tuple[Array, Array]:
 
     Of few none is needed.
     """
-    if ids.shape[0] <= arrays.FEW:
-        return places, arrays.last_places(ids)
+    if ids.shape[0] <= arrays.MAX_PAIRWISE:
+        return places, arrays.mark_last_occurrences(ids)
     bid = jnp.arange(ids.shape[0], dtype=jnp.int32)
     places = arrays.put(places, ids, bid, "max")
     return places, (ids != NO_PAGE) & (arrays.take(places, ids, fill=-1) == bid)
@@ -214,16 +214,16 @@ def _play_again(idle: IdlePages, depth: Array, ids: Array) -> IdlePages:
             played.append(arrays.put(winners, place, new, "set"))
         return tuple(played)
 
-    if ids.shape[0] <= PLAYS:
+    if ids.shape[0] <= REPLAY_CHUNK:
         return idle._replace(rounds=play(ids, idle.rounds))
     ids = arrays.packed(ids)
     num = jnp.sum(ids != NO_PAGE, dtype=jnp.int32)
-    every = jnp.arange(PLAYS, dtype=jnp.int32)
+    every = jnp.arange(REPLAY_CHUNK, dtype=jnp.int32)
 
     def some(i: Array, rounds: tuple[Array, ...]) -> tuple[Array, ...]:
-        return play(arrays.take(ids, i * PLAYS + every, fill=NO_PAGE), rounds)
+        return play(arrays.take(ids, i * REPLAY_CHUNK + every, fill=NO_PAGE), rounds)
 
-    trips = -(-num // PLAYS)
+    trips = -(-num // REPLAY_CHUNK)
     return idle._replace(rounds=lax.fori_loop(0, trips, some, idle.rounds))
 
 

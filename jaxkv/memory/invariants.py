@@ -19,7 +19,7 @@ class Violations(NamedTuple):
     i1: Int32[Array, ""]
     """Pages whose count is not their uses in tables plus their pins."""
     i2: Int32[Array, ""]
-    """Breaches of conservation, see `page_pool.unsound`."""
+    """Breaches of conservation, see `page_pool.count_pool_faults`."""
     i3: Int32[Array, ""]
     """Pages that were to be written while others held them, see `shared_writes`."""
     i4: Int32[Array, ""]
@@ -47,7 +47,7 @@ _MEANING = {
 }
 
 
-def refuse(found: Violations, *, first_step: int = 0) -> None:
+def raise_if_violated(found: Violations, *, first_step: int = 0) -> None:
     """Raises if one of several steps broke an invariant.
 
     Args:
@@ -105,7 +105,7 @@ def violations(
     count = partial(jnp.sum, dtype=jnp.int32)
     return Violations(
         i1=count(held != pool.ref),
-        i2=page_pool.unsound(pool),
+        i2=page_pool.count_pool_faults(pool),
         i3=jnp.zeros((), jnp.int32),
         i4=count(misplaced) + count(repeated) + count(impossible),
         i5=count(ghost),

@@ -13,7 +13,14 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays, validation
 from jaxkv.memory import page_parts
-from jaxkv.memory.kv_pages import Pages, Rows, flat, locate, slots_of, unflat
+from jaxkv.memory.kv_pages import (
+    Pages,
+    Rows,
+    flatten_layers,
+    locate,
+    slots_of,
+    unflatten_layers,
+)
 from pallas_kernels import quantizing
 from pallas_kernels.layered import Layer, flat_ids
 from pallas_kernels.page_ops import rotary_write
@@ -83,10 +90,12 @@ class KVLayout:
         ids = flat_ids(page, layer, **sizes)
 
         def put(leaf: Any, new: Array) -> Any:
-            numbers, scales = quantizing.parts(flat(leaf))
+            numbers, scales = quantizing.parts(flatten_layers(leaf))
             found = write_rows(numbers, ids, offset, new, scales=scales)
             return jax.tree.map(
-                lambda old, new: unflat(new, old.shape), leaf, quantizing.whole(*found)
+                lambda old, new: unflatten_layers(new, old.shape),
+                leaf,
+                quantizing.whole(*found),
             )
 
         new_v = None if v is None else put(pages.v, v)
@@ -176,8 +185,8 @@ class KVLayout:
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
         """
-        k_pages, k_scales = quantizing.parts(flat(pages.k))
-        v_pages, v_scales = quantizing.parts(flat(pages.v))
+        k_pages, k_scales = quantizing.parts(flatten_layers(pages.k))
+        v_pages, v_scales = quantizing.parts(flatten_layers(pages.v))
         state = api.paged_attention(
             q,
             k_pages,
@@ -210,7 +219,7 @@ class KVLayout:
         return pages._replace(k=spec, v=spec)
 
 
-FULL = KVLayout()
+DEFAULT_LAYOUT = KVLayout()
 """K and V in the type of the model."""
 
 
@@ -270,13 +279,15 @@ def _seen_here(pages: Pages, rows: Rows, window: int | None) -> dict[str, Any]:
     """What rows see of this device's parts of the pages, as attention takes it."""
     position, context, ancestors = rows.position, rows.context, rows.ancestors
     if page_parts.degree() > 1:
-        last = functools.partial(page_parts.last, part=pages.part)
+        last = functools.partial(page_parts.last_local_place, part=pages.part)
         position = last(position)
     if page_parts.degree() > 1 and context is not None and ancestors is not None:
         # A tree's places on this device are contiguous columns again, if fewer.
         start = jnp.where(context >= 0, last(context - 1) + 1, -1)
         column = jnp.arange(ancestors.shape[1], dtype=jnp.int32)
-        column = page_parts.whole(start[:, None] + column[None, :], part=pages.part)
+        column = page_parts.global_place(
+            start[:, None] + column[None, :], part=pages.part
+        )
         slot = jnp.maximum(slots_of(rows), 0)
         column = (column - context[:, None])[slot]
         inside = (column >= 0) & (column < ancestors.shape[1])
@@ -292,13 +303,16 @@ def _seen_here(pages: Pages, rows: Rows, window: int | None) -> dict[str, Any]:
         "slots": rows.slot,
         "context": context,
         "ancestors": ancestors,
-        "window": page_parts.window(window, part=pages.part),
+        "window": page_parts.local_window(window, part=pages.part),
     }
 
 
 def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:
     """Returns True if `rotate_and_write` is one kernel for a projection like this."""
-    return pages.layout == FULL and rotary_write.choose(qkv, pages.k) != "reference"
+    return (
+        pages.layout == DEFAULT_LAYOUT
+        and rotary_write.choose(qkv, pages.k) != "reference"
+    )
 
 
 def rotate_and_write(
@@ -329,13 +343,15 @@ def rotate_and_write(
     written = rotary_write.rotate_and_write(
         qkv,
         turns,
-        flat(pages.k),
-        flat(pages.v),
+        flatten_layers(pages.k),
+        flatten_layers(pages.v),
         page,
         offset,
         packing=packing,
         layer=layer,
         num_layers=pages.num_layers,
     )
-    k, v = (unflat(x, pages.k.shape) for x in (written.k_pages, written.v_pages))
+    k, v = (
+        unflatten_layers(x, pages.k.shape) for x in (written.k_pages, written.v_pages)
+    )
     return written, pages._replace(k=k, v=v)

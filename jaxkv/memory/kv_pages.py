@@ -9,13 +9,14 @@ a page are contiguous.
 In place. The pages are the largest thing in memory and must never be copied. Donate
 them to the outermost `jit`, and carry them through loops: a `lax.scan` that takes them
 as scanned input and returns them as scanned output copies them three times, and a
-`lax.cond` around unrolled layers once more. Writes and kernels index the `flat` view,
-`[layers * pages, ...]`, through ids that `flat_ids` has offset by the layer: neither
-ever slices a layer out.
+`lax.cond` around unrolled layers once more. Writes and kernels index the view of
+`flatten_layers`, `[layers * pages, ...]`, through ids that `flat_ids` has offset by the
+layer: neither ever slices a layer out.
 
 Out of a pool and into it. `copy` goes from page to page on the device. Through the
-memory of the host pages go by `take`, `to_host`, `widen` and `put`: when requests are
-swapped out, when a prefix is sent to another worker, and for snapshots.
+memory of the host pages go by `gather_pages`, `to_host`, `pad_pages` and
+`scatter_pages`: when requests are swapped out, when a prefix is sent to another worker,
+and for snapshots.
 
 Sentinels. `NO_PAGE` plus an offset would be the last page of another layer, so unmapped
 places become an out-of-range id after the offset, never before.
@@ -168,12 +169,12 @@ def _where(
     place: Int32[Array, "*shape"],
     page_size: int,
 ) -> tuple[Int32[Array, "*shape"], Int32[Array, "*shape"]]:
-    # Place -1 falls into column -1 of the table, which `take` treats as unmapped.
+    # Place -1 gives column -1 of the table, which `arrays.take` treats as unmapped.
     page = arrays.take(page_ids, (slot, place // page_size), fill=NO_PAGE)
     if (num := page_parts.degree()) == 1:
         return page, place % page_size
     part = page_size // num
-    offset = place % page_size - page_parts.begin(part)
+    offset = place % page_size - page_parts.first_offset(part)
     is_here = (offset >= 0) & (offset < part)
     return jnp.where(is_here, page, NO_PAGE), jnp.where(is_here, offset, 0)
 
@@ -212,9 +213,9 @@ def copy(
             return jax.vmap(offset, (None, 0))(ids, layers).reshape(-1)
 
         places = every(read, ids[0]), every(leaf, ids[1])
-        origin = None if read is leaf else flat(read)
-        copied = copy_pages(flat(leaf), *places, origin=origin, disjoint=True)
-        return unflat(copied, leaf.shape)
+        origin = None if read is leaf else flatten_layers(read)
+        copied = copy_pages(flatten_layers(leaf), *places, origin=origin, disjoint=True)
+        return unflatten_layers(copied, leaf.shape)
 
     def every_one(pages: Pages, wanted: Array, *ids: Array) -> Pages:
         place = arrays.places(wanted, source.shape[0] + size)
@@ -269,7 +270,7 @@ def move(
             if page_parts.degree() > 1:
                 has = jnp.expand_dims(read >= 0, tuple(range(1, found.ndim)))
                 found = jnp.where(has, found, jnp.zeros_like(found))
-                found = page_parts.from_owner(found)
+                found = page_parts.broadcast_from_owner(found)
             return leaf.at[:, page, :, to].set(found, mode="drop")
 
         return jax.tree.map(one_leaf, pages)
@@ -277,7 +278,7 @@ def move(
     return arrays.when(jnp.any(moves), every_one, pages, moves, source, target)
 
 
-def take(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
+def gather_pages(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
     """Copies pages out of a pool: every leaf `[layers, n, ...]`, in the order of ids.
 
     Where an id is `NO_PAGE` the content is undefined.
@@ -286,8 +287,8 @@ def take(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
     return jax.tree.map(lambda leaf: leaf[:, found], pages)
 
 
-def put(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
-    """Copies content, as `take` returns it, into pages of a pool, in place.
+def scatter_pages(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
+    """Copies content, as `gather_pages` returns it, into pages of a pool, in place.
 
     Args:
       pages: the pages, donated or carried.
@@ -318,7 +319,7 @@ def to_host(pages: Any, page_ids: np.ndarray | slice | None = None) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:, page_ids], pages)
 
 
-def widen(content: Any, num_pages: int, page_ids: Any) -> Any:
+def pad_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
     """Returns arrays of `num_pages` pages on the host: content at its ids, else zeros.
 
     Programs take content of one width, so that none is compiled for each number.
@@ -360,13 +361,13 @@ def check_content(pages: Any, content: Sequence[tuple[str, tuple[int, ...]]]) ->
     return count
 
 
-def flat(pages: Any) -> Any:
+def flatten_layers(pages: Any) -> Any:
     """Views every leaf as `[layers * pages, ...]`, for `flat_ids`, without a copy."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
 
 
-def unflat(view: Shaped[Array, "..."], shape: tuple[int, ...]) -> Array:
-    """The inverse of `flat` for one leaf.
+def unflatten_layers(view: Shaped[Array, "..."], shape: tuple[int, ...]) -> Array:
+    """The inverse of `flatten_layers` for one leaf.
 
     In an axis of one, a single KV head, XLA sees no order: it would choose another
     layout that is the same, and copy all pages from one to the other.

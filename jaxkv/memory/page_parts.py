@@ -28,12 +28,14 @@ def degree() -> int:
     return mesh.shape[CONTEXT] if CONTEXT in mesh.manual_axes else 1
 
 
-def begin(part: int) -> Int32[Array, ""] | int:
+def first_offset(part: int) -> Int32[Array, ""] | int:
     """The first place, of each page, of the `part` that this device has."""
     return 0 if degree() == 1 else lax.axis_index(CONTEXT).astype(jnp.int32) * part
 
 
-def last(place: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
+def last_local_place(
+    place: Int32[Array, "*shape"], *, part: int
+) -> Int32[Array, "*shape"]:
     """The last of this device's places that is not behind a place of the sequence.
 
     Args:
@@ -44,16 +46,16 @@ def last(place: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
       Its number among those that the device has of the sequence; -1 if there is none.
     """
     size = part * degree()
-    inside = jnp.clip(place % size + 1 - begin(part), 0, part)
+    inside = jnp.clip(place % size + 1 - first_offset(part), 0, part)
     return place // size * part + inside - 1
 
 
-def whole(own: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
+def global_place(own: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
     """The place in the sequence of one of this device's places."""
-    return own // part * (part * degree()) + begin(part) + own % part
+    return own // part * (part * degree()) + first_offset(part) + own % part
 
 
-def window(size: int | None, *, part: int) -> int | None:
+def local_window(size: int | None, *, part: int) -> int | None:
     """How many of this device's places are in a window of so many.
 
     Raises:
@@ -78,7 +80,7 @@ def check_window(size: int | None, *, page_size: int) -> None:
         )
 
 
-def from_owner(found: Any) -> Any:
+def broadcast_from_owner(found: Any) -> Any:
     """What the one device has that does not have zeros, on all; exact in any type."""
     if degree() == 1:
         return found

@@ -36,7 +36,7 @@ def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Po
     """Makes a pool whose pages are all free.
 
     They will be handed out in the order given, every page id once; None hands out the
-    lowest ids first. An `order` that is not a permutation shows up in `unsound`.
+    lowest ids first. `count_pool_faults` finds an `order` that is not a permutation.
 
     Raises:
       ValueError: `num_pages`, static, is below 1, or `order` has another length.
@@ -109,7 +109,7 @@ def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
     """Adds one use to every page in `ids`, `NO_PAGE` ignored.
 
     An id that stands m times gains m uses. Sharing a free page is misuse, which
-    `unsound` shows.
+    `count_pool_faults` shows.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
@@ -122,7 +122,7 @@ def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
     They go on the stack in the order in which they stand in `ids`, row by row, an id
     that stands several times at its last place: it loses as many uses. `NO_PAGE` is
     ignored. Counts are never clamped: a page released more often than it was used keeps
-    a negative count, which `unsound` shows.
+    a negative count, which `count_pool_faults` shows.
     """
     return release_counted(pool, ids)[0]
 
@@ -164,7 +164,7 @@ def release_counted(
     return pool, left.reshape(shape)
 
 
-def unsound(pool: Pool) -> Int32[Array, ""]:
+def count_pool_faults(pool: Pool) -> Int32[Array, ""]:
     """Counts what breaks conservation (I2): 0 on a sound pool.
 
     The free entries of the stack are distinct and are exactly the pages with count

@@ -248,7 +248,9 @@ def reserve(
     return pool, table, copies, enough
 
 
-def drop(pool: Pool, table: Table, mask: Bool[Array, " slots"]) -> tuple[Pool, Table]:
+def drop_slots(
+    pool: Pool, table: Table, mask: Bool[Array, " slots"]
+) -> tuple[Pool, Table]:
     """Empties the masked slots, empty ones too, and releases all their pages."""
     rows = jnp.where(mask[:, None], table.page_ids, NO_PAGE)
     return page_pool.release(pool, rows), emptied(table, mask)

@@ -278,9 +278,9 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
     hash is that of its content; a lookup of the content finds it, so no two pages have
     the same; the buckets hold nothing but cached pages, each once; and the pool counts
     the pin. Idle are those with no use beside it, in their order, see
-    `idle_pages.unsound`; the parent of a page in use is in use. Looks up every page:
-    for tests and debug mode. That all uses are counted is for `invariants.violations`
-    to say, with `pinned` as its pins.
+    `idle_pages.count_idle_faults`; the parent of a page in use is in use. Looks up
+    every page: for tests and debug mode. `invariants.violations`, with
+    `pinned` as its pins, checks that all uses are counted.
 
     Returns:
       Cached pages of which one of these is not so, plus entries in excess, plus faults
@@ -305,7 +305,9 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
         jnp.sum(pinned & wrong, dtype=jnp.int32)
         + jnp.abs(num_entries - num_pinned)
         + jnp.abs(cache.num_pinned - num_pinned)
-        + idle_pages.unsound(cache.idle, cache.depth, parent, pinned & (pool.ref == 1))
+        + idle_pages.count_idle_faults(
+            cache.idle, cache.depth, parent, pinned & (pool.ref == 1)
+        )
     )
 
 

@@ -109,7 +109,7 @@ def rest(
         )
         joins = (left == 1) & (rows != NO_PAGE)
         priority = _priority(rule, uses)
-        idle = idle_pages.add(idle, cache.depth, rows, joins, priority)
+        idle = idle_pages.insert(idle, cache.depth, rows, joins, priority)
         return arrays.put(last_used, rows, now, "set"), idle
 
     trips = jnp.any(rows != NO_PAGE).astype(jnp.int32)
@@ -153,7 +153,7 @@ def evict(
         num: Array, i: Array, carry: tuple[Array, Array, IdlePages, Pool]
     ) -> tuple[Array, Array, IdlePages, Pool]:
         buckets, depth, idle, pool = carry
-        ids = idle_pages.next_to_go(idle, depth)
+        ids = idle_pages.eviction_candidates(idle, depth)
         every = jnp.arange(CHUNK, dtype=jnp.int32)
         ids = jnp.where(i * CHUNK + every < num, ids, NO_PAGE)
         bucket = prefix_cache.bucket_of(cache, prefix_cache.hash_of(cache, ids))
@@ -179,7 +179,7 @@ def evict(
     return cache, pool, num
 
 
-def rank_anew(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
+def rerank(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
     """Ranks all pages anew, by the priority of another rule. Looks at every page.
 
     Priorities of pages that are not cached mean nothing. A page ranks at least as high
@@ -203,7 +203,7 @@ def rank_anew(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
     rank, _ = lax.while_loop(below, pass_on, (rank, parent))
     ranked = cache.idle.ranked | cache.pinned
     idle = cache.idle._replace(rank=rank + base, ranked=ranked)
-    return cache._replace(idle=idle_pages.rebuilt(idle, cache.depth))
+    return cache._replace(idle=idle_pages.rebuild(idle, cache.depth))
 
 
 def _priority(rule: Eviction, uses: Uses) -> Array:

@@ -30,7 +30,7 @@ class Prefix(NamedTuple):
     """Under which they are cached."""
 
 
-def take_out(
+def export_prefix(
     pages: Pages, cache: Prefixes, prefix: Prefix
 ) -> tuple[Pages, Int32[Array, ""]]:
     """Copies the cached pages of a prefix, which stay where they are.
@@ -40,10 +40,10 @@ def take_out(
       ones, were cached.
     """
     ids = _match(cache, prefix)
-    return kv_pages.take(pages, ids), _count(ids)
+    return kv_pages.gather_pages(pages, ids), _count(ids)
 
 
-def bring_in(
+def import_prefix(
     pages: Pages,
     pool: Pool,
     cache: Prefixes,
@@ -51,7 +51,7 @@ def bring_in(
     sent: Pages,
     rule: Eviction | None = None,
 ) -> tuple[Pages, Pool, Prefixes, Int32[Array, ""]]:
-    """Caches the pages of a prefix, as `take_out` made them; nobody uses them yet.
+    """Caches the pages of a prefix, as `export_prefix` made them; nobody uses them yet.
 
     Where free and idle pages are fewer than are missing, the first ones enter. Idle
     pages are evicted for them, in the order of their ranks.
@@ -73,7 +73,7 @@ def bring_in(
     is_new = (column >= num_there) & (column < end)
     place = jnp.where(is_new, column - num_there, -1)
     ids = jnp.where(is_new, arrays.take(new[0], place, fill=NO_PAGE), ids)
-    pages = kv_pages.put(pages, jnp.where(is_new, ids, NO_PAGE), sent)
+    pages = kv_pages.scatter_pages(pages, jnp.where(is_new, ids, NO_PAGE), sent)
     cache, pool = _enter(cache, pool, prefix, ids, num_there, end)
     is_cached = prefix_cache.is_cached(cache, ids)
     pool, left = page_pool.release_counted(pool, ids[None])

@@ -22,7 +22,7 @@ from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 
-NOBODY = -1
+NO_SEQUENCE = -1
 """Owner of a place that is free."""
 
 
@@ -53,7 +53,7 @@ def make_staging(
 
     return Staging(
         pages=jax.tree.map(like, pages),
-        owner=jnp.full((num_places,), NOBODY, jnp.int32),
+        owner=jnp.full((num_places,), NO_SEQUENCE, jnp.int32),
         page_ids=jnp.full((num_sequences, pages_per_slot), NO_PAGE, jnp.int32),
         length=jnp.zeros((num_sequences,), jnp.int32),
         on_host=jnp.zeros((num_sequences,), bool),
@@ -192,7 +192,7 @@ def forget(
     freed = arrays.take(gone, staging.owner, fill=False)
     members = arrays.take(gone, group, fill=False)
     return staging._replace(
-        owner=jnp.where(freed, NOBODY, staging.owner),
+        owner=jnp.where(freed, NO_SEQUENCE, staging.owner),
         page_ids=jnp.where(members[:, None], NO_PAGE, staging.page_ids),
         length=jnp.where(members, 0, staging.length),
         on_host=staging.on_host & ~gone,
@@ -220,7 +220,7 @@ def unsound(
     misplaced = (s.page_ids != NO_PAGE) != (column < used[:, None])
     ghost = (s.length != 0) & ~(out & waits)
     staged = jnp.where((out & ~host)[:, None], s.page_ids, NO_PAGE)
-    owner = arrays.take(s.owner, staged, fill=NOBODY)
+    owner = arrays.take(s.owner, staged, fill=NO_SEQUENCE)
     foreign = (staged != NO_PAGE) & (owner != group[:, None])
     named = arrays.put(jnp.zeros(s.owner.shape, bool), staged, True)
     both = s.on_host & is_staged(s)

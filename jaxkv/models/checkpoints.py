@@ -22,10 +22,15 @@ from jaxkv.models.interface import Params
 from jaxkv.text import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 
 # Of a tokenizer that we do not read: the vocabulary is then not made of bytes.
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+UNSUPPORTED_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """What a folder holds."""
 
     config: ModelConfig
@@ -56,7 +61,7 @@ def load_model(
     *,
     dtype: DTypeLike = "float32",
     place: Callable[[ModelConfig], weights.Place] | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """Reads a model with its parameters and its tokenizer.
 
     Args:
@@ -79,7 +84,7 @@ def load_model(
     config = read_config(folder)
     put = None if place is None else place(config)
     params = weights.load_params(folder, config, dtype, put)
-    return Loaded(config, params, *_load_tokenizer(folder, config))
+    return LoadedModel(config, params, *_load_tokenizer(folder, config))
 
 
 @validation.suggests_keywords
@@ -159,7 +164,7 @@ def load_tree(
       ValueError: as `load_model` does.
     """
     folder = validation.path("folder", folder)
-    return weights.load_tree(folder, shapes, weights.checked_dtype(dtype))
+    return weights.read_tree(folder, shapes, weights.checked_dtype(dtype))
 
 
 def save_tree(
@@ -170,7 +175,7 @@ def save_tree(
     Raises:
       ValueError: a number is too large for the type.
     """
-    weights.save_tree(Path(folder), tree, weights.checked_dtype(dtype))
+    weights.write_tree(Path(folder), tree, weights.checked_dtype(dtype))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | ByteTokenizer | None:
@@ -203,7 +208,7 @@ def _load_tokenizer(
         if eos_ids is None:
             eos_ids = tokenizer.special_ids("eos_token")
     elif NUM_BYTES <= config.vocab_size <= MAX_BYTE_VOCAB and not any(
-        (folder / name).exists() for name in OTHER_TOKENIZERS
+        (folder / name).exists() for name in UNSUPPORTED_TOKENIZER_FILES
     ):
         tokenizer = ByteTokenizer(config.vocab_size, eos_ids=eos_ids)
         eos_ids = tokenizer.eos_ids

@@ -30,10 +30,10 @@ type Table = Float[Array, "entries hidden"]
 type Function = Callable[[Activations, int], Activations]
 """A function of activations and the axis of the features."""
 
-MANY = 96
+MANY_ROWS = 96
 """Rows from which on CPUs multiply faster with the rows first."""
 
-FEW = range(2, 5)
+FEW_ROWS = range(2, 5)
 """Numbers of rows that CPUs multiply faster by weights `[in, out]` in their caches."""
 
 
@@ -87,18 +87,18 @@ class Orientation:
             return x
         return with_layout_constraint(x, Layout((1, 0)))
 
-    def turn(self, x: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
+    def transpose(self, x: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
         """Turns `[rows, features]` into activations, and back."""
         return x if self.axis == -1 else x.T
 
     def embed(self, table: Table, tokens: Array, num_words: int) -> Activations:
         """Looks tokens up in a table of `num_words`, or of this device's part."""
-        return self.turn(partition.look_up(table, tokens, num_words))
+        return self.transpose(partition.embed_tokens(table, tokens, num_words))
 
-    def learned(self, table: Table, places: Int[Array, " n"]) -> Activations:
+    def look_up_positions(self, table: Table, places: Int[Array, " n"]) -> Activations:
         """Looks learned positions up."""
         # Not a number past the table: a clamped index would give a plausible one.
-        return self.turn(table.at[places].get(mode="fill", fill_value=jnp.nan))
+        return self.transpose(table.at[places].get(mode="fill", fill_value=jnp.nan))
 
     def matmul(
         self,
@@ -114,7 +114,7 @@ class Orientation:
 
     def product(self, linear: "Linear", x: Activations) -> Activations:
         """Multiplies every row by this device's part of a weight, without the bias."""
-        if linear.transposed is None or x.shape[1] not in FEW:
+        if linear.transposed is None or x.shape[1] not in FEW_ROWS:
             return multiply(linear.matrix, x)
         # Else XLA turns the product round.
         rows = jax.lax.optimization_barrier(x.T) @ linear.transposed[...]
@@ -122,7 +122,7 @@ class Orientation:
 
     def add_up(self, x: Activations, *, part: int, whole: int) -> Activations:
         """Adds the devices' sums over `part` of `whole` numbers."""
-        return partition.add_up(x, part=part, whole=whole)
+        return partition.sum_parts(x, part=part, whole=whole)
 
     def expand(
         self, linear: "Linear", x: Activations, then: Function | None = None
@@ -135,7 +135,7 @@ class Orientation:
         """
         if then is None:
             return linear(x, self)
-        if devices.current().platform != "cpu" or x.shape[1] < MANY:
+        if devices.current().platform != "cpu" or x.shape[1] < MANY_ROWS:
             return then(linear(x, self), -2)
         # Else XLA turns the product round.
         rows = jax.lax.optimization_barrier(x.T) @ linear.matrix.T
@@ -170,7 +170,7 @@ class Orientation:
             partition.own_experts(routing, part=own) if own < num_experts else routing
         )
         answer = functools.partial(mixture.answer, numerics=self.numerics)
-        y = self.turn(moe.mix(self.turn(x), mine, answer, live=self.live))
+        y = self.transpose(moe.mix(self.transpose(x), mine, answer, live=self.live))
         return y if own == num_experts else jax.lax.psum(y, partition.EXPERT)
 
     def unembed(
@@ -178,7 +178,7 @@ class Orientation:
     ) -> Float[Array, "rows words"]:
         """Multiplies the last states by a table of `num_words`, in float32 at least."""
         columns = multiply(table, x, np.promote_types(x.dtype, np.float32))
-        columns = partition.gather(columns, num_words)
+        columns = partition.gather_words(columns, num_words)
         # Else XLA turns the product round, and CPUs read the table half as fast.
         return jax.lax.optimization_barrier(columns).T
 
@@ -186,8 +186,8 @@ class Orientation:
 class Linear(nnx.Module):
     """A product and its bias, with the contracted axis last in the weight.
 
-    With `for_few` it has the weight a second time, that axis first: see
-    `param_forms.for_few_rows`.
+    With `with_transposed` it has the weight a second time, that axis first: see
+    `param_forms.add_transposed_weights`.
     """
 
     def __init__(
@@ -198,11 +198,11 @@ class Linear(nnx.Module):
         std=0.02,
         bias=False,
         dtype=jnp.float32,
-        for_few=False,
+        with_transposed=False,
     ):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
-        self.transposed = nnx.Param(normal) if for_few else None
+        self.transposed = nnx.Param(normal) if with_transposed else None
         self.num_inputs = shape[-1]
         self.bias = (
             nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
@@ -297,7 +297,7 @@ class Mixture(nnx.Module):
             precision=jax.lax.Precision.HIGHEST,
         )
         routing = moe.route(
-            orientation.turn(scores),
+            orientation.transpose(scores),
             top_k=experts.top_k,
             renormalise=experts.renormalise,
         )
@@ -337,9 +337,13 @@ class Mixture(nnx.Module):
 class Layer(nnx.Module):
     """Pre-norm attention, then an MLP or a mixture, added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, *, rngs, dtype, for_few=False):
+    def __init__(
+        self, config: ModelConfig, index: int, *, rngs, dtype, with_transposed=False
+    ):
         c = config
-        make = functools.partial(Linear, rngs=rngs, dtype=dtype, for_few=for_few)
+        make = functools.partial(
+            Linear, rngs=rngs, dtype=dtype, with_transposed=with_transposed
+        )
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
         self.attention_norm, self.mlp_norm = norm(), norm()
         # Fused, KV head by KV head: the group's queries, the key, the value.

@@ -94,7 +94,7 @@ def mix(
     return jnp.sum(found.astype(share.dtype) * share, axis=1).astype(x.dtype)
 
 
-def load(routing: Routing) -> Float[Array, " experts"]:
+def expert_load(routing: Routing) -> Float[Array, " experts"]:
     """Share of the rows that each expert is chosen by; sums to `top_k`."""
     num_rows, num_experts = routing.probs.shape
     every = jnp.arange(num_experts, dtype=routing.expert.dtype)
@@ -118,7 +118,7 @@ def balance_loss(
     Source: Fedus et al. 2021, Switch Transformers, arXiv:2101.03961, equations 4-6; for
     several experts a row f sums to `top_k`, as in transformers' Mixtral.
     """
-    loads = load(routing) if loads is None else loads
+    loads = expert_load(routing) if loads is None else loads
     mean = jnp.mean(routing.probs, axis=0)
     return routing.probs.shape[1] * jnp.sum(loads * mean)
 
@@ -136,7 +136,7 @@ class Imbalance(NamedTuple):
 
 
 def imbalance(loads: Float[Array, "layers experts"]) -> Imbalance:
-    """Sums up the loads of a model's mixtures, as `load` gives them."""
+    """Sums up the loads of a model's mixtures, as `expert_load` gives them."""
     mean = jnp.mean(loads, axis=1)
     return Imbalance(
         busiest=jnp.max(loads, axis=1) / mean,

@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.dispatch import StepPlan
 
 
 @runtime_checkable
-class Bounds(Protocol):
+class PageConfig(Protocol):
     """What of an `EngineConfig` says how many K and V there are."""
 
     @property
@@ -46,7 +46,7 @@ class Bounds(Protocol):
 
 def make_pages(
     config: ModelConfig,
-    engine: Bounds,
+    engine: PageConfig,
     *,
     dtype: DTypeLike = "float32",
     taps: tuple[int, ...] = (),
@@ -135,12 +135,12 @@ class PagedForward:
                 window = self.config.window
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
-        parts = row_parts.divide(rows, self.numerics)
+        parts = row_parts.divide_rows(rows, self.numerics)
         found = self.states(model, pages, rows)
         pages = found.carry
         if self.taps:
             tapped = parts.whole(jnp.concatenate(found.taps))
-            pages = features.write(pages, tapped.T, rows)
+            pages = features.write_features(pages, tapped.T, rows)
         hidden = parts.pick(found.last, jnp.maximum(rows.logit_rows, 0))
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
@@ -154,10 +154,10 @@ class PagedForward:
         """Runs the layers: writes K and V of the rows, and attends over the pages.
 
         `inputs` go into the first layer instead of the rows' tokens. These and the
-        states are of the rows that `row_parts.divide` gives this device; what is
+        states are of the rows that `row_parts.divide_rows` gives this device; what is
         carried is the pages.
         """
-        parts = row_parts.divide(rows, self.numerics)
+        parts = row_parts.divide_rows(rows, self.numerics)
         dtype = model.embed.weight[...].dtype
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
         plan = pages.layout.plan(
@@ -209,7 +209,7 @@ class PagedForward:
             def write_apart(layer, qkv, angles, pages):
                 q, k, v = (
                     x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1)
-                    for x in rotary.parts(qkv, angles)
+                    for x in rotary.split_and_rotate(qkv, angles)
                 )
                 return q, None, pages.layout.write(pages, layer, k, v, rows)
 

@@ -12,14 +12,14 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 
 
-def kinds(config: ModelConfig) -> list[range]:
+def layer_kinds(config: ModelConfig) -> list[range]:
     """Layers of equal shapes, which stand side by side: dense ones, then mixtures."""
     dense = config.experts.num_dense_layers if config.experts else config.num_layers
     both = range(dense), range(dense, config.num_layers)
     return [kind for kind in both if kind]
 
 
-def at(tree: Any, index: int) -> Any:
+def index_leaves(tree: Any, index: int) -> Any:
     """What stands at `index` of the leading axis of every array."""
     return jax.tree.map(lambda x: x[index], tree)
 
@@ -50,7 +50,7 @@ def stack_layers(config: ModelConfig, params: Params) -> Params:
     if is_stacked(params):
         return params
     stacked = {}
-    for number, kind in enumerate(kinds(config)):
+    for number, kind in enumerate(layer_kinds(config)):
         layers = [params["layers"][index] for index in kind]
         stacked[number] = jax.tree.map(lambda *x: jnp.stack(x), *layers)
     return {**params, "layers": stacked}
@@ -61,19 +61,19 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
     if not is_stacked(params):
         return params
     layers = {
-        index: at(params["layers"][number], place)
-        for number, kind in enumerate(kinds(config))
+        index: index_leaves(params["layers"][number], place)
+        for number, kind in enumerate(layer_kinds(config))
         for place, index in enumerate(kind)
     }
     return {**params, "layers": layers}
 
 
-def is_for_few(params: Params) -> bool:
-    """Whether the parameters are as `for_few_rows` returns them."""
+def has_transposed_weights(params: Params) -> bool:
+    """Whether the parameters are as `add_transposed_weights` returns them."""
     return "transposed" in params["layers"][0]["qkv"]
 
 
-def for_few_rows(params: Params) -> Params:
+def add_transposed_weights(params: Params) -> Params:
     """Adds the layers' weights a second time, as `[in, out]`, for products of few rows.
 
     On a CPU 2 to 4 rows take 0.5 to 0.9 of the time that way, as far as weights lie in
@@ -101,9 +101,9 @@ def for_few_rows(params: Params) -> Params:
     return {**params, "layers": layers}
 
 
-def weights_once(params: Params) -> Params:
-    """The inverse of `for_few_rows`; other parameters as they are."""
+def drop_transposed_weights(params: Params) -> Params:
+    """The inverse of `add_transposed_weights`; other parameters as they are."""
     if not isinstance(params, dict):
         return params
     kept = [name for name in params if name != "transposed"]
-    return {name: weights_once(params[name]) for name in kept}
+    return {name: drop_transposed_weights(params[name]) for name in kept}

@@ -23,21 +23,21 @@ EXPERT = "expert"
 """The axis over which experts are divided."""
 
 
-def add_up(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, "..."]:
+def sum_parts(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, "..."]:
     """Adds the devices' sums over `part` of `whole` numbers; `x` if that is all."""
     return x if part >= whole else lax.psum(x, TENSOR)
 
 
-def look_up(
+def embed_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"], num_words: int
 ) -> Float[Array, "*rows hidden"]:
     """The rows of a table of `num_words`, of which this device may have a part."""
     if table.shape[0] >= num_words:
         return table[tokens]
-    return lax.psum(look_up_own(table, tokens), TENSOR)
+    return lax.psum(embed_own_tokens(table, tokens), TENSOR)
 
 
-def look_up_own(
+def embed_own_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"]
 ) -> Float[Array, "*rows hidden"]:
     """The rows of this device's words, zeros for those of others."""
@@ -55,7 +55,7 @@ def own_words(
     return jnp.where(is_here, own, 0), is_here
 
 
-def gather(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:
+def gather_words(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:
     """Puts the devices' parts of `num_words` side by side."""
     if x.shape[0] >= num_words:
         return x

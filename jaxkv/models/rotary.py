@@ -77,7 +77,7 @@ def split_heads(
     return cut(0, group), cut(group, group + 1), cut(group + 1, group + 2)
 
 
-def parts(
+def split_and_rotate(
     qkv: Float[Array, "kv_heads group_and_2 head_dim rows"], angles: Angles | None
 ) -> tuple[
     Float[Array, "kv_heads group head_dim rows"],

@@ -53,14 +53,18 @@ class RowParts(NamedTuple):
         own = wanted - _begin(x.shape[-1])
         is_here = (own >= 0) & (own < x.shape[-1])
         found = x[:, jnp.where(is_here, own, 0)]
-        return page_parts.from_owner(jnp.where(is_here, found, jnp.zeros_like(found)))
+        return page_parts.broadcast_from_owner(
+            jnp.where(is_here, found, jnp.zeros_like(found))
+        )
 
 
 WHOLE = RowParts()
 """All rows on every device."""
 
 
-def divide(rows: Rows, numerics: Literal["fast", "reproducible"] = "fast") -> RowParts:
+def divide_rows(
+    rows: Rows, numerics: Literal["fast", "reproducible"] = "fast"
+) -> RowParts:
     """How the rows of a pass are divided over the devices that divide pages.
 
     Packed rows are, if there are as many for each device; under reproducible numerics,

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models import drawing, moe, param_forms, rotary
+from jaxkv.models import initialization, moe, param_forms, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import (
@@ -61,8 +61,8 @@ class Transformer(nnx.Module):
     """Embeddings, layers, final norm and output head of a `ModelConfig`.
 
     Scanned, it has one layer of each kind, whose parameters are those of all layers of
-    that kind on a leading axis: see `param_forms.stack_layers`. With `for_few` layers
-    have their weights twice: see `param_forms.for_few_rows`.
+    that kind on a leading axis: see `param_forms.stack_layers`. If `with_transposed`,
+    layers have their weights twice: see `param_forms.add_transposed_weights`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
         rngs: Any,
         dtype=jnp.float32,
         scanned=False,
-        for_few=False,
+        with_transposed=False,
     ):
         c = config
         table = functools.partial(Linear, rngs=rngs, dtype=dtype)
@@ -83,9 +83,11 @@ class Transformer(nnx.Module):
                 c.hidden_size,
                 axes=(None, "hidden"),
             )
-        firsts = [kind.start for kind in param_forms.kinds(c)]
+        firsts = [kind.start for kind in param_forms.layer_kinds(c)]
         wanted = firsts if scanned else range(c.num_layers)
-        layer = functools.partial(Layer, rngs=rngs, dtype=dtype, for_few=for_few)
+        layer = functools.partial(
+            Layer, rngs=rngs, dtype=dtype, with_transposed=with_transposed
+        )
         self.layers = nnx.List([layer(c, index) for index in wanted])
         self.final_norm = Norm(c.hidden_size, c, kind=c.norm, dtype=dtype)
         if not c.tie_embeddings:
@@ -149,7 +151,7 @@ class Transformer(nnx.Module):
         if c.positions != "learned":
             return x
         table = self.embed_positions.weight[...]
-        return x + orientation.learned(table, positions + c.position_offset)
+        return x + orientation.look_up_positions(table, positions + c.position_offset)
 
     def run(
         self,
@@ -193,7 +195,7 @@ class Transformer(nnx.Module):
     ) -> States:
         """Runs layer after layer, all of a kind as calls of one function."""
         routings, before = [], []
-        for kind in param_forms.kinds(self.config):
+        for kind in param_forms.layer_kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
             one = jax.jit(functools.partial(run, graph))
             for index in kind if only is None else [i for i in kind if i in only]:
@@ -207,7 +209,7 @@ class Transformer(nnx.Module):
         """Runs all layers of a kind as one loop, which compiles as one layer."""
         routings, before = [], []
         for kind, layer in zip(
-            param_forms.kinds(self.config), self.layers, strict=True
+            param_forms.layer_kinds(self.config), self.layers, strict=True
         ):
             graph, weights = nnx.split(layer)
 
@@ -218,7 +220,9 @@ class Transformer(nnx.Module):
             indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
             with jax.named_scope("layers"):
                 (x, carry), found = jax.lax.scan(one, (x, carry), (indices, weights))
-            every = [param_forms.at(found, number) for number in range(len(kind))]
+            every = [
+                param_forms.index_leaves(found, number) for number in range(len(kind))
+            ]
             routings += [routing for routing, _ in every if routing is not None]
             before += [state for _, state in every]
         return States(x, carry, routings, before)
@@ -235,22 +239,27 @@ class Transformer(nnx.Module):
 def _split(
     config: ModelConfig,
     dtype: DTypeLike,
-    rngs: drawing.Recorder | None = None,
+    rngs: initialization.ShapeRecorder | None = None,
     *,
     scanned: bool = False,
-    for_few: bool = False,
+    with_transposed: bool = False,
 ) -> tuple[Any, Any]:
     """The graph of a model, and the shapes of its parameters."""
-    rngs = drawing.Recorder() if rngs is None else rngs
-    form = {"scanned": scanned, "for_few": for_few}
+    rngs = initialization.ShapeRecorder() if rngs is None else rngs
+    form = {"scanned": scanned, "with_transposed": with_transposed}
     build = functools.partial(Transformer, config, rngs=rngs, dtype=dtype, **form)
     return nnx.split(nnx.eval_shape(build), nnx.Param)
 
 
 def merge(config: ModelConfig, params: Params) -> Transformer:
     """The model with these parameters, stacked, for few rows or neither."""
-    scanned, for_few = param_forms.is_stacked(params), param_forms.is_for_few(params)
-    graph, _ = _split(config, jnp.float32, scanned=scanned, for_few=for_few)
+    scanned, with_transposed = (
+        param_forms.is_stacked(params),
+        param_forms.has_transposed_weights(params),
+    )
+    graph, _ = _split(
+        config, jnp.float32, scanned=scanned, with_transposed=with_transposed
+    )
     return nnx.merge(graph, nnx.State(params))
 
 
@@ -260,7 +269,7 @@ def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = "float32"
     Compiled as one program for a `config`; the bits are those of drawing array by array
     with `nnx.Rngs(key)`.
     """
-    recorder = drawing.Recorder()
+    recorder = initialization.ShapeRecorder()
     _split(config, jnp.dtype(dtype), recorder)
     index = [np.int32(place) for place in range(len(recorder.shapes))]
     return _init_params(key, index, config, tuple(recorder.shapes), jnp.dtype(dtype))
@@ -271,10 +280,10 @@ def _init_params(
     key: Array,
     index: list[Int32[Array, ""]],
     config: ModelConfig,
-    shapes: tuple[drawing.Shape, ...],
+    shapes: tuple[initialization.Shape, ...],
     dtype: np.dtype,
 ) -> Params:
-    normals = drawing.Normals(key, shapes, dtype, index)
+    normals = initialization.PredrawnNormals(key, shapes, dtype, index)
     model = Transformer(config, rngs=normals, dtype=dtype)
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
@@ -345,17 +354,17 @@ def outputs(
     """
     config.check_length(tokens.shape[1], "seq")
     model = merge(config, params)
-    found = read(model, tokens)
+    found = run_sequences(model, tokens)
     logits, routings = model.logits(found.last), found.routings
     logits = logits.reshape(*tokens.shape, -1)
     if config.experts is None:
         return Outputs(logits, jnp.zeros((), logits.dtype), None)
     balance = jnp.mean(jnp.stack([moe.balance_loss(x) for x in routings]))
-    loads = jnp.stack([moe.load(x) for x in routings])
+    loads = jnp.stack([moe.expert_load(x) for x in routings])
     return Outputs(logits, config.experts.balance_weight * balance, loads)
 
 
-def read(
+def run_sequences(
     model: Transformer,
     tokens: Int[Array, "batch seq"],
     *,
@@ -373,7 +382,7 @@ def read(
         # To [batch, seq, heads, head_dim] and back.
         q, k, v = (
             x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
-            for x in rotary.parts(qkv, angles)
+            for x in rotary.split_and_rotate(qkv, angles)
         )
         y, _ = tiled.flash_attention(q, k, v, window=config.window)
         y = y.transpose(2, 3, 0, 1)

@@ -21,7 +21,7 @@ from jaxkv.models import moe, partition
 from jaxkv.models.partition import EXPERT
 
 
-class Places(NamedTuple):
+class ExpertPlaces(NamedTuple):
     """Where in buffers of `capacity` places an expert the choices of rows are."""
 
     row: Int32[Array, " experts_capacity"]
@@ -30,9 +30,9 @@ class Places(NamedTuple):
     """Which place each choice has; one past the last place where it is dropped."""
 
 
-def places(
+def assign_places(
     expert: Int32[Array, "rows top_k"], *, num_experts: int, capacity: int
-) -> Places:
+) -> ExpertPlaces:
     """Gives the choices places, first choices before second ones, then row by row.
 
     Args:
@@ -53,7 +53,7 @@ def places(
     place = jnp.where(rank < capacity, chosen * capacity + rank, num_places)
     row = jnp.full((num_places,), num_rows, jnp.int32)
     row = row.at[place].set(number % num_rows, mode="drop", unique_indices=True)
-    return Places(row, place.reshape(top_k, num_rows).T)
+    return ExpertPlaces(row, place.reshape(top_k, num_rows).T)
 
 
 def exchange(
@@ -79,7 +79,7 @@ def exchange(
         nothing.
     """
     num_experts = routing.probs.shape[1]
-    found = places(routing.expert, num_experts=num_experts, capacity=capacity)
+    found = assign_places(routing.expert, num_experts=num_experts, capacity=capacity)
     sent = x.at[found.row].get(mode="fill", fill_value=0)
     sent = sent.reshape(num_experts, capacity, -1)
     come = lax.all_to_all(sent, EXPERT, split_axis=0, concat_axis=1, tiled=True)
@@ -90,7 +90,7 @@ def exchange(
     return jnp.sum(found.astype(share.dtype) * share, axis=1).astype(x.dtype)
 
 
-def gather(
+def gather_rows(
     x: Float[Array, "rows width"],
     routing: moe.Routing,
     answer: Callable[
@@ -119,8 +119,8 @@ def gather(
     return lax.psum_scatter(y, EXPERT, tiled=True)
 
 
-def dropped(routing: moe.Routing, *, capacity: int) -> Float[Array, ""]:
+def dropped_fraction(routing: moe.Routing, *, capacity: int) -> Float[Array, ""]:
     """Share of the choices that find no place, of rows that are a device's own."""
-    load = moe.load(routing) * routing.probs.shape[0]
+    load = moe.expert_load(routing) * routing.probs.shape[0]
     over = jnp.maximum(load - jnp.asarray(capacity, load.dtype), jnp.zeros_like(load))
     return jnp.sum(over) / routing.expert.size

@@ -63,7 +63,7 @@ def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> Non
         page_parts.check_window(window, page_size=page_size)
 
 
-def mapped(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
+def map_over_mesh(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
     """A function that every device runs on its parts, as the specs divide them.
 
     What is said to be whole must come out the same everywhere, which is not checked.
@@ -88,12 +88,12 @@ def shardings(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: NamedSharding(mesh, x), full, is_leaf=_is_spec)
 
 
-def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
+def place_tree(tree: Any, specs: Any, mesh: Mesh) -> Any:
     """Puts arrays where they belong; `specs` may be a prefix of their tree."""
     return jax.device_put(tree, shardings(tree, specs, mesh))
 
 
-def put(array: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> Array:
+def put_array(array: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> Array:
     """Puts an array that every process has whole, on each device its part alone."""
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
@@ -139,7 +139,7 @@ def state_specs(state: EngineState) -> Any:
 def place_state(state: EngineState, mesh: Mesh) -> EngineState:
     """Divides an engine's state, as its programs on a mesh take it.
 
-    The pages have as many KV heads as `tensor.fit`'s model.
+    The pages have as many KV heads as `tensor.fit_config`'s model.
 
     Raises:
       ValueError: the mesh does not divide the pages.
@@ -152,7 +152,7 @@ def place_state(state: EngineState, mesh: Mesh) -> EngineState:
         raise ValueError(
             f"pages of {heads} KV heads cannot be divided over {num} devices"
         )
-    return place(state, specs, mesh)
+    return place_tree(state, specs, mesh)
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:

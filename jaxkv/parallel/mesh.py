@@ -13,7 +13,7 @@ from jaxkv.models.partition import EXPERT, TENSOR
 from jaxkv.parallel import processes
 
 
-def count_cpu_as(num: int) -> None:
+def set_cpu_devices(num: int) -> None:
     """Has a CPU count as `num` devices at least, where JAX has not started yet.
 
     Where there are several processes, all their devices together.

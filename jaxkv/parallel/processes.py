@@ -1,7 +1,8 @@
 """Several processes that are one program: JAX's own runtime, on one machine or many.
 
 All run the same program on the same inputs, each with its devices of the mesh. The
-first one writes files; any of them may ask to stop (`gather`), and all stop together.
+first one writes files; any of them may ask to stop (`gather_numbers`), and
+all stop together.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ from jaxkv import validation
 CLUSTER = "cluster"
 """For a coordinator: who and how many there are says the cluster's environment, that of
 Slurm, Open MPI or a cloud's TPUs, say, or `JAX_COORDINATOR_ADDRESS` and its like."""
-LOST_AFTER_S = 20
+HEARTBEAT_TIMEOUT_S = 20
 """Seconds without a word after which a process counts as lost, and ends all."""
-PATIENCE_S = 60
+TIMEOUT_S = 60
 """Seconds that a process waits for the others to begin, and to end."""
 
 _NEVER_S = 10**6
@@ -38,7 +39,7 @@ class _Joined(NamedTuple):
 _joined = _Joined()
 
 
-def join(
+def join_processes(
     coordinator: str, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
     """Joins the processes of a program, before JAX has looked for devices.
@@ -54,8 +55,8 @@ def join(
         all come.
     """
     how: dict[str, Any] = {
-        "heartbeat_timeout_seconds": LOST_AFTER_S,
-        "shutdown_timeout_seconds": PATIENCE_S,
+        "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S,
+        "shutdown_timeout_seconds": TIMEOUT_S,
     }
     if coordinator == CLUSTER:
         if num_processes is not None or process_id is not None:
@@ -95,11 +96,11 @@ def join(
     # for processes that do not come: this one should end.
     thread = threading.Thread(target=begin, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     if thread.is_alive():
         num = how.get("num_processes", "the cluster's")
         raise ValueError(
-            f"{coordinator=}: not all of {num} processes have come after {PATIENCE_S} "
+            f"{coordinator=}: not all of {num} processes have come after {TIMEOUT_S} "
             "s; is each started, with this address and a number of its own?"
         )
     if failed:
@@ -118,7 +119,7 @@ def _wait_for(host: str, port: int) -> None:
     Raises:
       ValueError: nobody does.
     """
-    end, reason = time.monotonic() + PATIENCE_S, ""
+    end, reason = time.monotonic() + TIMEOUT_S, ""
     while time.monotonic() < end:
         try:
             with contextlib.closing(socket.create_connection((host, port), timeout=5)):
@@ -127,13 +128,13 @@ def _wait_for(host: str, port: int) -> None:
             reason = error.strerror or str(error)
             time.sleep(0.2)
     raise ValueError(
-        f"coordinator='{host}:{port}': nobody answers after {PATIENCE_S} s: {reason}; "
+        f"coordinator='{host}:{port}': nobody answers after {TIMEOUT_S} s: {reason}; "
         "is process 0 started, with this address?"
     )
 
 
 def num() -> int:
-    """How many processes were joined; 1 without `join`."""
+    """How many processes were joined; 1 without `join_processes`."""
     return _joined.num
 
 
@@ -156,7 +157,7 @@ def check_all_used(num_devices: int) -> None:
         )
 
 
-def agree[T](tree: T) -> T:
+def broadcast_from_first[T](tree: T) -> T:
     """What the first process has, on every one; arrays and numbers, shaped alike.
 
     Every process must call it.
@@ -179,7 +180,7 @@ def agree[T](tree: T) -> T:
     return jax.tree.map(back, given, own)
 
 
-def gather(number: int) -> list[int]:
+def gather_numbers(number: int) -> list[int]:
     """Returns the numbers of all processes, in their order.
 
     Every process must call it.

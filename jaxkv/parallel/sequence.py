@@ -29,7 +29,7 @@ type Keys = Float[Array, "batch seq kv_heads head_dim"]
 type Attend = Callable[[Array, Array, Array], Array]
 
 
-def order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
+def zigzag_order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
     """Positions in the order in which devices have them, the first one's first.
 
     Raises:
@@ -44,7 +44,7 @@ def order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
     return np.concatenate(pairs)
 
 
-def positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " part"]:
+def token_positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " part"]:
     """Those of this device's tokens, of `length` in all."""
     part = length // (ring * ulysses)
     index = jnp.int32(0)
@@ -52,11 +52,13 @@ def positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " part"]:
         index = index + lax.axis_index(RING).astype(jnp.int32) * ulysses
     if ulysses > 1:
         index = index + lax.axis_index(ULYSSES).astype(jnp.int32)
-    every = jnp.asarray(order(length, ring=ring), jnp.int32)
+    every = jnp.asarray(zigzag_order(length, ring=ring), jnp.int32)
     return lax.dynamic_slice_in_dim(every, index * part, part)
 
 
-def by_heads(q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int) -> Queries:
+def ulysses_attention(
+    q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int
+) -> Queries:
     """Ulysses: exchanges the sequence for heads, attends, and exchanges back.
 
     KV heads fewer than devices are copied first, as many as there are devices.
@@ -85,7 +87,7 @@ def by_heads(q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int) -> Qu
     return change(attend(q, k, v), split_axis=1, concat_axis=2)
 
 
-def in_a_ring(
+def ring_attention(
     q: Queries, k: Keys, v: Keys, *, degree: int, window: int | None = None
 ) -> Queries:
     """Ring attention: keys and values go round, in zigzag; causal.

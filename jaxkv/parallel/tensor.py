@@ -27,11 +27,11 @@ from jaxkv.speculation.eagle import EagleConfig
 
 type Path = tuple[str | int, ...]
 
-DIVIDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
+SHARDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
 """Logical axes of parameters that are divided."""
 
 
-def fit(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig:
+def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig:
     """The same model with as many KV heads as devices at least.
 
     Args:
@@ -72,7 +72,7 @@ def fit(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig
 def fit_array(
     path: Path, array: np.ndarray, config: ModelConfig, degree: int
 ) -> np.ndarray:
-    """A parameter as `fit` and equal parts need it.
+    """A parameter as `fit_config` and equal parts need it.
 
     KV heads are copied, the vocabulary ends in zeros, and of experts, which have gate
     and up side by side, those of a device stand together.
@@ -80,7 +80,7 @@ def fit_array(
     Args:
       path: keys from the root of the parameter tree, layers not stacked.
       array: the parameter of `config`.
-      config: the model, as it is before `fit`.
+      config: the model, as it is before `fit_config`.
       degree: devices that divide it.
     """
     module = tuple(key for key in path if isinstance(key, str))[-2:]
@@ -140,7 +140,9 @@ def param_specs(
       mesh: the devices.
       others: axes of the mesh that divide other logical axes, by the names of these.
     """
-    over = dict.fromkeys(DIVIDED, TENSOR) | {"experts": EXPERT} | dict(others or {})
+    over = (
+        dict.fromkeys(SHARDED_AXES, TENSOR) | {"experts": EXPERT} | dict(others or {})
+    )
     over = {name: axis for name, axis in over.items() if axis in mesh.shape}
 
     def spec(path: Any, names: tuple[str | None, ...]) -> PartitionSpec:
@@ -157,7 +159,7 @@ def _keys(path: Any) -> Path:
     return tuple(key.key for key in path)
 
 
-def placer(
+def make_placer(
     config: ModelConfig, mesh: Mesh, axes: Any = None
 ) -> Callable[[Path, np.ndarray | Array], Array]:
     """What puts one parameter after another on the devices, on each its part alone.
@@ -171,10 +173,10 @@ def placer(
       A function of the parameter's path, layers not stacked, and its numbers.
 
     Raises:
-      ValueError: as `fit` does.
+      ValueError: as `fit_config` does.
     """
     degree = layout.degree_of(mesh)
-    fit(config, degree, num_expert=layout.experts_of(mesh))
+    fit_config(config, degree, num_expert=layout.experts_of(mesh))
     axes = transformer.param_axes(config) if axes is None else axes
     specs = param_specs(axes, mesh)
 
@@ -183,7 +185,7 @@ def placer(
         for key in path:
             spec = spec[key]
         fitted = fit_array(path, np.asarray(array), config, degree)
-        return layout.put(fitted, spec, mesh)
+        return layout.put_array(fitted, spec, mesh)
 
     return place
 
@@ -194,31 +196,33 @@ def place_params(
     """Divides parameters, layers not stacked; they are those of `fit(config)` then.
 
     Raises:
-      ValueError: as `fit` does.
+      ValueError: as `fit_config` does.
     """
-    put = placer(config, mesh, axes)
+    put = make_placer(config, mesh, axes)
     return jax.tree_util.tree_map_with_path(lambda path, x: put(_keys(path), x), params)
 
 
-def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
-    """`param_forms.stack_layers` of divided parameters; `config` is `fit`'s."""
+def stack_sharded_layers(
+    config: ModelConfig, params: Params, mesh: Mesh | None
+) -> Params:
+    """`param_forms.stack_layers` of divided parameters; `config` is `fit_config`'s."""
     stacked = param_forms.stack_layers(config, params)
     if mesh is None:
         return stacked
     specs = param_specs(transformer.param_axes(config, stacked=True), mesh)
-    return layout.place(stacked, specs, mesh)
+    return layout.place_tree(stacked, specs, mesh)
 
 
 def place_heads(heads: head_folders.Loaded, mesh: Mesh) -> head_folders.Loaded:
     """Divides what drafts: EAGLE's layer as the target's; Medusa's heads are whole.
 
     Raises:
-      ValueError: as `fit` does.
+      ValueError: as `fit_config` does.
     """
     config, degree = heads.config, layout.degree_of(mesh)
     axes = jax.tree.map(lambda x: (None,) * x.ndim, heads.params)
     if isinstance(config, EagleConfig):
         axes |= {"layers": transformer.param_axes(config.layer)["layers"]}
     params = place_params(config.target, heads.params, mesh, axes)
-    fitted: Any = dataclasses.replace(config, target=fit(config.target, degree))
+    fitted: Any = dataclasses.replace(config, target=fit_config(config.target, degree))
     return heads._replace(config=fitted, params=params)

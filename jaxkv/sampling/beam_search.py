@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays, validation
 from jaxkv.sampling import sampler
 
-NOBODY = -1
+NO_BEAM = -1
 """Stands in an unrolled history where no beam holds a token."""
 
 ESTIMATE, FULL, NEVER = range(3)
@@ -42,7 +42,7 @@ class Params(NamedTuple):
     """Tokens at which every answer is finished, at least 1."""
 
 
-class Finished(NamedTuple):
+class FinishedBeams(NamedTuple):
     """Answers, best first; `score` is -inf and `length` 0 where there is none.
 
     An answer's last token stands only here: no beam runs on with it.
@@ -67,7 +67,7 @@ class Beams(NamedTuple):
     """Log-probability of each running beam, best first; -inf where none runs."""
     length: Int32[Array, ""]
     """Tokens that each running beam has chosen."""
-    finished: Finished
+    finished: FinishedBeams
     """The best `width` answers so far."""
     done: Bool[Array, ""]
     """Whether the search has ended; `finished` is then the answer."""
@@ -93,7 +93,7 @@ def make_beams(max_beams: int) -> Beams:
     return Beams(
         score=never().at[0].set(0.0),
         length=jnp.zeros((), jnp.int32),
-        finished=Finished(never(), never(), zeros(), zeros(), zeros()),
+        finished=FinishedBeams(never(), never(), zeros(), zeros(), zeros()),
         done=jnp.zeros((), bool),
     )
 
@@ -155,7 +155,7 @@ def step(
 
     best, place = _best(total, wanted)
     ended = jnp.where(stops[place], best, -jnp.inf)
-    finished = Finished(
+    finished = FinishedBeams(
         score=_penalised(ended, length, params),
         total=ended,
         length=jnp.full(max_beams, length, jnp.int32),
@@ -191,13 +191,13 @@ def unroll(
 
     Returns:
       The beam that held each place of each sequence, by which to read whatever was
-      written beside `parents`; `NOBODY` beyond the sequence.
+      written beside `parents`; `NO_BEAM` beyond the sequence.
     """
 
     def back(beam: Array, column: tuple[Array, Array]) -> tuple[Array, Array]:
         place, parent = column
         holds = place < length
-        return jnp.where(holds, parent[beam], beam), jnp.where(holds, beam, NOBODY)
+        return jnp.where(holds, parent[beam], beam), jnp.where(holds, beam, NO_BEAM)
 
     place = jnp.arange(parents.shape[1], dtype=jnp.int32)
     return lax.scan(back, beam, (place, parents.T), reverse=True)[1].T
@@ -242,7 +242,7 @@ def _penalised(total: Array, length: Array, params: Params) -> Array:
     return jnp.where(total > -jnp.inf, score, -jnp.inf)
 
 
-def _merge(old: Finished, new: Finished, wanted: Array) -> Finished:
+def _merge(old: FinishedBeams, new: FinishedBeams, wanted: Array) -> FinishedBeams:
     """The best of both; blank where there are fewer than wanted."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), old, new)
     score, place = _best(both.score, wanted)
@@ -251,7 +251,9 @@ def _merge(old: Finished, new: Finished, wanted: Array) -> Finished:
     return jax.tree.map(lambda x, none: jnp.where(exists, x[place], none), both, blank)
 
 
-def _is_done(best: Array, length: Array, finished: Finished, params: Params) -> Array:
+def _is_done(
+    best: Array, length: Array, finished: FinishedBeams, params: Params
+) -> Array:
     """Whether nothing runs, or an answer to come would not be among the best."""
     worst = finished.score[params.width - 1]
     # Log-probability is only lost, but a penalty above 0 forgives more with each token:

@@ -201,7 +201,7 @@ class Params(NamedTuple):
     """Which of the request's answers the row belongs to, from 0."""
 
 
-def params_of(
+def make_params(
     requests: Sequence[Sampling], keys: Sequence[Any], samples: Sequence[int]
 ) -> Params:
     """Lines up the parameters of several sequences, as NumPy arrays, one row each.
@@ -229,7 +229,7 @@ def params_of(
 
 def greedy_params(rows: int) -> Params:
     """Parameters of rows that nobody uses: greedy, everything else off."""
-    blank = params_of([Sampling.greedy()], [(0, 0)], [0])
+    blank = make_params([Sampling.greedy()], [(0, 0)], [0])
     # Not lined up on the host: shapes alone are asked for, too, of any number of rows.
     return jax.tree.map(
         lambda x: jnp.full((rows, *x.shape[1:]), x.flat[0], x.dtype), blank

@@ -104,12 +104,12 @@ def greedy(
     logits: Float[Array, "rows vocab"], *, raw: Float[Array, "rows vocab"]
 ) -> Draw:
     """`sample` where every row is plain, so that nothing has to be asked of any."""
-    _, token, invalid = top_k.peak(top_k.wide(logits), raw)
+    _, token, invalid = top_k.argmax_checked(top_k.wide(logits), raw)
     nothing = jnp.zeros(token.shape, top_k.wide(raw[:, 0]).dtype)
     return Draw(jnp.where(invalid, 0, token), nothing, invalid)
 
 
-def keep(
+def keep_mask(
     logits: Float[Array, "rows vocab"],
     params: Params,
     *,
@@ -133,25 +133,27 @@ def keep(
     logits = top_k.wide(logits)
     vocab = logits.shape[1]
     top, greedy = top_k.argmax(logits)
-    invalid = top_k.invalid(logits, top)
+    invalid = top_k.is_invalid(logits, top)
     wanted = truncation.is_cut(params, vocab) & (params.temperature > 0) & ~invalid
 
     def search() -> truncation.Cut:
         values, ids = top_k.candidates(logits, max_candidates)
-        kept, settled = truncation.settle(logits, top, values, params, wanted)
+        kept, settled = truncation.cut_from_candidates(
+            logits, top, values, params, wanted
+        )
         last = jnp.minimum(kept, values.shape[1])[:, None] - 1
         cut = truncation.Cut(
             jnp.take_along_axis(values, last, axis=1)[:, 0],
             jnp.take_along_axis(ids, last, axis=1)[:, 0],
         )
-        return truncation.exact_cuts(logits, top, params, wanted & ~settled, cut)
+        return truncation.find_exact_cuts(logits, top, params, wanted & ~settled, cut)
 
-    everything = truncation.everything(logits)
+    everything = truncation.keep_everything(logits)
     cut = lax.cond(jnp.any(wanted), search, lambda: everything)
     cut = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), cut, everything)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    mask = top_k.upto(logits, ids, cut) & truncation.above_min_p(
-        truncation.scaled(logits, top, params), params
+    mask = top_k.is_up_to(logits, ids, cut) & truncation.above_min_p(
+        truncation.scale_logits(logits, top, params), params
     )
     mask = jnp.where((params.temperature > 0)[:, None], mask, ids == greedy[:, None])
     return mask & (logits > -jnp.inf) & ~invalid[:, None]
@@ -165,7 +167,7 @@ def probabilities(
 ) -> Float[Array, "rows vocab"]:
     """The law under which `sample` draws each row.
 
-    Arguments as in `keep`. A batch of greedy rows skips cut-offs and exponentials.
+    Arguments as in `keep_mask`. A batch of greedy rows skips cut-offs and exponentials.
 
     Returns:
       Probabilities, at least float32, exactly 0 where a token is not kept: a greedy row
@@ -175,7 +177,7 @@ def probabilities(
       ValueError: `max_candidates` is below 1.
     """
     logits = top_k.wide(logits)
-    top, greedy, invalid = top_k.peak(logits)
+    top, greedy, invalid = top_k.argmax_checked(logits)
 
     def certain() -> Array:
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
@@ -183,9 +185,9 @@ def probabilities(
         return sure.astype(logits.dtype)
 
     def law() -> Array:
-        kept = keep(logits, params, max_candidates=max_candidates)
-        weights = jnp.exp(truncation.scaled(logits, top, params))
-        return fixed_point.normalised(jnp.where(kept, weights, 0))
+        kept = keep_mask(logits, params, max_candidates=max_candidates)
+        weights = jnp.exp(truncation.scale_logits(logits, top, params))
+        return fixed_point.normalise(jnp.where(kept, weights, 0))
 
     with jax.named_scope("law"):
         return lax.cond(jnp.any(params.temperature > 0), law, certain)
@@ -215,7 +217,7 @@ def sample(
         a model breaks down, makes the row invalid. None means `logits`, in which
         somebody may have set some to -inf.
       scored: rows that want a log-probability; None means all.
-      max_candidates: as in `keep`.
+      max_candidates: as in `keep_mask`.
 
     Returns:
       Tokens, log-probabilities, and which rows had nothing to draw from.
@@ -226,7 +228,7 @@ def sample(
     """
     own, raw = raw, logits if raw is None else raw
     logits = top_k.wide(logits)
-    top, greedy, invalid = top_k.peak(logits, own)
+    top, greedy, invalid = top_k.argmax_checked(logits, own)
     warm = params.temperature > 0
     drawn = warm & ~invalid
 
@@ -245,12 +247,14 @@ def sample(
         def settle() -> tuple[Array, Array]:
             """Draws from the best tokens where these settle top-k and top-p."""
             values, ids = top_k.candidates(logits, max_candidates)
-            kept, settled = truncation.settle(logits, top, values, params, shortened)
+            kept, settled = truncation.cut_from_candidates(
+                logits, top, values, params, shortened
+            )
             scores = _score(top, params, keys)(values, ids)
             place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
             scores = jnp.where(place < kept[:, None], scores, -jnp.inf)
             best = scores == jnp.max(scores, axis=1, keepdims=True)
-            return top_k.first(best, ids), shortened & settled
+            return top_k.lowest_id(best, ids), shortened & settled
 
         with jax.named_scope("cut"):
             undrawn = greedy, jnp.zeros_like(cut)
@@ -262,9 +266,9 @@ def sample(
             last = None
             # Where the best tokens are all tokens, they settle every row that is cut.
             if logits.shape[1] > max_candidates:
-                every = truncation.everything(logits)
+                every = truncation.keep_everything(logits)
                 wanted = rest & shortened
-                last = truncation.exact_cuts(logits, top, params, wanted, every)
+                last = truncation.find_exact_cuts(logits, top, params, wanted, every)
             found = top_k.argmax(logits, _score(top, params, keys, last))[1]
             return jnp.where(rest, found, token)
 
@@ -292,10 +296,10 @@ def _score(
     """Perturbed log-probabilities, -inf for tokens that are not kept."""
 
     def score(logits: Array, ids: Array) -> Array:
-        scaled = truncation.scaled(logits, top, params)
+        scaled = truncation.scale_logits(logits, top, params)
         kept = truncation.above_min_p(scaled, params)
         if cut is not None:
-            kept &= top_k.upto(logits, ids, cut)
+            kept &= top_k.is_up_to(logits, ids, cut)
         noise = random_keys.gumbel(keys, ids, logits.dtype)
         return jnp.where(kept, scaled + noise, -jnp.inf)
 
@@ -343,10 +347,10 @@ def _logprobs(
         # 0 also where both are +inf.
         return jnp.where(some == top[:, None], 0, some - top[:, None])
 
-    first, *rest = fixed_point.total(
-        fixed_point.digits_of(jnp.exp(over(logits)), bits), bits
+    first, *rest = fixed_point.sum_digits(
+        fixed_point.to_digits(jnp.exp(over(logits)), bits), bits
     )
     # Without the largest weight, a 1: log1p is exact where that is almost all there is.
-    others = fixed_point.number((first - (1 << bits), *rest), bits, logits.dtype)
+    others = fixed_point.to_float((first - (1 << bits), *rest), bits, logits.dtype)
     result = over(values) - jnp.log1p(others)[:, None]
-    return jnp.where(top_k.invalid(logits, top)[:, None], jnp.nan, result)
+    return jnp.where(top_k.is_invalid(logits, top)[:, None], jnp.nan, result)

@@ -41,32 +41,32 @@ def argmax(
     scores = score(blocks.reshape(rows, -1), ids).reshape(blocks.shape)
     peaks = jnp.max(scores, axis=2)
     top = jnp.max(peaks, axis=1)
-    best = first(peaks == top[:, None], every)[:, None]
+    best = lowest_id(peaks == top[:, None], every)[:, None]
     inside = jnp.take_along_axis(scores, best[:, :, None], axis=1).reshape(rows, -1)
     ids = _ids_of(best, size)
     # If computed twice after all, a score may differ in its last bit: compare like with
     # like.
     peak = jnp.max(inside, axis=1, keepdims=True)
-    return top, first((inside == peak) & (ids < vocab), ids)
+    return top, lowest_id((inside == peak) & (ids < vocab), ids)
 
 
-def peak(
+def argmax_checked(
     logits: Float[Array, "rows vocab"], raw: Float[Array, "rows vocab"] | None = None
 ) -> tuple[Float[Array, " rows"], Int32[Array, " rows"], Bool[Array, " rows"]]:
-    """What `argmax` finds, and the rows that are `invalid`, of which it finds nothing.
+    """Returns the result of `argmax`, and the rows that are invalid (`is_invalid`).
 
     A CPU is fastest in several plain passes. A GPU reads the row once, in one launch.
     """
     if devices.current().platform != "cpu":
-        return peak_in_one_pass(logits, raw)
+        return argmax_checked_in_one_pass(logits, raw)
     top, token = argmax(logits)
-    return top, token, invalid(logits, top, raw)
+    return top, token, is_invalid(logits, top, raw)
 
 
-def peak_in_one_pass(
+def argmax_checked_in_one_pass(
     logits: Float[Array, "rows vocab"], raw: Float[Array, "rows vocab"] | None = None
 ) -> tuple[Float[Array, " rows"], Int32[Array, " rows"], Bool[Array, " rows"]]:
-    """`peak` as one reduction, whose result does not depend on its order."""
+    """`argmax_checked` as one reduction, whose result does not depend on its order."""
     wrong = jnp.isnan(logits)
     if raw is not None:
         wrong |= ~jnp.isfinite(raw)
@@ -116,7 +116,7 @@ def candidates(
     return values, jnp.take_along_axis(_ids_of(chosen, size), place, axis=1)
 
 
-def invalid(
+def is_invalid(
     logits: Float[Array, "rows vocab"],
     top: Float[Array, " rows"],
     raw: Float[Array, "rows vocab"] | None = None,
@@ -145,13 +145,13 @@ def is_finite(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
     return jnp.all(jnp.isfinite(logits), axis=1)
 
 
-def upto(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:
+def is_up_to(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:
     """Marks the ranks up to the last one, (value, id)."""
     value, token = last[0][:, None], last[1][:, None]
     return (values > value) | ((values == value) & (ids <= token))
 
 
-def order_of(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
+def to_ordered_bits(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
     """Unsigned integers that compare as the floats do (no NaN among them)."""
     raw = lax.bitcast_convert_type(
         _unsigned_zero(values), jnp.dtype(f"uint{values.dtype.itemsize * 8}")
@@ -160,14 +160,16 @@ def order_of(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
     return jnp.where(raw >= sign, ~raw, raw | sign)
 
 
-def value_of(order: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+def from_ordered_bits(
+    order: UInt[Array, "*shape"], dtype: Any
+) -> Float[Array, "*shape"]:
     """The inverse of `_order`."""
     sign = ~(~jnp.zeros_like(order) >> 1)
     raw = jnp.where(order >= sign, order ^ sign, ~order)
     return lax.bitcast_convert_type(raw, dtype)
 
 
-def first(
+def lowest_id(
     where: Bool[Array, "rows n"], ids: Int32[Array, "#rows n"]
 ) -> Int32[Array, " rows"]:
     """The lowest of the marked ids; 0 where none is."""

@@ -29,7 +29,7 @@ def is_cut(params: Params, vocab: int) -> Bool[Array, " rows"]:
     return ((params.top_k > 0) & (params.top_k < vocab)) | (params.top_p < 1)
 
 
-def scaled(
+def scale_logits(
     logits: Float[Array, "rows n"], top: Float[Array, " rows"], params: Params
 ) -> Float[Array, "rows n"]:
     """Log-probabilities but for a constant: 0 at the largest logit, also at +inf."""
@@ -49,7 +49,7 @@ def above_min_p(
     return scaled >= -jnp.log1p((1 - share) / share)[:, None]
 
 
-def settle(
+def cut_from_candidates(
     logits: Float[Array, "rows vocab"],
     top: Float[Array, " rows"],
     values: Float[Array, "rows num"],
@@ -72,39 +72,40 @@ def settle(
     limit = jnp.where(counted & inside, params.top_k, num)
     nucleus = params.top_p < 1
 
-    weights = jnp.exp(scaled(values, top, params))
+    weights = jnp.exp(scale_logits(values, top, params))
     place = jnp.arange(num, dtype=jnp.int32)[None, :]
     weights = jnp.where(place < limit[:, None], weights, 0)
     running = jnp.cumsum(
-        jnp.stack(fixed_point.digits_of(weights, bits)), axis=2, dtype=jnp.int32
+        jnp.stack(fixed_point.to_digits(weights, bits)), axis=2, dtype=jnp.int32
     )
-    running = fixed_point.carried(tuple(running), bits)
+    running = fixed_point.carry_digits(tuple(running), bits)
 
     within = tuple(digit[:, -1] for digit in running)
     with jax.named_scope("whole_mass"):
         whole = lax.cond(
             jnp.any(wanted & nucleus & ~counted & ~inside),
-            lambda: fixed_point.total(
-                fixed_point.digits_of(jnp.exp(scaled(logits, top, params)), bits), bits
+            lambda: fixed_point.sum_digits(
+                fixed_point.to_digits(jnp.exp(scale_logits(logits, top, params)), bits),
+                bits,
             ),
             lambda: within,
         )
     total = tuple(jnp.where(inside, a, b) for a, b in zip(within, whole, strict=True))
-    target = fixed_point.share(params.top_p, total, bits, dtype)
-    short = ~fixed_point.reaches(running, tuple(digit[:, None] for digit in target))
+    target = fixed_point.fraction_of(params.top_p, total, bits, dtype)
+    short = ~fixed_point.is_at_least(running, tuple(digit[:, None] for digit in target))
     reach = 1 + jnp.sum(short, axis=1, dtype=jnp.int32)
     kept = jnp.where(nucleus, reach, limit)
     return kept, (kept <= limit) & (inside | (nucleus & ~counted))
 
 
-def everything(logits: Float[Array, "rows vocab"]) -> Cut:
+def keep_everything(logits: Float[Array, "rows vocab"]) -> Cut:
     """The cut that keeps every token of every row."""
     rows, vocab = logits.shape
     none = jnp.full((rows,), -jnp.inf, logits.dtype)
     return Cut(none, jnp.full((rows,), vocab, jnp.int32))
 
 
-def exact_cuts(
+def find_exact_cuts(
     logits: Float[Array, "rows vocab"],
     top: Float[Array, " rows"],
     params: Params,
@@ -138,30 +139,30 @@ def _exact_cut(
 ) -> Cut:
     """One row's cut. The row must be cut, and hold neither NaN nor -inf alone."""
     vocab, dtype = logits.shape[1], logits.dtype
-    bits, order = fixed_point.digit_bits(vocab), top_k.order_of(logits)
+    bits, order = fixed_point.digit_bits(vocab), top_k.to_ordered_bits(logits)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
 
     def narrow(stage: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
         # First top-k, every token weighing 1, then top-p.
-        weights = jnp.exp(scaled(logits, top, params))
+        weights = jnp.exp(scale_logits(logits, top, params))
         weights = jnp.where(stage == 0, jnp.ones_like(weights), weights)
-        kept = top_k.upto(order, ids, last)
-        digits = fixed_point.digits_of(jnp.where(kept, weights, 0), bits)
-        share = fixed_point.share(
-            params.top_p, fixed_point.total(digits, bits), bits, dtype
+        kept = top_k.is_up_to(order, ids, last)
+        digits = fixed_point.to_digits(jnp.where(kept, weights, 0), bits)
+        share = fixed_point.fraction_of(
+            params.top_p, fixed_point.sum_digits(digits, bits), bits, dtype
         )
-        count = fixed_point.digits_of(params.top_k.astype(dtype), bits)
+        count = fixed_point.to_digits(params.top_k.astype(dtype), bits)
         target = tuple(
             jnp.where(stage == 0, k, p) for k, p in zip(count, share, strict=True)
         )
-        return _last(order, ids, top_k.order_of(top), digits, bits, target)
+        return _last(order, ids, top_k.to_ordered_bits(top), digits, bits, target)
 
     counted = (params.top_k > 0) & (params.top_k < vocab)
     first_stage = jnp.where(counted, 0, 1)[0]
     end_stage = jnp.where(params.top_p < 1, 2, 1)[0]
     start = jnp.zeros_like(order[:, 0]), jnp.full((1,), vocab, jnp.int32)
     key, token = lax.fori_loop(first_stage, end_stage, narrow, start)
-    return Cut(top_k.value_of(key, dtype), token)
+    return Cut(top_k.from_ordered_bits(key, dtype), token)
 
 
 def _last(
@@ -181,7 +182,9 @@ def _last(
 
     def enough(kept: Array) -> Array:
         kept_digits = tuple(jnp.where(kept, digit, 0) for digit in digits)
-        return fixed_point.reaches(fixed_point.total(kept_digits, bits), target)
+        return fixed_point.is_at_least(
+            fixed_point.sum_digits(kept_digits, bits), target
+        )
 
     def largest(passes: Callable[[Array], Array], low: Array, high: Array) -> Array:
         def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -202,7 +205,9 @@ def _last(
     first_id = jnp.min(jnp.where(equal, ids, ids.size), axis=1)
     last_id = jnp.max(jnp.where(equal, ids, 0), axis=1)
     left_out = largest(
-        lambda left_out: enough(top_k.upto(order, ids, (value, last_id - left_out))),
+        lambda left_out: enough(
+            top_k.is_up_to(order, ids, (value, last_id - left_out))
+        ),
         jnp.zeros_like(last_id),
         last_id - first_id + 1,
     )

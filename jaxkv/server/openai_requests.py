@@ -440,7 +440,7 @@ def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
 def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     """Answers /detokenize, vLLM's: the text of token ids; raises as `tokenize`."""
     given = _only(body, "tokens", "model")
-    ids = validation.tokens("tokens", _needed(given, "tokens")).tolist()
+    ids = validation.token_sequence("tokens", _needed(given, "tokens")).tolist()
     text = backend.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text}
 

@@ -399,7 +399,9 @@ class EngineCore:
             if not self.unread or self.unread[0] is not call:
                 return  # another thread was quicker
             if info.violations is not None:
-                invariants.refuse(info.violations, first_step=self._num_steps)
+                invariants.raise_if_violated(
+                    info.violations, first_step=self._num_steps
+                )
             self._num_steps += len(info.enough)
             self._asked |= bool(info.asks_host[-1])
             self._rests = info.rests is not None and bool(info.rests[-1])

@@ -46,7 +46,7 @@ def move(staging: Staging, group: Int32[Array, " sequences"], moves: Moves) -> S
     page_ids = arrays.take(moves.place, s.page_ids, fill=NO_PAGE)
     at_home = jnp.arange(group.shape[0], dtype=jnp.int32) == moves.arrives
     return s._replace(
-        pages=kv_pages.put(s.pages, moves.place, moves.pages),
+        pages=kv_pages.scatter_pages(s.pages, moves.place, moves.pages),
         owner=owner,
         page_ids=jnp.where(mine[:, None], page_ids, s.page_ids),
         on_host=(s.on_host | moves.leaves) & ~at_home,
@@ -121,7 +121,7 @@ class HostSpace:
             else:
                 moves.arrives[...] = first
                 moves.place[places] = free[: len(places)]
-                content = kv_pages.widen(pages, len(owner), places)
+                content = kv_pages.pad_pages(pages, len(owner), places)
                 moves = moves._replace(pages=content)
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 

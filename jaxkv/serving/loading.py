@@ -44,17 +44,19 @@ def folder_of(name: str, folder: Any) -> Path:
     return files.model_folder(folder)
 
 
-def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Loaded:
-    """Reads a model; on a mesh it is divided, and its shape is `tensor.fit`'s.
+def read(
+    folder: Any, *, dtype: str, mesh: Mesh | None = None
+) -> checkpoints.LoadedModel:
+    """Reads a model; on a mesh it is divided, and its shape is `tensor.fit_config`'s.
 
     Raises:
       ValueError: the folder cannot be used, or the mesh does not divide the model.
     """
     if mesh is None:
         return checkpoints.load_model(folder, dtype=dtype)
-    place = functools.partial(tensor.placer, mesh=mesh)
+    place = functools.partial(tensor.make_placer, mesh=mesh)
     loaded = checkpoints.load_model(folder, dtype=dtype, place=place)
-    config = tensor.fit(
+    config = tensor.fit_config(
         loaded.config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
     )
     return loaded._replace(config=config)
@@ -62,7 +64,7 @@ def read(folder: Any, *, dtype: str, mesh: Mesh | None = None) -> checkpoints.Lo
 
 def serve(
     folder: Any,
-    loaded: checkpoints.Loaded,
+    loaded: checkpoints.LoadedModel,
     config: EngineConfig,
     speculation: SpeculationConfig | None = None,
     *,
@@ -82,7 +84,7 @@ def serve(
         sizes = {"page_size": config.page_size, "window": loaded.config.window}
         layout.check_pages(mesh, **sizes)
     if scan_layers:
-        params = tensor.stack_layers(loaded.config, params, mesh)
+        params = tensor.stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
     if speculation is not None and speculation.draft_folder is not None:
         draft_folder = folder_of("draft_folder", speculation.draft_folder)

@@ -126,7 +126,7 @@ def check(
 
 def _prompt(tokens: object, config: EngineConfig) -> np.ndarray:
     """The token ids of a prompt that leaves room for an answer."""
-    ids = validation.tokens("prompt", tokens)
+    ids = validation.token_sequence("prompt", tokens)
     if not ids.size:
         raise ValueError("the prompt is empty; give at least one token")
     if ids.size >= config.max_length:

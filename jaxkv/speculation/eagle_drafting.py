@@ -47,8 +47,8 @@ class Followed:
         """Feeds the rows to both; logits are the target's."""
         assert pages.beside is not None
         result = self.target(params.target, pages._replace(beside=None), rows)
-        found = features.read(result.pages, rows, features.before(rows))
-        parts = row_parts.divide(rows)
+        found = features.read_features(result.pages, rows, features.parent_places(rows))
+        parts = row_parts.divide_rows(rows)
         x = eagle.inputs(
             params.draft,
             params.target,
@@ -175,7 +175,7 @@ class _Run(NamedTuple):
     def first(self, own: Pages) -> tuple[_Nodes, Pages]:
         """Feeds the last known token of every slot."""
         rows = rows_of(self.state, self.state.sequences.tokens[self.row], self.root)
-        found = features.read(self.state.pages, rows, self.root - 1)
+        found = features.read_features(self.state.pages, rows, self.root - 1)
         before = eagle.fuse(self.params.draft, found)
         there = (self.root >= 0)[:, None]
         columns = jnp.zeros((*there.shape, sum(self.drafter.beams)), bool)

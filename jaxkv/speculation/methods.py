@@ -10,7 +10,7 @@ from jaxkv import validation
 from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Drafter, Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, param_forms
-from jaxkv.models.layers import FEW
+from jaxkv.models.layers import FEW_ROWS
 from jaxkv.speculation import (
     draft_model,
     eagle_drafting,
@@ -217,7 +217,7 @@ def _for_few_rows(model: Model, bounds: Any) -> Model:
     leaves = jax.tree.leaves(model.params)
     pays = (
         devices.current().platform == "cpu"
-        and any(number in FEW for number in numbers)
+        and any(number in FEW_ROWS for number in numbers)
         and bounds.numerics == "fast"
         and model.config.experts is None
         and all(
@@ -228,7 +228,9 @@ def _for_few_rows(model: Model, bounds: Any) -> Model:
     )
     if not pays:
         return model
-    return model._replace(params=jax.jit(param_forms.for_few_rows)(model.params))
+    return model._replace(
+        params=jax.jit(param_forms.add_transposed_weights)(model.params)
+    )
 
 
 def _with_heads(

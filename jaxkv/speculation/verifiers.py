@@ -165,7 +165,7 @@ class Rejection:
             chance, rest = _try(rest, guess, child)
             accept = accept.at[:, rank].set(chance)
             if left is not None and not self.replacement:
-                left = fixed_point.normalised(jnp.where(is_child, 0, left))
+                left = fixed_point.normalise(jnp.where(is_child, 0, left))
         return accept, rest
 
 
@@ -180,7 +180,7 @@ def _try(
     tried = guessed > 0
     ratio = wanted / jnp.where(tried, guessed, jnp.ones_like(guessed))
     chance = jnp.where(tried, jnp.minimum(ratio, 1), 0)
-    rest = fixed_point.normalised(jnp.maximum(target - law, 0))
+    rest = fixed_point.normalise(jnp.maximum(target - law, 0))
     # No mass is left where the laws are equal: then nothing was turned down.
     changed = tried & (jnp.max(rest, axis=1) > 0)
     return chance, jnp.where(changed[:, None], rest, target)
@@ -254,7 +254,7 @@ class Typical:
         children: Int32[Array, "rows width"],
     ) -> Float[Array, "rows width"]:
         """The rule itself, on probabilities: 1 for children that pass, 0 for others."""
-        entropy = fixed_point.sums(target * -_log(target))
+        entropy = fixed_point.row_sums(target * -_log(target))
         bound = jnp.minimum(math.log(self.epsilon), math.log(self.delta) - entropy)
         row = jnp.arange(target.shape[0], dtype=jnp.int32)[:, None]
         row = jnp.broadcast_to(row, children.shape)

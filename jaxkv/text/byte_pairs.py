@@ -20,7 +20,7 @@ VERSION = tokenizers.__version__
 _NUM_TOGETHER = 64
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learns the merges; equal texts give equal tokenizers.
 
     Args:
@@ -49,7 +49,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(core, eos_ids=(END,), settings={"eos_token": END_TEXT})
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
     """Yields the token ids of each text, whatever is written in it taken as text."""
     core = tokenizer.core
     before = core.encode_special_tokens

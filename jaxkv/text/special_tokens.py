@@ -36,7 +36,7 @@ class AddedToken(NamedTuple):
     """How it is looked for, and whether it is special, as the library names it."""
 
 
-class NamedTokens(NamedTuple):
+class SpecialTokens(NamedTuple):
     """What the files name."""
 
     settings: dict[str, Any]
@@ -45,12 +45,12 @@ class NamedTokens(NamedTuple):
     """Tokens to add to the tokenizer, in order."""
 
 
-def read(
+def read_special_tokens(
     settings: Mapping[str, Any],
     special_map: Mapping[str, Any] | None,
     added: Mapping[str, Any] | None,
     present: Sequence[Mapping[str, Any]],
-) -> NamedTokens:
+) -> SpecialTokens:
     """Reads the tokens that the files name.
 
     Args:
@@ -92,7 +92,9 @@ def read(
         plain = [*map(settings.get, SPECIAL_TOKENS), *(settings.get(EXTRA) or [])]
         # Those that `tokenizer_config.json` writes with flags do not count here.
         texts = {
-            text_of(x) for x in plain if not isinstance(x, Mapping) or "__type" not in x
+            token_text(x)
+            for x in plain
+            if not isinstance(x, Mapping) or "__type" not in x
         }
         for text, name in (added or {}).items():
             is_special = text in texts
@@ -117,23 +119,23 @@ def read(
                 # One with the id of another token has left its flags here.
                 more = by_text.get(more.content, more)
             tokens += [more] if more.content not in known else []
-    named = set(roles(settings).values())
+    named = set(tokens_by_role(settings).values())
     tokens = [
         token._replace(flags={**token.flags, "special": True})
         if token.content in named
         else token
         for token in tokens
     ]
-    return NamedTokens(settings, tokens)
+    return SpecialTokens(settings, tokens)
 
 
-def roles(settings: Mapping[str, Any]) -> dict[str, str]:
+def tokens_by_role(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the texts of the tokens that have a role, such as `bos_token`."""
-    texts = {name: text_of(value) for name, value in _entries(settings).items()}
+    texts = {name: token_text(value) for name, value in _entries(settings).items()}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def text_of(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """Returns a token's text from the two ways in which a file may write one."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
@@ -143,7 +145,7 @@ def _own(settings: Mapping[str, Any]) -> list[str]:
     """Names of roles that only some models know, such as `image_token`."""
     # Not every name that ends so has a token: `add_bos_token` has True or False.
     names = [name for name in settings if name.endswith("_token")]
-    return [x for x in names if x not in SPECIAL_TOKENS and text_of(settings[x])]
+    return [x for x in names if x not in SPECIAL_TOKENS and token_text(settings[x])]
 
 
 def _entries(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
 
 def _token(name: str, entry: Any) -> AddedToken:
     """A token as a file has it: a text, which is special, or a text with flags."""
-    text = text_of(entry)
+    text = token_text(entry)
     if text is None:
         raise ValueError(f"{name}={entry!r} must be a text, or an object with content")
     if isinstance(entry, str):

@@ -96,7 +96,7 @@ class _Chats:
     @property
     def special_tokens(self) -> dict[str, str]:
         """The texts of the special tokens that have a role, such as `bos_token`."""
-        return special_tokens.roles(self.settings)
+        return special_tokens.tokens_by_role(self.settings)
 
 
 class ByteTokenizer(_Chats):
@@ -202,7 +202,9 @@ class Tokenizer(_Chats):
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"not a tokenizer: {one_line(error)}") from None
         present = json.loads(text).get("added_tokens") or []
-        named = special_tokens.read(settings or {}, special_map, added_tokens, present)
+        named = special_tokens.read_special_tokens(
+            settings or {}, special_map, added_tokens, present
+        )
         core.add_tokens(
             [tokenizers.AddedToken(x.content, **x.flags) for x in named.tokens]
         )

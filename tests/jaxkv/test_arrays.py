@@ -56,7 +56,7 @@ def test_groups_share_their_sum_and_their_maximum() -> None:
     assert arrays.over_groups(values, None, "add").tolist() == values.tolist()
 
 
-@pytest.mark.parametrize("num", [arrays.FEW, arrays.FEW + 1])
+@pytest.mark.parametrize("num", [arrays.MAX_PAIRWISE, arrays.MAX_PAIRWISE + 1])
 def test_many_are_grouped_as_few_are(num: int) -> None:
     rng = np.random.default_rng(0)
     group, values = rng.integers(NONE, num, num), rng.integers(0, 9, num)

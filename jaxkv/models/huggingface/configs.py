@@ -11,7 +11,7 @@ from typing import Any
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import harmless, positions, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
-from jaxkv.models.huggingface.values import shown
+from jaxkv.models.huggingface.values import quote
 
 # Our activation -> Hugging Face's names of it, the one we write first.
 ACTIVATIONS = {
@@ -51,7 +51,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     ours = read_fields(family, raw)
     ours["family"] = name
     if is_rotary:
-        ours |= positions.read(family, raw, ours["num_layers"])
+        ours |= positions.read_positions(family, raw, ours["num_layers"])
     if experts := ours.pop("experts", None):
         if (dense := experts.pop("dense_layers", None)) is not None:
             # Layers without experts are the first, in any order.
@@ -60,7 +60,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             num = len(found)
             if not is_whole or found != {*range(num)} or num >= ours["num_layers"]:
                 raise ValueError(
-                    f"mlp_only_layers={shown(dense)} is not supported, only the first "
+                    f"mlp_only_layers={quote(dense)} is not supported, only the first "
                     "layers and not all"
                 )
             experts["num_dense_layers"] = num
@@ -140,7 +140,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
     raw |= {key: raw[other] for key, other in family.equal.items()}
     if family.implied.get("positions") != "learned":
-        raw |= positions.write(family, config)
+        raw |= positions.write_positions(family, config)
     # Reading it back is the proof that the family has a place for every field.
     back = from_hf(raw)
     for name, value in vars(config).items():
@@ -164,11 +164,11 @@ def _family_of(raw: Mapping[str, Any]) -> str:
         found, names = kind, {name: name for name in served}
     if not isinstance(found, str) or found not in names:
         raise ValueError(
-            f"architecture {shown(found)} is not supported, only "
+            f"architecture {quote(found)} is not supported, only "
             + ", ".join(family.architecture for family in served.values())
         )
     if kind not in (None, names[found]):
-        raise ValueError(f"model_type={shown(kind)} contradicts architecture {found!r}")
+        raise ValueError(f"model_type={quote(kind)} contradicts architecture {found!r}")
     return names[found]
 
 
@@ -184,7 +184,7 @@ def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if raw.get(key) not in (None, value):
             raise ValueError(
-                f"{alias}={shown(value)} contradicts {key}={shown(raw[key])}"
+                f"{alias}={quote(value)} contradicts {key}={quote(raw[key])}"
             )
         raw[key] = value
     return raw
@@ -210,7 +210,7 @@ def refuse_other_values(
             value != supported or type(value) is not type(supported)
         ):
             raise ValueError(
-                f"{key}={shown(value)} is not supported, only {shown(supported)}"
+                f"{key}={quote(value)} is not supported, only {quote(supported)}"
             )
 
 
@@ -219,9 +219,9 @@ def _checked(key: str, field: str, value: Any, most: int) -> Any:
     if field == "experts.gate_bias":
         return value == "noaux_tc"
     if field != "activation":
-        return values.of_field(key, field, value, most)
+        return values.parse_field(key, field, value, most)
     for ours, theirs in ACTIVATIONS.items():
         if value in theirs:
             return ours
     names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-    raise ValueError(f"{key}={shown(value)} is not supported, only {names}")
+    raise ValueError(f"{key}={quote(value)} is not supported, only {names}")

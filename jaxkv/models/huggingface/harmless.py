@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.huggingface.families import Family
-from jaxkv.models.huggingface.values import shown
+from jaxkv.models.huggingface.values import quote
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "they say who wrote the file, and of what": (
@@ -168,7 +168,7 @@ def refuse_unknown(
             raise ValueError(f"{key} is not supported: {_REASONS[key]}")
     if unknown:
         few = ", ".join(
-            f"{shown(key)[1:-1]}={shown(given[key])}" for key in unknown[:3]
+            f"{quote(key)[1:-1]}={quote(given[key])}" for key in unknown[:3]
         )
         more = ", ..." if len(unknown) > 3 else ""
         raise ValueError(

@@ -2,7 +2,8 @@
 
 Ours are fused (query, key and value by KV head; gate and up; experts), theirs are
 mostly not.
-`leaves` says for every parameter which tensors make it up, `join` and `split` do it.
+`list_leaves` lists the tensors of every parameter; `join_tensors` and `split_parameter`
+convert the arrays.
 """
 
 import re
@@ -43,7 +44,7 @@ class Leaf(NamedTuple):
         return _module(self.path) in EXPERT_MODULES
 
 
-def leaves(config: ModelConfig) -> list[Leaf]:
+def list_leaves(config: ModelConfig) -> list[Leaf]:
     """Lists every parameter of a model, with the tensors of its family's folders."""
     family = FAMILIES[config.family]
     result = []
@@ -90,7 +91,7 @@ def _module(path: tuple[str | int, ...]) -> str:
     return ".".join(map(str, path[:-1]))
 
 
-def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
+def join_tensors(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Makes one parameter from its tensors, whose shapes must be `leaf.shapes`."""
     if leaf.is_of_experts:
         num_experts, width, columns = leaf.shape
@@ -106,8 +107,8 @@ def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(heads, axis=1)
 
 
-def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
-    """Makes the tensors of one parameter: the inverse of `join`."""
+def split_parameter(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
+    """Makes the tensors of one parameter: the inverse of `join_tensors`."""
     if leaf.is_of_experts:
         width = leaf.shape[1]
         rows = array.swapaxes(1, 2).reshape(len(leaf.names), -1, width)
@@ -123,7 +124,7 @@ def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
     return [part.T if leaf.is_transposed else part for part in parts]
 
 
-def canonical(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
+def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
     """Maps the names that a full model has to the names of the tensors found.
 
     A folder saved from the bare transformer leaves the first part of every name out,

@@ -12,35 +12,35 @@ _COUNTS = ("num_ahead_layers", "experts.num_dense_layers")
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
-def of_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
+def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
     """Returns a value that has the type its field needs; errors as those below."""
     if field in _FLAGS:
-        return flag(key, value)
+        return parse_flag(key, value)
     if field == "experts.dense_layers":
         if not isinstance(value, list):
-            raise ValueError(f"{key}={shown(value)} must be a list")
+            raise ValueError(f"{key}={quote(value)} must be a list")
         return value
     if field not in _NUMBERS:
-        return size(key, value, low=0 if field in _COUNTS else 1, most=most)
+        return parse_size(key, value, low=0 if field in _COUNTS else 1, most=most)
     if field == "experts.balance_weight" and type(value) in (int, float) and value == 0:
         return 0.0
-    return number(key, value)
+    return parse_number(key, value)
 
 
-def size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
+def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
     """Returns a whole number from `low` to `most`.
 
     Raises:
       ValueError: it is none.
     """
     if type(value) is not int or value < low:
-        raise ValueError(f"{key}={shown(value)} must be a whole number, at least {low}")
+        raise ValueError(f"{key}={quote(value)} must be a whole number, at least {low}")
     if value > most:
-        raise ValueError(f"{key}={shown(value)} must be at most {most}")
+        raise ValueError(f"{key}={quote(value)} must be at most {most}")
     return value
 
 
-def number(key: str, value: Any) -> float:
+def parse_number(key: str, value: Any) -> float:
     """Returns a number above 0 that float32 holds.
 
     Raises:
@@ -48,23 +48,23 @@ def number(key: str, value: Any) -> float:
     """
     if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:
         raise ValueError(
-            f"{key}={shown(value)} must be a number above 0, at most {_MAX_NUMBER:.1e}"
+            f"{key}={quote(value)} must be a number above 0, at most {_MAX_NUMBER:.1e}"
         )
     return float(value)
 
 
-def flag(key: str, value: Any) -> bool:
+def parse_flag(key: str, value: Any) -> bool:
     """Returns true or false.
 
     Raises:
       ValueError: it is neither.
     """
     if type(value) is not bool:
-        raise ValueError(f"{key}={shown(value)} must be true or false")
+        raise ValueError(f"{key}={quote(value)} must be true or false")
     return value
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """Writes a value in one short line, whatever a file holds."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"{'-' * (value < 0)}10^{abs(value).bit_length() * 0.30103:.0f}"

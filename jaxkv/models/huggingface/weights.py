@@ -23,10 +23,10 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import tensors as huggingface_tensors
 from jaxkv.models.huggingface.tensors import (
     Leaf,
-    canonical,
+    canonical_names,
     embed_and_head,
-    join,
-    split,
+    join_tensors,
+    split_parameter,
 )
 from jaxkv.models.interface import Params
 
@@ -60,8 +60,8 @@ def load_params(
                 f"{folder}: {num} {what} in config.json, but only {len(tensors)} "
                 "tensors"
             )
-    leaves = huggingface_tensors.leaves(config)
-    found = canonical(config, tensors)
+    leaves = huggingface_tensors.list_leaves(config)
+    found = canonical_names(config, tensors)
     expected = {
         name: shape
         for leaf in leaves
@@ -86,7 +86,7 @@ def load_params(
         )
     put = place or (lambda path, array: jnp.asarray(array))
     arrays = [
-        put(leaf.path, join(leaf, [read(name) for name in leaf.names]))
+        put(leaf.path, join_tensors(leaf, [read(name) for name in leaf.names]))
         for leaf in leaves
     ]
     return jax.tree.unflatten(
@@ -94,7 +94,7 @@ def load_params(
     )
 
 
-def load_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
+def read_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
     """Reads nested dicts of arrays whose tensors go by the keys, with dots between.
 
     Args:
@@ -112,8 +112,8 @@ def load_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
-def save_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
-    """Writes the safetensors that `load_tree` reads.
+def write_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
+    """Writes the safetensors that `read_tree` reads.
 
     Raises:
       ValueError: a value is too large for `dtype`.
@@ -221,14 +221,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.ndarray]:
-    """Returns the parameters as a list, in the order of `tensors.leaves`.
+    """Returns the parameters as a list, in the order of `tensors.list_leaves`.
 
     Their layers may be stacked, and have their weights twice.
 
     Raises:
       ValueError: if their tree or a shape is not that of the configuration.
     """
-    params = param_forms.weights_once(params)
+    params = param_forms.drop_transposed_weights(params)
     expected = transformer.param_shapes(config, stacked=True)
     alike = jax.tree.structure(params) == jax.tree.structure(expected)
     if not (alike and param_forms.is_stacked(params)):
@@ -267,7 +267,9 @@ def save_params(
     """
     shards: list[list[tuple[Leaf, jax.Array | np.ndarray]]] = []
     room = 0
-    for leaf, array in zip(huggingface_tensors.leaves(config), arrays, strict=True):
+    for leaf, array in zip(
+        huggingface_tensors.list_leaves(config), arrays, strict=True
+    ):
         num_bytes = array.size * dtype.itemsize
         if num_bytes > room:
             shards.append([])
@@ -282,7 +284,7 @@ def save_params(
             part_name: np.ascontiguousarray(_cast(part, dtype, part_name))
             for leaf, array in shard
             for part_name, part in zip(
-                leaf.names, split(leaf, np.asarray(array)), strict=True
+                leaf.names, split_parameter(leaf, np.asarray(array)), strict=True
             )
         }
         _save_file(tensors, folder / name)

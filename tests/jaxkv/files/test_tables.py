@@ -32,7 +32,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
 
     return [
         {name: number(cell) for name, cell in row.cells.items()}
-        for row in tables.read(path).rows
+        for row in tables.read_table(path).rows
     ]
 
 
@@ -81,24 +81,24 @@ def test_one_table_however_it_is_written(tmp_path: Path, text: str) -> None:
 def test_the_delimiter_gives_every_row_as_many_cells(
     text: str, names: list[str]
 ) -> None:
-    found = delimited.read(text)
+    found = delimited.read_delimited(text)
     assert found.names == names
     assert all(len(row) == len(names) for _, row in found.rows)
 
 
 def test_comments_are_counted_and_labels_kept() -> None:
-    found = delimited.read("# one\nrun,N\na,1\n# b,2\nc,3\n")
+    found = delimited.read_delimited("# one\nrun,N\na,1\n# b,2\nc,3\n")
     assert found.rows == [(3, ["a", "1"]), (5, ["c", "3"])]
     assert found.notes == ("2 comment lines left out (line 1, 4)",)
     # Issue numbers in every row are no comments, nor is a quoted cell's second line.
-    assert len(delimited.read("run,N\n#1,1\n#2,2\n").rows) == 2
-    quoted = delimited.read('run,N\n"a\n# b",1\nc,2\n')
+    assert len(delimited.read_delimited("run,N\n#1,1\n#2,2\n").rows) == 2
+    quoted = delimited.read_delimited('run,N\n"a\n# b",1\nc,2\n')
     assert quoted.rows == [(2, ["a\n# b", "1"]), (4, ["c", "2"])]
 
 
 def test_a_ragged_row_is_named_by_the_delimiter_that_suits_the_others() -> None:
     with pytest.raises(delimited.RaggedError) as caught:
-        delimited.read('N;D;"a, b"\n1;2;3\n4;5\n6;7;8\n')
+        delimited.read_delimited('N;D;"a, b"\n1;2;3\n4;5\n6;7;8\n')
     error = caught.value
     assert (error.row, error.line, error.num_cells, error.num_names) == (2, 3, 2, 3)
 
@@ -118,7 +118,7 @@ def test_a_ragged_row_is_named_by_the_delimiter_that_suits_the_others() -> None:
     ],
 )
 def test_commas_in_numbers(text: str, first: str, doubt: str) -> None:
-    found = delimited.read(text)
+    found = delimited.read_delimited(text)
     assert found.rows[0][1][1].replace("4821", "") == first
     sentences = " ".join(found.doubtful.values())
     assert doubt in sentences
@@ -128,7 +128,7 @@ def test_commas_in_numbers(text: str, first: str, doubt: str) -> None:
 def test_only_columns_that_differ_are_repeated(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("N,x,D,x,D,\n1,a,2,b,2,\n")
-    found = tables.read(path)
+    found = tables.read_table(path)
     assert found.names == ("N", "D", "")
     assert found.repeated == {"x"}
 
@@ -143,9 +143,12 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path, mark: str) -> None:
         lines = [json.dumps(row) for row in rows]
     for text in ("\r\n".join(lines), "\ufeff" + "\n".join(lines) + "\n\n"):
         path.write_bytes(text.encode())
-        assert [row.cells["note"] for row in tables.read(path).rows] == [note, "b"]
+        assert [row.cells["note"] for row in tables.read_table(path).rows] == [
+            note,
+            "b",
+        ]
     path.write_text(f"N,note\n1,{note}\n2,b\n")
-    assert [row.cells["note"] for row in tables.read(path).rows] == [note, "b"]
+    assert [row.cells["note"] for row in tables.read_table(path).rows] == [note, "b"]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
@@ -153,13 +156,13 @@ def test_packed_files_are_read(tmp_path: Path, pack: Any) -> None:
     path = tmp_path / "t"
     path.write_bytes(pack(CSV.encode()))
     assert cells(path) == ROWS
-    assert tables.read_text(path) == CSV
+    assert tables.read_decompressed_text(path) == CSV
     path.write_bytes(pack(CSV.encode())[:-9])
     with refused("t: cannot be read: Compressed file ended before"):
-        tables.read(path)
+        tables.read_table(path)
     path.write_bytes(pack(b" " * 2**20))
     with refused("more than 0 MiB"):
-        tables.read(path, max_bytes=2**19)
+        tables.read_table(path, max_bytes=2**19)
 
 
 def test_vectors_of_numpy_are_columns(tmp_path: Path) -> None:
@@ -167,7 +170,7 @@ def test_vectors_of_numpy_are_columns(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     np.savez_compressed(path, **columns, seed=3)
     assert cells(path) == ROWS
-    assert tables.read(path).notes == ("no columns, and left out: seed",)
+    assert tables.read_table(path).notes == ("no columns, and left out: seed",)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"N": [1, 2], "D": [1]}, "its arrays have different lengths: N 2, D 1"),
         ({"N": np.array([{}], object)}, "cannot be decoded: "),
@@ -176,10 +179,10 @@ def test_vectors_of_numpy_are_columns(tmp_path: Path) -> None:
     for arrays, line in cases:
         np.savez(path, **arrays)
         with refused(line):
-            tables.read(path)
+            tables.read_table(path)
     path.write_bytes(path.read_bytes()[:-40])
     with refused("it is a zip archive, and cannot be decoded"):
-        tables.read(path)
+        tables.read_table(path)
 
 
 def packed_by_arrow(kind: str) -> bytes:
@@ -210,7 +213,7 @@ def test_files_that_pyarrow_reads(tmp_path: Path, kind: str) -> None:
     assert cells(path) == ROWS
     path.write_bytes(path.read_bytes()[:-30])
     with refused("t: cannot be read: it is ", "and cannot be decoded: "):
-        tables.read(path)
+        tables.read_table(path)
 
 
 def test_parquet_has_structures_dates_and_a_size(tmp_path: Path) -> None:
@@ -230,15 +233,15 @@ def test_parquet_has_structures_dates_and_a_size(tmp_path: Path) -> None:
         "config.lr": 0.5,
         "config.inner.seed": 1,
     }
-    [row] = tables.read(path).rows
+    [row] = tables.read_table(path).rows
     assert row.cells == expected
-    [row] = tables.read(path, keep_lists=True).rows
+    [row] = tables.read_table(path, keep_lists=True).rows
     assert row.cells == expected | {"ids": [1, 2]}
     # A billion equal cells take few bytes on disk.
     many = arrow.table({"N": arrow.array(np.zeros(2**18))})
     parquet.write_table(many, path)
     with refused("more than 1 MiB"):
-        tables.read(path, max_bytes=2**20)
+        tables.read_table(path, max_bytes=2**20)
 
 
 @pytest.mark.parametrize("start", [b"PAR1", b"ARROW1", b"\x28\xb5\x2f\xfd"])
@@ -248,4 +251,4 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "t").write_bytes(start + bytes(20))
     with refused("which pyarrow reads: pip install 'jaxkv[tables]'"):
-        tables.read(tmp_path / "t")
+        tables.read_table(tmp_path / "t")

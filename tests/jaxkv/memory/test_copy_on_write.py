@@ -146,7 +146,7 @@ def test_a_group_accounts_for_a_shared_page_once() -> None:
     pinned = (table.page_ids == 0) | (table.page_ids == 3)
     owned = page_sharing.owned_pages(table, holder, pinned=pinned)
     assert owned.tolist() == [1, 1, 1, 1, 0, 0]
-    freed, _ = page_table.drop(pool, table, first == 2)
+    freed, _ = page_table.drop_slots(pool, table, first == 2)
     assert freed.num_free - pool.num_free == 5
 
 
@@ -159,7 +159,7 @@ def write(
 ) -> tuple[State, Any]:
     """What a step does with pages; `tokens` are the rows of each slot, padded."""
     page_size = state.pages.page_size
-    pool, table = page_table.drop(state.pool, state.table, drop)
+    pool, table = page_table.drop_slots(state.pool, state.table, drop)
     pool, table, copies, enough = page_table.reserve(
         pool, table, places, num_rows, page_size=page_size, max_new_pages=MAX_NEW
     )
@@ -213,7 +213,7 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
         group,
         page_size=size,
     )
-    pool, table = page_table.drop(pool, table, left)
+    pool, table = page_table.drop_slots(pool, table, left)
     return State(pool, table, pages, staging), left
 
 
@@ -256,7 +256,7 @@ def programs(page_size: int) -> dict[str, Any]:
         "write": lambda *x: write(*x),
         "fork": on_table(partial(page_sharing.fork, page_size=page_size)),
         "reorder": on_table(partial(reorder, page_size=page_size)),
-        "drop": on_table(lambda *x: page_table.drop(*x)),
+        "drop": on_table(lambda *x: page_table.drop_slots(*x)),
         "truncate": on_table(partial(page_table.truncate, page_size=page_size)),
         "pin": on_table(lambda pool, table, ids: (page_pool.share(pool, ids), table)),
         "unpin": on_table(
@@ -432,7 +432,7 @@ class Walk:
                 return
             del self.kept[group]
             moves.arrives[...], moves.place[places] = group, free
-            moves = moves._replace(pages=kv_pages.widen(pages, PLACES, places))
+            moves = moves._replace(pages=kv_pages.pad_pages(pages, PLACES, places))
             oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
         self.do("host", moves)
 

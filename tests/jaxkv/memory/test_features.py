@@ -29,7 +29,7 @@ def states_of(tokens: Any, stacked: bool = False) -> np.ndarray:
     if stacked:
         params = param_forms.stack_layers(MODEL, params)
     model = transformer.merge(MODEL, params)
-    found = transformer.read(model, jnp.asarray(tokens), taps=TAPS)
+    found = transformer.run_sequences(model, jnp.asarray(tokens), taps=TAPS)
     return np.asarray(jnp.concatenate(found.taps)).T.reshape(*np.shape(tokens), -1)
 
 
@@ -117,11 +117,11 @@ def test_the_token_before_is_the_parent() -> None:
         context=jnp.asarray([7, -1, -1], jnp.int32),
         ancestors=jnp.asarray(kin.reshape(12, 3)),
     )
-    found = features.before(tree).reshape(3, 4).tolist()
+    found = features.parent_places(tree).reshape(3, 4).tolist()
     assert found == [[5, 6, 7, 7], [1, 2, 3, -2], [-1, 0, 1, 2]]
     by_slot = tree._replace(slot=jnp.arange(12, dtype=jnp.int32) // 4)
-    assert features.before(by_slot).reshape(3, 4).tolist() == found
-    np.testing.assert_array_equal(features.before(rows), rows.position - 1)
+    assert features.parent_places(by_slot).reshape(3, 4).tolist() == found
+    np.testing.assert_array_equal(features.parent_places(rows), rows.position - 1)
 
 
 def test_nothing_is_read_or_written_where_nothing_is() -> None:
@@ -142,19 +142,19 @@ def test_nothing_is_read_or_written_where_nothing_is() -> None:
         logit_rows=jnp.zeros(0, jnp.int32),
     )
     values = jnp.arange(1.0, 25.0).reshape(4, 6)
-    written = features.write(pages, values, rows)
+    written = features.write_features(pages, values, rows)
     assert written.features is not None
     there = np.asarray(written.features)
     np.testing.assert_array_equal(there[0, 0, :, 1].reshape(-1), values[0])
     assert (there != 0).sum() == 6
     places = jnp.asarray([3, -1, 2, -2], jnp.int32)
-    got = np.asarray(features.read(written, rows, places))
+    got = np.asarray(features.read_features(written, rows, places))
     np.testing.assert_array_equal(got[0], values[0])
     assert not got[1:].any()
     with pytest.raises(ValueError, match="must be the pages' 6"):
-        features.write(pages, values[:, :4], rows)
+        features.write_features(pages, values[:, :4], rows)
     with pytest.raises(ValueError, match="the pages have no features"):
-        features.read(pages._replace(features=None), rows, places)
+        features.read_features(pages._replace(features=None), rows, places)
 
 
 def test_halves_of_features_are_whole() -> None:

@@ -79,7 +79,7 @@ def test_rows_are_read_as_written(kind: Any) -> None:
 
 
 def test_a_layout_refuses_values_that_it_does_not_have() -> None:
-    pages = kv_layout.FULL.make((1, 2, 1, 4, 2), "float32")
+    pages = kv_layout.DEFAULT_LAYOUT.make((1, 2, 1, 4, 2), "float32")
     rows = kv_pages.Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
     row, layout = jnp.zeros((1, 1, 2)), KVLayout("model", 1)
     with pytest.raises(ValueError, match="v=None must be an array for KVLayout"):
@@ -93,14 +93,16 @@ def test_pages_go_out_and_come_in(kind: Any) -> None:
     """Through the memory of the host, in a message, and from page to page."""
     mine, theirs = filled(kind), filled(kind, 1)
     ids = ints(4, 0, 3)
-    taken = kv_pages.to_host(kv_pages.take(theirs, ids), slice(2))
+    taken = kv_pages.to_host(kv_pages.gather_pages(theirs, ids), slice(2))
     assert_same(taken, kv_pages.to_host(theirs, np.array([4, 0])))
     own = {"layout": "rows"}
     message = page_messages.pack(taken, [1] * 8, 0, own)
     sent = page_messages.unpack(message, mine, own).pages
     assert jax.tree.structure(sent) == jax.tree.structure(mine)
-    wide = kv_pages.widen(sent, 5, slice(2))
-    after = jax.jit(kv_pages.put)(mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide)
+    wide = kv_pages.pad_pages(sent, 5, slice(2))
+    after = jax.jit(kv_pages.scatter_pages)(
+        mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide
+    )
     moved = kv_pages.copy(mine, ints(4, NO_PAGE, 0), ints(6, 2, 1), origin=theirs)
     assert_same(after, moved)
     for old, new, source in zip(
@@ -115,7 +117,7 @@ def test_pages_go_out_and_come_in(kind: Any) -> None:
     if kind == "int8":
         with pytest.raises(ValueError, match=r"pages of float32 \(2, 1, .* must be"):
             page_messages.unpack(wrong, mine, own)
-    full = kv_layout.FULL.make((2, 7, 1, 4, WIDTH), "float32")
+    full = kv_layout.DEFAULT_LAYOUT.make((2, 7, 1, 4, WIDTH), "float32")
     with pytest.raises(ValueError, match=r"arrays of pages must be|must be float32"):
         page_messages.unpack(message, jax.tree.map(lambda x: x[..., :3], full), own)
 
@@ -123,7 +125,7 @@ def test_pages_go_out_and_come_in(kind: Any) -> None:
 def test_accepted_rows_move_as_keys_do() -> None:
     rows = filled("model")
     [leaf] = jax.tree.leaves(rows)
-    full = kv_pages.Pages(leaf, leaf, kv_layout.FULL)
+    full = kv_pages.Pages(leaf, leaf, kv_layout.DEFAULT_LAYOUT)
     page_ids = ints(5, 0, 2, 3, 6, NO_PAGE).reshape(2, 3)
     source, target = ints(4, 6, 7, 2, 3, 7), ints(4, 5, 6, 1, 2, -1)
     move = jax.jit(kv_pages.move)
@@ -155,7 +157,7 @@ def test_a_snapshot_holds_them(kind: Any, tmp_path: Path) -> None:
 def test_a_mesh_divides_no_head_that_all_queries_read() -> None:
     specs = mesh_layout.pages_specs(filled("model"))
     assert all(TENSOR not in spec for spec in jax.tree.leaves(specs))
-    full = kv_layout.FULL.make((1, 2, 2, 4, 2), "float32")
+    full = kv_layout.DEFAULT_LAYOUT.make((1, 2, 2, 4, 2), "float32")
     leaves = jax.tree.leaves(mesh_layout.pages_specs(full)._replace(features=None))
     assert [spec[2] for spec in leaves] == [TENSOR, TENSOR]
 

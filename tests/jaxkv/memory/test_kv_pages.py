@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.memory import kv_layout, kv_pages
-from jaxkv.memory.kv_layout import FULL
+from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.memory.kv_pages import Pages, Rows
 from jaxkv.memory.page_pool import NO_PAGE
 from tests.support.trees import ints
@@ -14,7 +14,7 @@ from tests.support.trees import ints
 LAYERS, NUM_PAGES, KV_HEADS, HEAD_DIM, SLOTS = 3, 20, 2, 4, 5
 
 
-write = jax.jit(FULL.write)
+write = jax.jit(DEFAULT_LAYOUT.write)
 
 
 def make_pages(page_size: int, dtype: str = "float32") -> Pages:
@@ -28,7 +28,7 @@ def make_pages(page_size: int, dtype: str = "float32") -> Pages:
         dtype=dtype,
     )
     count = -1 - jnp.arange(pages.k.size, dtype=jnp.float32).reshape(pages.k.shape)
-    return Pages(count.astype(dtype), (2 * count).astype(dtype), FULL)
+    return Pages(count.astype(dtype), (2 * count).astype(dtype), DEFAULT_LAYOUT)
 
 
 def make_rows(position, slot, page_ids) -> Rows:
@@ -116,7 +116,7 @@ def test_values_are_cast_to_the_type_of_the_pages() -> None:
     pages = make_pages(4, "bfloat16")
     rows = make_rows(ints(0), None, ints(2).reshape(1, 1))
     new = jnp.full((1, KV_HEADS, HEAD_DIM), 1 + 2**-9, jnp.float32)
-    after = FULL.write(pages, 0, new, new, rows)
+    after = DEFAULT_LAYOUT.write(pages, 0, new, new, rows)
     assert after.k.dtype == jnp.bfloat16
     assert (after.k[0, 2, :, 0] == 1).all()
 
@@ -124,7 +124,7 @@ def test_values_are_cast_to_the_type_of_the_pages() -> None:
 def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
     pages = make_pages(4)
     page_ids = ints(0, 19, NO_PAGE, NUM_PAGES, 5)
-    view = kv_pages.flat(pages)
+    view = kv_pages.flatten_layers(pages)
     assert view.k.shape == (LAYERS * NUM_PAGES, KV_HEADS, 4, HEAD_DIM)
     for layer in range(LAYERS):
         ids = kv_pages.flat_ids(page_ids, layer, num_layers=LAYERS, num_pages=NUM_PAGES)

@@ -12,7 +12,7 @@ from tests.support.trees import assert_same, ints
 
 allocate = jax.jit(page_pool.allocate, static_argnames="max_pages")
 share, release = jax.jit(page_pool.share), jax.jit(page_pool.release)
-unsound = jax.jit(page_pool.unsound)
+unsound = jax.jit(page_pool.count_pool_faults)
 
 
 def free(pool: Pool) -> list[int]:

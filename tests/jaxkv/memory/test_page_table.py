@@ -40,7 +40,7 @@ def reserve(pool, table, places, num_rows=None, page_size=4, max_new_pages=MAX_N
 
 _reserve = jax.jit(page_table.reserve, static_argnames=("page_size", "max_new_pages"))
 fork = jax.jit(partial(page_sharing.fork, page_size=4))
-drop, reorder = jax.jit(page_table.drop), jax.jit(page_sharing.reorder)
+drop, reorder = jax.jit(page_table.drop_slots), jax.jit(page_sharing.reorder)
 truncate = jax.jit(partial(page_table.truncate, page_size=4))
 violations = jax.jit(partial(invariants.violations, page_size=4))
 

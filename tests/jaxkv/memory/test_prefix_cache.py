@@ -257,7 +257,7 @@ def test_many_places_are_taken_up_as_few_are() -> None:
     """Few are compared with each other, more bid for their pages and are packed."""
     case, ids = make_tree(), ints(0, 1, NO_PAGE, 0, 1, 3)
     many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
-    assert len(ids) < min(arrays.FEW, idle_pages.PLAYS) < len(many)
+    assert len(ids) < min(arrays.MAX_PAIRWISE, idle_pages.REPLAY_CHUNK) < len(many)
     few, more = (run._use(case.cache, each) for each in (ids, many))
     assert_same(few, more)
     assert few.idle.num == case.cache.idle.num - 3
@@ -438,7 +438,7 @@ class Model:
         assert (ahead[few:] == NO_PAGE).all()
 
 
-next_to_go: Any = compiled(idle_pages.next_to_go)
+next_to_go: Any = compiled(idle_pages.eviction_candidates)
 
 
 def operations(

@@ -308,7 +308,7 @@ def keeps_what_it_should_not(state: EngineState) -> EngineState:
 def evicts_the_latest(state: EngineState) -> EngineState:
     cache = state.prefixes
     assert cache is not None
-    return state._replace(prefixes=prefix_eviction.rank_anew(cache, -cache.last_used))
+    return state._replace(prefixes=prefix_eviction.rerank(cache, -cache.last_used))
 
 
 def misses_what_it_has(state: EngineState) -> EngineState:

@@ -93,11 +93,11 @@ def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
 def test_balance_and_imbalance_worked_by_hand() -> None:
     probs = jnp.asarray([[0.5, 0.3, 0.2, 0.0], [0.4, 0.1, 0.3, 0.2]], jnp.float32)
     routing = moe.Routing(probs, jnp.asarray([[0, 1], [0, 2]]), probs[:, :2])
-    np.testing.assert_allclose(moe.load(routing), [1.0, 0.5, 0.5, 0.0])
+    np.testing.assert_allclose(moe.expert_load(routing), [1.0, 0.5, 0.5, 0.0])
     # 4 (1 * 0.45 + 0.5 * 0.2 + 0.5 * 0.25)
     assert float(moe.balance_loss(routing)) == pytest.approx(2.7)
     even = jnp.full((4,), 0.5, jnp.float32)
-    found = moe.imbalance(jnp.stack([even, moe.load(routing)]))
+    found = moe.imbalance(jnp.stack([even, moe.expert_load(routing)]))
     np.testing.assert_allclose(found.busiest, [1.0, 2.0])
     np.testing.assert_allclose(found.variation, [0.0, 0.5**0.5], rtol=1e-6)
     np.testing.assert_allclose(found.idle, [0.0, 0.25])

@@ -70,9 +70,11 @@ def test_many_rows_are_multiplied_with_the_rows_first(bias: bool) -> None:
         layer.up.bias[...] = jnp.asarray(
             rng.normal(size=layer.up.bias.shape), "float32"
         )
-    x = rng.normal(size=(config.hidden_size, layers.MANY)).astype(np.float32)
+    x = rng.normal(size=(config.hidden_size, layers.MANY_ROWS)).astype(np.float32)
     first = [True, False]
-    for num_rows, rows_first in zip((layers.MANY, layers.MANY - 1), first, strict=True):
+    for num_rows, rows_first in zip(
+        (layers.MANY_ROWS, layers.MANY_ROWS - 1), first, strict=True
+    ):
         some = x[:, :num_rows]
         activate = functools.partial(nonlinear.activate, config)
         hidden = functools.partial(transformer.COLUMNS.expand, layer.up, then=activate)
@@ -190,13 +192,13 @@ def test_half_precision_weights_give_float32_logits() -> None:
 def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
     """Of 2 to 4 rows by the second form alone; stacked they are each layer's own."""
     config, params = engines.MODEL, engines.params()
-    twice = param_forms.for_few_rows(params)
+    twice = param_forms.add_transposed_weights(params)
     again = weights.checked_params(config, twice)
     assert len(again) == len(jax.tree.leaves(params)) < len(jax.tree.leaves(twice))
     stacked = param_forms.stack_layers(config, params)
     jax.tree.map(
         np.testing.assert_array_equal,
-        param_forms.for_few_rows(stacked),
+        param_forms.add_transposed_weights(stacked),
         param_forms.stack_layers(config, twice),
     )
     layer, other = (transformer.merge(config, x).layers[1] for x in (params, twice))

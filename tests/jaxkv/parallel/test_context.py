@@ -365,8 +365,8 @@ def test_attention_of_parts_is_that_of_the_whole(
     specs = layout.pages_specs(pages)
     mesh = make_mesh(context=num)
     given = specs, layout.WHOLE, layout.WHOLE
-    run = layout.mapped(attend, mesh, given, [layout.WHOLE, PARTS])
-    found = jax.jit(run)(layout.place(pages, specs, mesh), q, rows)
+    run = layout.map_over_mesh(attend, mesh, given, [layout.WHOLE, PARTS])
+    found = jax.jit(run)(layout.place_tree(pages, specs, mesh), q, rows)
     # Of all rows on every device, and of each device's own.
     for one in found:
         wanted = attend(pages, q, rows)[0]
@@ -380,11 +380,14 @@ def test_places_are_counted_one_by_one(num: int) -> None:
 
     def count(place: Any) -> Any:
         own = jnp.arange(12, dtype=jnp.int32)
-        found = page_parts.last(place, part=part), page_parts.whole(own, part=part)
+        found = (
+            page_parts.last_local_place(place, part=part),
+            page_parts.global_place(own, part=part),
+        )
         return jax.tree.map(lambda x: x[None], found)
 
     places = jnp.arange(-1, length, dtype=jnp.int32)
-    run = layout.mapped(count, make_mesh(context=num), (layout.WHOLE,), PARTS)
+    run = layout.map_over_mesh(count, make_mesh(context=num), (layout.WHOLE,), PARTS)
     last, whole = map(np.asarray, jax.jit(run)(places))
     for device in range(num):
         own = [x for x in range(500) if x % (part * num) // part == device]
@@ -406,7 +409,7 @@ def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
         return [way(state, "context") for way in ways]
 
     made = [layout.WHOLE, PARTS]
-    run = layout.mapped(merge, make_mesh(context=4), (PARTS, PARTS), made)
+    run = layout.map_over_mesh(merge, make_mesh(context=4), (PARTS, PARTS), made)
     states = [api.AttentionState(*x) for x in zip(out, lse, strict=True)]
     wanted = functools.reduce(api.merge_states, states)
     for found in jax.jit(run)(out, lse):

@@ -60,7 +60,7 @@ def divided(p: int, function: Any, x: Any, found: moe.Routing) -> np.ndarray:
 
 def check_places(capacity: int) -> None:
     found = routing(ROWS, 3)
-    places = experts.places(found.expert, num_experts=EXPERTS, capacity=capacity)
+    places = experts.assign_places(found.expert, num_experts=EXPERTS, capacity=capacity)
     is_kept = kept(found, capacity)
     place = np.asarray(places.place)
     assert ((place < EXPERTS * capacity) == is_kept).all()
@@ -70,7 +70,7 @@ def check_places(capacity: int) -> None:
     assert len({*place[is_kept].tolist()}) == len(rows)
     empty = np.setdiff1d(np.arange(EXPERTS * capacity), place[is_kept])
     assert (np.asarray(places.row)[empty] == ROWS).all()
-    dropped = experts.dropped(found, capacity=capacity)
+    dropped = experts.dropped_fraction(found, capacity=capacity)
     assert float(dropped) == pytest.approx(1 - is_kept.mean(), abs=1e-6)
 
 
@@ -113,7 +113,7 @@ def test_gathered_rows_lose_nothing(p: int) -> None:
             own = all_of_them[jnp.minimum(expert, len(weight) - 1), number]
             return jnp.where(is_own[:, None], own, 0.0)
 
-        return experts.gather(x, found, answer, num_own=len(weight))
+        return experts.gather_rows(x, found, answer, num_own=len(weight))
 
     y = divided(p, of_device, x, found)
     wanted = mixed(x, found, np.ones((p * ROWS, TOP_K), bool))
@@ -133,5 +133,5 @@ def test_gathered_rows_lose_nothing(p: int) -> None:
 def test_a_seeded_bug_of_places_is_noticed(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bug = Bug(experts, "places", removed, added, check_places, (2,))
+    bug = Bug(experts, "assign_places", removed, added, check_places, (2,))
     mutation.assert_noticed(monkeypatch, bug)

@@ -100,12 +100,12 @@ def test_rows_are_parted_and_put_together(num: int) -> None:
 
         packed = rows(8, x[0])
         wholes = (
-            row_parts.divide(rows(8, None)),
-            row_parts.divide(packed, "reproducible"),
-            row_parts.divide(rows(7, x[0, :7])),
+            row_parts.divide_rows(rows(8, None)),
+            row_parts.divide_rows(packed, "reproducible"),
+            row_parts.divide_rows(rows(7, x[0, :7])),
         )
         assert {*wholes} == {row_parts.WHOLE}
-        parts, wide = row_parts.divide(packed), x.astype(jnp.bfloat16)
+        parts, wide = row_parts.divide_rows(packed), x.astype(jnp.bfloat16)
         assert parts.num == num
         own = parts.own(wide)
         picked = parts.pick(own, jnp.asarray([7, 0, 2, 2], jnp.int32))
@@ -115,7 +115,7 @@ def test_rows_are_parted_and_put_together(num: int) -> None:
     x = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
     by_row = jax.sharding.PartitionSpec(None, "context")
     made = by_row, layout.WHOLE
-    run = layout.mapped(part, make_mesh(context=num), (layout.WHOLE,), made)
+    run = layout.map_over_mesh(part, make_mesh(context=num), (layout.WHOLE,), made)
     own, (whole, picked, *same) = jax.jit(run)(x)
     for found in (own, whole, *same):
         np.testing.assert_array_equal(found.astype(x.dtype), x)

@@ -49,9 +49,9 @@ TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
     """The plain forward pass on a mesh, compiled for `TOKENS`, and its parameters."""
     mesh = make_mesh(tensor=degree)
-    fitted = tensor.fit(config, degree)
+    fitted = tensor.fit_config(config, degree)
     placed = tensor.place_params(config, params, mesh)
-    run = layout.mapped(
+    run = layout.map_over_mesh(
         functools.partial(transformer.logits, config=fitted),
         mesh,
         (layout.specs_on(placed, mesh), layout.WHOLE),
@@ -120,7 +120,7 @@ def test_an_exchange_too_many_is_counted() -> None:
         return jax.lax.psum(found, "tensor")
 
     specs = layout.specs_on(placed, mesh), layout.WHOLE
-    run = layout.mapped(wasteful, mesh, specs, layout.WHOLE)
+    run = layout.map_over_mesh(wasteful, mesh, specs, layout.WHOLE)
     program = jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile()
     formula = traffic.decode(
         from_model.describe(config),
@@ -140,7 +140,7 @@ def test_trips_of_loops_are_counted() -> None:
         x = jax.lax.fori_loop(0, 5, one, x)
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: one(0, x) - 1.0, x)
 
-    run = layout.mapped(looped, mesh, layout.WHOLE, layout.WHOLE)
+    run = layout.map_over_mesh(looped, mesh, layout.WHOLE, layout.WHOLE)
     text = str(jax.jit(run).lower(jnp.ones((3, 7))).compile().as_text())
     found = {each.is_sure: each for each in collectives.collectives(text)}
     assert found[True].trips == 5
@@ -162,7 +162,7 @@ def test_what_does_not_divide_is_refused(
 ) -> None:
     config = dataclasses.replace(engines.MODEL, **fields)
     with pytest.raises(ValueError, match=said):
-        tensor.fit(config, degree)
+        tensor.fit_config(config, degree)
 
 
 def test_more_devices_than_there_are_is_refused() -> None:
@@ -177,7 +177,7 @@ def test_parameters_elsewhere_are_refused() -> None:
 
 def test_each_device_is_given_its_part_alone() -> None:
     mesh = make_mesh(tensor=4)
-    place = functools.partial(tensor.placer, mesh=mesh)
+    place = functools.partial(tensor.make_placer, mesh=mesh)
     found = checkpoints.load_model(GOLDEN / "llama", place=place).params
     layer = found["layers"][0]
     for weight, axis in ((layer["up"], 1), (layer["down"], 1), (layer["out"], 1)):

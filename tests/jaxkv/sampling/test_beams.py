@@ -273,7 +273,7 @@ def test_back_pointers_lead_home() -> None:
     parents = rng.integers(0, num_beams, (num_beams, places)).astype(np.int32)
     beam = np.asarray([0, 3, 3, 1, 2, 0], np.int32)
     length = np.asarray([11, 7, 1, 0, 10, 2], np.int32)
-    expected = np.full((len(beam), places), beam_search.NOBODY)
+    expected = np.full((len(beam), places), beam_search.NO_BEAM)
     for end, (here, num) in enumerate(zip(beam, length, strict=True)):
         for place in reversed(range(num)):
             expected[end, place] = here

@@ -85,7 +85,7 @@ def test_parameters_line_up() -> None:
         Sampling(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.5),
         Sampling.greedy(presence_penalty=0.25, frequency_penalty=0.75),
     ]
-    params = sampling.params_of(requests, [(1, 2), (3, 4)], [0, 5])
+    params = sampling.make_params(requests, [(1, 2), (3, 4)], [0, 5])
     columns = {name: column.tolist() for name, column in params._asdict().items()}
     assert columns == {
         "temperature": [1.0, 0.0],
@@ -555,7 +555,9 @@ def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
         with pytest.raises(ValueError, match=r"max_logprobs=\d must be in \[1, 5\]"):
             sampler.top_logprobs(jnp.zeros((2, 5), jnp.float32), count)
     with pytest.raises(ValueError, match="max_candidates=0 must be at least 1"):
-        sampler.keep(jnp.zeros((2, 5), jnp.float32), greedy_params(2), max_candidates=0)
+        sampler.keep_mask(
+            jnp.zeros((2, 5), jnp.float32), greedy_params(2), max_candidates=0
+        )
 
 
 @pytest.mark.slow
@@ -589,7 +591,10 @@ def test_one_pass_finds_the_peak_that_several_find(vocab: int, with_raw: bool) -
     raw = np.where(np.isneginf(logits), np.float32(0), logits) if with_raw else None
     if raw is not None:
         raw[30, 5], raw[31, 0] = np.nan, -INF
-    both = [jax.jit(peak)(logits, raw) for peak in (top_k.peak, top_k.peak_in_one_pass)]
+    both = [
+        jax.jit(peak)(logits, raw)
+        for peak in (top_k.argmax_checked, top_k.argmax_checked_in_one_pass)
+    ]
     (top, token, invalid), (again, found, wrong) = (map(np.asarray, x) for x in both)
     np.testing.assert_array_equal(wrong, invalid)
     assert 0 < invalid.sum() < len(invalid)

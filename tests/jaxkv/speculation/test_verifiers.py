@@ -251,7 +251,7 @@ BUGS = {
     "what is left is not normalised": Bug(
         verifiers,
         "_try",
-        "fixed_point.normalised(jnp.maximum(target - law, 0))",
+        "fixed_point.normalise(jnp.maximum(target - law, 0))",
         "jnp.maximum(target - law, 0)",
         check_distance,
         ("one draft",),
@@ -291,7 +291,7 @@ BUGS = {
     "what stays in the law is not normalised": Bug(
         verifiers.Rejection,
         "rule",
-        "fixed_point.normalised(jnp.where(is_child, 0, left))",
+        "fixed_point.normalise(jnp.where(is_child, 0, left))",
         "jnp.where(is_child, 0, left)",
         check_distance,
         ("two that differ",),

@@ -66,7 +66,7 @@ def test_named_tokens_agree_with_transformers(number: int) -> None:
 )
 def test_tokens_without_text_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        special_tokens.read(settings, None, None, [])
+        special_tokens.read_special_tokens(settings, None, None, [])
 
 
 @pytest.mark.parametrize("number", range(len(CHATS)))

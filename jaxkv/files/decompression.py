@@ -22,7 +22,7 @@ _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
-def read(path: Path, max_bytes: int) -> bytes:
+def read_decompressed(path: Path, max_bytes: int) -> bytes:
     """Reads a regular file or a pipe, and unpacks gzip, bzip2, xz and zstd.
 
     Args:

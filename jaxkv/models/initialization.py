@@ -21,7 +21,7 @@ _LEAST = 2**13
 """Numbers drawn at least, in a fraction of the time that another loop compiles."""
 
 
-def normals(
+def draw_normals(
     keys: Key[Array, " arrays"],
     shapes: Sequence[Shape],
     dtype: DTypeLike,
@@ -74,7 +74,7 @@ class _Stream:
         return self
 
 
-class Recorder(_Stream):
+class ShapeRecorder(_Stream):
     """Learns what a model draws: notes shapes, draws zeros."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Recorder(_Stream):
         return jnp.zeros(shape, dtype)
 
 
-class Normals(_Stream):
+class PredrawnNormals(_Stream):
     """Has the bits of `nnx.Rngs`, all normal arrays drawn beforehand."""
 
     def __init__(
@@ -96,10 +96,10 @@ class Normals(_Stream):
         dtype: DTypeLike,
         index: Sequence[Int32[Array, ""]],
     ) -> None:
-        """Draws arrays of these shapes, in order of construction; see `normals`."""
+        """Draws arrays of these shapes, in construction order; see `draw_normals`."""
         count = jnp.arange(len(shapes), dtype=jnp.uint32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, count)
-        self._arrays = iter(normals(keys, shapes, dtype, index))
+        self._arrays = iter(draw_normals(keys, shapes, dtype, index))
 
     def normal(self, shape: Shape, dtype: DTypeLike) -> Float[Array, "..."]:
         """The next array, which must be asked for as it was drawn."""
