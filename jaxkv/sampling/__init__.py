@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, truncation, keyed draws, beam search."""
+"""Sampling, from logits to tokens: penalties, truncation, draws, beam search."""
 
 from jaxkv.sampling.params import Params, Sampling, greedy_params, make_params
 
