@@ -1,6 +1,6 @@
-"""The part of a Hugging Face `config.json` that tells of positions, in and out.
+"""Reads and writes the position keys of a Hugging Face `config.json`.
 
-How keys and queries turn with their position, and how far back a query sees.
+These keys set the rotary frequencies and the sliding window.
 """
 
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ KEYS = frozenset(
         "use_sliding_window",
     )
 )
-"""Keys that are read of families with rotary positions."""
+"""Keys that are read for families with rotary positions."""
 WINDOW_KEYS = frozenset(("sliding_window", "max_window_layers"))
-"""Keys that mean nothing where there is no window."""
+"""Keys without effect if there is no window."""
 
 # Keys of `rope_scaling` and `rope_parameters`, by the kind.
 _OF_ALL_ROPE = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
@@ -51,7 +51,8 @@ def read_positions(
       Fields of `ModelConfig`.
 
     Raises:
-      ValueError: names the key, its value and what is supported instead.
+      ValueError: a key is not supported; the message has the key, its value and the
+        supported values.
     """
     given = {key: value for key, value in raw.items() if value is not None}
     # In `rope_scaling` (old) or `rope_parameters` (transformers 5).
@@ -77,7 +78,7 @@ def read_positions(
             )
 
     def from_either(key: str) -> Any:
-        # A value of the rotary object, of the file, or of both, where it is the same.
+        # The value in the rotary object, in the file, or in both if they agree.
         own = {f"{key} of the rotary object": rope.get(key)}
         return _agreed(own | {key: given.get(key)})
 
@@ -116,10 +117,10 @@ def read_positions(
 
 
 def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Writes the keys that `read_positions` reads, rotary ones in the older form.
+    """Writes the keys that `read_positions` reads, with rotary keys in the older form.
 
-    Both versions of transformers read that one. Reading them back shows what has no
-    place.
+    Both versions of transformers read that form. `to_hf` reads the keys back, which
+    finds fields that they cannot express.
     """
     raw: dict[str, Any] = {"rope_theta": config.rope_theta}
     raw["rope_scaling"] = None
@@ -140,21 +141,25 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def _agreed(values: Mapping[str, Any]) -> Any:
-    """The one value under several names, None if there is none.
+    """Returns the value that several names have, None if there is none.
 
     Raises:
-      ValueError: two that contradict each other.
+      ValueError: two names have different values.
     """
-    said = {name: value for name, value in values.items() if value is not None}
-    if len(said) == 2:
-        (a, first), (b, second) = said.items()
+    found = {name: value for name, value in values.items() if value is not None}
+    if len(found) == 2:
+        (a, first), (b, second) = found.items()
         if first != second:
             raise ValueError(f"{a}={quote(first)} contradicts {b}={quote(second)}")
-    return next(iter(said.values()), None)
+    return next(iter(found.values()), None)
 
 
 def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int | None:
-    """The sliding window, if all layers have it; some but not all are refused."""
+    """Returns the sliding window if all layers have it, None if no layer has it.
+
+    Raises:
+      ValueError: only some layers have a window, or keys contradict each other.
+    """
     window = raw.get("sliding_window", family.default_window)  # a null is no window
     wanted = raw.get("use_sliding_window")
     wanted = None if wanted is None else parse_flag("use_sliding_window", wanted)
@@ -186,7 +191,7 @@ def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int
 def _num_sliding(
     family: Family, raw: Mapping[str, Any], num_layers: int, has_window: bool
 ) -> int:
-    """Counts the layers that slide, if there is a window."""
+    """Returns the number of layers with a sliding window, if there is a window."""
     first = raw.get("max_window_layers", 28) if family.windows == "flagged" else 0
     if has_window and (type(first) is not int or first < 0):
         raise ValueError(f"max_window_layers={quote(first)} must be a whole number")

@@ -1,9 +1,9 @@
-"""Values of a Hugging Face `config.json`, checked; every error names key and value."""
+"""Checks values of a Hugging Face `config.json`; errors have key and value."""
 
 from typing import Any
 
 MAX_SIZE = 2**31 - 1
-"""What counts and positions are held in is 32 bits wide."""
+"""Largest size; counts and positions have 32 bits."""
 _MAX_NUMBER = float.fromhex("0x1.fffffep127")  # the largest float32
 
 _FLAGS = ("tie_embeddings", "qkv_bias", "mlp_bias", "experts.renormalise")
@@ -13,7 +13,7 @@ _COUNTS = ("num_ahead_layers", "experts.num_dense_layers")
 
 
 def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
-    """Returns a value that has the type its field needs; errors as those below."""
+    """Returns a value as the type of its field; errors as in the functions below."""
     if field in _FLAGS:
         return parse_flag(key, value)
     if field == "experts.dense_layers":
@@ -28,10 +28,10 @@ def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
 
 
 def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
-    """Returns a whole number from `low` to `most`.
+    """Returns an integer in [low, most].
 
     Raises:
-      ValueError: it is none.
+      ValueError: the value is not such an integer.
     """
     if type(value) is not int or value < low:
         raise ValueError(f"{key}={quote(value)} must be a whole number, at least {low}")
@@ -41,10 +41,10 @@ def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> i
 
 
 def parse_number(key: str, value: Any) -> float:
-    """Returns a number above 0 that float32 holds.
+    """Returns a positive number that float32 can hold.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the value is not such a number.
     """
     if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:
         raise ValueError(
@@ -54,10 +54,10 @@ def parse_number(key: str, value: Any) -> float:
 
 
 def parse_flag(key: str, value: Any) -> bool:
-    """Returns true or false.
+    """Returns a boolean.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: the value is not a boolean.
     """
     if type(value) is not bool:
         raise ValueError(f"{key}={quote(value)} must be true or false")
@@ -65,7 +65,7 @@ def parse_flag(key: str, value: Any) -> bool:
 
 
 def quote(value: Any) -> str:
-    """Writes a value in one short line, whatever a file holds."""
+    """Returns a value from a file as one short line."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"{'-' * (value < 0)}10^{abs(value).bit_length() * 0.30103:.0f}"
     text = repr(value)

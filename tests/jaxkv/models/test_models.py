@@ -279,7 +279,7 @@ def test_past_rotary_positions_is_said_once() -> None:
     config = golden("llama")
     shapes = transformer.param_shapes(config)
     tokens = jax.ShapeDtypeStruct((1, 129), jnp.int32)
-    line = "=129 is past 128, the positions that the model is meant for; it may answer"
+    line = "=129 is past 128, the positions that the model supports; the quality"
     with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
         jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
     assert len(said) == 1
