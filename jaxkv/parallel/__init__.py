@@ -1,4 +1,4 @@
-"""Past one device: a model and its pages divided over a mesh."""
+"""Parallelism: a model and its pages divided over a mesh of devices."""
 
 from jaxkv.parallel.mesh import make_mesh, set_cpu_devices
 

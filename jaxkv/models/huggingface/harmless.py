@@ -174,6 +174,6 @@ def refuse_unknown(
         )
         more = ", ..." if len(unknown) > 3 else ""
         raise ValueError(
-            f"{few}{more} may change what {family.architecture} computes, and is not "
-            "read here; remove what does not"
+            f"{few}{more} may change the logits of {family.architecture} "
+            "and is not supported; remove keys that do not"
         )

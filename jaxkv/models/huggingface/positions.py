@@ -74,7 +74,7 @@ def read_positions(
     for key, value in (rope | given_original).items():
         if key not in _ROPE[kind]:
             raise ValueError(
-                f"{key}={quote(value)} means nothing with rope_type={kind!r}"
+                f"{key}={quote(value)} has no effect with rope_type={kind!r}"
             )
 
     def from_either(key: str) -> Any:

@@ -248,7 +248,7 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
         ("127.0.0.1:4000", (2, None), "needs num_processes and process_id"),
         ("127.0.0.1:4000", (0, 0), "num_processes=0 must be at least 1"),
         ("127.0.0.1:4000", (2, 2), r"process_id=2 must be in \[0, 1\]"),
-        ("cluster", (2, 0), "says itself how many"),
+        ("cluster", (2, 0), "sets num_processes"),
     ],
 )
 def test_impossible_company_is_refused(
@@ -263,7 +263,7 @@ def test_a_coordinator_that_is_not_there_is_named(
 ) -> None:
     monkeypatch.setattr(processes, "TIMEOUT_S", 0.5)
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ValueError, match=f"coordinator='{address}': nobody answers"):
+    with pytest.raises(ValueError, match=f"coordinator='{address}': no response"):
         processes.join_processes(address, 2, 1)
     assert processes.num() == 1
     assert processes.is_first()
@@ -288,7 +288,7 @@ def test_who_is_alone_says_so_in_a_line(index: int) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    said = (f"'{address}': not all of 2 processes", f"'{address}': nobody answers")
+    said = (f"'{address}': not all of 2 processes", f"'{address}': no response")
     (line,) = done.stderr.splitlines()
     assert line.startswith("jaxkv: coordinator=" + said[index])
     assert line.endswith("?")

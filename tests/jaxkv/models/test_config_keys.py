@@ -148,16 +148,24 @@ def test_published_models_are_read(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "line"),
     [
-        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 may change what LlamaFor"),
+        (
+            "llama",
+            {"logit_scale": 0.5},
+            "logit_scale=0.5 may change the logits of Llama",
+        ),
         ("llama", {"new_feature": False}, "new_feature=False may change"),
         ("llama", {"n_layer": 1, "n_embd": 2}, "n_layer=1, n_embd=2 may change"),
         ("llama", {"auto_map": {"AutoModel": "a.B"}}, "auto_map is not supported: "),
         ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config={'0': {}} may"),
         ("llama", {"layer_norm_eps": 0.1}, "layer_norm_eps=0.1 may change"),
-        ("gpt2", {"rope_theta": 1e4}, "rope_theta=10000.0 may change what GPT2LM"),
+        (
+            "gpt2",
+            {"rope_theta": 1e4},
+            "rope_theta=10000.0 may change the logits of GPT2",
+        ),
         ("gpt2", {"hidden_act": "relu"}, "hidden_act='relu' may change"),
         ("mixtral", {"moe_intermediate_size": 8}, "moe_intermediate_size=8 may"),
-        ("opt", {"head_dim": 4}, "head_dim=4 may change what OPTForCausalLM computes"),
+        ("opt", {"head_dim": 4}, "head_dim=4 may change the logits of OPTForCausalLM"),
         ("llama", {"a\nb": "c" * 999}, r"a\\nb='ccc"),
     ],
 )
@@ -226,12 +234,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["mamba", "mamba"]}, "layer_types=['mamba', 'mamba'] must"),
         (
             {"original_max_position_embeddings": 16},
-            "original_max_position_embeddings=16 means nothing with",
+            "original_max_position_embeddings=16 has no effect with",
         ),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling={'factor': 2.0} con"),
         (
             {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
-            "factor=2.0 means nothing with rope_type='default'",
+            "factor=2.0 has no effect with rope_type='default'",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "type": "linear"}},

@@ -67,7 +67,7 @@ def reason(line: str) -> str:
     line = re.sub(
         r"^FOLDER[^ ]*: |'[^']*'|(?<![\w.])\d[\d.e+-]*|[{[].*[}\]]|, \.\.\.", "", line
     )
-    return re.sub(r"^.*(may change what)", r"\1", line)[:70]
+    return re.sub(r"^.*(may change the logits)", r"\1", line)[:70]
 
 
 @pytest.mark.slow
