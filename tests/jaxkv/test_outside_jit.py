@@ -153,7 +153,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_no_buffer_stands_twice_in_what_may_be_donated(name: str) -> None:
+def test_donated_states_have_distinct_buffers(name: str) -> None:
     leaves = [x for x in jax.tree.leaves(STATES[name]()) if x.size]
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves) > 1
 

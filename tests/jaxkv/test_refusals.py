@@ -137,7 +137,7 @@ def _named(value: Any) -> str:
 
 
 @pytest.mark.parametrize("prompt", NO_PROMPTS, ids=_named)
-def test_what_is_no_prompt_is_refused(engine: jaxkv.Engine, prompt: Any) -> None:
+def test_invalid_prompts_are_refused(engine: jaxkv.Engine, prompt: Any) -> None:
     if isinstance(prompt, np.ndarray) and not prompt.size:
         wanted = "the prompt is empty"
     else:
@@ -148,7 +148,7 @@ def test_what_is_no_prompt_is_refused(engine: jaxkv.Engine, prompt: Any) -> None
 
 
 @pytest.mark.parametrize("token", [-1, 320, 2**31, 2**40, 2**63, 10**30, -(2**70)])
-def test_tokens_out_of_the_vocabulary_are_refused(
+def test_tokens_outside_the_vocabulary_are_refused(
     engine: jaxkv.Engine, token: int
 ) -> None:
     message = refusal(lambda: engine.submit([1, token, 2]))
@@ -180,7 +180,7 @@ def test_every_sequence_of_token_ids_is_a_prompt(
 
 
 @pytest.mark.parametrize("sampling", [{}, "x", [Sampling()], 3, Sampling, Broken()])
-def test_what_is_no_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> None:
+def test_invalid_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> None:
     wanted = f"sampling={validation.shown(sampling)} must be a Sampling"
     assert wanted in refusal(lambda: engine.submit("x", sampling))
     message = refusal(lambda: engine.generate(["x", "y"], [GREEDY, sampling]))
@@ -200,7 +200,7 @@ def test_what_is_no_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> 
         ],
     ],
 )
-def test_times_and_names_that_are_none_are_refused(
+def test_invalid_times_and_ids_are_refused(
     engine: jaxkv.Engine, name: str, value: Any
 ) -> None:
     before = engine.submit([5], GREEDY)
@@ -213,7 +213,7 @@ def test_times_and_names_that_are_none_are_refused(
 
 
 @pytest.mark.parametrize("name", [np.int64(7), np.uint8(7), np.array(7), jnp.array(7)])
-def test_names_and_times_may_be_those_of_numpy(engine: jaxkv.Engine, name: Any) -> None:
+def test_numpy_ids_and_times_are_accepted(engine: jaxkv.Engine, name: Any) -> None:
     time_s: Any = np.float32(0.5)
     found = engine.submit([5], GREEDY, request_id=name, arrival_s=time_s)
     assert type(found) is int
@@ -222,7 +222,7 @@ def test_names_and_times_may_be_those_of_numpy(engine: jaxkv.Engine, name: Any) 
     assert (done.request_id, done.arrival_s) == (7, 0.5)
 
 
-def test_one_prompt_is_no_list_of_prompts(engine: jaxkv.Engine) -> None:
+def test_one_prompt_is_not_a_list_of_prompts(engine: jaxkv.Engine) -> None:
     untyped: Any = engine
     message = "prompts='abc' must be a list of prompts: wrap a single one, [prompt]"
     assert refusal(lambda: untyped.generate("abc")) == message
@@ -270,7 +270,7 @@ SAMPLING_TYPES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLING_TYPES)
-def test_a_sampling_says_which_field_is_of_another_type(name: str) -> None:
+def test_sampling_error_names_the_field(name: str) -> None:
     for value in SAMPLING_TYPES[name]:
         message = refusal(lambda value=value: api.Sampling(**{name: value}))
         assert f"{name}={validation.shown(value)} must be " in message
@@ -280,7 +280,7 @@ def test_a_sampling_says_which_field_is_of_another_type(name: str) -> None:
 @pytest.mark.parametrize(
     "field", dataclasses.fields(EngineConfig), ids=lambda x: x.name
 )
-def test_bounds_say_which_field_is_of_another_type(field: Any) -> None:
+def test_config_error_names_the_field(field: Any) -> None:
     tries: list[Any] = [None, "4", 1.5, [4], 2**64, -(2**70), np.ones(2), Broken()]
     tries += [1, 0] if isinstance(field.default, bool) else [True, np.bool_(True)]
     for value in tries:
@@ -289,7 +289,7 @@ def test_bounds_say_which_field_is_of_another_type(field: Any) -> None:
         assert message.startswith(f"{shown} must be ")
 
 
-def test_numbers_of_numpy_become_plain_ones() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     bounds = api.EngineConfig(
         num_pages=np.int64(9), debug=np.bool_(True), seed=np.uint64(3)
     )
@@ -476,12 +476,12 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_functions_say_what_is_wrong(name: str) -> None:
+def test_errors_of_other_functions(name: str) -> None:
     call, wanted = OTHERS[name]
     assert wanted in refusal(call)
 
 
-def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
+def test_invalid_engine_components_are_refused() -> None:
     parts: dict[str, Any] = dict(
         params={},
         forward=paged.PagedForward(engines.MODEL),
@@ -519,13 +519,13 @@ def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
     ],
     ids=str,
 )
-def test_what_is_larger_than_the_memory_is_refused(fields: dict[str, Any]) -> None:
+def test_pools_larger_than_memory_are_refused(fields: dict[str, Any]) -> None:
     message = refusal(lambda: jaxkv.Engine.load(FOLDER, **fields))
     assert " bytes are needed and " in message
     assert " are free for config.num_pages=" in message
 
 
-def test_the_memory_that_is_free_is_known() -> None:
+def test_free_memory_is_known() -> None:
     state = engines.start(BOUNDS)
     assert device_memory.num_bytes(state) == sum(
         x.nbytes for x in jax.tree.leaves(state)
@@ -535,7 +535,7 @@ def test_the_memory_that_is_free_is_known() -> None:
     device_memory.check_room(state, "what there is")
 
 
-def test_a_pool_that_cannot_be_allocated_is_one_line() -> None:
+def test_failed_allocation_error_is_one_line() -> None:
     message = refusal(lambda: made(num_pages=2**29, page_size=2**16, head_dim=2**10))
     assert message.startswith("no room for num_pages=536870912: ")
 
@@ -596,7 +596,7 @@ def drawn_fields(rng: random.Random, kind: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind", [EngineConfig, Sampling, ModelConfig, Experts, RopeScaling]
 )
-def test_configurations_of_anything_are_made_or_refused(kind: Any) -> None:
+def test_random_configs_are_made_or_refused(kind: Any) -> None:
     rng, num_made = random.Random(0), 0
     needed = {"ModelConfig": vars(engines.MODEL)}.get(kind.__name__, {})
     if kind is Experts:
@@ -665,7 +665,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
     ("seed", "num"),
     [(0, 500), *[pytest.param(i, 700, marks=pytest.mark.thorough) for i in (1, 2, 3)]],
 )
-def test_requests_of_anything_are_served_or_refused(
+def test_random_requests_are_served_or_refused(
     engine: jaxkv.Engine, known: list[list[int]], seed: int, num: int
 ) -> None:
     rng, taken, done = random.Random(seed), set[int](), dict[int, str]()

@@ -60,7 +60,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
         'N,D,loss,note\n"10,000,000",2e8,5.5,a\n"30,000,000",6e8,4.25,b\n',
     ],
 )
-def test_one_table_however_it_is_written(tmp_path: Path, text: str) -> None:
+def test_formats_give_equal_tables(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.csv").write_bytes(text.encode())
     assert cells(tmp_path / "t.csv") == ROWS
 
@@ -78,7 +78,7 @@ def test_one_table_however_it_is_written(tmp_path: Path, text: str) -> None:
         ("N\n1\n", ["N"]),
     ],
 )
-def test_the_delimiter_gives_every_row_as_many_cells(
+def test_delimiter_gives_rows_equal_numbers_of_cells(
     text: str, names: list[str]
 ) -> None:
     found = delimited.read_delimited(text)
@@ -86,7 +86,7 @@ def test_the_delimiter_gives_every_row_as_many_cells(
     assert all(len(row) == len(names) for _, row in found.rows)
 
 
-def test_comments_are_counted_and_labels_kept() -> None:
+def test_comments_are_counted_and_numbered_rows_kept() -> None:
     found = delimited.read_delimited("# one\nrun,N\na,1\n# b,2\nc,3\n")
     assert found.rows == [(3, ["a", "1"]), (5, ["c", "3"])]
     assert found.notes == ("2 comment lines left out (line 1, 4)",)
@@ -96,7 +96,7 @@ def test_comments_are_counted_and_labels_kept() -> None:
     assert quoted.rows == [(2, ["a\n# b", "1"]), (4, ["c", "2"])]
 
 
-def test_a_ragged_row_is_named_by_the_delimiter_that_suits_the_others() -> None:
+def test_ragged_row_is_reported_with_the_best_delimiter() -> None:
     with pytest.raises(delimited.RaggedError) as caught:
         delimited.read_delimited('N;D;"a, b"\n1;2;3\n4;5\n6;7;8\n')
     error = caught.value
@@ -125,7 +125,7 @@ def test_commas_in_numbers(text: str, first: str, doubt: str) -> None:
     assert bool(sentences) == bool(doubt)
 
 
-def test_only_columns_that_differ_are_repeated(tmp_path: Path) -> None:
+def test_repeated_names_of_equal_columns_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("N,x,D,x,D,\n1,a,2,b,2,\n")
     found = tables.read_table(path)
@@ -152,7 +152,7 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_packed_files_are_read(tmp_path: Path, pack: Any) -> None:
+def test_compressed_files_are_read(tmp_path: Path, pack: Any) -> None:
     path = tmp_path / "t"
     path.write_bytes(pack(CSV.encode()))
     assert cells(path) == ROWS
@@ -165,7 +165,7 @@ def test_packed_files_are_read(tmp_path: Path, pack: Any) -> None:
         tables.read_table(path, max_bytes=2**19)
 
 
-def test_vectors_of_numpy_are_columns(tmp_path: Path) -> None:
+def test_numpy_vectors_are_columns(tmp_path: Path) -> None:
     columns: dict[str, Any] = {x: [row[x] for row in ROWS] for x in ROWS[0]}
     path = tmp_path / "t.npz"
     np.savez_compressed(path, **columns, seed=3)
@@ -185,7 +185,7 @@ def test_vectors_of_numpy_are_columns(tmp_path: Path) -> None:
         tables.read_table(path)
 
 
-def packed_by_arrow(kind: str) -> bytes:
+def compressed_by_arrow(kind: str) -> bytes:
     """The rows in a format that pyarrow writes."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra `tables`) is absent")
     from pyarrow import feather, ipc, parquet
@@ -209,14 +209,14 @@ def packed_by_arrow(kind: str) -> bytes:
 @pytest.mark.parametrize("kind", ["parquet", "feather", "arrow", "stream", "zstd"])
 def test_files_that_pyarrow_reads(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "t"
-    path.write_bytes(packed_by_arrow(kind))
+    path.write_bytes(compressed_by_arrow(kind))
     assert cells(path) == ROWS
     path.write_bytes(path.read_bytes()[:-30])
     with refused("t: cannot be read: it is ", "and cannot be decoded: "):
         tables.read_table(path)
 
 
-def test_parquet_has_structures_dates_and_a_size(tmp_path: Path) -> None:
+def test_parquet_structs_dates_and_size_limit(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra `tables`) is absent")
     from pyarrow import parquet
 
@@ -245,7 +245,7 @@ def test_parquet_has_structures_dates_and_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [b"PAR1", b"ARROW1", b"\x28\xb5\x2f\xfd"])
-def test_a_missing_library_is_named_with_its_extra(
+def test_missing_library_error_has_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)

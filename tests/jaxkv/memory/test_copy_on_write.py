@@ -57,7 +57,7 @@ def make_state(page_size: int = 4) -> State:
     return State(page_pool.make_pool(NUM_PAGES), table, pages, staging)
 
 
-def three_sharers(free: int) -> tuple[Pool, Table]:
+def make_sharing_slots(free: int) -> tuple[Pool, Table]:
     """Slots 0 to 2 share a full page and one with 2 of 4 tokens, and some are free."""
     pool, table = page_pool.make_pool(2 + free), page_table.make_table(SLOTS, WIDTH)
     pool, table, *_ = page_table.reserve(
@@ -75,8 +75,8 @@ def reserve(pool: Pool, table: Table, *num_rows: int) -> Any:
     )
 
 
-def test_the_last_owner_writes_in_place() -> None:
-    pool, table, copies, enough = reserve(*three_sharers(3), 1, 1, 1, 0, 0, 0)
+def test_last_owner_writes_in_place() -> None:
+    pool, table, copies, enough = reserve(*make_sharing_slots(3), 1, 1, 1, 0, 0, 0)
     assert enough
     assert copies.source.tolist() == [1, 1, *[NO_PAGE] * 4]
     assert copies.target.tolist() == [2, 3, *[NO_PAGE] * 4]
@@ -92,24 +92,24 @@ def test_the_last_owner_writes_in_place() -> None:
     assert (copies.source == NO_PAGE).all()
 
 
-def test_a_page_that_someone_else_holds_is_not_written() -> None:
-    pool, table, copies, _ = reserve(*three_sharers(4), 0, 3, 1, 0, 0, 0)
+def test_page_with_an_outside_use_is_copied() -> None:
+    pool, table, copies, _ = reserve(*make_sharing_slots(4), 0, 3, 1, 0, 0, 0)
     assert copies.source.tolist() == [NO_PAGE, 1, 1, *[NO_PAGE] * 3]
     # The copy first, then what the slot grows by.
     assert table.page_ids[1, :3].tolist() == [0, 2, 3]
     assert table.page_ids[2, :3].tolist() == [0, 4, NO_PAGE]
     assert pool.ref.tolist() == [3, 1, 1, 1, 1, 0]
-    pool, table = three_sharers(4)
+    pool, table = make_sharing_slots(4)
     pinned = page_pool.share(pool, ints(1))
     assert page_table.needs_copy(
         pinned, table, ints(1, 2, 1, 1, 0, 0), page_size=4
     ).tolist() == [True, True, True, False, False, False]
 
 
-def test_copies_and_growth_are_granted_together_or_not_at_all() -> None:
+def test_copies_and_new_pages_are_all_or_nothing() -> None:
     # Two copies, and one page for the slot that writes beyond.
     for free in range(4):
-        before = three_sharers(free)
+        before = make_sharing_slots(free)
         pool, table, copies, enough = reserve(*before, 1, 1, 3, 0, 0, 0)
         assert enough == (free == 3)
         if not enough:
@@ -119,7 +119,7 @@ def test_copies_and_growth_are_granted_together_or_not_at_all() -> None:
 
 def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
     check = partial(invariants.shared_writes, page_size=4)
-    pool, table = three_sharers(4)
+    pool, table = make_sharing_slots(4)
     rows = ints(1, 1, 0, 0, 0, 0)
     assert check(pool, table, rows) == 2
     assert check(*reserve(pool, table, *rows)[:2], rows) == 0
@@ -133,8 +133,8 @@ def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
     assert check(pool, table, ints(4, 0, 0, 0, 0, 0)) == 1
 
 
-def test_a_group_accounts_for_a_shared_page_once() -> None:
-    pool, table, *_ = reserve(*three_sharers(5), 0, 3, 1, 2, 0, 0)
+def test_shared_page_counts_once_per_group() -> None:
+    pool, table, *_ = reserve(*make_sharing_slots(5), 0, 3, 1, 2, 0, 0)
     # Rows: 0 1 / 0 2 3 / 0 4 / 5
     first = ints(2, 2, 2, 3, -1, -1)
     holder = page_sharing.holders(table, first)
@@ -467,7 +467,7 @@ class Walk:
         pytest.param(2, 16, 300, marks=pytest.mark.thorough),
     ],
 )
-def test_every_slot_keeps_its_own_tokens(seed, page_size: int, steps: int) -> None:
+def test_slots_keep_their_tokens(seed, page_size: int, steps: int) -> None:
     walk = Walk(seed, page_size, sound_programs(page_size))
     for _ in range(steps):
         walk.step()
@@ -541,7 +541,7 @@ FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_walk_over_faulty_code_fails(name, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_walk_detects_seeded_faults(name, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, fault, flagged = FAULTS[name]
     monkeypatch.setattr(module, attribute, fault)
     walk = Walk(0, 4, programs(4))

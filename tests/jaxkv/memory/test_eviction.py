@@ -18,7 +18,7 @@ from tests.support.engines import Ask
 # [example: a rule of eviction]
 
 
-class BeginningsStay(NamedTuple):
+class KeepPrefixes(NamedTuple):
     """Pages deep in a sequence go first, however lately they were used."""
 
     def priority(self, uses: prefix_eviction.Uses) -> jax.Array:
@@ -39,7 +39,7 @@ def prompts() -> list[Ask]:
     return [Ask(name, rng.integers(0, 61, LENGTH).tolist(), wish) for name in range(5)]
 
 
-def found_again(rule: prefix_eviction.Eviction) -> list[int]:
+def cached_tokens(rule: prefix_eviction.Eviction) -> list[int]:
     """Tokens that each prompt finds when it comes a second time, after all others."""
     first = engines.serve(prompts(), CONFIG, eviction=rule)
     again = engines.serve(prompts(), CONFIG, state=first.state, eviction=rule)
@@ -48,15 +48,15 @@ def found_again(rule: prefix_eviction.Eviction) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_rule_of_ones_own_decides_what_stays() -> None:
+def test_custom_rule_decides_evictions() -> None:
     # A circle that is too large: whoever comes was the longest away.
-    assert found_again(prefix_eviction.LRU()) == [0] * 5
-    found = found_again(BeginningsStay())
+    assert cached_tokens(prefix_eviction.LRU()) == [0] * 5
+    found = cached_tokens(KeepPrefixes())
     assert sum(found) > 0
     assert max(found) < LENGTH // 2
 
 
-class Halves(NamedTuple):
+class FloatPriority(NamedTuple):
     """No rule: ranks are whole numbers."""
 
     def priority(self, uses: prefix_eviction.Uses) -> Any:
@@ -65,23 +65,25 @@ class Halves(NamedTuple):
 
 def test_ranks_of_another_type_are_refused() -> None:
     state = jax.eval_shape(lambda: engines.start(CONFIG))
-    with pytest.raises(ValueError, match="Halves ranks pages by float32, not by int32"):
+    with pytest.raises(
+        ValueError, match="FloatPriority ranks pages by float32, not by int32"
+    ):
         jax.eval_shape(
             lambda state: jaxkv.cancel(
-                state, jnp.zeros(1, jnp.int32), eviction=Halves()
+                state, jnp.zeros(1, jnp.int32), eviction=FloatPriority()
             ),
             state,
         )
 
 
 @pytest.mark.slow
-def test_the_engine_evicts_by_the_rule_that_it_is_given() -> None:
+def test_engine_uses_the_given_rule() -> None:
     engine = jaxkv.Engine(
         engines.params(),
         FORWARD,
         engines.start(CONFIG).pages,
         CONFIG,
-        eviction=BeginningsStay(),
+        eviction=KeepPrefixes(),
     )
     found = []
     for ask in [*prompts(), *prompts()]:

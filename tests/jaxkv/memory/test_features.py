@@ -57,7 +57,7 @@ def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
     ],
     ids=["tight", "cached", "swapping"],
 )
-def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
+def test_features_of_every_token(config: Any, asks: Any) -> None:
     """Through preemption, copies on write, shared prefixes and the staging buffer."""
     forward = paged.PagedForward(MODEL, taps=TAPS)
     preemption: Any = "swap" if config.max_swap_pages else "recompute"
@@ -99,7 +99,7 @@ def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
     assert (num_swapped > 0) == (preemption == "swap")
 
 
-def test_the_token_before_is_the_parent() -> None:
+def test_parent_places() -> None:
     """In a tree by who its ancestors are, elsewhere the place before."""
     place = [[6, 7, 8, 9], [2, 3, 4, -1], [0, 1, 2, 3]]
     kin = np.zeros((3, 4, 3), bool)
@@ -124,7 +124,7 @@ def test_the_token_before_is_the_parent() -> None:
     np.testing.assert_array_equal(features.parent_places(rows), rows.position - 1)
 
 
-def test_nothing_is_read_or_written_where_nothing_is() -> None:
+def test_missing_places_are_skipped() -> None:
     pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=3,
@@ -157,7 +157,7 @@ def test_nothing_is_read_or_written_where_nothing_is() -> None:
         features.read_features(pages._replace(features=None), rows, places)
 
 
-def test_halves_of_features_are_whole() -> None:
+def test_number_of_features_is_even() -> None:
     sizes: Any = {"num_pages": 1, "num_kv_heads": 1, "page_size": 2, "head_dim": 2}
     with pytest.raises(ValueError, match="num_features=5 must be even"):
         kv_layout.make_pages(num_layers=1, dtype="float32", num_features=5, **sizes)
@@ -171,6 +171,6 @@ def test_halves_of_features_are_whole() -> None:
         ({"taps": (1,), "layers": (0,)}, "needs all layers"),
     ],
 )
-def test_taps_that_there_are_not_are_refused(how: Any, line: str) -> None:
+def test_invalid_taps_are_refused(how: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line):
         paged.PagedForward(MODEL, **how)

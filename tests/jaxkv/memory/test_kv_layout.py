@@ -46,7 +46,7 @@ def filled(kind: Any, seed: int = 0) -> kv_pages.Pages:
     )
 
 
-def test_no_code_outside_memory_knows_the_leaves() -> None:
+def test_only_memory_accesses_the_leaves() -> None:
     """Neither by name, nor by place among the fields of `Pages`."""
     leaf = re.compile(r"\bpages\.[kv]\b|\bpages\)?\[:2\]|_replace\([kv]=|Pages\([kv]=")
     found = [
@@ -78,7 +78,7 @@ def test_rows_are_read_as_written(kind: Any) -> None:
         np.testing.assert_array_equal(now, before)
 
 
-def test_a_layout_refuses_values_that_it_does_not_have() -> None:
+def test_layout_refuses_surplus_or_missing_values() -> None:
     pages = kv_layout.DEFAULT_LAYOUT.make((1, 2, 1, 4, 2), "float32")
     rows = kv_pages.Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
     row, layout = jnp.zeros((1, 1, 2)), KVLayout("model", 1)
@@ -89,7 +89,7 @@ def test_a_layout_refuses_values_that_it_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pages_go_out_and_come_in(kind: Any) -> None:
+def test_pages_move_through_host_memory(kind: Any) -> None:
     """Through the memory of the host, in a message, and from page to page."""
     mine, theirs = filled(kind), filled(kind, 1)
     ids = ints(4, 0, 3)
@@ -122,7 +122,7 @@ def test_pages_go_out_and_come_in(kind: Any) -> None:
         page_messages.unpack(message, jax.tree.map(lambda x: x[..., :3], full), own)
 
 
-def test_accepted_rows_move_as_keys_do() -> None:
+def test_move_covers_all_leaves() -> None:
     rows = filled("model")
     [leaf] = jax.tree.leaves(rows)
     full = kv_pages.Pages(leaf, leaf, kv_layout.DEFAULT_LAYOUT)
@@ -136,7 +136,7 @@ def test_accepted_rows_move_as_keys_do() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_snapshot_holds_them(kind: Any, tmp_path: Path) -> None:
+def test_snapshot_has_all_leaves(kind: Any, tmp_path: Path) -> None:
     config = dataclasses.replace(engines.TIGHT, kv_dtype=kind)
     pages = jax.tree.map(
         lambda x: jnp.asarray(
@@ -154,7 +154,7 @@ def test_a_snapshot_holds_them(kind: Any, tmp_path: Path) -> None:
         jaxkv.load_state(folder, config, full)
 
 
-def test_a_mesh_divides_no_head_that_all_queries_read() -> None:
+def test_shared_head_is_not_divided() -> None:
     specs = mesh_layout.pages_specs(filled("model"))
     assert all(TENSOR not in spec for spec in jax.tree.leaves(specs))
     full = kv_layout.DEFAULT_LAYOUT.make((1, 2, 2, 4, 2), "float32")
@@ -168,7 +168,7 @@ def narrow_values(case: Any) -> Any:
 
 
 @pytest.mark.parametrize("runs", [[(9, 1), (3, 1)], [(0, 9), (6, 3)]])
-def test_attention_serves_values_of_another_width(runs: Any) -> None:
+def test_attention_with_narrow_values(runs: Any) -> None:
     decode = runs[0][1] == 1
     case = make_case(np.random.default_rng(0), runs, decode=decode)
     out, lse = oracle(case)
@@ -190,7 +190,7 @@ def _array(x: Any) -> Any:
     return None if x is None else jnp.asarray(x)
 
 
-def test_attention_reads_one_scale_for_key_and_value() -> None:
+def test_attention_with_shared_scale() -> None:
     case = make_case(np.random.default_rng(3), [(9, 1), (3, 1)], decode=True)
     case = case._replace(k_pages=np.nan_to_num(case.k_pages))
     numbers, scales = quantizing.quantize(jnp.asarray(case.k_pages), "int8")
@@ -207,7 +207,7 @@ def test_attention_reads_one_scale_for_key_and_value() -> None:
         )
 
 
-def test_widths_that_cannot_be_served_are_refused() -> None:
+def test_invalid_value_widths_are_refused() -> None:
     case = make_case(np.random.default_rng(0), [(3, 1)], decode=True)
     q, k, v, *where = map(_array, case)
     attend = inspect.unwrap(api.paged_attention)
@@ -230,7 +230,7 @@ def test_widths_that_cannot_be_served_are_refused() -> None:
 
 
 @pytest.mark.thorough
-def test_an_engine_serves_it() -> None:
+def test_engine_with_row_layout() -> None:
     """Forked, copied, preempted, swapped through the host: answers do not change."""
     asks, answers = groups(1, 16), []
     for config in (engines.ROOMY, dataclasses.replace(engines.TIGHT, max_swap_pages=8)):
@@ -253,7 +253,7 @@ def test_an_engine_serves_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_prefix_is_sent_to_another_engine() -> None:
+def test_prefix_transfer_with_row_layout() -> None:
     config = dataclasses.replace(engines.SERVED, prefix_cache=True, kv_dtype="int8")
 
     def engine() -> jaxkv.Engine:

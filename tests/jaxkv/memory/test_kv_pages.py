@@ -66,7 +66,9 @@ def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
     return rows, new
 
 
-def write_twin(old: np.ndarray, layer: int, new: np.ndarray, rows: Rows) -> np.ndarray:
+def write_reference(
+    old: np.ndarray, layer: int, new: np.ndarray, rows: Rows
+) -> np.ndarray:
     """One row after the other, with plain integers."""
     after, page_size = old.copy(), old.shape[3]
     page_ids = np.asarray(rows.page_ids)
@@ -83,19 +85,19 @@ def write_twin(old: np.ndarray, layer: int, new: np.ndarray, rows: Rows) -> np.n
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("one_each", [False, True], ids=["packed", "row i is slot i"])
-def test_write_equals_the_twin(page_size: int, one_each: bool) -> None:
+def test_write_equals_reference(page_size: int, one_each: bool) -> None:
     for seed in range(8):
         rows, new = draw(seed, page_size, one_each=one_each)
         pages, layer = make_pages(page_size), seed % LAYERS
         after = write(pages, jnp.int32(layer), new["k"], new["v"], rows)
         for name in "kv":
             old, found = getattr(pages, name), getattr(after, name)
-            wanted = write_twin(np.asarray(old), layer, new[name], rows)
+            wanted = write_reference(np.asarray(old), layer, new[name], rows)
             np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_no_sentinel_reaches_any_page(layer: int) -> None:
+def test_sentinels_write_no_page(layer: int) -> None:
     """Neither the last page nor, after an offset, a page of another layer."""
     pages, page_ids = make_pages(4), jnp.full((3, 2), NO_PAGE, jnp.int32)
     nowhere = [
@@ -121,7 +123,7 @@ def test_values_are_cast_to_the_type_of_the_pages() -> None:
     assert (after.k[0, 2, :, 0] == 1).all()
 
 
-def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
+def test_flattened_view_offsets_layers() -> None:
     pages = make_pages(4)
     page_ids = ints(0, 19, NO_PAGE, NUM_PAGES, 5)
     view = kv_pages.flatten_layers(pages)
@@ -136,7 +138,7 @@ def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
         )
 
 
-def test_rows_without_slots_must_be_as_many_for_each() -> None:
+def test_rows_without_slots_must_be_a_multiple() -> None:
     rows = make_rows(ints(0, 1), None, jnp.zeros((3, 1), jnp.int32))
     with pytest.raises(
         ValueError, match="num_rows=2 must be a multiple of num_slots=3"

@@ -49,7 +49,7 @@ def live(table: Table) -> jax.Array:
     return (table.length + table.ahead) > 0
 
 
-def test_the_first_pages_go_to_the_first_slots() -> None:
+def test_slots_are_served_in_order() -> None:
     pool, table = make_state()
     assert table.page_ids[:, :4].tolist() == [
         [0, 1, 2, NO_PAGE],
@@ -66,7 +66,7 @@ def test_the_first_pages_go_to_the_first_slots() -> None:
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
-def test_reserve_appends_only_what_is_missing() -> None:
+def test_reserve_appends_missing_pages() -> None:
     pool, table = make_state()
     pool, table, copies, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))
     assert enough
@@ -104,7 +104,7 @@ def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
         assert violations(pool, table, live(table)) == (0,) * 7
 
 
-def test_truncate_cuts_reserved_places_only() -> None:
+def test_truncate_keeps_written_places() -> None:
     pool, table = make_state()
     pool, table = truncate(pool, table, ints(8, 0, 1, 100, 3))
     assert table.length.tolist() == [6, 4, 0, 6, 0]
@@ -127,7 +127,7 @@ def test_fork_reads_all_sources_first() -> None:
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
-def test_reorder_releases_what_no_slot_continues() -> None:
+def test_reorder_releases_unused_pages() -> None:
     pool, table = make_state()
     pool, table = reorder(pool, table, ints(1, 2, 1, -1, 4))
     assert table.page_ids[:, :3].tolist() == [

@@ -84,7 +84,7 @@ class Programs:
         *after, evicted = self._evict(*case, jnp.full((), num, jnp.int32))
         return Case(*after), int(evicted)
 
-    def let_go(self, case: Case, *rows: tuple[int, ...]) -> Case:
+    def release_all(self, case: Case, *rows: tuple[int, ...]) -> Case:
         """Sequences leave, each with all of its pages."""
         blank = ((NO_PAGE,) * 4,) * (3 - len(rows))
         padded = [row + (NO_PAGE,) * (4 - len(row)) for row in (*rows, *blank)]
@@ -92,14 +92,14 @@ class Programs:
         pool, left = self._release(case.pool, ids)
         return Case(self._rest(case.cache, ids, left), pool)
 
-    def take_up(self, case: Case, *ids: int) -> Case:
+    def start_on(self, case: Case, *ids: int) -> Case:
         """A sequence starts on pages."""
         padded = ints(*ids, *[NO_PAGE] * (4 - len(ids)))
         return Case(self._use(case.cache, padded), page_pool.share(case.pool, padded))
 
     def used(self, case: Case, *ids: int) -> Case:
         """A sequence starts on pages, and leaves."""
-        return self.let_go(self.take_up(case, *ids), ids)
+        return self.release_all(self.start_on(case, *ids), ids)
 
 
 run = Programs()
@@ -123,7 +123,7 @@ def make_tree() -> Case:
     case = case._replace(
         pool=page_pool.share(case.pool, ints(0, 1))
     )  # by two sequences
-    return run.let_go(case, (0, 1, 2), (0, 1, 3), (4, 5))
+    return run.release_all(case, (0, 1, 2), (0, 1, 3), (4, 5))
 
 
 def pinned(case: Case) -> list[int]:
@@ -131,7 +131,7 @@ def pinned(case: Case) -> list[int]:
 
 
 @pytest.mark.thorough
-def test_a_page_is_found_by_its_tokens_parent_and_salt() -> None:
+def test_lookup_by_tokens_parent_and_salt() -> None:
     case = make_tree()
     assert case.cache.depth[:6].tolist() == [0, 1, 2, 2, 0, 1]
     assert case.pool.ref.tolist() == [1] * NUM_PAGES
@@ -147,7 +147,7 @@ def test_a_page_is_found_by_its_tokens_parent_and_salt() -> None:
     ("num_tokens", "pages"),
     [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2), (7, 3)],
 )
-def test_one_token_at_least_is_left_to_compute(num_tokens: int, pages: int) -> None:
+def test_match_leaves_one_token(num_tokens: int, pages: int) -> None:
     tokens = jnp.tile(ints(10, 9, 11, 9, 12, 9, 3)[None, :], (ROWS, 1))
     length, salt = ints(num_tokens, num_tokens, 7), salts(0, 0, 7)
     wanted = jnp.asarray([True, False, True])
@@ -169,7 +169,7 @@ def test_sequences_shorter_than_a_page_match_nothing() -> None:
         assert ids.shape == (2, width)
 
 
-def test_of_equal_pages_the_first_enters() -> None:
+def test_first_of_equal_pages_enters() -> None:
     row = (NO_PAGE, 10, 0)
     case, cached = run.enter(make_case(), (3, *row), (1, *row), (2, *row))
     assert cached == [3, 3, 3]
@@ -180,14 +180,14 @@ def test_of_equal_pages_the_first_enters() -> None:
 
 
 def test_a_page_enters_after_a_cached_parent_of_its_salt_only() -> None:
-    case = run.take_up(make_tree(), 0)
+    case = run.start_on(make_tree(), 0)
     after, cached = run.enter(case, (8, 7, 1, 0), (9, 0, 1, 7), (10, 0, 1, 0))
     assert cached == [NO_PAGE, NO_PAGE, 10]
     assert pinned(after) == [0, 1, 2, 3, 4, 5, 10]
     assert run.unsound(*after) == 0
 
 
-def test_contents_of_the_same_hash_stay_apart(one_hash: Programs) -> None:
+def test_hash_collisions_are_resolved(one_hash: Programs) -> None:
     case, cached = one_hash.enter(make_case(), (0, NO_PAGE, 1, 0))
     case, cached = one_hash.enter(case, (1, NO_PAGE, 2, 0), (2, NO_PAGE, 3, 0))
     assert cached == [1, NO_PAGE]  # two new ones of one call: the second is left out
@@ -205,7 +205,7 @@ def test_contents_of_the_same_hash_stay_apart(one_hash: Programs) -> None:
     assert one_hash.unsound(*case) == 0
 
 
-def test_a_full_bucket_takes_no_more(one_hash: Programs) -> None:
+def test_full_bucket_refuses_pages(one_hash: Programs) -> None:
     case = make_case()
     for page in range(prefix_cache.WAYS):
         case, cached = one_hash.enter(case, (page, NO_PAGE, page, 0))
@@ -213,7 +213,7 @@ def test_a_full_bucket_takes_no_more(one_hash: Programs) -> None:
     full, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0), (10, NO_PAGE, 3, 0))
     assert cached == [NO_PAGE, 3]
     assert_same(full.pool, case.pool)
-    case, evicted = one_hash.evict(one_hash.let_go(full, (5,)), 1)
+    case, evicted = one_hash.evict(one_hash.release_all(full, (5,)), 1)
     assert evicted == 1
     case, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0))
     assert cached == [9]
@@ -233,7 +233,7 @@ def order_of(case: Case) -> list[int]:
     return order
 
 
-def test_the_least_recently_used_go_first_and_leaves_before_parents() -> None:
+def test_lru_order_with_leaves_first() -> None:
     case = run.used(run.used(make_tree(), 4, 5), 0, 1, 2)
     assert case.cache.idle.num == 6
     assert order_of(case) == [3, 5, 4, 2, 1, 0]
@@ -242,18 +242,18 @@ def test_the_least_recently_used_go_first_and_leaves_before_parents() -> None:
     assert at_once.pool.stack[:6].tolist() == [3, 5, 4, 2, 1, 0]
 
 
-def test_a_page_in_use_keeps_all_before_it() -> None:
-    case = run.take_up(make_tree(), 0, 1, 2)
+def test_page_in_use_keeps_its_ancestors() -> None:
+    case = run.start_on(make_tree(), 0, 1, 2)
     assert case.cache.idle.num == 3
     case, evicted = run.evict(case, 4)
     assert evicted == 3
     assert pinned(case) == [0, 1, 2]
-    case, evicted = run.evict(run.let_go(case, (0, 1, 2)), 2)
+    case, evicted = run.evict(run.release_all(case, (0, 1, 2)), 2)
     assert evicted == 2
     assert pinned(case) == [0]
 
 
-def test_many_places_are_taken_up_as_few_are() -> None:
+def test_many_entries_equal_few_entries() -> None:
     """Few are compared with each other, more bid for their pages and are packed."""
     case, ids = make_tree(), ints(0, 1, NO_PAGE, 0, 1, 3)
     many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
@@ -266,7 +266,7 @@ def test_many_places_are_taken_up_as_few_are() -> None:
 def test_recency_outlives_a_wrap_of_the_tick() -> None:
     case = make_tree()
     tick = jnp.full((), 2**31 - 3, jnp.int32)
-    case = disorder(case, rank=case.cache.idle.rank + tick - case.cache.tick)
+    case = corrupt_order(case, rank=case.cache.idle.rank + tick - case.cache.tick)
     case = case._replace(cache=case.cache._replace(tick=tick))
     for row in ((4, 5), (0,), (0, 1), (0, 1, 2), (0, 1, 3)):
         case = run.used(case, *row)
@@ -278,19 +278,19 @@ def test_recency_outlives_a_wrap_of_the_tick() -> None:
     assert pinned(case) == [0, 1, 3]
 
 
-def test_evicting_none_and_forgetting_all() -> None:
+def test_evict_none_and_all() -> None:
     case = make_tree()
     same, evicted = run.evict(case, 0)
     assert evicted == 0
     assert_same(same, case)
-    held = run.take_up(case, 4)
+    held = run.start_on(case, 4)
     after, _ = run.evict(held, int(held.cache.idle.num))
     assert pinned(after) == [4]
     assert after.pool.num_free == 5
     assert run.lookup(after, (NO_PAGE, 10, 0), (NO_PAGE, 10, 7)) == [NO_PAGE, 4]
 
 
-def test_a_hash_tells_places_and_pages_apart() -> None:
+def test_hash_depends_on_places_and_pages() -> None:
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 50_000, (20_000, 4)), jnp.int32)
     start = prefix_cache.empty_hash(salts(0))
@@ -496,7 +496,7 @@ def operations(
         cache, pool, num = prefix_eviction.evict(*state[:2], num)
         return State(cache, pool, state.table), num
 
-    def lend(state, taken, back):
+    def pin_elsewhere(state, taken, back):
         cache = prefix_eviction.use(state.cache, taken)
         pool = page_pool.share(state.pool, taken)
         pool, left = page_pool.release_counted(pool, back)
@@ -504,7 +504,7 @@ def operations(
             prefix_eviction.rest(cache, back, left, rule), pool, state.table
         ), None
 
-    return {f.__name__: f for f in (admit, fill, finish, evict, lend)}
+    return {f.__name__: f for f in (admit, fill, finish, evict, pin_elsewhere)}
 
 
 @memo
@@ -625,7 +625,7 @@ class Walk:
         self.seen["evicted"] += evicted
         return (np.int32(num),), evicted
 
-    def lend(self) -> tuple[tuple, None]:
+    def pin_elsewhere(self) -> tuple[tuple, None]:
         """Sequences outside the table start on cached pages, and others leave."""
         content, page_of = self.model.content, self.model.page_of
         taken = []
@@ -726,15 +726,15 @@ def entry(case: Case, page: int) -> tuple[int, int]:
     return bucket, way
 
 
-def disorder(case: Case, **fields: Any) -> Case:
+def corrupt_order(case: Case, **fields: Any) -> Case:
     """Overwrites fields of the order of idle pages."""
     idle = case.cache.idle._replace(**fields)
     return case._replace(cache=case.cache._replace(idle=idle))
 
 
-def lost_game(case: Case) -> Case:
+def corrupt_winner(case: Case) -> Case:
     first, last = case.cache.idle.rounds
-    return disorder(case, rounds=(first, last.at[0].set(0)))
+    return corrupt_order(case, rounds=(first, last.at[0].set(0)))
 
 
 FAULTS = {
@@ -744,12 +744,15 @@ FAULTS = {
     ),
     "in use, and idle": lambda c: c._replace(pool=page_pool.share(c.pool, ints(0))),
     "let go in silence": lambda c: c._replace(
-        pool=run.release(run.take_up(c, 4).pool, ints(4)), cache=run.take_up(c, 4).cache
+        pool=run.release(run.start_on(c, 4).pool, ints(4)),
+        cache=run.start_on(c, 4).cache,
     ),
-    "parent goes first": lambda c: disorder(c, rank=c.cache.idle.rank.at[1].add(-9)),
-    "no rank": lambda c: disorder(c, ranked=c.cache.idle.ranked.at[5].set(False)),
-    "wrong number of idle pages": lambda c: disorder(c, num=c.cache.idle.num - 1),
-    "wrong winner": lost_game,
+    "parent goes first": lambda c: corrupt_order(
+        c, rank=c.cache.idle.rank.at[1].add(-9)
+    ),
+    "no rank": lambda c: corrupt_order(c, ranked=c.cache.idle.ranked.at[5].set(False)),
+    "wrong number of idle pages": lambda c: corrupt_order(c, num=c.cache.idle.num - 1),
+    "wrong winner": corrupt_winner,
     "wrong number of pages": lambda c: c._replace(
         cache=c.cache._replace(num_pinned=c.cache.num_pinned + 1)
     ),
@@ -794,9 +797,11 @@ def test_vmap_equals_single_runs() -> None:
             walk.step()
         moments.append((walk.state, dict(walk.calls)))
 
-    def each_of(verbs: dict[str, Any]) -> Any:
+    def compiled_operations(verbs: dict[str, Any]) -> Any:
         return lambda state, calls: {
             verb: f(state, *calls[verb]) for verb, f in verbs.items()
         }
 
-    assert_maps(each_of(operations(4)), moments, each_of(walk.run))
+    assert_maps(
+        compiled_operations(operations(4)), moments, compiled_operations(walk.run)
+    )

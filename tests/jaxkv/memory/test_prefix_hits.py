@@ -274,7 +274,7 @@ def test_hits_in_a_chat_equal_the_model() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [None, 50, 20])
-def test_who_reads_the_same_at_the_same_time_equals_the_model(
+def test_concurrent_equal_prompts_equal_the_model(
     chunk_size: int | None,
 ) -> None:
     rng = np.random.default_rng(2)
@@ -289,29 +289,29 @@ def test_who_reads_the_same_at_the_same_time_equals_the_model(
 
 
 @pytest.mark.thorough
-def test_hits_among_users_who_hang_up_equal_the_model() -> None:
+def test_hits_with_cancellations_equal_the_model() -> None:
     replay = converse(20, SMALL, seed=1, cancels=0.4)
     reasons = [outcome.reason for outcome in replay.outcomes.values()]
     assert reasons.count("cancelled") > 5
 
 
-def forgets_whose_it_is(state: EngineState) -> EngineState:
+def ignore_salt(state: EngineState) -> EngineState:
     salt = jnp.zeros_like(state.sequences.salt)
     return state._replace(sequences=state.sequences._replace(salt=salt))
 
 
-def keeps_what_it_should_not(state: EngineState) -> EngineState:
+def cache_opted_out(state: EngineState) -> EngineState:
     reuses = jnp.ones_like(state.sequences.reuses)
     return state._replace(sequences=state.sequences._replace(reuses=reuses))
 
 
-def evicts_the_latest(state: EngineState) -> EngineState:
+def evict_most_recent(state: EngineState) -> EngineState:
     cache = state.prefixes
     assert cache is not None
     return state._replace(prefixes=prefix_eviction.rerank(cache, -cache.last_used))
 
 
-def misses_what_it_has(state: EngineState) -> EngineState:
+def never_match(state: EngineState) -> EngineState:
     cache = state.prefixes
     assert cache is not None
     return state._replace(
@@ -323,13 +323,13 @@ def misses_what_it_has(state: EngineState) -> EngineState:
 @pytest.mark.parametrize(
     "wrong",
     [
-        forgets_whose_it_is,
-        keeps_what_it_should_not,
-        evicts_the_latest,
-        misses_what_it_has,
+        ignore_salt,
+        cache_opted_out,
+        evict_most_recent,
+        never_match,
     ],
 )
-def test_no_other_cache_passes(wrong: Callable) -> None:
+def test_model_detects_faulty_caches(wrong: Callable) -> None:
     with pytest.raises(AssertionError):
         converse(20, SMALL, before_call=wrong)
 
@@ -385,11 +385,11 @@ def never_used(cache: Prefixes, ids: Any) -> Prefixes:
     return cache
 
 
-def found_by_all(cache, tokens, num_tokens, salt, wanted):
+def match_any_salt(cache, tokens, num_tokens, salt, wanted):
     return match(cache, tokens, num_tokens, jnp.zeros_like(salt), wanted)
 
 
-def one_too_few(cache, tokens, num_tokens, salt, wanted):
+def match_one_page_less(cache, tokens, num_tokens, salt, wanted):
     return match(cache, tokens, num_tokens - 1, salt, wanted)
 
 
@@ -401,11 +401,11 @@ match = prefix_cache.match
     ("module", "name", "wrong"),
     [
         (prefix_eviction, "use", never_used),
-        (prefix_cache, "match", found_by_all),
-        (prefix_cache, "match", one_too_few),
+        (prefix_cache, "match", match_any_salt),
+        (prefix_cache, "match", match_one_page_less),
     ],
 )
-def test_no_other_program_passes(
+def test_model_detects_faulty_programs(
     module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, wrong)

@@ -60,7 +60,7 @@ def refusal(raw: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "key"), [(name, key) for name in KEYS for key in KEYS[name]]
 )
-def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) -> None:
+def test_every_transformers_key_is_read_or_harmless(name: str, key: str) -> None:
     raw, family = config_of(name), FAMILIES[name]
     harmless = HARMLESS | {*family.harmless}
     if family.windows == "off":
@@ -77,7 +77,7 @@ def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) ->
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_served_model_is_counted_as_it_is_served(name: str) -> None:
+def test_served_models_have_the_counted_size(name: str) -> None:
     raw, num_served = config_of(name), 0
     files = [
         raw | {key: another(key, raw.get(key, KEYS[name][key]))} for key in KEYS[name]
@@ -94,7 +94,7 @@ def test_a_served_model_is_counted_as_it_is_served(name: str) -> None:
     assert num_served > len(files) // 2
 
 
-def test_families_that_are_only_counted_are_refused_by_name() -> None:
+def test_families_without_serving_are_refused() -> None:
     served = {name for name, family in FAMILIES.items() if family.servable}
     assert served == {*get_args(config.FamilyName.__value__)}
     counted = FAMILIES.keys() - served
@@ -129,7 +129,7 @@ def test_every_key_of_deepseek_v3_is_in_its_entry() -> None:
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_what_transformers_4_wrote_of_every_model(name: str) -> None:
+def test_keys_of_transformers_4(name: str) -> None:
     raw = config_of(name)
     old = dict.fromkeys(OLD_KEYS, "anything") | {"add_cross_attention": False}
     assert configs.from_hf(raw | old) == configs.from_hf(raw)
@@ -325,14 +325,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ("name", "changes", "line"),
     [(name, *row) for name, rows in REFUSED.items() for row in rows],
 )
-def test_what_is_not_supported_or_contradicts_itself_is_refused(
+def test_unsupported_or_contradictory_values_are_refused(
     name: str, changes: dict[str, Any], line: str
 ) -> None:
     raw = json.loads((GOLDEN / name / "config.json").read_text()) | changes
     assert refusal(raw).startswith(line)
 
 
-def test_either_of_two_names_will_do() -> None:
+def test_aliases_are_accepted() -> None:
     gpt2, mixtral = config_of("gpt2"), config_of("mixtral")
     renamed = {"num_hidden_layers": gpt2["n_layer"], "hidden_size": gpt2["n_embd"]}
     assert configs.from_hf(gpt2 | renamed) == configs.from_hf(gpt2)
@@ -344,7 +344,7 @@ def test_either_of_two_names_will_do() -> None:
     assert found.num_experts == num
 
 
-def test_nulls_and_defaults_mean_what_transformers_takes_them_to() -> None:
+def test_nulls_and_defaults_equal_transformers() -> None:
     mistral, qwen2 = config_of("mistral"), config_of("qwen2")
     heads = {"num_attention_heads": 16, "head_dim": 2, "num_key_value_heads": None}
     assert configs.from_hf(mistral | heads).num_kv_heads == 16
@@ -361,7 +361,7 @@ def test_nulls_and_defaults_mean_what_transformers_takes_them_to() -> None:
     assert found.num_dense_layers == 2
 
 
-def test_original_positions_beside_the_rotary_object() -> None:
+def test_original_positions_outside_the_rotary_object() -> None:
     raw = json.loads((GOLDEN / "llama3" / "config.json").read_text())
     rope = dict(raw["rope_parameters"])
     original = rope.pop("original_max_position_embeddings")
@@ -407,7 +407,7 @@ STRANGE = (
     "name",
     [pytest.param(x, marks=[] if x == "llama" else pytest.mark.thorough) for x in KEYS],
 )
-def test_whatever_a_file_holds_is_a_model_or_one_line(name: str) -> None:
+def test_random_configs_load_or_fail_in_one_line(name: str) -> None:
     raw = config_of(name)
     keys = {*KEYS[name], *positions.KEYS, *positions.WINDOW_KEYS, "unknown"}
     num_refused = 0

@@ -72,7 +72,7 @@ def reason(line: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(PEER is None, reason="JAXKV_PEER_PYTHON names no Python")
-def test_no_folder_is_computed_otherwise_than_by_transformers(tmp_path: Path) -> None:
+def test_random_folders_agree_with_transformers(tmp_path: Path) -> None:
     subprocess.run(
         [str(PEER), str(SCRIPT), str(tmp_path), f"--seed={SEED}", f"--num={NUM}"],
         check=True,

@@ -42,7 +42,7 @@ def continue_greedily(
     return jax.lax.fori_loop(num_prompt, tokens.shape[1], step, tokens)
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_has_a_golden_folder() -> None:
     families = {checkpoints.read_config(GOLDEN / name).family for name in FOLDERS}
     assert families == {name for name, x in FAMILIES.items() if x.servable}
     assert len(list((GOLDEN / "sharded").glob("*.safetensors"))) >= 3

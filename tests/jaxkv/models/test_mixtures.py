@@ -59,7 +59,7 @@ def test_routing_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
+def test_mix_equals_reference(crowded: bool) -> None:
     """All rows may choose the same two of six: none is dropped, none is padded."""
     rng, sizes_seen = np.random.default_rng(1), []
     x = rng.normal(size=(24, 4)).astype(np.float32)
@@ -105,7 +105,7 @@ def test_balance_and_imbalance_worked_by_hand() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
-def test_balance_is_what_transformers_says(name: str) -> None:
+def test_balance_loss_equals_transformers(name: str) -> None:
     config, params, *_ = checkpoints.load_model(GOLDEN / name)
     assert config.experts is not None
     expected = np.load(GOLDEN / name / "expected.npz")
@@ -117,7 +117,7 @@ def test_balance_is_what_transformers_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_is_counted_as_its_folder_is(name: str) -> None:
+def test_parameter_count_equals_the_folder(name: str) -> None:
     config = checkpoints.read_config(GOLDEN / name)
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     model = from_model.describe(config)
@@ -205,7 +205,7 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
         pytest.param(range(1, 30), "plenty", True, marks=pytest.mark.slow),
     ],
 )
-def test_the_engine_serves_it_to_the_same_bits_in_any_batch(
+def test_engine_is_batch_invariant_with_experts(
     seeds: range, others: str, as_served: bool
 ) -> None:
     """All at once, with too few pages, and each request alone."""
@@ -244,7 +244,7 @@ def test_a_folder_with_fewer_tensors_than_experts(tmp_path: Path) -> None:
         ("qwen3_moe", {}, "has no place"),
     ],
 )
-def test_a_mixture_without_a_place_in_its_family(
+def test_mixture_that_its_family_cannot_express_is_refused(
     family: Any, changes: Any, line: str
 ) -> None:
     experts = dataclasses.replace(EXPERTS, **changes)

@@ -42,7 +42,7 @@ BOTH_PROGRAMS = ("llama3", "qwen3", "mistral", "qwen2_moe")
 OTHERS = ("bfloat16", "sharded", "tokenized", "mixtral", "qwen3_moe")
 
 
-def test_few_rows_are_multiplied_in_the_company_of_zeros() -> None:
+def test_few_rows_are_padded() -> None:
     """What stands behind a column's own numbers is no row's business."""
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(24, 16)), "float32")
@@ -62,7 +62,7 @@ def test_few_rows_are_multiplied_in_the_company_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_many_rows_are_multiplied_with_the_rows_first(bias: bool) -> None:
+def test_many_rows_are_multiplied_rows_first(bias: bool) -> None:
     config = dataclasses.replace(engines.MODEL, mlp_bias=bias)
     layer = layers.Layer(config, 0, rngs=nnx.Rngs(0), dtype=jnp.float32)
     rng = np.random.default_rng(0)
@@ -166,9 +166,7 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
         dict(experts=EXPERTS),
     ],
 )
-def test_parameters_have_the_bits_of_those_drawn_one_by_one(
-    fields: dict, dtype: str
-) -> None:
+def test_parameters_equal_single_draws(fields: dict, dtype: str) -> None:
     config, key = ModelConfig(**vars(TINY) | fields), jax.random.key(5)
     alone = transformer.Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
     expected = nnx.to_pure_dict(nnx.state(alone, nnx.Param))
@@ -189,7 +187,7 @@ def test_half_precision_weights_give_float32_logits() -> None:
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
 
 
-def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
+def test_transposed_weights_give_equal_results() -> None:
     """Of 2 to 4 rows by the second form alone; stacked they are each layer's own."""
     config, params = engines.MODEL, engines.params()
     twice = param_forms.add_transposed_weights(params)
@@ -220,7 +218,7 @@ def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
 @pytest.mark.parametrize(
     "name", ["llama3", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
 )
-def test_scanned_layers_answer_as_unrolled_ones(name: str) -> None:
+def test_scanned_layers_equal_unrolled_layers(name: str) -> None:
     """The engine's tokens and log-probabilities, to the bit."""
     ask = jaxkv.Sampling(temperature=0.9, top_k=20, max_tokens=12, seed=3, logprobs=0)
     answers = []
@@ -242,7 +240,7 @@ def golden(name: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_past_learned_positions_is_refused(name: str) -> None:
+def test_exceeded_learned_positions_are_refused(name: str) -> None:
     config = golden(name)
     assert config.max_positions == 96
     line = "=97 must be at most 96, the model's learned positions"
@@ -260,7 +258,7 @@ def test_past_learned_positions_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
+def test_rows_beyond_learned_positions_are_nan(name: str) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
     model = transformer.Transformer(config, rngs=nnx.Rngs(0))
     nnx.update(model, nnx.State(params))
@@ -275,7 +273,7 @@ def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
     np.testing.assert_array_equal(is_nan.any(0), [False, False, True, True])
 
 
-def test_past_rotary_positions_is_said_once() -> None:
+def test_exceeded_rotary_positions_warn_once() -> None:
     config = golden("llama")
     shapes = transformer.param_shapes(config)
     tokens = jax.ShapeDtypeStruct((1, 129), jnp.int32)

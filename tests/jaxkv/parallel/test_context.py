@@ -217,7 +217,7 @@ def test_bytes_grow_with_the_layers(how: Layout) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", [WAYS[0], WAYS[2]], ids=["cp", "ep"])
-def test_an_exchange_too_many_is_counted(
+def test_surplus_collectives_are_detected(
     how: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries that are gathered though all have them; answers added up twice."""
@@ -318,7 +318,7 @@ def test_pages_are_never_sent_nor_copied() -> None:
     ],
 )
 @pytest.mark.parametrize("with_tree", [True, False])
-def test_attention_of_parts_is_that_of_the_whole(
+def test_attention_over_parts_equals_the_whole(
     num: int, window: int | None, with_tree: bool
 ) -> None:
     """Chunks and trees, at random places, by windows too."""
@@ -374,7 +374,7 @@ def test_attention_of_parts_is_that_of_the_whole(
 
 
 @pytest.mark.parametrize("num", [2, 4])
-def test_places_are_counted_one_by_one(num: int) -> None:
+def test_local_places_equal_enumeration(num: int) -> None:
     """Against a list of which device has which place."""
     part, length = 3, 31
 
@@ -396,7 +396,7 @@ def test_places_are_counted_one_by_one(num: int) -> None:
         assert last[device].tolist() == seen
 
 
-def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
+def test_device_states_merge_pairwise() -> None:
     keys = jax.random.split(jax.random.key(0))
     out = jax.random.normal(keys[0], (4, 8, 3, 8))
     lse = jax.random.normal(keys[1], (4, 8, 3)) * 9
@@ -419,7 +419,7 @@ def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
         assert np.all(np.isneginf(np.asarray(found.lse)[2]))
 
 
-def test_what_does_not_divide_is_refused() -> None:
+def test_indivisible_sizes_are_refused() -> None:
     mesh = make_mesh(context=4)
     with pytest.raises(ValueError, match=r"page_size=6 must be a multiple of the 4"):
         jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, page_size=6, num_pages=20)

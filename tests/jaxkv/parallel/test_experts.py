@@ -75,13 +75,13 @@ def check_places(capacity: int) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 5, ROWS])
-def test_choices_have_places_of_their_own(capacity: int) -> None:
+def test_choices_have_distinct_places(capacity: int) -> None:
     check_places(capacity)
 
 
 @pytest.mark.parametrize("p", [2, pytest.param(8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("capacity", [1, 3, ROWS])
-def test_rows_come_back_from_the_experts_that_had_places(p: int, capacity: int) -> None:
+def test_exchange_returns_rows_with_places(p: int, capacity: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
     found = routing(p * ROWS, 5)
 
@@ -100,7 +100,7 @@ def test_rows_come_back_from_the_experts_that_had_places(p: int, capacity: int) 
 
 
 @pytest.mark.parametrize("p", [2, pytest.param(8, marks=pytest.mark.thorough)])
-def test_gathered_rows_lose_nothing(p: int) -> None:
+def test_gather_rows_drops_no_choice(p: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
     found = routing(p * ROWS, 6)
 
@@ -130,7 +130,7 @@ def test_gathered_rows_lose_nothing(p: int) -> None:
         ("number % num_rows", "number // top_k"),
     ],
 )
-def test_a_seeded_bug_of_places_is_noticed(
+def test_seeded_bugs_of_places_are_detected(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug = Bug(experts, "assign_places", removed, added, check_places, (2,))

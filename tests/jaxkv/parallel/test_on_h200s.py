@@ -43,7 +43,7 @@ DRAWN, ROWS = CONFIG.max_slots, CONFIG.token_budget
 @pytest.mark.parametrize(
     "how", [Layout(tensor=4), Layout(tensor=2, pages=2)], ids=["tensor", "pages too"]
 )
-def test_an_engine_over_four(how: Layout) -> None:
+def test_engine_on_four_h200s(how: Layout) -> None:
     degrees = {"context": how.pages, "tensor": how.tensor}
     mesh = deviceless.make_mesh({x: num for x, num in degrees.items() if num > 1})
     run, arguments, pages = engine_programs.steps_on(

@@ -66,7 +66,7 @@ def test_products_of_a_mixed_pass_are_divided(
 
 
 @pytest.mark.thorough
-def test_what_is_kept_of_all_rows_is_that_of_one_device() -> None:
+def test_stored_states_equal_one_device() -> None:
     """Keys, values, and states for heads that draft, at their places; and bytes."""
     c, taps, how = engines.MODEL, (0, 2, 1), Layout(pages=2)
     kept = []
@@ -91,7 +91,7 @@ def test_what_is_kept_of_all_rows_is_that_of_one_device() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 4])
-def test_rows_are_parted_and_put_together(num: int) -> None:
+def test_rows_are_divided_and_gathered(num: int) -> None:
     """In order; what is not packed, not fast, or does not divide is left whole."""
 
     def part(x: Any) -> Any:

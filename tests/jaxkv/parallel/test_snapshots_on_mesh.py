@@ -25,7 +25,7 @@ def make(**degrees: int) -> jaxkv.Engine:
     return engine_on(engines.MODEL, engines.params(), mesh, **BOUNDS)
 
 
-def half_done(engine: jaxkv.Engine) -> EngineState:
+def make_partial_state(engine: jaxkv.Engine) -> EngineState:
     """Its state while requests are read, answered and wait."""
     for prompt, ask in zip(PROMPTS, ASKS, strict=True):
         engine.submit(prompt, ask)
@@ -60,11 +60,11 @@ def assert_equal(one: Any, other: Any) -> None:
     [{"tensor": 2, "context": 2}, pytest.param({"context": 4}, marks=pytest.mark.slow)],
     ids=["tp cp", "cp"],
 )
-def test_a_state_goes_on_wherever_it_is_taken_up(
+def test_state_continues_on_other_layouts(
     degrees: dict[str, int], tmp_path: Path
 ) -> None:
     engine, alone = make(**degrees), make()
-    state = half_done(engine)
+    state = make_partial_state(engine)
     jaxkv.save_state(tmp_path / "saved", state, engine.config)
 
     def load() -> EngineState:
@@ -87,7 +87,7 @@ def test_a_state_goes_on_wherever_it_is_taken_up(
     assert_equal(there.sequences.tokens, end.sequences.tokens)
 
 
-def test_what_cannot_be_saved_or_divided_is_refused(tmp_path: Path) -> None:
+def test_states_that_cannot_be_saved_or_divided_are_refused(tmp_path: Path) -> None:
     """Of shapes alone: pages of 16 places, two KV heads."""
     _, (_, state, _), _ = engine_programs.steps(engine_programs.SMALL)
 

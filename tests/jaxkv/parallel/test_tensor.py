@@ -110,7 +110,7 @@ def test_bytes_grow_with_the_layers(num_layers: int) -> None:
     assert [each.kind for each in found if each not in reduces] == ["all-gather"]
 
 
-def test_an_exchange_too_many_is_counted() -> None:
+def test_surplus_collectives_are_detected() -> None:
     config = dataclasses.replace(engines.MODEL, vocab_size=64)
     mesh = make_mesh(tensor=2)
     placed = tensor.place_params(config, engines.params(config), mesh)
@@ -157,7 +157,7 @@ def test_trips_of_loops_are_counted() -> None:
         ({"experts": Experts(num_experts=4, top_k=2, size=18)}, 4, "experts.size=18 m"),
     ],
 )
-def test_what_does_not_divide_is_refused(
+def test_indivisible_sizes_are_refused(
     fields: dict[str, Any], degree: int, said: str
 ) -> None:
     config = dataclasses.replace(engines.MODEL, **fields)
@@ -165,17 +165,17 @@ def test_what_does_not_divide_is_refused(
         tensor.fit_config(config, degree)
 
 
-def test_more_devices_than_there_are_is_refused() -> None:
+def test_too_many_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor=9 must be in \[1, 8\]"):
         make_mesh(tensor=9)
 
 
-def test_parameters_elsewhere_are_refused() -> None:
+def test_parameters_on_another_mesh_are_refused() -> None:
     with pytest.raises(ValueError, match=r"params\['embed'\].* must be on mesh"):
         layout.specs_on(engines.params(), make_mesh(tensor=2))
 
 
-def test_each_device_is_given_its_part_alone() -> None:
+def test_devices_receive_their_parts_only() -> None:
     mesh = make_mesh(tensor=4)
     place = functools.partial(tensor.make_placer, mesh=mesh)
     found = checkpoints.load_model(GOLDEN / "llama", place=place).params

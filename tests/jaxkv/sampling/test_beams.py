@@ -1,4 +1,4 @@
-"""Beams: by hand, against brute force, and a textbook in Python."""
+"""Beams: by hand, against brute force, and a reference_search in Python."""
 
 import functools
 import itertools
@@ -109,7 +109,7 @@ def assert_equal(ours: list[Answer], expected: list[Answer]) -> None:
     )
 
 
-def textbook(model: Model, params: Params) -> list[Answer]:
+def reference_search(model: Model, params: Params) -> list[Answer]:
     """Beam search in lists, every candidate sorted."""
     width, limit = int(params.width), int(params.limit)
     penalty, rule = float(params.length_penalty), int(params.early_stopping)
@@ -166,7 +166,7 @@ def test_two_steps_by_hand() -> None:
 
 @pytest.mark.parametrize("rule", [ESTIMATE, NEVER])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.5])
-def test_wide_enough_it_is_exhaustive(penalty: float, rule: int) -> None:
+def test_wide_search_is_exhaustive(penalty: float, rule: int) -> None:
     vocab, stop, limit = 3, 2, 4
     model = random_model(1, vocab)
     every = []
@@ -189,14 +189,14 @@ def test_wide_enough_it_is_exhaustive(penalty: float, rule: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("penalty", [-1.5, 0.0, 1.0, 2.0])
-def test_narrow_it_equals_the_textbook(penalty: float, rule: int) -> None:
+def test_narrow_search_equals_reference(penalty: float, rule: int) -> None:
     early = 0
     for seed, width in itertools.product(range(8), (1, 2, 3, 5)):
         stops = ((4, -1), (4, 0), (-1, -1), (6, 5))[seed % 4]
         params = params_of(width, penalty, rule, stops, limit=4 + 2 * (seed % 5))
         model = random_model(seed, 7, spread=(2.0, 6.0)[seed // 4])
         group, answers = drive(model, params, 5)
-        assert_equal(answers, textbook(model, params))
+        assert_equal(answers, reference_search(model, params))
         early += int(group.length < params.limit)
     assert early >= 5 or (rule == NEVER and penalty > 0)  # the rules are put to use
 
@@ -210,7 +210,7 @@ def test_one_program_serves_every_setting() -> None:
 
 
 @pytest.mark.thorough
-def test_groups_do_not_feel_each_other() -> None:
+def test_groups_are_independent() -> None:
     """Row i of a batch of groups is group i alone, bit for bit."""
     rng = np.random.default_rng(0)
     lines = []
@@ -232,7 +232,7 @@ def test_groups_do_not_feel_each_other() -> None:
         jax.tree.map(np.testing.assert_array_equal, alone, step(*line))
 
 
-def test_stops_do_not_crowd_out_what_runs_on() -> None:
+def test_stops_do_not_displace_running_beams() -> None:
     params = params_of(2, 2.0, NEVER, stops=(6, 1))
     logits = jnp.asarray([[0, 9, 1, 3, 2, 3, 9]] * 2, jnp.float32)
     group, parents, tokens = advance(beam_search.make_beams(2), params, logits, YES)
@@ -248,7 +248,7 @@ def test_equals_rank_by_beam_and_token() -> None:
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
 
 
-def test_beams_without_candidates_rest() -> None:
+def test_beams_without_candidates_stop() -> None:
     """A mask leaves two tokens, then NaN takes one beam, then nothing is left."""
     params, none = params_of(3, stops=(5, -1)), -jnp.inf
     logits = jnp.full((4, 6), none, jnp.float32).at[:, 2:4].set(0.0)
@@ -267,7 +267,7 @@ def test_beams_without_candidates_rest() -> None:
     assert (rows == -1).all()
 
 
-def test_back_pointers_lead_home() -> None:
+def test_unroll_follows_back_pointers() -> None:
     rng = np.random.default_rng(3)
     num_beams, places = 4, 11
     parents = rng.integers(0, num_beams, (num_beams, places)).astype(np.int32)

@@ -60,7 +60,7 @@ def rows_of(tree: Any, rows: Any) -> Any:
         ({"max_tokens": 0}, "at least 1"),
     ],
 )
-def test_what_a_field_must_be_is_told(fields: dict[str, Any], range_: str) -> None:
+def test_field_errors_state_the_range(fields: dict[str, Any], range_: str) -> None:
     name, value = next(iter(fields.items()))
     line = f"{name}={value!r} must be {range_}"
     with pytest.raises(ValueError, match=re.escape(line)):
@@ -68,19 +68,19 @@ def test_what_a_field_must_be_is_told(fields: dict[str, Any], range_: str) -> No
 
 
 @pytest.mark.parametrize("field", [{"best_of": 2}, {"presence_penalty": 1.0}])
-def test_beam_search_takes_no_rule_of_drawing(field: dict[str, Any]) -> None:
+def test_beam_search_refuses_sampling_parameters(field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="beam search takes no best_of, penalties"):
         Sampling(beam_width=2, **field)
 
 
-def test_the_edges_of_the_ranges_are_fine() -> None:
+def test_range_bounds_are_accepted() -> None:
     Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=1.0, seed=2**64 - 1)
     greedy = Sampling.greedy(max_tokens=3, logprobs=0)
     assert greedy == Sampling(temperature=0.0, max_tokens=3, logprobs=0)
     assert hash(greedy) == hash(dataclasses.replace(greedy))
 
 
-def test_parameters_line_up() -> None:
+def test_make_params_stacks_requests() -> None:
     requests = [
         Sampling(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.5),
         Sampling.greedy(presence_penalty=0.25, frequency_penalty=0.75),
@@ -128,7 +128,7 @@ def test_keys_are_those_of_jax(seed: int) -> None:
         np.testing.assert_array_equal(drawn[0, each], jax.random.key_data(folded))
 
 
-def test_wide_seeds_keep_all_their_bits() -> None:
+def test_64_bit_seeds() -> None:
     own = random_keys.request_key(2**64 - 2, engine_seed=0, request_id=0)
     assert own.tolist() == [2**32 - 1, 2**32 - 2]
     for bad in ({"seed": -1}, {"seed": None, "engine_seed": 2**64}, {"request_id": -1}):
@@ -154,7 +154,7 @@ def test_noise_is_a_function_of_key_and_token_id() -> None:
     np.testing.assert_allclose(noise.var(), 1.6449, atol=0.1)
 
 
-def test_chances_are_kept_always_never_and_in_between() -> None:
+def test_uniform_probabilities() -> None:
     keys = jnp.array([[1, 2], [3, 4]], jnp.uint32)
     ids = jnp.arange(50_000, dtype=jnp.int32)[None, :]
     uniform = jax.jit(random_keys.uniform)(keys, ids)
@@ -273,7 +273,7 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
 
 
 @pytest.mark.thorough
-def test_the_law_equals_numpy() -> None:
+def test_probabilities_equal_numpy() -> None:
     vocab = 300
     cases = [(row, cut) for row in hard_rows(vocab, 1) for cut in CUTS[::2]]
     logits = np.stack([row for row, _ in cases]).astype(np.float32)
@@ -294,7 +294,7 @@ def test_the_law_equals_numpy() -> None:
 
 
 @pytest.mark.thorough
-def test_draws_follow_the_law_as_it_is_computed() -> None:
+def test_draws_follow_probabilities() -> None:
     draws, vocab = 20_000, 16
     logits = np.random.default_rng(2).normal(size=vocab).astype(np.float32) * 1.5
     request = Sampling(temperature=1.5, top_k=12, top_p=0.95, min_p=0.02)
@@ -309,7 +309,7 @@ def test_draws_follow_the_law_as_it_is_computed() -> None:
 
 
 @pytest.mark.slow
-def test_a_law_does_not_depend_on_its_batch() -> None:
+def test_probabilities_do_not_depend_on_the_batch() -> None:
     logits, params, *_ = one_batch()
     together = jitted("probabilities")(logits, params)
     for rows in (*([row] for row in range(8)), [1, 7], [3, 1, 0, 6, 2]):
@@ -334,7 +334,7 @@ LAWS = [
 
 
 @pytest.mark.thorough
-def test_draws_follow_the_enumerated_law() -> None:
+def test_draws_follow_enumerated_distribution() -> None:
     vocab, draws = 16, 4000
     logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32) * 1.5
     batch = jnp.broadcast_to(logits, (draws, vocab))
@@ -463,7 +463,7 @@ def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
         np.testing.assert_array_equal(drawn.token, greedy.token)
 
 
-def test_only_rows_that_ask_are_scored() -> None:
+def test_logprobs_only_where_requested() -> None:
     everything = sample(*one_batch())
     for scored in (np.arange(8) % 3 == 0, np.zeros(8, bool)):
         drawn = sample(*one_batch()[:3], jnp.asarray(scored))
@@ -481,7 +481,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     np.testing.assert_array_equal(drawn.token, sample(*one_batch()).token)
 
 
-def test_rows_without_an_answer_are_flagged() -> None:
+def test_invalid_rows_are_flagged() -> None:
     logits, params, positions, _ = one_batch()
     rows = np.array(logits)
     rows[0, 13] = np.nan
@@ -501,7 +501,7 @@ def test_rows_without_an_answer_are_flagged() -> None:
 
 
 @pytest.mark.thorough
-def test_a_member_of_a_vmap_equals_a_single_call() -> None:
+def test_vmap_equals_single_calls() -> None:
     *arrays, scored = one_batch()
     states = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, axis=0)]), arrays)
     draw = functools.partial(sampler.sample, scored=scored, max_candidates=8)
@@ -550,7 +550,7 @@ def test_logprobs_equal_a_log_softmax(vocab: int) -> None:
     )
 
 
-def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
+def test_invalid_number_of_logprobs_is_refused() -> None:
     for count in (0, 6):
         with pytest.raises(ValueError, match=r"max_logprobs=\d must be in \[1, 5\]"):
             sampler.top_logprobs(jnp.zeros((2, 5), jnp.float32), count)
@@ -561,7 +561,7 @@ def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_does_not_depend_on_the_batch_either() -> None:
+def test_large_vocabulary_does_not_depend_on_the_batch() -> None:
     rng = np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(8, 49152)).astype(np.float32) * 4)
     arrays = (logits, params_of(ONE_BATCH), jnp.arange(8, dtype=jnp.int32))
@@ -579,7 +579,7 @@ def test_a_large_vocabulary_does_not_depend_on_the_batch_either() -> None:
 
 @pytest.mark.parametrize("vocab", [97, 512, 1000])
 @pytest.mark.parametrize("with_raw", [False, True])
-def test_one_pass_finds_the_peak_that_several_find(vocab: int, with_raw: bool) -> None:
+def test_one_pass_argmax_equals_several_passes(vocab: int, with_raw: bool) -> None:
     """What a GPU runs, on rows with ties, zeros of both signs, infinities and NaN."""
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-3, 4, (64, vocab)).astype(np.float32)

@@ -48,7 +48,7 @@ def test_many_random_answers(name: str) -> None:
     check_random_answers(name, 20_000)
 
 
-def test_spaces_are_cleaned_up_where_the_settings_ask_for_it() -> None:
+def test_spaces_are_cleaned_up_by_setting() -> None:
     check_random_answers("word piece", 20, clean_up_tokenization_spaces=True)
     tokenizer = tokenizer_of(None, clean_up_tokenization_spaces=True)
     assert tokenizer.decode(ids_of(tokenizer, "a", ".", "b")) == "a. b"
@@ -110,7 +110,7 @@ def test_a_prompt_that_ends_in_bytes(cut: str, more: list[str], text: str) -> No
     assert text_after(tokenizer, prompt, answer) == text
 
 
-def test_text_is_given_out_as_soon_as_it_is_final() -> None:
+def test_final_text_is_returned_immediately() -> None:
     def pieces(decoder: str, *texts: str) -> list[str]:
         tokenizer = tokenizer_of(DECODERS[decoder])
         stream = tokenizer.stream()
@@ -124,7 +124,7 @@ def test_text_is_given_out_as_soon_as_it_is_final() -> None:
     assert pieces("bpe", "a</w>", "b") == ["", "a "]
 
 
-def test_text_held_back_can_be_seen() -> None:
+def test_tail_returns_held_back_text() -> None:
     tokenizer = tokenizer_of(DECODERS["llama"])
     stream = tokenizer.stream(ids_of(tokenizer, "bytes:日"))
     seen = []
@@ -146,9 +146,7 @@ def test_text_held_back_can_be_seen() -> None:
         ("expression over tokens", ["aa"]),
     ],
 )
-def test_time_grows_with_the_number_of_tokens_alone(
-    decoder: str, texts: list[str]
-) -> None:
+def test_time_is_linear_in_tokens(decoder: str, texts: list[str]) -> None:
     tokenizer = tokenizer_of(DECODERS[decoder])
     ids = ids_of(tokenizer, *texts)
 
