@@ -21,7 +21,7 @@ from pallas_kernels import devices
 
 
 class Cache(NamedTuple):
-    """K and V of several sequences, one per slot, in pages of a shared pool."""
+    """The KV cache of several sequences, one per slot, in pages of a shared pool."""
 
     pages: kv_pages.Pages
     pool: page_pool.Pool
@@ -29,7 +29,7 @@ class Cache(NamedTuple):
 
 
 def init_cache(pages: kv_pages.Pages, *, max_slots: int, max_length: int) -> Cache:
-    """Makes an empty cache for `max_slots` sequences of `max_length` tokens at most.
+    """Makes an empty KV cache for `max_slots` sequences of `max_length` tokens at most.
 
     Programs that use the cache should donate it. `pages` are the K and V arrays of a
     model.

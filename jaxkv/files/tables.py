@@ -146,7 +146,7 @@ def _json_lines(
                 ) from None
             is_cut = number == len(lines) and not text.endswith("\n")
             if is_cut and allow_partial:  # the program that wrote it was killed
-                note = f"the last line ({number}) is not whole, and is left out"
+                note = f"the last line ({number}) is incomplete and is left out"
                 return rows, (note,)
             raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
         except RecursionError:

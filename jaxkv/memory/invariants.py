@@ -39,11 +39,11 @@ class InvariantError(RuntimeError):
 _MEANING = {
     "i1": "I1 (pages whose count is not their uses in tables plus their pins: {})",
     "i2": "I2 (breaches of the conservation of pages: {})",
-    "i3": "I3 (pages to be written while others held them: {})",
-    "i4": "I4 (places and lengths that do not fit their tables: {})",
-    "i5": "I5 (slots that are not live and hold something: {})",
+    "i3": "I3 (shared pages that would be written: {})",
+    "i4": "I4 (table entries or lengths that do not fit: {})",
+    "i5": "I5 (empty slots with a length or a page: {})",
     "i7": "I7 (faults of the prefix cache: {})",
-    "swap": "those of the swap space (faults: {})",
+    "swap": "those of the swap buffer (faults: {})",
 }
 
 
@@ -80,7 +80,7 @@ def violations(
     I1: the reference count of a page is the number of its entries in live rows plus its
     pins, which are uses outside the table. I2: the free pages are those with count
     zero. I4: a row has ceil((length + ahead) / page_size) distinct pages and then
-    `NO_PAGE`, and neither number is negative. I5: a slot that is not live has no pages.
+    `NO_PAGE`, and neither number is negative. I5: a slot that is not live is empty.
 
     Reads every page and sorts every row: for tests and debug mode. I3, I7 and `swap`
     have functions of their own and are 0 here.

@@ -1,4 +1,4 @@
-"""Layouts: the content of the leaves of pages, and how it is written and read."""
+"""Layouts of the KV cache: the content of pages, and how it is written and read."""
 
 import dataclasses
 import functools

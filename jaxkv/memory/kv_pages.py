@@ -1,4 +1,4 @@
-"""Pages of all layers: their leaves, the rows written to them, and copies of pages.
+"""Pages of the KV cache, all layers: leaves, rows written to them, copies of pages.
 
 Leaves. Every leaf of `Pages` begins with `[layers, pages, heads, page_size]`; a page id
 addresses token places in all leaves. Functions that copy, move, swap or send pages map
@@ -45,7 +45,7 @@ _COPIES_AT_ONCE = 16
 
 
 class Pages(NamedTuple):
-    """Keys and values of every page. Sizes are those of the arrays.
+    """The KV cache: keys and values of every page. Sizes are those of the arrays.
 
     Only the layout accesses `k` and `v`; other code calls its methods.
     """
@@ -87,7 +87,7 @@ class Pages(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Token places in a page, on all devices that hold a part of it."""
+        """Token places in a page, on all devices (the block size in vLLM)."""
         return self.part * page_parts.degree()
 
     @property

@@ -51,7 +51,7 @@ class PageTableView(NamedTuple):
     slots: tuple[SlotPages, ...]
     """The occupied slots."""
     page_size: int
-    """Tokens of a page."""
+    """Tokens of a page (the block size in vLLM)."""
     num_pages: int
     """Pages of the pool."""
 

@@ -43,7 +43,7 @@ _ENTERED, _HASH, _PARENT, _SALT = 0, slice(1, 3), 3, 4
 
 
 class Prefixes(NamedTuple):
-    """The cached pages, with the hash table that finds them."""
+    """The prefix cache: cached pages, and the hash table that finds them."""
 
     buckets: Int32[Array, "buckets ways"]
     """Cached pages by the low bits of their hash; `NO_PAGE` where empty."""
@@ -103,7 +103,7 @@ class Prefixes(NamedTuple):
 
 
 def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
-    """Makes an empty cache of 4 (page_size + 26 to 43) bytes per page.
+    """Makes an empty prefix cache of 4 (page_size + 26 to 43) bytes per page.
 
     Raises:
       ValueError: a size is below 1.
@@ -154,7 +154,7 @@ def match(
     more. If no sequence is `wanted`, no lookup runs.
 
     Args:
-      cache: the cached pages.
+      cache: the prefix cache.
       tokens: tokens of each sequence, arbitrary beyond `num_tokens`.
       num_tokens: number of known tokens of each sequence, in [0, max_length].
       salt: salt of each sequence.
@@ -202,7 +202,7 @@ def enter(
     happens to have the same hash; its page then cannot be found later.
 
     Args:
-      cache: the cached pages.
+      cache: the prefix cache.
       pool: the pool that holds the pages.
       page_ids: page that each row has filled, used by the row and not cached, or
         `NO_PAGE`.
@@ -276,7 +276,7 @@ def enter_unpinned(
 
 
 def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
-    """Counts violations of the invariant of the cache (I7); 0 if it is sound.
+    """Counts violations of the invariant of the prefix cache (I7); 0 if it is sound.
 
     The parent of a cached page is cached under the same salt at one less depth; the
     hash of a page is that of its content; a lookup of its content finds it, so no two

@@ -56,7 +56,7 @@ class Eviction(Protocol):
 
 
 class LRU(NamedTuple):
-    """Least recently used first."""
+    """Eviction of the least recently used page first."""
 
     def priority(self, uses: Uses) -> Int32[Array, "..."]:
         """Returns the tick of the last use."""
@@ -72,7 +72,7 @@ class FIFO(NamedTuple):
 
 
 class LFU(NamedTuple):
-    """Least frequently used first, counted while a page is cached."""
+    """Eviction of the least frequently used page first, counted while cached."""
 
     def priority(self, uses: Uses) -> Int32[Array, "..."]:
         """Returns the number of uses."""
@@ -90,12 +90,12 @@ def rest(
     Pages without remaining users become idle, ranked by the rule.
 
     Args:
-      cache: the cached pages.
+      cache: the prefix cache.
       rows: all pages of each such sequence, in token order, cached or not; `NO_PAGE` is
         ignored.
       left: remaining uses of each page, including its pin, see
         `page_pool.release_counted`.
-      rule: the rule; None means `LRU()`.
+      rule: the eviction rule; None means `LRU()`.
 
     Raises:
       ValueError: the rule's ranks are not int32.
@@ -187,7 +187,7 @@ def evict(
 
 
 def rerank(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
-    """Replaces all ranks by the priorities of another rule. Reads every page.
+    """Replaces all ranks by those of another eviction rule. Reads every page.
 
     Priorities of pages that are not cached are ignored. The rank of a page is raised to
     the highest priority of the pages after it.

@@ -26,7 +26,7 @@ NO_SEQUENCE = -1
 
 
 class Staging(NamedTuple):
-    """The buffer and its page table."""
+    """The swap buffer and its page table."""
 
     pages: Pages
     """K and V, `[layers, places, ...]`."""
@@ -46,7 +46,7 @@ class Staging(NamedTuple):
 def make_staging(
     pages: Pages, *, num_places: int, num_sequences: int, pages_per_slot: int
 ) -> Staging:
-    """Makes an empty buffer for pages with the leaves of `pages`."""
+    """Makes an empty swap buffer for pages with the leaves of `pages`."""
 
     def like(leaf: Array) -> Array:
         return jnp.zeros((leaf.shape[0], num_places, *leaf.shape[2:]), leaf.dtype)
@@ -61,7 +61,7 @@ def make_staging(
 
 
 def num_free(staging: Staging) -> Int32[Array, ""]:
-    """Returns the number of free places."""
+    """Returns the number of free places in the swap buffer."""
     return jnp.sum(staging.owner < 0, dtype=jnp.int32)
 
 
@@ -99,13 +99,13 @@ def move_out(
     *,
     page_size: int,
 ) -> tuple[Staging, Bool[Array, " slots"]]:
-    """Copies the pages of whole groups to the buffer; the caller drops their slots.
+    """Swaps out the pages of whole groups; the caller drops their slots.
 
     A page that several slots of a group share moves once. Places that are reserved but
     not written are not kept. The cost is close to zero if no slot leaves.
 
     Args:
-      staging: the buffer.
+      staging: the swap buffer.
       pages: the pages of the pool.
       table: the page table.
       holder: the slot that accounts for each page, see `page_sharing.holders`.
@@ -152,10 +152,10 @@ def move_in(
     back: Bool[Array, " sequences"],
     slot: Int32[Array, " sequences"],
 ) -> tuple[Pages, Pool, Table, Staging]:
-    """Copies the pages of requests back to the pool, which must have enough free pages.
+    """Swaps in the pages of requests; the pool must have enough free pages.
 
     Args:
-      staging: the buffer.
+      staging: the swap buffer.
       pages: the pages of the pool.
       pool: the pool.
       table: the page table.
@@ -218,7 +218,7 @@ def unsound(
     *,
     page_size: int,
 ) -> Int32[Array, ""]:
-    """Counts the faults of the buffer; 0 if it is sound.
+    """Counts the faults of the swap buffer; 0 if it is sound.
 
     A place belongs to a request exactly if a waiting sequence of the request refers to
     it. A sequence has ceil(length / page_size) places, and none unless its request is

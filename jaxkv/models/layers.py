@@ -167,11 +167,13 @@ class Orientation:
     ) -> Activations:
         """Sums the outputs of routed experts; each device computes its own experts."""
         own, num_experts = mixture.down.weight.shape[0], routing.probs.shape[1]
-        mine = (
+        own_routing = (
             partition.own_experts(routing, part=own) if own < num_experts else routing
         )
         answer = functools.partial(mixture.answer, numerics=self.numerics)
-        y = self.transpose(moe.mix(self.transpose(x), mine, answer, live=self.live))
+        y = self.transpose(
+            moe.mix(self.transpose(x), own_routing, answer, live=self.live)
+        )
         return y if own == num_experts else jax.lax.psum(y, partition.EXPERT)
 
     def unembed(
@@ -255,7 +257,7 @@ class Norm(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """Experts in place of an MLP: routed experts and shared ones."""
+    """A mixture of experts in place of an MLP: routed experts and shared ones."""
 
     def __init__(self, config: ModelConfig, *, rngs, dtype):
         c, x = config, config.experts

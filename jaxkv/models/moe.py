@@ -1,4 +1,4 @@
-"""Mixtures of experts (MoE): routing, combination and load balance.
+"""Mixture of experts (MoE): routing, combination and load balance.
 
 Rows are routed independently, without a capacity: every row reaches all of its experts.
 Sorted by expert, rows form runs, which `pallas_kernels.grouped_matmul` multiplies by
@@ -139,7 +139,7 @@ class Imbalance(NamedTuple):
 
 
 def imbalance(loads: Float[Array, "layers experts"]) -> Imbalance:
-    """Summarises the loads of a model's mixtures, as returned by `expert_load`."""
+    """Summarises the loads in a mixture of experts, as `expert_load` returns them."""
     mean = jnp.mean(loads, axis=1)
     return Imbalance(
         busiest=jnp.max(loads, axis=1) / mean,

@@ -13,7 +13,7 @@ from jaxkv.models.config import ModelConfig
 
 
 def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " half"]:
-    """Returns the radians per position of every pair of features.
+    """Returns the rotary frequencies: radians per position of each pair of features.
 
     They are constants of a program, in `dtype`, float32 or float64.
 
@@ -39,7 +39,7 @@ type Projected = Float[Array, "..."] | tuple[Array, Array, Array]
 
 
 class Angles(NamedTuple):
-    """Cosine and sine of the rotation of each pair: `[half, rows]`, or transposed."""
+    """Rotary angles as cosine and sine of each pair: `[half, rows]`, or transposed."""
 
     cos: Float[Array, "_ _"]
     sin: Float[Array, "_ _"]
@@ -51,9 +51,9 @@ def angles(
     dtype: DTypeLike,
     axis: int = -2,
 ) -> Angles | None:
-    """Returns cosines and sines at these positions, in at least float32.
+    """Returns the rotary angles at these positions, in at least float32.
 
-    None if the model has no rotary positions. The pairs of features are the first of
+    None if positions are not rotary. The pairs of features are the first of
     the two axes, or with `axis=-1` the last.
     """
     if config.positions != "rope":
@@ -86,7 +86,7 @@ def split_and_rotate(
     Float[Array, "kv_heads head_dim rows"],
     Float[Array, "kv_heads head_dim rows"],
 ]:
-    """Returns queries, keys and values of a projection, with encoded positions."""
+    """Splits a projection; queries and keys have rotary positions encoded."""
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if angles is not None:
         q, k = rotate(q, *angles), rotate(k, *angles)

@@ -116,8 +116,8 @@ def gather_rows(
         (x, routing.expert, routing.share),
     )
     every = moe.Routing(routing.probs, expert, share)
-    mine = partition.own_experts(every, part=num_own)
-    y = moe.mix(rows, mine, answer)
+    own_routing = partition.own_experts(every, part=num_own)
+    y = moe.mix(rows, own_routing, answer)
     return lax.psum_scatter(y, EXPERT, tiled=True)
 
 

@@ -28,11 +28,11 @@ from jaxkv.speculation.eagle import EagleConfig
 type Path = tuple[str | int, ...]
 
 SHARDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
-"""Logical axes of parameters that are divided."""
+"""Logical axes of parameters that tensor parallelism divides."""
 
 
 def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig:
-    """Returns the model with at least as many KV heads as devices.
+    """Returns the model for tensor parallelism: at least one KV head per device.
 
     Args:
       config: the model.
@@ -129,7 +129,7 @@ def unfit_params(config: ModelConfig, params: Params, degree: int) -> Params:
 
 
 def param_specs(
-    axes: Any, mesh: Mesh, others: Mapping[str, str] | None = None
+    axes: Any, mesh: Mesh, more_axes: Mapping[str, str] | None = None
 ) -> Params:
     """Returns the partitioning of parameters over the axes that a mesh has.
 
@@ -138,10 +138,12 @@ def param_specs(
     Args:
       axes: logical axes of the parameters, a tree as in `transformer.param_axes`.
       mesh: the devices.
-      others: further logical axes -> mesh axes that divide them.
+      more_axes: further logical axes -> mesh axes that divide them.
     """
     over = (
-        dict.fromkeys(SHARDED_AXES, TENSOR) | {"experts": EXPERT} | dict(others or {})
+        dict.fromkeys(SHARDED_AXES, TENSOR)
+        | {"experts": EXPERT}
+        | dict(more_axes or {})
     )
     over = {name: axis for name, axis in over.items() if axis in mesh.shape}
 

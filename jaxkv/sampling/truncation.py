@@ -117,12 +117,12 @@ def find_exact_cuts(
     top: Float[Array, " rows"],
     params: Params,
     wanted: Bool[Array, " rows"],
-    others: Cut,
+    default: Cut,
 ) -> Cut:
     """Finds the cut-offs of the wanted rows by bisection; any row can be cut this way.
 
     Rows are processed one at a time, so that cost and bits of a row's result do not
-    depend on the batch. The remaining rows keep the cut in `others`.
+    depend on the batch. The remaining rows keep the cut in `default`.
     """
 
     def step(state: tuple[Array, Cut]) -> tuple[Array, Cut]:
@@ -138,7 +138,7 @@ def find_exact_cuts(
         )
         return pending.at[row].set(False), cut
 
-    return lax.while_loop(lambda state: jnp.any(state[0]), step, (wanted, others))[1]
+    return lax.while_loop(lambda state: jnp.any(state[0]), step, (wanted, default))[1]
 
 
 def _exact_cut(

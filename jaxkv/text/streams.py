@@ -1,4 +1,4 @@
-"""Incremental decoding of token ids to text.
+"""Incremental detokenizer: token ids to text, one token at a time.
 
 The pieces that a `TextStream` returns, concatenated, equal the decode of all tokens at
 once. `push` returns the text that later tokens cannot change and holds back:
@@ -322,7 +322,7 @@ def _num_shared(text: str, other: str) -> int:
 
 
 class StreamDecoder:
-    """The decoder of a tokenizer, shared by its `TextStream`s.
+    """The detokenizer of a vocabulary, shared by its `TextStream`s.
 
     Args:
       piece_of: returns a token's piece, str or bytes; None if it has no text. Called

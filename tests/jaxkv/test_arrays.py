@@ -1,4 +1,4 @@
-"""Sentinels, closing up, permutations and groups, against plain NumPy."""
+"""Sentinels, compaction, permutations and groups, against plain NumPy."""
 
 from typing import Any
 
@@ -82,10 +82,10 @@ def test_conditional_update() -> None:
         found = jax.jit(run)(jnp.asarray(wanted), carry)
         assert found["changed"].tolist() == expected
         assert found["kept"].tolist() == [3]
-    # What nobody changes is no part of the loop's carry.
+    # Unchanged leaves are not part of the loop's carry.
     jaxpr = jax.make_jaxpr(run)(True, carry)
     [loop] = [x for x in jaxpr.eqns if x.primitive.name == "while"]
-    assert len(loop.outvars) == 2  # the flag, and what is changed
+    assert len(loop.outvars) == 2  # the flag, and the changed leaf
     many = jax.vmap(run, (0, None))(jnp.asarray([True, False]), carry)
     assert many["changed"].tolist() == [[6, 8], [1, 2]]
 

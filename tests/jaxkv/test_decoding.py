@@ -1,4 +1,4 @@
-"""Decoding without a scheduler, inside a program of the caller's own."""
+"""Decoding without a scheduler, inside the caller's program."""
 
 import dataclasses
 import functools
@@ -53,10 +53,10 @@ def random_tokens(seed: int = 0) -> np.ndarray:
 
 @functools.cache
 def expected(seed: int = 0) -> np.ndarray:
-    """Logits [slots, length, vocab] of one plain forward pass."""
+    """Returns the logits [slots, length, vocab] of one plain forward pass."""
     rows = []
     for row in random_tokens(seed):
-        # An array of its own: JAX may still read it when the next one is filled.
+        # A new array: JAX may still read it when the next one is filled.
         tokens = np.zeros((1, MODEL.max_positions), np.int32)
         tokens[0, :LENGTH] = row
         logits = engines.full_logits(engines.params(), tokens, config=MODEL)
@@ -184,7 +184,7 @@ ONE_LAYER = dataclasses.replace(MODEL, num_layers=1, num_q_heads=2, window=6)
 
 
 def weighted_logits_of_cache(params: Any, weights: Any) -> jax.Array:
-    """A weighted sum of the logits of prompts in two pieces and of a step."""
+    """Returns a weighted sum of the logits of chunked prompts and one decode step."""
     cache = make_cache()
     layer = jax.tree.map(lambda x: x[:1], cache.pages)
     cache, total = cache._replace(pages=layer), jnp.zeros(())
@@ -201,7 +201,7 @@ def weighted_logits_of_cache(params: Any, weights: Any) -> jax.Array:
 
 
 def weighted_logits_of_sequences(params: Any, weights: Any) -> jax.Array:
-    """The same sum, by one pass over whole sequences."""
+    """Returns the same sum by one pass over whole sequences."""
     tokens = jnp.asarray(random_tokens()[:, :9])
     logits = transformer.logits(params, tokens, config=ONE_LAYER)
     return jnp.einsum("stv,tsv->", logits[:, np.array([3, 7, 8])], weights)
@@ -209,7 +209,7 @@ def weighted_logits_of_sequences(params: Any, weights: Any) -> jax.Array:
 
 @pytest.mark.slow
 def test_gradients_equal_whole_sequences() -> None:
-    """By `jax.grad` and `jax.jvp`; places that no row sees hold NaN."""
+    """Compares `jax.grad` and `jax.jvp`; places that no row sees hold NaN."""
     params = engines.params(ONE_LAYER)
     shape = (3, SLOTS, ONE_LAYER.vocab_size)
     weights = np.random.default_rng(0).normal(size=shape).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Whatever is passed ends in an answer or in one clear line, and nothing is left of it.
+"""Any argument gives an answer or an error of one line, and leaves no trace.
 
-One engine takes it all: after every refusal it holds nobody, and it serves a known
-batch as if nothing had been tried.
+One engine serves all tests: after every error it is empty, and it serves a known batch
+with the same results.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxkv.workloads import arrivals, lengths
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
-# What is passed here is what no annotation allows.
+# These calls pass values of wrong types.
 api: Any = types.SimpleNamespace(
     Engine=jaxkv.Engine,
     EngineConfig=EngineConfig,
@@ -58,7 +58,7 @@ def engine() -> jaxkv.Engine:
 
 @pytest.fixture(scope="module")
 def known(engine: jaxkv.Engine) -> list[list[int]]:
-    """What the batch is answered before anything was tried."""
+    """Returns the answers to the batch before any invalid call."""
     return [each.tokens for each in engine.generate(PROMPTS, GREEDY)]
 
 
@@ -69,7 +69,7 @@ def _nothing_is_left(engine: jaxkv.Engine, known: list[list[int]]) -> Any:
 
 
 def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
-    """The engine is idle and empty, and serves what it served before."""
+    """Checks that the engine is idle and empty, and serves the same answers."""
     assert list(engine.stream()) == []
     assert engine.core.tracker.is_empty()
     assert [each.tokens for each in engine.generate(PROMPTS, GREEDY)] == known
@@ -77,21 +77,21 @@ def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What is said when it is refused."""
+    """Returns the error's message."""
     with pytest.raises(ValueError, match=r"\S") as caught:
         call()
     return check_line(str(caught.value))
 
 
 def check_line(message: str) -> str:
-    """It is one line, and not too long."""
+    """Checks that the message is one line and not too long."""
     assert "\n" not in message
     assert 0 < len(message) < 300, message
     return message
 
 
 class Broken:
-    """Cannot even be shown."""
+    """An object whose `repr` fails."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no\nway")
@@ -132,7 +132,7 @@ NO_PROMPTS = [
 
 
 def _named(value: Any) -> str:
-    """A name that is the same in every process."""
+    """Returns a test id that is equal in every process."""
     return re.sub(r" at 0x\w+", "", validation.shown(value))
 
 
@@ -206,7 +206,7 @@ def test_invalid_times_and_ids_are_refused(
     before = engine.submit([5], GREEDY)
     message = refusal(lambda: engine.submit([5], GREEDY, **{name: value}))
     assert message.startswith(f"{name}={validation.shown(value)} must be ")
-    # A number that was not used is not used up: draws without a seed depend on it.
+    # An unused id is not skipped: draws without a seed depend on it.
     assert engine.submit([5], GREEDY) == before + 1
     for event in engine.stream():
         assert event.request_id in (before, before + 1)
@@ -302,7 +302,7 @@ def test_numpy_numbers_become_python_numbers() -> None:
     assert type(ask.stop_tokens[0]) is int
 
 
-# What else takes numbers of a caller
+# Further functions that take numbers
 
 
 def made(**fields: Any) -> kv_pages.Pages:
@@ -324,7 +324,7 @@ def bounds(**fields: Any) -> Any:
 
 
 def started(**fields: Any) -> Any:
-    """A state of other bounds than those of its pages."""
+    """Makes a state whose bounds differ from those of its pages."""
     return init(bounds(**fields), paged.make_pages(engines.MODEL, engines.TIGHT))
 
 
@@ -346,7 +346,7 @@ def grown(max_new_pages: int) -> Any:
 
 
 def located() -> Any:
-    """Rows of slots that are not named, fewer than slots."""
+    """Returns rows without slots, fewer than there are slots."""
     row = jnp.zeros(2, jnp.int32)
     rows = kv_pages.Rows(row, row, None, jnp.zeros((3, 1), jnp.int32), row)
     return kv_pages.locate(rows, page_size=4)
@@ -532,7 +532,7 @@ def test_free_memory_is_known() -> None:
     )
     free = device_memory.free_bytes()
     assert free is None or free > 2**20
-    device_memory.check_room(state, "what there is")
+    device_memory.check_room(state, "the state")
 
 
 def test_failed_allocation_error_is_one_line() -> None:
@@ -540,7 +540,7 @@ def test_failed_allocation_error_is_one_line() -> None:
     assert message.startswith("no room for num_pages=536870912: ")
 
 
-# Whatever it is
+# Random values
 
 VALUES: list[Any] = [
     None,
@@ -587,7 +587,7 @@ VALUES: list[Any] = [
 
 
 def drawn_fields(rng: random.Random, kind: Any) -> dict[str, Any]:
-    """Some fields of a configuration, with anything in them."""
+    """Draws some fields of a configuration with random values."""
     names = [field.name for field in dataclasses.fields(kind)]
     chosen = rng.sample(names, rng.choice([1, 1, 2, 3]))
     return {name: rng.choice(VALUES) for name in chosen}
@@ -616,7 +616,7 @@ def test_random_configs_are_made_or_refused(kind: Any) -> None:
 
 
 def drawn_sampling(rng: random.Random) -> Any:
-    """Mostly a `Sampling`, with a field or two of any value; rarely something else."""
+    """Draws a `Sampling` with up to two random fields; sometimes another object."""
     if rng.random() < 0.05:
         return rng.choice([*VALUES, Sampling])
     fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9, 200])}
@@ -637,7 +637,7 @@ def drawn_prompt(rng: random.Random) -> Any:
 
 
 def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
-    """Passes random arguments; gives the names of the requests that were taken."""
+    """Passes random arguments; returns the ids of the accepted requests."""
     prompts = [drawn_prompt(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     fields: dict[str, Any] = {}
     if rng.random() < 0.2:

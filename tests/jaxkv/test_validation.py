@@ -1,4 +1,4 @@
-"""Checks of configs' fields: what passes, and the line that refuses."""
+"""Validation of fields of configs: accepted values, and errors."""
 
 import math
 import re

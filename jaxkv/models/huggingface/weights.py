@@ -202,10 +202,10 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     index = folder / INDEX
     if not index.exists():
-        others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-        if others:
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        if pickled:
             raise ValueError(
-                f"{others[0]}: pickled weights are never opened, convert them to "
+                f"{pickled[0]}: pickled weights are never opened, convert them to "
                 "safetensors"
             )
         raise ValueError(f"{folder}: neither {WEIGHTS} nor {INDEX} is there")

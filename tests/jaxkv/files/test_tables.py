@@ -1,4 +1,4 @@
-"""Tables: every usual kind of file gives the same rows, and bad ones are named."""
+"""Tables: equal rows from every file format, and errors for invalid files."""
 
 import bz2
 import gzip
@@ -22,7 +22,7 @@ CSV = "N,D,loss,note\n1e7,2e8,5.5,a\n3e7,6e8,4.25,b\n"
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file, numbers read."""
+    """Returns the rows of a file, with numbers parsed."""
 
     def number(cell: Any) -> Any:
         try:
@@ -90,7 +90,7 @@ def test_comments_are_counted_and_numbered_rows_kept() -> None:
     found = delimited.read_delimited("# one\nrun,N\na,1\n# b,2\nc,3\n")
     assert found.rows == [(3, ["a", "1"]), (5, ["c", "3"])]
     assert found.notes == ("2 comment lines left out (line 1, 4)",)
-    # Issue numbers in every row are no comments, nor is a quoted cell's second line.
+    # A # in every row is an issue number, and a quoted cell may have a second line.
     assert len(delimited.read_delimited("run,N\n#1,1\n#2,2\n").rows) == 2
     quoted = delimited.read_delimited('run,N\n"a\n# b",1\nc,2\n')
     assert quoted.rows == [(2, ["a\n# b", "1"]), (4, ["c", "2"])]
@@ -186,7 +186,7 @@ def test_numpy_vectors_are_columns(tmp_path: Path) -> None:
 
 
 def compressed_by_arrow(kind: str) -> bytes:
-    """The rows in a format that pyarrow writes."""
+    """Returns the rows in a format that pyarrow writes."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra `tables`) is absent")
     from pyarrow import feather, ipc, parquet
 

@@ -1,4 +1,4 @@
-"""Rules of eviction: one's own in ten lines, those that come along, and refusals."""
+"""Rules of eviction: a custom rule, the rules of the package, and errors."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from tests.support.engines import Ask
 
 
 class KeepPrefixes(NamedTuple):
-    """Pages deep in a sequence go first, however lately they were used."""
+    """Evicts pages deep in a sequence first, even if they were used recently."""
 
     def priority(self, uses: prefix_eviction.Uses) -> jax.Array:
         return -uses.depth
@@ -30,7 +30,7 @@ class KeepPrefixes(NamedTuple):
 CONFIG = dataclasses.replace(engines.SERVED, num_pages=16, prefix_cache=True)
 FORWARD = paged.PagedForward(engines.MODEL, CONFIG.numerics)
 LENGTH = 40
-"""Tokens of a prompt: 10 or 11 of the 16 pages."""
+"""Returns the tokens of a prompt, which takes 10 or 11 of the 16 pages."""
 
 
 def prompts() -> list[Ask]:
@@ -40,7 +40,7 @@ def prompts() -> list[Ask]:
 
 
 def cached_tokens(rule: prefix_eviction.Eviction) -> list[int]:
-    """Tokens that each prompt finds when it comes a second time, after all others."""
+    """Returns the cached tokens of each prompt when all are sent a second time."""
     first = engines.serve(prompts(), CONFIG, eviction=rule)
     again = engines.serve(prompts(), CONFIG, state=first.state, eviction=rule)
     assert again.tokens == first.tokens
@@ -49,7 +49,7 @@ def cached_tokens(rule: prefix_eviction.Eviction) -> list[int]:
 
 @pytest.mark.slow
 def test_custom_rule_decides_evictions() -> None:
-    # A circle that is too large: whoever comes was the longest away.
+    # A cycle larger than the cache: the next prompt is always the one evicted last.
     assert cached_tokens(prefix_eviction.LRU()) == [0] * 5
     found = cached_tokens(KeepPrefixes())
     assert sum(found) > 0
@@ -57,7 +57,7 @@ def test_custom_rule_decides_evictions() -> None:
 
 
 class FloatPriority(NamedTuple):
-    """No rule: ranks are whole numbers."""
+    """A rule with invalid ranks: floats."""
 
     def priority(self, uses: prefix_eviction.Uses) -> Any:
         return uses.depth / 2

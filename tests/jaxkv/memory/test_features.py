@@ -1,4 +1,4 @@
-"""Features on the pages: written with K and V, carried wherever these go."""
+"""Features on the pages: written with K and V, and copied, shared and swapped too."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
 
 
 def states_of(tokens: Any, stacked: bool = False) -> np.ndarray:
-    """What is tapped of every token of whole sequences."""
+    """Returns the tapped states of every token of whole sequences."""
     params = engines.params()
     if stacked:
         params = param_forms.stack_layers(MODEL, params)
@@ -58,7 +58,7 @@ def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
     ids=["tight", "cached", "swapping"],
 )
 def test_features_of_every_token(config: Any, asks: Any) -> None:
-    """Through preemption, copies on write, shared prefixes and the staging buffer."""
+    """Covers preemption, copy-on-write, shared prefixes and the swap buffer."""
     forward = paged.PagedForward(MODEL, taps=TAPS)
     preemption: Any = "swap" if config.max_swap_pages else "recompute"
     policy = fcfs.fcfs(hold_new=not config.max_swap_pages, preemption=preemption)
@@ -100,10 +100,10 @@ def test_features_of_every_token(config: Any, asks: Any) -> None:
 
 
 def test_parent_places() -> None:
-    """In a tree by who its ancestors are, elsewhere the place before."""
+    """The parent is the last ancestor in a tree, and the place before elsewhere."""
     place = [[6, 7, 8, 9], [2, 3, 4, -1], [0, 1, 2, 3]]
     kin = np.zeros((3, 4, 3), bool)
-    # Slot 0: a draft behind the root at place 6, and two behind that draft.
+    # Slot 0: a draft token after the root at place 6, and two children of it.
     kin[0, 1, 0] = kin[0, 2, [0, 1]] = kin[0, 3, [0, 2]] = True
     rows = Rows(
         token=jnp.zeros(12, jnp.int32),

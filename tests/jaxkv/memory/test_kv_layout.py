@@ -1,4 +1,4 @@
-"""Layouts: one of a single leaf goes wherever keys and values go."""
+"""Layouts: a layout with a single leaf works in every operation on pages."""
 
 import dataclasses
 import inspect
@@ -37,7 +37,7 @@ KINDS: Any = ("model", "int8")
 
 
 def filled(kind: Any, seed: int = 0) -> kv_pages.Pages:
-    """Pages of rows, all numbers different."""
+    """Returns pages of rows with distinct numbers."""
     rng = np.random.default_rng(seed)
     config = dataclasses.replace(BOUNDS, kv_dtype=kind)
     return jax.tree.map(
@@ -47,7 +47,7 @@ def filled(kind: Any, seed: int = 0) -> kv_pages.Pages:
 
 
 def test_only_memory_accesses_the_leaves() -> None:
-    """Neither by name, nor by place among the fields of `Pages`."""
+    """Checks names and positions of the fields of `Pages`."""
     leaf = re.compile(r"\bpages\.[kv]\b|\bpages\)?\[:2\]|_replace\([kv]=|Pages\([kv]=")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -90,7 +90,7 @@ def test_layout_refuses_surplus_or_missing_values() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_move_through_host_memory(kind: Any) -> None:
-    """Through the memory of the host, in a message, and from page to page."""
+    """Covers host memory, a message, and a copy from page to page."""
     mine, theirs = filled(kind), filled(kind, 1)
     ids = ints(4, 0, 3)
     taken = kv_pages.to_host(kv_pages.gather_pages(theirs, ids), slice(2))
@@ -163,7 +163,7 @@ def test_shared_head_is_not_divided() -> None:
 
 
 def narrow_values(case: Any) -> Any:
-    """Values of another width than the keys."""
+    """Values narrower than the keys."""
     return case._replace(v_pages=case.v_pages[..., :5])
 
 
@@ -231,7 +231,7 @@ def test_invalid_value_widths_are_refused() -> None:
 
 @pytest.mark.thorough
 def test_engine_with_row_layout() -> None:
-    """Forked, copied, preempted, swapped through the host: answers do not change."""
+    """Forks, copies, preemption and swapping to the host do not change answers."""
     asks, answers = groups(1, 16), []
     for config in (engines.ROOMY, dataclasses.replace(engines.TIGHT, max_swap_pages=8)):
         config = dataclasses.replace(config, kv_dtype="int8")

@@ -1,4 +1,4 @@
-"""Pages: writing against a twin in numpy, and sentinels."""
+"""Pages: writes compared with a NumPy reference, and sentinels."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ write = jax.jit(DEFAULT_LAYOUT.write)
 
 
 def make_pages(page_size: int, dtype: str = "float32") -> Pages:
-    """Pages full of numbers that no test writes, all different."""
+    """Returns pages with distinct numbers that no test writes."""
     pages = kv_layout.make_pages(
         num_layers=LAYERS,
         num_pages=NUM_PAGES,
@@ -42,7 +42,7 @@ def make_rows(position, slot, page_ids) -> Rows:
 
 
 def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
-    """Rows with padding, unmapped places and places past the table, and their K, V."""
+    """Returns rows with padding, unmapped and invalid places, and their K and V."""
     rng = np.random.default_rng(seed)
     columns = 3
     page_ids = rng.permutation(NUM_PAGES)[: SLOTS * columns].reshape(SLOTS, columns)
@@ -69,7 +69,7 @@ def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
 def write_reference(
     old: np.ndarray, layer: int, new: np.ndarray, rows: Rows
 ) -> np.ndarray:
-    """One row after the other, with plain integers."""
+    """Writes one row after another with NumPy."""
     after, page_size = old.copy(), old.shape[3]
     page_ids = np.asarray(rows.page_ids)
     positions = np.asarray(rows.position).tolist()
@@ -98,7 +98,7 @@ def test_write_equals_reference(page_size: int, one_each: bool) -> None:
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_sentinels_write_no_page(layer: int) -> None:
-    """Neither the last page nor, after an offset, a page of another layer."""
+    """Writes neither the last page nor, after an offset, one of another layer."""
     pages, page_ids = make_pages(4), jnp.full((3, 2), NO_PAGE, jnp.int32)
     nowhere = [
         make_rows(ints(-1, -1, -1), ints(0, 1, 2), page_ids.at[:, 1].set(0)),

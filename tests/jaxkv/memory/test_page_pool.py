@@ -1,4 +1,4 @@
-"""The pool: hand-worked cases and breaches; random walks are those of the tables."""
+"""The pool: worked examples and violations; test_copy_on_write has random walks."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ unsound = jax.jit(page_pool.count_pool_faults)
 
 
 def free(pool: Pool) -> list[int]:
-    """Free pages, the next one to be handed out last."""
+    """Returns the free pages, the next allocated one last."""
     return np.asarray(pool.stack)[: int(pool.num_free)].tolist()
 
 
@@ -45,7 +45,9 @@ def test_a_shared_page_is_free_after_its_last_release() -> None:
     assert pool.ref.tolist() == [3, 3, 0, 0]
     pool = release(pool, ints(0, 1, 1))
     assert pool.ref.tolist() == [2, 1, 0, 0]
-    pool = release(pool, ints(0, 1, NO_PAGE, 0))  # page 0 stands last at the end
+    pool = release(
+        pool, ints(0, 1, NO_PAGE, 0)
+    )  # the last occurrence of page 0 is at the end
     assert free(pool) == [3, 2, 1, 0]
     assert unsound(pool) == 0
 

@@ -1,4 +1,4 @@
-"""Tables: hand-worked cases and seeded faults; random walks are in copy-on-write."""
+"""Tables: worked examples and seeded faults; test_copy_on_write has random walks."""
 
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def by_slot(copies: page_table.Copies) -> dict[int, tuple[int, int]]:
 
 
 def make_state() -> State:
-    """Four live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
+    """Makes live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
     pool, table = page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
     pool, table, _, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
     table = page_table.advance(table, ints(6, 4, 0, 0, 0))
@@ -88,7 +88,7 @@ def test_reserve_appends_missing_pages() -> None:
         ((9, 4, 2, 9, 17), "one call appends at most 4"),
         ((25, 20, 18, 21, 16), "20 pages, of 21 free"),
         ((28, 20, 18, 24, 16), "20 pages as well"),
-        ((24, 20, 18, 21, 17), "one slot too greedy, the others not"),
+        ((24, 20, 18, 21, 17), "one slot exceeds its row"),
     ],
 )
 def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
@@ -219,7 +219,7 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the keyword in `put`, the last page pays for every unmapped place."""
+    """Without the keyword in `put`, unmapped places use the last page."""
 
     def wrapping(values, index, updates, how):
         return getattr(values.at[index], how)(updates, mode="drop")

@@ -1,4 +1,4 @@
-"""The prefix cache: hand-worked cases, walks against a plain model, faults, purity."""
+"""The prefix cache: worked examples, walks against a model, faults, purity."""
 
 from functools import cache as memo
 from functools import partial
@@ -34,7 +34,7 @@ def salts(*values: int) -> jax.Array:
 
 
 class Case(NamedTuple):
-    """A cache in a pool of which every page is used once, by nobody in particular."""
+    """A cache, and a pool of which every page has one use outside of tables."""
 
     cache: Prefixes
     pool: Pool
@@ -47,7 +47,7 @@ def make_case() -> Case:
 
 
 class Programs:
-    """The operations, compiled for the hand-worked cases with one hash function."""
+    """The operations, compiled for the worked examples with one hash function."""
 
     def __init__(self) -> None:
         def alone(f: Any) -> Any:  # jit keeps its programs by function
@@ -65,7 +65,7 @@ class Programs:
 
     @staticmethod
     def rows(rows: tuple, *, with_page: bool) -> tuple[jax.Array, ...]:
-        """Rows of (page,) parent, first token, salt; the second token is always 9."""
+        """Enters rows of (page,) parent, first token, salt; the second token is 9."""
         empty = (NO_PAGE,) * with_page + (NO_PAGE, 0, 0)
         *ids, first, salt = np.asarray([*rows, *[empty] * (ROWS - len(rows))]).T
         tokens = np.stack([first, np.full_like(first, 9)], axis=1)
@@ -85,7 +85,7 @@ class Programs:
         return Case(*after), int(evicted)
 
     def release_all(self, case: Case, *rows: tuple[int, ...]) -> Case:
-        """Sequences leave, each with all of its pages."""
+        """Releases all pages of sequences."""
         blank = ((NO_PAGE,) * 4,) * (3 - len(rows))
         padded = [row + (NO_PAGE,) * (4 - len(row)) for row in (*rows, *blank)]
         ids = jnp.asarray(padded, jnp.int32)
@@ -93,12 +93,12 @@ class Programs:
         return Case(self._rest(case.cache, ids, left), pool)
 
     def start_on(self, case: Case, *ids: int) -> Case:
-        """A sequence starts on pages."""
+        """Starts a sequence on pages."""
         padded = ints(*ids, *[NO_PAGE] * (4 - len(ids)))
         return Case(self._use(case.cache, padded), page_pool.share(case.pool, padded))
 
     def used(self, case: Case, *ids: int) -> Case:
-        """A sequence starts on pages, and leaves."""
+        """Starts a sequence on pages, and releases them."""
         return self.release_all(self.start_on(case, *ids), ids)
 
 
@@ -107,7 +107,7 @@ run = Programs()
 
 @pytest.fixture
 def one_hash(monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """The operations, compiled with a hash that is the same for all contents."""
+    """The operations, compiled with a hash that is equal for all contents."""
     monkeypatch.setattr(
         prefix_cache, "extend_hash", lambda before, tokens: before * 0 + 5
     )
@@ -115,7 +115,7 @@ def one_hash(monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 def make_tree() -> Case:
-    """0 -> 1 -> 2 under salt 0, 3 after 1, and 4 -> 5 under salt 7; nobody uses any."""
+    """Makes idle pages 0 -> 1 -> 2 under salt 0, 3 after 1, and 4 -> 5 under salt 7."""
     case, _ = run.enter(make_case(), (0, NO_PAGE, 10, 0), (4, NO_PAGE, 10, 7))
     case, _ = run.enter(case, (1, 0, 11, 0), (5, 4, 11, 7))
     case, cached = run.enter(case, (2, 1, 12, 0), (3, 1, 13, 0))
@@ -254,7 +254,7 @@ def test_page_in_use_keeps_its_ancestors() -> None:
 
 
 def test_many_entries_equal_few_entries() -> None:
-    """Few are compared with each other, more bid for their pages and are packed."""
+    """Few entries are compared in pairs, many use scatters and are packed."""
     case, ids = make_tree(), ints(0, 1, NO_PAGE, 0, 1, 3)
     many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
     assert len(ids) < min(arrays.MAX_PAIRWISE, idle_pages.REPLAY_CHUNK) < len(many)
@@ -317,7 +317,7 @@ class State(NamedTuple):
 
 
 class ShallowFirst(NamedTuple):
-    """A rule that would evict every page before those that go on from it."""
+    """A rule that would evict every page before the pages after it."""
 
     def priority(self, uses: prefix_eviction.Uses) -> jax.Array:
         return uses.depth
@@ -332,7 +332,7 @@ RULES = {
 
 
 class Model:
-    """The cache in plain Python: contents in a dict; who goes, by looking at all."""
+    """The cache in plain Python: contents in a dict, eviction by a full search."""
 
     def __init__(self, oracle: Oracle, rule: str) -> None:
         self.oracle = oracle
@@ -368,7 +368,7 @@ class Model:
             self.num_uses[page] += 1
 
     def rest(self, rows: list[list[int]]) -> None:
-        """After rows were released: who became idle has a rank, and all before it."""
+        """Ranks pages that became idle by a release, and their ancestors."""
         self.tick += 1
         rows = [[page for page in row if page in self.content] for row in rows]
         self.last_used |= {page: self.tick for row in rows for page in row}
@@ -409,7 +409,7 @@ class Model:
         return len(self.content[page][0]) - 1
 
     def idle(self) -> list[int]:
-        """Those that nobody uses, in the order in which they go."""
+        """Returns the idle pages in the order of eviction."""
         idle = [page for page in self.content if self.oracle.ref[page] == 1]
         return sorted(idle, key=lambda p: (self.rank[p], -self.depth(p), p))
 
@@ -444,7 +444,7 @@ next_to_go: Any = compiled(idle_pages.eviction_candidates)
 def operations(
     size: int, rule: prefix_eviction.Eviction | None = None
 ) -> dict[str, Any]:
-    """What an engine does with the cache, each as one program over all slots."""
+    """Returns the engine's operations on the cache, one program over all slots each."""
 
     def admit(state, tokens, num_tokens, salt, wanted):
         cache, pool, table = state
@@ -509,9 +509,9 @@ def operations(
 
 @memo
 def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
-    """The operations and all checks, compiled once for each page size and hash.
+    """Compiles the operations and all checks once for each page size and hash.
 
-    `hashes` only tells a patched hash function from the real one.
+    `hashes` distinguishes a patched hash function from the real one.
     """
 
     def check(state: State, lent: jax.Array) -> jax.Array:
@@ -527,7 +527,7 @@ def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
 
 
 class Walk:
-    """Random sequences that share prefixes, in JAX and in the model, compared."""
+    """Random sequences that share prefixes, compared between JAX and the model."""
 
     def __init__(self, seed: int, size: int, hashes: int, rule: str = "LRU") -> None:
         self.rng = np.random.default_rng(seed)
@@ -626,7 +626,7 @@ class Walk:
         return (np.int32(num),), evicted
 
     def pin_elsewhere(self) -> tuple[tuple, None]:
-        """Sequences outside the table start on cached pages, and others leave."""
+        """Starts and releases sequences outside of the table on cached pages."""
         content, page_of = self.model.content, self.model.page_of
         taken = []
         for page in self.some(np.asarray(list(content)), 2):
@@ -654,7 +654,7 @@ class Walk:
 
 @pytest.fixture
 def few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three buckets and five hashes: full ones and chance equals are the rule."""
+    """Uses three buckets and five hashes: full buckets and collisions are common."""
 
     def extend(before: jax.Array, tokens: jax.Array) -> jax.Array:
         few = real_extend(before, tokens)[:, :1] % np.uint32(5)
@@ -709,7 +709,7 @@ CONTENT = {"hash": slice(1, 3), "parent": 3, "salt": 4, "tokens": slice(5, None)
 
 
 def change(case: Case, **fields: tuple[Any, int | bool]) -> Case:
-    """Overwrites single entries of the cache: field=(index, value)."""
+    """Overwrites entries of the cache: field=(index, value)."""
     cache = case.cache
     for key, (i, v) in fields.items():
         new = getattr(cache, key).at[i].set(v)

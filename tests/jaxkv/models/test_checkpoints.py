@@ -1,4 +1,4 @@
-"""Folders in and out: round trips, and one clear line for every way to be broken."""
+"""Model folders: round trips, and an error of one line for every defect."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A copy of a golden folder, to be broken."""
+    """A copy of a golden folder, to be damaged."""
     return shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
 
 
@@ -67,7 +67,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any])
 
 
 def refusal(folder: Path, **kwargs: Any) -> str:
-    """The one line with which a folder is refused."""
+    """Returns the error with which a folder is refused, on one line."""
     with pytest.raises(ValueError, match=re.escape(str(folder))) as info:
         checkpoints.load_model(folder, **kwargs)
     line = str(info.value)
@@ -187,7 +187,7 @@ def test_overflowing_weights_are_refused(
     assert line in refusal(llama, dtype=dtype)
 
 
-# Names that differ, or that are no weights
+# Names that differ, or that are not weights
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
@@ -225,7 +225,7 @@ def test_buffers_and_tied_head_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama3", "qwen2_moe"])
 def test_different_tied_head_is_refused(name: str, tmp_path: Path) -> None:
-    # transformers 4 leaves such a head out, transformers 5 keeps it.
+    # transformers 4 omits such a head, transformers 5 keeps it.
     folder = shutil.copytree(GOLDEN / name, tmp_path / name)
     embed, head = embed_and_head(checkpoints.read_config(folder))
     change_config(folder, tie_word_embeddings=True)
@@ -482,14 +482,14 @@ def test_corrupt_headers_raise_value_errors(
     assert "\n" not in line
 
 
-# Saving in place of something
+# Saving over existing folders
 
 
 def test_existing_folders_are_not_overwritten(tmp_path: Path) -> None:
     params = transformer.init_params(SMALL, jax.random.key(0))
     folder = tmp_path / "model"
     folder.mkdir()
-    checkpoints.save_model(folder, SMALL, params)  # an empty folder is no loss
+    checkpoints.save_model(folder, SMALL, params)  # an empty folder may be replaced
     with pytest.raises(ValueError, match="is there already"):
         checkpoints.save_model(folder, SMALL, params)
     (folder / "stale.txt").touch()
@@ -613,7 +613,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     loaded = checkpoints.load_model(folder)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
     assert loaded.tokenizer.eos_ids == loaded.eos_ids == (256,)
-    (folder / "vocab.json").write_text("{}")  # a tokenizer, but none that we read
+    (folder / "vocab.json").write_text("{}")  # an unsupported tokenizer
     loaded = checkpoints.load_model(folder)
     assert loaded.tokenizer is None
     assert loaded.eos_ids == (256,)

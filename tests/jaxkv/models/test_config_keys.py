@@ -16,7 +16,7 @@ from tests.support.folders import GOLDEN
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 HARMLESS = {key for keys in huggingface_harmless.KEYS.values() for key in keys}
-# What transformers 4 wrote of every model, beside the keys of transformers 5.
+# Keys of transformers 4 for every model, in addition to those of transformers 5.
 OLD_KEYS = """
 _name_or_path add_cross_attention bad_words_ids begin_suppress_tokens
 decoder_start_token_id diversity_penalty do_sample early_stopping
@@ -30,7 +30,7 @@ tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """A golden config.json, with a window where the family has one if it is asked."""
+    """Returns a golden config.json, with a sliding window if asked and supported."""
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     if FAMILIES[name].windows == "flagged":
         raw |= {"use_sliding_window": True, "sliding_window": 8}
@@ -39,7 +39,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def another(key: str, value: Any) -> Any:
-    """A value of the same kind that asks for something else."""
+    """Returns another value of the same type."""
     if key == "layer_types":
         return ["full_attention", "sliding_attention"]
     if key.endswith("_layers") or value is None:
@@ -107,8 +107,7 @@ def test_families_without_serving_are_refused() -> None:
             assert architecture not in line.partition("only")[2]
 
 
-# The keys of the `config.json` that came with the weights, without `auto_map` and
-# `quantization_config`.
+# Keys of the original `config.json`, without `auto_map` and `quantization_config`.
 DEEPSEEK_V3 = """
 architectures attention_bias attention_dropout bos_token_id eos_token_id ep_size
 first_k_dense_replace hidden_act hidden_size initializer_range intermediate_size
@@ -318,7 +317,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_theta": 7.0}, "rope_theta of the rotary object=10000.0 contr"),
     ],
 }
-"""What is not supported, contradicts itself or is no such number, by family."""
+"""Unsupported, contradictory or invalid values, by family."""
 
 
 @pytest.mark.parametrize(
@@ -354,7 +353,7 @@ def test_nulls_and_defaults_equal_transformers() -> None:
     qwen2.pop("sliding_window")
     assert configs.from_hf(qwen2).window == 4096
     assert configs.from_hf(qwen2 | {"sliding_window": None}).window is None
-    # Layers without experts may stand in any order.
+    # Layers without experts may be listed in any order.
     moe = config_of("qwen3_moe") | {"num_hidden_layers": 3}
     found = configs.from_hf(moe | {"mlp_only_layers": [1, 0]}).experts
     assert found is not None

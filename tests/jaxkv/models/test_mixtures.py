@@ -1,4 +1,4 @@
-"""Mixtures of experts: the routing, the layers, the folders, the engine that serves."""
+"""Mixtures of experts: routing, layers, folders, and the engine."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 def test_routing_worked_by_hand() -> None:
     scores = jnp.asarray([[0.0, 2.0, 1.0], [1.0, 1.0, 1.0]], jnp.float32)
     routing = moe.route(scores, top_k=2, renormalise=True)
-    assert routing.expert.tolist() == [[1, 2], [0, 1]]  # of equals, the lower number
+    assert routing.expert.tolist() == [[1, 2], [0, 1]]  # among equals, the lower number
     np.testing.assert_allclose(routing.share, [[0.7311, 0.2689], [0.5, 0.5]], atol=5e-5)
     plain = moe.route(scores, top_k=2, renormalise=False)
     np.testing.assert_allclose(plain.share[0], [0.6652, 0.2447], atol=5e-5)
@@ -60,13 +60,13 @@ def test_routing_worked_by_hand() -> None:
 
 @pytest.mark.parametrize("crowded", [False, True])
 def test_mix_equals_reference(crowded: bool) -> None:
-    """All rows may choose the same two of six: none is dropped, none is padded."""
+    """All rows may choose the same two of six experts: none is dropped or padded."""
     rng, sizes_seen = np.random.default_rng(1), []
     x = rng.normal(size=(24, 4)).astype(np.float32)
     scores = rng.normal(size=(24, 6)) + (np.array([9, 0, 0, 8, 0, 0]) * crowded)
     w = rng.normal(size=(6, 4, 3)).astype(np.float32)
     live = rng.random(24) < 0.7
-    x[~live] = np.nan  # rows of nobody may hold anything
+    x[~live] = np.nan  # rows that are not live may have any content
     routing = moe.route(jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True)
 
     def answer(rows: Any, sizes: Any) -> Any:
@@ -156,7 +156,7 @@ def test_equal_experts_are_a_dense_model(activation: Any) -> None:
 
 @pytest.mark.thorough
 def test_gradients_equal_finite_differences() -> None:
-    """Of the loss with its auxiliary part, all parameters at once, in float64."""
+    """The loss with its load-balancing term, over all parameters, in float64."""
     with jax.enable_x64(True):
         config = dataclasses.replace(
             ONE_LAYER,
@@ -180,7 +180,7 @@ def test_gradients_equal_finite_differences() -> None:
         grad, at = compiled(jax.grad(loss, has_aux=True))(jnp.float64(0))
         at_step = compiled(loss)
         (above, up), (below, down) = (at_step(jnp.float64(x)) for x in (1e-6, -1e-6))
-        # No choice lay so near a tie that it went another way.
+        # No choice is near a tie.
         assert (up.loads == at.loads).all()
         assert (down.loads == at.loads).all()
         assert abs(at.auxiliary) > 0.1
@@ -199,16 +199,16 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seeds", "others", "as_served"),
+    ("seeds", "place", "as_served"),
     [
         (range(1), "crowd", False),
         pytest.param(range(1, 30), "plenty", True, marks=pytest.mark.slow),
     ],
 )
 def test_engine_is_batch_invariant_with_experts(
-    seeds: range, others: str, as_served: bool
+    seeds: range, place: str, as_served: bool
 ) -> None:
-    """All at once, with too few pages, and each request alone."""
+    """Compares all requests at once, with too few pages, with single requests."""
     config = batches.config_of(batches.PLACES["crowd"])
     num_preempted = 0
     for seed in seeds:
@@ -221,8 +221,8 @@ def test_engine_is_batch_invariant_with_experts(
         }
         assert got == expected
         for ask in asks:
-            alone = serve([ask], others, as_served).outcomes[ask.request_id]
-            batches.assert_same_bits(crowd.outcomes[ask.request_id], alone)
+            single = serve([ask], place, as_served).outcomes[ask.request_id]
+            batches.assert_same_bits(crowd.outcomes[ask.request_id], single)
     assert num_preempted >= len(seeds)
 
 

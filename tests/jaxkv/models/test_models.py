@@ -1,4 +1,4 @@
-"""Every family through pages, in random pieces, against one plain forward pass."""
+"""Every family: paged forward passes in random pieces against one plain pass."""
 
 import dataclasses
 import functools
@@ -36,14 +36,14 @@ PAGE_SIZES = {
     "opt": 128,
     "qwen2_moe": 4,
 }
-"""Of every family's pages in the quicker test."""
+"""Number of pages per family in the quick test."""
 BOTH_PROGRAMS = ("llama3", "qwen3", "mistral", "qwen2_moe")
-"""Whose steps of one row a slot go by a program of their own there."""
+"""Families whose passes with one row per slot are compiled separately as well."""
 OTHERS = ("bfloat16", "sharded", "tokenized", "mixtral", "qwen3_moe")
 
 
 def test_few_rows_are_padded() -> None:
-    """What stands behind a column's own numbers is no row's business."""
+    """Padding of a column does not affect its numbers."""
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(24, 16)), "float32")
     asked = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 25, 31, 33)
@@ -188,7 +188,7 @@ def test_half_precision_weights_give_float32_logits() -> None:
 
 
 def test_transposed_weights_give_equal_results() -> None:
-    """Of 2 to 4 rows by the second form alone; stacked they are each layer's own."""
+    """2 to 4 rows use the transposed weights only; also for stacked layers."""
     config, params = engines.MODEL, engines.params()
     twice = param_forms.add_transposed_weights(params)
     again = weights.checked_params(config, twice)
@@ -219,7 +219,7 @@ def test_transposed_weights_give_equal_results() -> None:
     "name", ["llama3", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
 )
 def test_scanned_layers_equal_unrolled_layers(name: str) -> None:
-    """The engine's tokens and log-probabilities, to the bit."""
+    """The engine's tokens and log-probabilities are equal bit for bit."""
     ask = jaxkv.Sampling(temperature=0.9, top_k=20, max_tokens=12, seed=3, logprobs=0)
     answers = []
     for scan in (False, True):

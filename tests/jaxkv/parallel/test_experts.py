@@ -1,4 +1,4 @@
-"""Experts on several devices: what is sent comes back to its row, or is dropped."""
+"""Expert parallelism: outputs return to their rows, choices beyond it are dropped."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ WEIGHT = RNG.normal(size=(EXPERTS, WIDTH, 3)).astype(np.float32)
 
 
 def routing(num_rows: int, seed: int) -> moe.Routing:
-    """Of rows that prefer some experts."""
+    """Returns the routing of rows that prefer some experts."""
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(num_rows, EXPERTS)) + np.linspace(0, 2, EXPERTS)
     scores = jnp.asarray(scores, jnp.float32)
@@ -28,7 +28,7 @@ def routing(num_rows: int, seed: int) -> moe.Routing:
 
 
 def kept(found: moe.Routing, capacity: int) -> np.ndarray:
-    """Which choices find a place, one after another: the slow twin."""
+    """Returns the choices that get a place, one after another (slow reference)."""
     expert = np.asarray(found.expert)
     taken, is_kept = np.zeros(EXPERTS, int), np.zeros(expert.shape, bool)
     for choice in range(expert.shape[1]):
@@ -40,7 +40,7 @@ def kept(found: moe.Routing, capacity: int) -> np.ndarray:
 
 
 def mixed(x: np.ndarray, found: moe.Routing, is_kept: np.ndarray) -> np.ndarray:
-    """What the experts answer, choice by choice."""
+    """Returns the experts' outputs, choice by choice."""
     y = np.zeros((len(x), WEIGHT.shape[2]))
     for row, choice in zip(*np.nonzero(is_kept), strict=True):
         expert = int(found.expert[row, choice])
@@ -123,8 +123,8 @@ def test_gather_rows_drops_no_choice(p: int) -> None:
 @pytest.mark.parametrize(
     ("removed", "added"),
     [
-        # Second choices take places before first ones; one too many is let in; the
-        # places are those of the rows in another order.
+        # Second choices before first ones; a capacity larger by one; places of rows in
+        # another order.
         ("expert.T.reshape(-1)", "expert.reshape(-1)"),
         ("rank < capacity", "rank <= capacity"),
         ("number % num_rows", "number // top_k"),

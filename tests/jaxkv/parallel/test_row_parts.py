@@ -1,4 +1,4 @@
-"""Rows of mixed passes in parts: which, who computes what of them, and what is kept."""
+"""Division of the rows of mixed passes: which rows, their cost and stored states."""
 
 import dataclasses
 import math
@@ -19,16 +19,16 @@ from scaling.shapes import from_model
 from tests.support import engines, meshes
 
 MIXED = meshes.chunk(*meshes.CHUNKS[0])
-"""16 rows."""
+"""16 packed rows."""
 EVENLY = MIXED._replace(
     position=jnp.asarray([*range(8), *range(5), -1, -1, -1], jnp.int32), slot=None
 )
-"""Eight rows for each slot, as where drafts are verified."""
+"""Eight rows for each slot, as in verification of drafts."""
 SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
 def dots(text: str) -> list[int]:
-    """Multiplications of each product in a compiled program."""
+    """Returns the multiplications of each product in a compiled program."""
     sizes: dict[str, tuple[int, ...]] = {}
     found = []
     for line in text.splitlines():
@@ -52,7 +52,7 @@ def dots(text: str) -> list[int]:
 def test_products_of_a_mixed_pass_are_divided(
     num: int, rows: kv_pages.Rows, own: int
 ) -> None:
-    """In attention's place alone have all devices all rows."""
+    """Only attention has all rows on all devices."""
     c = dataclasses.replace(engines.MODEL, num_q_heads=8, mlp_size=44)
     run, *given = meshes.divided(c, engines.params(c), make_mesh(context=num))
     found = dots(run.lower(*given, rows).compile().as_text())
@@ -67,7 +67,7 @@ def test_products_of_a_mixed_pass_are_divided(
 
 @pytest.mark.thorough
 def test_stored_states_equal_one_device() -> None:
-    """Keys, values, and states for heads that draft, at their places; and bytes."""
+    """Keys, values, and features for drafting heads, at their places; and bytes."""
     c, taps, how = engines.MODEL, (0, 2, 1), Layout(pages=2)
     kept = []
     for mesh in (make_mesh(), make_mesh(context=how.pages)):
@@ -92,7 +92,7 @@ def test_stored_states_equal_one_device() -> None:
 
 @pytest.mark.parametrize("num", [2, 4])
 def test_rows_are_divided_and_gathered(num: int) -> None:
-    """In order; what is not packed, not fast, or does not divide is left whole."""
+    """Rows are divided in order if they are packed, fast and divisible."""
 
     def part(x: Any) -> Any:
         def rows(num: int, slot: Any) -> kv_pages.Rows:

@@ -1,4 +1,4 @@
-"""An engine on a mesh, put away and taken up: there, on another mesh, on one device."""
+"""Snapshots of an engine on a mesh: restored there, on another mesh, on one device."""
 
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,19 @@ from tests.support import engine_programs, engines
 from tests.support.meshes import ASKS, PROMPTS, engine_on
 
 BOUNDS: dict[str, Any] = {"num_pages": 30, "page_size": 8}
-"""Pages enough that nobody is swapped: no host is asked here."""
+"""Enough pages to avoid swapping, which would need the host."""
 NUM_CALLS = 40
-"""After which all requests are done."""
+"""Number of calls after which all requests are done."""
 
 
 def make(**degrees: int) -> jaxkv.Engine:
-    """An engine of the small model, on a mesh where there are degrees."""
+    """Makes an engine of the small model, on a mesh if there are degrees."""
     mesh = make_mesh(**degrees) if degrees else None
     return engine_on(engines.MODEL, engines.params(), mesh, **BOUNDS)
 
 
 def make_partial_state(engine: jaxkv.Engine) -> EngineState:
-    """Its state while requests are read, answered and wait."""
+    """Returns the state while requests are in prefill, in decode and in the queue."""
     for prompt, ask in zip(PROMPTS, ASKS, strict=True):
         engine.submit(prompt, ask)
     engine.core.turn()
@@ -35,7 +35,7 @@ def make_partial_state(engine: jaxkv.Engine) -> EngineState:
 
 
 def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[Any]]:
-    """Runs a state by an engine's programs; the state then, and what steps said."""
+    """Continues a state with an engine's programs; returns state and step results."""
     emitted = []
     for call in range(NUM_CALLS):
         state, info = engine.core.run_steps(state, 1.0 + call)
@@ -44,7 +44,7 @@ def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[A
 
 
 def like(engine: jaxkv.Engine) -> Any:
-    """The shapes of its pages."""
+    """Returns the shapes of the engine's pages."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
     )
@@ -82,13 +82,13 @@ def test_state_continues_on_other_layouts(
     assert {*status.tolist()} <= {EMPTY, FINISHED}
     assert (status == FINISHED).sum() >= len(ASKS)
     assert_equal(go_on(engine, placed)[1], emitted)
-    # On one device, the same tokens of every sequence.
+    # On one device, equal tokens of every sequence.
     there, _ = go_on(alone, load())
     assert_equal(there.sequences.tokens, end.sequences.tokens)
 
 
 def test_states_that_cannot_be_saved_or_divided_are_refused(tmp_path: Path) -> None:
-    """Of shapes alone: pages of 16 places, two KV heads."""
+    """Uses shapes only: pages of 16 places, two KV heads."""
     _, (_, state, _), _ = engine_programs.steps(engine_programs.SMALL)
 
     class Elsewhere:

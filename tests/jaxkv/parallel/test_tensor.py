@@ -1,4 +1,4 @@
-"""Tensor parallelism: the numbers of one device, on several, and what they send."""
+"""Tensor parallelism: results equal those of one device, and bytes the formulas."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
 def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
-    """The plain forward pass on a mesh, compiled for `TOKENS`, and its parameters."""
+    """Compiles the forward pass on a mesh for `TOKENS`; returns it and parameters."""
     mesh = make_mesh(tensor=degree)
     fitted = tensor.fit_config(config, degree)
     placed = tensor.place_params(config, params, mesh)
@@ -81,14 +81,14 @@ def test_logits_are_those_of_one_device_everywhere(family: str, degree: int) -> 
 
 
 def check_family(family: str, degree: int) -> None:
-    """Logits, and bytes as the formula has them."""
+    """Checks logits, and bytes against the formula."""
     loaded = checkpoints.load_model(GOLDEN / family)
     config, params = loaded.config, loaded.params
     program, placed = on_mesh(config, params, degree)
     found = np.asarray(program(placed, jnp.asarray(TOKENS)))
     whole = transformer.logits(params, jnp.asarray(TOKENS), config=config)
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4)
-    # Words that are there to divide evenly are sent, too.
+    # Padding words are sent, too.
     words = config.vocab_size + -config.vocab_size % degree
     padded = dataclasses.replace(from_model.describe(config), vocab_size=words)
     formula = traffic.decode(
@@ -149,7 +149,7 @@ def test_trips_of_loops_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "degree", "said"),
+    ("fields", "degree", "message"),
     [
         ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "num_q_heads=6 must be a multiple"),
         ({"num_q_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 must be a multi"),
@@ -158,10 +158,10 @@ def test_trips_of_loops_are_counted() -> None:
     ],
 )
 def test_indivisible_sizes_are_refused(
-    fields: dict[str, Any], degree: int, said: str
+    fields: dict[str, Any], degree: int, message: str
 ) -> None:
     config = dataclasses.replace(engines.MODEL, **fields)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         tensor.fit_config(config, degree)
 
 
@@ -184,7 +184,7 @@ def test_devices_receive_their_parts_only() -> None:
         array = weight["weight"]
         shards = [shard.data.shape[axis] for shard in array.addressable_shards]
         assert shards == [array.shape[axis] // 4] * 4
-    # Two KV heads: each stands twice, with half of its queries.
+    # Two KV heads: each is copied, with half of its queries.
     plain = checkpoints.load_model(GOLDEN / "llama").params["layers"][0]
     qkv, whole = np.asarray(layer["qkv"]["weight"]), np.asarray(plain["qkv"]["weight"])
     assert (len(qkv), len(whole)) == (4, 2)
@@ -211,7 +211,7 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
     ids=["tp=8", "2 x 2 x 2", "cp=8", "ep=8"],
 )
 def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
-    """Eight query heads of four KV heads, which are copied where devices are more."""
+    """Eight query heads and four KV heads, which are copied for eight devices."""
     config = dataclasses.replace(MODEL, **fields)
     params, mesh = engines.params(config), make_mesh(**degrees)
     sizes: Any = {"num_pages": 20, "page_size": 8}

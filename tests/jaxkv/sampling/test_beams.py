@@ -1,4 +1,4 @@
-"""Beams: by hand, against brute force, and a reference_search in Python."""
+"""Beam search: by hand, against brute force, and against a reference in Python."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ YES, NO = jnp.asarray(True), jnp.asarray(False)
 
 
 def random_model(seed: int, vocab: int, spread: float = 2.0) -> Model:
-    """Logits that hang on all tokens before, by no law."""
+    """Returns a model with random logits that depend on all tokens before."""
 
     @functools.cache
     def model(prefix: tuple[int, ...]) -> np.ndarray:
@@ -73,7 +73,7 @@ def logprobs_of(logits: np.ndarray) -> np.ndarray:
 
 
 def drive(model: Model, params: Params, max_beams: int) -> tuple[Beams, list[Answer]]:
-    """Searches with `beams.step`, the model's beams kept as tuples."""
+    """Searches with `beam_search.step`, with the prefixes of beams as tuples."""
     group, prefixes = beam_search.make_beams(max_beams), [()] * max_beams
     history = np.zeros((2, max_beams, int(params.limit)), np.int32)
     while not group.done:
@@ -87,7 +87,7 @@ def drive(model: Model, params: Params, max_beams: int) -> tuple[Beams, list[Ans
 
 
 def answers_of(rows: jax.Array, scores: jax.Array) -> list[Answer]:
-    """The answers among the rows, each unbroken and behind no empty row."""
+    """Returns the answers among the rows; checks that rows have no gaps."""
     found = []
     for row, score in zip(np.asarray(rows), np.asarray(scores), strict=True):
         length = int((row >= 0).sum())
@@ -99,10 +99,10 @@ def answers_of(rows: jax.Array, scores: jax.Array) -> list[Answer]:
     return found[:num]
 
 
-def assert_equal(ours: list[Answer], expected: list[Answer]) -> None:
-    assert [answer.tokens for answer in ours] == [row.tokens for row in expected]
+def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
+    assert [answer.tokens for answer in found] == [row.tokens for row in expected]
     np.testing.assert_allclose(
-        [answer.score for answer in ours],
+        [answer.score for answer in found],
         [row.score for row in expected],
         rtol=1e-5,
         atol=1e-5,
@@ -110,7 +110,7 @@ def assert_equal(ours: list[Answer], expected: list[Answer]) -> None:
 
 
 def reference_search(model: Model, params: Params) -> list[Answer]:
-    """Beam search in lists, every candidate sorted."""
+    """Beam search with lists, sorting all candidates."""
     width, limit = int(params.width), int(params.limit)
     penalty, rule = float(params.length_penalty), int(params.early_stopping)
     stops = set(np.asarray(params.stop_tokens).tolist())
@@ -177,8 +177,8 @@ def test_wide_search_is_exhaustive(penalty: float, rule: int) -> None:
                 every.append(Answer(total / length**penalty, row))
     assert len(every) == 31
     every.sort(key=lambda answer: -answer.score)
-    # 24 beams hold all that can run; to keep the best 24 answers, the search may stop
-    # before the limit, but only where it is known that nothing is lost.
+    # 24 beams hold every prefix; to keep the best 24 answers, the search may stop
+    # before the limit only if no answer can be lost.
     for width in (32, 24) if rule == NEVER else (32,):
         params = params_of(width, penalty, rule, (stop, -1), limit)
         group, answers = drive(model, params, 32)
@@ -211,7 +211,7 @@ def test_one_program_serves_every_setting() -> None:
 
 @pytest.mark.thorough
 def test_groups_are_independent() -> None:
-    """Row i of a batch of groups is group i alone, bit for bit."""
+    """Row i of a batch of groups equals group i in a batch of one, bit for bit."""
     rng = np.random.default_rng(0)
     lines = []
     for i in range(13):
@@ -249,7 +249,7 @@ def test_equals_rank_by_beam_and_token() -> None:
 
 
 def test_beams_without_candidates_stop() -> None:
-    """A mask leaves two tokens, then NaN takes one beam, then nothing is left."""
+    """A mask leaves two tokens, NaN removes one beam, then no candidate remains."""
     params, none = params_of(3, stops=(5, -1)), -jnp.inf
     logits = jnp.full((4, 6), none, jnp.float32).at[:, 2:4].set(0.0)
     group, parents, tokens = advance(beam_search.make_beams(4), params, logits, YES)

@@ -1,4 +1,4 @@
-"""Draws have the law they should, and nobody's depend on the neighbours."""
+"""Draws follow their distribution, and no row depends on its neighbours."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def rows_of(tree: Any, rows: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[np.asarray(rows)]), tree)
 
 
-# What a user may ask for
+# Parameters of users
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def hard_rows(vocab: int, seed: int) -> Iterator[np.ndarray]:
     normal = rng.normal(size=vocab) * 3
     yield normal
     yield np.round(normal)  # ties everywhere
-    yield np.zeros(vocab)  # nothing but ties
+    yield np.zeros(vocab)  # ties only
     yield np.where(rng.random(vocab) < 0.5, 0.0, -0.0)
     yield np.where(np.arange(vocab) == vocab // 2, 1e30, normal)
     yield np.where(rng.random(vocab) < 0.7, -INF, normal)
@@ -255,13 +255,13 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
     logits = jnp.asarray(np.stack([row for row, _ in cases]).astype(np.float32))
     params = params_of([cut for _, cut in cases])
     few, many = (jitted("keep", max_candidates=n)(logits, params) for n in (4, 64))
-    # Whichever way settles a row, it keeps the same tokens.
+    # Either algorithm keeps the same tokens of a row.
     np.testing.assert_array_equal(few, many)
     excused = 0
     for row, ours, (_, cut) in zip(logits, few, cases, strict=True):
         mask, sure = kept_slowly(np.asarray(row), cut)
         wrong = mask != np.asarray(ours)
-        # Only where rounding decides may float32 decide otherwise.
+        # Float32 may differ only where rounding decides.
         assert (sure[wrong] < 2e-6).all(), (cut, np.flatnonzero(wrong))
         excused += wrong.any()
         if cut.top_p == 1 and cut.min_p == 0:
@@ -269,7 +269,7 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
     assert excused <= 0.05 * len(cases)
 
 
-# Laws
+# Probabilities
 
 
 @pytest.mark.thorough
@@ -339,7 +339,7 @@ def test_draws_follow_enumerated_distribution() -> None:
     logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32) * 1.5
     batch = jnp.broadcast_to(logits, (draws, vocab))
     positions = jnp.arange(draws, dtype=jnp.int32)
-    # More than what all but the last law keep: it goes the longer way.
+    # Above the kept tokens of all but the last case: this takes the exact search.
     sample = jitted("sample", max_candidates=10)
     for number, request in enumerate(LAWS):
         params = rows_of(params_of([request], engine_seed=number), [0] * draws)
@@ -360,7 +360,7 @@ def test_draws_follow_enumerated_distribution() -> None:
 
 @pytest.mark.thorough
 def test_neighbouring_positions_samples_and_requests_are_independent() -> None:
-    # The shapes of the test above, so that nothing compiles anew.
+    # The shapes of the test above, so that no further program is compiled.
     draws, vocab = 4000, 4
     logits = jnp.full((draws, 16), -INF, jnp.float32).at[:, :vocab].set(0)
     here = jnp.arange(draws, dtype=jnp.int32)
@@ -405,7 +405,7 @@ def one_batch() -> tuple[jax.Array, Params, jax.Array, jax.Array]:
 def sample(
     logits: Any, params: Params, positions: Any, scored: Any = None, raw: Any = None
 ) -> sampler.Draw:
-    """Shared by the tests below, so that each shape compiles once."""
+    """Compiled once per shape for the tests below."""
     scored = jnp.ones(len(logits), bool) if scored is None else scored
     raw = logits if raw is None else raw
     draw = jitted("sample", max_candidates=8)
@@ -417,7 +417,7 @@ def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
     raw = np.array(logits)
     raw[1, 13], raw[2, 388], raw[5, 7] = INF, -INF, np.nan
     raw[6], raw[7] = np.finfo(np.float32).max, np.finfo(np.float32).max / 2
-    # What somebody set in the logits, and not the model, is fine.
+    # Infinities that the caller, not the model, set in the logits are valid.
     masked = logits.at[:, 3].set(INF).at[:, 4:50].set(-INF)
     for params_of_all in (params, greedy_params(8)):
         drawn = sample(masked, params_of_all, positions, raw=jnp.asarray(raw))
@@ -435,7 +435,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
             np.testing.assert_array_equal(field[0], other[row])
     rng = np.random.default_rng(4)
     for _ in range(20):
-        # Any rows beside it, in any order, some of them broken.
+        # With any other rows, in any order, some of them invalid.
         rows = rng.integers(0, 8, 8)
         logits, params, positions, scored = rows_of(one_batch(), rows)
         broken = rng.random(8) < 0.2
@@ -457,7 +457,7 @@ def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
     for row in (1, 7):
         assert mixed.token[row] == greedy.token[row]
         assert mixed.logprob[row] == greedy.logprob[row]
-    # A limit of one token, or a share that the first one fills, is greedy as well.
+    # Top-k of one token, or top-p that the first token reaches, is greedy as well.
     for one in (Sampling(top_k=1), Sampling(top_p=1e-9)):
         drawn = sample(logits, params_of([one] * 8), positions)
         np.testing.assert_array_equal(drawn.token, greedy.token)
@@ -496,7 +496,7 @@ def test_invalid_rows_are_flagged() -> None:
     logprob = sampler.token_logprobs(rows, drawn.token)
     assert np.isnan(logprob).tolist() == [True] * 3 + [False] * 5
     assert logprob[3:5].tolist() == [0, 0]
-    # Were they the model's own, it had broken down in the rows of infinities, too.
+    # As the model's own logits, infinities would make these rows invalid too.
     assert sample(rows, params, positions).invalid.tolist() == [True] * 5 + [False] * 3
 
 
@@ -580,7 +580,7 @@ def test_large_vocabulary_does_not_depend_on_the_batch() -> None:
 @pytest.mark.parametrize("vocab", [97, 512, 1000])
 @pytest.mark.parametrize("with_raw", [False, True])
 def test_one_pass_argmax_equals_several_passes(vocab: int, with_raw: bool) -> None:
-    """What a GPU runs, on rows with ties, zeros of both signs, infinities and NaN."""
+    """Compares the GPU's version for ties, signed zeros, infinities and NaN."""
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-3, 4, (64, vocab)).astype(np.float32)
     logits[logits == 0] *= rng.choice([-1.0, 1.0], (logits == 0).sum())

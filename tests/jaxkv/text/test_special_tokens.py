@@ -1,4 +1,4 @@
-"""Tokens that a folder names in several files, as transformers reads them."""
+"""Special tokens named in several files of a folder, compared with transformers."""
 
 import json
 import warnings

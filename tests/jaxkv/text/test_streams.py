@@ -1,4 +1,4 @@
-"""Text token by token against the library's decode of the whole."""
+"""Streaming decode compared with the library's decode of all tokens."""
 
 import random
 import time
@@ -30,7 +30,7 @@ def check_random_answers(name: str, num: int, **settings: Any) -> None:
         whole = tokenizer.decode(answer, skip_special_tokens=skip)
         stream = tokenizer.stream(skip_special_tokens=skip)
         assert streamed(stream, answer) == whole, (prompt, answer)
-        assert streamed(stream, answer) == whole  # a finished one is as new
+        assert streamed(stream, answer) == whole  # a finished stream can be used again
         stream = tokenizer.stream(prompt, skip_special_tokens=skip)
         expected = text_after(tokenizer, prompt, answer, skip)
         assert streamed(stream, answer) == expected, (prompt, answer)
@@ -99,7 +99,7 @@ def test_known_answers(
         ("bytes:日", ["a"], "a"),
         ("<0xE6>", ["<0x97>", "<0xA5>", "a"], "日a"),
         ("<0xE6>", ["a"], "a"),
-        # One broken byte breaks those of the prompt, too: no text is shared.
+        # One broken byte also breaks those of the prompt: no text is shared.
         ("bytes:日", ["<0xFF>"], "\ufffd" * 4),
     ],
 )
@@ -131,7 +131,7 @@ def test_tail_returns_held_back_text() -> None:
     for token in ids_of(tokenizer, "bytes:本語", "a"):
         assert stream.push(token) == ("本語a" if len(seen) == 6 else "")
         seen.append(stream.tail())
-    # Without the character that is not complete.
+    # Without the incomplete character.
     assert seen == ["", "", "本", "本", "本", "本語", ""]
 
 
@@ -158,5 +158,5 @@ def test_time_is_linear_in_tokens(decoder: str, texts: list[str]) -> None:
             best = min(best, time.process_time() - start)
         return best
 
-    # Ten times as many tokens take ten times as long, not a hundred times.
+    # Ten times the tokens take ten times the time, not a hundred times.
     assert seconds(6_000) < 40 * seconds(600)

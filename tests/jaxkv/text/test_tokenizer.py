@@ -1,4 +1,4 @@
-"""Tokenizers against what transformers made of the same folder; streams, chats."""
+"""Tokenizers, streams and chats compared with transformers on the same folders."""
 
 import json
 import sys
