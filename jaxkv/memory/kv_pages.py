@@ -12,7 +12,7 @@ scanned input and output copies them three times, and a `lax.cond` around unroll
 layers once. Writes and kernels index the view of `flatten_layers`, `[layers * pages,
 ...]`, with ids that `flat_ids` offsets by the layer, so that no layer is sliced out.
 
-Copies. `copy` copies pages on the device. `gather_pages`, `to_host`, `pad_pages` and
+Copies. `copy` copies pages on the device. `gather_pages`, `to_host`, `expand_pages` and
 `scatter_pages` move pages through host memory: for swapping, prefix transfer to another
 worker, and snapshots.
 
@@ -318,7 +318,7 @@ def to_host(pages: Any, page_ids: np.ndarray | slice | None = None) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:, page_ids], pages)
 
 
-def pad_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
+def expand_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
     """Returns host arrays of `num_pages` pages: `content` at its ids, zeros elsewhere.
 
     Programs take content of one fixed width, so that they are compiled once.

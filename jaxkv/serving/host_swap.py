@@ -121,7 +121,7 @@ class HostSpace:
             else:
                 moves.arrives[...] = first
                 moves.place[places] = free[: len(places)]
-                content = kv_pages.pad_pages(pages, len(owner), places)
+                content = kv_pages.expand_pages(pages, len(owner), places)
                 moves = moves._replace(pages=content)
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 

@@ -164,7 +164,7 @@ def pad_pages(
             f"pages={shown} must be arrays as take_prefix returns them, of at most "
             f"{most} pages"
         )
-    whole = kv_pages.pad_pages(pages, config.max_pages_per_slot, slice(count))
+    whole = kv_pages.expand_pages(pages, config.max_pages_per_slot, slice(count))
     return prefix._replace(num_pages=jnp.int32(count)), whole
 
 

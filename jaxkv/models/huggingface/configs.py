@@ -11,7 +11,7 @@ from typing import Any
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import harmless, positions, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
-from jaxkv.models.huggingface.values import quote
+from jaxkv.models.huggingface.values import shorten
 
 # Activation -> Hugging Face's names of it; the first one is written.
 ACTIVATIONS = {
@@ -61,8 +61,8 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             num = len(found)
             if not is_whole or found != {*range(num)} or num >= fields["num_layers"]:
                 raise ValueError(
-                    f"mlp_only_layers={quote(dense)} is not supported, only the first "
-                    "layers and not all"
+                    f"mlp_only_layers={shorten(dense)} is not supported, only the "
+                    "first layers and not all"
                 )
             experts["num_dense_layers"] = num
         experts = Experts(**experts)
@@ -165,11 +165,13 @@ def _family_of(raw: Mapping[str, Any]) -> str:
         found, names = kind, {name: name for name in served}
     if not isinstance(found, str) or found not in names:
         raise ValueError(
-            f"architecture {quote(found)} is not supported, only "
+            f"architecture {shorten(found)} is not supported, only "
             + ", ".join(family.architecture for family in served.values())
         )
     if kind not in (None, names[found]):
-        raise ValueError(f"model_type={quote(kind)} contradicts architecture {found!r}")
+        raise ValueError(
+            f"model_type={shorten(kind)} contradicts architecture {found!r}"
+        )
     return names[found]
 
 
@@ -185,7 +187,7 @@ def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if raw.get(key) not in (None, value):
             raise ValueError(
-                f"{alias}={quote(value)} contradicts {key}={quote(raw[key])}"
+                f"{alias}={shorten(value)} contradicts {key}={shorten(raw[key])}"
             )
         raw[key] = value
     return raw
@@ -211,7 +213,7 @@ def refuse_other_values(
             value != supported or type(value) is not type(supported)
         ):
             raise ValueError(
-                f"{key}={quote(value)} is not supported, only {quote(supported)}"
+                f"{key}={shorten(value)} is not supported, only {shorten(supported)}"
             )
 
 
@@ -225,4 +227,4 @@ def _checked(key: str, field: str, value: Any, most: int) -> Any:
         if value in aliases:
             return activation
     names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-    raise ValueError(f"{key}={quote(value)} is not supported, only {names}")
+    raise ValueError(f"{key}={shorten(value)} is not supported, only {names}")

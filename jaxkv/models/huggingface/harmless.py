@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.huggingface.families import Family
-from jaxkv.models.huggingface.values import quote
+from jaxkv.models.huggingface.values import shorten
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "origin of the file": (
@@ -170,7 +170,7 @@ def refuse_unknown(
             raise ValueError(f"{key} is not supported: {_REASONS[key]}")
     if unknown:
         few = ", ".join(
-            f"{quote(key)[1:-1]}={quote(given[key])}" for key in unknown[:3]
+            f"{shorten(key)[1:-1]}={shorten(given[key])}" for key in unknown[:3]
         )
         more = ", ..." if len(unknown) > 3 else ""
         raise ValueError(

@@ -10,9 +10,9 @@ from jaxkv.models.config import ModelConfig, RopeScaling
 from jaxkv.models.huggingface.families import Family
 from jaxkv.models.huggingface.values import (
     parse_flag,
-    parse_number,
+    parse_positive_number,
     parse_size,
-    quote,
+    shorten,
 )
 
 ORIGINAL = "original_max_position_embeddings"
@@ -61,7 +61,7 @@ def read_positions(
     }
     rope = _agreed(found)
     if rope is not None and not isinstance(rope, Mapping):
-        raise ValueError(f"{next(iter(found))}={quote(rope)} must be an object")
+        raise ValueError(f"{next(iter(found))}={shorten(rope)} must be an object")
     rope = {key: value for key, value in (rope or {}).items() if value is not None}
     kind = _agreed({"rope_type": rope.get("rope_type"), "type": rope.get("type")})
     kind = "default" if kind is None else kind
@@ -69,12 +69,14 @@ def read_positions(
         kind = "one for each layer type"
     if not isinstance(kind, str) or kind not in _ROPE:
         supported = ", ".join(_ROPE)
-        raise ValueError(f"rope_type={quote(kind)} is not supported, only {supported}")
+        raise ValueError(
+            f"rope_type={shorten(kind)} is not supported, only {supported}"
+        )
     given_original = {ORIGINAL: given[ORIGINAL]} if ORIGINAL in given else {}
     for key, value in (rope | given_original).items():
         if key not in _ROPE[kind]:
             raise ValueError(
-                f"{key}={quote(value)} has no effect with rope_type={kind!r}"
+                f"{key}={shorten(value)} has no effect with rope_type={kind!r}"
             )
 
     def from_either(key: str) -> Any:
@@ -85,13 +87,15 @@ def read_positions(
     part = from_either("partial_rotary_factor")
     if part not in (None, 1):
         raise ValueError(
-            f"partial_rotary_factor={quote(part)} is not supported, only 1.0"
+            f"partial_rotary_factor={shorten(part)} is not supported, only 1.0"
         )
     theta = from_either("rope_theta")
-    theta = parse_number("rope_theta", family.rope_theta if theta is None else theta)
+    theta = parse_positive_number(
+        "rope_theta", family.rope_theta if theta is None else theta
+    )
     scaling = None
     if kind != "default":
-        factor = parse_number("factor", rope.get("factor"))
+        factor = parse_positive_number("factor", rope.get("factor"))
     if kind == "linear":
         scaling = RopeScaling(kind="linear", factor=factor)
     elif kind == "llama3":
@@ -99,7 +103,7 @@ def read_positions(
         if original is None:
             original = given.get("max_position_embeddings")
         low, high = (
-            parse_number(key, rope.get(key))
+            parse_positive_number(key, rope.get(key))
             for key in ("low_freq_factor", "high_freq_factor")
         )
         if low >= high:
@@ -150,7 +154,7 @@ def _agreed(values: Mapping[str, Any]) -> Any:
     if len(found) == 2:
         (a, first), (b, second) = found.items()
         if first != second:
-            raise ValueError(f"{a}={quote(first)} contradicts {b}={quote(second)}")
+            raise ValueError(f"{a}={shorten(first)} contradicts {b}={shorten(second)}")
     return next(iter(found.values()), None)
 
 
@@ -168,14 +172,14 @@ def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int
             raise ValueError("use_sliding_window=True is not supported, only False")
         if window is not None and wanted is None and family.windows == "never":
             raise ValueError(
-                f"sliding_window={quote(window)} is not supported, only null"
+                f"sliding_window={shorten(window)} is not supported, only null"
             )
         window = None
     elif family.windows == "flagged":
         window = window if wanted else None
     elif wanted is not None and wanted != (window is not None):
         raise ValueError(
-            f"use_sliding_window={wanted} contradicts sliding_window={quote(window)}"
+            f"use_sliding_window={wanted} contradicts sliding_window={shorten(window)}"
         )
     num_sliding = _num_sliding(family, raw, num_layers, window is not None)
     if window is None or num_sliding == 0:
@@ -194,14 +198,14 @@ def _num_sliding(
     """Returns the number of layers with a sliding window, if there is a window."""
     first = raw.get("max_window_layers", 28) if family.windows == "flagged" else 0
     if has_window and (type(first) is not int or first < 0):
-        raise ValueError(f"max_window_layers={quote(first)} must be a whole number")
+        raise ValueError(f"max_window_layers={shorten(first)} must be a whole number")
     kinds = raw.get("layer_types")
     if kinds is None:
         return max(num_layers - first, 0) if has_window else 0
     names = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
         raise ValueError(
-            f"layer_types={quote(kinds)} must be a list of {' and '.join(names)}"
+            f"layer_types={shorten(kinds)} must be a list of {' and '.join(names)}"
         )
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types names {len(kinds)} layers of {num_layers}")

@@ -18,13 +18,13 @@ def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
         return parse_flag(key, value)
     if field == "experts.dense_layers":
         if not isinstance(value, list):
-            raise ValueError(f"{key}={quote(value)} must be a list")
+            raise ValueError(f"{key}={shorten(value)} must be a list")
         return value
     if field not in _NUMBERS:
         return parse_size(key, value, low=0 if field in _COUNTS else 1, most=most)
     if field == "experts.balance_weight" and type(value) in (int, float) and value == 0:
         return 0.0
-    return parse_number(key, value)
+    return parse_positive_number(key, value)
 
 
 def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
@@ -34,13 +34,15 @@ def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> i
       ValueError: the value is not such an integer.
     """
     if type(value) is not int or value < low:
-        raise ValueError(f"{key}={quote(value)} must be a whole number, at least {low}")
+        raise ValueError(
+            f"{key}={shorten(value)} must be a whole number, at least {low}"
+        )
     if value > most:
-        raise ValueError(f"{key}={quote(value)} must be at most {most}")
+        raise ValueError(f"{key}={shorten(value)} must be at most {most}")
     return value
 
 
-def parse_number(key: str, value: Any) -> float:
+def parse_positive_number(key: str, value: Any) -> float:
     """Returns a positive number that float32 can hold.
 
     Raises:
@@ -48,7 +50,8 @@ def parse_number(key: str, value: Any) -> float:
     """
     if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:
         raise ValueError(
-            f"{key}={quote(value)} must be a number above 0, at most {_MAX_NUMBER:.1e}"
+            f"{key}={shorten(value)} must be a number above 0, at most "
+            f"{_MAX_NUMBER:.1e}"
         )
     return float(value)
 
@@ -60,11 +63,11 @@ def parse_flag(key: str, value: Any) -> bool:
       ValueError: the value is not a boolean.
     """
     if type(value) is not bool:
-        raise ValueError(f"{key}={quote(value)} must be true or false")
+        raise ValueError(f"{key}={shorten(value)} must be true or false")
     return value
 
 
-def quote(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Returns a value from a file as one short line."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"{'-' * (value < 0)}10^{abs(value).bit_length() * 0.30103:.0f}"

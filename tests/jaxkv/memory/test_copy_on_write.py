@@ -432,7 +432,7 @@ class Walk:
                 return
             del self.kept[group]
             moves.arrives[...], moves.place[places] = group, free
-            moves = moves._replace(pages=kv_pages.pad_pages(pages, PLACES, places))
+            moves = moves._replace(pages=kv_pages.expand_pages(pages, PLACES, places))
             oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
         self.do("host", moves)
 

@@ -99,7 +99,7 @@ def test_pages_move_through_host_memory(kind: Any) -> None:
     message = page_messages.pack(taken, [1] * 8, 0, own)
     sent = page_messages.unpack(message, mine, own).pages
     assert jax.tree.structure(sent) == jax.tree.structure(mine)
-    wide = kv_pages.pad_pages(sent, 5, slice(2))
+    wide = kv_pages.expand_pages(sent, 5, slice(2))
     after = jax.jit(kv_pages.scatter_pages)(
         mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide
     )
