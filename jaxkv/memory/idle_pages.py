@@ -25,7 +25,7 @@ FAN_OUT = 8
 CHUNK = 16
 """Pages that are evicted at a time."""
 REPLAY_CHUNK = 64
-"""Pages whose ancestors are updated at a time."""
+"""Pages whose nodes in the tree are updated at a time."""
 
 _LOWEST = -(2**31)
 
@@ -204,7 +204,7 @@ def _mark_distinct(places: Array, ids: Array) -> tuple[Array, Array]:
 
 
 def _update_ancestors(idle: IdlePages, depth: Array, ids: Array) -> IdlePages:
-    """Recomputes the ancestors of these pages."""
+    """Recomputes the nodes of the tree above the given pages."""
 
     def update(place: Array, rounds: tuple[Array, ...]) -> tuple[Array, ...]:
         updated = [rounds[0]]

@@ -94,7 +94,7 @@ class PagedForward:
         """Checks that the model has the layers and taps.
 
         Raises:
-          ValueError: it does not; the message has their values.
+          ValueError: a layer or tap does not exist; the message has the values.
         """
         validation.settle(self)
         for layer in self.layers or ():

@@ -30,7 +30,7 @@ def sum_parts(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, 
 def embed_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"], num_words: int
 ) -> Float[Array, "*rows hidden"]:
-    """Returns rows of a table of `num_words`, of which this device may have a part."""
+    """Returns embeddings from a table of `num_words`, divided over devices or not."""
     if table.shape[0] >= num_words:
         return table[tokens]
     return lax.psum(embed_own_tokens(table, tokens), TENSOR)
@@ -39,7 +39,7 @@ def embed_tokens(
 def embed_own_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"]
 ) -> Float[Array, "*rows hidden"]:
-    """Returns the rows of this device's words, and zeros for words of other devices."""
+    """Returns embeddings of this device's words, and zeros for other words."""
     own, is_here = own_words(table.shape[0], tokens)
     found = table[own]
     return jnp.where(is_here[..., None], found, jnp.zeros_like(found))
@@ -55,7 +55,7 @@ def own_words(
 
 
 def gather_words(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:
-    """Concatenates the devices' parts of `num_words`."""
+    """Concatenates the devices' parts of a vocabulary of `num_words`."""
     if x.shape[0] >= num_words:
         return x
     return lax.all_gather(x, TENSOR, tiled=True)[:num_words]

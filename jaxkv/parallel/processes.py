@@ -148,7 +148,7 @@ def check_all_used(num_devices: int) -> None:
     """Checks that a mesh of the first devices includes a device of every process.
 
     Raises:
-      ValueError: it does not; the message has the numbers.
+      ValueError: a process has no device; the message has the numbers.
     """
     used = {device.process_index for device in jax.devices()[:num_devices]}
     if len(used) < num():

@@ -18,7 +18,7 @@ draft token, the acceptance test of a draft token, the token after a rejected dr
 
 
 def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarray:
-    """Makes a request's key from its seed, or from the engine's seed and its id.
+    """Makes a request's key from its seed, else from engine seed and request id.
 
     Runs on the host without JAX, so that submitting a request launches no kernel. The
     bits equal those of `jax.random.key(seed)`, or of `fold_in` of the key of
