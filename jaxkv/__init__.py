@@ -1,18 +1,19 @@
-"""A serving system as a value: pools, tables, schedules and keys in one pytree.
+"""An LLM serving system as a value: pools, tables, schedules and keys in one pytree.
 
-The words, one for one thing:
+Terms:
 
-  page       a fixed run of token places in the K and V arrays; a page id names it
-  pool       how often each page is used, and which are free
-  table      the page ids of each slot, in token order
-  slot       one row of the running batch; holds one sequence
-  sequence   one stream of tokens; a request owns one or more
-  row        one token fed in one step
-  length     tokens whose K and V are written
-  policy     decides on counts who runs; a plan is what it decides
-  workload   the requests that will come; a trace is what happened
+    page       a fixed number of consecutive token positions in the K and V arrays,
+               named by a page id (a block in vLLM)
+    pool       reference count of every page, and the free pages
+    table      page ids of each slot, in token order (a block table in vLLM)
+    slot       one entry of the running batch; holds one sequence
+    sequence   one stream of tokens; a request owns one or more
+    row        one token that is an input of one step
+    length     number of tokens whose K and V are written
+    policy     decides from counts which requests run; its decision is a plan
+    workload   requests with their arrival times; a trace records a run
 
-Everything that moves is `step(state, ...) -> (state, info)`.
+The core is `step(state, ...) -> (state, info)`.
 """
 
 import importlib
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
     from jaxkv.serving import Completion, Engine, Event, make_requests
     from jaxkv.speculation.methods import SpeculationConfig
 
-# Names load on first use: importing the package costs little more than JAX does.
+# Names load on first use, so that importing the package costs little more than
+# importing JAX.
 _HOMES = {
     "Answer": "engine.emitting",
     "Completion": "serving.outputs",

@@ -1,9 +1,8 @@
-"""Arrays of fixed size whose entries may be nobody: read, write, close up, group.
+"""Operations on arrays of fixed size whose entries may be absent (-1).
 
-Ids carry a sentinel, -1 (`NO_PAGE`, `NOBODY`), wherever none is meant. JAX wraps
-negative indices, even where out-of-range ones are dropped, so -1 would reach the last
-entry. `put` and `take` switch the wrapping off; all indexing by anything that may be a
-sentinel goes through them.
+An absent id is -1 (`NO_PAGE`, `NONE`). JAX wraps negative indices even where it drops
+out-of-range ones, so -1 would address the last entry. `put` and `take` disable this
+wrapping; all indexing by ids that may be -1 uses them.
 """
 
 import itertools
@@ -17,17 +16,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
 
 NONE = -1
-"""Stands where an id or an index could, and none is meant."""
+"""The id or index that means "absent"."""
 
-FEW = 64
-"""As many entries are sooner compared with each other than scattered."""
+MAX_PAIRWISE = 64
+"""Largest number of entries for which comparing all pairs is faster than a scatter."""
 
 
 def begin(array: Shaped[Array, "..."], values: Shaped[Array, "..."]) -> Array:
-    """Writes values where an array begins, on every axis; it is as large as they are.
+    """Writes `values` at the start of an array, along every axis.
 
-    Where they are all of it, `array.at[:n].set` scatters at an empty array of indices,
-    which XLA's partitioner (jax 0.11.2) dies of.
+    With values of the size of the array, `array.at[:n].set` compiles to a scatter with
+    an empty index array, on which XLA's partitioner (jax 0.11.2) aborts.
     """
     return lax.dynamic_update_slice(array, values, (0,) * array.ndim)
 
@@ -38,13 +37,13 @@ def put(
     updates: Shaped[Array, "..."] | int,
     how: Literal["set", "add", "min", "max"] = "set",
 ) -> Shaped[Array, "..."]:
-    """Writes `updates` at `index`, dropping what is out of range, sentinels included.
+    """Writes `updates` at `index` and drops indices out of range, -1 included.
 
     Args:
       values: the array to write to.
       index: as in `values.at[index]`; negative entries do not wrap.
       updates: new values, summands or bounds, one for each entry of `index`.
-      how: the method of `values.at[index]` to use.
+      how: method of `values.at[index]` to use.
 
     Returns:
       The new array.
@@ -59,18 +58,19 @@ def take(
     *,
     fill: int | float,
 ) -> Shaped[Array, "..."]:
-    """Reads at `index`, with `fill` for what is out of range, sentinels included.
+    """Reads at `index`; returns `fill` for indices out of range, -1 included.
 
     Args:
       values: the array to read.
       index: as in `values.at[index]`; negative entries do not wrap.
-      fill: what to return where `index` is out of range.
+      fill: value returned where `index` is out of range.
 
     Returns:
-      The values read, in the shape that `values[index]` has.
+      The values, in the shape of `values[index]`.
     """
     if isinstance(index, tuple) and values.size < 2**31:
-        # As one axis: of several XLA reduces over what each of them says, a kernel.
+        # One flat axis: with several axes XLA launches a kernel to combine their range
+        # checks.
         lead, flat, inside = values.shape[: len(index)], jnp.int32(0), True
         for size, each in zip(lead, index, strict=True):
             inside &= (each >= 0) & (each < size)
@@ -83,46 +83,49 @@ def take(
 
 
 def ranks(marked: Bool[Array, " n"]) -> Int32[Array, " n"]:
-    """Numbers the marked entries from 0 on, in order; NONE at all others."""
+    """Numbers the marked entries from 0 in order; NONE at unmarked entries."""
     return jnp.where(marked, jnp.cumsum(marked, dtype=jnp.int32) - 1, NONE)
 
 
 def places(marked: Bool[Array, " n"], num: int) -> Int32[Array, " num"]:
-    """Finds the marked entries: the k-th of them at k, NONE behind the last.
+    """Returns the indices of the first `num` marked entries, padded with NONE.
 
-    Entries beyond `num`, static, are dropped.
+    `num` is static; marked entries beyond the first `num` are dropped.
     """
     index = jnp.arange(marked.shape[0], dtype=jnp.int32)
     return put(jnp.full((num,), NONE, jnp.int32), ranks(marked), index)
 
 
 def packed(ids: Int32[Array, " n"], num: int | None = None) -> Int32[Array, " num"]:
-    """Closes ids up, in order; NONE, wherever it stood, behind them.
+    """Compacts ids to the front, in order, and pads with NONE.
 
-    `num`, static, are the places of the result; None means as many as there are.
+    `num`, static, is the size of the result; None means the size of `ids`.
     """
-    nobody = jnp.full((ids.shape[0] if num is None else num,), NONE, jnp.int32)
-    return put(nobody, ranks(ids >= 0), ids)
+    absent = jnp.full((ids.shape[0] if num is None else num,), NONE, jnp.int32)
+    return put(absent, ranks(ids >= 0), ids)
 
 
 def before_first(marked: Bool[Array, " n"]) -> Bool[Array, " n"]:
-    """Marks the entries before the first marked one; all if none is."""
+    """Marks the entries before the first marked entry; marks all if there is none."""
     # A reduction, which costs less than a cumulative sum.
     index = jnp.arange(marked.shape[0], dtype=jnp.int32)
     return index < jnp.min(jnp.where(marked, index, marked.shape[0]))
 
 
 def inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """The place of each index in a permutation of few: compares each with all."""
+    """Returns the inverse of a permutation of at most `MAX_PAIRWISE` entries.
+
+    Compares all pairs, which is faster than a scatter at this size.
+    """
     index = jnp.arange(order.shape[0], dtype=jnp.int32)
     at = order[:, None] == index[None, :]
     return jnp.sum(jnp.where(at, index[:, None], 0), axis=0, dtype=jnp.int32)
 
 
-def last_places(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
-    """Marks the last place of each id in a list of few; none of NONE's.
+def mark_last_occurrences(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
+    """Marks the last occurrence of each id; NONE is never marked.
 
-    Compares each with all: where there are more, bid for places by `put`.
+    Compares all pairs, so use it for at most `MAX_PAIRWISE` ids.
     """
     place = jnp.arange(ids.shape[0], dtype=jnp.int32)
     again = (ids[:, None] == ids[None, :]) & (place[:, None] < place[None, :])
@@ -130,11 +133,12 @@ def last_places(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
 
 
 def namers(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
-    """Says for each of `num` entries, static, which of few ids names it, or NONE.
+    """Inverts a list of distinct ids: entry i is the index of id i in it, or NONE.
 
-    Compares each with all. No two ids may be the same, sentinels excepted. Whoever puts
-    into several arrays at the same ids takes from them by this instead: on a GPU every
-    `put` is a kernel of its own, and any number of `take` are one.
+    Compares all pairs, so `ids` should have at most `MAX_PAIRWISE` entries; `num`, the
+    size of the result, is static. Only NONE may be repeated. To write several arrays at
+    the same ids, call this function once and `take` from each source array: on a GPU
+    every `put` is a kernel, and any number of `take`s fuse into one.
     """
     every = jnp.arange(ids.shape[0], dtype=jnp.int32)
     at = ids[:, None] == jnp.arange(num, dtype=jnp.int32)[None, :]
@@ -144,25 +148,31 @@ def namers(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
 def when[T](
     wanted: Bool[Array, ""], change: Callable[..., T], carry: T, *given: Any
 ) -> T:
-    """Changes a tree if it is wanted, in place: `change(carry, *given)`.
+    """Applies `change(carry, *given)` if `wanted`, updating the carry in place.
 
-    For what few steps do. It is a loop of no or one trip, since a `cond` would copy
-    what it may hand back as it was. Its condition is carried, so that it costs no
-    kernel; and whatever `change` reads should be in `carry` or `given`, else the
-    compiler sees what depends on nothing that the loop changes, and computes it before
-    the loop, wanted or not.
+    For work that few steps need. It is a loop of zero or one trip, because `lax.cond`
+    copies a carry that it may return unchanged. The condition is part of the loop's
+    state, so that testing it launches no kernel. Arrays that `change` reads should be
+    passed in `carry` or `given`: XLA hoists computations on captured arrays out of the
+    loop and executes them even if `wanted` is False.
+
+    Args:
+      wanted: True if the change is applied.
+      change: a function of the carry and `given` that returns the new carry.
+      carry: a pytree, donated or carried by the caller.
+      *given: further pytrees that `change` reads.
     """
 
     def once(state: tuple[Array, T, Any]) -> tuple[Array, T, Any]:
         seen = state[0]
 
-        # One by one: what nobody reads is then no part of the loop, layout and all.
+        # Leaf by leaf, so that unused leaves and their layouts stay out of the loop.
         def tied(leaf: Array) -> Array:
             return lax.optimization_barrier((seen, leaf))[1]
 
-        old, others = jax.tree.map(tied, state[1:])
-        new = change(old, *others)
-        # What is handed back untouched is no part of the loop's carry.
+        old, rest = jax.tree.map(tied, state[1:])
+        new = change(old, *rest)
+        # Leaves returned unchanged stay out of the loop's carry.
         new = jax.tree.map(
             lambda new, old, outer: outer if new is old else new, new, old, state[1]
         )
@@ -172,17 +182,18 @@ def when[T](
 
 
 def side_by_side(tree: Any) -> jax.tree_util.Partial:
-    """Lays the arrays of a tree side by side, in one row for each type.
+    """Packs the leaves of a tree into one vector per dtype.
 
-    Called, the result gives the tree back; stacked before, as by `scan`, the tree of
-    stacked arrays. So a scan writes one row in each step rather than every leaf.
+    Returns a `Partial` that holds the vectors. Calling it unpacks the tree; a `Partial`
+    whose vectors were stacked by `scan` unpacks to a tree of stacked leaves. A scan
+    then writes one vector per dtype in each step rather than every leaf.
     """
     leaves, structure = jax.tree.flatten(tree)
     shapes, sizes = [(x.shape, x.dtype) for x in leaves], [x.size for x in leaves]
     kinds = [jnp.dtype(jnp.int32) if x.dtype == bool else x.dtype for x in leaves]
     of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in kinds}
 
-    def apart(*rows: Array) -> Any:
+    def unpack(*rows: Array) -> Any:
         found: dict[int, Array] = {}
         for row, members in zip(rows, of_kind.values(), strict=True):
             ends = itertools.accumulate(sizes[i] for i in members)
@@ -196,11 +207,11 @@ def side_by_side(tree: Any) -> jax.tree_util.Partial:
         jnp.concatenate([leaves[i].astype(kind).reshape(-1) for i in members])
         for kind, members in of_kind.items()
     ]
-    return jax.tree_util.Partial(apart, *rows)
+    return jax.tree_util.Partial(unpack, *rows)
 
 
 def any_of(*masks: Bool[Array, " n"]) -> tuple[Bool[Array, ""], ...]:
-    """`jnp.any` of each mask, all in one reduction, which a GPU launches once."""
+    """Returns `jnp.any` of each mask, computed in one reduction."""
 
     def either(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(x | y for x, y in zip(a, b, strict=True))
@@ -213,19 +224,19 @@ def over_groups(
     group: Int32[Array, " n"] | None,
     how: Literal["add", "max"],
 ) -> Shaped[Array, " n"]:
-    """Reduces values over groups; every member gets its group's result.
+    """Reduces values over groups and returns each entry the result of its group.
 
     Args:
       values: numbers of at least 0, or a mask.
-      group: group of each entry, in [0, n), or NONE, whose result is 0; None leaves
-        every entry alone.
-      how: sum or maximum; of masks, "max" says whether any is marked.
+      group: group of each entry, in [0, n), or NONE, for which the result is 0; None
+        returns `values` unchanged.
+      how: sum or maximum; for masks, "max" is a logical or.
     """
     if group is None:
         return values
-    if values.shape[0] <= FEW:
-        alike = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
-        member = jnp.where(alike, values[:, None], jnp.zeros_like(values)[:, None])
+    if values.shape[0] <= MAX_PAIRWISE:
+        same = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
+        member = jnp.where(same, values[:, None], jnp.zeros_like(values)[:, None])
         if how == "max":
             return jnp.max(member, axis=0)
         return jnp.sum(member, axis=0, dtype=values.dtype)
@@ -234,9 +245,10 @@ def over_groups(
 
 
 def on_device[T](tree: T) -> T:
-    """Makes JAX's arrays of NumPy's, which lack `at`; public functions begin with it.
+    """Converts NumPy arrays and scalars in a tree to JAX arrays, which have `at`.
 
-    Under `jit`, where they are JAX's already, it does nothing.
+    Public functions call it first. Under `jit` the leaves are JAX arrays already and
+    are returned unchanged.
     """
 
     def one(leaf: Any) -> Any:

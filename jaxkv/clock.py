@@ -1,7 +1,7 @@
-"""Time as the engine and the simulation count it: seconds and microseconds, two int32.
+"""Time of the engine and the simulator: seconds and microseconds, two int32.
 
-One int32 of microseconds is full after 36 minutes, and a float32 clock is good to a
-tenth of a millisecond after a quarter of an hour; this one is exact for 68 years.
+One int32 of microseconds overflows after 36 minutes, and a float32 clock is accurate to
+0.1 ms after a quarter of an hour; this clock is exact for 68 years.
 """
 
 import jax.numpy as jnp
@@ -9,23 +9,23 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 SECOND = 1_000_000
-"""Microseconds."""
+"""Microseconds in a second."""
 
 
 def advance(
     clock: Int32[Array, " 2"], seconds: Float[Array, ""]
 ) -> tuple[Int32[Array, " 2"], Int32[Array, ""]]:
-    """Lets time pass.
+    """Adds seconds to the clock.
 
     Args:
       clock: seconds and microseconds.
-      seconds: how long, in [0, 2000); rounded to microseconds.
+      seconds: duration in [0, 2000) s, rounded to microseconds.
 
     Returns:
-      The new clock, and the microseconds that passed.
+      The new clock, and the duration in microseconds.
     """
     whole = jnp.floor(seconds)
-    # Apart, since a float32 of microseconds is exact for 16 seconds only.
+    # Only the fraction is rounded: a float32 of microseconds is exact up to 16 s.
     part = jnp.round((seconds - whole) * SECOND).astype(jnp.int32)
     full, total = whole.astype(jnp.int32), clock[1] + part
     clock = jnp.stack([clock[0] + full + total // SECOND, total % SECOND])
@@ -35,14 +35,17 @@ def advance(
 def is_past(
     time: Int32[Array, "*shape 2"], clock: Int32[Array, "*#shape 2"]
 ) -> Bool[Array, "*shape"]:
-    """Says which times the clock has reached: one clock, or one for each time."""
+    """Returns True where the clock has reached the time.
+
+    `clock` is one clock, or one for each time.
+    """
     seconds, micros = time[..., 0], time[..., 1]
     now_s, now_us = clock[..., 0], clock[..., 1]
     return (seconds < now_s) | ((seconds == now_s) & (micros <= now_us))
 
 
 def later(first: Int32[Array, " 2"], second: Int32[Array, " 2"]) -> Int32[Array, " 2"]:
-    """The later of two times."""
+    """Returns the later of two times."""
     return jnp.where(is_past(second, first), first, second)
 
 
@@ -55,6 +58,6 @@ def from_seconds(
 
 
 def to_seconds(time: Num[np.ndarray, "*shape 2"]) -> Float[np.ndarray, "*shape"]:
-    """Seconds in float64, on the host."""
+    """Converts times to seconds in float64, on the host."""
     time = np.asarray(time).astype(np.float64)
     return time[..., 0] + time[..., 1] / SECOND

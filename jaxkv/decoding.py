@@ -1,9 +1,10 @@
-"""Decoding without a scheduler, for research code: a cache, prefill, one step.
+"""Decoding without a scheduler, for research code: a cache, prefill and one step.
 
-The caller decides who runs; pages are still allocated, shared pool and all. Everything
-is pure and works inside the caller's own `jit`, `vmap` and `scan`, and under `jax.grad`
-with K and V in a floating type of the model and attention by the reference: on a CPU,
-and on a GPU with pages in float32.
+The caller chooses the sequences of each call; pages are allocated from a shared pool as
+in the engine. All functions are pure and work inside the caller's `jit`, `vmap` and
+`scan`. They are differentiable if K and V have a floating type of the model and
+attention uses the reference implementation: on a CPU, and on a GPU with pages in
+float32.
 """
 
 import functools
@@ -20,7 +21,7 @@ from pallas_kernels import devices
 
 
 class Cache(NamedTuple):
-    """K and V of a few sequences, one a slot, in pages of a common pool."""
+    """The KV cache of several sequences, one per slot, in pages of a shared pool."""
 
     pages: kv_pages.Pages
     pool: page_pool.Pool
@@ -28,12 +29,13 @@ class Cache(NamedTuple):
 
 
 def init_cache(pages: kv_pages.Pages, *, max_slots: int, max_length: int) -> Cache:
-    """Makes an empty cache of so many sequences, in the K and V arrays of a model.
+    """Makes an empty KV cache for `max_slots` sequences of `max_length` tokens at most.
 
-    Donate it to the programs that use it.
+    Programs that use the cache should donate it. `pages` are the K and V arrays of a
+    model.
 
     Raises:
-      ValueError: the number of slots, or of the longest sequence's tokens, is below 1.
+      ValueError: `max_slots` or `max_length` is below 1.
     """
     max_length = validation.integer("max_length", max_length, low=1)
     return Cache(
@@ -51,24 +53,24 @@ def prefill(
     *,
     forward: interface.Forward,
 ) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
-    """Feeds several tokens of every slot, behind those it has.
+    """Appends several tokens to each slot.
 
     Args:
       params: parameters of the model.
       cache: the cache.
-      tokens: tokens to feed, padded with anything.
-      lengths: how many of each slot, in [0, width]; 0 leaves the slot alone.
+      tokens: tokens to append, with arbitrary padding.
+      lengths: number of tokens of each slot, in [0, width]; 0 skips the slot.
       forward: the model.
 
     Returns:
-      Logits of each slot's last token, meaningless for slots left alone; the cache; and
-      whether pages and slots had room. If not, no slot was fed and the cache is as
-      before, up to what is written beyond its lengths.
+      Logits of each slot's last token, undefined for skipped slots; the cache; and True
+      if there were enough pages and places. If False, no slot was changed, except for
+      the content of places beyond its length.
 
     Raises:
-      ValueError: the cache is made for sequences past the model's learned positions;
-        past rotary ones it warns, when it is compiled. Or a gradient is asked for
-        through 8-bit pages, or through the GPU's kernels of 16-bit pages.
+      ValueError: the cache is longer than the model's learned positions (longer than
+        rotary positions gives a warning at compile time), or a gradient is taken
+        through 8-bit pages or through the GPU's kernels for 16-bit pages.
     """
     _check_length(cache, forward)
     params, cache, tokens, lengths = arrays.on_device((params, cache, tokens, lengths))
@@ -76,7 +78,7 @@ def prefill(
     cache, fed, enough = _reserve(cache, lengths)
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
     used = place < fed[:, None]
-    # Rows of a slot must stand side by side; padding may stand between slots.
+    # Rows of a slot must be contiguous; padding may separate slots.
     slot = jnp.arange(slots, dtype=jnp.int32)[:, None]
     rows = kv_pages.Rows(
         token=tokens.reshape(-1),
@@ -97,9 +99,9 @@ def decode_step(
     forward: interface.Forward,
     active: Bool[Array, " slots"] | None = None,
 ) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
-    """Feeds the next token of every slot, or of the active ones.
+    """Appends one token to each slot, or to each active slot.
 
-    Other arguments, results and errors are those of `prefill`.
+    The remaining arguments, results and errors are those of `prefill`.
     """
     _check_length(cache, forward)
     params, cache, tokens, active = arrays.on_device((params, cache, tokens, active))
@@ -118,7 +120,7 @@ def decode_step(
 
 
 def _check_length(cache: Cache, forward: interface.Forward) -> None:
-    """Checks the least `max_length` that the cache can have been made with."""
+    """Checks the smallest `max_length` from which this cache can have been made."""
     config = getattr(forward, "config", None)
     if isinstance(config, ModelConfig):
         full_pages = cache.table.page_ids.shape[1] - 1
@@ -145,7 +147,7 @@ def _reserve(
 def _copy(
     pages: kv_pages.Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]
 ) -> kv_pages.Pages:
-    """`kv_pages.copy`, whose loop of unknown length has no reverse derivative."""
+    """Copies pages; the loop in `kv_pages.copy` has no reverse derivative."""
     return kv_pages.copy(pages, source, target)
 
 
@@ -158,7 +160,9 @@ def _copy_tangents(primals: Any, tangents: Any) -> tuple[kv_pages.Pages, Any]:
     def one_leaf(tangent: Any) -> Any:
         if tangent.dtype == jax.dtypes.float0:
             return tangent
-        return kv_pages.put(tangent, placed, kv_pages.take(tangent, source))
+        return kv_pages.scatter_pages(
+            tangent, placed, kv_pages.gather_pages(tangent, source)
+        )
 
     return _copy(pages, source, target), jax.tree.map(one_leaf, tangents[0])
 

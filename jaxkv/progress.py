@@ -1,4 +1,4 @@
-"""How a long computation tells a person how far it is, and hears when to stop."""
+"""How long computations report progress and learn that they should stop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, runtime_checkable
@@ -6,41 +6,50 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Progress(Protocol):
-    """What a long computation is given to report to.
+    """Receives the progress of a long computation.
 
-    It calls `track` or `bar` as it goes, looks at `stopped` between pieces of
-    work (as `track` does by itself), and when it is set returns what it has.
+    The computation calls `track` or `bar` as it runs. It reads `stopped` between pieces
+    of work (`track` does so itself) and, once that is True, returns its partial result.
     """
 
     @property
     def stopped(self) -> bool:
-        """Whether the person asked to stop."""
+        """True if the user asked to stop."""
         ...
 
     def bar(
         self, label: str, total: int | float | None, unit: str
     ) -> Callable[[float], None]:
-        """Opens a bar; the function returned takes how much is done, of `total`."""
+        """Opens a progress bar.
+
+        Args:
+          label: text next to the bar.
+          total: amount of work, in `unit`; None if unknown.
+          unit: unit of the amounts.
+
+        Returns:
+          A function that takes the amount of work done so far.
+        """
         ...
 
     def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
-        """Yields the items under a bar, until they end or the person stops them."""
+        """Yields the items under a progress bar, until they end or the user stops."""
         ...
 
     def show(self, content: str) -> None:
-        """Replaces the text that stands under the bars."""
+        """Replaces the text below the bars."""
         ...
 
 
 class Quiet:
-    """Progress that tells nobody and never stops."""
+    """Progress that displays no output and never stops."""
 
     stopped = False
 
     def bar(
         self, label: str, total: int | float | None, unit: str
     ) -> Callable[[float], None]:
-        """Opens nothing."""
+        """Returns a function that ignores its argument."""
         return lambda done: None
 
     def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
@@ -48,7 +57,7 @@ class Quiet:
         return iter(items)
 
     def show(self, content: str) -> None:
-        """Shows nothing."""
+        """Ignores the text."""
 
 
 QUIET = Quiet()

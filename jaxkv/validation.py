@@ -1,10 +1,10 @@
-"""Checks of what callers pass: one line that names the value and what is allowed.
+"""Validation of arguments: errors of one line with the value and the allowed range.
 
-A value is checked by its type as well as its range: True is no count, "5" is no number,
-and 1.5 pages are none. What passes comes back as Python's own number, so that NumPy's
-and JAX's scalars can stand wherever theirs do. Both are loaded where they are asked
-for: configs are checked by programs that compute nothing with them. Checks of a config
-are given it, and the names of fields, with dots where they are fields of fields.
+Checks cover the type as well as the range: True is not a count, "5" is not a number,
+and 1.5 is not a number of pages. Accepted values are returned as Python numbers, so
+that callers may pass scalars of NumPy and JAX. NumPy and JAX are imported only by the
+checks that need them, because programs that only read configs also validate. Checks of
+a config take the config and the names of its fields, with dots for nested fields.
 """
 
 import dataclasses
@@ -22,43 +22,43 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 INT32 = 2**31
-"""What int32 counts stay below."""
+"""Upper bound (exclusive) of counts held in int32."""
 
 _LONGEST = 60
-"""Characters of a value that a message shows."""
+"""Longest text of a value in a message, in characters."""
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: on one line, and not too long."""
+    """Returns a value as messages show it: on one line, at most 60 characters."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whatever a stranger's object raises, or an int of 5,000 digits
+    except Exception:  # a foreign `__repr__` may raise, as does an int of 5,000 digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line, or the error's type if it has none."""
+    """Returns the message of an error on one line, or its type if it is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class UnknownKeyword(TypeError, ValueError):
-    """A keyword that a function does not have.
+    """A keyword argument that a function does not have.
 
-    A TypeError, as Python's own is, and a ValueError, as every refusal is.
+    A TypeError, as Python raises, and a ValueError, as all validation errors are.
     """
 
 
-def unknown(kind: str, name: str, choices: Iterable[str]) -> str:
+def format_unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
     """Formats the message for a name that is not one of the choices.
 
     Args:
-      kind: what is named, such as "experiment".
+      kind: kind of thing that is named, such as "experiment".
       name: the name that was passed.
       choices: the names that exist.
 
     Returns:
-      One line with up to three near names, or with every choice if none is near.
+      One line with up to three close names, or with all choices if none is close.
     """
     names = list(choices)
     near = difflib.get_close_matches(name, names, cutoff=0.5)
@@ -73,12 +73,12 @@ def check_keywords(
     """Checks the names of keyword arguments.
 
     Args:
-      function: what a message calls the function.
+      function: name of the function in the message.
       given: the keyword arguments.
-      known: the names that the function has.
+      known: names of the parameters of the function.
 
     Raises:
-      UnknownKeyword: names the first unknown keyword and the nearest known ones.
+      UnknownKeyword: a keyword is not known; the message has the closest known name.
     """
     known = list(known)
     for name in given:
@@ -91,7 +91,7 @@ def check_keywords(
 
 
 def suggests_keywords[T: Callable[..., Any]](function: T) -> T:
-    """Decorates a function or class, to refuse a misspelt keyword with a suggestion."""
+    """Decorates a function or class to refuse a misspelt keyword with a suggestion."""
     if isinstance(function, type):
         own: Any = function
         own.__init__ = _suggesting(own.__init__, own.__name__)
@@ -111,21 +111,21 @@ def _suggesting(function: Any, title: str) -> Any:
     return checked
 
 
-def installed(user: str, extra: str, *modules: str) -> None:
-    """Refuses the use of modules that are not installed.
+def check_installed(user: str, extra: str, *modules: str) -> None:
+    """Checks that modules are installed.
 
     Args:
       user: the command or feature that needs them.
-      extra: the extra of this package that brings them.
-      *modules: their names.
+      extra: the extra of this package that installs them.
+      *modules: names of the modules.
 
     Raises:
-      ValueError: one is missing; the message names the extra.
+      ValueError: a module is missing; the message names the extra.
     """
     for module in modules:
         try:
             found = importlib.util.find_spec(module) is not None
-        except ValueError:  # it is imported, and has no spec
+        except ValueError:  # imported, without a spec
             found = True
         if not found:
             raise ValueError(f"{user} needs {module}: pip install 'jaxkv[{extra}]'")
@@ -134,20 +134,20 @@ def installed(user: str, extra: str, *modules: str) -> None:
 def integer(
     name: str, value: object, *, low: int = 0, below: int = INT32, hint: str = ""
 ) -> int:
-    """Checks a whole number.
+    """Checks an integer.
 
     Args:
-      name: what a message calls it.
-      value: what was passed; bools are none, floats neither.
-      low: the smallest allowed.
-      below: all allowed are smaller; a power of two.
-      hint: what a message says instead of the range.
+      name: name in the message.
+      value: the value; booleans and floats are refused.
+      low: smallest allowed value.
+      below: exclusive upper bound, a power of two.
+      hint: text of the allowed range, in place of the computed one.
 
     Returns:
-      The number.
+      The integer.
 
     Raises:
-      ValueError: it is no such number.
+      ValueError: the value is not an integer in [low, below).
     """
     plain = _plain(value)
     if type(plain) is int and low <= plain < below:
@@ -163,20 +163,20 @@ def integer(
 def number(
     name: str, value: object, *, low: int | float, high: int | float, hint: str
 ) -> float:
-    """Checks a number, whole or not.
+    """Checks a number, integer or floating.
 
     Args:
-      name: what a message calls it.
-      value: what was passed; bools are none, and NaN is in no range.
-      low: the smallest allowed.
-      high: the largest allowed.
-      hint: what a message says of the range.
+      name: name in the message.
+      value: the value; booleans and NaN are refused.
+      low: smallest allowed value.
+      high: largest allowed value.
+      hint: text of the allowed range.
 
     Returns:
       The number.
 
     Raises:
-      ValueError: it is no such number.
+      ValueError: the value is not a number in [low, high].
     """
     plain = _plain(value)
     if type(plain) not in (int, float) or not low <= plain <= high:
@@ -186,10 +186,10 @@ def number(
 
 
 def boolean(name: str, value: object) -> bool:
-    """Checks a truth value: 0, 1 and "no" are none.
+    """Checks a boolean; 0, 1 and "no" are refused.
 
     Raises:
-      ValueError: it is not True or False.
+      ValueError: the value is neither True nor False.
     """
     plain = _plain(value)
     if type(plain) is not bool:
@@ -198,10 +198,10 @@ def boolean(name: str, value: object) -> bool:
 
 
 def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
-    """Checks one of a few values; a 0 is no False.
+    """Checks that a value is one of `allowed`; 0 does not match False.
 
     Raises:
-      ValueError: it is none of them.
+      ValueError: the value is not one of them.
     """
     plain = _plain(value)
     for each in allowed:
@@ -212,19 +212,19 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
 
 
 def settle(owner: Any, **bounds: int | tuple[int, int]) -> None:
-    """Checks every field of a frozen config by its type.
+    """Checks every field of a frozen config by its type, and converts its numbers.
 
-    Whole numbers are at least 1, others above 0 and finite; a Literal is one of its
-    values; None is allowed where the type has it. NumPy's and JAX's numbers become
-    Python's, so that the config is hashable and can be written to a file.
+    Integers must be at least 1, other numbers positive and finite, and a Literal one of
+    its values; None is accepted where the type includes it. Numbers of NumPy and JAX
+    become Python numbers, so that the config is hashable and can be written to a file.
 
     Args:
       owner: a dataclass.
-      **bounds: the smallest number allowed, of fields of which that is another; or the
-        smallest whole one, and what all are below.
+      **bounds: by field, the smallest allowed number where it is not the default, or
+        (smallest, exclusive upper bound) of an integer.
 
     Raises:
-      ValueError: names the first field that has another value.
+      ValueError: a field has another value; the message names the first such field.
     """
     for field in dataclasses.fields(owner):
         given = getattr(owner, field.name)
@@ -234,10 +234,10 @@ def settle(owner: Any, **bounds: int | tuple[int, int]) -> None:
 
 
 def at_least(owner: object, *names: str, low: int | float = 1) -> None:
-    """Checks fields of a config: numbers, or tuples of them, of `low` or more.
+    """Checks that fields of a config, numbers or tuples of numbers, are at least `low`.
 
     Raises:
-      ValueError: names the first field that has less, or NaN.
+      ValueError: a field is smaller or NaN; the message names the first such field.
     """
     _entries(owner, names, lambda x: x >= low, f"at least {low}")
 
@@ -245,12 +245,13 @@ def at_least(owner: object, *names: str, low: int | float = 1) -> None:
 def above(
     owner: object, *names: str, low: int | float = 0, finite: bool = False
 ) -> None:
-    """Checks fields of a config: numbers, or tuples of them, greater than `low`.
+    """Checks that fields of a config, numbers or tuples of numbers, exceed `low`.
 
-    Infinity is refused too where they are to be finite.
+    If `finite`, infinity is refused too.
 
     Raises:
-      ValueError: names the first field that has `low`, less or NaN.
+      ValueError: a field is `low`, less, or NaN; the message names the first such
+        field.
     """
     allowed = f"above {low}" + (" and finite" if finite else "")
     _entries(owner, names, lambda x: x > low and (x < math.inf or not finite), allowed)
@@ -259,12 +260,12 @@ def above(
 def within(
     owner: object, *names: str, low: int | float, high: int | float, ends: str = "[]"
 ) -> None:
-    """Checks fields of a config: numbers, or tuples of them, of an interval.
+    """Checks that fields of a config, numbers or tuples of numbers, are in an interval.
 
-    `ends` has a bracket at each end: "[" and "]" if it is part, "(" and ")" if not.
+    `ends` has a bracket for each end: "[" or "]" includes it, "(" or ")" excludes it.
 
     Raises:
-      ValueError: names the first field that leaves it, or has NaN.
+      ValueError: a field is outside or NaN; the message names the first such field.
     """
 
     def inside(x: Any) -> bool:
@@ -281,13 +282,18 @@ def ascending(
     least: int = 1,
     strictly: bool = True,
 ) -> None:
-    """Checks fields of a config: tuples of numbers, each greater than the one before.
+    """Checks that fields of a config are ascending tuples of numbers.
 
-    There are `least` or more of them, all `low` or more; two may be equal unless they
-    ascend strictly.
+    Args:
+      owner: the config.
+      *names: names of the fields.
+      low: smallest allowed number.
+      least: smallest allowed number of entries.
+      strictly: True if equal neighbours are refused.
 
     Raises:
-      ValueError: names the first field that has fewer, or others.
+      ValueError: a field is not ascending, too short or below `low`; the message names
+        the first such field.
     """
     order = "ascending" if strictly else "in order"
     count = f"{least} or more, " if least > 1 else ""
@@ -300,10 +306,13 @@ def ascending(
 
 
 def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> None:
-    """Checks fields of a config: tuples of known names, `least` or more of them.
+    """Checks that fields of a config are tuples of known names.
+
+    `least` is the smallest allowed number of names.
 
     Raises:
-      ValueError: names the first field that has others, or fewer.
+      ValueError: a field has an unknown name or too few names; the message names the
+        first such field.
     """
     allowed = [*known]
     for name in names:
@@ -314,12 +323,12 @@ def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> N
 
 
 def instance(name: str, value: object, *kinds: Any) -> Any:
-    """Checks that a value is an object of one of several types.
+    """Checks that a value is an instance of one of several types.
 
-    A class is refused, although it has the methods of a protocol.
+    A class is refused even if it has the methods of a protocol.
 
     Raises:
-      ValueError: it is of another type.
+      ValueError: the value is of another type.
     """
     if isinstance(value, type) or not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -332,7 +341,7 @@ def path(name: str, value: object) -> Path:
     """Checks the path of a file or folder, which need not exist.
 
     Raises:
-      ValueError: it is neither text nor an `os.PathLike` of text.
+      ValueError: the value is neither text nor an `os.PathLike` of text.
     """
     if isinstance(value, str | os.PathLike) and not isinstance(value, type):
         try:
@@ -345,13 +354,13 @@ def path(name: str, value: object) -> Path:
 def integers(
     name: str, value: object, *, low: int = 0, below: int = INT32
 ) -> tuple[int, ...]:
-    """Checks a sequence of whole numbers in `[low, below)`.
+    """Checks a sequence of integers in `[low, below)`.
 
     Raises:
-      ValueError: it is no such sequence, or shows the first number out of range.
+      ValueError: the value is not such a sequence.
     """
     try:
-        found = tokens(name, value).tolist()
+        found = token_sequence(name, value).tolist()
     except ValueError:
         found = None
     if found is None or not all(low <= x < below for x in found):
@@ -363,17 +372,20 @@ def integers(
 
 
 def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:
-    """Checks a sequence of token ids of a vocabulary; None means all of int32.
+    """Checks a sequence of token ids in [0, vocab_size).
+
+    `vocab_size` None allows all of int32.
 
     Returns:
       The ids, an int32 NumPy array `[tokens]`.
 
     Raises:
-      ValueError: it is no such sequence, or shows the first id out of range.
+      ValueError: the value is not such a sequence; the message has the first id that is
+        out of range.
     """
     import numpy as np
 
-    ids = tokens(name, value)
+    ids = token_sequence(name, value)
     top = INT32 if vocab_size is None else vocab_size
     outside = ids[(ids < 0) | (ids >= top)]
     if outside.size:
@@ -381,19 +393,19 @@ def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:
     return ids.astype(np.int32)
 
 
-def tokens(name: str, value: object) -> Any:
-    """Checks a sequence of token ids, as yet of any size.
+def token_sequence(name: str, value: object) -> Any:
+    """Checks a sequence of token ids without checking their range.
 
     Args:
-      name: what a message calls it.
-      value: what was passed: a sequence or an array of integers of one axis.
+      name: name in the message.
+      value: a sequence, or an array of integers with one axis.
 
     Returns:
-      The ids, a NumPy array `[tokens]` of integers of some width, or of objects where
-      no width holds them.
+      The ids, a NumPy array `[tokens]` of integers, or of objects if an id does not fit
+      into 64 bits.
 
     Raises:
-      ValueError: it is no such sequence.
+      ValueError: the value is not such a sequence.
     """
     import jax
     import numpy as np
@@ -406,7 +418,7 @@ def tokens(name: str, value: object) -> Any:
         return ids
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
         raise refused
-    # NumPy would make a 1 of a True among integers, and floats of mixed widths.
+    # NumPy would convert True among integers to 1, and mixed widths to floats.
     if set(map(type, value)) - {int}:
         value = [_plain(entry) for entry in value]
     if set(map(type, value)) - {int}:
@@ -418,16 +430,16 @@ def tokens(name: str, value: object) -> Any:
 
 
 def floating(name: str, value: Any) -> Any:
-    """Checks a floating type, by its name or itself; gives NumPy's.
+    """Checks a floating dtype, given by name or as a type; returns NumPy's dtype.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the value is not a floating dtype.
     """
     import jax.numpy as jnp
     import numpy as np
 
     try:
-        # NumPy takes a number for its type.
+        # NumPy would read a scalar as its own dtype.
         dtype = None if isinstance(value, np.generic) else jnp.dtype(value)
     except TypeError:
         dtype = None
@@ -437,10 +449,10 @@ def floating(name: str, value: Any) -> Any:
 
 
 def seconds(name: str, value: object) -> float:
-    """Checks a time that the engine's clock can show: seconds in [0, 2**31 - 1].
+    """Checks a time in seconds, in the range of the engine's clock: [0, 2**31 - 1].
 
     Raises:
-      ValueError: it is no such time.
+      ValueError: the value is not such a number.
     """
     return number(
         name,
@@ -454,7 +466,7 @@ def seconds(name: str, value: object) -> float:
 def _of_type(
     name: str, value: object, kind: Any, bounds: int | tuple[int, int] | None
 ) -> Any:
-    """Checks a value of a field by the field's type."""
+    """Checks the value of a field by the field's type."""
     kind, ending = getattr(kind, "__value__", kind), ""
     if isinstance(kind, types.UnionType):
         if value is None:
@@ -484,7 +496,7 @@ def _of_type(
 def _entries(
     owner: object, names: Sequence[str], fits: Callable[[Any], bool], allowed: str
 ) -> None:
-    """Refuses the first field with an entry that does not fit."""
+    """Raises a ValueError for the first field with an entry that does not fit."""
     for name in names:
         value = attrgetter(name)(owner)
         entries = value if isinstance(value, tuple | list) else (value,)
@@ -493,7 +505,7 @@ def _entries(
 
 
 def _plain(value: object) -> Any:
-    """A NumPy or JAX scalar as Python's own; anything else as it is."""
+    """Converts a scalar of NumPy or JAX to Python's; returns other values unchanged."""
     if type(value) in (bool, int, float):
         return value
     import jax.core
@@ -503,7 +515,7 @@ def _plain(value: object) -> Any:
         return value
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0:
         value = value.item()
-    # Subclasses, such as enums, compare as their numbers do.
+    # Enums and other subclasses become plain numbers.
     for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)

@@ -33,7 +33,7 @@ class WriterLock:
 
     def __init__(self, folder: Path):
         self._path = Path(folder).absolute() / NAME
-        with files.writing(folder):
+        with files.reporting_write_errors(folder):
             self._file = self._take(folder)
 
     def close(self) -> None:

@@ -292,7 +292,7 @@ class ReadModel(NamedTuple):
     """Devices that it is divided over; None for one."""
     page_size: int
     loaded: Any
-    """`checkpoints.Loaded`; has a tokenizer."""
+    """`checkpoints.LoadedModel`; has a tokenizer."""
 
 
 def read_model(model: str, options: ModelOptions) -> ReadModel:
@@ -302,7 +302,7 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
       ValueError: it cannot be used, or has no tokenizer; or `--parallel` is no layout
         of an engine, or there are fewer devices, or processes without one.
     """
-    from jaxkv.parallel import count_cpu_as, make_mesh, processes
+    from jaxkv.parallel import make_mesh, processes, set_cpu_devices
     from jaxkv.serving import loading
 
     folder, mesh = bundled.folder_of(model), None
@@ -310,7 +310,7 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
     if (num := math.prod(degrees.values())) == 1:
         processes.check_all_used(1)
     else:
-        count_cpu_as(num)
+        set_cpu_devices(num)
         mesh = make_mesh(**degrees)
     # As long a part of every page as a whole one on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)

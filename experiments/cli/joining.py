@@ -95,7 +95,7 @@ def join(args: list[str]) -> list[str]:
         if name in given and not given[name].isdecimal():
             raise ValueError(f"{name} {given[name]}: must be a whole number")
     numbers = [int(given[name]) if name in given else None for name in NAMES[1:]]
-    processes.join(given[NAMES[0]], *numbers)
+    processes.join_processes(given[NAMES[0]], *numbers)
     if not processes.is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return rest

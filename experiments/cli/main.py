@@ -174,7 +174,7 @@ def _fit(args: list[str]) -> Output:
     answer = _lift_metrics(run.run(experiment, config, out, max_seconds))
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         text = files.read_text(out / "fit.json")
-        files.write_aside(Path(config.log) / "fit.json", text)
+        files.write_atomically(Path(config.log) / "fit.json", text)
     return answer
 
 
@@ -269,7 +269,7 @@ def _experiment(name: str, args: list[str], prog: str) -> Output:
     configs = experiment.configs
     name, flags = (args[0], args[1:]) if is_named else (next(iter(configs)), args)
     if name not in configs:
-        line = config_json.unknown("config", name, configs)
+        line = config_json.format_unknown_name("config", name, configs)
         raise ValueError(f"{prog}: {line}")
     base = configs[name]
     if (file := _value_of(flags, "--config")) is not None:
@@ -364,7 +364,7 @@ def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> st
     if not _is_word(args):
         raise ValueError(f"which {kind}? One of: {', '.join(choices)}")
     if args[0] not in choices:
-        raise ValueError(config_json.unknown(kind, args[0], choices))
+        raise ValueError(config_json.format_unknown_name(kind, args[0], choices))
     return args[0]
 
 

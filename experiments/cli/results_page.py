@@ -166,7 +166,7 @@ def claims(folder: Path | None, write: Path | None) -> Output:
     records = find(RECORDS if folder is None else folder)
     lines = []
     if write is not None:
-        files.write_aside(write, page(records))
+        files.write_atomically(write, page(records))
         lines.append(f"page: {write}")
     told = ("experiment", "config", "folder", "claims")
     document = [{name: getattr(x, name) for name in told} for x in records]

@@ -108,7 +108,7 @@ def _carry_out(
     from jaxkv import parallel
 
     if (num := getattr(config, "mesh_devices", 1)) > 1:
-        parallel.count_cpu_as(num)  # before anybody asks how many there are
+        parallel.set_cpu_devices(num)  # before anybody asks how many there are
     experiment.study_of(config).prepare()
     run_folder.begin(folder, experiment, config, config_name)
     started = time.monotonic()

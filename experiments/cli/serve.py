@@ -117,8 +117,8 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
     names = ("decode", "prefill", "address", "service")
     is_disaggregated = any(getattr(options, name) is not None for name in names)
     if is_disaggregated:
-        validation.installed("disaggregated serving", "ray", "ray")
-    validation.installed("jaxkv serve", "serve", "fastapi", "uvicorn")
+        validation.check_installed("disaggregated serving", "ray", "ray")
+    validation.check_installed("jaxkv serve", "serve", "fastapi", "uvicorn")
     from jaxkv.sampling import Sampling
     from jaxkv.server import SWITCH_S, AsyncEngine, http_server
 

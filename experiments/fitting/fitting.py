@@ -82,7 +82,7 @@ def _read(config: Config, chosen: list[Law]) -> Log:
     columns = _columns(config)
     for name in columns.others:
         if name not in needs:
-            line = config_json.unknown("input", name, needs)
+            line = config_json.format_unknown_name("input", name, needs)
             raise ValueError(f"--columns {name}: no law here reads it: {line}")
     return read(
         Path(config.log),

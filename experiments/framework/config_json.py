@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv import files
-from jaxkv.validation import unknown
+from jaxkv.validation import format_unknown_name
 
 
 def plain(value: Any) -> Any:
@@ -130,7 +130,7 @@ def _restore_dataclass(hint: Any, value: Any, where: str) -> Any:
     fields = {field.name: hints[field.name] for field in dataclasses.fields(hint)}
     for name in value:
         if name not in fields:
-            raise ValueError(f"{where}: {unknown('field', name, fields)}")
+            raise ValueError(f"{where}: {format_unknown_name('field', name, fields)}")
     restored = {
         name: restore(fields[name], item, f"{where}: {name}")
         for name, item in value.items()

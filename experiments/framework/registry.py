@@ -56,7 +56,7 @@ def find(name: str) -> Entry:
     known = {entry.name: entry for entry in entries()}
     entry = known.get(name.replace("-", "_"))
     if entry is None:
-        raise ValueError(config_json.unknown("experiment", name, known))
+        raise ValueError(config_json.format_unknown_name("experiment", name, known))
     return entry
 
 

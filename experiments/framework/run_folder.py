@@ -122,7 +122,7 @@ def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) ->
     folder = folder or new_folder(None, name)
     with contextlib.closing(locking.WriterLock(folder)):
         for file, content in contents.items():
-            files.write_aside(folder / file, content)
+            files.write_atomically(folder / file, content)
     return folder
 
 
@@ -183,8 +183,8 @@ def begin(
         if _is_run(folder):
             (folder / EARLIER).mkdir()
             _move(folder, folder / EARLIER)
-        files.write_aside(folder / "config.json", config_json.config_dumps(config))
-        files.write_aside(folder / "env.json", config_json.dumps(env))
+        files.write_atomically(folder / "config.json", config_json.config_dumps(config))
+        files.write_atomically(folder / "env.json", config_json.dumps(env))
     except OSError as error:
         raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
 
@@ -207,7 +207,7 @@ def has_result(folder: Path) -> bool:
 def mark(folder: Path, status: Status) -> None:
     """Notes in `env.json` what became of a run that has no result."""
     env = _env(folder) | {"status": status}
-    files.write_aside(folder / "env.json", config_json.dumps(env))
+    files.write_atomically(folder / "env.json", config_json.dumps(env))
 
 
 def finish(
@@ -232,23 +232,23 @@ def finish(
     """
     if isinstance(result, list):
         rows = (config_json.dumps(row, indent=None) + "\n" for row in result)
-        files.write_aside(folder / "runs.jsonl", "".join(rows))
+        files.write_atomically(folder / "runs.jsonl", "".join(rows))
     else:
         arrays = _flatten(result)
-        files.write_aside(
+        files.write_atomically(
             folder / "result.npz", lambda file: np.savez_compressed(file, **arrays)
         )
     run = read(folder, experiment)
-    files.write_aside(folder / "claims.json", config_json.dumps(run.claims))
+    files.write_atomically(folder / "claims.json", config_json.dumps(run.claims))
     for name, text in run.study.files(run.result).items():
-        files.write_aside(folder / name, text)
+        files.write_atomically(folder / name, text)
     draw(run)
     status: Status = "interrupted" if interrupted else "done"
     env = _env(folder) | {"status": status, "duration_s": duration_s}
     report = framework_report.report(experiment.question, run.config, env, run.parts)
-    files.write_aside(folder / "report.md", report)
+    files.write_atomically(folder / "report.md", report)
     # The last word: whoever reads "done" finds everything else.
-    files.write_aside(folder / "env.json", config_json.dumps(env))
+    files.write_atomically(folder / "env.json", config_json.dumps(env))
     discard_earlier(folder)
     return run._replace(env=env)
 
@@ -304,7 +304,7 @@ def draw(run: Run) -> None:
         if old.name not in figures:  # of a figure that had more panels
             old.unlink()
     for name, content in figures.items():
-        files.write_aside(run.folder / name, content)
+        files.write_atomically(run.folder / name, content)
 
 
 def _drop_empty(folder: Path) -> None:

@@ -48,7 +48,7 @@ RANDOM = {
 """Shapes that are served with random weights: the values do not matter for speed."""
 
 
-def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loaded:
+def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.LoadedModel:
     """Loads a model, or makes one up.
 
     Args:
@@ -61,16 +61,18 @@ def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loade
     if model in RANDOM:
         shape = RANDOM[model]
         params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
-        return checkpoints.Loaded(shape, params, None, ())
+        return checkpoints.LoadedModel(shape, params, None, ())
     try:
         folder = bundled.folder_of(model)
     except ValueError:
-        line = config_json.unknown("model", model, [*bundled.names(), *RANDOM])
+        line = config_json.format_unknown_name(
+            "model", model, [*bundled.names(), *RANDOM]
+        )
         raise ValueError(f"{line} (or the path of a folder)") from None
     return checkpoints.load_model(folder, dtype=dtype)
 
 
-def load_with_text(model: str, *, max_length: int) -> checkpoints.Loaded:
+def load_with_text(model: str, *, max_length: int) -> checkpoints.LoadedModel:
     """Loads a model that has a tokenizer, and positions for so many tokens.
 
     Raises:
@@ -100,7 +102,7 @@ def bounds(
 
 
 def engine(
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     bounds: EngineConfig,
     *,
     has_text: bool = True,

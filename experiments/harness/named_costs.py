@@ -31,7 +31,9 @@ def find(name: str) -> cost_models.CostModel:
     if kind == "distserve" and len(rest) == 2:
         if name not in cost_models.DISTSERVE:
             raise ValueError(
-                config_json.unknown("cost model", name, cost_models.DISTSERVE)
+                config_json.format_unknown_name(
+                    "cost model", name, cost_models.DISTSERVE
+                )
             )
         return cost_models.distserve(name)
     if kind == "roofline" and len(rest) in (2, 3):

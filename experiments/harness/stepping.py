@@ -188,7 +188,7 @@ class Stepper:
 
 
 def of_model(
-    model: checkpoints.Loaded, config: EngineConfig, step: Step = engine_step.step
+    model: checkpoints.LoadedModel, config: EngineConfig, step: Step = engine_step.step
 ) -> Stepper:
     """Returns an idle engine that serves a model of text."""
     return Stepper(

@@ -335,7 +335,7 @@ class Router:
                 raise ValueError("text prompts need a tokenizer; pass token ids")
             tokens = list(self.tokenizer.encode(prompt))
         else:
-            tokens = validation.tokens("prompt", prompt).tolist()
+            tokens = validation.token_sequence("prompt", prompt).tolist()
         number = next(self._numbers)
         key_id = number if key_id is None else validation.integer("key_id", key_id)
         request = _Request(

@@ -86,9 +86,9 @@ class Service:
           ValueError: an extra is not installed, or a worker cannot start.
           ConnectionError: the cluster cannot be reached.
         """
-        validation.installed("disaggregated serving", "ray", "ray")
+        validation.check_installed("disaggregated serving", "ray", "ray")
         if http is not None:
-            validation.installed("http", "serve", "fastapi", "uvicorn")
+            validation.check_installed("http", "serve", "fastapi", "uvicorn")
         from jaxkv.disaggregation import cluster
 
         token = None

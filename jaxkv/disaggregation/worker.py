@@ -141,7 +141,7 @@ class Worker:
         fields: dict[str, Any] = {**spec.engine, "prefix_cache": True}
         mesh = None
         if spec.mesh:
-            meshes.count_cpu_as(math.prod(spec.mesh.values()))
+            meshes.set_cpu_devices(math.prod(spec.mesh.values()))
             mesh = meshes.make_mesh(**spec.mesh)
         folder = Path(spec.folder)
         engine = Engine.load(folder, mesh=mesh, **fields)

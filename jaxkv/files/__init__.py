@@ -1,7 +1,7 @@
-"""Files and folders: read with blame, written aside and renamed.
+"""Files and folders: reading with one-line errors, and atomic writes.
 
-Whatever goes wrong with a file becomes one ValueError line that names it, and what is
-written appears whole or not at all: nobody ever meets half of it.
+An error of a file becomes a ValueError of one line that names the file. A file or
+folder is written under a temporary name and renamed, so that it is complete or absent.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
-    "BESIDE_BYTES",
+    "ARRAY_OVERHEAD_BYTES",
     "DIGESTS",
     "MAX_CHARACTERS",
     "aside",
@@ -29,31 +29,32 @@ __all__ = [
     "cache_folder",
     "check_digests",
     "check_replaceable",
-    "check_seal",
     "digests",
-    "kept",
+    "folder_or_temporary",
     "make_sure_of_room",
     "model_folder",
     "parse_json",
     "parse_object",
     "read_json",
     "read_text",
-    "seal",
+    "reporting_write_errors",
     "silencing_orbax",
     "system_reason",
     "tables",
-    "write_aside",
-    "writing",
+    "verify_checksums",
+    "write_atomically",
+    "write_checksums",
 ]
 
 MAX_CHARACTERS = 2**28
-"""Of a text: far more than any tokenizer takes."""
+"""Largest text file in characters, far above the size of any tokenizer."""
 
-BESIDE_BYTES = 2**20
-"""Room that arrays on disk take beside their numbers, with some to spare."""
+ARRAY_OVERHEAD_BYTES = 2**20
+"""Upper bound of the disk space of stored arrays in addition to their numbers, in
+bytes."""
 
 DIGESTS = "SHA256SUMS"
-"""Name of the file that lists a folder's digests; `sha256sum -c` checks it too."""
+"""Name of the file with a folder's digests, in the format of `sha256sum -c`."""
 _SEAL = b"# SHA-256 of the lines above: "
 
 
@@ -71,8 +72,8 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def bundled_models() -> dict[str, Path]:
     """Returns the folders of the models that ship with the project, by name.
 
-    They are data of the package `experiments`, which is located and not imported: this
-    package works without it, and has then no bundled models.
+    They are data of the package `experiments`, which is located but not imported:
+    without that package the result is empty.
     """
     spec = importlib.util.find_spec("experiments")
     folders = [] if spec is None else spec.submodule_search_locations or []
@@ -86,14 +87,14 @@ def bundled_models() -> dict[str, Path]:
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
-    """Finds the folder of a model.
+    """Returns the folder of a model.
 
     Args:
-      model: the path of a Hugging Face folder, or the name of a bundled model. Where
-        both exist, the path wins.
+      model: the path of a Hugging Face folder, or the name of a bundled model. If both
+        exist, the path has precedence.
 
     Raises:
-      ValueError: there is neither. The line has the nearest names, or the command that
+      ValueError: neither exists. The message has the closest names, or the command that
         downloads a model from the Hugging Face Hub.
     """
     path, known = Path(model), bundled_models()
@@ -116,7 +117,7 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
 
 
 def read_text(path: str | Path) -> str:
-    """Reads a text file of `MAX_CHARACTERS` at most."""
+    """Reads a text file of at most `MAX_CHARACTERS`."""
     with blaming(path), Path(path).open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
@@ -130,14 +131,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: object) -> Any:
-    """Reads a JSON document.
+    """Parses a JSON document.
 
     Args:
       text: the document.
-      where: what a message calls it, such as its path or its line.
+      where: name of the document in messages, such as its path or its line.
 
     Raises:
-      ValueError: it is none; one line that says where.
+      ValueError: the text is not JSON; one line with `where`.
     """
     try:
         return json.loads(text)
@@ -146,7 +147,10 @@ def parse_json(text: str, where: object) -> Any:
 
 
 def parse_object(text: str, where: object) -> dict[str, Any]:
-    """Reads a JSON document that is an object; arguments and errors as `parse_json`."""
+    """Parses a JSON document that is an object.
+
+    Arguments and errors are those of `parse_json`.
+    """
     value = parse_json(text, where)
     if not isinstance(value, dict):
         raise ValueError(f"{where}: holds {type(value).__name__}, not an object")
@@ -154,31 +158,35 @@ def parse_object(text: str, where: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def blaming(path: str | Path, *others: type[Exception]) -> Generator[None]:
-    """Turns what goes wrong with a file into one ValueError line that names it.
+def blaming(path: str | Path, *errors: type[Exception]) -> Generator[None]:
+    """Turns errors of a file into a ValueError of one line that names the file.
 
     Args:
-      path: the file to blame.
-      *others: what a library raises, beside the errors of files and of values.
+      path: the file.
+      *errors: exception types of a library, in addition to OSError, ValueError and
+        RecursionError.
     """
     try:
         yield
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError, *others) as error:
+    except (OSError, ValueError, RecursionError, *errors) as error:
         line = " ".join(str(error).split())
-        if not line.startswith(str(path)):  # not blamed yet
+        if not line.startswith(str(path)):  # the path is not named yet
             line = f"{path}: {line}"
         raise ValueError(line) from None
 
 
 def system_reason(error: Exception) -> str:
-    """What the system said, if that can be found in what a library says."""
+    """Returns the operating system's reason for an error, if the error has one.
+
+    Libraries may have it in the text of the error.
+    """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    said = re.search(r": ([^:]*) \[os_error_code|: ([^:]*) \(os error", str(error))
-    if said is not None:
-        return said[1] or said[2]
+    match = re.search(r": ([^:]*) \[os_error_code|: ([^:]*) \(os error", str(error))
+    if match is not None:
+        return match[1] or match[2]
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -197,33 +205,36 @@ def silencing_orbax() -> Generator[None]:
 
 
 def make_sure_of_room(folder: Path, num_bytes: int) -> None:
-    """Fails as writing arrays would, before threads of Orbax's do, and tell of it.
+    """Raises an error if a disk lacks the space for arrays, before any are written.
 
-    Once one of them fails the others write on, in a folder that is being removed.
+    Without this check one of Orbax's threads fails and logs, while the remaining
+    threads write on in a folder that is being deleted.
 
     Args:
-      folder: where they will be.
-      num_bytes: of all arrays together.
+      folder: where the arrays will be written.
+      num_bytes: size of all arrays.
 
     Raises:
-      OSError: there is no room for a file of their size, and what stands beside it.
+      OSError: the disk cannot hold a file of this size and `ARRAY_OVERHEAD_BYTES`.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes + BESIDE_BYTES)
+            os.posix_fallocate(file.fileno(), 0, num_bytes + ARRAY_OVERHEAD_BYTES)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
 
 
 @contextlib.contextmanager
-def writing(path: Path, *errors: type[Exception], comfort: str = "") -> Generator[None]:
-    """Turns what goes wrong where a file or folder is written into one ValueError line.
+def reporting_write_errors(
+    path: Path, *errors: type[Exception], comfort: str = ""
+) -> Generator[None]:
+    """Turns errors of writing a file or folder into a ValueError of one line.
 
     Args:
-      path: what is written.
-      *errors: what a library raises, beside `OSError`.
-      comfort: what the line says after the reason.
+      path: the file or folder.
+      *errors: exception types of a library, in addition to OSError.
+      comfort: text after the reason.
     """
     try:
         yield
@@ -232,21 +243,23 @@ def writing(path: Path, *errors: type[Exception], comfort: str = "") -> Generato
         raise ValueError(f"{path}: cannot be written: {reason}{comfort}") from None
 
 
-def write_aside(path: Path, content: str | bytes | Callable[[BinaryIO], Any]) -> None:
-    """Writes a file beside its place, and renames it.
+def write_atomically(
+    path: Path, content: str | bytes | Callable[[BinaryIO], Any]
+) -> None:
+    """Writes a file under a temporary name, and renames it.
 
     Args:
-      path: where the file will be, in a folder that is there.
-      content: what it will hold, text as UTF-8; or what writes that into an open file.
+      path: path of the file, in an existing folder.
+      content: the content, text as UTF-8; or a function that writes it to an open file.
 
     Raises:
-      ValueError: it cannot be written, in one line; what was there before is kept.
+      ValueError: the file cannot be written, in one line; an existing file is kept.
     """
-    if path.exists() and not path.is_file():  # a device would be gone
+    if path.exists() and not path.is_file():  # renaming would replace a device
         raise ValueError(f"{path}: cannot be written: it is no regular file")
     new = None
     try:
-        with writing(path, UnicodeEncodeError):
+        with reporting_write_errors(path, UnicodeEncodeError):
             data = content.encode() if isinstance(content, str) else content
             handle, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             with os.fdopen(handle, "wb") as file:
@@ -259,39 +272,39 @@ def write_aside(path: Path, content: str | bytes | Callable[[BinaryIO], Any]) ->
         raise
 
 
-def check_replaceable(folder: Path, header: str, what: str, overwrite: bool) -> None:
-    """Refuses to write a folder over something else.
+def check_replaceable(folder: Path, header: str, kind: str, overwrite: bool) -> None:
+    """Checks that a folder may be written: absent, empty, or of the same kind.
 
     Args:
-      folder: where it will be.
-      header: the file that every such folder has.
-      what: what a message calls it.
-      overwrite: whether one that is there may be replaced.
+      folder: path of the folder.
+      header: name of a file that every such folder has.
+      kind: kind of folder in messages, such as "model".
+      overwrite: True if an existing folder of this kind may be replaced.
 
     Raises:
-      ValueError: it is there and may not be, or what is there is none.
+      ValueError: the folder exists and `overwrite` is False, or has no `header`.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
         raise ValueError(f"{folder}: is there already; say overwrite to replace it")
     if not (folder / header).is_file():
-        raise ValueError(f"{folder}: holds no {what}, so it is not overwritten")
+        raise ValueError(f"{folder}: holds no {kind}, so it is not overwritten")
 
 
 @contextlib.contextmanager
 def aside(folder: Path, *errors: type[Exception], comfort: str = "") -> Generator[Path]:
-    """Gives a new folder to fill, which then takes the place of `folder`.
+    """Yields a new folder to fill, which replaces `folder` at the end.
 
     Args:
-      folder: where the files will be.
-      *errors: what a library raises where there is no room, beside `OSError`.
-      comfort: the end of the line of an error, after the reason.
+      folder: path of the result.
+      *errors: exception types of a library for a full disk, in addition to OSError.
+      comfort: end of the error's line, after the reason.
 
     Raises:
-      ValueError: it cannot be written, in one line; what was there before is kept.
+      ValueError: the folder cannot be written, in one line; an existing one is kept.
     """
-    with writing(folder, *errors, comfort=comfort):
+    with reporting_write_errors(folder, *errors, comfort=comfort):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as new:
             yield new
@@ -299,7 +312,7 @@ def aside(folder: Path, *errors: type[Exception], comfort: str = "") -> Generato
 
 @contextlib.contextmanager
 def _replacing(folder: Path) -> Generator[Path]:
-    """Renames a new folder into the place of `folder`, or drops it."""
+    """Yields a new folder; on success renames it to `folder`, else deletes it."""
     new = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     shutil.rmtree(new, ignore_errors=True)
@@ -321,7 +334,7 @@ def _replacing(folder: Path) -> Generator[Path]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of every file below a folder, by its path from there."""
+    """Returns the SHA-256 of every file below a folder, by relative path."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with blaming(path), path.open("rb") as file:
@@ -335,11 +348,11 @@ def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> Non
 
     Args:
       folder: the folder.
-      listed: the digests that the files should have, by path.
-      where: name of the file that lists them, for messages.
+      listed: expected digests, by relative path.
+      where: name of the list in messages.
 
     Raises:
-      ValueError: a file is damaged, missing or not listed; names the first.
+      ValueError: a file is damaged, missing or not listed; the message names the first.
     """
     found = digests(folder)
     for name in [*listed, *found]:
@@ -351,22 +364,22 @@ def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> Non
             raise ValueError(f"{folder / name}: is damaged")
 
 
-def seal(folder: Path) -> None:
-    """Writes `DIGESTS`, the list of all files below a folder; `check_seal` reads it."""
+def write_checksums(folder: Path) -> None:
+    """Writes `DIGESTS`, the SHA-256 list that `verify_checksums` reads."""
     lines = [f"{digest}  {name}\n" for name, digest in digests(folder).items()]
     (folder / DIGESTS).write_bytes(_sealed("".join(lines).encode()))
 
 
-def check_seal(folder: Path) -> None:
-    """Compares the files below a folder with the list that `seal` wrote.
+def verify_checksums(folder: Path) -> None:
+    """Compares the files below a folder with the list that `write_checksums` wrote.
 
     Raises:
-      ValueError: the list or a file is damaged or missing, or a file is not listed;
-        names the first.
+      ValueError: the list or a file is damaged or missing, or a file is not listed; the
+        message names the first.
     """
     path = folder / DIGESTS
     if not path.is_file():
-        raise ValueError(f"{path}: is missing; no file is believed without it")
+        raise ValueError(f"{path}: is missing; it has the files' digests")
     with blaming(path):
         data = path.read_bytes()
     lines = data.rpartition(_SEAL)[0]
@@ -379,13 +392,13 @@ def check_seal(folder: Path) -> None:
 
 
 def _sealed(lines: bytes) -> bytes:
-    """The lines and one with their own digest: a flipped bit here has a name, too."""
+    """Appends the digest of the lines, so that damage to the list itself is found."""
     return lines + _SEAL + hashlib.sha256(lines).hexdigest().encode() + b"\n"
 
 
 @contextlib.contextmanager
-def kept(folder: str) -> Generator[Path]:
-    """Gives a folder, or for an empty name one that is gone in the end."""
+def folder_or_temporary(folder: str) -> Generator[Path]:
+    """Yields `folder`, or for an empty name a temporary folder."""
     if folder:
         yield Path(folder)
         return

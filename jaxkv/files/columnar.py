@@ -1,4 +1,4 @@
-"""Columns of Parquet, Arrow, Feather and NumPy files, as Python values."""
+"""Reads columns of Parquet, Arrow, Feather and NumPy files as Python values."""
 
 import contextlib
 import io
@@ -16,29 +16,29 @@ class Columns(NamedTuple):
     """Columns of equal length.
 
     Attributes:
-      values: Python values by name; a name may come twice.
-      notes: parts of the file that are no columns, in sentences.
+      values: Python values by name; a name may be repeated.
+      notes: parts of the file that are not columns, in sentences.
     """
 
     values: list[tuple[str, list[Any]]]
     notes: tuple[str, ...] = ()
 
 
-def find(data: bytes) -> str:
-    """Names the columnar format that the data begins like; empty for none."""
+def detect_format(data: bytes) -> str:
+    """Returns the columnar format of data by its first bytes; empty if it has none."""
     for start, kind in _STARTS.items():
         if data.startswith(start):
             return kind
     return ""
 
 
-def read(data: bytes, max_bytes: int) -> Columns:
-    """Reads a file that `find` has a name for.
+def read_columns(data: bytes, max_bytes: int) -> Columns:
+    """Reads a file in a format that `detect_format` knows.
 
     Raises:
       ValueError: the file is damaged or too large, or needs pyarrow.
     """
-    kind = find(data)
+    kind = detect_format(data)
     if kind in _ARROW:
         return _read_arrow(data, kind, max_bytes)
     with _decoding(kind, zipfile.BadZipFile, EOFError):
@@ -54,7 +54,7 @@ def read(data: bytes, max_bytes: int) -> Columns:
 
 
 def unpack_zstd(data: bytes, max_bytes: int) -> bytes:
-    """Unpacks zstd, up to a byte more than the limit."""
+    """Decompresses zstd data, up to one byte more than the limit."""
     arrow = _pyarrow("zstd")
     with _decoding("zstd"):
         source = arrow.BufferReader(data)
@@ -79,10 +79,10 @@ _ARROW = ("Parquet", "Arrow", "an Arrow stream", "Feather")
 
 
 def _pyarrow(kind: str) -> Any:
-    """Imports pyarrow and its modules, an extra.
+    """Imports pyarrow and its modules, an optional dependency.
 
     Raises:
-      ValueError: it is not installed.
+      ValueError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -129,13 +129,13 @@ def _read_arrow(data: bytes, kind: str, max_bytes: int) -> Columns:
 
 
 def check_size(num_bytes: int, max_bytes: int) -> None:
-    """Refuses more bytes than the limit."""
+    """Raises a ValueError for more bytes than the limit."""
     if num_bytes > max_bytes:
         raise ValueError(f"more than {max_bytes >> 20} MiB; leave columns or rows out")
 
 
 def _plain(arrow: Any, column: Any) -> list[Any]:
-    """Turns a column into JSON values; times into ISO 8601."""
+    """Converts a column to JSON values, with times in ISO 8601."""
     types, kind = arrow.types, column.type
     if types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
@@ -150,7 +150,7 @@ def _plain(arrow: Any, column: Any) -> list[Any]:
 
 
 def _of_arrays(arrays: dict[str, np.ndarray]) -> Columns:
-    """Takes vectors as columns, and the fields of structured vectors."""
+    """Returns vectors, and the fields of structured vectors, as columns."""
     columns: list[tuple[str, np.ndarray]] = []
     left = []
     for name, array in arrays.items():
@@ -165,8 +165,8 @@ def _of_arrays(arrays: dict[str, np.ndarray]) -> Columns:
         raise ValueError("none of its arrays is a named column")
     lengths = {len(column) for _, column in columns}
     if len(lengths) > 1:
-        said = ", ".join(f"{name} {len(column)}" for name, column in columns)
-        raise ValueError(f"its arrays have different lengths: {said}")
+        sizes = ", ".join(f"{name} {len(column)}" for name, column in columns)
+        raise ValueError(f"its arrays have different lengths: {sizes}")
     notes = (f"no columns, and left out: {', '.join(left)}",) if left else ()
     values = []
     for name, column in columns:

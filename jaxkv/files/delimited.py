@@ -1,8 +1,9 @@
-"""Rows of delimited text: CSV and its relatives, however a program wrote them.
+"""Reads delimited text: CSV and its variants.
 
 The delimiter is the one of comma, tab, semicolon and pipe that gives every row the same
-number of cells. Excel's first line `sep=;` names it. Lines that begin with # are
-comments. Decimal commas become points where they cannot be thousands.
+number of cells; a first line `sep=;`, as Excel writes it, sets it. Lines that begin
+with # are comments. Decimal commas become points where they cannot be thousands
+separators.
 """
 
 import csv
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 _DELIMITERS = ",\t;|"
 _SEP = re.compile(r'\s*"?sep=(.)\1*"?\1*\s*', re.IGNORECASE)
 _MAX_SAMPLE = 200
-"""Rows in which numbers are counted, to choose between delimiters."""
+"""Rows in which numeric columns are counted to choose the delimiter."""
 
 _SUFFIX = r"(?:[eE][-+]?\d+)?\s*[KMBGTkmbgt]?"
 _DECIMAL = re.compile(rf"[-+]?(?:\d+|\d{{1,3}}(?:\.\d{{3}})+),\d+{_SUFFIX}")
@@ -24,13 +25,13 @@ _NUMBER = re.compile(rf"[-+]?(?:\d+[.,]?\d*|[.,]\d+){_SUFFIX}")
 
 
 class Delimited(NamedTuple):
-    """Rows of text.
+    """A table of text cells.
 
     Attributes:
       names: cells of the header.
-      rows: number of the line on which a row begins, and as many cells as `names`.
+      rows: for each row the number of its first line, and as many cells as `names`.
       notes: remarks, in sentences.
-      doubtful: by column, a sentence about numbers that can be read in two ways.
+      doubtful: by column, a sentence about numbers with two possible readings.
     """
 
     names: list[str]
@@ -43,8 +44,8 @@ class RaggedError(ValueError):
     """A row has more or fewer cells than the header.
 
     Attributes:
-      row: its position, from 1.
-      line: the line on which it begins.
+      row: number of the row, from 1.
+      line: number of its first line.
       num_cells: number of its cells.
       num_names: number of cells of the header.
     """
@@ -57,7 +58,7 @@ class RaggedError(ValueError):
         self.num_cells, self.num_names = num_cells, num_names
 
 
-def read(text: str) -> Delimited:
+def read_delimited(text: str) -> Delimited:
     """Reads text with a header.
 
     Raises:
@@ -89,7 +90,7 @@ def read(text: str) -> Delimited:
         else:
             rows.append((line, cells))
     doubtful: dict[str, str] = {}
-    # In plain CSV a comma inside of a cell needs quotes.
+    # In plain CSV a comma inside a cell needs quotes.
     if "," in text and (delimiter != "," or '"' in text):
         doubtful = _read_commas(names, rows, delimiter)
     notes: tuple[str, ...] = ()
@@ -102,10 +103,10 @@ def read(text: str) -> Delimited:
 
 
 class _Reader:
-    """Iterates over records, header first; leaves out blank lines and comments.
+    """Iterates over records, header first; skips blank lines and comments.
 
     Attributes:
-      comments: numbers of the lines left out as comments, so far.
+      comments: line numbers of the comments skipped so far.
     """
 
     def __init__(self, text: str, delimiter: str, num_skipped: int = 0) -> None:
@@ -154,7 +155,7 @@ class _Reader:
             if self._is_first_line:
                 self._line = number
                 if "#" in line and line.lstrip()[0] == "#":
-                    # It begins every row where issue numbers have it, for one.
+                    # A # may begin every row, as in a column of issue numbers.
                     if self._labels is None and self._has_header:
                         place, rest = lines.tell(), filter(str.strip, lines)
                         self._labels = all(x.lstrip()[0] == "#" for x in rest)
@@ -167,7 +168,7 @@ class _Reader:
             yield line
 
     def _commented_header(self, first: list[str]) -> list[str]:
-        """Reads the comment above the first row as its header, if it is one."""
+        """Returns the cells of the comment above the first row if it is a header."""
         if not self._last_comment:
             return []
         try:
@@ -185,10 +186,10 @@ class _Reader:
 
 
 def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
-    """Rates a delimiter; of two the greater is better.
+    """Returns a sort key for a delimiter; a greater key is a better delimiter.
 
-    The better one gives all rows the same number of cells, above 1, or more of the
-    rows; then it has more columns of numbers, then more cells.
+    The better delimiter gives more rows the number of cells of the header, which must
+    be above 1; then more numeric columns; then more cells.
     """
     num_names, num_rows, num_same = 0, 0, 0
     is_number: list[bool] = []
@@ -216,14 +217,14 @@ def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
 def _read_commas(
     names: list[str], rows: list[tuple[int, list[str]]], delimiter: str
 ) -> dict[str, str]:
-    """Rewrites numbers with commas in place, where all of a column can be read.
+    """Rewrites numbers with commas in place, in columns where all cells can be read.
 
-    A comma is decimal or parts thousands. A column in which each cell could be both is
-    read like the columns in which one cannot; without such, as decimal unless the
-    delimiter is a comma.
+    A comma is a decimal comma or separates thousands. If each cell of a column allows
+    both readings, the column is read like the unambiguous columns; without such
+    columns, the comma is decimal unless the delimiter is a comma.
 
     Returns:
-      The columns that may be wrong, with a sentence for each.
+      The columns that may be misread, with a sentence for each.
     """
     kinds: dict[int, str] = {}
     for place in range(len(names)):
@@ -266,7 +267,7 @@ def _read_commas(
 def _read_points(
     name: str, place: int, rows: list[tuple[int, list[str]]]
 ) -> dict[str, str]:
-    """Reads points between thousands in a file whose commas are decimal."""
+    """Removes points that separate thousands, in a file with decimal commas."""
     cells = {cells[place] for _, cells in rows if "." in cells[place]}
     if not cells or not all(map(_DOTTED.fullmatch, cells)):
         return {}

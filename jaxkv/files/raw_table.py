@@ -1,4 +1,4 @@
-"""Rows of a table as the file has them, before any column has a meaning."""
+"""A table as a file has it: cells without interpretation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +11,10 @@ class RawRow(NamedTuple):
     """A row of a file.
 
     Attributes:
-      number: position among the rows, from 1.
-      line: line of the file on which the row begins, from 1; 0 for files without lines.
-      cells: values by column; JSON values, or the text of a CSV cell.
+      number: number of the row, from 1.
+      line: number of the line on which the row begins, from 1; 0 in files without
+        lines.
+      cells: cells by column: JSON values, or the text of CSV cells.
     """
 
     number: int
@@ -33,11 +34,11 @@ class RawTable(NamedTuple):
     Attributes:
       path: the file.
       names: the columns, in order of first appearance.
-      rows: the rows; a row that lacks a column has no such cell.
+      rows: the rows; a row may lack cells of some columns.
       notes: remarks of the reader, in sentences.
-      repeated: names that several columns with different cells share. Their cells are
-        not in the rows.
-      doubtful: by column, a sentence about cells that can be read in two ways.
+      repeated: names of several columns with different cells. These cells are not in
+        the rows.
+      doubtful: by column, a sentence about cells with two possible readings.
     """
 
     path: Path

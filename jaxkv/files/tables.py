@@ -1,6 +1,6 @@
-"""Tables in files of any usual kind: CSV, JSON, Parquet, Arrow, NumPy; packed or not.
+"""Reads tables from CSV, JSON, Parquet, Arrow and NumPy files, compressed or not.
 
-Cells are returned as they are written; callers give columns a meaning and check them.
+Cells keep the values of the file; callers interpret and check the columns.
 """
 
 import contextlib
@@ -9,14 +9,14 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxkv.files import columnar, delimited, packed
+from jaxkv.files import columnar, decompression, delimited
 from jaxkv.files.delimited import RaggedError as RaggedError
 from jaxkv.files.raw_table import Cell as Cell
 from jaxkv.files.raw_table import RawRow as RawRow
 from jaxkv.files.raw_table import RawTable as RawTable
 
 MAX_BYTES = 2**30
-"""Default limit on a file's size, unpacked."""
+"""Default limit on a file's decompressed size, in bytes."""
 
 _FOREIGN = {
     b"\x89HDF": "HDF5",
@@ -24,35 +24,35 @@ _FOREIGN = {
     b"\xff\xfe": "text in UTF-16, not UTF-8",
     b"\xfe\xff": "text in UTF-16, not UTF-8",
 }
-"""How files of kinds that are not read begin."""
+"""First bytes of unsupported formats."""
 
 
-def read(
+def read_table(
     path: Path,
     *,
     max_bytes: int = MAX_BYTES,
     keep_lists: bool = False,
     allow_partial: bool = True,
 ) -> RawTable:
-    """Reads a table; its first bytes decide what kind of file it is.
+    """Reads a table; the format is detected by its first bytes.
 
     Args:
       path: a CSV with a header (`delimited`), JSON lines, a JSON array of objects,
-        Parquet, Arrow, Feather, or .npz with a vector for each column; packed by gzip,
-        bzip2, xz or zstd, or not. Objects inside of JSON objects become columns
-        `outer.inner`. Parquet, Arrow, Feather and zstd need pyarrow.
-      max_bytes: limit on the size, packed and unpacked.
-      keep_lists: keeps cells that are lists; they are left out otherwise.
-      allow_partial: leaves out the last JSON line, with a note, if it is cut short.
+        Parquet, Arrow, Feather, or .npz with a vector for each column; each may be
+        compressed by gzip, bzip2, xz or zstd. Objects inside JSON objects become
+        columns `outer.inner`. Parquet, Arrow, Feather and zstd need pyarrow.
+      max_bytes: limit on the size, compressed and decompressed.
+      keep_lists: True keeps cells that are lists; False drops them.
+      allow_partial: True drops an incomplete last JSON line, with a note.
 
     Raises:
-      RaggedError: a CSV's row has another number of cells than its header.
-      ValueError: the file cannot be read; one line that names it and the place.
+      RaggedError: a row of a CSV has another number of cells than its header.
+      ValueError: the file cannot be read; one line with the file and the position.
     """
     with _reading(path):
-        data = packed.read(path, max_bytes)
-        if columnar.find(data):
-            found = columnar.read(data, max_bytes)
+        data = decompression.read_decompressed(path, max_bytes)
+        if columnar.detect_format(data):
+            found = columnar.read_columns(data, max_bytes)
             columns = [
                 (name, column)
                 for name, column in found.values
@@ -69,7 +69,7 @@ def read(
         rows, notes = _json_array(path, text, keep_lists), ()
     else:
         try:
-            csv = delimited.read(text)
+            csv = delimited.read_delimited(text)
         except RaggedError:
             raise
         except ValueError as error:
@@ -80,15 +80,15 @@ def read(
     return RawTable(path, names, rows, notes)
 
 
-def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Reads text in UTF-8, packed or not, with or without a byte order mark.
+def read_decompressed_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Reads UTF-8 text, compressed or not, with or without a byte order mark.
 
     Raises:
-      ValueError: the file is of another kind, or larger than `max_bytes`; one line.
+      ValueError: the file has another format, or is larger than `max_bytes`; one line.
     """
     with _reading(path):
-        data = packed.read(path, max_bytes)
-        if kind := columnar.find(data):
+        data = decompression.read_decompressed(path, max_bytes)
+        if kind := columnar.detect_format(data):
             raise ValueError(f"it is {kind}, not text")
         return _decode(data)
 
@@ -111,7 +111,7 @@ def _decode(data: bytes) -> str:
 def _table(
     path: Path, header: Any, lines: Any, notes: tuple[str, ...] = ()
 ) -> RawTable:
-    """Makes rows of cells, and sets columns of one name with different cells apart."""
+    """Makes the rows, and drops columns of one name with different cells."""
     names, lines = [*header], [*lines]
     repeated = {name for name in names if names.count(name) > 1}
     for name in [*repeated]:
@@ -146,7 +146,7 @@ def _json_lines(
                 ) from None
             is_cut = number == len(lines) and not text.endswith("\n")
             if is_cut and allow_partial:  # the program that wrote it was killed
-                note = f"the last line ({number}) is not whole, and is left out"
+                note = f"the last line ({number}) is incomplete and is left out"
                 return rows, (note,)
             raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
         except RecursionError:

@@ -1,4 +1,4 @@
-"""Paged memory: pool, page tables, sharing, prefix cache, pages and their layouts."""
+"""Paged memory: pool, page tables, sharing, prefix cache, swap, pages and layouts."""
 
 from jaxkv.memory.demand import Size, pages_for
 from jaxkv.memory.invariants import InvariantError

@@ -1,8 +1,7 @@
-"""Pages that requests need: the formulas that engine and simulation share.
+"""Numbers of pages that requests need: formulas shared by engine and simulator.
 
-All on counts of tokens, so that they hold wherever the pages lie. Arrays of requests
-have shape [requests], those of their sequences [requests, sequences] or what broadcasts
-to it.
+All formulas use counts of tokens only. Arrays of requests have shape [requests]; arrays
+of sequences have shape [requests, sequences] or broadcast to it.
 """
 
 import jax.numpy as jnp
@@ -14,16 +13,17 @@ type Size = int | Int[Array, ""]
 def pages_for(
     places: Int32[Array, "..."], *, page_size: int | Int32[Array, "..."]
 ) -> Int32[Array, "..."]:
-    """Counts the pages that hold `places` token places: ceil(places / page_size).
+    """Returns the pages that hold `places` tokens: ceil(places / page_size).
 
     Args:
-      places: from 0 to 2**24 where `page_size` is an array.
-      page_size: token places in a page.
+      places: number of token places, in [0, 2**24] if `page_size` is an array.
+      page_size: token places in a page (the block size in vLLM).
     """
     if isinstance(page_size, int):
         return -(-places // page_size)
-    # Processors divide vectors of floats, but integers one by one; a quotient of two
-    # that float32 holds exactly is never rounded to a whole number that it is not.
+    # CPUs vectorise the division of floats, not of integers. The quotient of two
+    # integers that float32 holds exactly never rounds to a whole number unless it is
+    # one.
     ratio = places.astype(jnp.float32) / page_size.astype(jnp.float32)
     return jnp.ceil(ratio).astype(jnp.int32)
 
@@ -31,10 +31,10 @@ def pages_for(
 def at_most(
     prompt: Int32[Array, "*n"], limit: Int32[Array, "*n"], *, page_size: Size
 ) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"]]:
-    """Pages that sequences of one request can hold: shared by all, and of each alone.
+    """Returns the largest number of pages of a request: shared, and of each sequence.
 
-    The full pages of the prompt are shared; of the tokens at which a sequence ends, its
-    limit, the last one is never fed.
+    The full pages of the prompt are shared. `limit` is the length at which a sequence
+    ends; the last of its tokens needs no place.
     """
     shared = prompt // page_size
     return shared, pages_for(limit - 1, page_size=page_size) - shared
@@ -47,15 +47,19 @@ def to_begin(
     *,
     page_size: Size,
 ) -> Int32[Array, " requests"]:
-    """Pages that all tokens known of a request take, if none of them is in the pool.
+    """Returns the pages that all known tokens of a request take without cached pages.
 
-    `known` are the token places that each sequence needs, and `waits` says which
-    entries are sequences of the request. The full pages of the `common` tokens, with
-    which all of them begin, count once; there are none for a sequence that is alone.
+    The full pages of the `common` tokens count once.
+
+    Args:
+      known: token places that each sequence needs.
+      common: length of the prefix that all sequences of a request share.
+      waits: True for entries that are sequences of the request.
+      page_size: token places in a page.
     """
     full = common // page_size
     each = jnp.where(waits, pages_for(known, page_size=page_size), 0)
-    # Two sums that hang on nothing else are one kernel.
+    # Two sums without further dependencies fuse into one kernel.
     total = jnp.sum(each, axis=1, dtype=jnp.int32)
     return total - full * (jnp.sum(waits, axis=1, dtype=jnp.int32) - 1)
 
@@ -70,25 +74,25 @@ def to_come_back(
     page_size: Size,
     num_pages: Size,
 ) -> Int32[Array, " requests"]:
-    """Pages that a request takes when it is swapped in and goes on.
+    """Returns the pages that a swapped-out request takes to be swapped in and continue.
 
-    Never more than the pool has, so that the first in an idle engine is served.
+    The result is at most `num_pages`, so that an idle engine can serve any request.
 
     Args:
-      known: tokens that each sequence has to feed in all.
-      common: tokens with which all sequences of each one's request begin.
+      known: number of tokens of each sequence, including those still to be computed.
+      common: length of the prefix that all sequences of the request share.
       swapped: tokens of each sequence that are swapped out.
-      num_swapped_pages: pages that hold those, shared ones once.
-      waits: which entries are sequences of the request.
+      num_swapped_pages: pages that hold the swapped tokens, shared ones counted once.
+      waits: True for entries that are sequences of the request.
       page_size: token places in a page.
       num_pages: pages in the pool.
     """
-    # Who waits to be forked has nothing yet, but all common pages that are full.
+    # A sequence that waits to be forked has only the full common pages.
     own = pages_for(swapped, page_size=page_size)
     have = jnp.where(swapped > 0, own, common // page_size)
     growth = jnp.maximum(pages_for(known, page_size=page_size) - have, 0)
     growth = jnp.sum(jnp.where(waits, growth, 0), axis=1, dtype=jnp.int32)
-    # All but one of those with a partial page may share it, and copy it.
+    # Sequences with a partial page may share it; then all but one copy it.
     partial = jnp.sum(waits & (swapped % page_size > 0), axis=1, dtype=jnp.int32)
     wanted = num_swapped_pages + growth + jnp.maximum(partial - 1, 0)
     return jnp.minimum(wanted, num_pages)
@@ -97,7 +101,10 @@ def to_come_back(
 def growth(
     have: Int32[Array, "*n"], want: Int32[Array, "*n"], *, page_size: Size
 ) -> Int32[Array, "*n"]:
-    """Pages that are missing for so many token places; none where there are as many."""
+    """Returns the pages to add for `want` places to a sequence that has `have` places.
+
+    The result is 0 if `want` is at most `have`.
+    """
     pages = pages_for(jnp.maximum(have, want), page_size=page_size)
     return pages - pages_for(have, page_size=page_size)
 
@@ -105,5 +112,8 @@ def growth(
 def own_tokens(
     length: Int32[Array, "*n"], others: Int32[Array, "*n"], *, page_size: Size
 ) -> Int32[Array, "*n"]:
-    """Tokens of each sequence beyond those on the pages that others account for."""
+    """Returns the tokens of each sequence that are not on shared pages.
+
+    `others` is the number of pages counted for another sequence.
+    """
     return jnp.maximum(length - others * page_size, 0)

@@ -1,8 +1,8 @@
-"""Features: what the model made of each token, kept on the pages for heads that draft.
+"""Features of tokens: hidden states stored on the pages, the input of drafting heads.
 
-A head guesses from hidden states of tokens that were fed steps ago, or by somebody
-else whose prefix is shared. So these stand at the places of their tokens, a leaf of
-`Pages`: whatever copies, shares, swaps or saves K and V does the same to them.
+A head reads hidden states of tokens computed in earlier steps, or by another request
+with a shared prefix. They are therefore a leaf of `Pages`, at the places of their
+tokens, and are copied, shared, swapped and saved with K and V.
 """
 
 import jax.numpy as jnp
@@ -14,47 +14,49 @@ from jaxkv.memory.kv_pages import Pages, Rows
 from pallas_kernels.page_ops.write import write_rows
 
 
-def write(pages: Pages, values: Float[Array, "rows width"], rows: Rows) -> Pages:
-    """Writes features of every row to the row's place, in place, cast to their type.
+def write_features(
+    pages: Pages, values: Float[Array, "rows width"], rows: Rows
+) -> Pages:
+    """Writes the features of every row to the row's place, in place, with a cast.
 
     Padding rows and rows whose place is unmapped are dropped.
 
     Raises:
-      ValueError: the pages have no features, or of another width.
+      ValueError: the pages have no features, or features of another width.
     """
-    kept = _kept(pages)
-    if (width := 2 * kept.shape[4]) != values.shape[1]:
+    stored = _checked_features(pages)
+    if (width := 2 * stored.shape[4]) != values.shape[1]:
         raise ValueError(f"{values.shape[1]=} must be the pages' {width}")
     page, offset = kv_pages.locate(rows, page_size=pages.page_size)
     halves = values.reshape(values.shape[0], 2, -1)
-    written, _ = write_rows(kv_pages.flat(kept), page, offset, halves)
-    return pages._replace(features=kv_pages.unflat(written, kept.shape))
+    written, _ = write_rows(kv_pages.flatten_layers(stored), page, offset, halves)
+    return pages._replace(features=kv_pages.unflatten_layers(written, stored.shape))
 
 
-def read(
+def read_features(
     pages: Pages, rows: Rows, places: Int32[Array, " rows"]
 ) -> Float[Array, "rows width"]:
     """Reads the features at other places of the rows' sequences.
 
     Returns:
-      Those of the tokens at `places`; zeros where there is none, such as before the
-      first token.
+      Features of the tokens at `places`; zeros if there is no such token, such as
+      before the first token.
 
     Raises:
       ValueError: the pages have no features.
     """
     there = rows._replace(position=places, place=None)
     page, offset = kv_pages.locate(there, page_size=pages.page_size)
-    where = _kept(pages).at[0, page, :, offset]
+    where = _checked_features(pages).at[0, page, :, offset]
     halves = where.get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    halves = page_parts.from_owner(halves)
+    halves = page_parts.broadcast_from_owner(halves)
     return halves.reshape(halves.shape[0], -1)
 
 
-def before(rows: Rows) -> Int32[Array, " rows"]:
-    """The place of the token before each row's: in a token tree that of its parent.
+def parent_places(rows: Rows) -> Int32[Array, " rows"]:
+    """Returns the place of the token before each row, or of its parent in a token tree.
 
-    Below 0 where there is none.
+    The result is negative if there is no such token.
     """
     places = rows.places
     if rows.context is None or rows.ancestors is None:
@@ -67,7 +69,7 @@ def before(rows: Rows) -> Int32[Array, " rows"]:
     return jnp.where((context >= 0) & (own >= 0), parent, places - 1)
 
 
-def _kept(pages: Pages) -> Float[Array, "1 pages 2 page_size half"]:
+def _checked_features(pages: Pages) -> Float[Array, "1 pages 2 page_size half"]:
     if pages.features is None:
         raise ValueError("the pages have no features; make_pages takes their number")
     return pages.features

@@ -1,4 +1,4 @@
-"""Checks of pool and tables: what must hold after every step, and at every write."""
+"""Invariants of pool and page tables, checked after every step and before writes."""
 
 from functools import partial
 from typing import NamedTuple
@@ -14,56 +14,57 @@ from jaxkv.memory.page_table import Table
 
 
 class Violations(NamedTuple):
-    """How many entries break each invariant; all 0 on a sound state."""
+    """Number of violations of each invariant; all 0 in a sound state."""
 
     i1: Int32[Array, ""]
-    """Pages whose count is not their uses in tables plus their pins."""
+    """Pages whose reference count is not the number of their uses plus pins."""
     i2: Int32[Array, ""]
-    """Breaches of conservation, see `page_pool.unsound`."""
+    """Violations of conservation, see `page_pool.count_pool_faults`."""
     i3: Int32[Array, ""]
-    """Pages that were to be written while others held them, see `shared_writes`."""
+    """Shared pages that would be written, see `shared_writes`."""
     i4: Int32[Array, ""]
-    """Places that break the form of their row, and slots with impossible lengths."""
+    """Table entries that do not fit the slot's length, and impossible lengths."""
     i5: Int32[Array, ""]
-    """Slots that are not live and yet have a length, reserved places or a page."""
+    """Empty slots that have a length, reserved places or a page."""
     i7: Int32[Array, ""]
     """Faults of the prefix cache, see `prefix_cache.unsound`."""
     swap: Int32[Array, ""]
-    """Faults of what is swapped out, see `swap_buffer.unsound`."""
+    """Faults of the swap buffer, see `swap_buffer.unsound`."""
 
 
 class InvariantError(RuntimeError):
-    """A state that breaks an invariant: no bad input, but a fault of its maker."""
+    """A state violates an invariant: a bug of this program, not invalid input."""
 
 
 _MEANING = {
     "i1": "I1 (pages whose count is not their uses in tables plus their pins: {})",
     "i2": "I2 (breaches of the conservation of pages: {})",
-    "i3": "I3 (pages to be written while others held them: {})",
-    "i4": "I4 (places and lengths that do not fit their tables: {})",
-    "i5": "I5 (slots that are not live and hold something: {})",
+    "i3": "I3 (shared pages that would be written: {})",
+    "i4": "I4 (table entries or lengths that do not fit: {})",
+    "i5": "I5 (empty slots with a length or a page: {})",
     "i7": "I7 (faults of the prefix cache: {})",
-    "swap": "those of the swap space (faults: {})",
+    "swap": "those of the swap buffer (faults: {})",
 }
 
 
-def refuse(found: Violations, *, first_step: int = 0) -> None:
-    """Raises if one of several steps broke an invariant.
+def raise_if_violated(found: Violations, *, first_step: int = 0) -> None:
+    """Raises an error if a step violated an invariant.
 
     Args:
-      found: what each step broke, stacked along the first axis or of one step.
-      first_step: the number of the first of them.
+      found: violations of one step, or of several steps stacked along the first axis.
+      first_step: number of the first step.
 
     Raises:
-      InvariantError: in one line, the first step that broke any, and which.
+      InvariantError: one line with the first step that violated an invariant, and
+        which.
     """
     counts = np.stack([np.atleast_1d(x) for x in found], axis=1)
     broken = np.flatnonzero(counts.any(axis=1))
     if not broken.size:
         return
     nums = zip(found._fields, counts[broken[0]].tolist(), strict=True)
-    said = ", ".join(_MEANING[name].format(num) for name, num in nums if num)
-    raise InvariantError(f"step {first_step + broken[0]} broke invariants: {said}")
+    faults = ", ".join(_MEANING[name].format(num) for name, num in nums if num)
+    raise InvariantError(f"step {first_step + broken[0]} broke invariants: {faults}")
 
 
 def violations(
@@ -74,17 +75,15 @@ def violations(
     page_size: int,
     pins: Int32[Array, " pages"] | Bool[Array, " pages"] | None = None,
 ) -> Violations:
-    """Counts what breaks the invariants of pool and tables, each by its number.
+    """Counts violations of the invariants of pool and tables.
 
-    I1: a page's count is the number of its places in live rows, plus its pins, uses
-    outside the table. I2: the free pages are those with count zero. I4: a row is valid
-    for exactly ceil((length + ahead) / page_size) places, distinct pages there and
-    `NO_PAGE` beyond, and neither number is negative. I5: a slot that is not live holds
-    nothing.
+    I1: the reference count of a page is the number of its entries in live rows plus its
+    pins, which are uses outside the table. I2: the free pages are those with count
+    zero. I4: a row has ceil((length + ahead) / page_size) distinct pages and then
+    `NO_PAGE`, and neither number is negative. I5: a slot that is not live is empty.
 
-    Looks at every page and sorts every row: for tests and debug mode. I3, which is
-    asked before a write, I7, which is asked of a prefix cache, and what is asked of the
-    swap space are 0 here.
+    Reads every page and sorts every row: for tests and debug mode. I3, I7 and `swap`
+    have functions of their own and are 0 here.
     """
     (total,) = pool.ref.shape
     _, pages_per_slot = table.page_ids.shape
@@ -105,7 +104,7 @@ def violations(
     count = partial(jnp.sum, dtype=jnp.int32)
     return Violations(
         i1=count(held != pool.ref),
-        i2=page_pool.unsound(pool),
+        i2=page_pool.count_pool_faults(pool),
         i3=jnp.zeros((), jnp.int32),
         i4=count(misplaced) + count(repeated) + count(impossible),
         i5=count(ghost),
@@ -117,14 +116,14 @@ def violations(
 def shared_writes(
     pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
 ) -> Int32[Array, ""]:
-    """Counts the pages that may not be written as planned (I3): 0 on a sound step.
+    """Counts the pages that a step may not write (I3); 0 if the step is sound.
 
-    A page that a step writes has a count of one, and is mapped by the slot that writes.
-    Asked after pages were reserved and before any of the `num_rows` of each slot are
-    written, from its length on.
+    A page that a step writes has a reference count of one and is mapped by the slot
+    that writes. Call this function after pages are reserved and before the `num_rows`
+    of each slot are written, from its length on.
 
     Returns:
-      Columns of slots to be written where the page has another count, or is missing.
+      Number of table entries to be written whose page is missing or has another count.
     """
     first = table.length // page_size
     end = demand.pages_for(table.length + num_rows, page_size=page_size)

@@ -1,4 +1,4 @@
-"""Layouts: what the leaves of pages hold, how it is written, read and attended to."""
+"""Layouts of the KV cache: the content of pages, and how it is written and read."""
 
 import dataclasses
 import functools
@@ -13,7 +13,14 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays, validation
 from jaxkv.memory import page_parts
-from jaxkv.memory.kv_pages import Pages, Rows, flat, locate, slots_of, unflat
+from jaxkv.memory.kv_pages import (
+    Pages,
+    Rows,
+    flatten_layers,
+    locate,
+    slots_of,
+    unflatten_layers,
+)
 from pallas_kernels import quantizing
 from pallas_kernels.layered import Layer, flat_ids
 from pallas_kernels.page_ops import rotary_write
@@ -26,28 +33,29 @@ from pallas_kernels.row_packing import Packing
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """The meaning of the leaves `k` and `v` of pages, as a value.
+    """The content of the leaves `k` and `v` of pages, as a value.
 
-    Keys are a leaf `[layers, pages, kv_heads, page_size, head_dim]`, and so are values
-    unless they are part of the keys. Code outside `memory` writes and reads pages by
-    these functions only; a subclass with others, registered as static, is a layout too.
+    Keys are a leaf `[layers, pages, kv_heads, page_size, head_dim]`; values are a leaf
+    of the same form unless they are part of the keys. Code outside of `memory` accesses
+    pages through these methods only; a subclass that overrides them, registered as
+    static, is a layout too.
     """
 
     kv_dtype: Literal["model", "int8", "fp8"] = "model"
-    """"model": the type of the model. Otherwise 8 bits with a scale for each token and
-    head, see `pallas_kernels.quantizing`."""
+    """"model": the model's dtype. Otherwise 8 bits with a scale for each token and
+        head, see `pallas_kernels.quantizing`."""
     value_width: int | None = None
     """None: values have a leaf of their own. Otherwise the values are the first
-    `value_width` numbers of the keys, which have no other leaf, as in the latent
-    attention of DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+    `value_width` numbers of the keys, as in the latent attention of DeepSeek-V2,
+    arXiv:2405.04434, section 2.1."""
 
     def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Pages:
         """Makes pages of zeros.
 
-        `shape` is that of the keys, and `dtype` is that of the model.
+        `shape` is the shape of the keys, and `dtype` the dtype of the model.
         """
 
-        def leaf() -> Any:  # not one for both: a buffer can be donated only once
+        def leaf() -> Any:  # called twice: a buffer can be donated only once
             if self.kv_dtype == "model":
                 return jnp.zeros(shape, dtype)
             scales = jnp.zeros(shape[:4], np.promote_types(dtype, np.float32))
@@ -66,14 +74,15 @@ class KVLayout:
     ) -> Pages:
         """Writes one layer's keys and values of every row to the row's page, in place.
 
-        They are cast or rounded to the type of the pages, which are donated or carried.
-        Padding rows and rows whose place is unmapped are dropped. No two rows may have
-        the same slot and position, and a page written to must have a count of one (I3).
+        They are cast or quantized to the type of the pages, which are donated or
+        carried. Padding rows and rows whose place is unmapped are dropped. No two rows
+        may have the same slot and position, and a written page must have a reference
+        count of one (I3).
 
         Raises:
-          ValueError: `v` is None and values have a leaf of their own, or is not and
-            they are part of the keys; or `rows.slot` is None and there are not as many
-            rows as slots.
+          ValueError: `v` is None although values have a leaf of their own, or is an
+            array although they are part of the keys; or `rows.slot` is None and the
+            number of rows is not a multiple of the number of slots.
         """
         if (v is None) == (self.value_width is None):
             needed = "an array" if v is None else "None"
@@ -83,10 +92,12 @@ class KVLayout:
         ids = flat_ids(page, layer, **sizes)
 
         def put(leaf: Any, new: Array) -> Any:
-            numbers, scales = quantizing.parts(flat(leaf))
+            numbers, scales = quantizing.parts(flatten_layers(leaf))
             found = write_rows(numbers, ids, offset, new, scales=scales)
             return jax.tree.map(
-                lambda old, new: unflat(new, old.shape), leaf, quantizing.whole(*found)
+                lambda old, new: unflatten_layers(new, old.shape),
+                leaf,
+                quantizing.whole(*found),
             )
 
         new_v = None if v is None else put(pages.v, v)
@@ -100,11 +111,11 @@ class KVLayout:
     ]:
         """Copies one layer's keys and values out of pages, in token order.
 
-        For checks and for research code: attention reads the pages where they are.
+        For checks and research code: attention reads the pages in place.
 
         Returns:
-          Both with tokens = columns * page_size, as `write` was given them, up to their
-          rounding to the type of the pages; zeros where no page is mapped.
+          Keys and values of columns * page_size tokens, as they were passed to `write`,
+          up to rounding to the type of the pages; zeros where no page is mapped.
         """
 
         def one(leaf: Any) -> Array:
@@ -132,7 +143,8 @@ class KVLayout:
     ) -> dispatch.StepPlan | None:
         """Prepares `attend` for these rows, once for all layers; None if not needed.
 
-        `dtype` is that of the queries; window and numerics are those of `attend`.
+        `dtype` is the dtype of the queries; `window` and `numerics` are those of
+        `attend`.
         """
         k, num_rows = pages.k, rows.position.shape[0]
         return api.make_plan(
@@ -140,7 +152,7 @@ class KVLayout:
             jax.ShapeDtypeStruct(k.shape[1:], k.dtype),
             value_width=self.value_width,
             numerics=numerics,
-            **_seen_here(pages, rows, window),
+            **_local_attention_args(pages, rows, window),
         )
 
     def attend(
@@ -157,27 +169,28 @@ class KVLayout:
         plan: dispatch.StepPlan | None = None,
         own_rows: bool = False,
     ) -> Float[Array, "own q_heads value_width"]:
-        """Attends from rows over pages that already have the keys of these rows.
+        """Computes attention of rows over pages that already hold the rows' keys.
 
-        Of pages in parts each device attends over its own, and the states are merged.
+        If pages are divided over devices, each device attends over its part, and the
+        partial results are merged.
 
         Args:
           pages: the pages.
-          layer: which layer of them.
-          q: queries, positions already encoded in them.
+          layer: index of the layer.
+          q: queries with encoded positions.
           rows: the packed rows.
           scale: factor on the scores; None means head_dim ** -0.5.
-          window: latest keys a row sees; None means all.
+          window: number of latest keys that a row sees; None means all.
           numerics: "reproducible" gives a row the same bits in any batch.
           packed_q: the queries as the plan packs them; None packs them here.
-          plan: the result of `plan` for these rows; None makes one where it is needed.
-          own_rows: True if a device keeps its part of the rows only, not all of them.
+          plan: the result of `plan` for these rows; None makes a plan if one is needed.
+          own_rows: True if a device keeps only its part of the rows.
 
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
         """
-        k_pages, k_scales = quantizing.parts(flat(pages.k))
-        v_pages, v_scales = quantizing.parts(flat(pages.v))
+        k_pages, k_scales = quantizing.parts(flatten_layers(pages.k))
+        v_pages, v_scales = quantizing.parts(flatten_layers(pages.v))
         state = api.paged_attention(
             q,
             k_pages,
@@ -191,7 +204,7 @@ class KVLayout:
             numerics=numerics,
             packed_q=packed_q,
             plan=plan,
-            **_seen_here(pages, rows, window),
+            **_local_attention_args(pages, rows, window),
         )
         if page_parts.degree() > 1:
             merge = api.merge_own_rows if own_rows else api.merge_devices
@@ -199,19 +212,19 @@ class KVLayout:
         return state.out
 
     def specs(self, pages: Pages, *, heads: str) -> Any:
-        """Returns how a mesh divides `k` and `v`, as `PartitionSpec`s in their place.
+        """Returns the partitioning of `k` and `v` over a mesh, as `PartitionSpec`s.
 
-        KV heads are divided over the axis `heads`, unless they are rows that all query
-        heads share; token places of a page over `page_parts.CONTEXT`. The specs may be
-        a prefix of the tree of the pages.
+        KV heads are divided over the mesh axis `heads`, unless all query heads share
+        one row of keys; token places of a page are divided over `page_parts.CONTEXT`.
+        The specs may be a prefix of the tree of the pages.
         """
         axis = heads if self.value_width is None else None
         spec = PartitionSpec(None, None, axis, page_parts.CONTEXT)
         return pages._replace(k=spec, v=spec)
 
 
-FULL = KVLayout()
-"""K and V in the type of the model."""
+DEFAULT_LAYOUT = KVLayout()
+"""K and V in the dtype of the model."""
 
 
 def make_pages(
@@ -227,18 +240,17 @@ def make_pages(
 ) -> Pages:
     """Makes pages of K and V, filled with zeros; all sizes are at least 1.
 
-    `dtype` is that of the model, and `kv_dtype` that of a `KVLayout`. Above 0,
-    `num_features` numbers of each token are kept as well, in the model's type whatever
-    `kv_dtype` is.
+    `dtype` is the dtype of the model, and `kv_dtype` that of a `KVLayout`. If positive,
+    `num_features` numbers per token are kept as well, in the model's dtype for any
+    `kv_dtype`.
 
     Returns:
-      The pages: 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
-      elements in all, a scale for every head_dim of them if of 8 bits, and num_pages *
-      page_size * num_features more.
+      The pages, with 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
+      elements, a scale for every head_dim of them if they have 8 bits, and num_pages *
+      page_size * num_features features.
 
     Raises:
-      ValueError: a size is below 1, the type is not a floating one, or there is no
-      memory for them.
+      ValueError: a size is below 1, the dtype is not floating, or memory is too small.
     """
     sizes = dict(
         num_layers=num_layers,
@@ -248,7 +260,7 @@ def make_pages(
         head_dim=head_dim,
     )
     shape = tuple(validation.integer(name, x, low=1) for name, x in sizes.items())
-    if shape[0] * shape[1] >= validation.INT32:  # kernels see the layers as one pool
+    if shape[0] * shape[1] >= validation.INT32:  # kernels index all layers as one pool
         raise ValueError(f"{num_layers=} times {num_pages=} must be below 2**31")
     dtype = validation.floating("dtype", dtype)
     validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
@@ -266,23 +278,27 @@ def make_pages(
         raise ValueError(f"no room for {num_pages=}: {reason}") from None
 
 
-def _seen_here(pages: Pages, rows: Rows, window: int | None) -> dict[str, Any]:
-    """What rows see of this device's parts of the pages, as attention takes it."""
+def _local_attention_args(
+    pages: Pages, rows: Rows, window: int | None
+) -> dict[str, Any]:
+    """Returns the arguments of attention for this device's part of the pages."""
     position, context, ancestors = rows.position, rows.context, rows.ancestors
     if page_parts.degree() > 1:
-        last = functools.partial(page_parts.last, part=pages.part)
+        last = functools.partial(page_parts.last_local_place, part=pages.part)
         position = last(position)
     if page_parts.degree() > 1 and context is not None and ancestors is not None:
-        # A tree's places on this device are contiguous columns again, if fewer.
+        # The tree's places on this device are contiguous columns too, but fewer.
         start = jnp.where(context >= 0, last(context - 1) + 1, -1)
         column = jnp.arange(ancestors.shape[1], dtype=jnp.int32)
-        column = page_parts.whole(start[:, None] + column[None, :], part=pages.part)
+        column = page_parts.global_place(
+            start[:, None] + column[None, :], part=pages.part
+        )
         slot = jnp.maximum(slots_of(rows), 0)
         column = (column - context[:, None])[slot]
         inside = (column >= 0) & (column < ancestors.shape[1])
         kin = jnp.take_along_axis(ancestors, jnp.where(inside, column, 0), axis=1)
         in_tree = context[slot] >= 0
-        # Of a row in a tree the position only marks that it is no padding.
+        # The position of a row in a tree only marks that the row is not padding.
         is_row = in_tree & (rows.position >= 0)
         position = jnp.where(is_row, jnp.maximum(position, 0), position)
         context, ancestors = start, kin & inside & in_tree[:, None]
@@ -292,13 +308,16 @@ def _seen_here(pages: Pages, rows: Rows, window: int | None) -> dict[str, Any]:
         "slots": rows.slot,
         "context": context,
         "ancestors": ancestors,
-        "window": page_parts.window(window, part=pages.part),
+        "window": page_parts.local_window(window, part=pages.part),
     }
 
 
 def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:
-    """Returns True if `rotate_and_write` is one kernel for a projection like this."""
-    return pages.layout == FULL and rotary_write.choose(qkv, pages.k) != "reference"
+    """Returns True if `rotate_and_write` supports a projection of this shape."""
+    return (
+        pages.layout == DEFAULT_LAYOUT
+        and rotary_write.choose(qkv, pages.k) != "reference"
+    )
 
 
 def rotate_and_write(
@@ -310,18 +329,18 @@ def rotate_and_write(
     offset: Int32[Array, " rows"],
     packing: Packing | None = None,
 ) -> tuple[rotary_write.Rotated, Pages]:
-    """Encodes the rows' positions, and writes one layer's K and V, in one kernel.
+    """Encodes the rows' positions and writes one layer's K and V, in one kernel.
 
-    As `FULL.write`, in place, where `can_rotate_and_write`.
+    Equals `DEFAULT_LAYOUT.write`, in place, and requires `can_rotate_and_write`.
 
     Args:
       pages: the pages, donated or carried.
-      layer: which layer of them.
+      layer: index of the layer.
       qkv: projection of every row: queries, key, value of each KV head.
       turns: cosines and sines of every query's angles.
-      page: page that each row's K and V belong to, see `locate`.
-      offset: their place there.
-      packing: how attention packs the queries, None if it does not.
+      page: page of each row's K and V, see `locate`.
+      offset: place of each row in its page.
+      packing: how attention packs the queries; None if it does not.
 
     Returns:
       The queries, also packed; and the pages.
@@ -329,13 +348,15 @@ def rotate_and_write(
     written = rotary_write.rotate_and_write(
         qkv,
         turns,
-        flat(pages.k),
-        flat(pages.v),
+        flatten_layers(pages.k),
+        flatten_layers(pages.v),
         page,
         offset,
         packing=packing,
         layer=layer,
         num_layers=pages.num_layers,
     )
-    k, v = (unflat(x, pages.k.shape) for x in (written.k_pages, written.v_pages))
+    k, v = (
+        unflatten_layers(x, pages.k.shape) for x in (written.k_pages, written.v_pages)
+    )
     return written, pages._replace(k=k, v=v)

@@ -1,24 +1,23 @@
-"""Pages of all layers together: their leaves, the rows written to them, page copies.
+"""Pages of the KV cache, all layers: leaves, rows written to them, copies of pages.
 
 Leaves. Every leaf of `Pages` begins with `[layers, pages, heads, page_size]`; a page id
-means token places and is shared by all leaves. So whatever copies, moves, swaps or
-sends pages maps over the leaves. Their content is known to a `KVLayout` only, see
-`kv_layout`. Inside a page the heads come before the tokens, so that one head's keys of
-a page are contiguous.
+addresses token places in all leaves. Functions that copy, move, swap or send pages map
+over the leaves. Only a `KVLayout` knows the content of a leaf, see `kv_layout`. Inside
+a page the heads come before the tokens, so that one head's keys of a page are
+contiguous.
 
-In place. The pages are the largest thing in memory and must never be copied. Donate
-them to the outermost `jit`, and carry them through loops: a `lax.scan` that takes them
-as scanned input and returns them as scanned output copies them three times, and a
-`lax.cond` around unrolled layers once more. Writes and kernels index the `flat` view,
-`[layers * pages, ...]`, through ids that `flat_ids` has offset by the layer: neither
-ever slices a layer out.
+In place. The pages are the largest arrays in memory and must never be copied. Donate
+them to the outermost `jit`, and carry them through loops: a `lax.scan` with pages as
+scanned input and output copies them three times, and a `lax.cond` around unrolled
+layers once. Writes and kernels index the view of `flatten_layers`, `[layers * pages,
+...]`, with ids that `flat_ids` offsets by the layer, so that no layer is sliced out.
 
-Out of a pool and into it. `copy` goes from page to page on the device. Through the
-memory of the host pages go by `take`, `to_host`, `widen` and `put`: when requests are
-swapped out, when a prefix is sent to another worker, and for snapshots.
+Copies. `copy` copies pages on the device. `gather_pages`, `to_host`, `expand_pages` and
+`scatter_pages` move pages through host memory: for swapping, prefix transfer to another
+worker, and snapshots.
 
 Sentinels. `NO_PAGE` plus an offset would be the last page of another layer, so unmapped
-places become an out-of-range id after the offset, never before.
+places are set to an out-of-range id after the offset is added, never before.
 """
 
 import functools
@@ -42,54 +41,53 @@ if TYPE_CHECKING:
     from jaxkv.memory.kv_layout import KVLayout
 
 _COPIES_AT_ONCE = 16
-"""Pages that `copy` holds outside the pool at one time, all layers of each."""
+"""Pages, of all layers, that `copy` holds in temporary memory at a time."""
 
 
 class Pages(NamedTuple):
-    """Keys and values of every page. Sizes are read from the shapes.
+    """The KV cache: keys and values of every page. Sizes are those of the arrays.
 
-    `k` and `v` are for the layout alone; other code goes through its functions.
+    Only the layout accesses `k` and `v`; other code calls its methods.
     """
 
     k: Any
-    """Keys, positions already encoded in them: an array, or a tree of arrays such as a
-    `Quantized`."""
+    """Keys with encoded positions: an array, or a tree of arrays such as a `Quantized`.
+    """
     v: Any
-    """Values of the same tokens, without positions; None in a layout whose values are
-    part of the keys."""
+    """Values of the same tokens; None in a layout whose values are part of the keys."""
     layout: "KVLayout"
-    """Meaning of both: no leaf, but part of the tree's structure."""
+    """Content of `k` and `v`; static, part of the tree's structure."""
     beside: "Pages | None" = None
-    """K and V of a model that runs beside this one, such as a drafter's: the same pages
-    of it, so that they are copied, swapped and shared together."""
+    """K and V of a second model, such as a draft model, with the same page ids: they
+    are copied, swapped and shared with the pages of the first model."""
     features: Float[Array, "1 pages 2 page_size half"] | None = None
-    """What the model made of each token, for heads that draft; see `memory.features`.
-    They lie like K or V of one layer with two heads, half of them each, and go where
-    these go. (In an axis of one XLA sees no order, and copies.)"""
+    """Hidden states of each token for drafting heads; see `memory.features`. Stored
+    like K of one layer with two heads, each with half of the numbers. (A second head,
+    because XLA chooses another layout for an axis of size one and copies.)"""
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the numbers that hold the keys."""
+        """Dtype of the keys."""
         return jax.tree.leaves(self.k)[0].dtype
 
     @property
     def num_layers(self) -> int:
-        """Layers that write here."""
+        """Number of layers."""
         return self._shape[0]
 
     @property
     def num_pages(self) -> int:
-        """Pages in the pool, each with K and V of all layers."""
+        """Number of pages in the pool, each with K and V of all layers."""
         return self._shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads on this device."""
+        """Number of KV heads on this device."""
         return self._shape[2]
 
     @property
     def page_size(self) -> int:
-        """Token places in a page, on all devices that have a part of it."""
+        """Token places in a page, on all devices (the block size in vLLM)."""
         return self.part * page_parts.degree()
 
     @property
@@ -106,23 +104,24 @@ class Rows(NamedTuple):
     """The packed rows of one step: one token each, of any mix of sequences."""
 
     token: Int32[Array, " rows"]
-    """Token id to feed."""
+    """Input token id."""
     position: Int32[Array, " rows"]
-    """Position in its sequence, from 0, that is encoded; -1 on a padding row."""
+    """Position in the sequence, from 0; -1 on a padding row."""
     slot: Int32[Array, " rows"] | None
-    """Slot of its sequence. None where all slots have as many rows, in their order."""
+    """Slot of the sequence; None if every slot has the same number of rows, in order.
+    """
     page_ids: Int32[Array, "slots pages_per_slot"]
-    """The page table, which already maps the places that the rows write to."""
+    """The page table, with pages mapped for the places that the rows write."""
     logit_rows: Int32[Array, " logit_rows"]
-    """Index of every row whose logits are wanted; -1 where unused."""
+    """Indices of the rows whose logits are needed, padded with -1."""
     place: Int32[Array, " rows"] | None = None
-    """Token place where K and V are written, -1 on a padding row; None where it is the
-    position. In a token tree branches stand side by side, not one behind another."""
+    """Token place where K and V are written, -1 on a padding row; None if it equals the
+    position. In a token tree, siblings have the same position and different places."""
     context: Int32[Array, " slots"] | None = None
-    """Places that all rows of a slot with a token tree see; -1 of other slots."""
+    """Places that all rows of a slot with a token tree see; -1 for other slots."""
     ancestors: Bool[Array, "rows columns"] | None = None
-    """Whether each row sees place `context + column`, too, that of itself among them:
-    its ancestors in the tree. Given with `context`."""
+    """True if the row also sees place `context + column`: its ancestors in the tree and
+    itself. Set together with `context`."""
 
     @property
     def places(self) -> Int32[Array, " rows"]:
@@ -133,24 +132,26 @@ class Rows(NamedTuple):
 def locate(
     rows: Rows, *, page_size: int
 ) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
-    """Finds the page and the offset inside it where each row's K and V belong.
+    """Returns the page and the offset inside it of each row's K and V.
 
     Returns:
-      Page ids, `NO_PAGE` on padding rows, where the table maps nothing, and where
-      another device has that part of the page; and offsets in the part that is here,
-      without meaning where the page is `NO_PAGE`.
+      Page ids, `NO_PAGE` on padding rows, at unmapped places, and where another device
+      has this part of the page; and offsets in the local part, undefined where the page
+      is `NO_PAGE`.
 
     Raises:
-      ValueError: `rows.slot` is None and there are not as many rows as slots.
+      ValueError: `rows.slot` is None and the number of rows is not a multiple of the
+        number of slots.
     """
     return _where(rows.page_ids, slots_of(rows), rows.places, page_size)
 
 
 def slots_of(rows: Rows) -> Int32[Array, " rows"]:
-    """The slot of every row.
+    """Returns the slot of every row.
 
     Raises:
-      ValueError: `rows.slot` is None and there are not as many rows as slots.
+      ValueError: `rows.slot` is None and the number of rows is not a multiple of the
+        number of slots.
     """
     if rows.slot is not None:
         return rows.slot
@@ -168,12 +169,12 @@ def _where(
     place: Int32[Array, "*shape"],
     page_size: int,
 ) -> tuple[Int32[Array, "*shape"], Int32[Array, "*shape"]]:
-    # Place -1 falls into column -1 of the table, which `take` treats as unmapped.
+    # Place -1 gives column -1 of the table, which `arrays.take` treats as unmapped.
     page = arrays.take(page_ids, (slot, place // page_size), fill=NO_PAGE)
     if (num := page_parts.degree()) == 1:
         return page, place % page_size
     part = page_size // num
-    offset = place % page_size - page_parts.begin(part)
+    offset = place % page_size - page_parts.first_offset(part)
     is_here = (offset >= 0) & (offset < part)
     return jnp.where(is_here, page, NO_PAGE), jnp.where(is_here, offset, 0)
 
@@ -185,17 +186,16 @@ def copy(
     *,
     origin: Pages | None = None,
 ) -> Pages:
-    """Copies pages to other pages, all layers of them, in place.
+    """Copies pages to other pages, in all layers and in place.
 
-    Costs as much as the entries that name pages, next to nothing where none does, as in
-    nearly every step. A few at a time pass through temporary memory.
+    The cost is that of the copied pages, close to zero if there are none, as in nearly
+    every step. `_COPIES_AT_ONCE` pages at a time pass through temporary memory.
 
     Args:
       pages: the pages, donated or carried.
-      source: page that each entry reads; `NO_PAGE` does nothing.
-      target: page that it overwrites, no page twice and none that is also a source;
-        `NO_PAGE` does nothing.
-      origin: other pages of the same model to read from; None reads from `pages`.
+      source: page to read for each entry; `NO_PAGE` skips the entry.
+      target: page to overwrite, distinct and not a source; `NO_PAGE` skips the entry.
+      origin: pages of the same model to read from; None reads from `pages`.
 
     Returns:
       The new pages.
@@ -212,9 +212,9 @@ def copy(
             return jax.vmap(offset, (None, 0))(ids, layers).reshape(-1)
 
         places = every(read, ids[0]), every(leaf, ids[1])
-        origin = None if read is leaf else flat(read)
-        copied = copy_pages(flat(leaf), *places, origin=origin, disjoint=True)
-        return unflat(copied, leaf.shape)
+        origin = None if read is leaf else flatten_layers(read)
+        copied = copy_pages(flatten_layers(leaf), *places, origin=origin, disjoint=True)
+        return unflatten_layers(copied, leaf.shape)
 
     def every_one(pages: Pages, wanted: Array, *ids: Array) -> Pages:
         place = arrays.places(wanted, source.shape[0] + size)
@@ -237,16 +237,16 @@ def move(
     source: Int32[Array, "slots n"],
     target: Int32[Array, "slots n"],
 ) -> Pages:
-    """Moves what tokens wrote to other token places of their slots, in place.
+    """Moves token content to other places of the same slot, in place.
 
-    After a token tree is verified, the accepted path becomes contiguous. Costs next to
-    nothing where no token moves.
+    After a token tree is verified, this makes the accepted path contiguous. The cost is
+    close to zero if no token moves.
 
     Args:
-      pages: the pages, donated or carried; all layers and leaves of them.
+      pages: the pages, donated or carried; all layers and leaves are moved.
       page_ids: the page table.
-      source: token place that each entry reads.
-      target: token place that it overwrites, none twice; -1 does nothing.
+      source: token place to read for each entry.
+      target: token place to overwrite, distinct; -1 skips the entry.
 
     Returns:
       The new pages.
@@ -263,13 +263,13 @@ def move(
         )
 
         def one_leaf(leaf: Array) -> Array:
-            # A gather and a scatter of tokens; only as many as there are entries.
+            # A gather and a scatter of the entries' tokens.
             page = jnp.where(written < 0, leaf.shape[1], written)
             found = leaf[:, jnp.maximum(read, 0), :, at]
             if page_parts.degree() > 1:
                 has = jnp.expand_dims(read >= 0, tuple(range(1, found.ndim)))
                 found = jnp.where(has, found, jnp.zeros_like(found))
-                found = page_parts.from_owner(found)
+                found = page_parts.broadcast_from_owner(found)
             return leaf.at[:, page, :, to].set(found, mode="drop")
 
         return jax.tree.map(one_leaf, pages)
@@ -277,21 +277,21 @@ def move(
     return arrays.when(jnp.any(moves), every_one, pages, moves, source, target)
 
 
-def take(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
-    """Copies pages out of a pool: every leaf `[layers, n, ...]`, in the order of ids.
+def gather_pages(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
+    """Copies pages out of a pool: every leaf is `[layers, n, ...]` in the order of ids.
 
-    Where an id is `NO_PAGE` the content is undefined.
+    The content at an id of `NO_PAGE` is undefined.
     """
     found = jnp.maximum(page_ids, 0)
     return jax.tree.map(lambda leaf: leaf[:, found], pages)
 
 
-def put(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
-    """Copies content, as `take` returns it, into pages of a pool, in place.
+def scatter_pages(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
+    """Copies content, as `gather_pages` returns it, into pages of a pool, in place.
 
     Args:
       pages: the pages, donated or carried.
-      page_ids: page that each entry overwrites, no page twice; `NO_PAGE` does nothing.
+      page_ids: page that each entry overwrites, distinct; `NO_PAGE` skips the entry.
       content: leaves `[layers, n, ...]`.
 
     Returns:
@@ -299,7 +299,7 @@ def put(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
     """
 
     def one_leaf(leaf: Array, new: Array) -> Array:
-        # Only a scatter to distinct places has a transpose.
+        # Only a scatter to distinct indices has a transpose.
         beyond = leaf.shape[1] + jnp.arange(page_ids.shape[0], dtype=jnp.int32)
         place = jnp.where(page_ids < 0, beyond, page_ids)
         return leaf.at[:, place].set(new, mode="drop", unique_indices=True)
@@ -308,20 +308,20 @@ def put(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
 
 
 def to_host(pages: Any, page_ids: np.ndarray | slice | None = None) -> Any:
-    """Copies pages, or with no ids all arrays of a tree, to the memory of the host.
+    """Copies pages, or without ids all arrays of a tree, to host memory.
 
-    With an array of ids the result is a copy of its own, which stays as it is when the
-    device overwrites its buffers.
+    With an array of ids the result owns its memory and does not change when the device
+    reuses its buffers.
     """
     if page_ids is None:
         return jax.tree.map(np.asarray, pages)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:, page_ids], pages)
 
 
-def widen(content: Any, num_pages: int, page_ids: Any) -> Any:
-    """Returns arrays of `num_pages` pages on the host: content at its ids, else zeros.
+def expand_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
+    """Returns host arrays of `num_pages` pages: `content` at its ids, zeros elsewhere.
 
-    Programs take content of one width, so that none is compiled for each number.
+    Programs take content of one fixed width, so that they are compiled once.
     """
 
     def one_leaf(leaf: np.ndarray) -> np.ndarray:
@@ -334,17 +334,17 @@ def widen(content: Any, num_pages: int, page_ids: Any) -> Any:
 
 
 def check_content(pages: Any, content: Sequence[tuple[str, tuple[int, ...]]]) -> int:
-    """Checks that arrays fit a pool, by the name of the type and the shape of each.
+    """Checks that arrays fit a pool, by their dtypes and shapes.
 
     Args:
       pages: the pool, or its shapes.
-      content: type and shape of the leaves of the content, in their order.
+      content: dtype name and shape of each leaf of the content, in order.
 
     Returns:
       Number of pages in the content.
 
     Raises:
-      ValueError: an array is missing, or of another type or shape.
+      ValueError: an array is missing, or has another dtype or shape.
     """
     wanted = jax.tree.leaves(pages)
     if len(content) != len(wanted):
@@ -360,16 +360,16 @@ def check_content(pages: Any, content: Sequence[tuple[str, tuple[int, ...]]]) ->
     return count
 
 
-def flat(pages: Any) -> Any:
+def flatten_layers(pages: Any) -> Any:
     """Views every leaf as `[layers * pages, ...]`, for `flat_ids`, without a copy."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
 
 
-def unflat(view: Shaped[Array, "..."], shape: tuple[int, ...]) -> Array:
-    """The inverse of `flat` for one leaf.
+def unflatten_layers(view: Shaped[Array, "..."], shape: tuple[int, ...]) -> Array:
+    """Inverts `flatten_layers` for one leaf.
 
-    In an axis of one, a single KV head, XLA sees no order: it would choose another
-    layout that is the same, and copy all pages from one to the other.
+    For an axis of size one, such as a single KV head, XLA would choose another layout
+    and copy all pages; the layout constraint prevents this.
     """
     leaf = view.reshape(shape)
     if 1 not in shape:

@@ -1,13 +1,12 @@
-"""Pages of which every device has a part: context parallelism.
+"""Pages divided over devices by token places: context parallelism.
 
-Of every page of P places device d of p has the P / p from d P / p on. So each device
-has an even part of every sequence, all pages that belong together lie together, and
-whatever copies, shares, swaps or sends pages does so on each device by itself. What a
-device has of a sequence lies in token order: all that a row sees of it are the first
-places, as of a shorter sequence.
+Of every page of P places, device d of p holds P / p places from d P / p on. Each device
+thus has an equal part of every sequence, and operations that copy, share, swap or send
+pages run on each device independently. A device's places of a sequence are in token
+order: the places that a row sees are the first ones, as in a shorter sequence.
 
-For functions inside `jax.shard_map` over the axis `CONTEXT`; elsewhere pages are whole.
-Splitting by places as here is what vLLM calls decode context parallelism.
+These functions run inside `jax.shard_map` over the axis `CONTEXT`; elsewhere pages are
+not divided. vLLM calls this division decode context parallelism.
 """
 
 from typing import Any
@@ -19,45 +18,47 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 CONTEXT = "context"
-"""The axis of the mesh over which pages are divided."""
+"""Mesh axis over which pages are divided."""
 
 
 def degree() -> int:
-    """Devices that divide every page here, by where in a program this is asked."""
+    """Returns the number of devices that divide every page, in the current trace."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[CONTEXT] if CONTEXT in mesh.manual_axes else 1
 
 
-def begin(part: int) -> Int32[Array, ""] | int:
-    """The first place, of each page, of the `part` that this device has."""
+def first_offset(part: int) -> Int32[Array, ""] | int:
+    """Returns the first place of each page in this device's part of `part` places."""
     return 0 if degree() == 1 else lax.axis_index(CONTEXT).astype(jnp.int32) * part
 
 
-def last(place: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
-    """The last of this device's places that is not behind a place of the sequence.
+def last_local_place(
+    place: Int32[Array, "*shape"], *, part: int
+) -> Int32[Array, "*shape"]:
+    """Returns the last of this device's places that is at or before a sequence's place.
 
     Args:
-      place: from -1 on, before the first token.
-      part: places of a page that a device has.
+      place: place in the sequence, or -1 for the place before the first token.
+      part: places of a page on a device.
 
     Returns:
-      Its number among those that the device has of the sequence; -1 if there is none.
+      Index among this device's places of the sequence; -1 if there is none.
     """
     size = part * degree()
-    inside = jnp.clip(place % size + 1 - begin(part), 0, part)
+    inside = jnp.clip(place % size + 1 - first_offset(part), 0, part)
     return place // size * part + inside - 1
 
 
-def whole(own: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
-    """The place in the sequence of one of this device's places."""
-    return own // part * (part * degree()) + begin(part) + own % part
+def global_place(own: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
+    """Returns the place in the sequence of one of this device's places."""
+    return own // part * (part * degree()) + first_offset(part) + own % part
 
 
-def window(size: int | None, *, part: int) -> int | None:
-    """How many of this device's places are in a window of so many.
+def local_window(size: int | None, *, part: int) -> int | None:
+    """Returns the number of this device's places in a sliding window.
 
     Raises:
-      ValueError: not as many in every window, as it is not of full pages.
+      ValueError: the window is not a multiple of the page size.
     """
     if size is None or degree() == 1:
         return size
@@ -66,10 +67,10 @@ def window(size: int | None, *, part: int) -> int | None:
 
 
 def check_window(size: int | None, *, page_size: int) -> None:
-    """Refuses a window of which devices have unequal parts.
+    """Checks that all devices have equal parts of a sliding window.
 
     Raises:
-      ValueError: it is not of full pages.
+      ValueError: the window is not a multiple of the page size.
     """
     if size is not None and size % page_size:
         raise ValueError(
@@ -78,8 +79,11 @@ def check_window(size: int | None, *, page_size: int) -> None:
         )
 
 
-def from_owner(found: Any) -> Any:
-    """What the one device has that does not have zeros, on all; exact in any type."""
+def broadcast_from_owner(found: Any) -> Any:
+    """Returns on all devices the values of the one device that has nonzero values.
+
+    The result is exact for every dtype.
+    """
     if degree() == 1:
         return found
 

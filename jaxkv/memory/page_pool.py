@@ -1,11 +1,11 @@
-"""The page pool: who uses which page, and which pages are free.
+"""The page pool: reference counts of all pages, and the free pages.
 
-A pool is a value. Every operation takes one and returns the next, all shapes are
-fixed, and what an operation costs depends on the pages it moves, never on the size
-of the pool: free pages are kept on a stack, so that none has to be looked for.
+A pool is a value. Every operation takes a pool and returns the next one, all shapes are
+fixed, and the cost depends on the number of pages in the arguments, never on the size
+of the pool: free pages are on a stack, so no search is needed.
 
-Page ids carry a sentinel, `NO_PAGE`, wherever no page is meant; all indexing by them
-goes through `arrays.put` and `arrays.take`, which leave it out.
+A missing page is `NO_PAGE`; all indexing by page ids uses `arrays.put` and
+`arrays.take`, which skip it.
 """
 
 from typing import NamedTuple
@@ -17,26 +17,27 @@ from jaxkv import arrays, validation
 from jaxkv.arrays import put, take
 
 NO_PAGE = arrays.NONE
-"""Stands in a table, or in a list of ids, where no page is mapped."""
+"""Page id of an unmapped entry of a table or list."""
 
 
 class Pool(NamedTuple):
-    """Reference counts of all pages, and the free ones ready to be handed out."""
+    """Reference counts of all pages, and a stack of the free pages."""
 
     ref: Int32[Array, " pages"]
-    """Uses of each page: places in tables plus pins of caches. 0 means free."""
+    """Reference count of each page: entries in tables plus pins of caches. 0 means
+    free."""
     stack: Int32[Array, " pages"]
-    """The first `num_free` entries are the free page ids, the next one to be taken
-    last. The entries beyond mean nothing."""
+    """The first `num_free` entries are the free page ids; the last of them is allocated
+    next. Further entries are undefined."""
     num_free: Int32[Array, ""]
-    """Pages that are free."""
+    """Number of free pages."""
 
 
 def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Pool:
-    """Makes a pool whose pages are all free.
+    """Makes a pool of free pages.
 
-    They will be handed out in the order given, every page id once; None hands out the
-    lowest ids first. An `order` that is not a permutation shows up in `unsound`.
+    Pages are allocated in the given order, a permutation of the page ids; None means
+    ascending ids. `count_pool_faults` finds an `order` that is not a permutation.
 
     Raises:
       ValueError: `num_pages`, static, is below 1, or `order` has another length.
@@ -56,15 +57,16 @@ def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Po
 def allocate(
     pool: Pool, want: Int32[Array, " n"], *, max_pages: int
 ) -> tuple[Pool, Int32[Array, "n {max_pages}"], Bool[Array, ""]]:
-    """Takes free pages for every row, all or nothing: `want[row]`, in [0, max_pages].
+    """Allocates `want[row]` free pages, in [0, max_pages], for all rows or for none.
 
-    Row 0 is served first, and the page released last goes first, so equal inputs give
-    equal page ids.
+    Row 0 is served first, and the page released last is allocated first, so equal
+    inputs give equal page ids.
 
     Returns:
-      The new pool, each page taken with a count of one; the page ids, `NO_PAGE` past
-      `want[row]`; and whether there were enough. If not, or if a row's wish is out of
-      range, the pool is unchanged bit for bit and every id is `NO_PAGE`.
+      The new pool, in which allocated pages have a count of one; the page ids,
+      `NO_PAGE` past `want[row]`; and True if there were enough pages. If False, or if
+      an entry of `want` is out of range, the pool is unchanged and every id is
+      `NO_PAGE`.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.2.
     """
@@ -81,16 +83,24 @@ def allocate_at(
     may: Bool[Array, ""],
     back: Int32[Array, "..."] | None = None,
 ) -> tuple[Pool, Int32[Array, "n places"], Bool[Array, ""]]:
-    """Takes free pages as `allocate` does, and puts each where it is to stand.
+    """Allocates free pages as `allocate` does, and scatters them to given columns.
 
-    `rank` says which of its row's pages each place gets, in [0, want[row]), every one
-    of them once; what is out of this range gets `NO_PAGE`. `may` says whether anything
-    may be taken at all. If there are enough pages, those in `back` lose a use each;
-    somebody else must go on using them.
+    Args:
+      pool: the pool.
+      want: number of pages of each row.
+      rank: for each column, the index in [0, want[row]) of the row's page that it gets,
+        each index once; columns with an index out of range get `NO_PAGE`.
+      may: True if pages may be allocated at all.
+      back: pages that lose a use if the allocation succeeds; each must keep another
+        use.
+
+    Returns:
+      The new pool; the page ids; and True if there were enough pages.
     """
     total = jnp.sum(want, dtype=jnp.int32)
     enough = may & jnp.all(want >= 0) & (total <= pool.num_free)
-    # The k-th page asked for is the k-th from the top: equal ranks meet in one gather.
+    # Page k of the request is entry k from the top of the stack: equal ranks use one
+    # gather.
     start = jnp.cumsum(want, dtype=jnp.int32) - want
     asked = (rank >= 0) & (rank < want[:, None]) & enough
     depth = jnp.where(asked, pool.num_free - 1 - start[:, None] - rank, NO_PAGE)
@@ -106,10 +116,10 @@ def allocate_at(
 
 
 def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
-    """Adds one use to every page in `ids`, `NO_PAGE` ignored.
+    """Adds one use to every page in `ids`; `NO_PAGE` is ignored.
 
-    An id that stands m times gains m uses. Sharing a free page is misuse, which
-    `unsound` shows.
+    An id that is repeated m times gains m uses. Sharing a free page is an error that
+    `count_pool_faults` detects.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
@@ -117,12 +127,12 @@ def share(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
 
 
 def release(pool: Pool, ids: Int32[Array, "..."]) -> Pool:
-    """Takes one use from every page in `ids`; pages without uses become free.
+    """Removes one use from every page in `ids`; pages without uses become free.
 
-    They go on the stack in the order in which they stand in `ids`, row by row, an id
-    that stands several times at its last place: it loses as many uses. `NO_PAGE` is
-    ignored. Counts are never clamped: a page released more often than it was used keeps
-    a negative count, which `unsound` shows.
+    Freed pages are pushed onto the stack in the order of `ids`, row by row; an id that
+    is repeated loses that many uses and is pushed at its last occurrence. `NO_PAGE` is
+    ignored. Counts are not clamped: a page released more often than it was used keeps a
+    negative count, which `count_pool_faults` detects.
     """
     return release_counted(pool, ids)[0]
 
@@ -133,9 +143,9 @@ def release_counted(
     *,
     shared: Int32[Array, "..."] | None = None,
 ) -> tuple[Pool, Int32[Array, "*places"]]:
-    """As `release`; also tells the uses that each page in `ids` has left.
+    """Releases pages as `release` does; also returns the remaining uses of each page.
 
-    Pages in `shared` gain a use each before, as by `share`.
+    Pages in `shared` first gain a use each, as by `share`.
     """
     shape, ids = ids.shape, ids.reshape(-1)
     changed, uses = ids, jnp.full(ids.shape, -1, jnp.int32)
@@ -146,14 +156,14 @@ def release_counted(
     ref = put(pool.ref, changed, uses, "add")
     left = take(ref, ids, fill=1)
     zeroed = jnp.where(left == 0, ids, NO_PAGE)
-    # An id may stand several times but is pushed once. The counts that reached zero
-    # serve as scratch: every entry bids for its page there, and the last one wins.
+    # A repeated id is pushed once. The counts that reached zero serve as scratch
+    # memory: every entry writes its bid there, and the last entry wins.
     bid = -1 - jnp.arange(ids.size, dtype=jnp.int32)
     ref = put(ref, zeroed, bid, "min")
     won = take(ref, zeroed, fill=0) == bid
     rank = arrays.ranks(won)
-    # Only winners write the zero back. To let all bidders do it would be as right, but
-    # XLA then no longer sees that the bids were read before, and copies the counts.
+    # Only winners restore the zero. If all entries did, XLA would not see that the bids
+    # were read before, and would copy the counts.
     ref = put(ref, jnp.where(won, ids, NO_PAGE), 0, "set")
     top = jnp.where(won, pool.num_free + rank, NO_PAGE)
     pool = Pool(
@@ -164,16 +174,16 @@ def release_counted(
     return pool, left.reshape(shape)
 
 
-def unsound(pool: Pool) -> Int32[Array, ""]:
-    """Counts what breaks conservation (I2): 0 on a sound pool.
+def count_pool_faults(pool: Pool) -> Int32[Array, ""]:
+    """Counts violations of conservation (I2); 0 if the pool is sound.
 
     The free entries of the stack are distinct and are exactly the pages with count
-    zero, and no count is negative. Looks at every page: for tests and debug mode.
+    zero, and no count is negative. Reads every page: for tests and debug mode.
 
     Returns:
-      Pages whose count is negative, plus pages that are free by count but not once on
-      the stack or the reverse, plus free entries of the stack that are no page id, plus
-      1 if `num_free` is out of range.
+      Number of pages with a negative count, plus pages that are free by count but not
+      exactly once on the stack or the reverse, plus invalid ids on the stack, plus 1 if
+      `num_free` is out of range.
     """
     (num_pages,) = pool.ref.shape
     free = jnp.arange(num_pages, dtype=jnp.int32) < pool.num_free

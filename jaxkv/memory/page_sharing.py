@@ -1,8 +1,8 @@
-"""Slots of one request: forked from each other, continuing each other, sharing pages.
+"""Page sharing between the slots of a request: fork and beam reordering.
 
-Pages are shared by counting uses; whoever writes to a shared one gets a copy first, see
-`page_table.reserve`. Slots of one group share pages only in the same column, since
-whatever a slot takes over from another one, it takes in its place.
+Shared pages have a reference count above one; a slot copies a shared page before it
+writes to it (copy-on-write), see `page_table.reserve`. Slots of one group share a page
+only in the same column, since a slot takes over pages in their columns.
 """
 
 import jax.numpy as jnp
@@ -18,18 +18,18 @@ from jaxkv.memory.page_table import Table, num_pages
 def fork(
     pool: Pool, table: Table, source: Int32[Array, " slots"], *, page_size: int
 ) -> tuple[Pool, Table]:
-    """Makes slots copies of other slots, by sharing every page that is written.
+    """Makes slots copies of other slots, by sharing all pages with written tokens.
 
-    `source` is the slot that each one becomes a copy of, or -1 to leave it; all are
-    read before any slot changes. A slot that becomes a copy must be empty; if it is
-    not, its pages stay counted as used, which `invariants.violations` shows. The last
-    page may be partial: it is shared as well, and parted by `reserve` before one of its
-    owners writes to it. Places reserved ahead stay with the source.
+    `source` is the slot that each slot becomes a copy of, or -1 for no change; all
+    sources are read before any slot changes. A slot that becomes a copy must be empty:
+    otherwise its pages stay counted, which `invariants.violations` detects. A partial
+    last page is shared too, and `reserve` copies it before a slot writes to it.
+    Reserved places stay with the source.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
     copied = source >= 0
-    after = _follow(table, source)
+    after = _copy_slots(table, source)
     after = after._replace(ahead=jnp.where(copied, 0, after.ahead))
     place = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
     beyond = place >= num_pages(after, page_size=page_size)[:, None]
@@ -41,19 +41,19 @@ def fork(
 def reorder(
     pool: Pool, table: Table, source: Int32[Array, " slots"]
 ) -> tuple[Pool, Table]:
-    """Makes slots continue other slots instead of themselves: the beams of a group.
+    """Makes slots continue other slots: the beams of a group.
 
-    `source` is the slot that each one continues, or -1 to leave it; all are read before
-    any slot changes, several may continue the same one, and what continues an empty
-    slot becomes empty. A page's count changes by its uses after less its uses before: a
-    page that a slot keeps in place is not touched, and one that no slot continues is
-    released once. Last pages are shared, as by `fork`.
+    `source` is the slot that each slot continues, or -1 for no change; all sources are
+    read before any slot changes, several slots may continue the same one, and a slot
+    that continues an empty slot becomes empty. The count of a page changes by the
+    difference of its uses: a page that a slot keeps in place is not touched, and a page
+    that no slot continues is released once. Last pages are shared, as by `fork`.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
-    after = _follow(table, source)
+    after = _copy_slots(table, source)
     changed = after.page_ids != table.page_ids
-    # Gains go first: a page that only moves must not reach zero on its way.
+    # Uses are added first: a page that only moves must not reach a count of zero.
     pool = page_pool.share(pool, jnp.where(changed, after.page_ids, NO_PAGE))
     return page_pool.release(pool, jnp.where(changed, table.page_ids, NO_PAGE)), after
 
@@ -61,13 +61,12 @@ def reorder(
 def holders(
     table: Table, group: Int32[Array, " slots"]
 ) -> Int32[Array, "slots pages_per_slot"]:
-    """Finds for each page of a slot the lowest slot of its group that maps it, too.
+    """Returns for each page of a slot the lowest slot of its group that maps it.
 
-    `group` is a number of each slot's group, below 0 for a slot that has none. What is
-    found means nothing where no page is mapped. Slots of one group share pages only in
-    the same column, as `fork` and `reorder` leave them. Costs nothing like a search: as
-    many passes over the table as the largest group has slots beside one, so none where
-    every sequence is alone.
+    `group` is the number of each slot's group, negative for a slot without a group. The
+    result is undefined where no page is mapped. Slots of one group share pages only in
+    the same column, as `fork` and `reorder` leave them. The table is read once per slot
+    of the largest group after its first slot, so a group of one slot costs no pass.
     """
     slot = jnp.arange(group.shape[0], dtype=jnp.int32)
     before = (group[:, None] == group[None, :]) & (slot[:, None] < slot[None, :])
@@ -79,13 +78,13 @@ def holders(
 
     def compare(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         other, holder = carry
-        theirs = arrays.take(table.page_ids, other, fill=NO_PAGE)
-        same = (table.page_ids == theirs) & (other >= 0)[:, None]
+        other_ids = arrays.take(table.page_ids, other, fill=NO_PAGE)
+        same = (table.page_ids == other_ids) & (other >= 0)[:, None]
         holder = jnp.where(same, other[:, None], holder)
         return arrays.take(nearest, other, fill=-1), holder
 
-    alone = jnp.broadcast_to(slot[:, None], table.page_ids.shape)
-    return lax.while_loop(any_left, compare, (nearest, alone))[1]
+    own = jnp.broadcast_to(slot[:, None], table.page_ids.shape)
+    return lax.while_loop(any_left, compare, (nearest, own))[1]
 
 
 def owned_pages(
@@ -94,12 +93,12 @@ def owned_pages(
     *,
     pinned: Bool[Array, "slots pages_per_slot"] | None = None,
 ) -> Int32[Array, " slots"]:
-    """Counts the pages that each slot accounts for: a group's shared ones once.
+    """Counts the pages that each slot accounts for; shared pages of a group count once.
 
-    They count in the lowest slot that maps them, the `holder` of each, see `holders`.
-    Pinned pages, those of a use outside the table, count for nobody, since dropping
-    the group would not free them. Groups share pinned pages only, so the sum over a
-    group is what dropping all of it would free.
+    A shared page counts in the lowest slot that maps it, its `holder`, see `holders`.
+    Pinned pages, which have a use outside the table, are not counted, since dropping
+    the group would not free them. Groups share only pinned pages with each other, so
+    the sum over a group is the number of pages that dropping the group frees.
     """
     slot = jnp.arange(holder.shape[0], dtype=jnp.int32)[:, None]
     owned = (table.page_ids != NO_PAGE) & (holder == slot)
@@ -108,8 +107,8 @@ def owned_pages(
     return jnp.sum(owned, axis=1, dtype=jnp.int32)
 
 
-def _follow(table: Table, source: Array) -> Table:
-    """The table with slots replaced by their sources, all read as they are now."""
+def _copy_slots(table: Table, source: Array) -> Table:
+    """Returns the table with slots replaced by their sources."""
     moved = source >= 0
     ids = arrays.take(table.page_ids, source, fill=NO_PAGE)
     length = arrays.take(table.length, source, fill=0)

@@ -1,8 +1,8 @@
-"""Page tables: which pages hold the tokens of each slot, in token order.
+"""Page tables (block tables in vLLM): the pages of each slot, in token order.
 
-A slot's row is valid for exactly the pages that its tokens and its reserved places
-cover, and `NO_PAGE` beyond. Tables and pool move together: every operation that maps
-or unmaps a page takes and returns both, so that counts always equal uses.
+The row of a slot has the pages that its written and reserved tokens cover, and then
+`NO_PAGE`. Operations that map or unmap a page take and return both table and pool, so
+that reference counts always equal uses.
 """
 
 import collections
@@ -25,9 +25,10 @@ class Table(NamedTuple):
     page_ids: Int32[Array, "slots pages_per_slot"]
     """Page of each run of `page_size` token places, in token order."""
     length: Int32[Array, " slots"]
-    """Tokens whose K and V are written and accepted."""
+    """Number of tokens whose K and V are written and accepted."""
     ahead: Int32[Array, " slots"]
-    """Token places beyond `length` that are reserved, or written provisionally."""
+    """Number of token places after `length` that are reserved or hold unverified
+    tokens."""
 
 
 class SlotPages(NamedTuple):
@@ -35,33 +36,33 @@ class SlotPages(NamedTuple):
 
     slot: int
     request_id: int
-    """The caller's name for its request."""
+    """The caller's id of the request."""
     sample: int
     """Index of the sequence within the request."""
     num_tokens: int
-    """Tokens whose K and V are written."""
+    """Number of tokens whose K and V are written."""
     page_ids: tuple[int, ...]
-    """Its pages in token order; reserved ones may follow the written ones."""
+    """Pages in token order; reserved pages follow the written ones."""
 
 
 class PageTableView(NamedTuple):
-    """A page table on the host, for people: it prints as text and as HTML."""
+    """A page table on the host, printed as text and as HTML."""
 
     slots: tuple[SlotPages, ...]
     """The occupied slots."""
     page_size: int
-    """Tokens of a page."""
+    """Tokens of a page (the block size in vLLM)."""
     num_pages: int
     """Pages of the pool."""
 
     @property
     def num_uses(self) -> collections.Counter[int]:
-        """How many slots use each page, by page id."""
+        """Number of slots that use each page, by page id."""
         return collections.Counter(x for slot in self.slots for x in slot.page_ids)
 
     @property
     def title(self) -> str:
-        """A line with the number of pages in use, and of those that slots share."""
+        """One line with the numbers of used and of shared pages."""
         uses = self.num_uses
         shared = sum(num > 1 for num in uses.values())
         return (
@@ -70,7 +71,7 @@ class PageTableView(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """A line per slot; a page that slots share has a star."""
+        """Returns a line per slot, with a star after each shared page."""
         uses, lines = self.num_uses, [self.title]
         if self.slots:
             lines.append("slot  request  sample  tokens  pages")
@@ -87,7 +88,7 @@ class PageTableView(NamedTuple):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """A table for notebooks; pages that slots share are bold."""
+        """Returns a table for notebooks, with shared pages in bold."""
         uses = self.num_uses
         head = "".join(
             f"<th>{name}</th>"
@@ -103,12 +104,12 @@ class PageTableView(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Pages that the caller copies before it writes: those that others read too."""
+    """Pages to copy before the next write (copy-on-write)."""
 
     source: Int32[Array, " slots"]
-    """Page that each slot mapped and shared so far, or `NO_PAGE`."""
+    """Shared page that each slot mapped before, or `NO_PAGE`."""
     target: Int32[Array, " slots"]
-    """Page of its own that it maps instead, or `NO_PAGE`."""
+    """New page that the slot maps instead, or `NO_PAGE`."""
 
 
 def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
@@ -127,26 +128,26 @@ def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
 
 
 def num_pages(table: Table, *, page_size: int) -> Int32[Array, " slots"]:
-    """Counts the pages that each slot holds."""
+    """Returns the number of pages of each slot."""
     return demand.pages_for(table.length + table.ahead, page_size=page_size)
 
 
 def needs_copy(
     pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
 ) -> Bool[Array, " slots"]:
-    """Says which slots cannot write to their last page before it is copied.
+    """Returns the slots whose next write needs a copy of the last page (copy-on-write).
 
-    They need one page more than those that `reserve` appends. Of the slots that write
-    to a page at the same time, each copies it that leaves it another owner: all of them
-    if someone else holds the page too, else all but the last, which writes in place. So
-    a slot that turns out not to write never raises the sum over those that do.
-    `num_rows` are the token places that each slot will write from its length on; those
-    with none, or with a number below 0, need nothing.
+    Each copy takes one page in addition to those that `reserve` appends. If several
+    slots will write to a page, all of them copy it if a further use remains; otherwise
+    all but the last slot copy it, and that one writes in place. A slot that turns out
+    not to write therefore never raises the number of copies. `num_rows` is the number
+    of tokens that each slot will write from its length on; a slot with none, or a
+    negative number, needs no copy.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
     """
     page = _written_page(table, num_rows, page_size)
-    # Shapes [writers before, slots]: their sum over the leading axis is the fast one.
+    # Shapes [earlier writers, slots]: the sum over the leading axis is the faster one.
     slot = jnp.arange(page.shape[0], dtype=jnp.int32)
     before = (page[:, None] == page[None, :]) & (slot[:, None] < slot[None, :])
     rank = jnp.sum(before, axis=0, dtype=jnp.int32)
@@ -156,9 +157,10 @@ def needs_copy(
 def is_shared(
     pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
 ) -> Bool[Array, " slots"]:
-    """Says which slots will write to a page that others hold; else none needs a copy.
+    """Returns the slots whose next write is to a shared page.
 
-    Arguments are those of `needs_copy`.
+    If no slot does, `needs_copy` is False everywhere. Arguments are those of
+    `needs_copy`.
     """
     page = _written_page(table, num_rows, page_size)
     return arrays.take(pool.ref, page, fill=0) > 1
@@ -172,7 +174,7 @@ def num_wanted(
     *,
     page_size: int,
 ) -> Int32[Array, ""]:
-    """Counts the free pages that `reserve` would take, copies included."""
+    """Returns the number of free pages that `reserve` would take, copies included."""
     growth = _growth(table, places, page_size)
     copies = needs_copy(pool, table, num_rows, page_size=page_size)
     return jnp.sum(growth + copies.astype(jnp.int32), dtype=jnp.int32)
@@ -187,29 +189,28 @@ def reserve(
     page_size: int,
     max_new_pages: int,
 ) -> tuple[Pool, Table, Copies, Bool[Array, ""]]:
-    """Appends pages, and parts those to be written from their other owners.
+    """Appends pages to slots, and replaces shared pages that they will write to.
 
-    A slot that will write to its last page while others hold it too maps a fresh page
-    instead (see `needs_copy`); the caller copies before it writes. Pages beyond that
-    one are never shared by `page_sharing.fork`. Where they are all the same, as after
-    `page_sharing.reorder` with places reserved, they stay so, and
-    `invariants.shared_writes` tells of it.
+    A slot whose next write is to a shared last page maps a new page instead (see
+    `needs_copy`), and the caller copies the content first. Later pages are never shared
+    by `page_sharing.fork`. They may be shared after `page_sharing.reorder` with
+    reserved places, and then stay shared, which `invariants.shared_writes` detects.
 
     Args:
       pool: the pool to take pages from.
       table: the slots to extend.
-      places: token places that each slot shall have, written ones included. A slot
-        that has as many already is left alone, so 0 asks for nothing.
-      num_rows: token places that each slot will write from its length on; None copies
-        nothing, for tables whose slots share no page that is not full.
+      places: token places that each slot needs, written ones included. A slot that has
+        them already is unchanged, so 0 means no request.
+      num_rows: number of tokens that each slot will write from its length on; None
+        copies no pages, for tables whose slots share full pages only.
       page_size: token places in a page, static.
-      max_new_pages: pages that one call may append to one slot, static.
+      max_new_pages: largest number of pages that one call appends to a slot, static.
 
     Returns:
-      The new pool and table, the new places counted in `ahead`; the pages to copy; and
-      whether every slot was served. If the pool has too few pages for all of it, or a
-      slot would exceed `max_new_pages` or its row, pool and table are unchanged bit
-      for bit and there is nothing to copy.
+      The new pool and table, in which the new places are part of `ahead`; the pages to
+      copy; and True if all slots were served. If the pool has too few pages, or a slot
+      would exceed `max_new_pages` or its row, pool and table are unchanged and there
+      are no pages to copy.
 
     Raises:
       ValueError: `max_new_pages` is below 1.
@@ -225,7 +226,7 @@ def reserve(
     if num_rows is not None:
         parts = needs_copy(pool, table, num_rows, page_size=page_size)
     fits = (have + growth <= pages_per_slot) & (growth <= max_new_pages)
-    # Of a slot's new pages the copy comes first.
+    # The copy is the first of a slot's new pages.
     want = growth + parts.astype(jnp.int32)
     place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
     rank = place - have[:, None]
@@ -248,14 +249,16 @@ def reserve(
     return pool, table, copies, enough
 
 
-def drop(pool: Pool, table: Table, mask: Bool[Array, " slots"]) -> tuple[Pool, Table]:
-    """Empties the masked slots, empty ones too, and releases all their pages."""
+def drop_slots(
+    pool: Pool, table: Table, mask: Bool[Array, " slots"]
+) -> tuple[Pool, Table]:
+    """Empties the masked slots and releases their pages."""
     rows = jnp.where(mask[:, None], table.page_ids, NO_PAGE)
     return page_pool.release(pool, rows), emptied(table, mask)
 
 
 def emptied(table: Table, mask: Bool[Array, " slots"]) -> Table:
-    """The table without the masked slots, whose pages the caller releases."""
+    """Returns the table with empty masked slots, whose pages the caller releases."""
     return Table(
         page_ids=jnp.where(mask[:, None], NO_PAGE, table.page_ids),
         length=jnp.where(mask, 0, table.length),
@@ -264,10 +267,9 @@ def emptied(table: Table, mask: Bool[Array, " slots"]) -> Table:
 
 
 def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
-    """Counts reserved places as written, as many as each slot has accepted.
+    """Moves `accepted` reserved places of each slot, in [0, ahead], to its length.
 
-    They are in [0, ahead]. More than that makes `ahead` negative, which
-    `invariants.violations` shows.
+    A larger number makes `ahead` negative, which `invariants.violations` detects.
     """
     return table._replace(length=table.length + accepted, ahead=table.ahead - accepted)
 
@@ -275,11 +277,10 @@ def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
 def truncate(
     pool: Pool, table: Table, places: Int32[Array, " slots"], *, page_size: int
 ) -> tuple[Pool, Table]:
-    """Releases reserved places, and the pages that hold nothing else.
+    """Releases reserved places beyond `places`, and the pages that hold only these.
 
-    Each slot keeps so many token places; one that has fewer is left alone, and `length`
-    is never cut. K and V in the places released are left as they are, to be
-    overwritten.
+    A slot with fewer places is unchanged, and `length` is never reduced. K and V in the
+    released places are not cleared.
     """
     keep = jnp.clip(places - table.length, 0, table.ahead)
     shorter = table._replace(ahead=keep)
@@ -291,24 +292,24 @@ def truncate(
 
 
 def _growth(table: Table, places: Array, page_size: int) -> Array:
-    """Pages that each slot lacks for its places."""
+    """Returns the pages that each slot lacks for its places."""
     have = table.length + table.ahead
     return demand.growth(have, places, page_size=page_size)
 
 
 def _column(table: Table, page_size: int) -> Array:
-    """Column in which each slot writes next."""
+    """Returns the column of each slot's next write."""
     return table.length // page_size
 
 
 def _written_page(table: Table, num_rows: Array, page_size: int) -> Array:
-    """Page that each slot writes to next, `NO_PAGE` where it writes no rows."""
+    """Returns the page of each slot's next write, `NO_PAGE` if it writes no rows."""
     column = jnp.where(num_rows > 0, _column(table, page_size), NO_PAGE)
     return _page_at(table.page_ids, column)
 
 
 def _page_at(page_ids: Array, column: Array) -> Array:
-    """Page in one column of each row, `NO_PAGE` where there is no such column."""
+    """Returns the page in one column of each row, `NO_PAGE` for an invalid column."""
     num_slots, num_columns = page_ids.shape
     first = jnp.arange(num_slots, dtype=jnp.int32) * num_columns
     there = (column >= 0) & (column < num_columns)

@@ -1,19 +1,18 @@
-"""The prefix cache: full pages, found again by the tokens they hold.
+"""The prefix cache: full pages that later requests find by their tokens.
 
-An entry is a page. What the page holds, and which page comes before it, stands at its
-page id; to be cached means to be pinned, by one use more in the pool. So a cached page
+An entry is a page. Its tokens and the page before it (its parent) are stored under its
+page id, and a cached page is pinned: it has one more use in the pool. It therefore
 outlives the sequences that used it, until it is evicted.
 
 A page is found by a hash of its tokens and of all tokens before, in buckets of `WAYS`
-pages. The hash only says where to look: a hit compares tokens, parent and salt, so the
-hash need not withstand an adversary, who could at most fill one bucket. Since
-the parent is a page that was found the same way, equal tokens and equal parents mean
-equal sequences, and no sequence is ever answered from the tokens of another.
+pages. The hash only selects the bucket: a hit also compares tokens, parent and salt, so
+hash collisions cannot give a wrong hit; an adversary could at most fill one bucket. The
+parent was found in the same way, so equal tokens and parents mean equal sequences.
 
 The parent of a cached page is always cached (I7, see `unsound`): a page enters after
-its parent, and `jaxkv.eviction` takes leaves first. Whoever uses a cached page uses all
-pages before it. What an operation costs depends on the pages it asks for, never on the
-size of the pool.
+its parent, and `prefix_eviction` evicts leaves first. A sequence that uses a cached
+page uses all pages before it. The cost of an operation depends on the number of pages
+in its arguments, never on the size of the pool.
 """
 
 from typing import NamedTuple
@@ -29,67 +28,67 @@ from jaxkv.memory.idle_pages import IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 
 WAYS = 8
-"""Pages in a bucket. There are two to four buckets for each page: where all pages are
-cached, and each new one enters for an evicted one, less than one in ten million finds
+"""Pages in a bucket. There are two to four buckets for each page: if all pages are
+cached and each new page replaces an evicted one, fewer than one in ten million finds
 its bucket full."""
 
 
 _LANES = np.array([0x243F6A88, 0x85A308D3], np.uint32)
-"""Sets the two words of a hash apart. Binary digits of pi."""
+"""Constants that make the two words of a hash differ: binary digits of pi."""
 _GOLDEN = np.uint32(0x9E3779B9)
-"""Sets the places in a page apart: odd, so that its multiples repeat after 2**32."""
+"""Multiplier of token places in the hash; odd, so its multiples repeat after 2**32."""
 
 _ENTERED, _HASH, _PARENT, _SALT = 0, slice(1, 3), 3, 4
-"""Where in a row of `Prefixes.content` each stands; the tokens come last."""
+"""Columns of `Prefixes.content`; the tokens are the last ones."""
 
 
 class Prefixes(NamedTuple):
-    """The cached pages, and where to look for them."""
+    """The prefix cache: cached pages, and the hash table that finds them."""
 
     buckets: Int32[Array, "buckets ways"]
-    """The cached pages, by the low bits of their hash; `NO_PAGE` where empty."""
+    """Cached pages by the low bits of their hash; `NO_PAGE` where empty."""
     depth: Int32[Array, " pages"]
-    """Pages before it; `NO_PAGE` where the page is not cached. There, the fields that
-    follow mean nothing."""
+    """Number of pages before it; `NO_PAGE` if the page is not cached, in which case the
+    fields below are undefined."""
     content: Int32[Array, "pages page_size_and_5"]
-    """What a page has from its entry to its eviction, side by side since it is written
-    together: the tick of entry, two words of hash, parent, salt, tokens; the properties
-    say more. Words of uint32 stand as the int32 of the same bits."""
+    """Values fixed from entry to eviction, in one array since they are written
+    together: tick of entry, two words of hash, parent, salt, tokens (see the
+    properties). Words of uint32 are stored as int32 with the same bits."""
     last_used: Int32[Array, " pages"]
-    """Tick at which a sequence last let go of it, if one has."""
+    """Tick at which a sequence last released the page, if any has."""
     num_uses: Int32[Array, " pages"]
-    """Times that a sequence started on it, filled it or came upon it."""
+    """Number of sequences that started on the page, filled it, or matched it later."""
     idle: IdlePages
-    """Those that no sequence uses, in the order in which they are evicted."""
+    """Cached pages that no sequence uses, in the order of eviction."""
     num_pinned: Int32[Array, ""]
-    """How many are cached."""
+    """Number of cached pages."""
     tick: Int32[Array, ""]
-    """Times that pages entered, or were let go. May wrap: it counts modulo 2**32."""
+    """Counter of entries and releases, modulo 2**32."""
 
-    # For tests and debug mode: they look at every page.
+    # For tests and debug mode: these properties read every page.
     @property
     def pinned(self) -> Bool[Array, " pages"]:
-        """Pages that are cached."""
+        """True for cached pages."""
         return self.depth >= 0
 
     @property
     def entered(self) -> Int32[Array, " pages"]:
-        """Tick at which it entered."""
+        """Tick of entry."""
         return self.content[..., _ENTERED]
 
     @property
     def hash(self) -> UInt32[Array, "pages 2"]:
-        """Hash of all tokens up to the end of the page, and of the salt."""
+        """Hash of the salt and of all tokens up to the end of the page."""
         return self.content[..., _HASH].astype("uint32")
 
     @property
     def parent(self) -> Int32[Array, " pages"]:
-        """Cached page of the tokens before; `NO_PAGE` on a sequence's first page."""
+        """Cached page of the preceding tokens; `NO_PAGE` on a sequence's first page."""
         return self.content[..., _PARENT]
 
     @property
     def salt(self) -> UInt32[Array, " pages"]:
-        """Tenant, or whatever else keeps sequences apart that have the same tokens."""
+        """Salt that separates sequences with the same tokens, such as a tenant's."""
         return self.content[..., _SALT].astype("uint32")
 
     @property
@@ -104,7 +103,7 @@ class Prefixes(NamedTuple):
 
 
 def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
-    """Makes an empty cache, of 4 (page_size + 26 to 43) bytes for each page.
+    """Makes an empty prefix cache of 4 (page_size + 26 to 43) bytes per page.
 
     Raises:
       ValueError: a size is below 1.
@@ -132,14 +131,13 @@ def lookup(
     tokens: Int32[Array, "n page_size"],
     salt: UInt32[Array, " n"],
 ) -> Int32[Array, " n"]:
-    """Finds the cached page that holds exactly these tokens after that page.
+    """Returns the cached page with these tokens after a given page, or `NO_PAGE`.
 
-    The parent is the cached page of the tokens before, `NO_PAGE` at the start of a
-    sequence. A page is found under the salt that it was entered with only; `NO_PAGE`
-    where there is none.
+    `parent` is the cached page of the preceding tokens, `NO_PAGE` at the start of a
+    sequence. A page is found only under the salt of its entry.
     """
     hashed = _hash(cache, parent, tokens, salt)
-    return _find(cache, hashed, _named(parent, tokens, salt))
+    return _find(cache, hashed, _content_key(parent, tokens, salt))
 
 
 def match(
@@ -149,16 +147,22 @@ def match(
     salt: UInt32[Array, " n"],
     wanted: Bool[Array, " n"],
 ) -> Int32[Array, "n pages_per_slot"]:
-    """Finds the longest cached prefix of every sequence, in full pages.
+    """Returns the longest cached prefix of every sequence, in full pages.
 
-    At least one token is always left to compute, since the next one is drawn from its
-    logits. Columns are looked up in turn for all sequences at once, until nobody finds
-    more; if nobody wants a match, nothing runs, and who does not matches nothing. Of
-    each sequence `num_tokens` are known, in [0, max_length]; beyond stands anything.
+    At least one token remains to be computed, since its logits give the next token.
+    Columns are looked up in turn, for all sequences at once, until no sequence matches
+    more. If no sequence is `wanted`, no lookup runs.
+
+    Args:
+      cache: the prefix cache.
+      tokens: tokens of each sequence, arbitrary beyond `num_tokens`.
+      num_tokens: number of known tokens of each sequence, in [0, max_length].
+      salt: salt of each sequence.
+      wanted: True for sequences to match; no page is matched for the remaining ones.
 
     Returns:
-      The page ids, in token order and `NO_PAGE` beyond, as wide as a row of a table of
-      `max_length` places. No use is added: `page_pool.share` them in the same step.
+      The page ids in token order, padded with `NO_PAGE` to the width of a table of
+      `max_length` places. No use is added: call `page_pool.share` in the same step.
     """
     page_size = cache.page_size
     rows, max_length = tokens.shape
@@ -194,23 +198,23 @@ def enter(
     """Caches pages that have just been filled, unless their content is cached already.
 
     Of several rows with the same content the first one enters. A row does not enter if
-    its parent is not cached under its salt, if its bucket is full, or if by chance an
-    earlier row has the same hash; then nobody finds its page, and that is all.
+    its parent is not cached under its salt, if its bucket is full, or if an earlier row
+    happens to have the same hash; its page then cannot be found later.
 
     Args:
-      cache: the cached pages.
+      cache: the prefix cache.
       pool: the pool that holds the pages.
-      page_ids: the page that each row has filled, used by the row and not cached yet,
-        or `NO_PAGE`.
-      parent: page of the tokens before, used by the row too; `NO_PAGE` at the start of
-        a sequence.
+      page_ids: page that each row has filled, used by the row and not cached, or
+        `NO_PAGE`.
+      parent: page of the preceding tokens, used by the row too; `NO_PAGE` at the start
+        of a sequence.
       tokens: tokens of the page, all accepted.
-      salt: of each row's sequence.
+      salt: salt of each row's sequence.
 
     Returns:
-      The new cache and pool, each page that entered with one use more; and for each
-      row the cached page with its content: its own, if that entered; another, which the
-      caller should put in the place of its own, see `eviction.use`; or `NO_PAGE`, where
+      The new cache and pool, in which entered pages have one more use; and for each row
+      the cached page with its content: its own page, if that entered; another page,
+      which the caller should map instead, see `prefix_eviction.use`; or `NO_PAGE`, if
       none is cached.
     """
     cache, entered, cached = enter_unpinned(cache, page_ids, parent, tokens, salt)
@@ -224,24 +228,24 @@ def enter_unpinned(
     tokens: Int32[Array, "n page_size"],
     salt: UInt32[Array, " n"],
 ) -> tuple[Prefixes, Int32[Array, " n"], Int32[Array, " n"]]:
-    """As `enter`, for a caller that changes the pool's counts all at once.
+    """Enters pages as `enter` does, without the change of the pool's counts.
 
     Returns:
       The new cache; the pages that have entered, `NO_PAGE` at other rows, each of which
-      the caller shares; and what `enter` tells of each row.
+      the caller shares; and the cached page of each row, as in `enter`.
     """
-    hashed, named = _hash(cache, parent, tokens, salt), _named(parent, tokens, salt)
-    asked = (page_ids != NO_PAGE) & _reachable(cache, parent, salt)
-    found = _find(cache, hashed, named)
+    hashed, key = _hash(cache, parent, tokens, salt), _content_key(parent, tokens, salt)
+    asked = (page_ids != NO_PAGE) & _can_enter(cache, parent, salt)
+    found = _find(cache, hashed, key)
     missing = asked & (found == NO_PAGE)
 
-    # Of the missing rows with one hash the first enters.
+    # Of the missing rows with one hash the first one enters.
     row = jnp.arange(len(missing), dtype=jnp.int32)
-    alike = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
-    alike &= missing[None, :]
-    first = jnp.min(jnp.where(alike, row[None, :], len(missing)), axis=1)
+    same_hash = jnp.all(hashed[:, None, :] == hashed[None, :, :], axis=2)
+    same_hash &= missing[None, :]
+    first = jnp.min(jnp.where(same_hash, row[None, :], len(missing)), axis=1)
     new = missing & (first == row)
-    # The k-th new row of a bucket takes its k-th empty way; -1 where there is none.
+    # New row k of a bucket takes its empty way k; -1 if there is none.
     bucket = bucket_of(cache, hashed)
     rivals = (row[None, :] < row[:, None]) & new[None, :]
     rivals &= bucket[:, None] == bucket[None, :]
@@ -253,7 +257,7 @@ def enter_unpinned(
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
     tick, idle = cache.tick + 1, cache.idle
     ticks = jnp.broadcast_to(tick, (page_ids.size, 1))
-    content = jnp.concatenate([ticks, hashed.astype(jnp.int32), named], axis=1)
+    content = jnp.concatenate([ticks, hashed.astype(jnp.int32), key], axis=1)
     cache = cache._replace(
         buckets=arrays.put(cache.buckets, (bucket, way), entered, "set"),
         depth=arrays.put(cache.depth, entered, depth, "set"),
@@ -263,36 +267,36 @@ def enter_unpinned(
         num_pinned=cache.num_pinned + jnp.sum(entered != NO_PAGE, dtype=jnp.int32),
         tick=tick,
     )
-    # What was missing stands now where the first row of its hash entered, if that row
-    # holds the same: what a lookup in the new cache would find.
-    same = jnp.all(arrays.take(named, first, fill=0) == named, axis=1)
-    mine = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
-    cached = jnp.where(asked, jnp.where(missing, mine, found), NO_PAGE)
+    # A missing row finds its content where the first row of its hash entered, if that
+    # row has the same content, as a lookup in the new cache would.
+    same = jnp.all(arrays.take(key, first, fill=0) == key, axis=1)
+    new_page = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
+    cached = jnp.where(asked, jnp.where(missing, new_page, found), NO_PAGE)
     return cache, entered, cached
 
 
 def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
-    """Counts what breaks the invariant of the cache (I7): 0 on a sound one.
+    """Counts violations of the invariant of the prefix cache (I7); 0 if it is sound.
 
-    The parent of a cached page is cached, under the same salt and one level up; its
-    hash is that of its content; a lookup of the content finds it, so no two pages have
-    the same; the buckets hold nothing but cached pages, each once; and the pool counts
-    the pin. Idle are those with no use beside it, in their order, see
-    `idle_pages.unsound`; the parent of a page in use is in use. Looks up every page:
-    for tests and debug mode. That all uses are counted is for `invariants.violations`
-    to say, with `pinned` as its pins.
+    The parent of a cached page is cached under the same salt at one less depth; the
+    hash of a page is that of its content; a lookup of its content finds it, so no two
+    pages have the same content; the buckets hold the cached pages only, each once; and
+    the pool counts the pin. The idle pages are those without a further use, in order,
+    see `idle_pages.count_idle_faults`; the parent of a page in use is in use. Looks up
+    every page: for tests and debug mode. `invariants.violations`, with `pinned` as its
+    pins, checks the counts of uses.
 
     Returns:
-      Cached pages of which one of these is not so, plus entries in excess, plus faults
-      of the order.
+      Number of cached pages that violate one of these, plus surplus entries, plus
+      faults of the order.
     """
     pinned, parent, salt = cache.pinned, cache.parent, cache.salt
     page = jnp.arange(pinned.size, dtype=jnp.int32)
     content = (parent, cache.tokens, salt)
     hashed = _hash(cache, *content)
-    found = _find(cache, hashed, _named(*content))
+    found = _find(cache, hashed, _content_key(*content))
     wrong = (
-        ~_reachable(cache, parent, salt)
+        ~_can_enter(cache, parent, salt)
         | (cache.depth != arrays.take(cache.depth, parent, fill=NO_PAGE) + 1)
         | jnp.any(cache.hash != hashed, axis=1)
         | (found != page)
@@ -305,32 +309,34 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
         jnp.sum(pinned & wrong, dtype=jnp.int32)
         + jnp.abs(num_entries - num_pinned)
         + jnp.abs(cache.num_pinned - num_pinned)
-        + idle_pages.unsound(cache.idle, cache.depth, parent, pinned & (pool.ref == 1))
+        + idle_pages.count_idle_faults(
+            cache.idle, cache.depth, parent, pinned & (pool.ref == 1)
+        )
     )
 
 
 def bucket_of(cache: Prefixes, hashed: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
-    """Says in which bucket a page stands. The number of buckets is a power of two."""
+    """Returns the bucket of each hash. The number of buckets is a power of two."""
     return (hashed[:, 0] % len(cache.buckets)).astype(jnp.int32)
 
 
 def is_cached(cache: Prefixes, ids: Int32[Array, "..."]) -> Bool[Array, "..."]:
-    """Says which pages are cached; `NO_PAGE` is not."""
+    """Returns True for cached pages, False for `NO_PAGE`."""
     return arrays.take(cache.depth, ids, fill=NO_PAGE) >= 0
 
 
 def entry_tick(cache: Prefixes, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Tick at which each page entered, 0 for `NO_PAGE`."""
+    """Returns the tick at which each page entered, 0 for `NO_PAGE`."""
     return arrays.take(cache.content, (ids, _ENTERED), fill=0)
 
 
 def hash_of(cache: Prefixes, ids: Int32[Array, " n"]) -> UInt32[Array, "n 2"]:
-    """Hash of each cached page, 0 for `NO_PAGE`."""
+    """Returns the hash of each cached page, 0 for `NO_PAGE`."""
     return arrays.take(cache.content, ids, fill=0)[:, _HASH].astype(jnp.uint32)
 
 
 def way_of(chosen: Bool[Array, "n ways"]) -> Int32[Array, " n"]:
-    """Says which way of its bucket each row has chosen, -1 for none."""
+    """Returns the chosen way of each row's bucket, -1 if none is chosen."""
     way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
     return jnp.where(jnp.any(chosen, axis=1), way, -1)
 
@@ -342,24 +348,24 @@ def _hash(cache: Prefixes, parent: Array, tokens: Array, salt: Array) -> Array:
     return extend_hash(jnp.where(first, empty_hash(salt), before), tokens)
 
 
-def _reachable(cache: Prefixes, parent: Array, salt: Array) -> Array:
-    """Says whether a page may enter: after none, or after one cached under its salt."""
-    theirs = arrays.take(cache.content, (parent, _SALT), fill=0)
-    known = is_cached(cache, parent) & (theirs.astype(jnp.uint32) == salt)
+def _can_enter(cache: Prefixes, parent: Array, salt: Array) -> Array:
+    """Returns True if the parent is `NO_PAGE` or is cached under the same salt."""
+    parent_salt = arrays.take(cache.content, (parent, _SALT), fill=0)
+    known = is_cached(cache, parent) & (parent_salt.astype(jnp.uint32) == salt)
     return known | (parent == NO_PAGE)
 
 
-def _named(parent: Array, tokens: Array, salt: Array) -> Int32[Array, "n _"]:
-    """What no two cached pages have in common, as it stands in `Prefixes.content`."""
+def _content_key(parent: Array, tokens: Array, salt: Array) -> Int32[Array, "n _"]:
+    """Returns the unique key of a page, as columns of `Prefixes.content`."""
     heads = jnp.stack([parent, salt.astype(jnp.int32)], axis=1)
     return jnp.concatenate([heads, tokens], axis=1)
 
 
-def _find(cache: Prefixes, hashed: Array, named: Array) -> Array:
-    """Finds the page with this content in the bucket that the hash names."""
+def _find(cache: Prefixes, hashed: Array, key: Array) -> Array:
+    """Returns the page with this content in the bucket of the hash."""
     ids = arrays.take(cache.buckets, bucket_of(cache, hashed), fill=NO_PAGE)
-    theirs = arrays.take(cache.content, ids, fill=0)[:, :, _PARENT:]
-    same = jnp.all(theirs == named[:, None, :], axis=2)
+    keys = arrays.take(cache.content, ids, fill=0)[:, :, _PARENT:]
+    same = jnp.all(keys == key[:, None, :], axis=2)
     return jnp.max(jnp.where(same, ids, NO_PAGE), axis=1)
 
 
@@ -371,18 +377,18 @@ def empty_hash(salt: UInt32[Array, " n"]) -> UInt32[Array, "n 2"]:
 def extend_hash(
     before: UInt32[Array, "n 2"], tokens: Int32[Array, "n page_size"]
 ) -> UInt32[Array, "n 2"]:
-    """Hashes sequences that go on by one page.
+    """Hashes sequences that continue by one page.
 
     Args:
       before: hash of the tokens before the page.
       tokens: tokens of the page, in order.
 
     Returns:
-      The hashes, of 64 bits in two words. They depend on every token, its place and
-      all pages before, and are the same on every machine.
+      Hashes of 64 bits in two words. They depend on every token, its place and all
+      pages before, and are equal on every machine.
     """
-    # Every place permutes the token ids in its own way. Then the words can be summed,
-    # in any order, where a hash that takes its tokens in turn would need a loop.
+    # Each place permutes the token ids differently, so that the words can be summed in
+    # any order; a sequential hash of the tokens would need a loop.
     place = jnp.arange(tokens.shape[1], dtype=jnp.uint32) * _GOLDEN
     mask = _scramble(place[:, None] ^ _LANES[None, :])
     words = _scramble(tokens.astype(jnp.uint32)[:, :, None] ^ mask[None, :, :])
@@ -390,7 +396,7 @@ def extend_hash(
 
 
 def _scramble(word: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Permutes the 32-bit words so that each bit depends on all.
+    """Permutes 32-bit words so that each output bit depends on all input bits.
 
     Source: the finaliser of Appleby's MurmurHash3 (2011), in the public domain.
     """

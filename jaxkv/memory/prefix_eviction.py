@@ -1,13 +1,13 @@
-"""Eviction from the prefix cache: by a rule, leaves before parents.
+"""Eviction from the prefix cache: by a rule such as LRU, leaves before parents.
 
-A page is idle while no sequence uses it; only idle pages are evicted. What a rule says
-of a page counts from the moment in which the last sequence lets go of it. So nothing is
-looked for: `rest` and `use` keep the order of the idle pages (`jaxkv.idle_pages`), and
-`evict` takes from its front.
+A page is idle while no sequence uses it; only idle pages are evicted. The rule ranks a
+page when its last sequence releases it. `rest` and `use` maintain the order of the idle
+pages (`idle_pages`), and `evict` takes the first pages of that order, so no search is
+needed.
 
-No page stays without its parent, whatever the rule. Whoever uses a page uses all before
-it, so what comes after an idle page is idle; a page never ranks below one after it; and
-at equal ranks the deeper goes first. Hence its child stands before it in the order.
+A page is never evicted before its children, for any rule: a sequence that uses a page
+uses all pages before it, so the pages after an idle page are idle; the rank of a page
+is at least that of every page after it; and at equal ranks the deeper page is first.
 """
 
 import functools
@@ -25,56 +25,57 @@ from jaxkv.memory.prefix_cache import Prefixes
 
 
 class Uses(NamedTuple):
-    """What a rule may know of cached pages. Ticks count modulo 2**32."""
+    """Usage statistics of cached pages for a rule. Ticks count modulo 2**32."""
 
     entered: Int32[Array, "..."]
-    """Tick at which each entered the cache."""
+    """Tick of entry into the cache."""
     last_used: Int32[Array, "..."]
-    """Tick at which a sequence last let go of it: now."""
+    """Tick of the last release by a sequence, which is the current tick."""
     num_uses: Int32[Array, "..."]
-    """Sequences that have used it since it entered, the one that filled it included;
-    those of one request that were forked count once."""
+    """Number of sequences that have used the page since it entered, including the one
+    that filled it; forked sequences of one request count once."""
     depth: Int32[Array, "..."]
-    """Pages before it in its sequences."""
+    """Number of pages before it."""
 
 
 @runtime_checkable
 class Eviction(Protocol):
-    """The rule of eviction. A NamedTuple, as a `interface.Policy` is.
+    """A rule of eviction: a NamedTuple, as an `interface.Policy` is.
 
-    One rule goes with one engine: ranks that it gave stay until pages are used again.
+    An engine keeps one rule: existing ranks are not recomputed until pages are used
+    again.
     """
 
     def priority(self, uses: Uses) -> Int32[Array, "..."]:
-        """Ranks pages that become idle: who has the lowest rank is evicted first.
+        """Ranks pages that become idle; the lowest rank is evicted first.
 
-        A page ranks at least as high as all pages that ever stood after it. Ranks are
-        compared modulo 2**32, those of idle pages must lie within 2**31.
+        The rank of a page is raised to the highest rank of the pages after it. Ranks
+        are compared modulo 2**32; those of idle pages must be within 2**31.
         """
         ...
 
 
 class LRU(NamedTuple):
-    """Least recently used first."""
+    """Eviction of the least recently used page first."""
 
     def priority(self, uses: Uses) -> Int32[Array, "..."]:
-        """The tick of the last use."""
+        """Returns the tick of the last use."""
         return uses.last_used
 
 
 class FIFO(NamedTuple):
-    """First in, first out; a page entered when it, or the last one after it, did."""
+    """First in, first out; the entry of a later page of the prefix counts as well."""
 
     def priority(self, uses: Uses) -> Int32[Array, "..."]:
-        """The tick of entry."""
+        """Returns the tick of entry."""
         return uses.entered
 
 
 class LFU(NamedTuple):
-    """Least frequently used first, counted while a page is cached."""
+    """Eviction of the least frequently used page first, counted while cached."""
 
     def priority(self, uses: Uses) -> Int32[Array, "..."]:
-        """The number of uses."""
+        """Returns the number of uses."""
         return uses.num_uses
 
 
@@ -84,15 +85,20 @@ def rest(
     left: Int32[Array, "rows columns"],
     rule: Eviction | None = None,
 ) -> Prefixes:
-    """Notes that sequences have let go of their pages, all of one call at one tick.
+    """Records that sequences have released their pages, all of one call at one tick.
 
-    `rows` are all pages of each such sequence, in token order, cached or not, `NO_PAGE`
-    ignored; `left` are the uses that each has left, its pin among them, see
-    `page_pool.release_counted`. Those that nobody uses any more are idle, ranked by the
-    rule; None means `LRU()`.
+    Pages without remaining users become idle, ranked by the rule.
+
+    Args:
+      cache: the prefix cache.
+      rows: all pages of each such sequence, in token order, cached or not; `NO_PAGE` is
+        ignored.
+      left: remaining uses of each page, including its pin, see
+        `page_pool.release_counted`.
+      rule: the eviction rule; None means `LRU()`.
 
     Raises:
-      ValueError: the rule ranks by something else than int32.
+      ValueError: the rule's ranks are not int32.
     """
     rule = LRU() if rule is None else rule
     rows = jnp.where(prefix_cache.is_cached(cache, rows), rows, NO_PAGE)
@@ -109,7 +115,7 @@ def rest(
         )
         joins = (left == 1) & (rows != NO_PAGE)
         priority = _priority(rule, uses)
-        idle = idle_pages.add(idle, cache.depth, rows, joins, priority)
+        idle = idle_pages.insert(idle, cache.depth, rows, joins, priority)
         return arrays.put(last_used, rows, now, "set"), idle
 
     trips = jnp.any(rows != NO_PAGE).astype(jnp.int32)
@@ -119,10 +125,11 @@ def rest(
 
 
 def use(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
-    """Notes that sequences have taken up cached pages, which the caller shares.
+    """Records that sequences have started to use cached pages, which the caller shares.
 
-    Each stands as often as sequences took it up, and with each all before it, now or
-    before; `NO_PAGE` is ignored. None of them is idle any more.
+    A page is repeated for every sequence that uses it, together with all pages before
+    it in this call or an earlier one; `NO_PAGE` is ignored. The pages are no longer
+    idle.
     """
 
     def note(_: Array, carry: tuple[Array, IdlePages]) -> tuple[Array, IdlePages]:
@@ -139,13 +146,13 @@ def use(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
 def evict(
     cache: Prefixes, pool: Pool, num: Int32[Array, ""]
 ) -> tuple[Prefixes, Pool, Int32[Array, ""]]:
-    """Evicts `num` idle pages, or all there are, those of the lowest rank first.
+    """Evicts `num` idle pages, or all if there are fewer, lowest rank first.
 
-    At equal ranks the deepest go first, then the lowest id. They become free in this
-    order. The cost is that of the pages evicted; nothing is looked at if `num` is 0.
+    At equal ranks the deepest pages are first, then the lowest ids. They become free in
+    this order. The cost is that of the evicted pages, and zero if `num` is 0.
 
     Returns:
-      The new cache and pool, and how many pages have become free.
+      The new cache and pool, and the number of pages that have become free.
     """
     num = jnp.minimum(num, cache.idle.num)
 
@@ -153,7 +160,7 @@ def evict(
         num: Array, i: Array, carry: tuple[Array, Array, IdlePages, Pool]
     ) -> tuple[Array, Array, IdlePages, Pool]:
         buckets, depth, idle, pool = carry
-        ids = idle_pages.next_to_go(idle, depth)
+        ids = idle_pages.eviction_candidates(idle, depth)
         every = jnp.arange(CHUNK, dtype=jnp.int32)
         ids = jnp.where(i * CHUNK + every < num, ids, NO_PAGE)
         bucket = prefix_cache.bucket_of(cache, prefix_cache.hash_of(cache, ids))
@@ -179,18 +186,18 @@ def evict(
     return cache, pool, num
 
 
-def rank_anew(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
-    """Ranks all pages anew, by the priority of another rule. Looks at every page.
+def rerank(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
+    """Replaces all ranks by those of another eviction rule. Reads every page.
 
-    Priorities of pages that are not cached mean nothing. A page ranks at least as high
-    as all that stand after it.
+    Priorities of pages that are not cached are ignored. The rank of a page is raised to
+    the highest priority of the pages after it.
     """
     base = priority[jnp.argmax(cache.pinned)]
     lowest = jnp.iinfo(jnp.int32).min
     rank = jnp.where(cache.pinned, priority - base, lowest)
     parent = jnp.where(cache.pinned, cache.parent, NO_PAGE)
 
-    # Ranks pass to parents, grandparents and on in doubling strides.
+    # Ranks propagate to parents, grandparents and so on in doubling strides.
     def below(carry: tuple[Array, Array]) -> Array:
         rank, _ = carry
         return jnp.any((parent != NO_PAGE) & (arrays.take(rank, parent, fill=0) < rank))
@@ -203,11 +210,11 @@ def rank_anew(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
     rank, _ = lax.while_loop(below, pass_on, (rank, parent))
     ranked = cache.idle.ranked | cache.pinned
     idle = cache.idle._replace(rank=rank + base, ranked=ranked)
-    return cache._replace(idle=idle_pages.rebuilt(idle, cache.depth))
+    return cache._replace(idle=idle_pages.rebuild(idle, cache.depth))
 
 
 def _priority(rule: Eviction, uses: Uses) -> Array:
-    """What the rule says; whatever has ranks of another kind is refused."""
+    """Returns the rule's ranks; raises a ValueError unless they are int32."""
     given: Any = rule.priority(uses)
     kind = getattr(given, "dtype", type(given).__name__)
     if kind != jnp.int32:

@@ -1,8 +1,8 @@
-"""Cached pages that leave for another pool, and that come from one.
+"""Transfer of cached prefixes between pools, such as from one worker to another.
 
-What is sent is a prefix: full pages from the first token on, with their tokens and
-salt. It is found in, and enters, the prefix cache like any other; who receives it keeps
-what is there already, and writes the rest into pages that are free or idle.
+A prefix is transferred as full pages from the first token on, with its tokens and salt.
+The receiver looks it up in its prefix cache, keeps the pages that it has, and writes
+the remaining ones into free or idle pages.
 """
 
 from typing import NamedTuple
@@ -23,27 +23,27 @@ class Prefix(NamedTuple):
     """The beginning of a sequence, in full pages."""
 
     tokens: Int32[Array, " max_length"]
-    """The sequence; beyond `num_pages` stands anything."""
+    """Tokens of the sequence, arbitrary beyond `num_pages` pages."""
     num_pages: Int32[Array, ""]
-    """Full pages that are meant, one token at least of `max_length` left over."""
+    """Number of full pages; at least one token of `max_length` remains after them."""
     salt: UInt32[Array, ""]
-    """Under which they are cached."""
+    """Salt under which the pages are cached."""
 
 
-def take_out(
+def export_prefix(
     pages: Pages, cache: Prefixes, prefix: Prefix
 ) -> tuple[Pages, Int32[Array, ""]]:
-    """Copies the cached pages of a prefix, which stay where they are.
+    """Copies the cached pages of a prefix, which stay cached.
 
     Returns:
-      As many pages as `max_length` has, in token order; and how many of them, the first
-      ones, were cached.
+      Pages for `max_length` tokens, in token order; and the number of them, from the
+      first one on, that were cached.
     """
     ids = _match(cache, prefix)
-    return kv_pages.take(pages, ids), _count(ids)
+    return kv_pages.gather_pages(pages, ids), _count(ids)
 
 
-def bring_in(
+def import_prefix(
     pages: Pages,
     pool: Pool,
     cache: Prefixes,
@@ -51,17 +51,18 @@ def bring_in(
     sent: Pages,
     rule: Eviction | None = None,
 ) -> tuple[Pages, Pool, Prefixes, Int32[Array, ""]]:
-    """Caches the pages of a prefix, as `take_out` made them; nobody uses them yet.
+    """Caches the pages of a prefix, as returned by `export_prefix`; they are idle.
 
-    Where free and idle pages are fewer than are missing, the first ones enter. Idle
-    pages are evicted for them, in the order of their ranks.
+    If free and idle pages are too few, the first pages of the prefix enter. Idle pages
+    are evicted for them, in the order of their ranks.
 
     Returns:
-      The new pages, pool and cache; and how many pages of the prefix are cached now.
+      The new pages, pool and cache; and the number of pages of the prefix that are
+      cached now.
     """
     ids = _match(cache, prefix)
     num_there, column = _count(ids), jnp.arange(len(ids), dtype=jnp.int32)
-    # Held like a sequence's, so that making room takes none of them.
+    # Used as by a sequence, so that eviction takes none of them.
     cache = prefix_eviction.use(cache, ids)
     pool = page_pool.share(pool, ids)
     free = pool.num_free + cache.idle.num
@@ -73,7 +74,7 @@ def bring_in(
     is_new = (column >= num_there) & (column < end)
     place = jnp.where(is_new, column - num_there, -1)
     ids = jnp.where(is_new, arrays.take(new[0], place, fill=NO_PAGE), ids)
-    pages = kv_pages.put(pages, jnp.where(is_new, ids, NO_PAGE), sent)
+    pages = kv_pages.scatter_pages(pages, jnp.where(is_new, ids, NO_PAGE), sent)
     cache, pool = _enter(cache, pool, prefix, ids, num_there, end)
     is_cached = prefix_cache.is_cached(cache, ids)
     pool, left = page_pool.release_counted(pool, ids[None])
@@ -82,7 +83,7 @@ def bring_in(
 
 
 def _match(cache: Prefixes, prefix: Prefix) -> Int32[Array, " pages_per_slot"]:
-    """The cached pages of a prefix."""
+    """Returns the cached pages of a prefix."""
     num_tokens = prefix.num_pages * cache.page_size + 1
     return prefix_cache.match(
         cache,

@@ -1,10 +1,9 @@
-"""The staging buffer: pages of requests that were swapped out of the pool.
+"""The swap buffer: pages of requests that were swapped out of the pool.
 
-It holds a copy of every page of such a request, of all layers, and a table of its own
-that says which sequence had them where. From here the pages come back into the pool, or
-the host takes them to its own memory and brings them back later; so without a host the
-buffer is all the swap space there is. All pages of a request are in one place: in the
-pool, in the buffer, or with the host.
+It holds a copy of every page of such a request, of all layers, and a page table for
+them. Pages return from here to the pool, or the host copies them to its memory and
+brings them back later; without host memory, this buffer is the whole swap space. All
+pages of a request are in one location: the pool, the buffer, or the host.
 
 Source: Kwon et al. 2023, arXiv:2309.06180, section 4.5.
 """
@@ -22,38 +21,39 @@ from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 
-NOBODY = -1
-"""Owner of a place that is free."""
+NO_SEQUENCE = -1
+"""Owner of a free place, and slot or sequence of an entry to skip."""
 
 
 class Staging(NamedTuple):
-    """The buffer and its table."""
+    """The swap buffer and its page table."""
 
     pages: Pages
     """K and V, `[layers, places, ...]`."""
     owner: Int32[Array, " places"]
-    """Request whose page stands in each place, by the row of its first sequence, or
-    NOBODY."""
+    """Request of the page in each place, named by the row of its first sequence;
+    `NO_SEQUENCE` if the place is free."""
     page_ids: Int32[Array, "sequences pages_per_slot"]
-    """Place of each page of each sequence, `NO_PAGE` beyond; of requests on the host
-    the places that they had."""
+    """Place of each page of each sequence, padded with `NO_PAGE`; for requests on the
+    host the places that they had."""
     length: Int32[Array, " sequences"]
-    """Tokens written to those pages."""
+    """Number of tokens written to these pages."""
     on_host: Bool[Array, " sequences"]
-    """Requests whose pages are in the memory of the host, by the same row."""
+    """True for requests whose pages are in host memory, in the row of the first
+    sequence."""
 
 
 def make_staging(
     pages: Pages, *, num_places: int, num_sequences: int, pages_per_slot: int
 ) -> Staging:
-    """Makes an empty buffer for pages like those given."""
+    """Makes an empty swap buffer for pages with the leaves of `pages`."""
 
     def like(leaf: Array) -> Array:
         return jnp.zeros((leaf.shape[0], num_places, *leaf.shape[2:]), leaf.dtype)
 
     return Staging(
         pages=jax.tree.map(like, pages),
-        owner=jnp.full((num_places,), NOBODY, jnp.int32),
+        owner=jnp.full((num_places,), NO_SEQUENCE, jnp.int32),
         page_ids=jnp.full((num_sequences, pages_per_slot), NO_PAGE, jnp.int32),
         length=jnp.zeros((num_sequences,), jnp.int32),
         on_host=jnp.zeros((num_sequences,), bool),
@@ -61,29 +61,29 @@ def make_staging(
 
 
 def num_free(staging: Staging) -> Int32[Array, ""]:
-    """Counts the places that are free."""
+    """Returns the number of free places in the swap buffer."""
     return jnp.sum(staging.owner < 0, dtype=jnp.int32)
 
 
 def num_pages(staging: Staging, groups: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """Counts the pages that requests have in the buffer."""
-    mine = (staging.owner[None, :] == groups[:, None]) & (groups >= 0)[:, None]
-    return jnp.sum(mine, axis=1, dtype=jnp.int32)
+    """Returns the number of pages of each request in the buffer."""
+    is_owned = (staging.owner[None, :] == groups[:, None]) & (groups >= 0)[:, None]
+    return jnp.sum(is_owned, axis=1, dtype=jnp.int32)
 
 
 def is_staged(staging: Staging) -> Bool[Array, " sequences"]:
-    """Says, in the row of its first sequence, which request has pages in the buffer."""
-    nobody = jnp.zeros_like(staging.on_host)
-    return arrays.put(nobody, staging.owner, True)
+    """Returns True for requests with pages in the buffer, by their first sequence."""
+    none = jnp.zeros_like(staging.on_host)
+    return arrays.put(none, staging.owner, True)
 
 
 def is_out(staging: Staging) -> Bool[Array, " sequences"]:
-    """Says, in the row of its first sequence, which request is swapped out."""
+    """Returns True for requests that are swapped out, by their first sequence."""
     return staging.on_host | is_staged(staging)
 
 
 def written(table: Table, *, page_size: int) -> Bool[Array, "slots pages_per_slot"]:
-    """Marks the places in the table whose pages have something in them."""
+    """Marks the table entries whose pages hold written tokens."""
     column = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
     used = demand.pages_for(table.length, page_size=page_size)
     return column < used[:, None]
@@ -99,17 +99,23 @@ def move_out(
     *,
     page_size: int,
 ) -> tuple[Staging, Bool[Array, " slots"]]:
-    """Copies the pages of whole groups to the buffer; the caller drops their slots.
+    """Swaps out the pages of whole groups; the caller drops their slots.
 
-    A page that several slots of a group share, of which `holder` is the one that
-    accounts for it, see `page_sharing.holders`, moves once. `row` is the sequence of
-    each slot that leaves, NOBODY for those that stay, and `group` the row of the first
-    sequence of its request. Places that are reserved and not written are not kept.
-    Costs nothing like a copy where nobody leaves.
+    A page that several slots of a group share moves once. Places that are reserved but
+    not written are not kept. The cost is close to zero if no slot leaves.
+
+    Args:
+      staging: the swap buffer.
+      pages: the pages of the pool.
+      table: the page table.
+      holder: the slot that accounts for each page, see `page_sharing.holders`.
+      row: sequence of each slot that leaves, `NO_SEQUENCE` for slots that stay.
+      group: row of the first sequence of each slot's request.
+      page_size: token places in a page.
 
     Returns:
-      The new buffer, and which slots are in it: all that leave, or nobody if there is
-      no room for all of them or nothing is written.
+      The new buffer, and True for slots that are in it: all slots that leave, or none
+      if the buffer has too few free places or no tokens are written.
     """
     leaves = row >= 0
     slot, column = (jnp.arange(n, dtype=jnp.int32) for n in holder.shape)
@@ -118,7 +124,7 @@ def move_out(
     leaves &= (jnp.sum(own, dtype=jnp.int32) <= num_free(staging)) & jnp.any(own)
 
     def copy(_: Array, s: Staging) -> Staging:
-        # The k-th page gets the k-th free place: equal ranks meet in one gather.
+        # Page k gets free place k: equal ranks use one gather.
         order = arrays.places(s.owner < 0, s.owner.shape[0])
         rank = arrays.ranks(own.reshape(-1)).reshape(own.shape)
         place = arrays.take(order, rank, fill=NO_PAGE)
@@ -146,14 +152,20 @@ def move_in(
     back: Bool[Array, " sequences"],
     slot: Int32[Array, " sequences"],
 ) -> tuple[Pages, Pool, Table, Staging]:
-    """Gives requests that come back their pages; as many must be free.
+    """Swaps in the pages of requests; the pool must have enough free pages.
 
-    `group` is the request of each sequence, `back` marks requests in the row of each
-    one's first sequence, and `slot` is that of each of their sequences, empty before,
-    NOBODY for all others.
+    Args:
+      staging: the swap buffer.
+      pages: the pages of the pool.
+      pool: the pool.
+      table: the page table.
+      group: request of each sequence.
+      back: True for requests that return, in the row of their first sequence.
+      slot: empty slot of each returning sequence, `NO_SEQUENCE` elsewhere.
 
     Returns:
-      What of the arguments has changed: places reserved before are not reserved again.
+      The new pages, pool, table and buffer. Places that were reserved before the swap
+      are not reserved again.
     """
 
     def bring(_: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -166,7 +178,7 @@ def move_in(
         pages = kv_pages.copy(pages, source, ids, origin=s.pages)
         rows = arrays.take(ids, s.page_ids, fill=NO_PAGE)
         rows = jnp.where((slot >= 0)[:, None], rows, NO_PAGE)
-        # Counted by uses, and no longer by having been taken.
+        # Allocation gave each page one use; its uses in the table replace that one.
         pool = page_pool.share(pool, rows)
         pool = pool._replace(ref=arrays.put(pool.ref, ids, -1, "add"))
         table = table._replace(
@@ -184,15 +196,15 @@ def forget(
     group: Int32[Array, " sequences"],
     gone: Bool[Array, " sequences"],
 ) -> Staging:
-    """Gives up the pages of requests: they are in the pool again, or lost.
+    """Frees the places of requests whose pages are in the pool again, or lost.
 
-    `group` is the request of each sequence; `gone` marks those requests, in the row of
-    each one's first sequence.
+    `group` is the request of each sequence; `gone` is True for these requests, in the
+    row of their first sequence.
     """
     freed = arrays.take(gone, staging.owner, fill=False)
     members = arrays.take(gone, group, fill=False)
     return staging._replace(
-        owner=jnp.where(freed, NOBODY, staging.owner),
+        owner=jnp.where(freed, NO_SEQUENCE, staging.owner),
         page_ids=jnp.where(members[:, None], NO_PAGE, staging.page_ids),
         length=jnp.where(members, 0, staging.length),
         on_host=staging.on_host & ~gone,
@@ -206,12 +218,12 @@ def unsound(
     *,
     page_size: int,
 ) -> Int32[Array, ""]:
-    """Counts the faults of the buffer: 0 on a sound one.
+    """Counts the faults of the swap buffer; 0 if it is sound.
 
-    A place belongs to a request exactly if a waiting sequence of it names the place. A
-    sequence names ceil(length / page_size) places, and none unless its request is
-    swapped out. No request is in the buffer and with the host. `group` is the request
-    of each sequence, and `waits` those that wait for a slot.
+    A place belongs to a request exactly if a waiting sequence of the request refers to
+    it. A sequence has ceil(length / page_size) places, and none unless its request is
+    swapped out. No request is both in the buffer and on the host. `group` is the
+    request of each sequence, and `waits` is True for sequences that wait for a slot.
     """
     s = staging
     out, host = (arrays.take(x, group, fill=False) for x in (is_out(s), s.on_host))
@@ -220,7 +232,7 @@ def unsound(
     misplaced = (s.page_ids != NO_PAGE) != (column < used[:, None])
     ghost = (s.length != 0) & ~(out & waits)
     staged = jnp.where((out & ~host)[:, None], s.page_ids, NO_PAGE)
-    owner = arrays.take(s.owner, staged, fill=NOBODY)
+    owner = arrays.take(s.owner, staged, fill=NO_SEQUENCE)
     foreign = (staged != NO_PAGE) & (owner != group[:, None])
     named = arrays.put(jnp.zeros(s.owner.shape, bool), staged, True)
     both = s.on_host & is_staged(s)

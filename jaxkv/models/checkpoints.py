@@ -1,9 +1,8 @@
-"""Hugging Face folders in and out: `config.json`, safetensors, tokenizer.
+"""Reads and writes Hugging Face folders: `config.json`, safetensors, tokenizer.
 
-A folder comes from elsewhere, so everything in it is checked before it is believed:
-every tensor's name, type and shape, every file name in an index. What is wrong is told
-in one line that names the file. Nothing is ever unpickled. A folder that is written
-appears whole or not at all.
+The content of a folder is not trusted: the name, type and shape of every tensor and the
+file names in an index are checked before use. An error is one line that names the file.
+Files are never unpickled. A folder is written completely or not at all.
 """
 
 import json
@@ -21,28 +20,34 @@ from jaxkv.models.huggingface import configs, weights
 from jaxkv.models.interface import Params
 from jaxkv.text import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 
-# Of a tokenizer that we do not read: the vocabulary is then not made of bytes.
-OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+# Files of tokenizers that are not supported; a folder with one has no byte vocabulary.
+UNSUPPORTED_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 
 
-class Loaded(NamedTuple):
-    """What a folder holds."""
+class LoadedModel(NamedTuple):
+    """Content of a model folder."""
 
     config: ModelConfig
-    """The model's shape."""
+    """Architecture of the model."""
     params: Params
-    """Its parameters, as `transformer.init_params` would return them."""
+    """Parameters in the form of `transformer.init_params`."""
     tokenizer: Tokenizer | ByteTokenizer | None
-    """Its tokenizer; None if the folder has none that we can read: no text then."""
+    """The tokenizer; None if the folder has no supported one, in which case the model
+    reads and writes token ids only."""
     eos_ids: tuple[int, ...]
     """Tokens that end a text, in [0, vocab_size); may be empty."""
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
-    """Reads the shape of a model, from a folder with a `config.json`, or that file.
+    """Reads the configuration of a model from its folder or from its `config.json`.
 
     Raises:
-      ValueError: if the file is missing, broken, or of a model that is not supported.
+      ValueError: the file is missing or broken, or the model is not supported.
     """
     path = validation.path("path", path)
     path = path / "config.json" if path.is_dir() else path
@@ -56,22 +61,22 @@ def load_model(
     *,
     dtype: DTypeLike = "float32",
     place: Callable[[ModelConfig], weights.Place] | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """Reads a model with its parameters and its tokenizer.
 
     Args:
       folder: a Hugging Face folder with safetensors, single or sharded.
-      dtype: type of the parameters: float32, bfloat16, float16, or float64 where JAX
-        has it switched on. The file's may be another.
-      place: makes of the model's shape what puts each parameter on devices, one after
-        the other; None puts all on the default one.
+      dtype: dtype of the parameters: float32, bfloat16, float16, or float64 if JAX has
+        it enabled. It may differ from the dtype of the file.
+      place: function of the configuration that returns a function to put each parameter
+        on devices, one after another; None puts all on the default device.
 
     Returns:
-      The model. Its numbers are those of the file.
+      The model, with the numbers of the file.
 
     Raises:
-      ValueError: names the file and what is wrong with it: missing, truncated, not
-        supported, a tensor missing, unexpected, of another shape or not finite.
+      ValueError: a file is missing, truncated or not supported, or a tensor is missing,
+        unexpected, of another shape or not finite; the message names the file.
     """
     folder, dtype = validation.path("folder", folder), weights.checked_dtype(dtype)
     if not folder.is_dir():
@@ -79,7 +84,7 @@ def load_model(
     config = read_config(folder)
     put = None if place is None else place(config)
     params = weights.load_params(folder, config, dtype, put)
-    return Loaded(config, params, *_load_tokenizer(folder, config))
+    return LoadedModel(config, params, *_load_tokenizer(folder, config))
 
 
 @validation.suggests_keywords
@@ -97,27 +102,27 @@ def save_model(
 ) -> Path:
     """Writes a folder that `load_model` and transformers read.
 
-    The folder is written beside its place and then renamed, so an interrupted call
-    leaves what was there before.
+    The folder is written under a temporary name and renamed, so an interrupted call
+    keeps an existing folder.
 
     Args:
-      folder: where to; its parent is made where it is missing.
-      config: the model's shape.
-      params: its parameters.
-      tokenizer: written along.
-      eos_ids: tokens that end a text; by default the tokenizer's.
+      folder: path of the folder; a missing parent is made.
+      config: architecture of the model.
+      params: parameters of the model.
+      tokenizer: tokenizer to write with the model.
+      eos_ids: tokens that end a text; by default those of the tokenizer.
       model_card: text of the folder's README.md, in Markdown.
-      dtype: type to store; by default the parameters' own.
-      max_shard_bytes: bytes of tensors in one file, at least 1, exceeded only by a
-        parameter that is larger alone.
-      overwrite: whether to replace a model that is there, all of its files.
+      dtype: dtype to store; by default that of the parameters.
+      max_shard_bytes: largest size of the tensors in one file, at least 1; a larger
+        parameter has a file of its own.
+      overwrite: True replaces an existing model with all its files.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: if something else is in the folder's place, if the parameters are not
-        the configuration's, or if its family has no place for a field.
+      ValueError: the path is in use by something else, the parameters do not fit the
+        configuration, or the family cannot express a field.
     """
     folder = validation.path("folder", folder).absolute()
     validation.integer("max_shard_bytes", max_shard_bytes, low=1, below=2**63)
@@ -151,33 +156,33 @@ def load_tree(
     """Reads the arrays that `save_tree` wrote.
 
     Args:
-      folder: where they are.
-      shapes: nested dicts of `jax.ShapeDtypeStruct`s; of these only the shapes matter.
-      dtype: type of the arrays.
+      folder: the folder.
+      shapes: nested dicts of `jax.ShapeDtypeStruct`s; only the shapes are used.
+      dtype: dtype of the arrays.
 
     Raises:
-      ValueError: as `load_model` does.
+      ValueError: as `load_model`.
     """
     folder = validation.path("folder", folder)
-    return weights.load_tree(folder, shapes, weights.checked_dtype(dtype))
+    return weights.read_tree(folder, shapes, weights.checked_dtype(dtype))
 
 
 def save_tree(
     folder: str | os.PathLike[str], tree: Params, *, dtype: DTypeLike
 ) -> None:
-    """Writes nested dicts of arrays, no model's, into a folder that is there.
+    """Writes nested dicts of arrays that are not a model into an existing folder.
 
     Raises:
-      ValueError: a number is too large for the type.
+      ValueError: a number is too large for the dtype.
     """
-    weights.save_tree(Path(folder), tree, weights.checked_dtype(dtype))
+    weights.write_tree(Path(folder), tree, weights.checked_dtype(dtype))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | ByteTokenizer | None:
-    """Reads the tokenizer of a model; None if the folder has none that is supported.
+    """Reads the tokenizer of a model; None if the folder has no supported one.
 
     Raises:
-      ValueError: the folder cannot be used.
+      ValueError: the folder cannot be read.
     """
     return _load_tokenizer(folder, read_config(folder))[0]
 
@@ -203,11 +208,11 @@ def _load_tokenizer(
         if eos_ids is None:
             eos_ids = tokenizer.special_ids("eos_token")
     elif NUM_BYTES <= config.vocab_size <= MAX_BYTE_VOCAB and not any(
-        (folder / name).exists() for name in OTHER_TOKENIZERS
+        (folder / name).exists() for name in UNSUPPORTED_TOKENIZER_FILES
     ):
         tokenizer = ByteTokenizer(config.vocab_size, eos_ids=eos_ids)
         eos_ids = tokenizer.eos_ids
-    # Some files name tokens past the vocabulary: no model ever says those.
+    # Some files name tokens beyond the vocabulary, which the model cannot return.
     known = tuple(token for token in eos_ids or () if 0 <= token < config.vocab_size)
     if tokenizer is not None:
         tokenizer.eos_ids = known
@@ -219,7 +224,7 @@ def _read_if_there(path: Path) -> dict[str, Any] | None:
 
 
 def _chat_templates(folder: Path) -> dict[str, Any]:
-    """The setting of the chat templates that have files of their own; may be empty."""
+    """Returns the setting of chat templates with files of their own; may be empty."""
     paths = {"default": folder / "chat_template.jinja"}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         paths[path.stem] = path
@@ -233,7 +238,7 @@ def _chat_templates(folder: Path) -> dict[str, Any]:
 
 
 def _configured_eos_ids(folder: Path) -> list[int] | None:
-    """What the configurations name as end tokens; None if neither names any."""
+    """Returns the end tokens in the configurations; None if they name none."""
     for name in ("generation_config.json", "config.json"):
         if not (folder / name).exists():
             continue

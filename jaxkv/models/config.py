@@ -1,4 +1,4 @@
-"""The shape of a model: plain values, frozen and hashable, checked when made."""
+"""Architecture of a model: plain values, frozen, hashable and validated."""
 
 import dataclasses
 import warnings
@@ -17,35 +17,35 @@ type FamilyName = Literal[
     "gpt2",
     "opt",
 ]
-"""Families of models whose folders are read and written."""
+"""Model families whose folders can be read and written."""
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to reach further than a model was trained.
+    """Scaling of rotary frequencies for contexts longer than those of training.
 
     Source: Llama-3's report, section 3.4.2; "linear": Chen et al. 2023,
     arXiv:2306.15595, section 3.2.
     """
 
     kind: Literal["llama3", "linear"] = "llama3"
-    """Whether low frequencies are divided by `factor`, or all of them, in which case
-    the other fields mean nothing."""
+    """"llama3" divides low frequencies by `factor`; "linear" divides all of them and
+        ignores the remaining fields."""
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_max_positions: int = 8192
 
     def __post_init__(self):
-        """Refuses what stretches nothing."""
+        """Validates the fields."""
         validation.settle(self)
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture in place of the MLP: a token meets `top_k` of the experts.
+    """A mixture of experts (MoE) in place of the MLP; each token uses `top_k` experts.
 
     Source: Jiang et al. 2024, Mixtral of Experts, arXiv:2401.04088, section 2; shared
     experts: Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066, section 3.2.
@@ -53,23 +53,23 @@ class Experts:
 
     num_experts: int
     top_k: int
-    """Experts that each token is sent to, the most probable ones."""
+    """Number of experts of a token, those with the largest probabilities."""
     size: int
     """FFN width of an expert."""
     shared_size: int = 0
-    """FFN width of all shared experts together, which every token meets beside."""
+    """Total FFN width of the shared experts, which every token uses in addition."""
     shared_gate: bool = False
-    """Whether a sigmoid of its own scales each token's shared part (Qwen2)."""
+    """True if a sigmoid gate scales each token's shared part (Qwen2)."""
     renormalise: bool = True
-    """Whether the probabilities of the experts chosen are scaled to sum to one."""
+    """True if the probabilities of the chosen experts are scaled to sum to one."""
     num_dense_layers: int = 0
-    """Layers, the first ones, that have a plain MLP."""
+    """Number of first layers that have an MLP."""
     balance_weight: float = 0.01
-    """What the load-balancing loss is multiplied by in training; 0.01 is that of Fedus
-    et al. 2021, arXiv:2101.03961, section 2.2."""
+    """Weight of the load-balancing loss in training; 0.01 in Fedus et al. 2021,
+    arXiv:2101.03961, section 2.2."""
 
     def __post_init__(self):
-        """Refuses counts that cannot be."""
+        """Validates the fields."""
         validation.settle(self, shared_size=0, num_dense_layers=0, balance_weight=0)
         if self.top_k > self.num_experts:
             raise ValueError(
@@ -82,7 +82,7 @@ class Experts:
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer; hashable, so a static argument."""
+    """Architecture of a decoder-only transformer; hashable, so a static argument."""
 
     vocab_size: int
     hidden_size: int
@@ -91,35 +91,37 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     mlp_size: int
-    """Width of the gate and up projections, or of the only one if not gated. Layers
-    that are mixtures have that of `experts`."""
+    """Width of the gate and up projections, or of the single projection if not gated.
+    Layers with experts use the widths in `experts`."""
     max_positions: int
-    """Longest sequence the model is meant for; a hard bound with learned positions."""
+    """Longest sequence of the model in tokens; a hard bound with learned positions."""
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     positions: Literal["rope", "learned"] = "rope"
     position_offset: int = 0
-    """Rows of the learned position table that come before position 0 (OPT: 2)."""
+    """Rows of the learned position table before position 0 (OPT: 2)."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated: bool = True
-    """Whether the MLP multiplies the activation with a second projection (SwiGLU)."""
+    """True if the MLP multiplies the activation by a second projection (SwiGLU)."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMS norm over head_dim of every query and key head, before RoPE (Qwen3)."""
+    """True if there is an RMS norm over head_dim of every query and key head, before
+    RoPE (Qwen3)."""
     tie_embeddings: bool = True
     window: int | None = None
-    """Sliding window: a query sees this many latest tokens, itself included."""
+    """Sliding window: number of latest tokens that a query sees, itself included."""
     experts: Experts | None = None
-    """What takes the place of the MLP, but in the first dense layers; None: nothing."""
+    """Experts in place of the MLP, except in the first dense layers; None for a dense
+    model."""
     family: FamilyName = "llama"
-    """Whose names a saved folder uses; only the other fields say what is computed."""
+    """Family whose names a saved folder uses; it does not affect the computation."""
 
     def __post_init__(self):
-        """Refuses shapes that cannot be."""
+        """Validates the fields."""
         validation.settle(self, position_offset=0)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
@@ -141,14 +143,16 @@ class ModelConfig:
             raise ValueError(f"mlp_bias={self.mlp_bias!r}: experts have no biases")
 
     def check_length(self, length: int, name: str) -> None:
-        """Refuses sequences longer than a table of positions; warns of others too long.
+        """Checks the length of sequences against the positions of the model.
+
+        Warns if rotary positions are exceeded.
 
         Args:
           length: tokens of the longest sequence.
-          name: what the caller calls it.
+          name: name of the length in messages.
 
         Raises:
-          ValueError: positions are learned, and there are none for the last tokens.
+          ValueError: positions are learned, and `length` exceeds their number.
         """
         if length <= self.max_positions:
             return
@@ -159,15 +163,15 @@ class ModelConfig:
             )
         warnings.warn(
             f"{name}={length} is past {self.max_positions}, the positions that the "
-            "model is meant for; it may answer badly there",
+            "model supports; the quality may be poor there",
             stacklevel=3,
         )
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """Number of query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
+        """Returns True if a layer has experts in place of an MLP."""
         return self.experts is not None and layer >= self.experts.num_dense_layers

@@ -1,8 +1,8 @@
-"""What the engine asks of a model, and the one call that its layers need.
+"""Interface between the engine and a model, and the attention call of a layer.
 
 A forward pass takes the packed rows of one step, writes their K and V to pages, and
-returns logits. Any function with this signature can be served: `Forward` is a protocol,
-and `attend` does the paged part of a layer.
+returns logits. The engine serves any function with this signature: `Forward` is a
+protocol, and `attend` computes the paged attention of a layer.
 """
 
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -18,35 +18,35 @@ type Params = Any
 
 
 class ForwardResult(NamedTuple):
-    """What a forward pass returns."""
+    """Result of a forward pass."""
 
     logits: Float[Array, "logit_rows vocab"]
-    """Next-token logits of `rows.logit_rows`, any numbers on unused ones. An infinity
-    or NaN ends the request with the reason "nan", so masks belong into a `logits_fn`.
-    """
+    """Next-token logits of `rows.logit_rows`, arbitrary numbers on unused rows. An
+    infinity or NaN ends the request with the reason "nan", so apply masks in a
+    `logits_fn`."""
     pages: kv_pages.Pages
-    """The pages with K and V of every row written."""
+    """The pages with K and V of every row."""
     hidden: Float[Array, "logit_rows hidden"] | None = None
     """Last hidden states of the same rows, for drafting heads."""
 
 
 @runtime_checkable
 class Forward(Protocol):
-    """A model as the engine sees it: hashable, and equal where it computes the same."""
+    """A model for the engine: hashable, and equal to models that compute the same."""
 
     def __call__(
         self, params: Any, pages: kv_pages.Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
-        """Feeds the rows.
+        """Runs the model on the rows.
 
         Args:
           params: any pytree of arrays.
-          pages: K and V arrays; return them updated, never a copy of another shape.
-          rows: tokens, positions and slots; `rows.logit_rows` says whose logits to
-            return, -1 where a logit row is unused.
+          pages: K and V arrays; the result has them updated, in the same shapes.
+          rows: tokens, positions and slots; `rows.logit_rows` has the rows whose logits
+            are returned, -1 for unused entries.
 
         Returns:
-          The logits and the written pages.
+          The logits and the updated pages.
         """
         ...
 
@@ -64,20 +64,20 @@ def attend(
     numerics: Literal["fast", "reproducible"] = "fast",
     plan: dispatch.StepPlan | None = None,
 ) -> tuple[Float[Array, "rows q_heads value_width"], kv_pages.Pages]:
-    """Writes one layer's K and V of the rows, then attends over the pages.
+    """Writes one layer's K and V of the rows, and computes attention over the pages.
 
     Args:
       pages: K and V arrays, carried.
-      layer: which layer of them, in [0, layers).
-      q: queries, positions already encoded in them.
-      k: keys, positions already encoded in them.
+      layer: index of the layer, in [0, layers).
+      q: queries with encoded positions.
+      k: keys with encoded positions.
       v: values; None if the layout of the pages keeps them in the keys.
       rows: the packed rows.
       scale: factor on the scores; None means head_dim ** -0.5.
-      window: latest keys a row sees; None means all.
+      window: number of latest keys that a row sees; None means all.
       numerics: "reproducible" gives a row the same bits in any batch.
       plan: result of `pages.layout.plan` for these rows, made once for all layers; None
-        makes one in each layer where one is needed.
+        makes one in each layer that needs it.
 
     Returns:
       The attention output of every row, 0 on padding rows; and the pages.

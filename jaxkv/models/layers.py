@@ -1,8 +1,8 @@
-"""The layers of a transformer: attention with an MLP or a mixture of experts.
+"""Layers of a transformer: attention with an MLP or a mixture of experts.
 
-A layer is written once for serving and for training. An `Orientation` arranges the
-activations, multiplies them and exchanges them between devices. Weights are
-`[out, in]`.
+A layer is one implementation for serving and training. An `Orientation` arranges
+activations, multiplies them and exchanges them between devices. Weights are `[out,
+in]`.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ type Table = Float[Array, "entries hidden"]
 type Function = Callable[[Activations, int], Activations]
 """A function of activations and the axis of the features."""
 
-MANY = 96
-"""Rows from which on CPUs multiply faster with the rows first."""
+MANY_ROWS = 96
+"""Number of rows from which on CPUs multiply faster with the rows first."""
 
-FEW = range(2, 5)
-"""Numbers of rows that CPUs multiply faster by weights `[in, out]` in their caches."""
+FEW_ROWS = range(2, 5)
+"""Numbers of rows that CPUs multiply faster by cached weights `[in, out]`."""
 
 
 def multiply(
@@ -42,15 +42,16 @@ def multiply(
     x: Float[Array, "inputs rows"],
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "outputs rows"]:
-    """A product with the weights first; of few rows with as many as CPUs like.
+    """Multiplies a weight by columns; CPUs pad to a fast number of columns.
 
-    What multiplies there takes 4, 8, 16 or 32 rows at a time, and what is left over one
-    by one: 5 rows cost 1.3 times what 8 do, 13 rows 1.5 times what 16 do.
+    CPU kernels multiply 4, 8, 16 or 32 columns at a time and remaining columns one by
+    one: 5 columns cost 1.3 times the time of 8, and 13 columns 1.5 times the time of
+    16.
 
     Args:
       weight: a matrix.
-      x: rows to multiply with, as columns.
-      dtype: sums and result in this one; None: the operands'.
+      x: rows to multiply, as columns.
+      dtype: dtype of sums and result; None means that of the operands.
     """
     num_rows = x.shape[1]
     is_few = 2 < num_rows <= 16 or 24 < num_rows <= 32
@@ -62,43 +63,43 @@ def multiply(
 
 @dataclasses.dataclass(frozen=True)
 class Orientation:
-    """How activations are arranged, multiplied and exchanged between devices.
+    """Arrangement of activations, with their products and exchanges between devices.
 
-    This one has columns, `[features, rows]`, as suits decoding: a product is `weight @
+    This class uses columns, `[features, rows]`, for decoding: a product is `weight @
     x`, in which the large operand is read once and in order. On CPUs this halves the
-    time of small batches; accelerators do not mind. A subclass with `axis = -1` has
-    rows, `scaling.training.transformer_rows.RowOrientation`. Norms, activations,
-    mixtures and the structure of a layer are the same functions of either.
+    time of small batches; on accelerators it is neutral. A subclass with `axis = -1`
+    uses rows: `scaling.training.transformer_rows.RowOrientation`. Norms, activations,
+    mixtures and the structure of a layer are shared functions.
     """
 
     numerics: Numerics = "fast"
-    """As the experts' products take it."""
+    """Numerics of the experts' products."""
     live: Bool[Array, " rows"] | None = None
-    """Rows that are sent to experts; None means all."""
+    """True for rows that are sent to experts; None means all."""
     axis: ClassVar[int] = -2
-    """Axis of the features, counted from the end; heads have the one before it."""
+    """Axis of the features, counted from the end; the axis of heads precedes it."""
 
     def arrange(self, x: Activations) -> Activations:
-        """Puts the features of a row side by side in a GPU's memory.
+        """Makes the features of a row contiguous in a GPU's memory.
 
-        A norm is one kernel then. CPUs multiply faster the other way.
+        A norm is then one kernel. CPUs multiply faster with the other layout.
         """
         if self.axis == -1 or devices.current().platform != "gpu":
             return x
         return with_layout_constraint(x, Layout((1, 0)))
 
-    def turn(self, x: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
-        """Turns `[rows, features]` into activations, and back."""
+    def transpose(self, x: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
+        """Converts `[rows, features]` to activations and back."""
         return x if self.axis == -1 else x.T
 
     def embed(self, table: Table, tokens: Array, num_words: int) -> Activations:
-        """Looks tokens up in a table of `num_words`, or of this device's part."""
-        return self.turn(partition.look_up(table, tokens, num_words))
+        """Returns embeddings from a table of `num_words`, or of this device's part."""
+        return self.transpose(partition.embed_tokens(table, tokens, num_words))
 
-    def learned(self, table: Table, places: Int[Array, " n"]) -> Activations:
-        """Looks learned positions up."""
-        # Not a number past the table: a clamped index would give a plausible one.
-        return self.turn(table.at[places].get(mode="fill", fill_value=jnp.nan))
+    def look_up_positions(self, table: Table, places: Int[Array, " n"]) -> Activations:
+        """Returns learned position embeddings."""
+        # NaN beyond the table: a clamped index would give a plausible embedding.
+        return self.transpose(table.at[places].get(mode="fill", fill_value=jnp.nan))
 
     def matmul(
         self,
@@ -108,69 +109,71 @@ class Orientation:
         dtype: DTypeLike | None = None,
         precision: jax.lax.Precision | None = None,
     ) -> Activations:
-        """Multiplies every row by a weight; `dtype` None is that of the operands."""
+        """Multiplies every row by a weight; `dtype` None means the operands' dtype."""
         pair = (x, weight.T) if self.axis == -1 else (weight, x)
         return jnp.matmul(*pair, preferred_element_type=dtype, precision=precision)
 
     def product(self, linear: "Linear", x: Activations) -> Activations:
         """Multiplies every row by this device's part of a weight, without the bias."""
-        if linear.transposed is None or x.shape[1] not in FEW:
+        if linear.transposed is None or x.shape[1] not in FEW_ROWS:
             return multiply(linear.matrix, x)
-        # Else XLA turns the product round.
+        # Otherwise XLA transposes the product.
         rows = jax.lax.optimization_barrier(x.T) @ linear.transposed[...]
         return jax.lax.optimization_barrier(rows).T
 
     def add_up(self, x: Activations, *, part: int, whole: int) -> Activations:
-        """Adds the devices' sums over `part` of `whole` numbers."""
-        return partition.add_up(x, part=part, whole=whole)
+        """Sums over devices, if each has the sum over `part` of `whole` numbers."""
+        return partition.sum_parts(x, part=part, whole=whole)
 
     def expand(
         self, linear: "Linear", x: Activations, then: Function | None = None
     ) -> Activations:
-        """Applies a product whose outputs are divided, and `then(y, axis)` to it.
+        """Applies a product with divided outputs, followed by `then(y, axis)`.
 
-        What multiplies on CPUs takes the first operand as it lies and packs the second.
-        Of many rows and more outputs than inputs that way is 8 to 19 % faster, if
-        `then` makes fewer numbers of them before they are turned round.
+        CPU kernels read the first operand in place and pack the second. For many rows
+        and more outputs than inputs, multiplying rows is 8 to 19 % faster if `then`
+        reduces the number of outputs before they are transposed.
         """
         if then is None:
             return linear(x, self)
-        if devices.current().platform != "cpu" or x.shape[1] < MANY:
+        if devices.current().platform != "cpu" or x.shape[1] < MANY_ROWS:
             return then(linear(x, self), -2)
-        # Else XLA turns the product round.
+        # Otherwise XLA transposes the product.
         rows = jax.lax.optimization_barrier(x.T) @ linear.matrix.T
         return then(linear.add_bias(rows, -1), -1).T
 
     def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
-        """Returns `[kv_heads, group + 2, head_dim, rows]`, `shape` without the rows."""
+        """Returns `[kv_heads, group + 2, head_dim, rows]`, `shape` and the rows."""
         return x.reshape(*shape, x.shape[1])
 
     def fuse(self, q: Array, k: Array, v: Array) -> rotary.Projected:
-        """Puts parts of what `split_heads` returned together, as `attend` takes it."""
+        """Joins parts of the result of `split_heads` again, as `attend` takes them."""
         return jnp.concatenate([q, k, v], self.axis - 1)
 
     def join_heads(self, x: Array) -> Activations:
-        """Puts the features of all heads on one axis."""
+        """Merges heads and their features into one axis."""
         return x.reshape(-1, x.shape[-1])
 
     def gather(self, x: Activations) -> Activations:
-        """Returns all rows on every device, where devices have parts of them."""
+        """Returns all rows on every device, if devices have parts of them."""
         return x
 
     def share(self, x: Activations) -> Activations:
-        """Marks that devices make different things of the same `x` from here on."""
+        """Marks where devices start to compute different terms from one `x`."""
         return x
 
     def mix(
         self, mixture: "Mixture", x: Activations, routing: moe.Routing
     ) -> Activations:
-        """Adds up what this mixture's routed experts answer, each device its own."""
+        """Sums the outputs of routed experts; each device computes its own experts."""
         own, num_experts = mixture.down.weight.shape[0], routing.probs.shape[1]
-        mine = (
+        own_routing = (
             partition.own_experts(routing, part=own) if own < num_experts else routing
         )
         answer = functools.partial(mixture.answer, numerics=self.numerics)
-        y = self.turn(moe.mix(self.turn(x), mine, answer, live=self.live))
+        y = self.transpose(
+            moe.mix(self.transpose(x), own_routing, answer, live=self.live)
+        )
         return y if own == num_experts else jax.lax.psum(y, partition.EXPERT)
 
     def unembed(
@@ -178,16 +181,16 @@ class Orientation:
     ) -> Float[Array, "rows words"]:
         """Multiplies the last states by a table of `num_words`, in float32 at least."""
         columns = multiply(table, x, np.promote_types(x.dtype, np.float32))
-        columns = partition.gather(columns, num_words)
-        # Else XLA turns the product round, and CPUs read the table half as fast.
+        columns = partition.gather_words(columns, num_words)
+        # Otherwise XLA transposes the product, and CPUs read the table half as fast.
         return jax.lax.optimization_barrier(columns).T
 
 
 class Linear(nnx.Module):
     """A product and its bias, with the contracted axis last in the weight.
 
-    With `for_few` it has the weight a second time, that axis first: see
-    `param_forms.for_few_rows`.
+    If `with_transposed`, it stores the weight a second time with that axis first: see
+    `param_forms.add_transposed_weights`.
     """
 
     def __init__(
@@ -198,11 +201,11 @@ class Linear(nnx.Module):
         std=0.02,
         bias=False,
         dtype=jnp.float32,
-        for_few=False,
+        with_transposed=False,
     ):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
-        self.transposed = nnx.Param(normal) if for_few else None
+        self.transposed = nnx.Param(normal) if with_transposed else None
         self.num_inputs = shape[-1]
         self.bias = (
             nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
@@ -215,20 +218,20 @@ class Linear(nnx.Module):
         return weight.reshape(-1, weight.shape[-1])
 
     def __call__(self, x: Activations, orientation: Orientation) -> Activations:
-        """Multiplies every row, adds up what devices have of it, and adds the bias."""
+        """Multiplies every row, sums the devices' terms, and adds the bias."""
         y = orientation.product(self, x)
         y = orientation.add_up(y, part=x.shape[orientation.axis], whole=self.num_inputs)
         return self.add_bias(y, orientation.axis)
 
     def add_bias(self, y: Activations, axis: int) -> Activations:
-        """Adds the bias, if there is one, along the axis of the features."""
+        """Adds the bias, if any, along the axis of the features."""
         if self.bias is None:
             return y
         return y + self.bias[...].reshape((1, -1) if axis == -1 else (-1, 1))
 
 
 class ExpertLinear(nnx.Module):
-    """A matrix for every expert, `[experts, in, out]` as grouped products take them."""
+    """A matrix for every expert, `[experts, in, out]`, for grouped products."""
 
     def __init__(self, *shape, axes, rngs, std=0.02, dtype=jnp.float32):
         normal = rngs.params.normal(shape, dtype)
@@ -247,14 +250,14 @@ class Norm(nnx.Module):
         self.kind, self.eps = kind, config.norm_eps
 
     def __call__(self, x: Activations, axis: int) -> Activations:
-        """Norms every row."""
+        """Normalises every row."""
         bias = None if self.bias is None else self.bias[...]
         how: Any = {"kind": self.kind, "eps": self.eps, "axis": axis}
         return nonlinear.norm(x, self.scale[...], bias, **how)
 
 
 class Mixture(nnx.Module):
-    """Experts in place of an MLP: those that a router chooses, and shared ones."""
+    """A mixture of experts in place of an MLP: routed experts and shared ones."""
 
     def __init__(self, config: ModelConfig, *, rngs, dtype):
         c, x = config, config.experts
@@ -262,7 +265,7 @@ class Mixture(nnx.Module):
         make = functools.partial(Linear, rngs=rngs, dtype=dtype)
         each = functools.partial(ExpertLinear, rngs=rngs, dtype=dtype)
         self.router = make(x.num_experts, c.hidden_size, axes=("experts", "hidden"))
-        # Gate and up side by side: one product makes both.
+        # Gate and up are one matrix, so that one product computes both.
         self.up = each(
             x.num_experts,
             c.hidden_size,
@@ -285,11 +288,12 @@ class Mixture(nnx.Module):
     def __call__(
         self, x: Activations, orientation: Orientation
     ) -> tuple[Activations, moe.Routing]:
-        """Has every row answered by its experts; returns the routing, too."""
+        """Sums the outputs of every row's experts; returns the routing, too."""
         experts, axis = self.config.experts, orientation.axis
         assert experts is not None
         x = orientation.gather(x)
-        # In 32 bits whatever the weights: two experts may be nearly as probable.
+        # At least float32 for any weights: two experts may have nearly equal
+        # probabilities.
         wide = np.promote_types(x.dtype, np.float32)
         scores = orientation.matmul(
             self.router.weight[...].astype(wide),
@@ -297,7 +301,7 @@ class Mixture(nnx.Module):
             precision=jax.lax.Precision.HIGHEST,
         )
         routing = moe.route(
-            orientation.turn(scores),
+            orientation.transpose(scores),
             top_k=experts.top_k,
             renormalise=experts.renormalise,
         )
@@ -320,10 +324,10 @@ class Mixture(nnx.Module):
         sizes: Int[Array, " experts"] | None = None,
         numerics: Numerics = "fast",
     ) -> Float[Array, "*experts rows hidden"]:
-        """Returns the experts' answers to their rows.
+        """Returns the experts' outputs for their rows.
 
-        Rows are sorted by expert, and `sizes` has the number of each; or without
-        `sizes` every expert has as many, on an axis of their own.
+        Rows are sorted by expert, with the number of each in `sizes`; without `sizes`,
+        experts have equal numbers of rows on an axis of their own.
         """
         product: Any = functools.partial(jnp.einsum, "erh,ehw->erw")
         if sizes is not None:
@@ -337,12 +341,16 @@ class Mixture(nnx.Module):
 class Layer(nnx.Module):
     """Pre-norm attention, then an MLP or a mixture, added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, *, rngs, dtype, for_few=False):
+    def __init__(
+        self, config: ModelConfig, index: int, *, rngs, dtype, with_transposed=False
+    ):
         c = config
-        make = functools.partial(Linear, rngs=rngs, dtype=dtype, for_few=for_few)
+        make = functools.partial(
+            Linear, rngs=rngs, dtype=dtype, with_transposed=with_transposed
+        )
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        # Fused, KV head by KV head: the group's queries, the key, the value.
+        # Fused by KV head: queries of the group, key, value.
         self.qkv = make(
             c.num_kv_heads,
             c.group_size + 2,
@@ -370,7 +378,7 @@ class Layer(nnx.Module):
         self.config = config
 
     def __call__(self, index, x, angles, attend, carry, orientation):
-        """Runs layer `index` on every row; `carry` goes through `attend`."""
+        """Runs layer `index` on every row; `carry` is passed through `attend`."""
         c, o = self.config, orientation
         normed = self.attention_norm(x, o.axis)
         qkv = o.split_heads(o.expand(self.qkv, normed), self.qkv.weight.shape[:-1])
@@ -388,7 +396,7 @@ class Layer(nnx.Module):
 
 
 def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
-    """The projections of an MLP: up (the gate first), and down."""
+    """Returns the projections of an MLP: up (gate first), and down."""
     c = config
     up = make(
         1 + c.gated,
@@ -408,5 +416,5 @@ def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:
 
 
 def _out_std(config: ModelConfig) -> float:
-    """The usual 1/sqrt(2 layers) keeps the residual stream's variance near one."""
+    """Returns 0.02 / sqrt(2 layers), which keeps the residual variance near 1."""
     return 0.02 / (2 * config.num_layers) ** 0.5

@@ -1,8 +1,8 @@
-"""Mixtures of experts: which experts a token meets, and how evenly they are met.
+"""Mixture of experts (MoE): routing, combination and load balance.
 
-Rows are routed one by one, without a capacity: every row reaches all the experts that
-it chose, however many others chose the same. Sorted by expert the rows are runs, which
-`pallas_kernels.grouped` multiplies by their experts' weights in one call.
+Rows are routed independently, without a capacity: every row reaches all of its experts.
+Sorted by expert, rows form runs, which `pallas_kernels.grouped_matmul` multiplies by
+the weights of their experts in one call.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,15 @@ from jaxtyping import Array, Bool, Float, Int32
 
 
 class Routing(NamedTuple):
-    """Where the rows go."""
+    """Experts of the rows."""
 
     probs: Float[Array, "rows experts"]
     """Softmax over all experts, at least float32."""
     expert: Int32[Array, "rows top_k"]
-    """The most probable ones, best first; of equals, the one with the lower number."""
+    """Experts with the largest probabilities, best first; among equals the lower number
+    is first."""
     share: Float[Array, "rows top_k"]
-    """What each one's answer is multiplied by."""
+    """Factor of each expert's output."""
 
 
 def route(
@@ -30,15 +31,15 @@ def route(
 ) -> Routing:
     """Chooses the experts of every row.
 
-    With p the softmax of the scores and T the `top_k` largest of it, expert i of T has
-    the share p_i / sum_{j in T} p_j, which is the softmax over T alone; or p_i, if not
-    renormalised. Scores 2, 1, 0 and two experts: shares 0.7311 and 0.2689; without
-    renormalising 0.6652 and 0.2447.
+    With p the softmax of the scores and T its `top_k` largest entries, expert i of T
+    has the share p_i / sum_{j in T} p_j, which is the softmax over T; or p_i, if not
+    renormalised. For scores 2, 1, 0 and two experts, shares are 0.7311 and 0.2689;
+    without renormalisation 0.6652 and 0.2447.
 
     Args:
       scores: the router's logits.
-      top_k: experts of a row, in [1, experts].
-      renormalise: whether a row's shares sum to one.
+      top_k: number of experts of a row, in [1, experts].
+      renormalise: True if a row's shares sum to one.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538, equations 3-5; Jiang et al. 2024,
     arXiv:2401.04088, section 2.1.
@@ -60,20 +61,20 @@ def mix(
     *,
     live: Bool[Array, " rows"] | None = None,
 ) -> Float[Array, "rows out"]:
-    """Has every row answered by its experts, and adds the answers up by their shares.
+    """Computes the outputs of every row's experts, and sums them by their shares.
 
     Args:
       x: the rows.
-      routing: where they go.
-      answer: computes what the experts answer, from pairs of row and expert, sorted by
-        expert, and the number of pairs of each expert. The pairs of rows that are not
-        live come last and belong to nobody.
-      live: rows that are somebody's, None for all. The others reach no expert, so they
-        cost no product; what they get means nothing.
+      routing: experts of the rows.
+      answer: function of pairs of row and expert, sorted by expert, and the number of
+        pairs of each expert; returns the experts' outputs. Pairs of rows that are not
+        live are last and have no expert.
+      live: True for rows to compute; None means all. The remaining rows have no
+        experts, cost no product, and their results are undefined.
 
     Returns:
-      The sums, of the type of `x`. They are made in at least float32, a row's always in
-      the order of its own choice: never does one row depend on another.
+      The sums, in the dtype of `x`. They are computed in at least float32, in the order
+      of the row's experts, so no row depends on another.
     """
     num_rows, num_experts = routing.probs.shape
     top_k = routing.expert.shape[1]
@@ -86,7 +87,8 @@ def mix(
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     pairs = jnp.arange(expert.shape[0], dtype=jnp.int32)
     place = jnp.zeros_like(pairs).at[order].set(pairs, unique_indices=True)
-    # Repeated, then permuted: a gradient is then summed in a fixed order on any device.
+    # Repeated, then permuted, so that a gradient is summed in a fixed order on any
+    # device.
     repeated = jnp.broadcast_to(x[:, None, :], (num_rows, top_k, x.shape[1]))
     found = answer(_permute(repeated.reshape(-1, x.shape[1]), order), sizes)
     found = _permute(found, place).reshape(num_rows, top_k, -1)
@@ -94,8 +96,8 @@ def mix(
     return jnp.sum(found.astype(share.dtype) * share, axis=1).astype(x.dtype)
 
 
-def load(routing: Routing) -> Float[Array, " experts"]:
-    """Share of the rows that each expert is chosen by; sums to `top_k`."""
+def expert_load(routing: Routing) -> Float[Array, " experts"]:
+    """Returns the fraction of the rows that chose each expert; sums to `top_k`."""
     num_rows, num_experts = routing.probs.shape
     every = jnp.arange(num_experts, dtype=routing.expert.dtype)
     chosen = routing.expert.reshape(-1)[:, None] == every[None, :]
@@ -105,38 +107,39 @@ def load(routing: Routing) -> Float[Array, " experts"]:
 def balance_loss(
     routing: Routing, loads: Float[Array, " experts"] | None = None
 ) -> Float[Array, ""]:
-    """What is to be added to the loss of training, so that no expert is left out.
+    """Returns the load-balancing loss of training.
 
-    E sum_i f_i P_i over the E experts: f the load, P the mean probability. It is
-    `top_k` where both are even, and up to E times as much; only P has a gradient.
+    It is E sum_i f_i P_i over the E experts, with f the load and P the mean
+    probability: `top_k` if both are even, and up to E times that. Only P has a
+    gradient.
 
     Args:
-      routing: of the rows.
-      loads: f of all rows, if others have some, too: the mean over all of what this
-        returns is then the loss of all. None means that these are all.
+      routing: the routing of the rows.
+      loads: loads over all devices' rows; the mean of the result over devices is then
+        the loss of all rows. None means the loads of `routing`.
 
     Source: Fedus et al. 2021, Switch Transformers, arXiv:2101.03961, equations 4-6; for
-    several experts a row f sums to `top_k`, as in transformers' Mixtral.
+    several experts per row f sums to `top_k`, as in transformers' Mixtral.
     """
-    loads = load(routing) if loads is None else loads
+    loads = expert_load(routing) if loads is None else loads
     mean = jnp.mean(routing.probs, axis=0)
     return routing.probs.shape[1] * jnp.sum(loads * mean)
 
 
 class Imbalance(NamedTuple):
-    """How unevenly the experts of each layer are chosen."""
+    """Load imbalance of the experts of each layer."""
 
     busiest: Float[Array, " layers"]
-    """Load of the most chosen expert over the mean: 1 if even, at most experts / top_k.
-    With experts on devices of their own, so much longer do all wait."""
+    """Largest load over the mean: 1 if even, at most experts / top_k. With one expert
+    per device, the step time grows by this factor."""
     variation: Float[Array, " layers"]
     """Standard deviation of the load over its mean: 0 if even."""
     idle: Float[Array, " layers"]
-    """Share of experts that nobody chose."""
+    """Fraction of experts that no row chose."""
 
 
 def imbalance(loads: Float[Array, "layers experts"]) -> Imbalance:
-    """Sums up the loads of a model's mixtures, as `load` gives them."""
+    """Summarises the loads in a mixture of experts, as `expert_load` returns them."""
     mean = jnp.mean(loads, axis=1)
     return Imbalance(
         busiest=jnp.max(loads, axis=1) / mean,

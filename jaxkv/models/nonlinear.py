@@ -1,7 +1,7 @@
-"""Norms and activations, by the names that `ModelConfig` has for them.
+"""Norms and activations, by their names in `ModelConfig`.
 
-Serving keeps activations as columns and training as rows; both take their norms and
-activations from here, with the axis of the features as an argument.
+Serving arranges activations as columns and training as rows; both use these functions,
+with the axis of the features as an argument.
 """
 
 import functools
@@ -17,10 +17,10 @@ from jaxkv.models.config import ModelConfig
 
 
 class NormKind(NamedTuple):
-    """The arithmetic of a norm between its input and its scale."""
+    """Arithmetic of a norm between its input and its scale."""
 
     standardise: Callable[[Array, int, float], Array]
-    """`standardise(x, axis, eps)` of numbers that are at least float32."""
+    """`standardise(x, axis, eps)` for numbers that are at least float32."""
     has_bias: bool
     """True if a bias is added after the scale."""
 
@@ -42,7 +42,7 @@ def norm(
       bias: one summand for each feature; None adds zero.
       kind: a name in `NORMS`.
       eps: added to the mean of squares.
-      axis: of the features, counted from the end.
+      axis: axis of the features, counted from the end.
     """
     along = functools.partial(
         jnp.reshape, shape=(1,) * (x.ndim + axis) + (-1,) + (1,) * (-axis - 1)
@@ -55,12 +55,12 @@ def norm(
 def activate(
     config: ModelConfig, hidden: Float[Array, "..."], axis: int
 ) -> Float[Array, "..."]:
-    """Returns the input of an MLP's second projection, of the output of its first.
+    """Applies the activation and gate of an MLP to the output of its first projection.
 
     Args:
-      config: names the activation, and whether a gate comes before the projection.
-      hidden: gate and projection one after the other along `axis`, or the projection.
-      axis: of the features.
+      config: names the activation, and if the MLP is gated.
+      hidden: gate and projection concatenated along `axis`, or the projection.
+      axis: axis of the features.
     """
     gate, *up = jnp.split(hidden, 1 + config.gated, axis)
     active = ACTIVATIONS[config.activation](gate)

@@ -1,4 +1,4 @@
-"""A model for the engine: its pages, and its forward pass over packed rows."""
+"""A transformer for the engine: its pages, and its forward pass over packed rows."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from pallas_kernels.paged_attention.dispatch import StepPlan
 
 
 @runtime_checkable
-class Bounds(Protocol):
-    """What of an `EngineConfig` says how many K and V there are."""
+class PageConfig(Protocol):
+    """The fields of an `EngineConfig` that determine the size of the pages."""
 
     @property
     def num_pages(self) -> int:
@@ -35,28 +35,28 @@ class Bounds(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a sequence at most."""
+        """Largest length of a sequence in tokens."""
         ...
 
     @property
     def kv_dtype(self) -> Literal["model", "int8", "fp8"]:
-        """As `kv_layout.make_pages` takes it."""
+        """Dtype of K and V, as in `kv_layout.make_pages`."""
         ...
 
 
 def make_pages(
     config: ModelConfig,
-    engine: Bounds,
+    engine: PageConfig,
     *,
     dtype: DTypeLike = "float32",
     taps: tuple[int, ...] = (),
 ) -> kv_pages.Pages:
-    """K and V arrays of a model for an engine, and features if its states are tapped.
+    """Makes the K and V arrays of a model for an engine, and features for `taps`.
 
-    Warns where the engine's `max_length` is past a model's rotary positions.
+    Warns if the engine's `max_length` exceeds the model's rotary positions.
 
     Raises:
-      ValueError: it is past a model's learned positions.
+      ValueError: `max_length` exceeds the model's learned positions.
     """
     config.check_length(engine.max_length, "max_length")
     return kv_layout.make_pages(
@@ -73,28 +73,28 @@ def make_pages(
 
 @dataclasses.dataclass(frozen=True)
 class PagedForward:
-    """The engine's forward pass for a `ModelConfig`: packed rows over pages.
+    """The engine's forward pass of a `ModelConfig`: packed rows over pages.
 
-    An instance is hashable and equal to any other of the same config, so it is a static
-    argument that never causes a second compilation.
+    An instance is hashable and equal to instances of the same config, so as a static
+    argument it never causes a second compilation.
     """
 
     config: ModelConfig
     numerics: Numerics = "fast"
     layers: tuple[int, ...] | None = None
-    """Layers that are run, as self-speculation drafts; None runs all."""
+    """Layers to run, as for drafts of self-speculation; None runs all."""
     taps: tuple[int, ...] = ()
-    """Layers whose inputs are kept of every row in `Pages.features`, side by side;
-    `num_layers` stands for the last hidden state, normed."""
+    """Layers whose inputs are stored for every row in `Pages.features`, concatenated;
+    `num_layers` means the last hidden state after its norm."""
     attend: Callable[..., Float[Array, "rows q_heads value_width"]] | None = None
-    """Replaces `KVLayout.attend`, to time a step without it; None means that of the
-    pages' layout."""
+    """Replacement of `KVLayout.attend`, to time a step without it; None uses the
+    layout's."""
 
     def __post_init__(self) -> None:
-        """Refuses layers and taps that the model does not have.
+        """Checks that the model has the layers and taps.
 
         Raises:
-          ValueError: names them.
+          ValueError: a layer or tap does not exist; the message has the values.
         """
         validation.settle(self)
         for layer in self.layers or ():
@@ -117,30 +117,29 @@ class PagedForward:
     def __call__(
         self, params: Params, pages: kv_pages.Pages, rows: kv_pages.Rows
     ) -> interface.ForwardResult:
-        """Writes the rows' K and V, attends over the pages, returns the wanted logits.
+        """Writes the rows' K and V, runs the layers, and returns the requested logits.
 
         Args:
-          params: as `init_params` returns them.
-          pages: K and V arrays of `num_layers` layers, with features if there are
-            taps.
+          params: parameters as returned by `init_params`.
+          pages: K and V arrays of `num_layers` layers, with features if there are taps.
           rows: the packed rows of one step.
 
         Returns:
-          Logits of `rows.logit_rows`, the written pages, and the hidden states of the
+          Logits of `rows.logit_rows`, the updated pages, and the hidden states of the
           same rows.
         """
         if (kin := rows.ancestors) is not None and self.config.window is not None:
-            # So near, places say as much as positions do about who is too far back.
+            # With a larger window, places and positions exclude the same keys.
             if self.config.window <= (num_drafts := kin.shape[1]):
                 window = self.config.window
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
-        parts = row_parts.divide(rows, self.numerics)
+        parts = row_parts.divide_rows(rows, self.numerics)
         found = self.states(model, pages, rows)
         pages = found.carry
         if self.taps:
             tapped = parts.whole(jnp.concatenate(found.taps))
-            pages = features.write(pages, tapped.T, rows)
+            pages = features.write_features(pages, tapped.T, rows)
         hidden = parts.pick(found.last, jnp.maximum(rows.logit_rows, 0))
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
@@ -153,11 +152,11 @@ class PagedForward:
     ) -> transformer.States:
         """Runs the layers: writes K and V of the rows, and attends over the pages.
 
-        `inputs` go into the first layer instead of the rows' tokens. These and the
-        states are of the rows that `row_parts.divide` gives this device; what is
-        carried is the pages.
+        If given, `inputs` replace the embeddings of the rows' tokens. They and the
+        states belong to the rows that `row_parts.divide_rows` assigns to this device;
+        the carry of the result is the pages.
         """
-        parts = row_parts.divide(rows, self.numerics)
+        parts = row_parts.divide_rows(rows, self.numerics)
         dtype = model.embed.weight[...].dtype
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
         plan = pages.layout.plan(
@@ -173,7 +172,7 @@ class PagedForward:
         turned = rotary.angles(self.config, positions, dtype) if parts.num > 1 else None
 
         def attend(layer, qkv, angles, pages):
-            if parts.num > 1:  # every device writes and encodes all rows
+            if parts.num > 1:  # every device encodes and writes all rows
                 qkv, angles = parts.whole(qkv), turned
             q, packed_q, pages = write(layer, qkv, angles, pages)
             out = run(pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees)
@@ -199,22 +198,25 @@ class PagedForward:
         plan: StepPlan | None,
         dtype: DTypeLike,
     ) -> Callable:
-        """How a layer encodes positions and writes K and V: one kernel, or several."""
+        """Returns a function that encodes positions and writes K and V of a layer.
+
+        It launches one kernel if `can_rotate_and_write`, else several.
+        """
         c, num_kv_heads = self.config, pages.num_kv_heads
         heads = num_kv_heads, c.group_size + 2, c.head_dim
         qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
         num_rows = rows.position.shape[0]
         if c.positions != "rope" or not kv_layout.can_rotate_and_write(pages, qkv):
 
-            def write_apart(layer, qkv, angles, pages):
+            def rotate_then_write(layer, qkv, angles, pages):
                 q, k, v = (
                     x.reshape(-1, *x.shape[-2:]).transpose(2, 0, 1)
-                    for x in rotary.parts(qkv, angles)
+                    for x in rotary.split_and_rotate(qkv, angles)
                 )
                 return q, None, pages.layout.write(pages, layer, k, v, rows)
 
-            return write_apart
-        # Once a pass, for all layers.
+            return rotate_then_write
+        # Computed once per pass, for all layers.
         page, offset = kv_pages.locate(rows, page_size=pages.page_size)
         row = rotary_write.query_rows(num_rows, num_kv_heads * c.group_size)
         turned = rotary.angles(c, jnp.maximum(rows.position[row], 0), dtype)

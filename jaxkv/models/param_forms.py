@@ -1,6 +1,6 @@
-"""Forms of the same parameters: a layer each, stacked for a loop, twice for few rows.
+"""Forms of parameters: one entry per layer, stacked layers, or transposed copies.
 
-Every function of this package that takes parameters takes any of them.
+Every function of this package that takes parameters accepts all forms.
 """
 
 from typing import Any
@@ -12,79 +12,79 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 
 
-def kinds(config: ModelConfig) -> list[range]:
-    """Layers of equal shapes, which stand side by side: dense ones, then mixtures."""
+def layer_kinds(config: ModelConfig) -> list[range]:
+    """Returns ranges of layers with equal shapes: dense ones, then mixtures."""
     dense = config.experts.num_dense_layers if config.experts else config.num_layers
     both = range(dense), range(dense, config.num_layers)
     return [kind for kind in both if kind]
 
 
-def at(tree: Any, index: int) -> Any:
-    """What stands at `index` of the leading axis of every array."""
+def index_leaves(tree: Any, index: int) -> Any:
+    """Returns entry `index` of the leading axis of every array."""
     return jax.tree.map(lambda x: x[index], tree)
 
 
 def is_stacked(params: Params) -> bool:
-    """Whether the parameters are as `stack_layers` returns them."""
+    """Returns True if parameters have the form of `stack_layers`."""
     return params["layers"][0]["attention_norm"]["scale"].ndim == 2
 
 
 def stack_layers(config: ModelConfig, params: Params) -> Params:
-    """Puts the parameters of equal layers side by side, for a scan over the layers.
+    """Stacks the parameters of equal layers, for a scan over the layers.
 
-    A program then has one layer of a kind, however many there are: it compiles in a
-    fraction of the time. It runs more slowly: on a CPU because products with slices of
-    stacked weights do; on a GPU because loops around such slices stay out of CUDA
-    graphs, so that the host is asked in every step.
+    A program then contains one layer of each kind, so it compiles in a fraction of the
+    time. It runs more slowly: on a CPU because products with slices of stacked weights
+    are slower; on a GPU because loops over such slices stay outside of CUDA graphs, so
+    the host is involved in every step.
 
     Args:
-      config: the model's shape.
-      params: as `init_params` or `checkpoints.load_model` return them. They stay, so
-        that twice the memory is taken while somebody holds them.
+      config: architecture of the model.
+      params: as returned by `init_params` or `checkpoints.load_model`. They are not
+        freed: memory is needed twice while the caller keeps them.
 
     Returns:
-      The same tree with one entry in "layers" for each kind of layer, the dense ones
-      and the mixtures, whose arrays lead with an axis of layers. Every function of this
-      package takes either.
+      The same tree with one entry in "layers" for each kind of layer, dense and
+      mixture, whose arrays have a leading axis of layers.
     """
     if is_stacked(params):
         return params
     stacked = {}
-    for number, kind in enumerate(kinds(config)):
+    for number, kind in enumerate(layer_kinds(config)):
         layers = [params["layers"][index] for index in kind]
         stacked[number] = jax.tree.map(lambda *x: jnp.stack(x), *layers)
     return {**params, "layers": stacked}
 
 
 def unstack_layers(config: ModelConfig, params: Params) -> Params:
-    """The inverse of `stack_layers`: an entry in "layers" for every layer."""
+    """Inverts `stack_layers`: "layers" has an entry for every layer."""
     if not is_stacked(params):
         return params
     layers = {
-        index: at(params["layers"][number], place)
-        for number, kind in enumerate(kinds(config))
+        index: index_leaves(params["layers"][number], place)
+        for number, kind in enumerate(layer_kinds(config))
         for place, index in enumerate(kind)
     }
     return {**params, "layers": layers}
 
 
-def is_for_few(params: Params) -> bool:
-    """Whether the parameters are as `for_few_rows` returns them."""
+def has_transposed_weights(params: Params) -> bool:
+    """Returns True if parameters have the form of `add_transposed_weights`."""
     return "transposed" in params["layers"][0]["qkv"]
 
 
-def for_few_rows(params: Params) -> Params:
-    """Adds the layers' weights a second time, as `[in, out]`, for products of few rows.
+def add_transposed_weights(params: Params) -> Params:
+    """Adds transposed copies `[in, out]` of the layers' weights, for 2 to 4 rows.
 
-    On a CPU 2 to 4 rows take 0.5 to 0.9 of the time that way, as far as weights lie in
-    its caches; one row, and more of them, are multiplied by `[out, in]`.
+    On a CPU 2 to 4 rows take 0.5 to 0.9 of the time with these, if the weights fit its
+    caches; other numbers of rows use `[out, in]`.
 
     Args:
-      params: of a model without mixtures, stacked or not. They stay.
+      params: parameters of a model without mixtures, stacked or not. They are not
+        freed.
 
     Returns:
-      The same tree with "transposed" beside "weight" of each product in a layer. Every
-      forward pass takes either, and checkpoints have them once.
+      The same tree with "transposed" next to "weight" for each product in a layer.
+      Every forward pass accepts it, and checkpoints omit the copies.
     """
 
     def both(part: Params) -> Params:
@@ -101,9 +101,9 @@ def for_few_rows(params: Params) -> Params:
     return {**params, "layers": layers}
 
 
-def weights_once(params: Params) -> Params:
-    """The inverse of `for_few_rows`; other parameters as they are."""
+def drop_transposed_weights(params: Params) -> Params:
+    """Inverts `add_transposed_weights`; returns other parameters unchanged."""
     if not isinstance(params, dict):
         return params
     kept = [name for name in params if name != "transposed"]
-    return {name: weights_once(params[name]) for name in kept}
+    return {name: drop_transposed_weights(params[name]) for name in kept}

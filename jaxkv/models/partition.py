@@ -1,12 +1,11 @@
-"""Which part of a model a device has: read from the shapes of its weights.
+"""Tensor and expert parallelism in a model: the part of each device, by shapes.
 
-On a mesh a step runs on every device at once, inside `jax.shard_map`, each with a part
-of the weights (see `jaxkv.parallel`). A matrix with fewer columns than the model's
-makes a term of a sum, and those of all devices are added up. A table with fewer rows
-than there are words has the words of this device, in order of the devices; rows of
-zeros may follow the last word. Of fewer experts than a router has, those of this
-device answer all rows, and the answers are added up. With whole weights nothing here
-does anything.
+On a mesh a step runs on every device inside `jax.shard_map`, each with a part of the
+weights (see `jaxkv.parallel`). A matrix with fewer columns than the model's gives a
+term of a sum, which is summed over devices. A table with fewer rows than the vocabulary
+has the words of this device, in the order of devices; zero rows may follow the last
+word. If a device has fewer experts than the router, its experts process all rows, and
+the outputs are summed. With whole weights these functions are identities.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -18,29 +17,29 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.models import moe
 
 TENSOR = "tensor"
-"""The axis of the mesh over which matrices are divided."""
+"""Mesh axis over which matrices are divided."""
 EXPERT = "expert"
-"""The axis over which experts are divided."""
+"""Mesh axis over which experts are divided."""
 
 
-def add_up(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, "..."]:
-    """Adds the devices' sums over `part` of `whole` numbers; `x` if that is all."""
+def sum_parts(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, "..."]:
+    """Sums over devices, if each has the sum over `part` of `whole` numbers."""
     return x if part >= whole else lax.psum(x, TENSOR)
 
 
-def look_up(
+def embed_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"], num_words: int
 ) -> Float[Array, "*rows hidden"]:
-    """The rows of a table of `num_words`, of which this device may have a part."""
+    """Returns embeddings from a table of `num_words`, divided over devices or not."""
     if table.shape[0] >= num_words:
         return table[tokens]
-    return lax.psum(look_up_own(table, tokens), TENSOR)
+    return lax.psum(embed_own_tokens(table, tokens), TENSOR)
 
 
-def look_up_own(
+def embed_own_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"]
 ) -> Float[Array, "*rows hidden"]:
-    """The rows of this device's words, zeros for those of others."""
+    """Returns embeddings of this device's words, and zeros for other words."""
     own, is_here = own_words(table.shape[0], tokens)
     found = table[own]
     return jnp.where(is_here[..., None], found, jnp.zeros_like(found))
@@ -49,30 +48,30 @@ def look_up_own(
 def own_words(
     part: int, tokens: Int[Array, "*rows"]
 ) -> tuple[Int[Array, "*rows"], Bool[Array, "*rows"]]:
-    """Places of tokens among the `part` words of this device, and which are there."""
+    """Returns the indices of tokens among this device's `part` words, and a mask."""
     own = tokens - part * lax.axis_index(TENSOR).astype(tokens.dtype)
     is_here = (own >= 0) & (own < part)
     return jnp.where(is_here, own, 0), is_here
 
 
-def gather(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:
-    """Puts the devices' parts of `num_words` side by side."""
+def gather_words(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:
+    """Concatenates the devices' parts of a vocabulary of `num_words`."""
     if x.shape[0] >= num_words:
         return x
     return lax.all_gather(x, TENSOR, tiled=True)[:num_words]
 
 
 def own_experts(routing: moe.Routing, *, part: int) -> moe.Routing:
-    """The routing to the `part` of the experts that this device has.
+    """Returns the routing to the `part` of the experts that this device has.
 
-    Choices of others go to nobody, with a share of zero; the probabilities are none.
+    Other experts are replaced by the invalid number `part` with a share of zero; the
+    probabilities are zeros.
     """
     own = routing.expert - lax.axis_index(EXPERT).astype(jnp.int32) * part
     is_own = (own >= 0) & (own < part)
     share = jnp.where(is_own, routing.share, jnp.zeros_like(routing.share))
     return moe.Routing(
         probs=jnp.zeros((len(own), part), share.dtype),
-        # Nobody answers for experts that are elsewhere.
         expert=jnp.where(is_own, own, part),
         share=share,
     )

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of features turn with the position, each at its own pace."""
+"""Rotary positions (RoPE): pairs of features rotate in proportion to position."""
 
 import functools
 from typing import NamedTuple
@@ -13,13 +13,15 @@ from jaxkv.models.config import ModelConfig
 
 
 def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " half"]:
-    """Radians per position of every pair of features (Su et al. 2021, eq. 15).
+    """Returns the rotary frequencies: radians per position of each pair of features.
 
-    Constants of a program, not raised to powers in every step; in `dtype`, float32 or
-    float64.
+    They are constants of a program, in `dtype`, float32 or float64.
+
+    Source: Su et al. 2021, arXiv:2104.09864, equation 15.
     """
     kind = np.dtype(dtype).type
-    # Powers in float64 of what XLA makes of a division in `dtype`: its bits.
+    # Powers in float64 of exponents rounded as XLA rounds a division in `dtype`, for
+    # equal bits.
     exponents = np.arange(0, config.head_dim, 2, dtype=kind) * kind(1 / config.head_dim)
     plain = (1.0 / config.rope_theta ** exponents.astype(np.float64)).astype(kind)
     if (s := config.rope_scaling) is None:
@@ -37,7 +39,7 @@ type Projected = Float[Array, "..."] | tuple[Array, Array, Array]
 
 
 class Angles(NamedTuple):
-    """How far every pair of features of a row turns: `[half, rows]`, or transposed."""
+    """Rotary angles as cosine and sine of each pair: `[half, rows]`, or transposed."""
 
     cos: Float[Array, "_ _"]
     sin: Float[Array, "_ _"]
@@ -49,10 +51,10 @@ def angles(
     dtype: DTypeLike,
     axis: int = -2,
 ) -> Angles | None:
-    """Returns the angles at these positions, at least in float32.
+    """Returns the rotary angles at these positions, in at least float32.
 
-    None where none turn. The pairs of features have the first of the two axes, or with
-    `axis=-1` the last.
+    None if positions are not rotary. The pairs of features are the first of
+    the two axes, or with `axis=-1` the last.
     """
     if config.positions != "rope":
         return None
@@ -65,26 +67,26 @@ def angles(
 def split_heads(
     qkv: Float[Array, "..."], axis: int
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """Returns the parts of `group + 2` heads: queries, one key and one value.
+    """Splits `group + 2` heads into queries, one key and one value.
 
     Args:
       qkv: `[kv_heads, group + 2, head_dim, rows]`, or with `axis=-1` `[batch, seq,
         kv_heads, group + 2, head_dim]`.
-      axis: of the features; that of the heads is the one before it.
+      axis: axis of the features; the axis before it has the heads.
     """
     group = qkv.shape[axis - 1] - 2
     cut = functools.partial(lax.slice_in_dim, qkv, axis=axis - 1)
     return cut(0, group), cut(group, group + 1), cut(group + 1, group + 2)
 
 
-def parts(
+def split_and_rotate(
     qkv: Float[Array, "kv_heads group_and_2 head_dim rows"], angles: Angles | None
 ) -> tuple[
     Float[Array, "kv_heads group head_dim rows"],
     Float[Array, "kv_heads head_dim rows"],
     Float[Array, "kv_heads head_dim rows"],
 ]:
-    """Queries, keys and values of a projection, positions encoded in the first two."""
+    """Splits a projection; queries and keys have rotary positions encoded."""
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if angles is not None:
         q, k = rotate(q, *angles), rotate(k, *angles)
@@ -97,7 +99,7 @@ def rotate(
     sin: Float[Array, "_ _"],
     axis: int = -2,
 ) -> Float[Array, "..."]:
-    """Turns every pair: feature i of the first half with feature i of the second.
+    """Rotates pairs of feature i of the first half and feature i of the second half.
 
     `x` is `[..., head_dim, rows]`, or with `axis=-1` `[batch, seq, ..., head_dim]`.
     """

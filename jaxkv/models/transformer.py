@@ -1,9 +1,9 @@
 """Decoder-only transformers, dense and mixtures: parameters and one forward pass.
 
-With `layers`, the only door to flax. Every row of the activations is one token; which
-sequence it belongs to is known to `attend` alone, so the same layers serve training
-(whole sequences) and the engine (packed rows over pages). Activations are columns,
-`[features, rows]`, unless an `Orientation` is passed that has rows.
+Only this module and `layers` use flax. Every row of the activations is one token; only
+`attend` knows the sequence of a row, so the same layers serve training (whole
+sequences) and the engine (packed rows over pages). Activations are columns, `[features,
+rows]`, unless an `Orientation` with rows is passed.
 """
 
 import functools
@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models import drawing, moe, param_forms, rotary
+from jaxkv.models import initialization, moe, param_forms, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import (
@@ -34,35 +34,35 @@ type Attend[C] = Callable[
     [int | Int32[Array, ""], Any, rotary.Angles | None, C],
     tuple[Float[Array, "..."], C],
 ]
-"""`attend(layer, qkv, angles, carry) -> (out, carry)`: the only place where rows meet.
+"""`attend(layer, qkv, angles, carry) -> (out, carry)`: the attention of a layer.
 
-`qkv` is `[kv_heads, group + 2, head_dim, rows]`, or as an `Orientation` of rows splits
-it: of each KV head the group's queries, the key and the value, which `angles` are not
-yet encoded in; None where positions are learned. `out` has the queries alone.
-"""
+    It is the only function that combines rows. `qkv` is `[kv_heads, group + 2,
+    head_dim, rows]`, or the form of an `Orientation` with rows: for each KV head the
+    group's queries, the key and the value, without positions. `angles` encode the
+    positions; None if they are learned. `out` has the queries' outputs."""
 
 COLUMNS = Orientation()
 
 
 class States(NamedTuple):
-    """What the layers make of rows."""
+    """Results of the layers."""
 
     last: Activations
-    """The last hidden state, normed."""
+    """The last hidden state, after its norm."""
     carry: Any
-    """What went through `attend`."""
+    """The final carry of `attend`."""
     routings: list[moe.Routing]
-    """Of each mixture."""
+    """Routing of each mixture."""
     taps: list[Activations]
-    """The states that were asked for, in that order."""
+    """The requested states, in the requested order."""
 
 
 class Transformer(nnx.Module):
     """Embeddings, layers, final norm and output head of a `ModelConfig`.
 
-    Scanned, it has one layer of each kind, whose parameters are those of all layers of
-    that kind on a leading axis: see `param_forms.stack_layers`. With `for_few` layers
-    have their weights twice: see `param_forms.for_few_rows`.
+    If `scanned`, it has one layer of each kind, whose parameters have a leading axis of
+    layers: see `param_forms.stack_layers`. If `with_transposed`, layers store their
+    weights twice: see `param_forms.add_transposed_weights`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
         rngs: Any,
         dtype=jnp.float32,
         scanned=False,
-        for_few=False,
+        with_transposed=False,
     ):
         c = config
         table = functools.partial(Linear, rngs=rngs, dtype=dtype)
@@ -83,9 +83,11 @@ class Transformer(nnx.Module):
                 c.hidden_size,
                 axes=(None, "hidden"),
             )
-        firsts = [kind.start for kind in param_forms.kinds(c)]
+        firsts = [kind.start for kind in param_forms.layer_kinds(c)]
         wanted = firsts if scanned else range(c.num_layers)
-        layer = functools.partial(Layer, rngs=rngs, dtype=dtype, for_few=for_few)
+        layer = functools.partial(
+            Layer, rngs=rngs, dtype=dtype, with_transposed=with_transposed
+        )
         self.layers = nnx.List([layer(c, index) for index in wanted])
         self.final_norm = Norm(c.hidden_size, c, kind=c.norm, dtype=dtype)
         if not c.tie_embeddings:
@@ -105,25 +107,25 @@ class Transformer(nnx.Module):
         only: tuple[int, ...] | None = None,
         taps: tuple[int, ...] = (),
     ) -> States:
-        """Runs the layers on every row, activations being columns.
+        """Runs the layers on every row, with activations as columns.
 
         Args:
-          tokens: whose embeddings go into the first layer.
-          positions: of the rows in their sequences.
-          attend: where rows meet.
-          carry: goes through it.
-          inputs: what goes into the first layer instead of embeddings.
-          live: rows that are sent to experts; None means all.
-          numerics: as the experts' products take it.
-          only: layers that are run, the others are skipped; None means all.
-          taps: states to return, too: that which goes into layer i, or for `num_layers`
-            the last one.
+          tokens: input tokens.
+          positions: positions of the rows in their sequences.
+          attend: the attention of a layer.
+          carry: initial carry of `attend`.
+          inputs: input of the first layer in place of embeddings.
+          live: True for rows that are sent to experts; None means all.
+          numerics: numerics of the experts' products.
+          only: layers to run, skipping the remaining ones; None means all.
+          taps: states to return: the input of layer i, or for `num_layers` the last
+            state.
 
         Returns:
-          The last hidden states, and what was found on the way.
+          The last hidden states, the carry, routings and taps.
 
         Raises:
-          ValueError: layers are to be skipped, and they are stacked.
+          ValueError: `only` is set, and the layers are stacked.
         """
         o = Orientation(numerics, live)
         x = self.embedded(tokens, positions, o, inputs)
@@ -141,7 +143,7 @@ class Transformer(nnx.Module):
     ) -> Activations:
         """Returns the input of the first layer: embeddings or `inputs`, and positions.
 
-        Positions are added where they are learned.
+        Position embeddings are added if positions are learned.
         """
         c, x = self.config, inputs
         if x is None:
@@ -149,7 +151,7 @@ class Transformer(nnx.Module):
         if c.positions != "learned":
             return x
         table = self.embed_positions.weight[...]
-        return x + orientation.learned(table, positions + c.position_offset)
+        return x + orientation.look_up_positions(table, positions + c.position_offset)
 
     def run(
         self,
@@ -162,14 +164,14 @@ class Transformer(nnx.Module):
         only: tuple[int, ...] | None = None,
         tapped: bool = False,
     ) -> States:
-        """Runs the layers; arguments as those of `hidden`.
+        """Runs the layers; arguments as in `hidden`.
 
         Returns:
-          The last state, not normed yet, and as taps all that went into the layers, of
+          The last state before its norm, and as taps the inputs of all layers; for
           stacked layers only if `tapped`.
 
         Raises:
-          ValueError: layers are to be skipped, and they are stacked.
+          ValueError: `only` is set, and the layers are stacked.
         """
         angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
 
@@ -191,9 +193,9 @@ class Transformer(nnx.Module):
     def _unroll(
         self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
     ) -> States:
-        """Runs layer after layer, all of a kind as calls of one function."""
+        """Runs one layer after another; layers of a kind are calls of one function."""
         routings, before = [], []
-        for kind in param_forms.kinds(self.config):
+        for kind in param_forms.layer_kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
             one = jax.jit(functools.partial(run, graph))
             for index in kind if only is None else [i for i in kind if i in only]:
@@ -207,7 +209,7 @@ class Transformer(nnx.Module):
         """Runs all layers of a kind as one loop, which compiles as one layer."""
         routings, before = [], []
         for kind, layer in zip(
-            param_forms.kinds(self.config), self.layers, strict=True
+            param_forms.layer_kinds(self.config), self.layers, strict=True
         ):
             graph, weights = nnx.split(layer)
 
@@ -218,7 +220,9 @@ class Transformer(nnx.Module):
             indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
             with jax.named_scope("layers"):
                 (x, carry), found = jax.lax.scan(one, (x, carry), (indices, weights))
-            every = [param_forms.at(found, number) for number in range(len(kind))]
+            every = [
+                param_forms.index_leaves(found, number) for number in range(len(kind))
+            ]
             routings += [routing for routing, _ in every if routing is not None]
             before += [state for _, state in every]
         return States(x, carry, routings, before)
@@ -226,7 +230,7 @@ class Transformer(nnx.Module):
     def logits(
         self, hidden: Activations, orientation: Orientation = COLUMNS
     ) -> Float[Array, "rows words"]:
-        """Next-token logits in float32 (float64 if the weights are)."""
+        """Returns next-token logits in float32 (float64 if the weights are)."""
         c = self.config
         table = self.embed if c.tie_embeddings else self.head
         return orientation.unembed(table.weight[...], hidden, c.vocab_size)
@@ -235,32 +239,37 @@ class Transformer(nnx.Module):
 def _split(
     config: ModelConfig,
     dtype: DTypeLike,
-    rngs: drawing.Recorder | None = None,
+    rngs: initialization.ShapeRecorder | None = None,
     *,
     scanned: bool = False,
-    for_few: bool = False,
+    with_transposed: bool = False,
 ) -> tuple[Any, Any]:
-    """The graph of a model, and the shapes of its parameters."""
-    rngs = drawing.Recorder() if rngs is None else rngs
-    form = {"scanned": scanned, "for_few": for_few}
+    """Returns the graph of a model, and the shapes of its parameters."""
+    rngs = initialization.ShapeRecorder() if rngs is None else rngs
+    form = {"scanned": scanned, "with_transposed": with_transposed}
     build = functools.partial(Transformer, config, rngs=rngs, dtype=dtype, **form)
     return nnx.split(nnx.eval_shape(build), nnx.Param)
 
 
 def merge(config: ModelConfig, params: Params) -> Transformer:
-    """The model with these parameters, stacked, for few rows or neither."""
-    scanned, for_few = param_forms.is_stacked(params), param_forms.is_for_few(params)
-    graph, _ = _split(config, jnp.float32, scanned=scanned, for_few=for_few)
+    """Returns the model with these parameters, in any of their forms."""
+    scanned, with_transposed = (
+        param_forms.is_stacked(params),
+        param_forms.has_transposed_weights(params),
+    )
+    graph, _ = _split(
+        config, jnp.float32, scanned=scanned, with_transposed=with_transposed
+    )
     return nnx.merge(graph, nnx.State(params))
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = "float32"):
-    """Random parameters, normal with standard deviation 0.02, as nested dicts.
+    """Returns random parameters, normal with standard deviation 0.02, as nested dicts.
 
-    Compiled as one program for a `config`; the bits are those of drawing array by array
-    with `nnx.Rngs(key)`.
+    Compiled as one program per `config`; the bits are those of drawing each array with
+    `nnx.Rngs(key)`.
     """
-    recorder = drawing.Recorder()
+    recorder = initialization.ShapeRecorder()
     _split(config, jnp.dtype(dtype), recorder)
     index = [np.int32(place) for place in range(len(recorder.shapes))]
     return _init_params(key, index, config, tuple(recorder.shapes), jnp.dtype(dtype))
@@ -271,10 +280,10 @@ def _init_params(
     key: Array,
     index: list[Int32[Array, ""]],
     config: ModelConfig,
-    shapes: tuple[drawing.Shape, ...],
+    shapes: tuple[initialization.Shape, ...],
     dtype: np.dtype,
 ) -> Params:
-    normals = drawing.Normals(key, shapes, dtype, index)
+    normals = initialization.PredrawnNormals(key, shapes, dtype, index)
     model = Transformer(config, rngs=normals, dtype=dtype)
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
@@ -282,9 +291,9 @@ def _init_params(
 def param_shapes(
     config: ModelConfig, *, dtype: DTypeLike = "float32", stacked: bool = False
 ) -> Params:
-    """The same tree holding `jax.ShapeDtypeStruct`s; allocates nothing.
+    """Returns the tree of parameters with `jax.ShapeDtypeStruct`s; allocates no memory.
 
-    If `stacked`, that of `param_forms.stack_layers`.
+    If `stacked`, the tree is that of `param_forms.stack_layers`.
     """
     shapes = nnx.to_pure_dict(_split(config, jnp.dtype(dtype))[1])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
@@ -294,9 +303,10 @@ def param_shapes(
 
 
 def param_axes(config: ModelConfig, *, stacked: bool = False) -> Params:
-    """The same tree holding each parameter's logical axis names, for meshes.
+    """Returns the tree of parameters with their logical axis names, for meshes.
 
-    If `stacked`, that of `param_forms.stack_layers`, whose leading axis is "layers".
+    If `stacked`, the tree is that of `param_forms.stack_layers`, with the leading axis
+    "layers".
     """
     _, state = _split(config, jnp.float32, scanned=stacked)
     is_param = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
@@ -313,58 +323,58 @@ def param_axes(config: ModelConfig, *, stacked: bool = False) -> Params:
 def logits(
     params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
 ) -> Float[Array, "batch seq vocab"]:
-    """Plain causal forward pass over whole sequences: training, and the paged twin.
+    """Returns the logits of a causal forward pass over whole sequences.
 
-    As `outputs`, without what mixtures report.
+    As `outputs`, without the results of mixtures.
     """
     return outputs(params, tokens, config=config).logits
 
 
 class Outputs(NamedTuple):
-    """What a forward pass over whole sequences gives."""
+    """Results of a forward pass over whole sequences."""
 
     logits: Float[Array, "batch seq vocab"]
     """Next-token logits, at least float32."""
     auxiliary: Float[Array, ""]
-    """What training adds to the loss: `balance_weight` times the load-balancing loss,
-    mean over the mixtures; 0 of a dense model."""
+    """Term of the training loss: `balance_weight` times the mean load-balancing loss of
+    the mixtures; 0 for a dense model."""
     loads: Float[Array, "mixtures experts"] | None
-    """Share of the tokens that each expert of each mixture, first layer first, was
-    chosen by, see `moe.imbalance`; None of a dense model."""
+    """Fraction of the tokens that chose each expert, by mixture from the first layer
+    on, see `moe.imbalance`; None for a dense model."""
 
 
 def outputs(
     params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
 ) -> Outputs:
-    """Plain causal forward pass over whole sequences, with what mixtures report.
+    """Runs a causal forward pass over whole sequences, with the results of mixtures.
 
-    Warns, when it is compiled, where they are past a model's rotary positions.
+    Warns at compile time if sequences exceed the model's rotary positions.
 
     Raises:
-      ValueError: they are past a model's learned positions.
+      ValueError: sequences exceed the model's learned positions.
     """
     config.check_length(tokens.shape[1], "seq")
     model = merge(config, params)
-    found = read(model, tokens)
+    found = run_sequences(model, tokens)
     logits, routings = model.logits(found.last), found.routings
     logits = logits.reshape(*tokens.shape, -1)
     if config.experts is None:
         return Outputs(logits, jnp.zeros((), logits.dtype), None)
     balance = jnp.mean(jnp.stack([moe.balance_loss(x) for x in routings]))
-    loads = jnp.stack([moe.load(x) for x in routings])
+    loads = jnp.stack([moe.expert_load(x) for x in routings])
     return Outputs(logits, config.experts.balance_weight * balance, loads)
 
 
-def read(
+def run_sequences(
     model: Transformer,
     tokens: Int[Array, "batch seq"],
     *,
     taps: tuple[int, ...] = (),
     only: tuple[int, ...] | None = None,
 ) -> States:
-    """Runs a model over whole sequences, each from its beginning, side by side.
+    """Runs a model over a batch of whole sequences, each from its first token.
 
-    Nothing is carried; `taps` and `only` are as `Transformer.hidden` takes them.
+    There is no carry; `taps` and `only` are those of `Transformer.hidden`.
     """
     config, (batch, seq) = model.config, tokens.shape
     position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
@@ -373,7 +383,7 @@ def read(
         # To [batch, seq, heads, head_dim] and back.
         q, k, v = (
             x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
-            for x in rotary.parts(qkv, angles)
+            for x in rotary.split_and_rotate(qkv, angles)
         )
         y, _ = tiled.flash_attention(q, k, v, window=config.window)
         y = y.transpose(2, 3, 0, 1)

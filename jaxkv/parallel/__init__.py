@@ -1,15 +1,15 @@
-"""Past one device: a model and its pages divided over a mesh."""
+"""Parallelism: a model and its pages divided over a mesh of devices."""
 
-from jaxkv.parallel.mesh import count_cpu_as, make_mesh
+from jaxkv.parallel.mesh import make_mesh, set_cpu_devices
 
 __all__ = [
     "collectives",
-    "count_cpu_as",
     "experts",
     "layout",
     "make_mesh",
     "mesh",
     "processes",
     "sequence",
+    "set_cpu_devices",
     "tensor",
 ]

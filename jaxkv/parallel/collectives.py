@@ -1,9 +1,9 @@
-"""What a compiled program sends: its collectives, read from its text.
+"""Bytes that a compiled program sends, by the collectives in its text.
 
-A device's bytes on the wire are an operation's operands, times the trips of the loops
-around it, times a factor of its kind (`sent`): of x bytes over p devices a ring sends
-2 (p-1)/p x for an all-reduce, (p-1) x for an all-gather of parts of x, (p-1)/p x for a
-reduce-scatter or an all-to-all, and x for a permute.
+The bytes of a device are those of an operation's operands, times the trips of the loops
+around it, times a factor of its kind (`Collective.sent`): for x bytes over p devices a
+ring sends 2 (p-1)/p x for an all-reduce, (p-1) x for an all-gather of parts of x,
+(p-1)/p x for a reduce-scatter or an all-to-all, and x for a permute.
 """
 
 import math
@@ -28,15 +28,15 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Collective(NamedTuple):
-    """One operation of a program.
+    """One collective operation of a program.
 
     Attributes:
       kind: one of `KINDS`.
-      shapes: of its operands, element type and sizes.
-      devices: that take part in an exchange, 1 where nothing is sent.
-      trips: how often it runs in a run of the program.
-      is_sure: whether the program's text says so; a loop whose trips are data, or a
-        branch, counts once.
+      shapes: element type and shape of each operand.
+      devices: number of devices that exchange data; 1 if none is sent.
+      trips: number of executions in one run of the program.
+      is_sure: True if the text determines `trips`; a loop with a data-dependent number
+        of trips, or a branch, counts once.
     """
 
     kind: str
@@ -46,10 +46,10 @@ class Collective(NamedTuple):
     is_sure: bool
 
     def sent(self, *, rank: int = 0) -> float:
-        """Bytes that a device sends.
+        """Returns the bytes that a device sends.
 
-        Above 0, tensors of that rank at least count alone, and of vectors floating
-        ones: no counters and flags, nor, with 2, what belongs to a vector.
+        With `rank` above 0, only tensors of at least that rank count, and only floating
+        vectors: this excludes counters and flags, and with 2 also data of vectors.
         """
         size = 0
         for kind, sides in self.shapes:
@@ -69,10 +69,10 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """Lists the collectives of a compiled program, as `compiled.as_text()` gives it.
+    """Lists the collectives of a compiled program, given `compiled.as_text()`.
 
     Raises:
-      ValueError: there is no program in the text.
+      ValueError: the text has no program.
     """
     bodies: dict[str, list[str]] = {}
     entry, name = "", ""
@@ -121,8 +121,8 @@ def _walk(
 
 
 def _devices(line: str) -> int:
-    """How many devices exchange."""
-    # Three ways to write a division: by axes of a mesh, by counts, one by one.
+    """Returns the number of devices that exchange data."""
+    # HLO writes groups in three ways: by mesh axes, by counts, one by one.
     by_axes = r"replica_groups=mesh\[(.*?)\] \{(.*?)\}"
     if (found := re.search(by_axes, line)) is not None:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))

@@ -1,12 +1,13 @@
-"""Expert parallelism: each device has some of the experts, and all have tokens.
+"""Expert parallelism: each device has some of the experts, and all devices have tokens.
 
-For functions inside `jax.shard_map` over the axis `EXPERT`. Either rows go to the
-devices whose experts they chose and their answers come back, two all-to-alls of buffers
-with a bounded number of places for every expert: choices that find none are dropped. Or
-every device gathers all rows, answers those that chose its experts, and the answers are
-added up and scattered: nothing is dropped, and more is sent.
+For functions inside `jax.shard_map` over the axis `EXPERT`. `exchange` sends rows to
+the devices of their experts and the outputs back: two all-to-alls of buffers with a
+bounded number of places for every expert, so choices beyond the capacity are dropped.
+`gather_rows` gathers all rows on every device, which computes the outputs of its
+experts; the outputs are summed and scattered. This drops no choice and sends more
+bytes.
 
-Sources: Lepikhin et al. 2020, arXiv:2006.16668, section 3 (all-to-all, capacity).
+Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3 (all-to-all, capacity).
 """
 
 from collections.abc import Callable
@@ -21,24 +22,24 @@ from jaxkv.models import moe, partition
 from jaxkv.models.partition import EXPERT
 
 
-class Places(NamedTuple):
-    """Where in buffers of `capacity` places an expert the choices of rows are."""
+class ExpertPlaces(NamedTuple):
+    """Places of the rows' choices in buffers of `capacity` places per expert."""
 
     row: Int32[Array, " experts_capacity"]
-    """Which row is in each place; one past the last row where there is none."""
+    """Row in each place; the number of rows if the place is empty."""
     place: Int32[Array, "rows top_k"]
-    """Which place each choice has; one past the last place where it is dropped."""
+    """Place of each choice; the number of places if the choice is dropped."""
 
 
-def places(
+def assign_places(
     expert: Int32[Array, "rows top_k"], *, num_experts: int, capacity: int
-) -> Places:
-    """Gives the choices places, first choices before second ones, then row by row.
+) -> ExpertPlaces:
+    """Assigns places to the choices: first choices before second ones, then by row.
 
     Args:
-      expert: chosen by each row, best first, in [0, num_experts).
-      num_experts: how many there are.
-      capacity: places of each.
+      expert: experts of each row, best first, in [0, num_experts).
+      num_experts: number of experts.
+      capacity: number of places of each expert.
     """
     num_rows, top_k = expert.shape
     chosen = expert.T.reshape(-1)
@@ -53,7 +54,7 @@ def places(
     place = jnp.where(rank < capacity, chosen * capacity + rank, num_places)
     row = jnp.full((num_places,), num_rows, jnp.int32)
     row = row.at[place].set(number % num_rows, mode="drop", unique_indices=True)
-    return Places(row, place.reshape(top_k, num_rows).T)
+    return ExpertPlaces(row, place.reshape(top_k, num_rows).T)
 
 
 def exchange(
@@ -65,21 +66,21 @@ def exchange(
     *,
     capacity: int,
 ) -> Float[Array, "rows out"]:
-    """Sends rows to the experts that they chose, and adds the answers up by shares.
+    """Sends rows to their experts, and sums the outputs by shares.
 
-    Sent by each of p devices: twice (p - 1) / p of `experts * capacity` rows, as many
-    backward.
+    Each of p devices sends twice (p - 1) / p of `experts * capacity` rows, and as many
+    in the backward pass.
 
     Args:
       x: this device's rows.
-      routing: where they go.
-      answer: what this device's experts answer, each to rows of its own; rows of zeros
-        stand in places that nobody has.
-      capacity: rows that this device sends to an expert at most; choices beyond it add
-        nothing.
+      routing: experts of the rows.
+      answer: computes the outputs of this device's experts, each for its own rows;
+        empty places have rows of zeros.
+      capacity: number of rows that this device sends to an expert at most; choices
+        beyond it contribute zero.
     """
     num_experts = routing.probs.shape[1]
-    found = places(routing.expert, num_experts=num_experts, capacity=capacity)
+    found = assign_places(routing.expert, num_experts=num_experts, capacity=capacity)
     sent = x.at[found.row].get(mode="fill", fill_value=0)
     sent = sent.reshape(num_experts, capacity, -1)
     come = lax.all_to_all(sent, EXPERT, split_axis=0, concat_axis=1, tiled=True)
@@ -90,7 +91,7 @@ def exchange(
     return jnp.sum(found.astype(share.dtype) * share, axis=1).astype(x.dtype)
 
 
-def gather(
+def gather_rows(
     x: Float[Array, "rows width"],
     routing: moe.Routing,
     answer: Callable[
@@ -99,28 +100,29 @@ def gather(
     *,
     num_own: int,
 ) -> Float[Array, "rows out"]:
-    """Gathers all rows, and scatters the sums of what the devices' experts answer.
+    """Gathers all rows, and scatters the sums of the experts' outputs.
 
-    Sent by each of p devices: p - 1 times its rows, twice, and as much backward.
+    Each of p devices sends p - 1 times its rows, twice, and as much in the backward
+    pass.
 
     Args:
       x: this device's rows.
-      routing: where they go.
-      answer: what this device's experts answer, as `moe.mix` takes it.
-      num_own: experts of a device.
+      routing: experts of the rows.
+      answer: computes the outputs of this device's experts, as in `moe.mix`.
+      num_own: number of experts of a device.
     """
     rows, expert, share = jax.tree.map(
         lambda each: lax.all_gather(each, EXPERT, tiled=True),
         (x, routing.expert, routing.share),
     )
     every = moe.Routing(routing.probs, expert, share)
-    mine = partition.own_experts(every, part=num_own)
-    y = moe.mix(rows, mine, answer)
+    own_routing = partition.own_experts(every, part=num_own)
+    y = moe.mix(rows, own_routing, answer)
     return lax.psum_scatter(y, EXPERT, tiled=True)
 
 
-def dropped(routing: moe.Routing, *, capacity: int) -> Float[Array, ""]:
-    """Share of the choices that find no place, of rows that are a device's own."""
-    load = moe.load(routing) * routing.probs.shape[0]
+def dropped_fraction(routing: moe.Routing, *, capacity: int) -> Float[Array, ""]:
+    """Returns the fraction of one device's choices that exceed the capacity."""
+    load = moe.expert_load(routing) * routing.probs.shape[0]
     over = jnp.maximum(load - jnp.asarray(capacity, load.dtype), jnp.zeros_like(load))
     return jnp.sum(over) / routing.expert.size

@@ -1,6 +1,6 @@
-"""How an engine's state lies on a mesh: its pages divided, the rest whole.
+"""Layout of an engine's state on a mesh: its pages are divided, the rest is replicated.
 
-Specs are `PartitionSpec`s; a tree of them may be a prefix of that of the arrays.
+Specs are `PartitionSpec`s; a tree of specs may be a prefix of the tree of arrays.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from jaxkv.models import Params
 from jaxkv.models.partition import EXPERT, TENSOR
 
 WHOLE = PartitionSpec()
-"""Of what every device has."""
+"""Spec of an array that every device has."""
 
 
 def check_mesh(mesh: object) -> None:
-    """Refuses anything but a mesh with the axes of `make_mesh`, or None.
+    """Checks that the argument is a mesh with the axes of `make_mesh`, or None.
 
     Raises:
-      ValueError: it is not a mesh, or has another axis.
+      ValueError: the argument is not a mesh, or has another axis.
     """
     validation.instance("mesh", mesh, Mesh, type(None))
     known = (TENSOR, CONTEXT, EXPERT)
@@ -39,20 +39,20 @@ def check_mesh(mesh: object) -> None:
 
 
 def degree_of(mesh: Mesh) -> int:
-    """Devices over which matrices are divided."""
+    """Returns the number of devices over which matrices are divided."""
     return mesh.shape.get(TENSOR, 1)
 
 
 def experts_of(mesh: Mesh) -> int:
-    """Devices, or groups of those that divide matrices, over which experts are."""
+    """Returns the number of devices, or tensor-parallel groups, that divide experts."""
     return mesh.shape.get(EXPERT, 1)
 
 
 def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> None:
-    """Refuses pages that a mesh does not divide.
+    """Checks that a mesh can divide pages.
 
     Raises:
-      ValueError: their size, or the model's window, does not divide.
+      ValueError: the page size, or the model's window, is not a multiple.
     """
     num = mesh.shape.get(CONTEXT, 1)
     if page_size % num:
@@ -63,18 +63,18 @@ def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> Non
         page_parts.check_window(window, page_size=page_size)
 
 
-def mapped(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
-    """A function that every device runs on its parts, as the specs divide them.
+def map_over_mesh(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
+    """Returns a function that every device runs on its parts, as the specs divide them.
 
-    What is said to be whole must come out the same everywhere, which is not checked.
+    Results with a replicated spec must be equal on all devices, which is not checked.
     """
 
-    def anew(x: Any) -> Any:
+    def copy_if_empty(x: Any) -> Any:
         return x if x.size else jnp.zeros(x.shape, x.dtype)
 
     def run(*args: Any) -> Any:
-        # XLA's partitioner (jax 0.11.2) dies of an empty array that is handed through.
-        return jax.tree.map(anew, function(*jax.tree.map(anew, args)))
+        # XLA's partitioner (jax 0.11.2) aborts on an empty array passed through.
+        return jax.tree.map(copy_if_empty, function(*jax.tree.map(copy_if_empty, args)))
 
     given, made = (_on(mesh, specs) for specs in (given, made))
     return jax.shard_map(
@@ -83,27 +83,27 @@ def mapped(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
 
 
 def shardings(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Where arrays belong; `specs` may be a prefix of their tree."""
+    """Returns the sharding of each array; `specs` may be a prefix of the tree."""
     full = jax.tree.broadcast(_on(mesh, specs), tree, is_leaf=_is_spec)
     return jax.tree.map(lambda x: NamedSharding(mesh, x), full, is_leaf=_is_spec)
 
 
-def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Puts arrays where they belong; `specs` may be a prefix of their tree."""
+def place_tree(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Puts arrays on the devices of their specs, which may be a prefix of the tree."""
     return jax.device_put(tree, shardings(tree, specs, mesh))
 
 
-def put(array: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> Array:
-    """Puts an array that every process has whole, on each device its part alone."""
+def put_array(array: np.ndarray, spec: PartitionSpec, mesh: Mesh) -> Array:
+    """Puts an array that every process has on the devices, each with its part."""
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def specs_on(params: Params, mesh: Mesh) -> Params:
-    """How parameters were divided over a mesh.
+    """Returns the specs with which parameters are divided over a mesh.
 
     Raises:
-      ValueError: names one that is elsewhere.
+      ValueError: a parameter is elsewhere; the message names it.
     """
 
     def spec(path: Any, array: Array) -> PartitionSpec:
@@ -119,15 +119,15 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
 
 
 def pages_specs(pages: Pages) -> Any:
-    """Returns how pages are divided: as their layout does, all by places in a page."""
+    """Returns the specs of pages: those of their layout, and of features by places."""
     specs = pages.layout.specs(pages, heads=TENSOR)
-    beside = None if pages.beside is None else pages_specs(pages.beside)
+    second = None if pages.beside is None else pages_specs(pages.beside)
     features = PartitionSpec(None, None, None, CONTEXT)
-    return specs._replace(beside=beside, features=features)
+    return specs._replace(beside=second, features=features)
 
 
 def state_specs(state: EngineState) -> Any:
-    """How an engine's state is divided, as a prefix of it: its pages alone are."""
+    """Returns the specs of an engine's state, in which only pages are divided."""
     specs: Any = EngineState(*(WHOLE for _ in state))  # ty: ignore[invalid-argument-type]
     specs = specs._replace(pages=pages_specs(state.pages))
     if (staging := state.staging) is not None:
@@ -137,12 +137,12 @@ def state_specs(state: EngineState) -> Any:
 
 
 def place_state(state: EngineState, mesh: Mesh) -> EngineState:
-    """Divides an engine's state, as its programs on a mesh take it.
+    """Puts an engine's state on a mesh, as its programs on the mesh take it.
 
-    The pages have as many KV heads as `tensor.fit`'s model.
+    The pages have as many KV heads as the model of `tensor.fit_config`.
 
     Raises:
-      ValueError: the mesh does not divide the pages.
+      ValueError: the mesh cannot divide the pages.
     """
     check_pages(mesh, page_size=state.pages.page_size)
     specs = state_specs(state)
@@ -152,11 +152,11 @@ def place_state(state: EngineState, mesh: Mesh) -> EngineState:
         raise ValueError(
             f"pages of {heads} KV heads cannot be divided over {num} devices"
         )
-    return place(state, specs, mesh)
+    return place_tree(state, specs, mesh)
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:
-    """The specs without the axes that a mesh does not have."""
+    """Returns the specs without axes that the mesh does not have."""
 
     def one(spec: PartitionSpec) -> PartitionSpec:
         absent = {x for x in spec if isinstance(x, str)} - set(mesh.shape)

@@ -1,4 +1,4 @@
-"""Meshes: devices in an order, by the kind of parallelism that each axis is for."""
+"""Device meshes with an axis for each kind of parallelism."""
 
 import contextlib
 import math
@@ -13,14 +13,14 @@ from jaxkv.models.partition import EXPERT, TENSOR
 from jaxkv.parallel import processes
 
 
-def count_cpu_as(num: int) -> None:
-    """Has a CPU count as `num` devices at least, where JAX has not started yet.
+def set_cpu_devices(num: int) -> None:
+    """Makes JAX split a CPU into at least `num` devices, if it has not started yet.
 
-    Where there are several processes, all their devices together.
+    With several processes, `num` is the number of devices of all processes.
     """
     num = -(-num // processes.num())
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return  # the user said how many
+        return  # the user has set the number
     if (jax.config.values["jax_num_cpu_devices"] or 1) < num:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num)
@@ -28,17 +28,17 @@ def count_cpu_as(num: int) -> None:
 
 @validation.suggests_keywords
 def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
-    """A mesh of the first `tensor * context * expert` devices, for an engine.
+    """Makes a mesh of the first `tensor * context * expert` devices, for an engine.
 
     Args:
-      tensor: devices that divide heads, the MLP's columns and the vocabulary among
-        them, at least 1.
-      context: devices, or groups of `tensor`, that divide every page among them, so
+      tensor: number of devices that divide heads, MLP columns and vocabulary, at least
+        1.
+      context: number of devices, or tensor-parallel groups, that divide every page, so
         that each has a part of every sequence, at least 1.
-      expert: those that divide experts among them, at least 1.
+      expert: number of devices or groups that divide experts, at least 1.
 
     Raises:
-      ValueError: there are not so many devices.
+      ValueError: there are too few devices.
     """
     degrees = {CONTEXT: context, EXPERT: expert, TENSOR: tensor}
     for name, degree in degrees.items():
@@ -47,9 +47,8 @@ def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
     num, asked = math.prod(axes.values()), [f"{k}={v}" for k, v in axes.items()]
     if num > (there := len(jax.devices())):
         raise ValueError(
-            f"{' times '.join(asked)} must be in [1, {there}], the devices that are "
-            "there; a CPU counts as many as "
-            f"jax.config.update('jax_num_cpu_devices', {num}) says"
+            f"{' times '.join(asked)} must be in [1, {there}], the available "
+            f"devices; jax.config.update('jax_num_cpu_devices', {num}) splits a CPU"
         )
     processes.check_all_used(num)
     return jax.make_mesh(

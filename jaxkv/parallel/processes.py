@@ -1,7 +1,8 @@
-"""Several processes that are one program: JAX's own runtime, on one machine or many.
+"""Several processes that run one program: JAX's distributed runtime.
 
-All run the same program on the same inputs, each with its devices of the mesh. The
-first one writes files; any of them may ask to stop (`gather`), and all stop together.
+All processes run the same program on the same inputs, each with its devices of the
+mesh, on one machine or several. The first process writes files; any process may request
+a stop (`gather_numbers`), and all processes stop together.
 """
 
 import contextlib
@@ -17,19 +18,20 @@ import numpy as np
 from jaxkv import validation
 
 CLUSTER = "cluster"
-"""For a coordinator: who and how many there are says the cluster's environment, that of
-Slurm, Open MPI or a cloud's TPUs, say, or `JAX_COORDINATOR_ADDRESS` and its like."""
-LOST_AFTER_S = 20
-"""Seconds without a word after which a process counts as lost, and ends all."""
-PATIENCE_S = 60
-"""Seconds that a process waits for the others to begin, and to end."""
+"""Coordinator argument for a cluster: the environment of Slurm, Open MPI or cloud TPUs,
+or `JAX_COORDINATOR_ADDRESS` and its like, sets address, number and index of the
+processes."""
+HEARTBEAT_TIMEOUT_S = 20
+"""Seconds without a heartbeat after which a process counts as lost, and all end."""
+TIMEOUT_S = 60
+"""Seconds that a process waits for all processes to start, and to end."""
 
 _NEVER_S = 10**6
-"""Seconds that JAX waits for the others: longer than we do."""
+"""Start-up timeout of JAX in seconds, longer than `TIMEOUT_S`."""
 
 
 class _Joined(NamedTuple):
-    """What this process is among the others."""
+    """Number of processes, and index of this one."""
 
     num: int = 1
     index: int = 0
@@ -38,28 +40,28 @@ class _Joined(NamedTuple):
 _joined = _Joined()
 
 
-def join(
+def join_processes(
     coordinator: str, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Joins the processes of a program, before JAX has looked for devices.
+    """Joins the processes of a program, before JAX has initialised its devices.
 
     Args:
       coordinator: host and port, such as 127.0.0.1:4000, where the first process
-        listens; or `CLUSTER`, then without the rest.
-      num_processes: how many there are, at least 1.
-      process_id: which one this is, in [0, num_processes).
+        listens; or `CLUSTER`, without the remaining arguments.
+      num_processes: number of processes, at least 1.
+      process_id: index of this process, in [0, num_processes).
 
     Raises:
-      ValueError: a number is missing or out of range; nobody answers there; or not
-        all come.
+      ValueError: a number is missing or out of range; the coordinator does not respond;
+        or not all processes join.
     """
     how: dict[str, Any] = {
-        "heartbeat_timeout_seconds": LOST_AFTER_S,
-        "shutdown_timeout_seconds": PATIENCE_S,
+        "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S,
+        "shutdown_timeout_seconds": TIMEOUT_S,
     }
     if coordinator == CLUSTER:
         if num_processes is not None or process_id is not None:
-            raise ValueError(f"{coordinator=} says itself how many processes there are")
+            raise ValueError(f"{coordinator=} sets num_processes and process_id")
     else:
         if num_processes is None or process_id is None:
             raise ValueError(f"{coordinator=} needs num_processes and process_id")
@@ -91,16 +93,16 @@ def join(
         except (RuntimeError, ValueError) as error:
             failed.append(error)
 
-    # JAX's own time-out would end the process with a trace. The thread goes on waiting
-    # for processes that do not come: this one should end.
+    # JAX's own timeout would end the process with a stack trace. The thread keeps
+    # waiting for missing processes while this process ends.
     thread = threading.Thread(target=begin, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     if thread.is_alive():
         num = how.get("num_processes", "the cluster's")
         raise ValueError(
-            f"{coordinator=}: not all of {num} processes have come after {PATIENCE_S} "
-            "s; is each started, with this address and a number of its own?"
+            f"{coordinator=}: not all of {num} processes have joined after "
+            f"{TIMEOUT_S} s; start each one with this address and its own index"
         )
     if failed:
         reason = str(failed[0]).strip().partition("\n")[0]
@@ -108,17 +110,17 @@ def join(
     global _joined
     if num_processes is None or process_id is None:
         _joined = _Joined(jax.process_count(), jax.process_index())
-    else:  # JAX has not looked for devices yet, and may be told how many a CPU is
+    else:  # JAX has not initialised its devices, so CPU devices may still be set
         _joined = _Joined(num_processes, process_id)
 
 
 def _wait_for(host: str, port: int) -> None:
-    """Waits until somebody listens; JAX's own client would end the process.
+    """Waits until the coordinator listens; JAX's own client would end the process.
 
     Raises:
-      ValueError: nobody does.
+      ValueError: it does not listen after `TIMEOUT_S`.
     """
-    end, reason = time.monotonic() + PATIENCE_S, ""
+    end, reason = time.monotonic() + TIMEOUT_S, ""
     while time.monotonic() < end:
         try:
             with contextlib.closing(socket.create_connection((host, port), timeout=5)):
@@ -127,26 +129,26 @@ def _wait_for(host: str, port: int) -> None:
             reason = error.strerror or str(error)
             time.sleep(0.2)
     raise ValueError(
-        f"coordinator='{host}:{port}': nobody answers after {PATIENCE_S} s: {reason}; "
-        "is process 0 started, with this address?"
+        f"coordinator='{host}:{port}': no response after {TIMEOUT_S} s: {reason}; "
+        "start process 0 with this address"
     )
 
 
 def num() -> int:
-    """How many processes were joined; 1 without `join`."""
+    """Returns the number of processes; 1 without `join_processes`."""
     return _joined.num
 
 
 def is_first() -> bool:
-    """Whether this process writes files, and speaks."""
+    """Returns True in the process that writes files and prints."""
     return _joined.index == 0
 
 
 def check_all_used(num_devices: int) -> None:
-    """Refuses a mesh of the first devices that leaves a process without one.
+    """Checks that a mesh of the first devices includes a device of every process.
 
     Raises:
-      ValueError: names the number.
+      ValueError: a process has no device; the message has the numbers.
     """
     used = {device.process_index for device in jax.devices()[:num_devices]}
     if len(used) < num():
@@ -156,10 +158,10 @@ def check_all_used(num_devices: int) -> None:
         )
 
 
-def agree[T](tree: T) -> T:
-    """What the first process has, on every one; arrays and numbers, shaped alike.
+def broadcast_from_first[T](tree: T) -> T:
+    """Returns the first process's values on all processes; equal shapes are required.
 
-    Every process must call it.
+    Every process must call this function.
     """
     if num() == 1:
         return tree
@@ -179,10 +181,10 @@ def agree[T](tree: T) -> T:
     return jax.tree.map(back, given, own)
 
 
-def gather(number: int) -> list[int]:
-    """Returns the numbers of all processes, in their order.
+def gather_numbers(number: int) -> list[int]:
+    """Returns the numbers of all processes, in order.
 
-    Every process must call it.
+    Every process must call this function.
     """
     if num() == 1:
         return [number]

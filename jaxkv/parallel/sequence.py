@@ -1,9 +1,9 @@
-"""A sequence divided over devices: attention that exchanges it for heads, or a ring.
+"""Sequence parallelism in training: Ulysses and ring attention.
 
 For functions inside `jax.shard_map` over the axes `ULYSSES` and `RING`. The ring
-divides first, in zigzag: of 2p equal chunks a device has chunk i and chunk 2p - 1 - i,
-so that under a causal mask all have as much to do. Ulysses divides what one ring device
-has, in order.
+divides a sequence first, in zigzag order: of 2p equal chunks a device has chunk i and
+chunk 2p - 1 - i, so that all devices have equal work under a causal mask. Ulysses
+divides the tokens of one ring device, in order.
 
 Sources: Jacobs et al. 2023, arXiv:2309.14509, section 3 (Ulysses); Liu et al. 2023,
 arXiv:2310.01889, section 3 (ring); Brandon et al. 2023, arXiv:2311.09431 (balance).
@@ -22,18 +22,18 @@ from jaxtyping import Array, Float, Int, Int32
 from pallas_kernels.flash_attention import tiled
 
 RING, ULYSSES = "ring", "ulysses"
-"""Axes of a mesh."""
+"""Mesh axes."""
 
 type Queries = Float[Array, "batch seq q_heads head_dim"]
 type Keys = Float[Array, "batch seq kv_heads head_dim"]
 type Attend = Callable[[Array, Array, Array], Array]
 
 
-def order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
-    """Positions in the order in which devices have them, the first one's first.
+def zigzag_order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
+    """Returns positions in the order of devices, those of the first device first.
 
     Raises:
-      ValueError: the ring does not divide them into two chunks a device.
+      ValueError: `length` is not a multiple of two chunks per device.
     """
     if ring == 1:
         return np.arange(length)
@@ -44,32 +44,34 @@ def order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
     return np.concatenate(pairs)
 
 
-def positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " part"]:
-    """Those of this device's tokens, of `length` in all."""
+def token_positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " part"]:
+    """Returns the positions of this device's tokens, of `length` in all."""
     part = length // (ring * ulysses)
     index = jnp.int32(0)
     if ring > 1:
         index = index + lax.axis_index(RING).astype(jnp.int32) * ulysses
     if ulysses > 1:
         index = index + lax.axis_index(ULYSSES).astype(jnp.int32)
-    every = jnp.asarray(order(length, ring=ring), jnp.int32)
+    every = jnp.asarray(zigzag_order(length, ring=ring), jnp.int32)
     return lax.dynamic_slice_in_dim(every, index * part, part)
 
 
-def by_heads(q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int) -> Queries:
-    """Ulysses: exchanges the sequence for heads, attends, and exchanges back.
+def ulysses_attention(
+    q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int
+) -> Queries:
+    """Computes Ulysses attention: all-to-all to heads, attention, all-to-all back.
 
-    KV heads fewer than devices are copied first, as many as there are devices.
+    KV heads are first copied if there are fewer than devices.
 
     Args:
       q: queries of this device's tokens, all heads.
       k: keys of these tokens, all heads.
       v: values of these tokens, all heads.
       attend: attention over whole sequences of a part of the heads.
-      degree: devices.
+      degree: number of devices.
 
     Raises:
-      ValueError: heads do not divide.
+      ValueError: the heads cannot be divided over the devices.
     """
     if degree == 1:
         return attend(q, k, v)
@@ -85,16 +87,17 @@ def by_heads(q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int) -> Qu
     return change(attend(q, k, v), split_axis=1, concat_axis=2)
 
 
-def in_a_ring(
+def ring_attention(
     q: Queries, k: Keys, v: Keys, *, degree: int, window: int | None = None
 ) -> Queries:
-    """Ring attention: keys and values go round, in zigzag; causal.
+    """Computes causal ring attention in zigzag order.
 
-    Its gradient sends them round once more, with their gradients, which go one hop
-    further: home.
+    Keys and values are sent around the ring of devices. The gradient sends them around
+    once more together with their gradients, which take one more hop to return to their
+    devices.
 
     Raises:
-      ValueError: there is a window, and more than one device.
+      ValueError: `window` is set with more than one device.
     """
     if degree == 1:
         return tiled.flash_attention(q, k, v, window=window)[0]
@@ -112,13 +115,13 @@ def _ring_forward(q: Array, k: Array, v: Array, degree: int) -> Any:
     def hop(number: Array, carry: Any) -> Any:
         (k, v), found = carry
         k, v = _pass_on((k, v), degree)
-        # Attention over two sets of keys is put together by their log-sum-exps.
+        # Combines attention over two sets of keys by their log-sum-exps.
         both = found, _from(number, q, k, v, degree)
         lse = jnp.logaddexp(found[1], both[1][1])
-        mine, its = (
+        old, new = (
             out * jnp.exp(each - lse)[..., None].astype(out.dtype) for out, each in both
         )
-        return (k, v), (mine + its, lse)
+        return (k, v), (old + new, lse)
 
     found = tiled.flash_attention(q, k, v)
     _, (out, lse) = lax.fori_loop(1, degree, hop, ((k, v), found))
@@ -126,16 +129,17 @@ def _ring_forward(q: Array, k: Array, v: Array, degree: int) -> Any:
 
 
 def _ring_backward(degree: int, kept: Any, grad: Array) -> tuple[Array, Array, Array]:
-    # Sent anew: XLA would keep what the forward pass received, where it finds that.
+    # Sent again: otherwise XLA recognises the exchange of the forward pass and keeps
+    # its result in memory.
     q, k, v, out, lse = lax.optimization_barrier(kept)
 
     def of_block(number: Any, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        (part, its), back = jax.vjp(
+        (part, part_lse), back = jax.vjp(
             lambda q, k, v: _from(number, q, k, v, degree), q, k, v
         )
-        share = jnp.exp(its - lse)[..., None]
-        towards = jnp.sum(grad * (part - out) * share, axis=-1).astype(its.dtype)
-        return back(((grad * share).astype(part.dtype), towards))
+        share = jnp.exp(part_lse - lse)[..., None]
+        grad_lse = jnp.sum(grad * (part - out) * share, axis=-1).astype(part_lse.dtype)
+        return back(((grad * share).astype(part.dtype), grad_lse))
 
     def hop(number: Array, carry: Any) -> Any:
         sent, grad_q = carry
@@ -162,10 +166,11 @@ def _pass_on(arrays: Any, degree: int) -> Any:
 def _from(
     number: Any, q: Array, k: Array, v: Array, degree: int
 ) -> tuple[Array, Array]:
-    """Attends to what came `number` hops; None is this device's own.
+    """Attends to keys and values received after `number` hops; None means the own ones.
 
-    A device before this one has an early chunk that all queries see, and a late one
-    that none does; of one behind it the late half of the queries see both.
+    A device before this one in the ring has an early chunk that all queries see, and a
+    late chunk that none sees; the late half of the queries sees both chunks of a device
+    after this one.
     """
     if number is None:
         return tiled.flash_attention(q, k, v)
@@ -174,11 +179,11 @@ def _from(
     def before(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         return tiled.flash_attention(q, k[:, :half], v[:, :half], causal=False)
 
-    def behind(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def after(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         out, lse = tiled.flash_attention(q[:, half:], k, v, causal=False)
-        nobody = lse * 0 - jnp.asarray(jnp.inf, lse.dtype)
-        lse = jnp.concatenate([nobody, lse], axis=1)
+        none = lse * 0 - jnp.asarray(jnp.inf, lse.dtype)
+        lse = jnp.concatenate([none, lse], axis=1)
         return jnp.concatenate([out * 0, out], axis=1), lse
 
     came_before = number <= lax.axis_index(RING)
-    return lax.cond(came_before, before, behind, q, k, v)
+    return lax.cond(came_before, before, after, q, k, v)

@@ -1,11 +1,11 @@
-"""Tensor parallelism: heads, the MLP's columns and the vocabulary divided over devices.
+"""Tensor parallelism: heads, MLP columns and vocabulary divided over devices.
 
 Column-parallel matrices (queries, keys and values; gate and up) give each device its
-heads and its columns of the MLP, row-parallel ones (out; down) a term of a sum: two
-all-reduces a layer. Embeddings and head are divided by vocabulary. K and V of a head
-lie with the device that has it; where there are fewer KV heads than devices, each is
-copied to those that share its queries. Tables, queues and draws are the same
-everywhere, since every device runs the whole step.
+heads and its MLP columns; row-parallel matrices (out; down) give a term of a sum: two
+all-reduces per layer. Embeddings and head are divided by vocabulary. K and V of a head
+are on the device of the head; if there are fewer KV heads than devices, each head is
+copied to the devices that share its queries. Tables, queues and draws are equal on all
+devices, since every device runs the whole step.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -27,20 +27,20 @@ from jaxkv.speculation.eagle import EagleConfig
 
 type Path = tuple[str | int, ...]
 
-DIVIDED = frozenset({"heads", "kv_heads", "mlp", "vocab"})
-"""Logical axes of parameters that are divided."""
+SHARDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
+"""Logical axes of parameters that tensor parallelism divides."""
 
 
-def fit(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig:
-    """The same model with as many KV heads as devices at least.
+def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig:
+    """Returns the model for tensor parallelism: at least one KV head per device.
 
     Args:
       config: the model.
-      degree: devices that divide its matrices.
-      num_expert: those, or groups of those, that divide its experts.
+      degree: number of devices that divide its matrices.
+      num_expert: number of devices or groups that divide its experts.
 
     Raises:
-      ValueError: its heads, or its MLP, cannot be divided so.
+      ValueError: the heads, MLP or experts cannot be divided.
     """
     c, sizes = config, {"num_q_heads": config.num_q_heads}
     if c.experts is None or c.experts.num_dense_layers:
@@ -72,16 +72,16 @@ def fit(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig
 def fit_array(
     path: Path, array: np.ndarray, config: ModelConfig, degree: int
 ) -> np.ndarray:
-    """A parameter as `fit` and equal parts need it.
+    """Converts a parameter to the form of `fit_config` with equal parts per device.
 
-    KV heads are copied, the vocabulary ends in zeros, and of experts, which have gate
-    and up side by side, those of a device stand together.
+    KV heads are copied, the vocabulary is padded with zeros, and the columns of
+    experts, gate and up, are reordered so that those of a device are contiguous.
 
     Args:
       path: keys from the root of the parameter tree, layers not stacked.
       array: the parameter of `config`.
-      config: the model, as it is before `fit`.
-      degree: devices that divide it.
+      config: the model before `fit_config`.
+      degree: number of devices that divide it.
     """
     module = tuple(key for key in path if isinstance(key, str))[-2:]
     if module[0] == "qkv" and (copies := degree // config.num_kv_heads) > 1:
@@ -103,7 +103,7 @@ def fit_array(
 def unfit_array(
     path: Path, array: np.ndarray, config: ModelConfig, degree: int
 ) -> np.ndarray:
-    """What `fit_array` was given; KV heads must not have been copied."""
+    """Inverts `fit_array`; KV heads must not have been copied."""
     if path[0] in ("embed", "head"):
         return array[: config.vocab_size]
     if path[-3:-1] == ("mixture", "up"):
@@ -115,32 +115,36 @@ def unfit_array(
 
 
 def fit_params(config: ModelConfig, params: Params, degree: int) -> Params:
-    """`fit_array` of all parameters, layers not stacked."""
+    """Applies `fit_array` to all parameters, layers not stacked."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: fit_array(_keys(path), np.asarray(x), config, degree), params
     )
 
 
 def unfit_params(config: ModelConfig, params: Params, degree: int) -> Params:
-    """`unfit_array` of all parameters, layers not stacked."""
+    """Applies `unfit_array` to all parameters, layers not stacked."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: unfit_array(_keys(path), x, config, degree), params
     )
 
 
 def param_specs(
-    axes: Any, mesh: Mesh, others: Mapping[str, str] | None = None
+    axes: Any, mesh: Mesh, more_axes: Mapping[str, str] | None = None
 ) -> Params:
-    """How parameters are divided over those axes that a mesh has.
+    """Returns the partitioning of parameters over the axes that a mesh has.
 
-    Every device has the routers of mixtures.
+    Routers of mixtures are replicated.
 
     Args:
-      axes: their logical axes, a tree as of `transformer.param_axes`.
+      axes: logical axes of the parameters, a tree as in `transformer.param_axes`.
       mesh: the devices.
-      others: axes of the mesh that divide other logical axes, by the names of these.
+      more_axes: further logical axes -> mesh axes that divide them.
     """
-    over = dict.fromkeys(DIVIDED, TENSOR) | {"experts": EXPERT} | dict(others or {})
+    over = (
+        dict.fromkeys(SHARDED_AXES, TENSOR)
+        | {"experts": EXPERT}
+        | dict(more_axes or {})
+    )
     over = {name: axis for name, axis in over.items() if axis in mesh.shape}
 
     def spec(path: Any, names: tuple[str | None, ...]) -> PartitionSpec:
@@ -157,24 +161,24 @@ def _keys(path: Any) -> Path:
     return tuple(key.key for key in path)
 
 
-def placer(
+def make_placer(
     config: ModelConfig, mesh: Mesh, axes: Any = None
 ) -> Callable[[Path, np.ndarray | Array], Array]:
-    """What puts one parameter after another on the devices, on each its part alone.
+    """Returns a function that puts one parameter on the devices, each with its part.
 
     Args:
-      config: the model's shape.
+      config: architecture of the model.
       mesh: the devices.
       axes: logical axes of the parameters; None means those of `config`.
 
     Returns:
-      A function of the parameter's path, layers not stacked, and its numbers.
+      A function of the parameter's path, layers not stacked, and its array.
 
     Raises:
-      ValueError: as `fit` does.
+      ValueError: as in `fit_config`.
     """
     degree = layout.degree_of(mesh)
-    fit(config, degree, num_expert=layout.experts_of(mesh))
+    fit_config(config, degree, num_expert=layout.experts_of(mesh))
     axes = transformer.param_axes(config) if axes is None else axes
     specs = param_specs(axes, mesh)
 
@@ -183,7 +187,7 @@ def placer(
         for key in path:
             spec = spec[key]
         fitted = fit_array(path, np.asarray(array), config, degree)
-        return layout.put(fitted, spec, mesh)
+        return layout.put_array(fitted, spec, mesh)
 
     return place
 
@@ -191,36 +195,38 @@ def placer(
 def place_params(
     config: ModelConfig, params: Params, mesh: Mesh, axes: Any = None
 ) -> Params:
-    """Divides parameters, layers not stacked; they are those of `fit(config)` then.
+    """Divides parameters, layers not stacked; the result has the form of `fit_config`.
 
     Raises:
-      ValueError: as `fit` does.
+      ValueError: as in `fit_config`.
     """
-    put = placer(config, mesh, axes)
+    put = make_placer(config, mesh, axes)
     return jax.tree_util.tree_map_with_path(lambda path, x: put(_keys(path), x), params)
 
 
-def stack_layers(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
-    """`param_forms.stack_layers` of divided parameters; `config` is `fit`'s."""
+def stack_sharded_layers(
+    config: ModelConfig, params: Params, mesh: Mesh | None
+) -> Params:
+    """Stacks the layers of divided parameters; `config` is a result of `fit_config`."""
     stacked = param_forms.stack_layers(config, params)
     if mesh is None:
         return stacked
     specs = param_specs(transformer.param_axes(config, stacked=True), mesh)
-    return layout.place(stacked, specs, mesh)
+    return layout.place_tree(stacked, specs, mesh)
 
 
 def place_heads(
     heads: head_folders.LoadedHeads, mesh: Mesh
 ) -> head_folders.LoadedHeads:
-    """Divides what drafts: EAGLE's layer as the target's; Medusa's heads are whole.
+    """Divides drafting heads: EAGLE's layer as the target's; Medusa's are replicated.
 
     Raises:
-      ValueError: as `fit` does.
+      ValueError: as in `fit_config`.
     """
     config, degree = heads.config, layout.degree_of(mesh)
     axes = jax.tree.map(lambda x: (None,) * x.ndim, heads.params)
     if isinstance(config, EagleConfig):
         axes |= {"layers": transformer.param_axes(config.layer)["layers"]}
     params = place_params(config.target, heads.params, mesh, axes)
-    fitted: Any = dataclasses.replace(config, target=fit(config.target, degree))
+    fitted: Any = dataclasses.replace(config, target=fit_config(config.target, degree))
     return heads._replace(config=fitted, params=params)

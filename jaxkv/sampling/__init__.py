@@ -1,6 +1,6 @@
-"""From logits to tokens: penalties, truncation, keyed draws, beam search."""
+"""Sampling, from logits to tokens: penalties, truncation, draws, beam search."""
 
-from jaxkv.sampling.params import Params, Sampling, greedy_params, params_of
+from jaxkv.sampling.params import Params, Sampling, greedy_params, make_params
 
 __all__ = [
     "Params",
@@ -8,7 +8,7 @@ __all__ = [
     "beam_search",
     "fixed_point",
     "greedy_params",
-    "params_of",
+    "make_params",
     "random_keys",
     "sampler",
     "top_k",

@@ -1,10 +1,9 @@
-"""Beam search as a permutation: each step names a parent and a token for every beam.
+"""Beam search as a permutation: each step returns a parent and a token for every beam.
 
-Nothing is moved but table rows: `page_sharing.reorder` lets each slot continue its
-parent's pages, and the history of tokens stays where it was written, back-pointers
-beside it. Functions take one group, the beams of one request; map over groups with
-`vmap`. What a request chooses, its width included, is data. Scores and stopping rules
-are those of Hugging Face's beam search.
+Only table rows move: `page_sharing.reorder` lets each slot continue its parent's pages,
+and tokens and back-pointers stay where they were written. Functions take one group, the
+beams of one request; map over groups with `vmap`. Parameters of a request, its width
+included, are data. Scores and stopping rules are those of Hugging Face's beam search.
 """
 
 from typing import NamedTuple
@@ -17,35 +16,36 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays, validation
 from jaxkv.sampling import sampler
 
-NOBODY = -1
-"""Stands in an unrolled history where no beam holds a token."""
+NO_BEAM = -1
+"""Entry of an unrolled history without a token."""
 
 ESTIMATE, FULL, NEVER = range(3)
-"""When a group that has `width` answers stops. ESTIMATE (in transformers: False): once
-its best beam would not beat the worst answer if it ended as it is. FULL (True): at
-once. NEVER ("never"): once no continuation at all can beat the worst answer."""
+"""When a group with `width` answers stops. ESTIMATE (`early_stopping=False` in
+transformers): when its best beam, ended now, would not beat the worst answer. FULL
+(True): at once. NEVER ("never"): when no continuation can beat the worst answer."""
 
 
 class Params(NamedTuple):
-    """What one request asks of its search."""
+    """Parameters of one request's beam search."""
 
     width: Int32[Array, ""]
-    """Beams, and answers wanted, in [1, max_beams]."""
+    """Number of beams and of answers, in [1, max_beams]."""
     length_penalty: Float[Array, ""]
-    """An answer scores its log-probability / (its tokens ** this): above 0 favours long
-    answers. `limit ** length_penalty` must be a positive finite float32."""
+    """Exponent of the score: log-probability / length ** length_penalty, so values
+    above 0 favour long answers. `limit ** length_penalty` must be a positive finite
+    float32."""
     early_stopping: Int32[Array, ""]
     """ESTIMATE, FULL or NEVER."""
     stop_tokens: Int32[Array, " stops"]
-    """Tokens that finish an answer, as its last; -1 where unused."""
+    """Tokens that finish an answer, as its last token; padded with -1."""
     limit: Int32[Array, ""]
-    """Tokens at which every answer is finished, at least 1."""
+    """Length in tokens at which every answer is finished, at least 1."""
 
 
-class Finished(NamedTuple):
-    """Answers, best first; `score` is -inf and `length` 0 where there is none.
+class FinishedBeams(NamedTuple):
+    """Answers, best first; `score` is -inf and `length` 0 for missing ones.
 
-    An answer's last token stands only here: no beam runs on with it.
+    An answer's last token is stored only here: no beam continues after it.
     """
 
     score: Float[Array, " beams"]
@@ -53,37 +53,38 @@ class Finished(NamedTuple):
     total: Float[Array, " beams"]
     """Log-probability of the answer."""
     length: Int32[Array, " beams"]
-    """Tokens, the last one included."""
+    """Number of tokens, including the last one."""
     beam: Int32[Array, " beams"]
-    """Which beam held the answer before its last token."""
+    """Beam that held the answer before its last token."""
     token: Int32[Array, " beams"]
-    """The last token."""
+    """Last token."""
 
 
 class Beams(NamedTuple):
     """The search of one group."""
 
     score: Float[Array, " beams"]
-    """Log-probability of each running beam, best first; -inf where none runs."""
+    """Log-probability of each running beam, best first; -inf if it does not run."""
     length: Int32[Array, ""]
-    """Tokens that each running beam has chosen."""
-    finished: Finished
+    """Number of tokens that each running beam has chosen."""
+    finished: FinishedBeams
     """The best `width` answers so far."""
     done: Bool[Array, ""]
-    """Whether the search has ended; `finished` is then the answer."""
+    """True if the search has ended; `finished` is then the result."""
 
 
 def make_beams(max_beams: int) -> Beams:
-    """Makes the search of a prompt that has just been read.
+    """Makes the search of a prompt whose K and V have just been computed.
 
-    All beams hold the same prompt, so only the first one counts. `max_beams` is static.
+    All beams hold the same prompt, so only the first one has a finite score.
+    `max_beams` is static.
 
     Raises:
       ValueError: `max_beams` is below 1.
     """
     max_beams = validation.integer("max_beams", max_beams, low=1)
 
-    # A fresh buffer each: no buffer can be donated twice.
+    # A new buffer for each field: no buffer can be donated twice.
     def never() -> Array:
         return jnp.full(max_beams, -jnp.inf, jnp.float32)
 
@@ -93,7 +94,7 @@ def make_beams(max_beams: int) -> Beams:
     return Beams(
         score=never().at[0].set(0.0),
         length=jnp.zeros((), jnp.int32),
-        finished=Finished(never(), never(), zeros(), zeros(), zeros()),
+        finished=FinishedBeams(never(), never(), zeros(), zeros(), zeros()),
         done=jnp.zeros((), bool),
     )
 
@@ -101,11 +102,11 @@ def make_beams(max_beams: int) -> Beams:
 def choices(
     logits: Float[Array, "rows vocab"], *, max_beams: int, max_stops: int
 ) -> tuple[Int32[Array, "rows choices"], Float[Array, "rows choices"]]:
-    """Finds all tokens of each row that a step could take: max_beams + max_stops.
+    """Returns the tokens of each row that a step could use: max_beams + max_stops.
 
-    No more than `max_beams` tokens continue a beam or finish an answer, and no more
-    than `max_stops` of the tokens before them are passed over; both are static. Rows
-    may be of any groups.
+    At most `max_beams` tokens continue a beam or finish an answer, and at most
+    `max_stops` better tokens are skipped; both are static. Rows may belong to any
+    groups.
 
     Returns:
       Token ids, best first, and their log-probabilities, as `sampler.top_logprobs`.
@@ -123,23 +124,25 @@ def step(
 ) -> tuple[Beams, Int32[Array, " beams"], Int32[Array, " beams"]]:
     """Chooses the next token of every beam, and the beam that it continues.
 
-    Every beam with every token is a candidate. Of the best `width`, those that stop
-    become answers, of which the best `width` are kept; the best `width` of those that
-    do not stop run on. At the limit all stop. Equals rank by beam, then as in
-    `choices`; an answer found earlier goes before an equal one.
+    The candidates are all pairs of beam and token. Of the best `width` candidates,
+    those that stop become answers, of which the best `width` are kept; the best `width`
+    candidates that do not stop continue. At the limit all candidates stop. Equal
+    candidates rank by beam, then as in `choices`; an earlier answer ranks before an
+    equal new one.
 
     Args:
       group: the search.
-      params: what its request asks.
-      tokens: what `choices` found for each beam.
-      logprobs: their log-probabilities. NaN counts as -inf, which is never taken; rows
-        of beams that do not run do not matter.
-      active: whether these are new. If not, or if it is done, the group is left alone.
+      params: parameters of its request.
+      tokens: tokens of each beam from `choices`.
+      logprobs: their log-probabilities. NaN counts as -inf, which is never chosen; rows
+        of beams that do not run are ignored.
+      active: True if the tokens are new. If False, or if the search is done, the group
+        is unchanged.
 
     Returns:
       The search; and for each beam its parent and its token, to be written to the
-      history, at the place that `group.length` gave before. A beam that does not run
-      on, or was left alone, is its own parent, with token 0.
+      history at the place of the previous `group.length`. A beam that does not continue
+      is its own parent, with token 0.
 
     Source: Wolf et al. 2020, arXiv:1910.03771, `GenerationMixin._beam_search`.
     """
@@ -155,7 +158,7 @@ def step(
 
     best, place = _best(total, wanted)
     ended = jnp.where(stops[place], best, -jnp.inf)
-    finished = Finished(
+    finished = FinishedBeams(
         score=_penalised(ended, length, params),
         total=ended,
         length=jnp.full(max_beams, length, jnp.int32),
@@ -186,18 +189,18 @@ def unroll(
 
     Args:
       parents: the beam that each beam continued when it took the token of a place.
-      beam: which beam holds the last place of each sequence.
-      length: places of each sequence, in [0, places].
+      beam: the beam that holds the last place of each sequence.
+      length: number of places of each sequence, in [0, places].
 
     Returns:
-      The beam that held each place of each sequence, by which to read whatever was
-      written beside `parents`; `NOBODY` beyond the sequence.
+      The beam that held each place of each sequence, an index into arrays of the form
+      of `parents`; `NO_BEAM` beyond the sequence.
     """
 
     def back(beam: Array, column: tuple[Array, Array]) -> tuple[Array, Array]:
         place, parent = column
         holds = place < length
-        return jnp.where(holds, parent[beam], beam), jnp.where(holds, beam, NOBODY)
+        return jnp.where(holds, parent[beam], beam), jnp.where(holds, beam, NO_BEAM)
 
     place = jnp.arange(parents.shape[1], dtype=jnp.int32)
     return lax.scan(back, beam, (place, parents.T), reverse=True)[1].T
@@ -209,17 +212,17 @@ def finalize(
     parents: Int32[Array, "beams places"],
     start: Int32[Array, ""],
 ) -> Int32[Array, "beams places"]:
-    """Writes out the finished answers, best first; scores stand in `group.finished`.
+    """Returns the tokens of the finished answers, best first; see `group.finished`.
 
     Args:
       group: the search, done or not.
       tokens: the token that each beam took at each place.
       parents: the beam that it continued, see `unroll`.
-      start: place of the first token chosen. What stands before, such as the prompt, is
-        read as its parents say: zeros mean from beam 0.
+      start: place of the first chosen token. Earlier places, such as the prompt, are
+        read by their parents: zeros mean from beam 0.
 
     Returns:
-      The tokens of each answer, -1 beyond its end and where there is no answer.
+      The tokens of each answer, padded with -1; -1 for missing answers.
     """
     answer = group.finished
     exists = answer.length > 0
@@ -232,7 +235,7 @@ def finalize(
 
 
 def _best(total: Array, wanted: Array) -> tuple[Array, Array]:
-    """The best candidates, -inf where not wanted, and their places."""
+    """Returns the best candidates, -inf where not wanted, and their places."""
     value, place = lax.top_k(total, wanted.size)
     return jnp.where(wanted, value, -jnp.inf), place
 
@@ -242,8 +245,8 @@ def _penalised(total: Array, length: Array, params: Params) -> Array:
     return jnp.where(total > -jnp.inf, score, -jnp.inf)
 
 
-def _merge(old: Finished, new: Finished, wanted: Array) -> Finished:
-    """The best of both; blank where there are fewer than wanted."""
+def _merge(old: FinishedBeams, new: FinishedBeams, wanted: Array) -> FinishedBeams:
+    """Returns the best of both; empty answers if there are fewer than wanted."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), old, new)
     score, place = _best(both.score, wanted)
     exists = score > -jnp.inf
@@ -251,11 +254,14 @@ def _merge(old: Finished, new: Finished, wanted: Array) -> Finished:
     return jax.tree.map(lambda x, none: jnp.where(exists, x[place], none), both, blank)
 
 
-def _is_done(best: Array, length: Array, finished: Finished, params: Params) -> Array:
-    """Whether nothing runs, or an answer to come would not be among the best."""
+def _is_done(
+    best: Array, length: Array, finished: FinishedBeams, params: Params
+) -> Array:
+    """Returns True if no beam runs, or if no later answer would be among the best."""
     worst = finished.score[params.width - 1]
-    # Log-probability is only lost, but a penalty above 0 forgives more with each token:
-    # the bound is then the score of a beam that reaches the limit without losing any.
+    # The log-probability only falls, but a positive penalty divides by more with each
+    # token: the bound is the score of a beam that reaches the limit without further
+    # loss.
     rises = (params.early_stopping == NEVER) & (params.length_penalty > 0)
     reach = jnp.where(rises, params.limit, length)
     hopeless = _penalised(best, reach, params) <= worst

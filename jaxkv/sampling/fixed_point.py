@@ -1,7 +1,8 @@
-"""Sums of probability that come out alike in any order.
+"""Sums of probabilities that are equal in any order of summation.
 
-A mass is three integers, the digits of a fixed-point number. They add up exactly,
-whatever order a batch makes XLA add in, and are compared without rounding.
+A mass is three integers, the digits of a fixed-point number. Integers add exactly
+in any order, also in those that XLA chooses by batch size, and compare without
+rounding.
 """
 
 import operator
@@ -16,12 +17,12 @@ Mass = tuple[Array, ...]
 
 
 def digit_bits(vocab: int) -> int:
-    """The widest digits of which `vocab` add up without overflow: 15 at 50,000."""
+    """Returns the widest digits of which `vocab` sum without overflow: 15 at 50,000."""
     return 31 - vocab.bit_length()
 
 
-def digits_of(values: Float[Array, "*shape"], bits: int) -> Mass:
-    """Three digits, `bits` wide each, of numbers >= 0; the first holds all above."""
+def to_digits(values: Float[Array, "*shape"], bits: int) -> Mass:
+    """Converts numbers >= 0 to three digits; all but the first have `bits` bits."""
     digits = []
     for _ in range(3):
         values = values * 2.0**bits
@@ -31,57 +32,60 @@ def digits_of(values: Float[Array, "*shape"], bits: int) -> Mass:
     return tuple(digits)
 
 
-def carried(mass: Mass, bits: int) -> Mass:
-    """Carries what is too large for the lower digits, so that sums compare."""
+def carry_digits(mass: Mass, bits: int) -> Mass:
+    """Carries overflow of the lower digits to the higher ones, so that sums compare."""
     first, second, third = mass
     second = second + (third >> bits)
     mask = (1 << bits) - 1
     return first + (second >> bits), second & mask, third & mask
 
 
-def total(digits: Mass, bits: int) -> Mass:
-    """Adds up the digits of each row."""
+def sum_digits(digits: Mass, bits: int) -> Mass:
+    """Sums the digits of each row."""
     zero = (np.int32(0),) * len(digits)
-    # One reduction of three, so that XLA computes the digits once.
+    # One reduction of three operands, so that XLA computes the digits once.
     total = lax.reduce(digits, zero, lambda a, b: tuple(map(operator.add, a, b)), (1,))
-    return carried(tuple(total), bits)
+    return carry_digits(tuple(total), bits)
 
 
-def reaches(mass: Mass, target: Mass) -> Array:
-    """Whether a mass is at least the target, both of them carried."""
+def is_at_least(mass: Mass, target: Mass) -> Array:
+    """Returns True if a mass is at least the target; both must be carried."""
     reached = mass[-1] >= target[-1]
-    for ours, theirs in zip(mass[-2::-1], target[-2::-1], strict=True):
-        reached = (ours > theirs) | ((ours == theirs) & reached)
+    for digit, bound in zip(mass[-2::-1], target[-2::-1], strict=True):
+        reached = (digit > bound) | ((digit == bound) & reached)
     return reached
 
 
-def share(part: Float[Array, " rows"], total: Mass, bits: int, dtype: Any) -> Mass:
-    """`part` of a mass, rounded to `dtype` and never above the mass itself."""
-    share = digits_of(part.astype(dtype) * number(total, bits, dtype), bits)
-    over = reaches(share, total)
+def fraction_of(
+    part: Float[Array, " rows"], total: Mass, bits: int, dtype: Any
+) -> Mass:
+    """Returns `part` of a mass, rounded to `dtype` and at most the mass."""
+    share = to_digits(part.astype(dtype) * to_float(total, bits, dtype), bits)
+    over = is_at_least(share, total)
     return tuple(jnp.where(over, t, s) for t, s in zip(total, share, strict=True))
 
 
-def number(mass: Mass, bits: int, dtype: Any) -> Array:
-    """The mass as a float."""
+def to_float(mass: Mass, bits: int, dtype: Any) -> Array:
+    """Converts a mass to a float."""
     digits = (m.astype(dtype) * 2.0 ** (-bits * (i + 1)) for i, m in enumerate(mass))
     first, second, third = digits
     return first + (second + third)
 
 
-def sums(values: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
-    """Adds up each row of numbers in [0, 1]."""
+def row_sums(values: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    """Sums each row of numbers in [0, 1]."""
     bits = digit_bits(values.shape[1])
-    return number(total(digits_of(values, bits), bits), bits, values.dtype)
+    return to_float(sum_digits(to_digits(values, bits), bits), bits, values.dtype)
 
 
-def normalised(weights: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
-    """Makes laws of weights: each row, of finite numbers >= 0, over its sum.
+def normalise(weights: Float[Array, "rows vocab"]) -> Float[Array, "rows vocab"]:
+    """Divides each row of finite weights >= 0 by its sum.
 
-    A row without any mass stays as it is.
+    A row of zeros is unchanged.
     """
     top = jnp.max(weights, axis=1, keepdims=True)
-    # Of the largest first, so that the digits hold what there is of a faint row.
+    # Divided by the largest weight first, so that the digits resolve a row of small
+    # weights.
     weights = weights / jnp.where(top > 0, top, jnp.ones_like(top))
-    mass = sums(weights)[:, None]
+    mass = row_sums(weights)[:, None]
     return weights / jnp.where(mass > 0, mass, jnp.ones_like(mass))

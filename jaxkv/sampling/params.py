@@ -1,4 +1,4 @@
-"""What a request may ask of its draws: checked on the host, arrays on the device."""
+"""Sampling parameters of a request: validated on the host, arrays on the device."""
 
 import dataclasses
 import math
@@ -16,76 +16,78 @@ _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 type _Check = Callable[[str, object], Any]
-"""Takes a field's name and value; returns the value, or says what is wrong with it."""
+"""Takes a field's name and value; returns the value, or raises a ValueError."""
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How one request wants its tokens drawn, and what ends it."""
+    """Sampling parameters and stopping conditions of one request."""
 
     temperature: float = 1.0
-    """Divides the logits, finite, at least 0; 0 takes the most likely token."""
+    """Divisor of the logits, finite, at least 0; 0 takes the most likely token."""
     top_k: int = 0
-    """Most likely tokens kept; 0 keeps all."""
+    """Number of most likely tokens kept; 0 keeps all."""
     top_p: float = 1.0
     """Probability that the kept tokens reach, in (0, 1]; 1 keeps all."""
     min_p: float = 0.0
-    """Smallest probability kept, as a share of the largest, in [0, 1]."""
+    """Smallest probability kept, as a fraction of the largest, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens that stand in
-    the prompt or the answer, above 0; 1 changes nothing."""
+    """Divides the positive and multiplies the negative logits of tokens that occur in
+    the prompt or the answer, above 0; 1 has no effect."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that stand in the answer, finite."""
+    """Subtracted from the logits of tokens that occur in the answer, finite."""
     frequency_penalty: float = 0.0
-    """Subtracted from a logit for each time its token stands in the answer, finite."""
+    """Subtracted from a logit for each occurrence of its token in the answer, finite.
+    """
     seed: int | None = None
-    """Fixes the draws whatever the engine's seed and the request's id, in
-    [0, 2**64)."""
+    """Seed of the draws, in [0, 2**64), independent of the engine's seed and the
+    request's id; None derives the draws from these two."""
     n: int = 1
-    """Answers wanted, at least 1, drawn apart from each other. They share the pages of
-    the prompt, which is read once."""
+    """Number of answers, at least 1, drawn independently. They share the pages of the
+    prompt, which is prefilled once."""
     best_of: int | None = None
-    """Answers drawn, at least `n`, of which the `n` most likely ones are returned; None
-    draws `n`."""
+    """Number of answers drawn, at least `n`, of which the `n` most likely are returned;
+    None draws `n`."""
     beam_width: int | None = None
-    """Searches with so many beams, at least `n`, instead of drawing, and returns the
-    `n` best answers; None draws."""
+    """Number of beams of a beam search, at least `n`, which returns the `n` best
+    answers; None samples."""
     length_penalty: float = 1.0
-    """Of a beam search: an answer scores its log-probability divided by its length to
-    this power, in [-10, 10]."""
+    """For a beam search: the score of an answer is its log-probability divided by its
+    length to this power, in [-10, 10]."""
     early_stopping: bool | str = False
-    """Whether a beam search ends as soon as it has enough answers; False ends it once
-    the best beam looks hopeless, "never" once none can become better."""
+    """When a beam search with enough answers ends: True at once; False when the best
+    beam is unlikely to improve them; "never" when no beam can improve them."""
     max_tokens: int = 64
-    """Tokens after which the answer ends, at least 1."""
+    """Number of tokens after which the answer ends, at least 1."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, none of them empty."""
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end the answer."""
     ignore_eos: bool = False
-    """Whether the answer goes on after the model's own end token."""
+    """True if the answer continues after the model's own end token."""
     logprobs: int | None = None
-    """Alternatives reported with each token's log-probability, at least 0; None
-    reports neither."""
+    """Number of alternatives reported with each token's log-probability, at least 0;
+    None reports neither."""
     prompt_logprobs: bool = False
-    """Whether the prompt's tokens get log-probabilities, too, and the alternatives that
-    `logprobs` asks for."""
+    """True if log-probabilities of the prompt's tokens are reported too, with the
+    alternatives of `logprobs`."""
 
     prefix_cache: bool = True
-    """Whether the request may start on cached pages of its first tokens, and leave its
-    own; pages hold the same either way."""
+    """True if the request may use cached pages of its first tokens, and cache its own;
+    the result is the same either way."""
     salt: int = 0
-    """Cached pages are shared among requests of the same salt only, in [0, 2**32)."""
+    """Cached pages are shared only among requests of the same salt, in [0, 2**32)."""
 
     def __post_init__(self) -> None:
         """Checks every field.
 
         Raises:
-          ValueError: a field is out of its range; the message shows it.
+          ValueError: a field is out of its range; the message has the field and its
+            value.
         """
         for name, check in _CHECKS.items():
-            # What passes is Python's own number, also where it was NumPy's.
+            # Accepted numbers become Python numbers, also those of NumPy.
             value = getattr(self, name)
             plain = check(name, value)
             if plain is not value:
@@ -110,14 +112,14 @@ class Sampling:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that a request owns."""
+        """Number of sequences of the request."""
         if self.beam_width is not None:
             return self.beam_width
         return self.n if self.best_of is None else self.best_of
 
     @classmethod
     def greedy(cls, **fields: Any) -> "Sampling":
-        """The most likely token at every position; `fields` sets everything else."""
+        """Returns parameters of greedy decoding; `fields` sets the remaining fields."""
         return cls(temperature=0.0, **fields)
 
 
@@ -182,11 +184,11 @@ _CHECKS: dict[str, _Check] = {
     "prefix_cache": validation.boolean,
     "salt": _count(below=2**32),
 }
-"""What each field of `Sampling` is checked by."""
+"""Check of each field of `Sampling`."""
 
 
 class Params(NamedTuple):
-    """What drawing needs to know of each row's request. Ranges as in `Sampling`."""
+    """Sampling parameters of each row, as arrays. Ranges as in `Sampling`."""
 
     temperature: Float[Array, " rows"]
     top_k: Int32[Array, " rows"]
@@ -196,18 +198,20 @@ class Params(NamedTuple):
     presence: Float[Array, " rows"]
     frequency: Float[Array, " rows"]
     key: UInt32[Array, "rows 2"]
-    """The request's key, see `request_key`."""
+    """Key of the row's request, see `request_key`."""
     sample: Int32[Array, " rows"]
-    """Which of the request's answers the row belongs to, from 0."""
+    """Index of the row's answer within its request, from 0."""
 
 
-def params_of(
+def make_params(
     requests: Sequence[Sampling], keys: Sequence[Any], samples: Sequence[int]
 ) -> Params:
-    """Lines up the parameters of several sequences, as NumPy arrays, one row each.
+    """Stacks the parameters of several sequences as NumPy arrays, one row each.
 
-    A sequence has the parameters of its request, and the key that `request_key` gave
-    for it; `samples` says which of its request's answers it is.
+    Args:
+      requests: parameters of the request of each sequence.
+      keys: key of the request of each sequence, see `request_key`.
+      samples: index of each sequence within its request.
     """
     fields = {
         "temperature": ("temperature", np.float32),
@@ -228,9 +232,9 @@ def params_of(
 
 
 def greedy_params(rows: int) -> Params:
-    """Parameters of rows that nobody uses: greedy, everything else off."""
-    blank = params_of([Sampling.greedy()], [(0, 0)], [0])
-    # Not lined up on the host: shapes alone are asked for, too, of any number of rows.
+    """Returns parameters of unused rows: greedy, without penalties or cut-offs."""
+    blank = make_params([Sampling.greedy()], [(0, 0)], [0])
+    # Not stacked on the host, since callers also need the shapes of any number of rows.
     return jax.tree.map(
         lambda x: jnp.full((rows, *x.shape[1:]), x.flat[0], x.dtype), blank
     )

@@ -1,7 +1,6 @@
-"""Keys and noise, by request or seed, sample, position, purpose and token id alone.
+"""Random keys and noise as functions of request, sample, position, purpose and token.
 
-Nothing here knows of rows, slots or the order of arrival, so no draw can depend on
-them.
+They do not depend on rows, slots or the order of arrival, and so neither does a draw.
 """
 
 from typing import Any
@@ -14,22 +13,22 @@ from jaxtyping import Array, Float, Int32, UInt32
 from pallas_kernels import devices
 
 SAMPLE, DRAFT, ACCEPT, RESIDUAL = range(4)
-"""What a draw is for. The draws of one position differ by it: the token itself, a
-draft's token, the verdict on a draft, the token after a draft was turned down."""
+"""Purposes of draws, which make the draws at one position differ: the token itself, a
+draft token, the acceptance test of a draft token, the token after a rejected draft."""
 
 
 def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarray:
-    """Makes a request's key: of the caller's seed, else of the engine's and the id.
+    """Makes a request's key from its seed, else from engine seed and request id.
 
-    Runs on the host without JAX, so that submitting a request launches nothing. The
-    bits are those of `jax.random.key(seed)`, or of `fold_in` of `engine_seed`'s key and
-    the id, under "threefry2x32" and with 64-bit integers enabled.
+    Runs on the host without JAX, so that submitting a request launches no kernel. The
+    bits equal those of `jax.random.key(seed)`, or of `fold_in` of the key of
+    `engine_seed` and the id, under "threefry2x32" with 64-bit integers enabled.
 
     Args:
-      seed: the caller's seed in [0, 2**64), or None.
-      engine_seed: the engine's in [0, 2**64), used where `seed` is None.
-      request_id: the caller's name for the request, in [0, 2**32), never its rank in
-        the order of arrival.
+      seed: the request's seed in [0, 2**64), or None.
+      engine_seed: the engine's seed in [0, 2**64), used if `seed` is None.
+      request_id: the caller's id of the request, in [0, 2**32), never its rank in the
+        order of arrival.
 
     Returns:
       Key data, uint32 of shape [2].
@@ -42,7 +41,7 @@ def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarr
         raise ValueError(f"{seed=}, {engine_seed=} must be in [0, 2**64)")
     if not 0 <= request_id < 2**32:
         raise ValueError(f"{request_id=} must be in [0, 2**32)")
-    # Arrays, not scalars: NumPy warns where a scalar wraps.
+    # Arrays, not scalars: NumPy warns when a scalar wraps.
     words = np.array([chosen >> 32, chosen & 0xFFFFFFFF], np.uint32)
     if seed is not None:
         return words
@@ -53,7 +52,10 @@ def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarr
 def request_keys(
     key: UInt32[Array, " 2"], request_id: Int32[Array, "*rows"]
 ) -> UInt32[Array, "*rows 2"]:
-    """Keys of requests without a seed, of the engine's `key`: as `request_key`'s."""
+    """Makes the keys of requests without a seed from the engine's key.
+
+    They equal those of `request_key`.
+    """
     zero = jnp.zeros_like(request_id, jnp.uint32)
     words = _threefry(key[0], key[1], zero, request_id.astype(jnp.uint32))
     return jnp.stack(words, axis=-1)
@@ -65,13 +67,13 @@ def draw_key(
     position: Int32[Array, "*rows"],
     purpose: int,
 ) -> UInt32[Array, "*rows 2"]:
-    """Folds a request's key into that of one draw: its sample, position and purpose.
+    """Folds sample, position and purpose of one draw into a request's key.
 
-    The position is where the drawn token will stand in the sequence; the purpose is
-    `SAMPLE`, `DRAFT`, `ACCEPT` or `RESIDUAL`.
+    The position is the drawn token's position in the sequence; the purpose is `SAMPLE`,
+    `DRAFT`, `ACCEPT` or `RESIDUAL`.
 
     Returns:
-      Key data, what `jax.random.fold_in` gives for the three in turn.
+      Key data, equal to three calls of `jax.random.fold_in`.
     """
 
     def fold(key: Array, data: Array) -> tuple[Array, None]:
@@ -79,7 +81,8 @@ def draw_key(
         return jnp.stack(_threefry(key[..., 0], key[..., 1], zero, data), axis=-1), None
 
     data = jnp.stack([sample, position, jnp.full_like(position, purpose)])
-    # A loop, so that one fold is compiled; a GPU would launch kernels for each trip.
+    # A loop on the CPU, so that one fold is compiled; a GPU would launch kernels per
+    # trip.
     unroll = 1 if devices.current().platform == "cpu" else 3
     return lax.scan(fold, key, data.astype(jnp.uint32), unroll=unroll)[0]
 
@@ -87,16 +90,16 @@ def draw_key(
 def gumbel(
     key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows tokens"], dtype: Any
 ) -> Float[Array, "rows tokens"]:
-    """Draws standard Gumbel noise, a function of (key, token id) alone.
+    """Draws standard Gumbel noise, a function of key and token id only.
 
-    The 32 bits behind it, those that `jax.random.bits` gives at index `id`, count a
-    uniform number *up from zero*, where large noise comes from. A float32 is finest
-    there, so that even the largest of 100,000 tie about once in 40,000 draws.
+    The 32 random bits, equal to `jax.random.bits` at index `id`, are read as a uniform
+    number near zero for large noise. A float32 is finest near zero, so that even the
+    largest of 100,000 draws tie only once in about 40,000 times.
 
     Args:
       key: the key of each row's draw.
       ids: token ids.
-      dtype: of the noise; float32 and float64 noise differ by rounding alone.
+      dtype: dtype of the noise; float32 and float64 noise differ by rounding only.
 
     Returns:
       Finite noise, at most 22.9.
@@ -107,15 +110,16 @@ def gumbel(
 def exponential(
     key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows tokens"], dtype: Any
 ) -> Float[Array, "rows tokens"]:
-    """Draws standard exponential noise, that of which `gumbel` is minus the logarithm.
+    """Draws standard exponential noise; `gumbel` is minus its logarithm.
 
-    The id with the largest probability over noise is the one with the largest
-    logarithm of it plus Gumbel noise. Arguments as in `gumbel`.
+    The id with the largest probability / noise is the id with the largest
+    log-probability + Gumbel noise. Arguments as in `gumbel`.
 
     Returns:
       Noise in [1.1e-10, 16.7].
     """
-    # Rounded to 1, a token would get -inf and might lose a race it runs alone.
+    # A uniform number rounded to 1 would give -inf, and a token without rivals could
+    # lose.
     return -jnp.log1p(-_below_one((_bits(key, ids).astype(dtype) + 0.5) * 2.0**-32))
 
 
@@ -124,15 +128,15 @@ def uniform(
     ids: Int32[Array, "#rows n"],
     dtype: Any = jnp.float32,
 ) -> Float[Array, "rows n"]:
-    """Draws numbers in [0, 1), functions of (key, id) alone.
+    """Draws numbers in [0, 1), functions of key and id only.
 
-    They count up from zero as those behind `gumbel` do: below 1.0 is every one of
-    them, below 0.0 none, and below a small chance as many as there should be.
+    They have full resolution near zero, as for `gumbel`: all are below 1.0, none is
+    below 0.0, and the fraction below a small chance is exact.
 
     Args:
       key: the key of each row's draw.
-      ids: what tells the draws of a row apart, such as the rank of a child.
-      dtype: of the numbers.
+      ids: ids that make the draws of a row differ, such as the rank of a child.
+      dtype: dtype of the numbers.
     """
     return _below_one(_bits(key, ids).astype(dtype) * 2.0**-32)
 
@@ -140,22 +144,22 @@ def uniform(
 def _bits(
     key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows n"]
 ) -> UInt32[Array, "rows n"]:
-    """The 32 bits that `jax.random.bits` gives at index `id`."""
+    """Returns the 32 bits of `jax.random.bits` at index `id`."""
     counter = ids.astype(jnp.uint32)
     words = _threefry(key[:, :1], key[:, 1:], jnp.zeros_like(counter), counter)
     return words[0] ^ words[1]
 
 
 def _below_one(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
-    """Numbers at most 1, those that were rounded up to it just below."""
+    """Replaces numbers that were rounded up to 1 by the largest number below 1."""
     return jnp.minimum(numbers, 1 - 2.0**-24)
 
 
 def _threefry(key0: Any, key1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
-    """Threefry-2x32 with 20 rounds, on uint32 arrays of NumPy or JAX alike.
+    """Computes Threefry-2x32 with 20 rounds on uint32 arrays of NumPy or JAX.
 
-    Spelled out because XLA then fuses it into the pass over the logits. JAX's own runs
-    as a loop on the CPU, 6 times slower over a large vocabulary.
+    Written out because XLA then fuses it into the pass over the logits. JAX's version
+    is a loop on the CPU, 6 times slower over a large vocabulary.
 
     Source: Salmon et al. 2011, doi:10.1145/2063384.2063405.
     """

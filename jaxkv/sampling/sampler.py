@@ -1,16 +1,16 @@
-"""Logits to tokens: penalties, cut-offs, Gumbel-max draws and log-probabilities.
+"""Sampling from logits: penalties, cut-offs, Gumbel-max draws, log-probabilities.
 
-Every request brings its own parameters, as arrays, so one program serves any mix. A
-row's result depends on that row alone: its noise is a function of (request or seed,
-sample, position, purpose, token id); which of two exact ways settles its cut-offs is
-decided by the row itself; and every sum over the vocabulary is a sum of integers, which
-comes out the same in whatever order a batch makes XLA add. Nothing sorts the
-vocabulary, and work that no row asks for is skipped.
+Parameters of requests are arrays, so one program serves any mix of requests. The result
+of a row depends on that row only: its noise is a function of (request or seed, sample,
+position, purpose, token id); the row decides which of two exact algorithms finds its
+cut-offs; and sums over the vocabulary are sums of integers, which are equal in any
+order of summation. The vocabulary is never sorted, and work that no row needs is
+skipped.
 
-The law of a row: penalties, then temperature, then top-k, then top-p over what top-k
-kept, then min-p, in the order of Hugging Face's warpers. Tokens rank by logit, equal
-ones by lower id: top-k keeps exactly k, and top-p the shortest run of ranks whose
-probability reaches its share.
+The order is penalties, temperature, top-k, top-p among the tokens of top-k, min-p, as
+in Hugging Face's warpers. Tokens rank by logit, equal ones by lower id: top-k keeps
+exactly k tokens, and top-p keeps the shortest prefix of ranks whose probability reaches
+p.
 """
 
 from typing import NamedTuple
@@ -25,19 +25,19 @@ from jaxkv.sampling import fixed_point, random_keys, top_k, truncation
 from jaxkv.sampling.params import Params
 
 MAX_CANDIDATES = 64
-"""Top tokens among which cut-offs are settled first, unless the caller says."""
+"""Default number of top tokens among which cut-offs are searched first."""
 
 
 class Draw(NamedTuple):
     """The tokens drawn for the rows."""
 
     token: Int32[Array, " rows"]
-    """The token; 0 where the row is invalid."""
+    """The token; 0 if the row is invalid."""
     logprob: Float[Array, " rows"]
-    """Its log-probability under the raw logits; 0 where it was not asked for."""
+    """Log-probability of the token under the raw logits; 0 if not requested."""
     invalid: Bool[Array, " rows"]
-    """Rows from which nothing can be drawn: NaN among the logits, all of them -inf, or
-    anything but numbers among the model's own."""
+    """True for rows without a valid draw: a NaN among the logits, only -inf, or a NaN
+    or infinity among the model's own logits."""
 
 
 def penalise(
@@ -49,14 +49,15 @@ def penalise(
 ) -> Float[Array, "rows vocab"]:
     """Applies repetition, frequency and presence penalties, in this order.
 
-    Repetition looks at prompt and answer, the others at the answer alone. A row whose
-    penalties are off comes out bit for bit, and a batch of such rows skips the work.
+    The repetition penalty counts prompt and answer, the frequency and presence
+    penalties count the answer only. A row without penalties is unchanged bit for bit,
+    and a batch of such rows skips the work.
 
     Args:
       logits: next-token logits.
       tokens: prompt and answer so far.
-      prompt_length: how many of them are the prompt.
-      num_tokens: how many of them there are; what stands beyond is ignored, as are ids
+      prompt_length: length of the prompt.
+      num_tokens: length of prompt and answer; later entries are ignored, as are ids
         outside [0, vocab).
       params: `repetition`, `frequency` and `presence` are read.
 
@@ -96,36 +97,36 @@ def _is_penalised(params: Params) -> Bool[Array, " rows"]:
 
 
 def is_plain(params: Params, scored: Bool[Array, " rows"]) -> Bool[Array, " rows"]:
-    """Rows for which `greedy` does all that `penalise` and `sample` would."""
+    """Returns True for rows for which `greedy` equals `penalise` and `sample`."""
     return ~(scored | _is_penalised(params) | (params.temperature > 0))
 
 
 def greedy(
     logits: Float[Array, "rows vocab"], *, raw: Float[Array, "rows vocab"]
 ) -> Draw:
-    """`sample` where every row is plain, so that nothing has to be asked of any."""
-    _, token, invalid = top_k.peak(top_k.wide(logits), raw)
-    nothing = jnp.zeros(token.shape, top_k.wide(raw[:, 0]).dtype)
-    return Draw(jnp.where(invalid, 0, token), nothing, invalid)
+    """Draws the most likely token, as `sample` does for rows that are plain."""
+    _, token, invalid = top_k.argmax_checked(top_k.wide(logits), raw)
+    logprob = jnp.zeros(token.shape, top_k.wide(raw[:, 0]).dtype)
+    return Draw(jnp.where(invalid, 0, token), logprob, invalid)
 
 
-def keep(
+def keep_mask(
     logits: Float[Array, "rows vocab"],
     params: Params,
     *,
     max_candidates: int = MAX_CANDIDATES,
 ) -> Bool[Array, "rows vocab"]:
-    """Marks the tokens that a draw may return.
+    """Marks the tokens that a draw may return: top-k, top-p and min-p.
 
     Args:
-      logits: next-token logits, penalties already applied.
+      logits: next-token logits after penalties.
       params: `temperature`, `top_k`, `top_p` and `min_p` are read.
-      max_candidates: best tokens among which cut-offs are settled first, at least 1,
-        static. It changes what a row costs, never what it keeps.
+      max_candidates: number of top tokens among which cut-offs are searched first, at
+        least 1, static. It affects the cost of a row, never the result.
 
     Returns:
-      The mask. A greedy row keeps one token, a row with a NaN none, and no row one at
-      -inf.
+      The mask. A greedy row keeps one token, a row with a NaN none; a token at -inf is
+      never kept.
 
     Raises:
       ValueError: `max_candidates` is below 1.
@@ -133,25 +134,27 @@ def keep(
     logits = top_k.wide(logits)
     vocab = logits.shape[1]
     top, greedy = top_k.argmax(logits)
-    invalid = top_k.invalid(logits, top)
+    invalid = top_k.is_invalid(logits, top)
     wanted = truncation.is_cut(params, vocab) & (params.temperature > 0) & ~invalid
 
     def search() -> truncation.Cut:
         values, ids = top_k.candidates(logits, max_candidates)
-        kept, settled = truncation.settle(logits, top, values, params, wanted)
+        kept, settled = truncation.cut_from_candidates(
+            logits, top, values, params, wanted
+        )
         last = jnp.minimum(kept, values.shape[1])[:, None] - 1
         cut = truncation.Cut(
             jnp.take_along_axis(values, last, axis=1)[:, 0],
             jnp.take_along_axis(ids, last, axis=1)[:, 0],
         )
-        return truncation.exact_cuts(logits, top, params, wanted & ~settled, cut)
+        return truncation.find_exact_cuts(logits, top, params, wanted & ~settled, cut)
 
-    everything = truncation.everything(logits)
+    everything = truncation.keep_everything(logits)
     cut = lax.cond(jnp.any(wanted), search, lambda: everything)
     cut = jax.tree.map(lambda a, b: jnp.where(wanted, a, b), cut, everything)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    mask = top_k.upto(logits, ids, cut) & truncation.above_min_p(
-        truncation.scaled(logits, top, params), params
+    mask = top_k.is_up_to(logits, ids, cut) & truncation.above_min_p(
+        truncation.scale_logits(logits, top, params), params
     )
     mask = jnp.where((params.temperature > 0)[:, None], mask, ids == greedy[:, None])
     return mask & (logits > -jnp.inf) & ~invalid[:, None]
@@ -163,32 +166,32 @@ def probabilities(
     *,
     max_candidates: int = MAX_CANDIDATES,
 ) -> Float[Array, "rows vocab"]:
-    """The law under which `sample` draws each row.
+    """Returns the probabilities with which `sample` draws each token.
 
-    Arguments as in `keep`. A batch of greedy rows skips cut-offs and exponentials.
+    Arguments as in `keep_mask`. A batch of greedy rows skips cut-offs and exponentials.
 
     Returns:
-      Probabilities, at least float32, exactly 0 where a token is not kept: a greedy row
-      is certain of one. A row with a NaN, or nothing but -inf, has zeros alone.
+      Probabilities, at least float32, exactly 0 for tokens that are not kept; a greedy
+      row has a single 1. A row with a NaN, or with -inf only, has zeros only.
 
     Raises:
       ValueError: `max_candidates` is below 1.
     """
     logits = top_k.wide(logits)
-    top, greedy, invalid = top_k.peak(logits)
+    top, greedy, invalid = top_k.argmax_checked(logits)
 
-    def certain() -> Array:
+    def one_hot() -> Array:
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-        sure = (ids == greedy[:, None]) & ~invalid[:, None]
-        return sure.astype(logits.dtype)
+        is_top = (ids == greedy[:, None]) & ~invalid[:, None]
+        return is_top.astype(logits.dtype)
 
-    def law() -> Array:
-        kept = keep(logits, params, max_candidates=max_candidates)
-        weights = jnp.exp(truncation.scaled(logits, top, params))
-        return fixed_point.normalised(jnp.where(kept, weights, 0))
+    def softmax() -> Array:
+        kept = keep_mask(logits, params, max_candidates=max_candidates)
+        weights = jnp.exp(truncation.scale_logits(logits, top, params))
+        return fixed_point.normalise(jnp.where(kept, weights, 0))
 
     with jax.named_scope("law"):
-        return lax.cond(jnp.any(params.temperature > 0), law, certain)
+        return lax.cond(jnp.any(params.temperature > 0), softmax, one_hot)
 
 
 def sample(
@@ -203,22 +206,22 @@ def sample(
     """Draws one token for each row, by Gumbel-max over the tokens that are kept.
 
     Rows at temperature 0 take the largest logit, the lowest id among equals. A batch of
-    such rows skips noise and cut-offs: it looks for the largest logit and for NaN. Give
-    unused rows temperature 0, and `scored` False, so that they cost no more.
+    such rows skips noise and cut-offs: it searches for the largest logit and for NaN.
+    Give unused rows temperature 0 and `scored` False, which costs no more.
 
     Args:
-      logits: next-token logits, penalties and other changes already applied.
-      params: everything but the penalties is read.
-      positions: where the drawn tokens will stand in their sequences.
-      raw: the model's own logits, from which log-probabilities are taken, before
-        penalties, temperature and cut-offs; an infinity or NaN among them, with which
-        a model breaks down, makes the row invalid. None means `logits`, in which
-        somebody may have set some to -inf.
-      scored: rows that want a log-probability; None means all.
-      max_candidates: as in `keep`.
+      logits: next-token logits after penalties and other changes.
+      params: all fields but the penalties are read.
+      positions: positions of the drawn tokens in their sequences.
+      raw: the model's own logits, before penalties, temperature and cut-offs, from
+        which log-probabilities are computed; an infinity or NaN among them, a failure
+        of the model, makes the row invalid. None means `logits`, which may contain
+        -inf.
+      scored: True for rows that need a log-probability; None means all.
+      max_candidates: as in `keep_mask`.
 
     Returns:
-      Tokens, log-probabilities, and which rows had nothing to draw from.
+      Tokens, log-probabilities, and a mask of invalid rows.
 
     Source: Maddison et al. 2014, arXiv:1411.0030 (Gumbel-max); Fan et al. 2018,
     arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
@@ -226,15 +229,15 @@ def sample(
     """
     own, raw = raw, logits if raw is None else raw
     logits = top_k.wide(logits)
-    top, greedy, invalid = top_k.peak(logits, own)
+    top, greedy, invalid = top_k.argmax_checked(logits, own)
     warm = params.temperature > 0
     drawn = warm & ~invalid
 
-    asks = jnp.zeros_like(warm) if scored is None else scored
-    # What the request asks, whatever became of its logits: known at once, in one
-    # launch.
+    has_logprob = jnp.zeros_like(warm) if scored is None else scored
+    # Depends on the requests, not on their logits, so one launch computes all three
+    # flags.
     cut = warm & truncation.is_cut(params, logits.shape[1])
-    any_warm, any_cut, any_scored = arrays.any_of(warm, cut, asks)
+    any_warm, any_cut, any_scored = arrays.any_of(warm, cut, has_logprob)
 
     def draw() -> Array:
         keys = random_keys.draw_key(
@@ -243,14 +246,16 @@ def sample(
         shortened = drawn & cut
 
         def settle() -> tuple[Array, Array]:
-            """Draws from the best tokens where these settle top-k and top-p."""
+            """Draws from the best tokens, for rows whose cut-offs these determine."""
             values, ids = top_k.candidates(logits, max_candidates)
-            kept, settled = truncation.settle(logits, top, values, params, shortened)
+            kept, settled = truncation.cut_from_candidates(
+                logits, top, values, params, shortened
+            )
             scores = _score(top, params, keys)(values, ids)
             place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
             scores = jnp.where(place < kept[:, None], scores, -jnp.inf)
             best = scores == jnp.max(scores, axis=1, keepdims=True)
-            return top_k.first(best, ids), shortened & settled
+            return top_k.lowest_id(best, ids), shortened & settled
 
         with jax.named_scope("cut"):
             undrawn = greedy, jnp.zeros_like(cut)
@@ -258,13 +263,13 @@ def sample(
         rest = drawn & ~settled
 
         def search() -> Array:
-            """Draws from all tokens, once the cut of the row is known."""
+            """Draws from all tokens, after the exact search of cut-offs."""
             last = None
-            # Where the best tokens are all tokens, they settle every row that is cut.
+            # If all tokens are candidates, these determine every cut-off.
             if logits.shape[1] > max_candidates:
-                every = truncation.everything(logits)
+                every = truncation.keep_everything(logits)
                 wanted = rest & shortened
-                last = truncation.exact_cuts(logits, top, params, wanted, every)
+                last = truncation.find_exact_cuts(logits, top, params, wanted, every)
             found = top_k.argmax(logits, _score(top, params, keys, last))[1]
             return jnp.where(rest, found, token)
 
@@ -276,12 +281,12 @@ def sample(
         token = lax.cond(any_warm, draw, lambda: jnp.where(invalid, 0, greedy))
     if scored is None:
         return Draw(token, token_logprobs(raw, token), invalid)
-    nothing = jnp.zeros_like(top, top_k.wide(raw[:, 0]).dtype)
+    zeros = jnp.zeros_like(top, top_k.wide(raw[:, 0]).dtype)
     with jax.named_scope("scored"):
         logprob = lax.cond(
             any_scored,
             lambda: jnp.where(scored, token_logprobs(raw, token), 0),
-            lambda: nothing,
+            lambda: zeros,
         )
     return Draw(token, logprob, invalid)
 
@@ -289,13 +294,13 @@ def sample(
 def _score(
     top: Array, params: Params, keys: Array, cut: truncation.Cut | None = None
 ) -> top_k.Score:
-    """Perturbed log-probabilities, -inf for tokens that are not kept."""
+    """Returns a function of perturbed log-probabilities, -inf for tokens not kept."""
 
     def score(logits: Array, ids: Array) -> Array:
-        scaled = truncation.scaled(logits, top, params)
+        scaled = truncation.scale_logits(logits, top, params)
         kept = truncation.above_min_p(scaled, params)
         if cut is not None:
-            kept &= top_k.upto(logits, ids, cut)
+            kept &= top_k.is_up_to(logits, ids, cut)
         noise = random_keys.gumbel(keys, ids, logits.dtype)
         return jnp.where(kept, scaled + noise, -jnp.inf)
 
@@ -305,10 +310,10 @@ def _score(
 def token_logprobs(
     logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"]
 ) -> Float[Array, " rows"]:
-    """Log-probabilities of given tokens, in [0, vocab).
+    """Returns log-probabilities of given tokens, in [0, vocab).
 
     Returns:
-      Natural logarithms, NaN where a row holds NaN or nothing but -inf.
+      Natural logarithms, NaN for rows with a NaN or with -inf only.
     """
     logits = top_k.wide(logits)
     values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
@@ -318,10 +323,10 @@ def token_logprobs(
 def top_logprobs(
     logits: Float[Array, "rows vocab"], max_logprobs: int
 ) -> tuple[Int32[Array, "rows {max_logprobs}"], Float[Array, "rows {max_logprobs}"]]:
-    """The most likely tokens of each row and their log-probabilities, best first.
+    """Returns the most likely tokens of each row and their log-probabilities.
 
-    There are `max_logprobs`, in [1, vocab], static; of equals the lower id is first,
-    and values are as `token_logprobs` has them.
+    The best token is first, among equals the lower id. `max_logprobs`, static, is in
+    [1, vocab]. Values are as in `token_logprobs`.
 
     Raises:
       ValueError: `max_logprobs` is out of range.
@@ -336,17 +341,18 @@ def top_logprobs(
 def _logprobs(
     logits: Float[Array, "rows vocab"], values: Float[Array, "rows n"]
 ) -> Float[Array, "rows n"]:
-    """Log-probabilities of tokens whose logits are `values`."""
+    """Returns log-probabilities of tokens whose logits are `values`."""
     top, bits = jnp.max(logits, axis=1), fixed_point.digit_bits(logits.shape[1])
 
     def over(some: Array) -> Array:
-        # 0 also where both are +inf.
+        # 0 also if both are +inf.
         return jnp.where(some == top[:, None], 0, some - top[:, None])
 
-    first, *rest = fixed_point.total(
-        fixed_point.digits_of(jnp.exp(over(logits)), bits), bits
+    first, *rest = fixed_point.sum_digits(
+        fixed_point.to_digits(jnp.exp(over(logits)), bits), bits
     )
-    # Without the largest weight, a 1: log1p is exact where that is almost all there is.
-    others = fixed_point.number((first - (1 << bits), *rest), bits, logits.dtype)
-    result = over(values) - jnp.log1p(others)[:, None]
-    return jnp.where(top_k.invalid(logits, top)[:, None], jnp.nan, result)
+    # The sum excludes the largest weight, 1: log1p is exact if the remaining sum is
+    # small.
+    remainder = fixed_point.to_float((first - (1 << bits), *rest), bits, logits.dtype)
+    result = over(values) - jnp.log1p(remainder)[:, None]
+    return jnp.where(top_k.is_invalid(logits, top)[:, None], jnp.nan, result)

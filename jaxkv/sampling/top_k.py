@@ -1,7 +1,7 @@
-"""The best tokens of each row, without a sort of the vocabulary.
+"""Top-k of each row without sorting the vocabulary.
 
-Tokens rank by logit, equal ones by lower id. A first pass keeps the maxima of blocks;
-only the blocks that can hold an answer are looked at again.
+Tokens rank by logit, equal ones by lower id. A first pass computes the maxima of
+blocks; only the blocks that can contain a result are read again.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int32, UInt
 from pallas_kernels import devices
 
 Score = Callable[[Array, Array], Array]
-"""(logits [rows, n], ids [rows or 1, n]) -> the scores that are to be compared."""
+"""(logits [rows, n], ids [rows or 1, n]) -> the scores to be compared."""
 
 
 def wide(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Logits in at least float32."""
+    """Converts logits to at least float32."""
     narrow = jnp.finfo(logits.dtype).bits < 32
     return logits.astype(jnp.float32) if narrow else logits
 
@@ -28,10 +28,10 @@ def wide(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def argmax(
     logits: Float[Array, "rows vocab"], score: Score = lambda logits, ids: logits
 ) -> tuple[Float[Array, " rows"], Int32[Array, " rows"]]:
-    """Finds the best token, the lowest id among equals, and its score.
+    """Returns the best score and its token, the lowest id among equals.
 
-    One pass reduces the row to the best score of each block, then one block is looked
-    at again. XLA's own argmax compares token by token: 30 times slower on a CPU.
+    One pass reduces the row to the best score of each block; then one block is read
+    again. XLA's own argmax compares token by token: 30 times slower on a CPU.
     """
     rows, vocab = logits.shape
     blocks = _blocks(logits)
@@ -41,32 +41,32 @@ def argmax(
     scores = score(blocks.reshape(rows, -1), ids).reshape(blocks.shape)
     peaks = jnp.max(scores, axis=2)
     top = jnp.max(peaks, axis=1)
-    best = first(peaks == top[:, None], every)[:, None]
+    best = lowest_id(peaks == top[:, None], every)[:, None]
     inside = jnp.take_along_axis(scores, best[:, :, None], axis=1).reshape(rows, -1)
     ids = _ids_of(best, size)
-    # If computed twice after all, a score may differ in its last bit: compare like with
-    # like.
+    # XLA may compute a score twice, with another last bit: compare scores of one
+    # computation.
     peak = jnp.max(inside, axis=1, keepdims=True)
-    return top, first((inside == peak) & (ids < vocab), ids)
+    return top, lowest_id((inside == peak) & (ids < vocab), ids)
 
 
-def peak(
+def argmax_checked(
     logits: Float[Array, "rows vocab"], raw: Float[Array, "rows vocab"] | None = None
 ) -> tuple[Float[Array, " rows"], Int32[Array, " rows"], Bool[Array, " rows"]]:
-    """What `argmax` finds, and the rows that are `invalid`, of which it finds nothing.
+    """Returns the results of `argmax` and `is_invalid`.
 
-    A CPU is fastest in several plain passes. A GPU reads the row once, in one launch.
+    On a CPU several simple passes are fastest. A GPU reads the row once, in one launch.
     """
     if devices.current().platform != "cpu":
-        return peak_in_one_pass(logits, raw)
+        return argmax_checked_in_one_pass(logits, raw)
     top, token = argmax(logits)
-    return top, token, invalid(logits, top, raw)
+    return top, token, is_invalid(logits, top, raw)
 
 
-def peak_in_one_pass(
+def argmax_checked_in_one_pass(
     logits: Float[Array, "rows vocab"], raw: Float[Array, "rows vocab"] | None = None
 ) -> tuple[Float[Array, " rows"], Int32[Array, " rows"], Bool[Array, " rows"]]:
-    """`peak` as one reduction, whose result does not depend on its order."""
+    """Computes `argmax_checked` as one reduction, independent of its order."""
     wrong = jnp.isnan(logits)
     if raw is not None:
         wrong |= ~jnp.isfinite(raw)
@@ -90,11 +90,11 @@ def peak_in_one_pass(
 def candidates(
     logits: Float[Array, "rows vocab"], num: int
 ) -> tuple[Float[Array, "rows num"], Int32[Array, "rows num"]]:
-    """The `num` best tokens of each row, best first, lower ids first among equals.
+    """Returns the `num` best tokens of each row, best first; lower ids first if equal.
 
-    They lie in the `num` blocks with the largest maxima: each of these holds a token
-    that ranks before all those of the other blocks. Do not slice the result: XLA would
-    merge the two slices, no longer see a top-k and sort.
+    They are in the `num` blocks with the largest maxima, since each of these contains a
+    token that ranks before all tokens of the remaining blocks. Do not slice the result:
+    XLA would merge the slices, not recognise a top-k, and sort.
     """
     if num < 1:
         raise ValueError(f"max_candidates={num} must be at least 1")
@@ -108,7 +108,7 @@ def candidates(
         values, ids = lax.top_k(_unsigned_zero(logits), num)
         return values, ids
     _, chosen = lax.top_k(_unsigned_zero(jnp.max(blocks, axis=2)), num)
-    # In the order of ids again, by which top_k breaks ties.
+    # Back in the order of ids, by which top_k breaks ties.
     chosen = jnp.sort(chosen, axis=1)
     inside = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)
     inside = _unsigned_zero(inside).reshape(rows, -1)
@@ -116,16 +116,17 @@ def candidates(
     return values, jnp.take_along_axis(_ids_of(chosen, size), place, axis=1)
 
 
-def invalid(
+def is_invalid(
     logits: Float[Array, "rows vocab"],
     top: Float[Array, " rows"],
     raw: Float[Array, "rows vocab"] | None = None,
 ) -> Bool[Array, " rows"]:
-    """Rows with a NaN, or with nothing but -inf; with `raw`, those without finite ones.
+    """Returns True for rows with a NaN or with -inf only; with `raw`, not all finite.
 
-    XLA's CPU maximum loses NaN in some shapes, so `top` does not tell. A sum keeps it
-    and costs a third of looking at every logit; that is done only where a sum is NaN,
-    as it also is where +inf meets -inf. The sum of `raw` is not finite if one is not.
+    XLA's CPU maximum loses NaN in some shapes, so `top` is not sufficient. A sum
+    propagates NaN at a third of the cost of testing every logit; the test runs only if
+    a sum is NaN, which also happens if +inf and -inf are added. The sum of `raw` is not
+    finite if one entry is not.
     """
     suspect = jnp.any(jnp.isnan(jnp.sum(logits, axis=1)))
     if raw is not None:
@@ -141,18 +142,18 @@ def invalid(
 
 
 def is_finite(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
-    """Rows without NaN and without infinities."""
+    """Returns True for rows without NaN and infinities."""
     return jnp.all(jnp.isfinite(logits), axis=1)
 
 
-def upto(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:
-    """Marks the ranks up to the last one, (value, id)."""
+def is_up_to(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:
+    """Marks tokens that rank at or before the last one, given as (value, id)."""
     value, token = last[0][:, None], last[1][:, None]
     return (values > value) | ((values == value) & (ids <= token))
 
 
-def order_of(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """Unsigned integers that compare as the floats do (no NaN among them)."""
+def to_ordered_bits(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
+    """Maps floats without NaN to unsigned integers with the same order."""
     raw = lax.bitcast_convert_type(
         _unsigned_zero(values), jnp.dtype(f"uint{values.dtype.itemsize * 8}")
     )
@@ -160,31 +161,33 @@ def order_of(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
     return jnp.where(raw >= sign, ~raw, raw | sign)
 
 
-def value_of(order: UInt[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    """The inverse of `_order`."""
+def from_ordered_bits(
+    order: UInt[Array, "*shape"], dtype: Any
+) -> Float[Array, "*shape"]:
+    """Inverts `to_ordered_bits`."""
     sign = ~(~jnp.zeros_like(order) >> 1)
     raw = jnp.where(order >= sign, order ^ sign, ~order)
     return lax.bitcast_convert_type(raw, dtype)
 
 
-def first(
+def lowest_id(
     where: Bool[Array, "rows n"], ids: Int32[Array, "#rows n"]
 ) -> Int32[Array, " rows"]:
-    """The lowest of the marked ids; 0 where none is."""
+    """Returns the lowest of the marked ids; 0 if none is marked."""
     none = np.iinfo(np.int32).max
     lowest = jnp.min(jnp.where(where, ids, none), axis=1)
     return jnp.where(lowest == none, 0, lowest)
 
 
 def _unsigned_zero(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Makes -0 a 0: they are equal, but top_k and bit patterns tell them apart."""
+    """Replaces -0 by 0: they are equal, but top_k and bit patterns distinguish them."""
     return jnp.where(logits == 0, jnp.zeros_like(logits), logits)
 
 
 def _blocks(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks block"]:
-    """Cuts rows into blocks of about 64, of which a first pass keeps the maxima."""
+    """Splits rows into blocks of about 64, of which a first pass takes the maxima."""
     rows, vocab = logits.shape
-    # A divisor, since filling up the last block would copy the logits.
+    # A divisor of vocab, since padding the last block would copy the logits.
     sizes = [size for size in range(16, 129) if vocab % size == 0]
     size = min(sizes, key=lambda size: abs(size - 64), default=64)
     if vocab % size:

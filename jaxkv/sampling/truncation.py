@@ -1,8 +1,8 @@
-"""Where top-k and top-p cut a row, exactly.
+"""Exact cut-offs of top-k and top-p.
 
-There are two ways. A few of the best tokens settle most rows. The others are bisected,
-one row at a time, on integers that compare as the floats do. Which way a row goes is
-decided by the row itself.
+For most rows a few of the best tokens determine the cut-off. For the remaining rows a
+bisection finds it, one row at a time, on integers in the order of the floats. Which of
+the two applies depends on the row only.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,25 @@ from jaxkv.sampling.params import Params
 
 
 class Cut(NamedTuple):
-    """The last token a row keeps; of equal logits the lower ids are kept first."""
+    """The last token that a row keeps; among equal logits lower ids are kept first."""
 
     value: Float[Array, " rows"]
     token: Int32[Array, " rows"]
 
 
 def is_cut(params: Params, vocab: int) -> Bool[Array, " rows"]:
-    """Rows that top-k or top-p cuts; min-p needs no search."""
+    """Returns True for rows with top-k or top-p; min-p needs no search."""
     return ((params.top_k > 0) & (params.top_k < vocab)) | (params.top_p < 1)
 
 
-def scaled(
+def scale_logits(
     logits: Float[Array, "rows n"], top: Float[Array, " rows"], params: Params
 ) -> Float[Array, "rows n"]:
-    """Log-probabilities but for a constant: 0 at the largest logit, also at +inf."""
-    # Temperature 0 is settled elsewhere; it only must not divide.
+    """Returns log-probabilities up to a constant: 0 at the largest logit.
+
+    The result is 0 also at a largest logit of +inf.
+    """
+    # Rows at temperature 0 are handled elsewhere; this avoids a division by zero.
     warm = jnp.where(params.temperature > 0, params.temperature, 1.0)
     below = (logits - top[:, None]) / warm.astype(logits.dtype)[:, None]
     return jnp.where(logits == top[:, None], jnp.zeros_like(below), below)
@@ -42,28 +45,32 @@ def scaled(
 def above_min_p(
     scaled: Float[Array, "rows n"], params: Params
 ) -> Bool[Array, "rows n"]:
-    """Tokens whose probability, relative to the largest, is at least min-p."""
+    """Marks tokens whose probability is at least min-p times the largest."""
     share = params.min_p.astype(scaled.dtype)
-    # -log1p is the log. XLA's CPU log itself rounds differently in batches of 3, 5, 6
-    # and 7 rows than in others.
+    # -log1p is the log. XLA's CPU log rounds differently in batches of 3, 5, 6 and 7
+    # rows than in other batches.
     return scaled >= -jnp.log1p((1 - share) / share)[:, None]
 
 
-def settle(
+def cut_from_candidates(
     logits: Float[Array, "rows vocab"],
     top: Float[Array, " rows"],
     values: Float[Array, "rows num"],
     params: Params,
     wanted: Bool[Array, " rows"],
 ) -> tuple[Int32[Array, " rows"], Bool[Array, " rows"]]:
-    """Tries to settle top-k and top-p by the best tokens alone.
+    """Finds the cut-offs of top-k and top-p from the best tokens, where possible.
 
-    `values` are the best logits, descending, and `top` the best of all; the rest is
-    read only where a row needs its whole mass. Only wanted rows matter.
+    Args:
+      logits: logits of the rows, read only if a row needs its whole mass.
+      top: the largest logit of each row.
+      values: the largest logits of each row, descending.
+      params: parameters of the rows.
+      wanted: True for rows that need a cut-off.
 
     Returns:
-      How many tokens are kept, and whether that is settled; if not, more are kept than
-      there are values, or top-k keeps more than that before top-p.
+      Number of tokens kept, and True if that is exact; it is not if more tokens are
+      kept than there are values, or if top-k keeps more than that before top-p.
     """
     vocab, num, dtype = logits.shape[1], values.shape[1], logits.dtype
     bits = fixed_point.digit_bits(vocab)
@@ -72,49 +79,50 @@ def settle(
     limit = jnp.where(counted & inside, params.top_k, num)
     nucleus = params.top_p < 1
 
-    weights = jnp.exp(scaled(values, top, params))
+    weights = jnp.exp(scale_logits(values, top, params))
     place = jnp.arange(num, dtype=jnp.int32)[None, :]
     weights = jnp.where(place < limit[:, None], weights, 0)
     running = jnp.cumsum(
-        jnp.stack(fixed_point.digits_of(weights, bits)), axis=2, dtype=jnp.int32
+        jnp.stack(fixed_point.to_digits(weights, bits)), axis=2, dtype=jnp.int32
     )
-    running = fixed_point.carried(tuple(running), bits)
+    running = fixed_point.carry_digits(tuple(running), bits)
 
     within = tuple(digit[:, -1] for digit in running)
     with jax.named_scope("whole_mass"):
         whole = lax.cond(
             jnp.any(wanted & nucleus & ~counted & ~inside),
-            lambda: fixed_point.total(
-                fixed_point.digits_of(jnp.exp(scaled(logits, top, params)), bits), bits
+            lambda: fixed_point.sum_digits(
+                fixed_point.to_digits(jnp.exp(scale_logits(logits, top, params)), bits),
+                bits,
             ),
             lambda: within,
         )
     total = tuple(jnp.where(inside, a, b) for a, b in zip(within, whole, strict=True))
-    target = fixed_point.share(params.top_p, total, bits, dtype)
-    short = ~fixed_point.reaches(running, tuple(digit[:, None] for digit in target))
+    target = fixed_point.fraction_of(params.top_p, total, bits, dtype)
+    short = ~fixed_point.is_at_least(running, tuple(digit[:, None] for digit in target))
     reach = 1 + jnp.sum(short, axis=1, dtype=jnp.int32)
     kept = jnp.where(nucleus, reach, limit)
     return kept, (kept <= limit) & (inside | (nucleus & ~counted))
 
 
-def everything(logits: Float[Array, "rows vocab"]) -> Cut:
-    """The cut that keeps every token of every row."""
+def keep_everything(logits: Float[Array, "rows vocab"]) -> Cut:
+    """Returns the cut that keeps every token of every row."""
     rows, vocab = logits.shape
     none = jnp.full((rows,), -jnp.inf, logits.dtype)
     return Cut(none, jnp.full((rows,), vocab, jnp.int32))
 
 
-def exact_cuts(
+def find_exact_cuts(
     logits: Float[Array, "rows vocab"],
     top: Float[Array, " rows"],
     params: Params,
     wanted: Bool[Array, " rows"],
-    others: Cut,
+    default: Cut,
 ) -> Cut:
-    """Settles top-k and top-p of the wanted rows by bisection, whatever they look like.
+    """Finds the cut-offs of the wanted rows by bisection; any row can be cut this way.
 
-    One row at a time: what it costs, and to the last bit what it gives, is then the
-    row's own affair. The rest keep what `others` says.
+    Rows are processed one at a time, so that cost and bits of a row's result do not
+    depend on the batch. The remaining rows keep the cut in `default`.
     """
 
     def step(state: tuple[Array, Cut]) -> tuple[Array, Cut]:
@@ -130,38 +138,38 @@ def exact_cuts(
         )
         return pending.at[row].set(False), cut
 
-    return lax.while_loop(lambda state: jnp.any(state[0]), step, (wanted, others))[1]
+    return lax.while_loop(lambda state: jnp.any(state[0]), step, (wanted, default))[1]
 
 
 def _exact_cut(
     logits: Float[Array, "1 vocab"], top: Float[Array, " 1"], params: Params
 ) -> Cut:
-    """One row's cut. The row must be cut, and hold neither NaN nor -inf alone."""
+    """Finds the cut of one row, which needs one and has no NaN and a finite maximum."""
     vocab, dtype = logits.shape[1], logits.dtype
-    bits, order = fixed_point.digit_bits(vocab), top_k.order_of(logits)
+    bits, order = fixed_point.digit_bits(vocab), top_k.to_ordered_bits(logits)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
 
     def narrow(stage: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
-        # First top-k, every token weighing 1, then top-p.
-        weights = jnp.exp(scaled(logits, top, params))
+        # Stage 0 is top-k, with weight 1 for each token; stage 1 is top-p.
+        weights = jnp.exp(scale_logits(logits, top, params))
         weights = jnp.where(stage == 0, jnp.ones_like(weights), weights)
-        kept = top_k.upto(order, ids, last)
-        digits = fixed_point.digits_of(jnp.where(kept, weights, 0), bits)
-        share = fixed_point.share(
-            params.top_p, fixed_point.total(digits, bits), bits, dtype
+        kept = top_k.is_up_to(order, ids, last)
+        digits = fixed_point.to_digits(jnp.where(kept, weights, 0), bits)
+        share = fixed_point.fraction_of(
+            params.top_p, fixed_point.sum_digits(digits, bits), bits, dtype
         )
-        count = fixed_point.digits_of(params.top_k.astype(dtype), bits)
+        count = fixed_point.to_digits(params.top_k.astype(dtype), bits)
         target = tuple(
             jnp.where(stage == 0, k, p) for k, p in zip(count, share, strict=True)
         )
-        return _last(order, ids, top_k.order_of(top), digits, bits, target)
+        return _last(order, ids, top_k.to_ordered_bits(top), digits, bits, target)
 
     counted = (params.top_k > 0) & (params.top_k < vocab)
     first_stage = jnp.where(counted, 0, 1)[0]
     end_stage = jnp.where(params.top_p < 1, 2, 1)[0]
     start = jnp.zeros_like(order[:, 0]), jnp.full((1,), vocab, jnp.int32)
     key, token = lax.fori_loop(first_stage, end_stage, narrow, start)
-    return Cut(top_k.value_of(key, dtype), token)
+    return Cut(top_k.from_ordered_bits(key, dtype), token)
 
 
 def _last(
@@ -172,16 +180,17 @@ def _last(
     bits: int,
     target: fixed_point.Mass,
 ) -> tuple[UInt[Array, " 1"], Int32[Array, " 1"]]:
-    """Finds the rank at which the mass of all ranks so far reaches the target.
+    """Returns the first rank at which the cumulative mass reaches the target.
 
-    First its value is found, then its id among the tokens that share the value. Each
-    step halves what is left, so there are at most as many passes over the row as a
-    float has bits, plus those of its ties.
+    Bisects the value, then the id among the tokens with that value. The number of
+    passes over the row is at most the bits of a float plus those of the number of ties.
     """
 
     def enough(kept: Array) -> Array:
         kept_digits = tuple(jnp.where(kept, digit, 0) for digit in digits)
-        return fixed_point.reaches(fixed_point.total(kept_digits, bits), target)
+        return fixed_point.is_at_least(
+            fixed_point.sum_digits(kept_digits, bits), target
+        )
 
     def largest(passes: Callable[[Array], Array], low: Array, high: Array) -> Array:
         def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -190,10 +199,10 @@ def _last(
             yes = passes(middle)
             return jnp.where(yes, middle, low), jnp.where(yes, high, middle)
 
-        def apart(bounds: tuple[Array, Array]) -> Array:
+        def has_gap(bounds: tuple[Array, Array]) -> Array:
             return jnp.any(bounds[1] - bounds[0] > 1)
 
-        return lax.while_loop(apart, halve, (low, high))[0]
+        return lax.while_loop(has_gap, halve, (low, high))[0]
 
     value = largest(
         lambda value: enough(order >= value[:, None]), jnp.zeros_like(top), top + 1
@@ -202,7 +211,9 @@ def _last(
     first_id = jnp.min(jnp.where(equal, ids, ids.size), axis=1)
     last_id = jnp.max(jnp.where(equal, ids, 0), axis=1)
     left_out = largest(
-        lambda left_out: enough(top_k.upto(order, ids, (value, last_id - left_out))),
+        lambda left_out: enough(
+            top_k.is_up_to(order, ids, (value, last_id - left_out))
+        ),
         jnp.zeros_like(last_id),
         last_id - first_id + 1,
     )

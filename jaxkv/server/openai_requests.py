@@ -456,7 +456,7 @@ def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
 def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     """Answers /detokenize (as in vLLM): the text of token ids; raises as `tokenize`."""
     given = _read_fields_of(body, "tokens", "model")
-    ids = validation.tokens("tokens", _get_required(given, "tokens")).tolist()
+    ids = validation.token_sequence("tokens", _get_required(given, "tokens")).tolist()
     text = backend.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text}
 

@@ -404,7 +404,9 @@ class EngineCore:
             if not self.unread or self.unread[0] is not call:
                 return  # another thread has read it
             if info.violations is not None:
-                invariants.refuse(info.violations, first_step=self._num_steps)
+                invariants.raise_if_violated(
+                    info.violations, first_step=self._num_steps
+                )
             self._num_steps += len(info.enough)
             self._needs_host_swap |= bool(info.asks_host[-1])
             self._skips_drafts = info.rests is not None and bool(info.rests[-1])

@@ -188,7 +188,7 @@ class Engine:
         from jaxkv.serving import loading
 
         folder = loading.find_model_folder("folder", folder)
-        validation.instance("loaded", loaded, checkpoints.Loaded, type(None))
+        validation.instance("loaded", loaded, checkpoints.LoadedModel, type(None))
         layout.check_mesh(mesh)
         compilation_cache.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)

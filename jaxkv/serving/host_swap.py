@@ -50,7 +50,7 @@ def apply_transfer(
     page_ids = arrays.take(moves.place, s.page_ids, fill=NO_PAGE)
     is_first = jnp.arange(group.shape[0], dtype=jnp.int32) == moves.arrives
     return s._replace(
-        pages=kv_pages.put(s.pages, moves.place, moves.pages),
+        pages=kv_pages.scatter_pages(s.pages, moves.place, moves.pages),
         owner=owner,
         page_ids=jnp.where(is_arriving[:, None], page_ids, s.page_ids),
         on_host=(s.on_host | moves.leaves) & ~is_first,
@@ -125,7 +125,7 @@ class HostSpace:
             else:
                 moves.arrives[...] = first
                 moves.place[places] = free[: len(places)]
-                content = kv_pages.widen(pages, len(owner), places)
+                content = kv_pages.expand_pages(pages, len(owner), places)
                 moves = moves._replace(pages=content)
         if moves.lost.any():
             lost = moves.lost[np.asarray(state.sequences.group)]

@@ -48,13 +48,17 @@ def find_model_folder(name: str, folder: Any) -> Path:
 
 def read_model_folder(
     folder: Any, *, dtype: str, mesh: Mesh | None = None
-) -> checkpoints.Loaded:
-    """Reads a model; on a mesh it is sharded, and its shape is `tensor.fit`'s."""
+) -> checkpoints.LoadedModel:
+    """Reads a model; on a mesh it is sharded, and its shape is `tensor.fit_config`'s.
+
+    Raises:
+      ValueError: the folder cannot be used, or the mesh does not divide the model.
+    """
     if mesh is None:
         return checkpoints.load_model(folder, dtype=dtype)
-    place = functools.partial(tensor.placer, mesh=mesh)
+    place = functools.partial(tensor.make_placer, mesh=mesh)
     loaded = checkpoints.load_model(folder, dtype=dtype, place=place)
-    config = tensor.fit(
+    config = tensor.fit_config(
         loaded.config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
     )
     return loaded._replace(config=config)
@@ -62,7 +66,7 @@ def read_model_folder(
 
 def build_engine_parts(
     folder: Any,
-    loaded: checkpoints.Loaded,
+    loaded: checkpoints.LoadedModel,
     config: EngineConfig,
     speculation: SpeculationConfig | None = None,
     *,
@@ -83,7 +87,7 @@ def build_engine_parts(
         sizes = {"page_size": config.page_size, "window": loaded.config.window}
         layout.check_pages(mesh, **sizes)
     if scan_layers:
-        params = tensor.stack_layers(loaded.config, params, mesh)
+        params = tensor.stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
     if speculation is not None and speculation.draft_folder is not None:
         draft_folder = find_model_folder("draft_folder", speculation.draft_folder)

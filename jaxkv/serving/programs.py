@@ -25,8 +25,8 @@ class Programs(NamedTuple):
       submit: `requests.submit`.
       drain: cancels, then drains.
       move: `host_swap.apply_transfer`.
-      take_out: `prefix_transfer.take_out`; consumes no argument.
-      bring_in: `prefix_transfer.bring_in`.
+      take_out: `prefix_transfer.export_prefix`; consumes no argument.
+      bring_in: `prefix_transfer.import_prefix`.
     """
 
     run_steps: Any
@@ -63,14 +63,14 @@ def _cancel_and_drain(
 
 def _take_out(state: EngineState, prefix: Prefix) -> tuple[Pages, Int32[Array, ""]]:
     assert state.prefixes is not None
-    return prefix_transfer.take_out(state.pages, state.prefixes, prefix)
+    return prefix_transfer.export_prefix(state.pages, state.prefixes, prefix)
 
 
 def _bring_in(
     state: EngineState, prefix: Prefix, sent: Pages, rule: Eviction | None
 ) -> tuple[EngineState, Int32[Array, ""]]:
     assert state.prefixes is not None
-    pages, pool, cache, num = prefix_transfer.bring_in(
+    pages, pool, cache, num = prefix_transfer.import_prefix(
         state.pages, state.pool, state.prefixes, prefix, sent, rule
     )
     return state._replace(pages=pages, pool=pool, prefixes=cache), num
@@ -106,7 +106,7 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     made = state_of, whole
 
     def mapped(function: Any, *given: Any, made: Any) -> Any:
-        return layout.mapped(function, how.mesh, given, made)
+        return layout.map_over_mesh(function, how.mesh, given, made)
 
     def run_steps(params, state, clock, *, policy, eviction, **static):
         def run(params, state, clock, policy, eviction):

@@ -131,7 +131,7 @@ def check(
 
 def _check_prompt(tokens: object, config: EngineConfig) -> np.ndarray:
     """Returns the token ids of a prompt that leaves room for an answer."""
-    ids = validation.tokens("prompt", tokens)
+    ids = validation.token_sequence("prompt", tokens)
     if not ids.size:
         raise ValueError("the prompt is empty; give at least one token")
     if ids.size >= config.max_length:

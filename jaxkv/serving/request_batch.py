@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv import clock, validation
 from jaxkv.engine import EngineConfig, requests
 from jaxkv.memory import Pages, Prefix, kv_pages
-from jaxkv.sampling import Sampling, beam_search, params_of, random_keys
+from jaxkv.sampling import Sampling, beam_search, make_params, random_keys
 from jaxkv.scheduling import attributes as request_attributes
 from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.serving import outputs, refusals
@@ -101,7 +101,7 @@ def make_requests(
         limit=column(limits),
         request_id=column(names),
         stop_tokens=column(_pad_rows(ends, config.max_stop_tokens, -1), blank=-1),
-        params=params_of(
+        params=make_params(
             [*[asks[i] for i in owner], *[Sampling.greedy()] * unused],
             [*[keys[i] for i in owner], *[np.zeros(2, np.uint32)] * unused],
             [*samples, *[0] * unused],
@@ -169,7 +169,7 @@ def pad_pages(
             f"pages={shown} must be arrays as take_prefix returns them, of at most "
             f"{most} pages"
         )
-    whole = kv_pages.widen(pages, config.max_pages_per_slot, slice(count))
+    whole = kv_pages.expand_pages(pages, config.max_pages_per_slot, slice(count))
     return prefix._replace(num_pages=jnp.int32(count)), whole
 
 
@@ -205,7 +205,9 @@ def _check_pairs(
         if not isinstance(ask, Sampling):
             raise ValueError(f"asks[{i}]={validation.shown(ask)} must be a Sampling")
         found.append(ask)
-    known = [validation.tokens(f"prompts[{i}]", x) for i, x in enumerate(prompts)]
+    known = [
+        validation.token_sequence(f"prompts[{i}]", x) for i, x in enumerate(prompts)
+    ]
     for i, ids in enumerate(known):
         outside = ids[(ids < 0) | (ids >= validation.INT32)]
         if outside.size:

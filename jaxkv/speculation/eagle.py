@@ -125,7 +125,7 @@ def make_layer_inputs(
     """
     norm = functools.partial(nonlinear.norm, kind="rms", eps=config.target.norm_eps)
     table, num_words = target["embed"]["weight"], config.target.vocab_size
-    found = partition.look_up(table, tokens, num_words)
+    found = partition.embed_tokens(table, tokens, num_words)
     token = norm(found, **params["token_norm"])
     feature = norm(states, **params["feature_norm"])
     both = jnp.concatenate([token, feature], axis=1)
@@ -190,7 +190,10 @@ def _attend(
 ) -> tuple[Float[Array, "kv_heads group head_dim rows"], Any]:
     """Attends as a step of `unroll_drafts`; `keys` are K and V of earlier steps."""
     (batch, seq), step = shape, len(keys)
-    q, k, v = (x.reshape(*x.shape[:-1], batch, seq) for x in rotary.parts(qkv, angles))
+    q, k, v = (
+        x.reshape(*x.shape[:-1], batch, seq)
+        for x in rotary.split_and_rotate(qkv, angles)
+    )
     keys = (*keys, (k, v))
     place = jnp.arange(seq, dtype=jnp.int32)
     back = place[:, None] - place[None, :]

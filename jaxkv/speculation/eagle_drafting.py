@@ -49,8 +49,8 @@ class TargetWithEagle:
         """Runs both models on the rows; returns the logits of the target."""
         assert pages.beside is not None
         result = self.target(params.target, pages._replace(beside=None), rows)
-        found = features.read(result.pages, rows, features.before(rows))
-        parts = row_parts.divide(rows)
+        found = features.read_features(result.pages, rows, features.parent_places(rows))
+        parts = row_parts.divide_rows(rows)
         x = eagle.make_layer_inputs(
             params.draft,
             params.target,
@@ -184,7 +184,7 @@ class _DraftingStep(NamedTuple):
         rows = make_slot_rows(
             self.state, self.state.sequences.tokens[self.row], self.root
         )
-        found = features.read(self.state.pages, rows, self.root - 1)
+        found = features.read_features(self.state.pages, rows, self.root - 1)
         before = eagle.fuse_features(self.params.draft, found)
         there = (self.root >= 0)[:, None]
         columns = jnp.zeros((*there.shape, sum(self.drafter.beams)), bool)

@@ -63,7 +63,9 @@ def _agreement(
     params: Params, tokens: Array, config: ModelConfig, layers: tuple[int, ...]
 ) -> Array:
     model = transformer.merge(config, params)
-    states = [transformer.read(model, tokens, only=x).last for x in (None, layers)]
+    states = [
+        transformer.run_sequences(model, tokens, only=x).last for x in (None, layers)
+    ]
     found = [jnp.argmax(model.logits(state), axis=1) for state in states]
     return jnp.mean((found[0] == found[1]).astype(jnp.float32))
 

@@ -170,7 +170,7 @@ class Medusa(Drafter):
         known = state.slots.num_tokens
         fed = jnp.where(granted > 0, known - 2, -1)
         rows = make_slot_rows(state, state.sequences.tokens[row], fed)
-        states = features.read(state.pages, rows, fed)
+        states = features.read_features(state.pages, rows, fed)
         logits = head_logits(params.draft, params.target, states, config=self.config)
         num = min(config.max_drafts, len(self.topology.ranks))
         tree = Topology(self.topology.parents[:num], self.topology.ranks[:num])

@@ -10,7 +10,7 @@ from jaxkv import validation
 from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Drafter, Speculation
 from jaxkv.memory import Pages
 from jaxkv.models import Forward, ModelConfig, Params, paged, param_forms
-from jaxkv.models.layers import FEW
+from jaxkv.models.layers import FEW_ROWS
 from jaxkv.speculation import (
     draft_model,
     eagle_drafting,
@@ -222,7 +222,7 @@ def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
     leaves = jax.tree.leaves(model.params)
     pays = (
         devices.current().platform == "cpu"
-        and any(number in FEW for number in numbers)
+        and any(number in FEW_ROWS for number in numbers)
         and bounds.numerics == "fast"
         and model.config.experts is None
         and all(
@@ -233,7 +233,9 @@ def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
     )
     if not pays:
         return model
-    return model._replace(params=jax.jit(param_forms.for_few_rows)(model.params))
+    return model._replace(
+        params=jax.jit(param_forms.add_transposed_weights)(model.params)
+    )
 
 
 def _build_with_heads(

@@ -171,7 +171,7 @@ class Rejection:
             chance, rest = _try_child(rest, guess, child)
             accept = accept.at[:, rank].set(chance)
             if left is not None and not self.replacement:
-                left = fixed_point.normalised(jnp.where(is_child, 0, left))
+                left = fixed_point.normalise(jnp.where(is_child, 0, left))
         return accept, rest
 
 
@@ -186,7 +186,7 @@ def _try_child(
     tried = q > 0
     ratio = p / jnp.where(tried, q, jnp.ones_like(q))
     chance = jnp.where(tried, jnp.minimum(ratio, 1), 0)
-    rest = fixed_point.normalised(jnp.maximum(target_probs - draft_probs, 0))
+    rest = fixed_point.normalise(jnp.maximum(target_probs - draft_probs, 0))
     # Equal distributions leave no mass, and a rejection is impossible then.
     changed = tried & (jnp.max(rest, axis=1) > 0)
     return chance, jnp.where(changed[:, None], rest, target_probs)
@@ -261,7 +261,7 @@ class Typical:
         children: Int32[Array, "rows width"],
     ) -> Float[Array, "rows width"]:
         """Returns 1 for children with a probability above the threshold, else 0."""
-        entropy = fixed_point.sums(target_probs * -_log(target_probs))
+        entropy = fixed_point.row_sums(target_probs * -_log(target_probs))
         bound = jnp.minimum(math.log(self.epsilon), math.log(self.delta) - entropy)
         row = jnp.arange(target_probs.shape[0], dtype=jnp.int32)[:, None]
         row = jnp.broadcast_to(row, children.shape)

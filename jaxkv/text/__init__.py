@@ -1,4 +1,4 @@
-"""Texts and tokens: tokenizers, byte pairs, chat templates."""
+"""Text and tokens: tokenizers, streaming decode, stop strings, chat templates."""
 
 from jaxkv.text.tokenizer import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 

@@ -1,7 +1,7 @@
-"""Learns a byte-pair tokenizer from text, and applies it to many texts at once.
+"""Trains a byte-pair tokenizer on text, and encodes texts in batches.
 
-The merges start from all 256 bytes, so every text has tokens, and decoding gives it
-back to the byte.
+The vocabulary has all 256 bytes, so every text has tokens, and decoding restores it
+byte for byte.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,27 +12,27 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jaxkv.text.tokenizer import Tokenizer
 
 END_TEXT = "<|endoftext|>"
-"""How the token that ends a document is written; its id is `END`."""
+"""Text of the token that ends a document; its id is `END`."""
 END = 0
 VERSION = tokenizers.__version__
-"""Of the library: another one may merge otherwise."""
+"""Version of the `tokenizers` library; another version may learn other merges."""
 
-_NUM_TOGETHER = 64
+_BATCH_SIZE = 64
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learns the merges; equal texts give equal tokenizers.
 
     Args:
-      texts: what to learn from.
-      vocab_size: tokens to end up with at most, the end of a document and the bytes
-        included; at least 257. Few texts may give fewer.
+      texts: the training texts.
+      vocab_size: largest number of tokens, including the bytes and the end of a
+        document; at least 257. Short texts may give fewer.
 
     Returns:
       The tokenizer; `END` ends a text.
 
-    Source: Sennrich et al. 2016, arXiv:1508.07909, section 3.2, on bytes as in
-    Radford et al. 2019 (GPT-2), section 2.2.
+    Source: Sennrich et al. 2016, arXiv:1508.07909, section 3.2, on bytes as in Radford
+    et al. 2019 (GPT-2), section 2.2.
     """
     if vocab_size < 257:
         raise ValueError(f"{vocab_size=} must be at least 257, the bytes and an end")
@@ -49,14 +49,14 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(core, eos_ids=(END,), settings={"eos_token": END_TEXT})
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yields the token ids of each text, whatever is written in it taken as text."""
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yields the token ids of each text; special tokens in it are plain text."""
     core = tokenizer.core
     before = core.encode_special_tokens
     core.encode_special_tokens = True
     try:
-        for start in range(0, len(texts), _NUM_TOGETHER):
-            some = list(texts[start : start + _NUM_TOGETHER])
+        for start in range(0, len(texts), _BATCH_SIZE):
+            some = list(texts[start : start + _BATCH_SIZE])
             for encoded in core.encode_batch_fast(some, add_special_tokens=False):
                 yield encoded.ids
     finally:

@@ -1,8 +1,8 @@
-"""Chat templates: a conversation to the text a model was trained on.
+"""Chat templates: render a conversation to the text that a model was trained on.
 
-A template is a program that comes with the model, in Jinja. It runs in Jinja's sandbox,
-sees plain values only, and may fail in any way: what it raises becomes one line. It may
-not run for long either: its steps are counted, and sums and products are bounded.
+A template is a Jinja program that comes with the model. It runs in Jinja's sandbox and
+has access to plain values only. Every exception becomes an error of one line. Its steps
+are counted and its sums and products are bounded, so that it cannot run forever.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ import jinja2.utils
 from jaxkv.validation import one_line
 
 MAX_STEPS = 5_000_000
-"""Lines of Python that a template may run: some seconds of work, and a hundred times
-what a conversation of a thousand messages takes."""
+"""Limit on the lines of Python that a template executes: some seconds, and 100 times
+the need of a conversation of a thousand messages."""
 MAX_SIZE = 10_000_000
-"""Characters, entries or bits that a sum, product or power in a template may have."""
+"""Limit on the characters, entries or bits of a sum, product or power in a template."""
 
 
 def render(
@@ -37,22 +37,21 @@ def render(
     """Renders a conversation as transformers 5.24 does.
 
     Args:
-      template: its text, or a list of templates with names: "tool_use" where tools are
-        given, or else "default".
-      messages: in order, at least one; each with "role" and "content", or with other
-        keys in place of the content, such as "tool_calls". Keys that are None count as
-        missing.
-      variables: those of the template: the texts of special tokens, such as
+      template: text of the template, or a list of named templates: "tool_use" is used
+        if tools are given, else "default".
+      messages: at least one message, in order; each has "role" and "content", or other
+        keys in place of the content, such as "tool_calls". Keys with the value None
+        count as missing.
+      variables: variables of the template: texts of special tokens, such as
         `bos_token`; `tools`, the functions that the model may call, as JSON schemas,
         None by default; `documents`, texts that the model may quote, None by default;
-        `add_generation_prompt`, True (the default) to open the assistant's next turn;
-        and any other. Those that are not passed are undefined.
+        `add_generation_prompt`, True by default, to open the assistant's next turn; and
+        any further ones. Variables that are not passed are undefined.
 
     Raises:
-      ValueError: there is no template, or an object of another type in its place; a
-        message lacks role or content; a variable is an option of transformers' own; or
-        the template refuses the messages, is broken, or runs for longer than
-        `MAX_STEPS`.
+      ValueError: the template is missing or not text; a message lacks role or content;
+        a variable is an option of transformers' `apply_chat_template`; or the template
+        refuses the messages, is invalid, or exceeds `MAX_STEPS`.
     """
     given: dict[str, Any] = {"tools": None, "documents": None} | dict(variables or {})
     if isinstance(template, list):
@@ -87,7 +86,7 @@ def render(
     conversation = []
     for message in messages:
         plain = {key: x for key, x in message.items() if x is not None}
-        # Templates read a reasoning under two names.
+        # Templates read the reasoning under two names.
         reasoning = [plain[name] for name in _REASONING if name in plain][:1]
         for each in reasoning:
             plain = {"thinking": each} | plain | {"reasoning_content": each}
@@ -105,7 +104,7 @@ def render(
     )
     environment.filters["tojson"] = _to_json
     try:
-        # Through JSON, so that the template can reach no object of ours.
+        # Copied through JSON, so that the template has no access to Python objects.
         given = json.loads(json.dumps(given, default=dict))
         program = environment.from_string(template, globals=helpers)
         with _counted_steps():
@@ -133,18 +132,18 @@ _OPTIONS = frozenset(
         "tokenizer_kwargs",
     )
 )
-"""Keywords of transformers' `apply_chat_template` that no template sees."""
+"""Keywords of transformers' `apply_chat_template` that are not template variables."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message may have its reasoning, the first one preferred."""
+"""Names of a message's reasoning, in order of preference."""
 
 
 @contextlib.contextmanager
 def _counted_steps() -> Generator[None]:
-    """Ends what runs inside after `MAX_STEPS` lines of Python, in this thread alone.
+    """Raises an error in its body after `MAX_STEPS` lines of Python in this thread.
 
-    Jinja compiles a template to Python, so that loops, macros and filters are all made
-    of lines; whoever traces them already, a debugger for one, does so again behind.
+    Jinja compiles a template to Python, so loops, macros and filters consist of lines.
+    A trace function set before, such as a debugger's, is restored at the end.
     """
     num_left, before = MAX_STEPS, sys.gettrace()
 
@@ -163,9 +162,9 @@ def _counted_steps() -> Generator[None]:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, where sums, products and powers stay small, too.
+    """Jinja's sandbox with bounded sums, products and powers.
 
-    A filter may still make a long text, such as `center` of a great width.
+    A filter may still make a long text, such as `center` with a large width.
     """
 
     intercepted_binops = frozenset(["+", "*", "**"])
@@ -173,11 +172,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """Refuses what would make more than `MAX_SIZE`, before it is made."""
+        """Raises an error for a result above `MAX_SIZE`, before it is computed."""
         sizes = _size(left), _size(right)
         size = sum(sizes)
         if operator in ("*", "**"):
-            # Text times a number, or a number of so many bits to a power.
+            # Text times a number, or a power of a number with `max(sizes)` bits.
             times = [x for x in (left, right) if isinstance(x, int)][-1:]
             size = max(size, max(sizes) * abs(times[0])) if times else size
         if size > MAX_SIZE:
@@ -186,16 +185,16 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _size(value: Any) -> int:
-    """Characters of a text, entries of a list, bits of a number."""
+    """Returns the characters of a text, entries of a list, or bits of a number."""
     if isinstance(value, int):
         return value.bit_length()
     return len(value) if hasattr(value, "__len__") else 1
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training.
+    """The block `{% generation %}`, which marks the assistant's text for training.
 
-    The text is rendered as it is, with variables of its own, as by transformers.
+    The text is rendered unchanged in a scope of its own, as by transformers.
     """
 
     tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
@@ -211,10 +210,10 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's `namespace`, which takes no name that begins with an underscore."""
+    """Jinja's `namespace`, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any):
-        # Without a name for self, which may be a variable of the template.
+        # No parameter is named self, which may be a variable of the template.
         self, *values = args
         attributes = dict(*values, **kwargs)
         for name in attributes:
@@ -242,7 +241,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which no model was trained on.
+    # Jinja's own filter escapes HTML, unlike the training text of models.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

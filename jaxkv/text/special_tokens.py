@@ -1,8 +1,8 @@
-"""Special and added tokens that a folder names outside of its `tokenizer.json`.
+"""Special and added tokens of a folder that are named outside of `tokenizer.json`.
 
 Three files may name them: `tokenizer_config.json`, and in older folders
 `special_tokens_map.json` and `added_tokens.json`. The rules are those of transformers
-5.24: the two older files count only where `tokenizer_config.json` has no
+5.24: the two older files are used only if `tokenizer_config.json` has no
 `added_tokens_decoder`, and then `special_tokens_map.json` has precedence.
 """
 
@@ -23,44 +23,45 @@ SPECIAL_TOKENS = (
 EXTRA = "extra_special_tokens"
 _OLD_EXTRA = "additional_special_tokens"
 _ROLES = "model_specific_special_tokens"
-"""Setting: role -> token, of roles that only some models know."""
+"""Setting with the tokens of roles that only some models have: role -> token."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class AddedToken(NamedTuple):
-    """A token that is looked for in a text before anything else."""
+    """A token that is matched in a text before the model splits it."""
 
     content: str
-    """Its text."""
+    """Text of the token."""
     flags: Mapping[str, bool]
-    """How it is looked for, and whether it is special, as the library names it."""
+    """How the token is matched and whether it is special, with the library's flag
+    names."""
 
 
-class NamedTokens(NamedTuple):
-    """What the files name."""
+class SpecialTokens(NamedTuple):
+    """Tokens and settings from the files."""
 
     settings: dict[str, Any]
-    """The settings, with those of `special_tokens_map.json` where they count."""
+    """The settings, including those of `special_tokens_map.json` if it is used."""
     tokens: list[AddedToken]
     """Tokens to add to the tokenizer, in order."""
 
 
-def read(
+def read_special_tokens(
     settings: Mapping[str, Any],
     special_map: Mapping[str, Any] | None,
     added: Mapping[str, Any] | None,
     present: Sequence[Mapping[str, Any]],
-) -> NamedTokens:
+) -> SpecialTokens:
     """Reads the tokens that the files name.
 
     Args:
-      settings: the content of `tokenizer_config.json`.
-      special_map: of `special_tokens_map.json`; None without that file.
-      added: of `added_tokens.json`: text -> id; None without that file.
+      settings: content of `tokenizer_config.json`.
+      special_map: content of `special_tokens_map.json`; None without that file.
+      added: content of `added_tokens.json`: text -> id; None without that file.
       present: the added tokens of `tokenizer.json`.
 
     Raises:
-      ValueError: an entry has no text, or an id is no number.
+      ValueError: an entry has no text, or an id is not an integer.
     """
     settings = dict(settings)
     if not isinstance(settings.get(EXTRA) or [], list | Mapping):
@@ -78,7 +79,7 @@ def read(
         except (TypeError, ValueError):
             raise ValueError(f"token id {name!r} must be a whole number") from None
 
-    # The tokenizer has these tokens afterwards, and keeps them.
+    # The tokenizer keeps these tokens, so the setting is not needed any more.
     listed = settings.pop("added_tokens_decoder", None)
     if listed is not None:
         if not isinstance(listed, Mapping):
@@ -90,9 +91,11 @@ def read(
             settings[key] = _from_map(key, value, settings)
         _take_roles(settings, {})
         plain = [*map(settings.get, SPECIAL_TOKENS), *(settings.get(EXTRA) or [])]
-        # Those that `tokenizer_config.json` writes with flags do not count here.
+        # Tokens that `tokenizer_config.json` writes with flags are excluded here.
         texts = {
-            text_of(x) for x in plain if not isinstance(x, Mapping) or "__type" not in x
+            token_text(x)
+            for x in plain
+            if not isinstance(x, Mapping) or "__type" not in x
         }
         for text, name in (added or {}).items():
             is_special = text in texts
@@ -107,53 +110,53 @@ def read(
     known.update(str(entry.get("content")) for entry in present)
     entries = [*_entries(settings).items()]
     entries += [(EXTRA, entry) for entry in settings.get(EXTRA) or []]
-    # A token may come as a text and with flags: the library takes the later of the two.
+    # A token may be written as a text and with flags: the library uses the later one.
     once: list[Any] = []
     for name, entry in entries:
         if entry is not None and entry not in once:
             once.append(entry)
             more = _token(name, entry)
             if name in SPECIAL_TOKENS:
-                # One with the id of another token has left its flags here.
+                # A token with the id of another one has left its flags here.
                 more = by_text.get(more.content, more)
             tokens += [more] if more.content not in known else []
-    named = set(roles(settings).values())
+    named = set(tokens_by_role(settings).values())
     tokens = [
         token._replace(flags={**token.flags, "special": True})
         if token.content in named
         else token
         for token in tokens
     ]
-    return NamedTokens(settings, tokens)
+    return SpecialTokens(settings, tokens)
 
 
-def roles(settings: Mapping[str, Any]) -> dict[str, str]:
+def tokens_by_role(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the texts of the tokens that have a role, such as `bos_token`."""
-    texts = {name: text_of(value) for name, value in _entries(settings).items()}
+    texts = {name: token_text(value) for name, value in _entries(settings).items()}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def text_of(token: Any) -> str | None:
-    """Returns a token's text from the two ways in which a file may write one."""
+def token_text(token: Any) -> str | None:
+    """Returns a token's text from either of the two forms that files use."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
 
 def _own(settings: Mapping[str, Any]) -> list[str]:
-    """Names of roles that only some models know, such as `image_token`."""
-    # Not every name that ends so has a token: `add_bos_token` has True or False.
+    """Returns the names of roles that only some models have, such as `image_token`."""
+    # Not every such name has a token: `add_bos_token` is a boolean.
     names = [name for name in settings if name.endswith("_token")]
-    return [x for x in names if x not in SPECIAL_TOKENS and text_of(settings[x])]
+    return [x for x in names if x not in SPECIAL_TOKENS and token_text(settings[x])]
 
 
 def _entries(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens that have a role, as the settings write them."""
+    """Returns the tokens that have a role, as the settings write them."""
     names = (*SPECIAL_TOKENS, *_own(settings))
     return {name: settings.get(name) for name in names} | (settings.get(_ROLES) or {})
 
 
 def _take_roles(settings: dict[str, Any], roles: dict[str, Any]) -> None:
-    """Puts roles, and extra tokens that have names, into a setting of their own."""
+    """Moves roles, and extra tokens that have names, into a setting of their own."""
     extra = settings.get(EXTRA)
     roles |= settings.pop(EXTRA) if isinstance(extra, Mapping) else {}
     if roles:
@@ -161,7 +164,7 @@ def _take_roles(settings: dict[str, Any], roles: dict[str, Any]) -> None:
 
 
 def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
-    """A setting of `special_tokens_map.json`: its tokens are special."""
+    """Returns a setting of `special_tokens_map.json`, its tokens marked special."""
     if key != EXTRA:
         return {**value, "special": True} if isinstance(value, Mapping) else value
     if not isinstance(value, list):
@@ -172,8 +175,8 @@ def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _token(name: str, entry: Any) -> AddedToken:
-    """A token as a file has it: a text, which is special, or a text with flags."""
-    text = text_of(entry)
+    """Returns a token from a file: a text, which is special, or a text with flags."""
+    text = token_text(entry)
     if text is None:
         raise ValueError(f"{name}={entry!r} must be a text, or an object with content")
     if isinstance(entry, str):

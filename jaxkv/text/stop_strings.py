@@ -1,8 +1,8 @@
-"""Stop strings: where an answer is cut, found while its text grows.
+"""Stop strings: finds the end of an answer while its text grows.
 
-A stop string is looked for in the text of the answer. One that contains the text of a
-special token is looked for in the text that shows special tokens, and the answer is cut
-at the same token.
+Stop strings are searched in the text of the answer. A stop string that contains the
+text of a special token is searched in the text that shows special tokens, and the
+answer is cut at the corresponding token.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from jaxkv.text.streams import TextStream
 
 
 class StopSearch:
-    """Looks for stop strings in one answer.
+    """Searches for stop strings in one answer.
 
     Args:
       stops: the stop strings.
-      special_stops: those that contain the text of a special token.
+      special_stops: stop strings that contain the text of a special token.
       stream: decoder of the answer that shows special tokens; None without
         `special_stops`.
     """
@@ -33,15 +33,15 @@ class StopSearch:
         self._lengths = [(0, 0)]
 
     def push(self, final: str, tail: str, token: int | None) -> int | None:
-        """Takes a token; returns the number of characters before a stop string.
+        """Adds a token; returns the number of characters before a stop string.
 
         Args:
-          final: the answer's text that no later token changes.
-          tail: the rest of its text, which later tokens may change.
+          final: text of the answer that later tokens cannot change.
+          tail: the remaining text, which later tokens may change.
           token: the last token; None at the end of the answer.
 
         Returns:
-          Where final and tail together are cut; None without a stop string.
+          Length at which `final + tail` is cut; None without a stop string.
         """
         text = final + tail if tail else final
         places = _places(text, self._stops, self._num_final)
@@ -52,8 +52,9 @@ class StopSearch:
             shown = self._shown + stream.tail()
             self._lengths.append((len(shown), len(text)))
             if found := _places(shown, self._special_stops, num_final):
-                # A place in the text with special tokens is one in the text without
-                # them: a hidden token adds no characters, all its places are `before`.
+                # Maps a position in the text with special tokens to the text without
+                # them: a hidden token adds no characters, so each of its positions maps
+                # to `before`.
                 place = min(found)
                 pairs = zip(self._lengths, self._lengths[1:], strict=False)
                 places += [
@@ -67,6 +68,6 @@ class StopSearch:
 
 
 def _places(text: str, stops: Sequence[str], num_known: int) -> list[int]:
-    """Where stop strings begin that end after the first `num_known` characters."""
+    """Returns the starts of stop strings that end after `num_known` characters."""
     found = [text.find(stop, max(0, num_known - len(stop) + 1)) for stop in stops]
     return [place for place in found if place >= 0]

@@ -1,20 +1,20 @@
-"""Incremental decoding: token ids in, one at a time; text out, as soon as it is final.
+"""Incremental detokenizer: token ids to text, one token at a time.
 
-The pieces of text that a `TextStream` returns, joined, equal the whole decode. `push`
-returns the text that no later token can change. The rest is held back:
+The pieces that a `TextStream` returns, concatenated, equal the decode of all tokens at
+once. `push` returns the text that later tokens cannot change and holds back:
 
-* the bytes of a character that is not complete;
+* the bytes of an incomplete character;
 * a run of byte-fallback tokens such as `<0xE6>` while it is valid UTF-8, since one
   invalid byte turns every byte of the run into a replacement character;
 * the last token of a `BPEDecoder`, which ends in a space only if a token follows;
 * after `Fuse`, the last characters that `Strip` removes at the end of a text, and
   characters that may begin a pattern of `Replace`;
-* everything, where a decoder can still change the whole text: a regular expression
-  after `Fuse`, CTC, and decoders that are not known here.
+* all text, if a decoder may change it as a whole: a regular expression after `Fuse`,
+  CTC, and unknown decoders.
 
-A decoder is a chain of stages. Each takes the pieces of the stage before it and has a
-state of bounded size, apart from the text that is held back, so that n tokens take time
-in proportion to n.
+A decoder is a chain of stages. Each stage processes the pieces of the stage before it,
+with a state of bounded size apart from the text that is held back, so the time is
+linear in the number of tokens.
 """
 
 import codecs
@@ -26,7 +26,7 @@ from typing import Any
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[list[str]], str]
-"""Decodes the pieces of a text by one decoder of the `tokenizers` library."""
+"""A decoder of the `tokenizers` library: a list of pieces to text."""
 
 CLEANUP = (
     (" .", "."),
@@ -40,28 +40,28 @@ CLEANUP = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
-"""Patterns and their replacements where a tokenizer is to clean up spaces."""
+"""Replacements of a tokenizer that cleans up spaces: pattern, new text."""
 WORD_PIECE = (*CLEANUP[:7], (" do not", " don't"), *CLEANUP[7:])
-"""Those of the WordPiece decoder."""
+"""Replacements of the WordPiece decoder."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 _NUM_CONTEXT = 4
-"""Tokens after which the state of every stage is that of the whole text: the bytes of
-an incomplete character are at most three."""
+"""Number of tokens that determine the state of every stage: an incomplete character has
+at most three bytes."""
 
 
 class _Stage:
     """One decoder, applied piece by piece."""
 
     def push(self, piece: Any) -> Sequence[Any]:
-        """Takes a piece and returns the pieces that are final."""
+        """Adds a piece; returns the pieces that are final."""
         raise NotImplementedError
 
     def held(self, is_over: bool) -> Sequence[Any]:
         """Returns the pieces that `push` holds back.
 
         Args:
-          is_over: True if the text ends here; False leaves out what more tokens may
+          is_over: True if the text ends here; False omits pieces that later tokens may
             complete or remove.
         """
         del is_over
@@ -74,21 +74,21 @@ class _Stage:
         return other
 
 
-class _Each(_Stage):
-    """Applies a function to every piece by itself; has no state."""
+class _MapStage(_Stage):
+    """Applies a function to each piece; has no state."""
 
     def __init__(self, function: Callable[[Any], Any]):
         self.function = function
 
-    def __call__(self) -> "_Each":
+    def __call__(self) -> "_MapStage":
         return self
 
     def push(self, piece: Any) -> Sequence[Any]:
         return (self.function(piece),)
 
 
-class _FirstApart(_Stage):
-    """A decoder to which the first token of a text is special, such as Metaspace."""
+class _FirstTokenStage(_Stage):
+    """A decoder that treats the first token differently, such as Metaspace."""
 
     def __init__(self, decode: Decode):
         self._decode = decode
@@ -101,8 +101,8 @@ class _FirstApart(_Stage):
         return (self._decode(["", piece]),)
 
 
-class _LastApart(_Stage):
-    """A decoder to which the last token of a text is special: BPEDecoder."""
+class _LastTokenStage(_Stage):
+    """A decoder that treats the last token differently: BPEDecoder."""
 
     def __init__(self, decode: Decode):
         self._decode = decode
@@ -116,7 +116,7 @@ class _LastApart(_Stage):
         return () if self._last is None else (self._decode([self._last]),)
 
 
-class _ByteRuns(_Stage):
+class _ByteRunStage(_Stage):
     """ByteFallback: runs of byte tokens become text, or replacement characters."""
 
     def __init__(self):
@@ -160,8 +160,8 @@ class _ByteRuns(_Stage):
         return ("".join(self._text),)
 
 
-class _Utf8(_Stage):
-    """Bytes to text; invalid bytes become replacement characters."""
+class _Utf8Stage(_Stage):
+    """Decodes bytes to text; invalid bytes become replacement characters."""
 
     def __init__(self):
         self._partial = b""
@@ -176,11 +176,11 @@ class _Utf8(_Stage):
         return (self._partial.decode("utf-8", "replace"),) if is_over else ()
 
 
-BYTES: tuple[Callable[[], _Stage], ...] = (_Utf8,)
-"""Makers of the stages for tokens that are bytes."""
+BYTES: tuple[Callable[[], _Stage], ...] = (_Utf8Stage,)
+"""Stage constructors for tokens that are bytes."""
 
 
-class _StripText(_Stage):
+class _StripStage(_Stage):
     """Strip after Fuse: removes a character at the start and the end of a text."""
 
     def __init__(self, content: str, start: int, stop: int):
@@ -201,8 +201,8 @@ class _StripText(_Stage):
         return (piece,)
 
 
-class _ReplaceText(_Stage):
-    """Replace after Fuse: a pattern may begin in one piece and end in another."""
+class _ReplaceStage(_Stage):
+    """Replace after Fuse: a match may span several pieces."""
 
     def __init__(self, pattern: str, content: str):
         self._pattern, self._content = pattern, content
@@ -222,8 +222,8 @@ class _ReplaceText(_Stage):
         return (self._last,) if self._last else ()
 
 
-class _Whole(_Stage):
-    """Any other decoder: holds every piece back until the text is over."""
+class _BufferStage(_Stage):
+    """Any other decoder: holds all pieces back until the text ends."""
 
     def __init__(self, decode: Decode, is_joined: bool):
         self._decode, self._is_joined = decode, is_joined
@@ -244,25 +244,25 @@ class _Whole(_Stage):
 
 
 class TextStream:
-    """Decodes one token at a time; the module's docstring has the rule.
+    """Decodes one token at a time, by the rules in the module's docstring.
 
     Args:
-      decoder: what turns tokens into text.
-      context: tokens before the text, such as a prompt. The text is then the whole
-        decode of context and tokens, less the beginning that it shares with the decode
-        of the context: all of that, unless a token completes a character with which
-        the context ends.
+      decoder: the decoder of the tokens.
+      context: tokens before the text, such as a prompt. The text is then the decode of
+        context and tokens without the prefix that it shares with the decode of the
+        context; that prefix is the whole decode of the context, unless a token
+        completes a character at its end.
     """
 
     def __init__(self, decoder: "StreamDecoder", context: Sequence[int] = ()):
         self._decoder, self._pieces = decoder, decoder.pieces
         self._stages = decoder.stages()
-        # What the decode of the context has and the text must not repeat.
+        # Text of the context that the stream must not repeat.
         self._known = ""
         if not len(context):
             return
-        # The last tokens suffice where a few of them have text of their own and some
-        # of it is final.
+        # The last tokens suffice if some of them have text of their own and part of it
+        # is final.
         num, start = 0, len(context)
         while start and (num < _NUM_CONTEXT or not decoder.is_local):
             start -= 1
@@ -277,7 +277,7 @@ class TextStream:
         self._known = self._held(True)
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the characters that are now final."""
+        """Adds a token; returns the text that has become final."""
         piece = self._pieces[token]
         if piece is None:
             return ""
@@ -288,12 +288,12 @@ class TextStream:
         return self._without_known(text) if self._known else text
 
     def tail(self) -> str:
-        """Returns the text held back, without a character that is not complete."""
+        """Returns the text that is held back, without an incomplete character."""
         text = self._held(False)
         return text[_num_shared(text, self._known) :] if self._known else text
 
     def finish(self) -> str:
-        """Ends the text; returns the rest of it. The stream is then as new."""
+        """Ends the text; returns its remainder and resets the stream."""
         text = self._without_known(self._held(True))
         self._stages, self._known = self._decoder.stages(), ""
         return text
@@ -322,12 +322,12 @@ def _num_shared(text: str, other: str) -> int:
 
 
 class StreamDecoder:
-    """A decoder as the `TextStream`s of a tokenizer share it.
+    """The detokenizer of a vocabulary, shared by its `TextStream`s.
 
     Args:
-      piece_of: a token's piece, str or bytes; None if it has no text. Called once for
-        each token.
-      makers: functions that make the stages, see `stage_makers`.
+      piece_of: returns a token's piece, str or bytes; None if it has no text. Called
+        once for each token.
+      makers: constructors of the stages, see `stage_makers`.
     """
 
     def __init__(
@@ -336,24 +336,24 @@ class StreamDecoder:
         makers: Sequence[Callable[[], _Stage]],
     ):
         self._makers: list[Callable[[], _Stage]] = []
-        # Functions of single tokens come first in most decoders: they are applied once
-        # to each token of the vocabulary.
+        # In most decoders the first stages are functions of single tokens: they are
+        # applied once to each token of the vocabulary.
         functions: list[Callable[[Any], Any]] = []
         for maker in makers:
-            if isinstance(maker, _Each) and not self._makers:
+            if isinstance(maker, _MapStage) and not self._makers:
                 functions.append(maker.function)
             else:
                 self._makers.append(maker)
         self.pieces = _Pieces(piece_of, functions)
         """Token id -> its piece, str or bytes; None if the token has no text."""
         later = [type(stage) for stage in self.stages()]
-        self.is_local = not {_Whole, _ReplaceText} & {*later} and (
-            _ByteRuns not in later[1:]
+        self.is_local = not {_BufferStage, _ReplaceStage} & {*later} and (
+            _ByteRunStage not in later[1:]
         )
         """True if the last tokens of a text determine the state of the stages."""
 
     def stages(self) -> list[_Stage]:
-        """Returns the stages at the beginning of a text."""
+        """Returns the stages in their initial state."""
         return [make() for make in self._makers]
 
 
@@ -375,22 +375,22 @@ def stage_makers(
     build: Callable[[Mapping[str, Any]], Decode],
     replaced: Iterable[tuple[str, str]] = (),
 ) -> list[Callable[[], _Stage]]:
-    """Returns functions that make the stages of a decoder.
+    """Returns constructors of the stages of a decoder.
 
     Args:
-      state: the decoder as `tokenizer.json` has it; None joins tokens by spaces.
-      build: makes the decoder of the `tokenizers` library that has such a state.
+      state: the decoder in `tokenizer.json`; None joins tokens by spaces.
+      build: makes the decoder of the `tokenizers` library from such a state.
       replaced: pairs of a pattern and its replacement in the decoded text, in order.
     """
-    after = [partial(_ReplaceText, *pair) for pair in replaced]
+    after = [partial(_ReplaceStage, *pair) for pair in replaced]
     if state is None:
-        return [partial(_FirstApart, " ".join), *after]
+        return [partial(_FirstTokenStage, " ".join), *after]
     decoders, makers, is_joined = _flat(state), [], False
     for i, each in enumerate(decoders):
         made = _joined(each, build) if is_joined else _separate(each, build)
         if made is None:
             rest = {"type": "Sequence", "decoders": decoders[i:]}
-            return [*makers, partial(_Whole, build(rest), is_joined), *after]
+            return [*makers, partial(_BufferStage, build(rest), is_joined), *after]
         makers += made
         is_joined = is_joined or each["type"] in ("Fuse", "ByteLevel")
     return [*makers, *after]
@@ -405,53 +405,53 @@ def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _separate(
     state: Mapping[str, Any], build: Callable[[Mapping[str, Any]], Decode]
 ) -> list[Callable[[], _Stage]] | None:
-    """A decoder of tokens; None if it is not known."""
+    """Returns the stages of a decoder applied to tokens; None if it is unknown."""
     match state["type"]:
         case "Fuse":
             return []
         case "ByteLevel":
-            return [_Each(_bytes_of), _Utf8]
+            return [_MapStage(_bytes_of), _Utf8Stage]
         case "ByteFallback":
-            return [_ByteRuns]
+            return [_ByteRunStage]
         case "Metaspace" | "WordPiece":
-            return [partial(_FirstApart, build(state))]
+            return [partial(_FirstTokenStage, build(state))]
         case "BPEDecoder":
-            return [partial(_LastApart, build(state))]
+            return [partial(_LastTokenStage, build(state))]
         case "Replace":
             decode = build(state)
-            return [_Each(lambda piece: decode([piece]))]
+            return [_MapStage(lambda piece: decode([piece]))]
         case "Strip":
             ends = state["content"], state["start"], state["stop"]
-            return [_Each(lambda piece: _StripText(*ends).push(piece)[0])]
+            return [_MapStage(lambda piece: _StripStage(*ends).push(piece)[0])]
     return None
 
 
 def _joined(
     state: Mapping[str, Any], build: Callable[[Mapping[str, Any]], Decode]
 ) -> list[Callable[[], _Stage]] | None:
-    """A decoder of a text in pieces, which is one token; None if it is not known."""
+    """Returns the stages of a decoder applied to joined text; None if it is unknown."""
     match state["type"]:
         case "Fuse":
             return []
         case "Metaspace":  # changes single characters, all of them of the first token
             decode = build(state)
-            return [_Each(lambda piece: decode([piece]))]
+            return [_MapStage(lambda piece: decode([piece]))]
         case "WordPiece":
-            return [partial(_ReplaceText, *x) for x in WORD_PIECE if state["cleanup"]]
+            return [partial(_ReplaceStage, *x) for x in WORD_PIECE if state["cleanup"]]
         case "BPEDecoder" if state["suffix"]:
-            return [partial(_ReplaceText, state["suffix"], "")]
+            return [partial(_ReplaceStage, state["suffix"], "")]
         case "Replace" if state["pattern"].get("String"):
             pattern = state["pattern"]["String"]
-            return [partial(_ReplaceText, pattern, state["content"])]
+            return [partial(_ReplaceStage, pattern, state["content"])]
         case "Strip":
             return [
-                partial(_StripText, state["content"], state["start"], state["stop"])
+                partial(_StripStage, state["content"], state["start"], state["stop"])
             ]
     return None
 
 
 def _bytes_of(piece: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary is written for."""
+    """Returns the bytes of a token in a byte-level vocabulary."""
     if all(char in _BYTES for char in piece):
         return bytes(_BYTES[char] for char in piece)
     return piece.encode()

@@ -1,8 +1,8 @@
-"""Text to token ids and back, whole or token by token; chats to prompts.
+"""Tokenizers: text to token ids and back, whole or token by token; chats to prompts.
 
-Two tokenizers with the same methods: `Tokenizer` around a `tokenizer.json`, and
-`ByteTokenizer` for models whose tokens are bytes. Nothing here opens a file: the folder
-is read and written in `models/checkpoints.py`.
+Two classes with the same methods: `Tokenizer` wraps a `tokenizer.json`, and
+`ByteTokenizer` is for models whose tokens are bytes. This module opens no files;
+`models/checkpoints.py` reads and writes the folder.
 """
 
 import functools
@@ -33,10 +33,11 @@ _CLEANUP = "clean_up_tokenization_spaces"
 _FORCED_CLEANUP = f"{_CLEANUP}_for_bpe_even_though_it_will_corrupt_output"
 
 
-class _Chats:
-    """What the tokenizers have in common: conversations to prompts.
+class _ChatTemplates:
+    """Chat templates of both tokenizers.
 
-    One without a chat template among its settings refuses all of them.
+    A tokenizer without a template in its settings raises an error for every
+    conversation.
     """
 
     settings: dict[str, Any]
@@ -53,17 +54,17 @@ class _Chats:
         """Renders a conversation as the text the model was trained on.
 
         Args:
-          messages: in order, each with "role" and "content", or with other keys in
-            place of the content, such as "tool_calls".
-          add_generation_prompt: whether to open the assistant's next turn.
+          messages: messages in order, each with "role" and "content", or with other
+            keys in place of the content, such as "tool_calls".
+          add_generation_prompt: True opens the assistant's next turn.
           chat_template: a template, or the name of one of the model's; None means the
             model's own.
-          **variables: of the template, such as `tools`, `documents` and
+          **variables: variables of the template, such as `tools`, `documents` and
             `enable_thinking`; see `chat_templates.render`.
 
         Raises:
-          ValueError: if there is no template, if a message lacks role or content, or if
-            the template refuses the messages or is itself broken.
+          ValueError: there is no template, a message lacks role or content, or the
+            template refuses the messages or is invalid.
         """
         more = {
             "add_generation_prompt": add_generation_prompt,
@@ -77,7 +78,10 @@ class _Chats:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Returns the token ids of `apply_chat_template`'s text, with its arguments."""
+        """Returns the token ids of the text of `apply_chat_template`.
+
+        The arguments are those of `apply_chat_template`.
+        """
         variables["add_generation_prompt"] = add_generation_prompt
         text = self._render(messages, variables)
         return self.encode(text, add_special_tokens=False)
@@ -95,16 +99,16 @@ class _Chats:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The texts of the special tokens that have a role, such as `bos_token`."""
-        return special_tokens.roles(self.settings)
+        """Texts of the special tokens that have a role, such as `bos_token`."""
+        return special_tokens.tokens_by_role(self.settings)
 
 
-class ByteTokenizer(_Chats):
-    """Tokens 0 to 255 are the bytes of UTF-8 text; 256, if there, ends a document.
+class ByteTokenizer(_ChatTemplates):
+    """Tokens 0 to 255 are the bytes of UTF-8 text; token 256, if any, ends a document.
 
     Args:
       vocab_size: size of the model's vocabulary, in [256, 264].
-      eos_ids: the tokens that end a text; by default 256 where the vocabulary has it.
+      eos_ids: tokens that end a text; by default 256 if the vocabulary has it.
     """
 
     def __init__(self, vocab_size: int, *, eos_ids: Iterable[int] | None = None):
@@ -125,7 +129,7 @@ class ByteTokenizer(_Chats):
         return list(_utf8(text))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the ids' text; broken UTF-8 becomes replacement characters."""
+        """Returns the text of the ids; broken UTF-8 becomes replacement characters."""
         del skip_special_tokens  # ids past 255 have no text of their own
         found = bytes(int(token) for token in ids if 0 <= token < NUM_BYTES)
         return found.decode("utf-8", errors="replace")
@@ -133,7 +137,7 @@ class ByteTokenizer(_Chats):
     def stream(
         self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> TextStream:
-        """Returns a decoder that takes one token at a time; see `TextStream`."""
+        """Returns a decoder of one token at a time; see `TextStream`."""
         del skip_special_tokens
         return TextStream(_BYTE_TOKENS, context)
 
@@ -141,21 +145,22 @@ class ByteTokenizer(_Chats):
         self, stops: Sequence[str], context: Sequence[int] = ()
     ) -> StopSearch:
         """Returns a search for stop strings in an answer."""
-        del context  # tokens that are no bytes have no text
+        del context  # tokens above 255 have no text
         return StopSearch(stops)
 
     def files(self) -> dict[str, str]:
-        """Returns the files that describe it: none, the vocabulary's size does."""
+        """Returns no files: the size of the vocabulary describes this tokenizer."""
         return {}
 
 
-class Tokenizer(_Chats):
-    """A `tokenizer.json`, with the settings that Hugging Face keeps beside it.
+class Tokenizer(_ChatTemplates):
+    """A `tokenizer.json` with the settings in `tokenizer_config.json`.
 
     Args:
-      core: the tokenizer itself. Its truncation and padding are switched off.
-      eos_ids: the tokens that end a text.
-      settings: what `tokenizer_config.json` holds: special tokens, chat template.
+      core: tokenizer of the `tokenizers` library. Its truncation and padding are
+        disabled.
+      eos_ids: tokens that end a text.
+      settings: content of `tokenizer_config.json`: special tokens, chat template.
     """
 
     def __init__(
@@ -172,7 +177,7 @@ class Tokenizer(_Chats):
         self.settings = dict(settings or {})
         self._has_warned = False
         self._decoders: dict[bool, StreamDecoder] = {}
-        """By whether special tokens are hidden."""
+        """Decoders by whether special tokens are hidden."""
 
     @classmethod
     def from_json(
@@ -184,14 +189,14 @@ class Tokenizer(_Chats):
         added_tokens: Mapping[str, Any] | None = None,
         eos_ids: Iterable[int] = (),
     ) -> "Tokenizer":
-        """Builds it from the content of a folder's files, see `special_tokens`.
+        """Makes a tokenizer from the content of a folder's files, see `special_tokens`.
 
         Args:
-          text: of `tokenizer.json`.
-          settings: of `tokenizer_config.json`.
-          special_map: of `special_tokens_map.json`.
-          added_tokens: of `added_tokens.json`.
-          eos_ids: the tokens that end a text.
+          text: content of `tokenizer.json`.
+          settings: content of `tokenizer_config.json`.
+          special_map: content of `special_tokens_map.json`.
+          added_tokens: content of `added_tokens.json`.
+          eos_ids: tokens that end a text.
 
         Raises:
           ValueError: the `tokenizers` library cannot read it, or a file names a token
@@ -202,7 +207,9 @@ class Tokenizer(_Chats):
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"not a tokenizer: {one_line(error)}") from None
         present = json.loads(text).get("added_tokens") or []
-        named = special_tokens.read(settings or {}, special_map, added_tokens, present)
+        named = special_tokens.read_special_tokens(
+            settings or {}, special_map, added_tokens, present
+        )
         core.add_tokens(
             [tokenizers.AddedToken(x.content, **x.flags) for x in named.tokens]
         )
@@ -211,23 +218,24 @@ class Tokenizer(_Chats):
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, special and added ones included."""
+        """Number of tokens, special and added ones included."""
         return self.core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`.
 
         Args:
-          text: any text; special tokens written out in it are recognised.
-          add_special_tokens: whether to add what the tokenizer puts around a text,
-            such as a first token; False for a chat template's output, which has it.
+          text: any text; special tokens written in it are recognised.
+          add_special_tokens: True adds the tokens that the tokenizer puts around a
+            text, such as a first token; False is for the output of a chat template,
+            which has them.
         """
         _utf8(text)
         found = self.core.encode(text, add_special_tokens=add_special_tokens)
         ids = found.ids
         if add_special_tokens and ids[:1] == ids[1:2] and not self._has_warned:
-            # Empty texts have no tokens; the mask marks those that were put around a
-            # text.
+            # Empty texts have no tokens; the mask marks tokens that were added around
+            # the text.
             if found.special_tokens_mask[:2] == [1, 0]:
                 self._has_warned = True
                 warnings.warn(
@@ -239,7 +247,7 @@ class Tokenizer(_Chats):
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the ids' text; broken UTF-8 becomes replacement characters."""
+        """Returns the text of the ids; broken UTF-8 becomes replacement characters."""
         text = self.core.decode(
             [int(token) for token in ids], skip_special_tokens=skip_special_tokens
         )
@@ -250,11 +258,11 @@ class Tokenizer(_Chats):
     def stream(
         self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> TextStream:
-        """Returns a decoder that takes one token at a time.
+        """Returns a decoder of one token at a time.
 
         Args:
           context: tokens before the text, such as a prompt; see `TextStream`.
-          skip_special_tokens: as `decode` takes it.
+          skip_special_tokens: as in `decode`.
         """
         if skip_special_tokens not in self._decoders:
             hidden = self._special_texts if skip_special_tokens else frozenset()
@@ -282,7 +290,7 @@ class Tokenizer(_Chats):
 
         Args:
           stops: the strings; they may contain special tokens.
-          context: tokens before the answer, as `stream` takes them.
+          context: tokens before the answer, as in `stream`.
         """
         special = [x for x in stops if any(y in x for y in self._special_texts)]
         if not special:
@@ -292,7 +300,7 @@ class Tokenizer(_Chats):
 
     @functools.cached_property
     def _special_texts(self) -> frozenset[str]:
-        # A token that was special once stays hidden, whatever its flag is later.
+        # A token that was once special stays hidden, even if its flag changes.
         def is_hidden(token: int) -> bool:
             shown = self.core.decode([token], skip_special_tokens=False)
             return self.core.decode([token]) != shown
@@ -303,19 +311,19 @@ class Tokenizer(_Chats):
 
     @property
     def _replaced(self) -> tuple[tuple[str, str], ...]:
-        """Patterns that are replaced in a decoded text, as transformers does."""
+        """Replacements in a decoded text, as in transformers: pattern, new text."""
         is_asked = self.settings.get(_CLEANUP)
         is_bpe = isinstance(self.core.model, tokenizers.models.BPE)
         does_it = is_asked and (not is_bpe or self.settings.get(_FORCED_CLEANUP))
         return CLEANUP if does_it else ()
 
     def special_ids(self, name: str) -> list[int]:
-        """Returns the id of the token with a role, such as `eos_token`, or nothing."""
+        """Returns the id of the token with a role such as `eos_token`, in a list."""
         token = self.core.token_to_id(self.special_tokens.get(name, ""))
         return [] if token is None else [token]
 
     def files(self) -> dict[str, str]:
-        """Returns the files that describe it: name -> text."""
+        """Returns the files that describe the tokenizer: name -> text."""
         return {
             "tokenizer.json": self.core.to_str(pretty=True),
             "tokenizer_config.json": json.dumps(self.settings, indent=2) + "\n",
@@ -330,7 +338,7 @@ _NO_PARTS = {
         ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
     ),
 }
-"""A `tokenizer.json` of a tokenizer without parts."""
+"""A `tokenizer.json` of a tokenizer without components."""
 
 
 def _utf8(text: str) -> bytes:

@@ -103,7 +103,7 @@ def read_recording(path: Path, *, skip_empty: bool = False) -> Recording:
         file and the line in it.
     """
     try:
-        table = tables.read(path, keep_lists=True, allow_partial=False)
+        table = tables.read_table(path, keep_lists=True, allow_partial=False)
     except tables.RaggedError as error:
         raise ValueError(
             f"{path}: line {error.line}: {error.num_cells} cells, the header has "
@@ -202,7 +202,7 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
 
     Source: the choice of turns is that of vLLM's `benchmarks/benchmark_serving.py`.
     """
-    entries = files.parse_json(tables.read_text(path), path)
+    entries = files.parse_json(tables.read_decompressed_text(path), path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: holds {type(entries).__name__}, not a list")
     found = []

@@ -87,10 +87,12 @@ def _byte_pairs(
             np.load(folder / f"{x}.npy", mmap_mode="r") for x in Split._fields
         )
         return read, train, held_out
-    learnt = byte_pairs.train((x.text.decode() for x in split.train), vocab_size)
+    learnt = byte_pairs.train_tokenizer(
+        (x.text.decode() for x in split.train), vocab_size
+    )
 
     def stream(side: Sequence[Document]) -> np.ndarray:
-        parts = byte_pairs.encode(learnt, [x.text.decode() for x in side])
+        parts = byte_pairs.encode_texts(learnt, [x.text.decode() for x in side])
         ended = [np.array([*ids, byte_pairs.END], np.uint16) for ids in parts]
         return np.concatenate(ended)
 

@@ -24,7 +24,7 @@ def read(path: Path) -> RawTable:
         one line that names the file and the place.
     """
     try:
-        table = tables.read(path, max_bytes=MAX_BYTES)
+        table = tables.read_table(path, max_bytes=MAX_BYTES)
     except tables.RaggedError as error:
         raise ValueError(f"{path}: {error}") from None
     if not table.rows:
@@ -35,5 +35,5 @@ def read(path: Path) -> RawTable:
 
 
 def read_text(path: Path) -> str:
-    """Reads text of at most `MAX_BYTES`; arguments and errors as `tables.read_text`."""
-    return tables.read_text(path, max_bytes=MAX_BYTES)
+    """Reads text of at most `MAX_BYTES`; errors as `tables.read_decompressed_text`."""
+    return tables.read_decompressed_text(path, max_bytes=MAX_BYTES)

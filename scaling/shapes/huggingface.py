@@ -71,7 +71,7 @@ def describe(raw: Mapping[str, Any], *, name: str = "") -> Description:
     )
     fields = configs.read_fields(counted, raw, MAX_SIZE)
     [layers_key] = [key for key, x in keys.items() if x.fields == ("num_layers",)]
-    num_layers = values.size(layers_key, fields["num_layers"], most=MAX_LAYERS)
+    num_layers = values.parse_size(layers_key, fields["num_layers"], most=MAX_LAYERS)
     if experts := fields.get("experts"):
         fields["mixture_layers"] = _mixture_layers(family, raw, experts, num_layers)
         shared_size = experts.get("num_shared", 0) * experts["size"]
@@ -106,7 +106,7 @@ def _windows(
     first, stride = 0, None
     if rule in ("flagged", "off"):
         flag = raw.get("use_sliding_window")
-        if flag is None or not values.flag("use_sliding_window", flag):
+        if flag is None or not values.parse_flag("use_sliding_window", flag):
             return (None,)
         first = _size(raw, "max_window_layers", 28, low=0)
     elif rule == "even":
@@ -116,7 +116,7 @@ def _windows(
     window = raw.get("sliding_window", family.default_window)  # a null is no window
     if rule == "never" or window is None:
         return (None,)
-    window = values.size("sliding_window", window, most=MAX_SIZE)
+    window = values.parse_size("sliding_window", window, most=MAX_SIZE)
     kinds = raw.get("layer_types")
     if not isinstance(kinds, list):
         slides = [x >= first and (stride is None or (x + 1) % stride) for x in layers]
@@ -131,7 +131,7 @@ def _size(raw: Mapping[str, Any], key: str, default: int, low: int = 1) -> int:
     """Reads a size; a null is a key that is left out."""
     value = raw.get(key)
     value = default if value is None else value
-    return values.size(key, value, low=low, most=MAX_SIZE)
+    return values.parse_size(key, value, low=low, most=MAX_SIZE)
 
 
 def family_of(raw: Mapping[str, Any]) -> str:

@@ -183,7 +183,7 @@ def connect(config: SweepConfig) -> Any:
     """
     if config.executor != "ray":
         return None
-    validation.installed("executor ray", "ray", "ray")
+    validation.check_installed("executor ray", "ray", "ray")
     import ray
 
     if ray.is_initialized():

@@ -95,7 +95,7 @@ class SweepFolder:
         self._curves = self.path / logs_files.CURVES
         self._lock = locking.WriterLock(out)
         try:
-            with files.writing(out):
+            with files.reporting_write_errors(out):
                 for row in self._read(self._runs):
                     self.known.setdefault(row["run_id"], row)
                 # What a killed sweep left half done is taken away.
@@ -103,7 +103,7 @@ class SweepFolder:
                 kept = [row for row in rows if row["run_id"] in self.known]
                 if len(kept) < len(rows):
                     text = "".join(json.dumps(row) + "\n" for row in kept)
-                    files.write_aside(self._curves, text)
+                    files.write_atomically(self._curves, text)
         except BaseException:
             self.close()
             raise
@@ -136,7 +136,7 @@ class SweepFolder:
     def write_header(self, header: dict[str, Any]) -> None:
         """Replaces sweep.json, in one piece."""
         text = json.dumps(header, indent=2, default=str)
-        files.write_aside(self.path / HEADER, text + "\n")
+        files.write_atomically(self.path / HEADER, text + "\n")
 
     def add(self, record: dict[str, Any], curve: Iterable[dict[str, Any]]) -> None:
         """Writes a run that is over, unless it is there already.
@@ -177,7 +177,7 @@ class SweepFolder:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         before = os.fstat(handle).st_size
         try:
-            with files.writing(path, comfort=comfort):
+            with files.reporting_write_errors(path, comfort=comfort):
                 written = 0
                 while written < len(data):
                     written += os.write(handle, data[written:])

@@ -33,7 +33,7 @@ def save(folder: Path, half: Half) -> None:
                 kept = lanes._replace(state=None, alive=lanes.alive.tolist())
                 rest[name] = kept._asdict()
         (new / _REST).write_text(json.dumps(rest), "utf-8")
-        files.seal(new)
+        files.write_checksums(new)
 
 
 def load(folder: Path, like: TrainState) -> Half | None:
@@ -60,7 +60,7 @@ def load(folder: Path, like: TrainState) -> Half | None:
         )
 
     try:
-        files.check_seal(folder)
+        files.verify_checksums(folder)
         rest = files.read_json(folder / _REST)
         trunk = lanes("trunk")
         if trunk is None:

@@ -75,7 +75,7 @@ class Result(NamedTuple):
 def read(target: Params, tokens: Int[Array, "batch seq"], heads: HeadsConfig) -> Read:
     """Runs the model over texts, each from its beginning."""
     model = transformer.merge(heads.target, target)
-    found = transformer.read(model, tokens, taps=heads.taps)
+    found = transformer.run_sequences(model, tokens, taps=heads.taps)
     features = jnp.concatenate(found.taps).T.reshape(*tokens.shape, -1)
     logits = model.logits(found.last).reshape(*tokens.shape, -1)
     return Read(*jax.lax.stop_gradient((features, logits)))

@@ -66,7 +66,7 @@ def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
                 "what is sent to an expert must have a size that is known beforehand"
             )
     parallelism.check(from_model.describe(model), layout, sequence=sequence_length)
-    sequence.order(sequence_length, ring=layout.ring)
+    sequence.zigzag_order(sequence_length, ring=layout.ring)
 
 
 def make_mesh(layout: Layout) -> Mesh:
@@ -172,7 +172,7 @@ def place(model: Any, layout: Layout, tree: Any) -> Any:
 
     fitted = _over_params(fit, model, tree)
     return jax.tree.map(
-        lambda x, spec: parts.put(np.asarray(x), spec, mesh),
+        lambda x, spec: parts.put_array(np.asarray(x), spec, mesh),
         fitted,
         specs(model, layout, mesh, fitted),
     )
@@ -189,7 +189,9 @@ def gather(model: Any, layout: Layout, tree: Any) -> Any:
         if layout.pipeline > 1:
             (stacked,) = params["layers"].values()
             every = range(model.num_layers)
-            layers = {index: param_forms.at(stacked, index) for index in every}
+            layers = {
+                index: param_forms.index_leaves(stacked, index) for index in every
+            }
             params = {**params, "layers": layers}
         return tensor.unfit_params(model, params, layout.tensor)
 

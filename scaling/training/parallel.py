@@ -58,7 +58,7 @@ def gradient(
     undivided = dataclasses.replace(layout, zero=0)
 
     def divided(params: Params, windows: Array) -> tuple[Array, Params]:
-        order = sequence.order(windows.shape[1] - 1, ring=layout.ring)
+        order = sequence.zigzag_order(windows.shape[1] - 1, ring=layout.ring)
         specs = meshes.specs(model, undivided, mesh, params)
         made = meshes.specs(model, layout, mesh, params)
 

@@ -218,7 +218,7 @@ class _Run(NamedTuple):
         config, layout, shape = self.config, self.how.layout, tokens.shape
         (stacked,) = params["layers"].values()
         every = range(config.num_layers // layout.pipeline)
-        layers = {index: param_forms.at(stacked, index) for index in every}
+        layers = {index: param_forms.index_leaves(stacked, index) for index in every}
         own = dataclasses.replace(config, num_layers=len(every))
         model = transformer.merge(own, params | {"layers": layers})
         rows = RowOrientation(config=config, shape=shape, layout=layout)

@@ -85,7 +85,7 @@ class RunFolder:
         damage: list[ValueError] = []
         for path in map(self.checkpoint, self._steps()):
             try:
-                files.check_seal(path)
+                files.verify_checksums(path)
             except ValueError as error:
                 damage.append(error)
                 if resume == "last":
@@ -139,7 +139,7 @@ class RunFolder:
                 _remove(self.checkpoint(later))
         self._lines = text.splitlines(keepends=True)
         if text or self._curve.exists():
-            files.write_aside(self._curve, text)
+            files.write_atomically(self._curve, text)
         return [files.parse_object(line, self._curve) for line in self._lines]
 
     def texts(self) -> dict[str, str]:
@@ -156,7 +156,7 @@ class RunFolder:
         text = json.dumps(line) + "\n"
         comfort = "; the last checkpoint is kept, and the same command goes on"
         with (
-            files.writing(self._curve, comfort=comfort),
+            files.reporting_write_errors(self._curve, comfort=comfort),
             self._curve.open("a", encoding="utf-8") as file,
         ):
             file.write(text)
@@ -170,7 +170,7 @@ class RunFolder:
             first_step = before.pop("first_step", 0)
             if differs := _differences(_deciding(before), _deciding(described)):
                 raise ValueError(f"{out}: holds another run; differs in {differs}")
-        with files.writing(self._checkpoints):
+        with files.reporting_write_errors(self._checkpoints):
             self._checkpoints.mkdir(parents=True, exist_ok=True)
         if before is None and self._steps():
             raise ValueError(
@@ -178,7 +178,7 @@ class RunFolder:
             )
         if before is None:
             text = json.dumps(described | {"first_step": first_step}, indent=2)
-            files.write_aside(self._config, text + "\n")
+            files.write_atomically(self._config, text + "\n")
         # What a killed run was writing when it ended.
         for entry in self._checkpoints.iterdir():
             if not _is_step(entry.name):

@@ -114,7 +114,7 @@ def train(
     state = init(config.model, config.optimizer, jnp.int32(config.seed))
     if not processes.is_first():
         # The first process has the folder; the state is put together by all.
-        state, first_step = processes.agree((state, 0))
+        state, first_step = processes.broadcast_from_first((state, 0))
         run = _Run(config, corpus, state, int(first_step), objective, progress)
         for line in run.reports():
             if line["step"] % config.checkpoint_every == 0:
@@ -132,7 +132,7 @@ def train(
             state = _read_arrays(last, state)
         layout = dataclasses.asdict(config.how.layout)
         curve = folder.go_on(last, int(state.step), processes.num(), layout)
-        state, first_step = processes.agree((state, folder.first_step))
+        state, first_step = processes.broadcast_from_first((state, folder.first_step))
         run = _Run(config, corpus, state, int(first_step), objective, progress)
         run.curve = curve
         try:
@@ -239,7 +239,7 @@ class _Run:
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
         started = time.monotonic()
         while (taken := int(self._state.step)) < config.num_steps:
-            if any(processes.gather(int(self._progress.stopped))):
+            if any(processes.gather_numbers(int(self._progress.stopped))):
                 self.status = "stopped"
                 return
             every = (config.report_every, config.checkpoint_every)
@@ -280,7 +280,7 @@ def restore(checkpoint: Path, like: TrainState) -> TrainState:
     checkpoint = Path(checkpoint).absolute()
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint}: no such checkpoint")
-    files.check_seal(checkpoint)
+    files.verify_checksums(checkpoint)
     return _read_arrays(checkpoint, like)
 
 
@@ -329,7 +329,7 @@ def save(
             writer.save(new / STATE, state)
         for name, text in (texts or {}).items():
             (new / name).write_text(text, encoding="utf-8")
-        files.seal(new)
+        files.write_checksums(new)
 
 
 def _save(folder: run_folder.RunFolder, state: TrainState) -> Path:

@@ -52,7 +52,7 @@ def outputs(
     """Runs a model over sequences, each from its beginning.
 
     Parameters are as `transformer.init_params` returns them. Under a `layout` the
-    tokens are those of this device, which `sequence.order` says, and the logits those
+    tokens are those of this device, see `sequence.zigzag_order`, and the logits those
     of its words.
 
     Raises:
@@ -83,16 +83,16 @@ class RowOrientation(Orientation):
     def positions(self) -> Int32[Array, " seq"]:
         """Those of this device's tokens of each sequence."""
         size, ring = self.shape[1] * self.layout.context, self.layout.ring
-        return sequence.positions(size, ring=ring, ulysses=self.layout.ulysses)
+        return sequence.token_positions(size, ring=ring, ulysses=self.layout.ulysses)
 
     def embed(self, table: Array, tokens: Array, num_words: int) -> Activations:
         """Looks tokens up; with sequence parallelism for the rows of this device."""
         if not self.layout.sequence:
             return super().embed(table, tokens, num_words)
-        found = partition.look_up_own(table, tokens)
+        found = partition.embed_own_tokens(table, tokens)
         return lax.psum_scatter(found, TENSOR, tiled=True)
 
-    def learned(self, table: Array, places: Array) -> Activations:
+    def look_up_positions(self, table: Array, places: Array) -> Activations:
         """Looks the positions of one sequence up, for all."""
         if self.layout.sequence:
             # Or gradients would be added up for each sequence, not each row.
@@ -159,7 +159,7 @@ class RowOrientation(Orientation):
             return super().mix(mixture, x, routing)
         if self.layout.capacity is None:
             num_own = mixture.down.weight.shape[0]
-            return experts.gather(x, routing, mixture.answer, num_own=num_own)
+            return experts.gather_rows(x, routing, mixture.answer, num_own=num_own)
         num_rows, top_k = routing.expert.shape
         num_experts = routing.probs.shape[1]
         places = self.layout.places(num_rows, top_k=top_k, num_experts=num_experts)
@@ -181,8 +181,10 @@ class RowOrientation(Orientation):
             q, k = (rotary.rotate(x, *angles, self.axis) for x in (q, k))
         heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
         how: Any = {"degree": self.layout.ring, "window": self.config.window}
-        attend = functools.partial(sequence.in_a_ring, **how)
-        return sequence.by_heads(*heads, attend, degree=self.layout.ulysses), carry
+        attend = functools.partial(sequence.ring_attention, **how)
+        return sequence.ulysses_attention(
+            *heads, attend, degree=self.layout.ulysses
+        ), carry
 
     def auxiliary(
         self, routings: Sequence[moe.Routing], dtype: DTypeLike
@@ -193,7 +195,7 @@ class RowOrientation(Orientation):
             return jnp.zeros((), dtype)
         copies, balance = meshes.copies(self.layout), []
         for routing in routings:
-            loads = moe.load(routing)
+            loads = moe.expert_load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)
             balance.append(moe.balance_loss(routing, loads))
         total = functools.reduce(jnp.add, balance)

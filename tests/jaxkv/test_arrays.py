@@ -1,4 +1,4 @@
-"""Sentinels, closing up, permutations and groups, against plain NumPy."""
+"""Sentinels, compaction, permutations and groups, against plain NumPy."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
 
 @pytest.mark.parametrize("outside", [NONE, -4, 3, 2**31 - 1])
-def test_what_is_out_of_range_is_neither_written_nor_read(outside: int) -> None:
+def test_out_of_range_indices_are_skipped(outside: int) -> None:
     values = ints(5, 6, 7)
     for how in ("set", "add", "min", "max"):
         assert arrays.put(values, ints(outside), 1, how).tolist() == [5, 6, 7]
@@ -23,7 +23,7 @@ def test_what_is_out_of_range_is_neither_written_nor_read(outside: int) -> None:
 
 
 @pytest.mark.parametrize("num", [1, 4, 16, 17, 70])
-def test_closing_up_keeps_the_order(num: int) -> None:
+def test_packed_keeps_the_order(num: int) -> None:
     rng = np.random.default_rng(num)
     for _ in range(20):
         marked = rng.random(num) < rng.random()
@@ -47,7 +47,7 @@ def test_a_permutation_is_inverted() -> None:
     np.testing.assert_array_equal(found, np.argsort(order))
 
 
-def test_groups_share_their_sum_and_their_maximum() -> None:
+def test_group_reductions() -> None:
     group, values = ints(2, 0, NONE, 2, 0, 1), ints(3, 1, 8, 4, 0, 6)
     assert arrays.over_groups(values, group, "add").tolist() == [7, 1, 0, 7, 1, 6]
     assert arrays.over_groups(values, group, "max").tolist() == [4, 1, 0, 4, 1, 6]
@@ -56,8 +56,8 @@ def test_groups_share_their_sum_and_their_maximum() -> None:
     assert arrays.over_groups(values, None, "add").tolist() == values.tolist()
 
 
-@pytest.mark.parametrize("num", [arrays.FEW, arrays.FEW + 1])
-def test_many_are_grouped_as_few_are(num: int) -> None:
+@pytest.mark.parametrize("num", [arrays.MAX_PAIRWISE, arrays.MAX_PAIRWISE + 1])
+def test_large_group_reductions_equal_small_ones(num: int) -> None:
     rng = np.random.default_rng(0)
     group, values = rng.integers(NONE, num, num), rng.integers(0, 9, num)
     alike = (group[:, None] == group) & (group >= 0)[:, None]
@@ -66,11 +66,11 @@ def test_many_are_grouped_as_few_are(num: int) -> None:
         np.testing.assert_array_equal(arrays.over_groups(*arguments, how), reduced)
 
 
-def test_entries_find_who_names_them() -> None:
+def test_inverse_index() -> None:
     assert arrays.namers(ints(3, NONE, 0, 7), 5).tolist() == [2, NONE, NONE, 0, NONE]
 
 
-def test_a_tree_is_changed_where_that_is_wanted() -> None:
+def test_conditional_update() -> None:
     def change(carry: dict[str, Any], by: Any) -> dict[str, Any]:
         return carry | {"changed": carry["changed"] + by}
 
@@ -82,15 +82,15 @@ def test_a_tree_is_changed_where_that_is_wanted() -> None:
         found = jax.jit(run)(jnp.asarray(wanted), carry)
         assert found["changed"].tolist() == expected
         assert found["kept"].tolist() == [3]
-    # What nobody changes is no part of the loop's carry.
+    # Unchanged leaves are not part of the loop's carry.
     jaxpr = jax.make_jaxpr(run)(True, carry)
     [loop] = [x for x in jaxpr.eqns if x.primitive.name == "while"]
-    assert len(loop.outvars) == 2  # the flag, and what is changed
+    assert len(loop.outvars) == 2  # the flag, and the changed leaf
     many = jax.vmap(run, (0, None))(jnp.asarray([True, False]), carry)
     assert many["changed"].tolist() == [[6, 8], [1, 2]]
 
 
-def test_what_lies_side_by_side_comes_apart_with_the_axes_that_lead() -> None:
+def test_packed_leaves_unpack_with_leading_axes() -> None:
     def tree(step: Any) -> Any:
         return (
             step * jnp.ones((2, 3), jnp.int32),

@@ -1,4 +1,4 @@
-"""Decoding without a scheduler, inside a program of the caller's own."""
+"""Decoding without a scheduler, inside the caller's program."""
 
 import dataclasses
 import functools
@@ -53,10 +53,10 @@ def random_tokens(seed: int = 0) -> np.ndarray:
 
 @functools.cache
 def expected(seed: int = 0) -> np.ndarray:
-    """Logits [slots, length, vocab] of one plain forward pass."""
+    """Returns the logits [slots, length, vocab] of one plain forward pass."""
     rows = []
     for row in random_tokens(seed):
-        # An array of its own: JAX may still read it when the next one is filled.
+        # A new array: JAX may still read it when the next one is filled.
         tokens = np.zeros((1, MODEL.max_positions), np.int32)
         tokens[0, :LENGTH] = row
         logits = engines.full_logits(engines.params(), tokens, config=MODEL)
@@ -65,7 +65,7 @@ def expected(seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.thorough
-def test_prompts_in_pieces_then_token_by_token() -> None:
+def test_chunked_prefill_then_decode() -> None:
     tokens, cache, params = random_tokens(), make_cache(), engines.params()
     done = np.zeros(SLOTS, np.int32)
     for lengths in ([8, 0, 3], [1, 7, 0], [0, 8, 8], [8, 2, 8]):
@@ -97,7 +97,7 @@ def test_prompts_in_pieces_then_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[8, 5, 0], [3, 8, 1]])
-def test_no_room_feeds_nobody(lengths: list[int]) -> None:
+def test_too_few_pages_change_no_slot(lengths: list[int]) -> None:
     params, tokens = engines.params(), random_tokens()[:, :8]
     cache = make_cache(num_pages=2)
     one = np.array([0, 3, 0], np.int32)
@@ -111,7 +111,7 @@ def test_no_room_feeds_nobody(lengths: list[int]) -> None:
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, cache))
 
 
-def test_a_full_slot_feeds_nobody() -> None:
+def test_full_slot_changes_no_slot() -> None:
     cache, tokens = make_cache(), random_tokens()
     full = cache._replace(
         table=cache.table._replace(length=jnp.asarray([0, LENGTH, 0], jnp.int32))
@@ -124,7 +124,7 @@ def test_a_full_slot_feeds_nobody() -> None:
 
 
 @pytest.mark.thorough
-def test_inside_the_callers_own_jit_and_scan() -> None:
+def test_inside_jit_and_scan() -> None:
     @compiled
     def answer(params, cache, prompts, lengths):
         logits, cache, enough = decoding.prefill(
@@ -160,7 +160,7 @@ GREEDY = engines.Sampling.greedy(max_tokens=12)
 CONFIG = engines.EngineConfig(max_length=MODEL.max_positions, submit_width=4)
 
 
-def test_a_cache_past_the_models_positions() -> None:
+def test_cache_longer_than_the_models_positions() -> None:
     learned = dataclasses.replace(MODEL, positions="learned", max_positions=36)
     cache, tokens = jax.eval_shape(make_cache), jnp.zeros(SLOTS, jnp.int32)
 
@@ -183,8 +183,8 @@ def test_a_cache_past_the_models_positions() -> None:
 ONE_LAYER = dataclasses.replace(MODEL, num_layers=1, num_q_heads=2, window=6)
 
 
-def fed_weighted(params: Any, weights: Any) -> jax.Array:
-    """A weighted sum of the logits of prompts in two pieces and of a step."""
+def weighted_logits_of_cache(params: Any, weights: Any) -> jax.Array:
+    """Returns a weighted sum of the logits of chunked prompts and one decode step."""
     cache = make_cache()
     layer = jax.tree.map(lambda x: x[:1], cache.pages)
     cache, total = cache._replace(pages=layer), jnp.zeros(())
@@ -200,30 +200,34 @@ def fed_weighted(params: Any, weights: Any) -> jax.Array:
     return total + jnp.sum(logits * weights[2])
 
 
-def whole_weighted(params: Any, weights: Any) -> jax.Array:
-    """The same sum, by one pass over whole sequences."""
+def weighted_logits_of_sequences(params: Any, weights: Any) -> jax.Array:
+    """Returns the same sum by one pass over whole sequences."""
     tokens = jnp.asarray(random_tokens()[:, :9])
     logits = transformer.logits(params, tokens, config=ONE_LAYER)
     return jnp.einsum("stv,tsv->", logits[:, np.array([3, 7, 8])], weights)
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_whole_sequences() -> None:
-    """By `jax.grad` and `jax.jvp`; places that no row sees hold NaN."""
+def test_gradients_equal_whole_sequences() -> None:
+    """Compares `jax.grad` and `jax.jvp`; places that no row sees hold NaN."""
     params = engines.params(ONE_LAYER)
     shape = (3, SLOTS, ONE_LAYER.vocab_size)
     weights = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    wanted = jax.jit(jax.grad(whole_weighted))(params, weights)
+    wanted = jax.jit(jax.grad(weighted_logits_of_sequences))(params, weights)
 
     @jax.jit
     def differentiated(params: Any) -> Any:
-        value, pull = jax.vjp(fed_weighted, params, weights)
-        along = jax.jvp(lambda x: fed_weighted(x, weights), (params,), (wanted,))
+        value, pull = jax.vjp(weighted_logits_of_cache, params, weights)
+        along = jax.jvp(
+            lambda x: weighted_logits_of_cache(x, weights), (params,), (wanted,)
+        )
         return value, pull(jnp.ones(()))[0], along
 
     value, found, (same, slope) = differentiated(params)
     assert value == same
-    np.testing.assert_allclose(value, whole_weighted(params, weights), rtol=1e-5)
+    np.testing.assert_allclose(
+        value, weighted_logits_of_sequences(params, weights), rtol=1e-5
+    )
     squares = 0.0
     for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(abs(y).max()))
@@ -231,7 +235,7 @@ def test_gradients_are_those_of_whole_sequences() -> None:
     np.testing.assert_allclose(slope, squares, rtol=1e-4)
 
 
-def test_a_gradient_that_there_is_not_is_refused_in_one_line(
+def test_unsupported_gradients_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = engines.EngineConfig(

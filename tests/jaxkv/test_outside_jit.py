@@ -1,4 +1,4 @@
-"""Outside of `jit` NumPy's arrays will do, and every state made can be donated."""
+"""Outside of `jit`: functions accept NumPy arrays, and states can be donated."""
 
 import functools
 from typing import Any
@@ -44,7 +44,7 @@ FORWARD = paged.PagedForward(MODEL)
 
 
 def on_host(tree: Any) -> Any:
-    """The same in NumPy's arrays."""
+    """Converts the leaves to NumPy arrays."""
     return jax.tree.map(np.asarray, tree)
 
 
@@ -82,7 +82,7 @@ def test_requests_can_be_submitted_without_jit() -> None:
 
 @functools.cache
 def calls() -> dict[str, Any]:
-    """Public functions, with nothing but NumPy's arrays."""
+    """Returns calls of public functions with NumPy arrays only."""
     params, state = on_host(engines.params()), on_host(engines.start(CONFIG))
     served: Any = {
         "config": CONFIG,
@@ -133,7 +133,8 @@ def calls() -> dict[str, Any]:
     ],
 )
 def test_public_functions_take_numpy_arrays(name: str) -> None:
-    # Not run: what they trace to is the same, and what is no argument stays NumPy's.
+    # Traced only: compiled code is equal, and arrays that are not arguments stay
+    # NumPy's.
     jax.eval_shape(calls()[name])
 
 
@@ -153,7 +154,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_no_buffer_stands_twice_in_what_may_be_donated(name: str) -> None:
+def test_donated_states_have_distinct_buffers(name: str) -> None:
     leaves = [x for x in jax.tree.leaves(STATES[name]()) if x.size]
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves) > 1
 

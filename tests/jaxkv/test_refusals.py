@@ -1,7 +1,7 @@
-"""Whatever is passed ends in an answer or in one clear line, and nothing is left of it.
+"""Any argument gives an answer or an error of one line, and leaves no trace.
 
-One engine takes it all: after every refusal it holds nobody, and it serves a known
-batch as if nothing had been tried.
+One engine serves all tests: after every error it is empty, and it serves a known batch
+with the same results.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxkv.workloads import arrivals, lengths
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
-# What is passed here is what no annotation allows.
+# These calls pass values of wrong types.
 api: Any = types.SimpleNamespace(
     Engine=jaxkv.Engine,
     EngineConfig=EngineConfig,
@@ -58,7 +58,7 @@ def engine() -> jaxkv.Engine:
 
 @pytest.fixture(scope="module")
 def known(engine: jaxkv.Engine) -> list[list[int]]:
-    """What the batch is answered before anything was tried."""
+    """Returns the answers to the batch before any invalid call."""
     return [each.tokens for each in engine.generate(PROMPTS, GREEDY)]
 
 
@@ -69,7 +69,7 @@ def _nothing_is_left(engine: jaxkv.Engine, known: list[list[int]]) -> Any:
 
 
 def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
-    """The engine is idle and empty, and serves what it served before."""
+    """Checks that the engine is idle and empty, and serves the same answers."""
     assert list(engine.stream()) == []
     assert engine.core.tracker.is_empty()
     assert [each.tokens for each in engine.generate(PROMPTS, GREEDY)] == known
@@ -77,21 +77,21 @@ def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What is said when it is refused."""
+    """Returns the error's message."""
     with pytest.raises(ValueError, match=r"\S") as caught:
         call()
     return check_line(str(caught.value))
 
 
 def check_line(message: str) -> str:
-    """It is one line, and not too long."""
+    """Checks that the message is one line and not too long."""
     assert "\n" not in message
     assert 0 < len(message) < 300, message
     return message
 
 
 class Broken:
-    """Cannot even be shown."""
+    """An object whose `repr` fails."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no\nway")
@@ -132,12 +132,12 @@ NO_PROMPTS = [
 
 
 def _named(value: Any) -> str:
-    """A name that is the same in every process."""
+    """Returns a test id that is equal in every process."""
     return re.sub(r" at 0x\w+", "", validation.shown(value))
 
 
 @pytest.mark.parametrize("prompt", NO_PROMPTS, ids=_named)
-def test_what_is_no_prompt_is_refused(engine: jaxkv.Engine, prompt: Any) -> None:
+def test_invalid_prompts_are_refused(engine: jaxkv.Engine, prompt: Any) -> None:
     if isinstance(prompt, np.ndarray) and not prompt.size:
         wanted = "the prompt is empty"
     else:
@@ -148,7 +148,7 @@ def test_what_is_no_prompt_is_refused(engine: jaxkv.Engine, prompt: Any) -> None
 
 
 @pytest.mark.parametrize("token", [-1, 320, 2**31, 2**40, 2**63, 10**30, -(2**70)])
-def test_tokens_out_of_the_vocabulary_are_refused(
+def test_tokens_outside_the_vocabulary_are_refused(
     engine: jaxkv.Engine, token: int
 ) -> None:
     message = refusal(lambda: engine.submit([1, token, 2]))
@@ -180,7 +180,7 @@ def test_every_sequence_of_token_ids_is_a_prompt(
 
 
 @pytest.mark.parametrize("sampling", [{}, "x", [Sampling()], 3, Sampling, Broken()])
-def test_what_is_no_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> None:
+def test_invalid_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> None:
     wanted = f"sampling={validation.shown(sampling)} must be a Sampling"
     assert wanted in refusal(lambda: engine.submit("x", sampling))
     message = refusal(lambda: engine.generate(["x", "y"], [GREEDY, sampling]))
@@ -200,20 +200,20 @@ def test_what_is_no_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> 
         ],
     ],
 )
-def test_times_and_names_that_are_none_are_refused(
+def test_invalid_times_and_ids_are_refused(
     engine: jaxkv.Engine, name: str, value: Any
 ) -> None:
     before = engine.submit([5], GREEDY)
     message = refusal(lambda: engine.submit([5], GREEDY, **{name: value}))
     assert message.startswith(f"{name}={validation.shown(value)} must be ")
-    # A number that was not used is not used up: draws without a seed depend on it.
+    # An unused id is not skipped: draws without a seed depend on it.
     assert engine.submit([5], GREEDY) == before + 1
     for event in engine.stream():
         assert event.request_id in (before, before + 1)
 
 
 @pytest.mark.parametrize("name", [np.int64(7), np.uint8(7), np.array(7), jnp.array(7)])
-def test_names_and_times_may_be_those_of_numpy(engine: jaxkv.Engine, name: Any) -> None:
+def test_numpy_ids_and_times_are_accepted(engine: jaxkv.Engine, name: Any) -> None:
     time_s: Any = np.float32(0.5)
     found = engine.submit([5], GREEDY, request_id=name, arrival_s=time_s)
     assert type(found) is int
@@ -222,7 +222,7 @@ def test_names_and_times_may_be_those_of_numpy(engine: jaxkv.Engine, name: Any) 
     assert (done.request_id, done.arrival_s) == (7, 0.5)
 
 
-def test_one_prompt_is_no_list_of_prompts(engine: jaxkv.Engine) -> None:
+def test_one_prompt_is_not_a_list_of_prompts(engine: jaxkv.Engine) -> None:
     untyped: Any = engine
     message = "prompts='abc' must be a list of prompts: wrap a single one, [prompt]"
     assert refusal(lambda: untyped.generate("abc")) == message
@@ -270,7 +270,7 @@ SAMPLING_TYPES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLING_TYPES)
-def test_a_sampling_says_which_field_is_of_another_type(name: str) -> None:
+def test_sampling_error_names_the_field(name: str) -> None:
     for value in SAMPLING_TYPES[name]:
         message = refusal(lambda value=value: api.Sampling(**{name: value}))
         assert f"{name}={validation.shown(value)} must be " in message
@@ -280,7 +280,7 @@ def test_a_sampling_says_which_field_is_of_another_type(name: str) -> None:
 @pytest.mark.parametrize(
     "field", dataclasses.fields(EngineConfig), ids=lambda x: x.name
 )
-def test_bounds_say_which_field_is_of_another_type(field: Any) -> None:
+def test_config_error_names_the_field(field: Any) -> None:
     tries: list[Any] = [None, "4", 1.5, [4], 2**64, -(2**70), np.ones(2), Broken()]
     tries += [1, 0] if isinstance(field.default, bool) else [True, np.bool_(True)]
     for value in tries:
@@ -289,7 +289,7 @@ def test_bounds_say_which_field_is_of_another_type(field: Any) -> None:
         assert message.startswith(f"{shown} must be ")
 
 
-def test_numbers_of_numpy_become_plain_ones() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     bounds = api.EngineConfig(
         num_pages=np.int64(9), debug=np.bool_(True), seed=np.uint64(3)
     )
@@ -302,7 +302,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     assert type(ask.stop_tokens[0]) is int
 
 
-# What else takes numbers of a caller
+# Further functions that take numbers
 
 
 def made(**fields: Any) -> kv_pages.Pages:
@@ -324,7 +324,7 @@ def bounds(**fields: Any) -> Any:
 
 
 def started(**fields: Any) -> Any:
-    """A state of other bounds than those of its pages."""
+    """Makes a state whose bounds differ from those of its pages."""
     return init(bounds(**fields), paged.make_pages(engines.MODEL, engines.TIGHT))
 
 
@@ -346,7 +346,7 @@ def grown(max_new_pages: int) -> Any:
 
 
 def located() -> Any:
-    """Rows of slots that are not named, fewer than slots."""
+    """Returns rows without slots, fewer than there are slots."""
     row = jnp.zeros(2, jnp.int32)
     rows = kv_pages.Rows(row, row, None, jnp.zeros((3, 1), jnp.int32), row)
     return kv_pages.locate(rows, page_size=4)
@@ -476,12 +476,12 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_functions_say_what_is_wrong(name: str) -> None:
+def test_errors_of_other_functions(name: str) -> None:
     call, wanted = OTHERS[name]
     assert wanted in refusal(call)
 
 
-def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
+def test_invalid_engine_components_are_refused() -> None:
     parts: dict[str, Any] = dict(
         params={},
         forward=paged.PagedForward(engines.MODEL),
@@ -519,28 +519,28 @@ def test_parts_of_an_engine_that_are_something_else_are_refused() -> None:
     ],
     ids=str,
 )
-def test_what_is_larger_than_the_memory_is_refused(fields: dict[str, Any]) -> None:
+def test_pools_larger_than_memory_are_refused(fields: dict[str, Any]) -> None:
     message = refusal(lambda: jaxkv.Engine.load(FOLDER, **fields))
     assert " bytes are needed and " in message
     assert " are free for config.num_pages=" in message
 
 
-def test_the_memory_that_is_free_is_known() -> None:
+def test_free_memory_is_known() -> None:
     state = engines.start(BOUNDS)
     assert device_memory.num_bytes(state) == sum(
         x.nbytes for x in jax.tree.leaves(state)
     )
     free = device_memory.free_bytes()
     assert free is None or free > 2**20
-    device_memory.check_free_memory(state, "what there is")
+    device_memory.check_free_memory(state, "the state")
 
 
-def test_a_pool_that_cannot_be_allocated_is_one_line() -> None:
+def test_failed_allocation_error_is_one_line() -> None:
     message = refusal(lambda: made(num_pages=2**29, page_size=2**16, head_dim=2**10))
     assert message.startswith("no room for num_pages=536870912: ")
 
 
-# Whatever it is
+# Random values
 
 VALUES: list[Any] = [
     None,
@@ -587,7 +587,7 @@ VALUES: list[Any] = [
 
 
 def drawn_fields(rng: random.Random, kind: Any) -> dict[str, Any]:
-    """Some fields of a configuration, with anything in them."""
+    """Draws some fields of a configuration with random values."""
     names = [field.name for field in dataclasses.fields(kind)]
     chosen = rng.sample(names, rng.choice([1, 1, 2, 3]))
     return {name: rng.choice(VALUES) for name in chosen}
@@ -596,7 +596,7 @@ def drawn_fields(rng: random.Random, kind: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind", [EngineConfig, Sampling, ModelConfig, Experts, RopeScaling]
 )
-def test_configurations_of_anything_are_made_or_refused(kind: Any) -> None:
+def test_random_configs_are_made_or_refused(kind: Any) -> None:
     rng, num_made = random.Random(0), 0
     needed = {"ModelConfig": vars(engines.MODEL)}.get(kind.__name__, {})
     if kind is Experts:
@@ -616,7 +616,7 @@ def test_configurations_of_anything_are_made_or_refused(kind: Any) -> None:
 
 
 def drawn_sampling(rng: random.Random) -> Any:
-    """Mostly a `Sampling`, with a field or two of any value; rarely something else."""
+    """Draws a `Sampling` with up to two random fields; sometimes another object."""
     if rng.random() < 0.05:
         return rng.choice([*VALUES, Sampling])
     fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9, 200])}
@@ -637,7 +637,7 @@ def drawn_prompt(rng: random.Random) -> Any:
 
 
 def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
-    """Passes random arguments; gives the names of the requests that were taken."""
+    """Passes random arguments; returns the ids of the accepted requests."""
     prompts = [drawn_prompt(rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     fields: dict[str, Any] = {}
     if rng.random() < 0.2:
@@ -665,7 +665,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
     ("seed", "num"),
     [(0, 500), *[pytest.param(i, 700, marks=pytest.mark.thorough) for i in (1, 2, 3)]],
 )
-def test_requests_of_anything_are_served_or_refused(
+def test_random_requests_are_served_or_refused(
     engine: jaxkv.Engine, known: list[list[int]], seed: int, num: int
 ) -> None:
     rng, taken, done = random.Random(seed), set[int](), dict[int, str]()

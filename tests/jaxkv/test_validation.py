@@ -1,4 +1,4 @@
-"""Checks of configs' fields: what passes, and the line that refuses."""
+"""Validation of fields of configs: accepted values, and errors."""
 
 import math
 import re
@@ -23,7 +23,7 @@ CONFIG = SimpleNamespace(
 )
 
 
-def test_fields_that_fit_pass():
+def test_valid_fields_are_accepted():
     validation.at_least(CONFIG, "count", "sizes", "empty")
     validation.at_least(CONFIG, "none", "inner.top", low=0)
     validation.above(CONFIG, "share", "sizes", "inf")
@@ -70,6 +70,6 @@ def test_fields_that_fit_pass():
         ("ascending", "sizes", {"low": 2}, "must be ascending, from 2"),
     ],
 )
-def test_a_field_that_does_not_fit_is_named(check, name, how, line):
+def test_invalid_field_is_named(check, name, how, line):
     with pytest.raises(ValueError, match=re.escape(line)):
         getattr(validation, check)(CONFIG, name, **how)

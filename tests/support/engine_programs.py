@@ -88,7 +88,7 @@ def steps_on(
       `run_steps`; the shapes of its arguments, with where they belong; and those of one
       device's pages.
     """
-    fitted = tensor.fit(
+    fitted = tensor.fit_config(
         model, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
     )
     _, (params, state, clock), _ = steps(

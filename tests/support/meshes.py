@@ -72,7 +72,7 @@ def engine_on(
     bounds = EngineConfig(**(ALL_AT_ONCE | fields))
     if mesh is not None:
         params = tensor.place_params(config, params, mesh)
-        config = tensor.fit(
+        config = tensor.fit_config(
             config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
         )
     pages = paged.make_pages(config, bounds)
@@ -106,7 +106,7 @@ def divided(
     """A step of logits and pages, jitted; its parameters; and empty pages."""
     degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
     params = tensor.place_params(config, params, mesh)
-    config = tensor.fit(config, degree, num_expert=num_expert)
+    config = tensor.fit_config(config, degree, num_expert=num_expert)
     pages = kv_layout.make_pages(
         num_layers=config.num_layers,
         num_pages=11,
@@ -117,13 +117,13 @@ def divided(
         num_features=len(taps) * config.hidden_size,
     )
     specs = layout.pages_specs(pages)
-    pages = layout.place(pages, specs, mesh)
+    pages = layout.place_tree(pages, specs, mesh)
 
     def run(params: Any, pages: Any, rows: Any) -> Any:
         found = paged.PagedForward(config, taps=taps)(params, pages, rows)
         return found.logits, found.pages
 
-    mapped = layout.mapped(
+    mapped = layout.map_over_mesh(
         run,
         mesh,
         (layout.specs_on(params, mesh), specs, layout.WHOLE),

@@ -16,7 +16,7 @@ def params_of(requests: list[Sampling], engine_seed: int = 7, **changes: Any) ->
         random_keys.request_key(request.seed, engine_seed, request_id)
         for request_id, request in enumerate(requests)
     ]
-    params = sampling.params_of(requests, keys, [0] * len(requests))
+    params = sampling.make_params(requests, keys, [0] * len(requests))
     return jax.tree.map(jnp.asarray, params._replace(**changes))
 
 

@@ -250,7 +250,7 @@ def _length(config: Config, context: int) -> int:
 
 
 def _floor(
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     config: Config,
     case: tuple[int, int],
     row: dict[str, Any],

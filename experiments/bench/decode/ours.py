@@ -158,7 +158,7 @@ class Ours:
 
     def __init__(
         self,
-        model: checkpoints.Loaded,
+        model: checkpoints.LoadedModel,
         bounds: state.EngineConfig,
         dtype: str,
         speculate: methods.Method | None = None,

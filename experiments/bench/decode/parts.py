@@ -35,7 +35,7 @@ def skip_attention(pages: Any, layer: Any, q: jax.Array, rows: Any, **_: Any) ->
 
 def measure(
     ours: Ours,
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     prompts: list[list[int]],
     num_tokens: int,
     turn_s: float,

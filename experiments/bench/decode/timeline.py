@@ -46,7 +46,7 @@ def measure(size: str, name: str) -> dict[str, Any]:
     bounds = model_shapes.bounds(
         batch, context + 17 + num_tokens, token_budget=256 if is_real else 8
     )
-    ours = Ours(checkpoints.Loaded(shape, params, None, ()), bounds, dtype)
+    ours = Ours(checkpoints.LoadedModel(shape, params, None, ()), bounds, dtype)
     prompts = [[0] * context] * batch
     quiet = ours.decode(prompts, num_tokens, 10.0)
     with tempfile.TemporaryDirectory() as folder:

@@ -100,7 +100,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     size, names_of = config.size, pieces_of(config.size)
     asked = [part for part in names_of if part in (config.only or PARTS)]
     tried: set[tuple[str, str]] = set()
-    with files.kept(config.folder) as folder:
+    with files.folder_or_temporary(config.folder) as folder:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         lines = files.read_text(path).splitlines() if path.exists() else []
@@ -142,7 +142,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                         row |= {"tries": tries, "found": None, "note": ""}
                         rows[key] = row | piece
                         text = "".join(json.dumps(x) + "\n" for x in rows.values())
-                        files.write_aside(path, text)
+                        files.write_atomically(path, text)
                         tried.add(key)
                     if goes_on:
                         break

@@ -149,7 +149,7 @@ def find(name: str) -> Description:
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
     known = [*published.CONFIGS, *bundled.names()]
-    line = config_json.unknown("model", name, known)
+    line = config_json.format_unknown_name("model", name, known)
     raise ValueError(f"{name}: no such file or folder, and {line}")
 
 

@@ -162,7 +162,7 @@ def _of_group(document: Any, group: str | None) -> Any:
             f"{', '.join(known)}"
         )
     if group is not None and group not in known:
-        raise ValueError(config_json.unknown("--group", group, known))
+        raise ValueError(config_json.format_unknown_name("--group", group, known))
     return document | by_group[known[0] if group is None else group]
 
 

@@ -93,7 +93,7 @@ def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
         return shipped[name]
     path = Path(name)
     if path.suffix != ".json" and not path.exists():
-        line = config_json.unknown("config", name, shipped)
+        line = config_json.format_unknown_name("config", name, shipped)
         raise ValueError(f"{line}, or the path of a JSON file")
     return config_json.config_loads(config_type, files.read_text(path), name)
 
@@ -128,7 +128,7 @@ def train(name: str, options: TrainOptions) -> Output:
     config = dataclasses.replace(config, how=how)
     if options.print_config:
         return _printed(config)
-    parallel.count_cpu_as(config.how.layout.num_devices)
+    parallel.set_cpu_devices(config.how.layout.num_devices)
     corpus = corpora.open(config.corpus)
     streams.check_lengths(corpus, config.seq_len)
     out = options.out or Path("runs") / f"train-{Path(name).stem}"
@@ -174,7 +174,7 @@ def train(name: str, options: TrainOptions) -> Output:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
     stopped = bars.status or interrupts.AGAIN
     if result.status == "stopped":
-        asked = processes.gather(bars.status)
+        asked = processes.gather_numbers(bars.status)
         stopped = bars.status or next(filter(None, asked), interrupts.AGAIN)
         why = bars.reason if bars.status else "another process was stopped"
         lines = [f"{why}; the same command goes on"]

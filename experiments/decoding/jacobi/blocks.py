@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jaxkv.models import checkpoints, transformer
-from jaxkv.sampling import Params, Sampling, params_of, random_keys, sampler
+from jaxkv.sampling import Params, Sampling, make_params, random_keys, sampler
 
 
 class Block(NamedTuple):
@@ -46,11 +46,11 @@ class Block(NamedTuple):
 def params_like_engine(asks: list[Sampling]) -> Params:
     """Parameters of requests, drawn by the noise that an engine would draw by."""
     keys = [random_keys.request_key(ask.seed, 0, 0) for ask in asks]
-    return params_of(asks, keys, [0] * len(asks))
+    return make_params(asks, keys, [0] * len(asks))
 
 
 def find(
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     texts: list[list[int]],
     asks: list[Sampling],
     num_tokens: int,

@@ -25,7 +25,7 @@ from experiments.harness import model_shapes
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import Params, checkpoints
-from jaxkv.models.checkpoints import Loaded
+from jaxkv.models.checkpoints import LoadedModel
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from scaling.corpora import corpora, streams
@@ -78,7 +78,7 @@ class Config(held_out.TextConfig):
         validation.ascending(self, "num_drafts", low=1)
         self.refuse_short_answers(self.num_drafts[-1])
 
-    def recipe(self, model: Loaded) -> TrainConfig:
+    def recipe(self, model: LoadedModel) -> TrainConfig:
         """How the model is trained."""
         return TrainConfig(
             model=model.config,
@@ -173,7 +173,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _found(model: Loaded, prompts: np.ndarray, num: int) -> list[blocks.Block]:
+def _found(model: LoadedModel, prompts: np.ndarray, num: int) -> list[blocks.Block]:
     """The block behind each prompt, greedily.
 
     What nobody has guessed yet is the token before it, as in the engine: what stands
@@ -184,7 +184,7 @@ def _found(model: Loaded, prompts: np.ndarray, num: int) -> list[blocks.Block]:
 
 
 def _records(
-    config: Config, model: Loaded, corpus: streams.Corpus, progress: Progress
+    config: Config, model: LoadedModel, corpus: streams.Corpus, progress: Progress
 ) -> np.ndarray:
     """Trajectories behind pieces of the training text, as records."""
     sizes, found = config.objective, []
@@ -207,7 +207,7 @@ def _records(
 
 
 def _asked(
-    config: Config, model: Loaded, corpus: streams.Corpus
+    config: Config, model: LoadedModel, corpus: streams.Corpus
 ) -> tuple[float, int, int, float]:
     """A row of `Models` behind its name."""
     sizes = config.objective
@@ -237,7 +237,7 @@ def _asked(
     return bits, len(found), sizes.block_tokens, steps
 
 
-def _export(config: Config, model: Loaded) -> None:
+def _export(config: Config, model: LoadedModel) -> None:
     """Writes the model, to be served."""
     params: Params = model.params
     card = (

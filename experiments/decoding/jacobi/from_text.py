@@ -21,7 +21,7 @@ from experiments.framework import Ours, Part, Sheet, beside, ours
 from experiments.framework.table import Floats, Ints, Record, Table, column, shown
 from experiments.harness import model_shapes
 from jaxkv import validation
-from jaxkv.models.checkpoints import Loaded
+from jaxkv.models.checkpoints import LoadedModel
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
@@ -140,7 +140,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def _found(
-    model: Loaded,
+    model: LoadedModel,
     texts: list[list[int]],
     asks: list[Sampling],
     answers: list[list[int]],

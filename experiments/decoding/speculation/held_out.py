@@ -93,7 +93,7 @@ class TextConfig:
 
 def decode(
     config: TextConfig,
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     settings: Iterable[Setting],
     ways: Callable[[Setting], Iterable[tuple[str, int]]],
     progress: Progress,

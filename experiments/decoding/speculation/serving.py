@@ -131,12 +131,12 @@ def bounds(
 
 
 def make(
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     way: str,
     config: EngineConfig,
     speculation: Speculation | None = None,
     heads: head_folders.LoadedHeads | None = None,
-    draft: checkpoints.Loaded | None = None,
+    draft: checkpoints.LoadedModel | None = None,
 ) -> Server:
     """Makes a server that decodes one way.
 

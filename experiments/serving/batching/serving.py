@@ -20,7 +20,7 @@ TOKEN_BUDGET, ROUNDS = 64, 3
 
 
 def uneven(
-    config: Config, model: checkpoints.Loaded, progress: Progress
+    config: Config, model: checkpoints.LoadedModel, progress: Progress
 ) -> list[list[Run]]:
     """Serves outputs of equal means, more and more uneven.
 
@@ -53,7 +53,7 @@ def uneven(
 
 
 def side_by_side(
-    config: Config, model: checkpoints.Loaded, progress: Progress
+    config: Config, model: checkpoints.LoadedModel, progress: Progress
 ) -> Iterator[Run]:
     """Serves equal requests in batches of several sizes, until it is stopped."""
     num = round(config.mean_output_tokens)
@@ -68,7 +68,7 @@ def side_by_side(
 
 
 def _engine(
-    config: Config, model: checkpoints.Loaded, slots: int, policy: interface.Policy
+    config: Config, model: checkpoints.LoadedModel, slots: int, policy: interface.Policy
 ) -> Engine:
     """An engine whose pool holds the longest sequence in every slot."""
     num = max(config.num_requests, slots)
@@ -85,7 +85,7 @@ def _engine(
 
 
 def _serve(
-    engine: Engine, model: checkpoints.Loaded, load: Workload, seed: int
+    engine: Engine, model: checkpoints.LoadedModel, load: Workload, seed: int
 ) -> tuple[float, int]:
     """Serves a load whose requests are all there: seconds, and steps that fed rows."""
     asks = [

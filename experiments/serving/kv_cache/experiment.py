@@ -229,7 +229,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def time_both(
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     lengths: tuple[int, ...],
     repeats: int,
     progress: Progress,
@@ -266,7 +266,7 @@ def time_both(
 
 
 def _draw(
-    model: checkpoints.Loaded, start: int, num: int, repeats: int
+    model: checkpoints.LoadedModel, start: int, num: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws `num` tokens behind the first: all tokens, and the least time of each."""
     length = -(-num // PAGE_SIZE) * PAGE_SIZE

@@ -105,7 +105,9 @@ class Stage(stepping.Stepper):
 
         def blank_pages() -> kv_pages.Pages:
             """Pages of NaN, which mark places that were never written."""
-            pages = kv_layout.FULL.make((1, num_pages, 1, page_size, 1), "float32")
+            pages = kv_layout.DEFAULT_LAYOUT.make(
+                (1, num_pages, 1, page_size, 1), "float32"
+            )
             return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pages)
 
         super().__init__(config, Scribe(language=language), blank_pages)
@@ -140,7 +142,7 @@ class Stage(stepping.Stepper):
         rows = np.full(len(before), NO_SEQUENCE, np.int32)
         shots = []
         for step, (caption, call) in enumerate(zip(captions, calls, strict=False)):
-            invariants.refuse(call.seen.violations, first_step=step)
+            invariants.raise_if_violated(call.seen.violations, first_step=step)
             shot = _look(call.state, before, rows)
             before, num_copied = shot["page_ids"], (shot["copied"] != NO_PAGE).sum()
             if not self.config.max_beams and num_copied != call.seen.num_copied.sum():

@@ -193,7 +193,7 @@ def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
 
 
 def workload(
-    config: Config, model: checkpoints.Loaded
+    config: Config, model: checkpoints.LoadedModel
 ) -> tuple[list[Request], Request]:
     """Cuts the prompts: those that are served, and the one that is brought back."""
     rng = np.random.default_rng(config.seed)

@@ -66,7 +66,7 @@ class Moves(Table):
 
 
 def measure(
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     request: Request,
     page_sizes: Sequence[int],
     *,
@@ -106,7 +106,7 @@ def measure(
 
 
 def _time_reading(
-    model: checkpoints.Loaded, request: Request, config: EngineConfig, repeats: int
+    model: checkpoints.LoadedModel, request: Request, config: EngineConfig, repeats: int
 ) -> list[float]:
     """Times the one step that feeds all tokens of the request, which then ends."""
     state = init(config, paged.make_pages(model.config, config))
@@ -173,7 +173,7 @@ def _time_moves(
             row,
             page_size=pages.page_size,
         )
-        return staging, *page_table.drop(pool, table, left)
+        return staging, *page_table.drop_slots(pool, table, left)
 
     @functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
     def back(pages, staging, pool, table):

@@ -137,7 +137,7 @@ type Ways = list[tuple[Way, EngineConfig]]
 
 
 def serve(
-    model: checkpoints.Loaded,
+    model: checkpoints.LoadedModel,
     requests: list[Request],
     asked: Iterable[tuple[str, str, int, Ways]],
     progress: Progress,
@@ -194,7 +194,7 @@ def serve(
     return tables
 
 
-def _server(model: checkpoints.Loaded, way: Way, config: EngineConfig) -> Server:
+def _server(model: checkpoints.LoadedModel, way: Way, config: EngineConfig) -> Server:
     """An engine that serves a way; engines of the same bounds share one program."""
     # Every rule in the program: one for all ways in the same memory, which none of
     # them waits for while it is timed.

@@ -162,7 +162,7 @@ def _step(
     def draw(_: Array, cache: Prefixes) -> Prefixes:
         key = jax.random.fold_in(jax.random.key(0), cache.tick)
         rank = jax.random.randint(key, cache.pinned.shape, 0, 2**20, jnp.int32)
-        return prefix_eviction.rank_anew(cache, rank)
+        return prefix_eviction.rerank(cache, rank)
 
     draws = (eviction.index == 2).astype(jnp.int32)
     return state._replace(prefixes=lax.fori_loop(0, draws, draw, state.prefixes)), info

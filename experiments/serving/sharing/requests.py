@@ -205,7 +205,7 @@ class Client(NamedTuple):
     """
 
     engine: stepping.Stepper
-    model: checkpoints.Loaded
+    model: checkpoints.LoadedModel
     ask: Sampling
     progress: Progress
 

@@ -197,7 +197,7 @@ def score(
     kind: Kind,
     shape: head_folders.HeadsConfig,
     params: Params,
-    target: checkpoints.Loaded,
+    target: checkpoints.LoadedModel,
 ) -> np.ndarray:
     """Finds how often guesses are right, by depth and rank, in greedy answers."""
     recipe = config.recipe(kind)

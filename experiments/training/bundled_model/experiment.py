@@ -170,7 +170,7 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
     split = corpora.load(config.text)
-    with files.kept(config.folder) as folder:
+    with files.folder_or_temporary(config.folder) as folder:
         runs = [train.train(config.trunk, folder / "trunk", progress=progress)]
         if runs[0].status == "done":
             at, start = folder / "cooldown", runs[0].checkpoint

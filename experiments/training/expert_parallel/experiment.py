@@ -261,7 +261,9 @@ def _dropped(
 
     @jax.jit
     def read(params: Params, tokens: Array) -> list[moe.Routing]:
-        return transformer.read(transformer.merge(model, params), tokens).routings
+        return transformer.run_sequences(
+            transformer.merge(model, params), tokens
+        ).routings
 
     # What all rows choose in each layer, where nothing is dropped.
     routings = read(params, asked[:, :-1])
@@ -274,7 +276,7 @@ def _dropped(
             for begin in range(0, p * own, own):
                 part = operator.itemgetter(slice(begin, begin + own))
                 mine = jax.tree.map(part, routing)
-                lost.append(experts.dropped(mine, capacity=limit))
+                lost.append(experts.dropped_fraction(mine, capacity=limit))
         sent = divided_steps.sent(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )

@@ -25,7 +25,7 @@ from experiments.harness import sweep_tables
 from experiments.training.isoflop import drawing, held_out, prediction, report
 from experiments.training.isoflop.outcomes import Line, Points, Rates, Result, optima
 from jaxkv import validation
-from jaxkv.files import kept, write_aside
+from jaxkv.files import folder_or_temporary, write_atomically
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.fits import result as fits_result
@@ -99,7 +99,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
     Where its folder holds runs it takes them up.
     """
-    with kept(config.folder) as folder:
+    with folder_or_temporary(config.folder) as folder:
         return _run(config, folder, progress)
 
 
@@ -249,7 +249,7 @@ def _predict(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; name another folder"
             )
-    write_aside(path, config_json.dumps(made))
+    write_atomically(path, config_json.dumps(made))
     return json.loads(path.read_text("utf-8"))
 
 

@@ -74,7 +74,7 @@ def train(
             records.append(executors.made(sweep, corpus, ended).record | commit)
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
-        files.write_aside(path, config_json.dumps(best | {"tried": losses}))
+        files.write_atomically(path, config_json.dumps(best | {"tried": losses}))
     record = json.loads(path.read_text("utf-8"))
     run, result = tried[record["learning_rate"]]
     if config.keep_models and record["status"] == "done":

@@ -143,7 +143,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, or takes up what the folder holds; stopped, it uses what there is."""
-    with files.kept(config.folder) as folder:
+    with files.folder_or_temporary(config.folder) as folder:
         records = sweep_tables.run(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")

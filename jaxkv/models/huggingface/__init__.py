@@ -1,4 +1,4 @@
-"""Hugging Face folders: their configurations, tensors and weights."""
+"""Hugging Face folders: configurations, tensors and weights."""
 
 __all__ = [
     "configs",

@@ -1,7 +1,7 @@
-"""Hugging Face's `config.json` to our `ModelConfig` and back.
+"""Converts Hugging Face's `config.json` to a `ModelConfig` and back.
 
-What the arithmetic of `models/transformer.py` does not cover is refused by name: a
-model that loads is a model that computes the same.
+Keys that ask for arithmetic outside of `models/transformer.py` are refused by name: a
+model that loads computes the same as the original.
 """
 
 import operator
@@ -11,9 +11,9 @@ from typing import Any
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import harmless, positions, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
-from jaxkv.models.huggingface.values import shown
+from jaxkv.models.huggingface.values import shorten
 
-# Our activation -> Hugging Face's names of it, the one we write first.
+# Activation -> Hugging Face's names of it; the first one is written.
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu",),
@@ -23,23 +23,24 @@ ACTIVATIONS = {
 
 
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Translates a parsed `config.json`.
+    """Converts a parsed `config.json`.
 
     Args:
-      raw: the file, as transformers 4 or 5 writes it.
+      raw: the file, as written by transformers 4 or 5.
 
     Returns:
       The configuration of a model that computes the same.
 
     Raises:
-      ValueError: names the key, its value and what is supported instead.
+      ValueError: a key is not supported; the message has the key, its value and the
+        supported values.
     """
     name = _family_of(raw)
     family = FAMILIES[name]
     raw = without_aliases(family, raw)
     given = {key: value for key, value in raw.items() if value is not None}
     is_rotary = family.implied.get("positions") != "learned"
-    # Keys, and values of keys, that ask for other arithmetic than ours are refused.
+    # Keys and values that ask for other arithmetic are refused.
     read = frozenset()
     if is_rotary:
         read = positions.KEYS
@@ -48,76 +49,76 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             read |= positions.WINDOW_KEYS
     harmless.refuse_unknown(family, given, read)
     refuse_other_values(family, given, {**harmless.ONLY, **family.only_served})
-    ours = read_fields(family, raw)
-    ours["family"] = name
+    fields = read_fields(family, raw)
+    fields["family"] = name
     if is_rotary:
-        ours |= positions.read(family, raw, ours["num_layers"])
-    if experts := ours.pop("experts", None):
+        fields |= positions.read_positions(family, raw, fields["num_layers"])
+    if experts := fields.pop("experts", None):
         if (dense := experts.pop("dense_layers", None)) is not None:
-            # Layers without experts are the first, in any order.
+            # Layers without experts must be the first ones, listed in any order.
             is_whole = all(type(layer) is int for layer in dense)
             found = {*dense} if is_whole else set()
             num = len(found)
-            if not is_whole or found != {*range(num)} or num >= ours["num_layers"]:
+            if not is_whole or found != {*range(num)} or num >= fields["num_layers"]:
                 raise ValueError(
-                    f"mlp_only_layers={shown(dense)} is not supported, only the first "
-                    "layers and not all"
+                    f"mlp_only_layers={shorten(dense)} is not supported, only the "
+                    "first layers and not all"
                 )
             experts["num_dense_layers"] = num
         experts = Experts(**experts)
-    return ModelConfig(**ours, experts=experts)
+    return ModelConfig(**fields, experts=experts)
 
 
 def read_fields(
     family: Family, raw: Mapping[str, Any], most: int = values.MAX_SIZE
 ) -> dict[str, Any]:
-    """Reads the fields that the keys of a family set, and those that follow from them.
+    """Reads the fields that the keys of a family set, and fields derived from them.
 
     Args:
-      family: its entry, or one with fewer keys to read fewer fields.
+      family: entry of the family, or one with fewer keys to read fewer fields.
       raw: a `config.json` without aliases.
-      most: the largest size.
+      most: largest allowed size.
 
     Returns:
-      Fields as an entry names them; those of experts in a dict of their own.
+      Fields with the names of an entry; fields of experts are in a nested dict.
 
     Raises:
-      ValueError: names the key, its value and what it should be.
+      ValueError: a key is missing or invalid; the message has the key and its value.
     """
-    ours: dict[str, Any] = dict(family.implied)
-    for key, (fields, default) in family.keys.items():
+    result: dict[str, Any] = dict(family.implied)
+    for key, (names, default) in family.keys.items():
         value = raw.get(key)
-        # A null is no default where the field follows from others.
-        if value is None and (key not in raw or fields[0] not in family.derived):
+        # A null means "derived" if the field can be derived, else the default.
+        if value is None and (key not in raw or names[0] not in family.derived):
             value = default
         if value is not None:
-            ours |= dict.fromkeys(fields, _checked(key, fields[0], value, most))
-        elif fields[0] not in ours and fields[0] not in family.derived:
+            result |= dict.fromkeys(names, _checked(key, names[0], value, most))
+        elif names[0] not in result and names[0] not in family.derived:
             raise ValueError(f"{key} is missing")
-    hidden, heads = ours["hidden_size"], ours["num_q_heads"]
-    ours.setdefault("mlp_size", 4 * hidden)
-    if "kv_rank" in ours:  # latent attention: every head has a key of its own
-        ours.setdefault("q_rank", None)
+    hidden, heads = result["hidden_size"], result["num_q_heads"]
+    result.setdefault("mlp_size", 4 * hidden)
+    if "kv_rank" in result:  # latent attention: every head has its own key
+        result.setdefault("q_rank", None)
     else:
-        ours.setdefault("num_kv_heads", heads)
-        if "head_dim" not in ours and hidden % heads:
+        result.setdefault("num_kv_heads", heads)
+        if "head_dim" not in result and hidden % heads:
             raise ValueError(
                 f"hidden_size={hidden} must be a multiple of num_q_heads={heads}"
             )
-        ours.setdefault("head_dim", hidden // heads)
+        result.setdefault("head_dim", hidden // heads)
     prefix = "experts."
-    if mixture := [field for field in ours if field.startswith(prefix)]:
-        ours["experts"] = {
-            field.removeprefix(prefix): ours.pop(field) for field in mixture
+    if mixture := [field for field in result if field.startswith(prefix)]:
+        result["experts"] = {
+            field.removeprefix(prefix): result.pop(field) for field in mixture
         }
-    return ours
+    return result
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Translates a configuration to a `config.json` that transformers 4 and 5 read.
+    """Converts a configuration to a `config.json` that transformers 4 and 5 read.
 
     Raises:
-      ValueError: if the family cannot express the configuration, naming the field.
+      ValueError: the family cannot express a field; the message names the field.
     """
     family = FAMILIES[config.family]
     num_dense = config.experts.num_dense_layers if config.experts else 0
@@ -140,8 +141,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
     raw |= {key: raw[other] for key, other in family.equal.items()}
     if family.implied.get("positions") != "learned":
-        raw |= positions.write(family, config)
-    # Reading it back is the proof that the family has a place for every field.
+        raw |= positions.write_positions(family, config)
+    # Reading it back verifies that the family can express every field.
     back = from_hf(raw)
     for name, value in vars(config).items():
         if getattr(back, name) != value:
@@ -153,7 +154,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _family_of(raw: Mapping[str, Any]) -> str:
-    """Finds the family by architecture and model type, which must agree."""
+    """Returns the family by architecture and model type, which must agree."""
     served = {name: family for name, family in FAMILIES.items() if family.servable}
     names = {family.architecture: name for name, family in served.items()}
     found = raw.get("architectures") or None
@@ -164,16 +165,18 @@ def _family_of(raw: Mapping[str, Any]) -> str:
         found, names = kind, {name: name for name in served}
     if not isinstance(found, str) or found not in names:
         raise ValueError(
-            f"architecture {shown(found)} is not supported, only "
+            f"architecture {shorten(found)} is not supported, only "
             + ", ".join(family.architecture for family in served.values())
         )
     if kind not in (None, names[found]):
-        raise ValueError(f"model_type={shown(kind)} contradicts architecture {found!r}")
+        raise ValueError(
+            f"model_type={shorten(kind)} contradicts architecture {found!r}"
+        )
     return names[found]
 
 
 def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes every key by one name.
+    """Replaces aliases of keys by the keys.
 
     Raises:
       ValueError: two names of one key have different values.
@@ -184,7 +187,7 @@ def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if raw.get(key) not in (None, value):
             raise ValueError(
-                f"{alias}={shown(value)} contradicts {key}={shown(raw[key])}"
+                f"{alias}={shorten(value)} contradicts {key}={shorten(raw[key])}"
             )
         raw[key] = value
     return raw
@@ -193,15 +196,15 @@ def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_other_values(
     family: Family, raw: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuses values of keys of which one value is supported.
+    """Checks keys of which only one value is supported.
 
     Args:
       family: its `only` and `equal` are checked.
       raw: a `config.json` without aliases.
-      more: further keys, with the value that is supported.
+      more: further keys, with the supported value.
 
     Raises:
-      ValueError: names the key, its value and what is supported instead.
+      ValueError: a key has another value; the message has both values.
     """
     equal = {key: raw.get(other) for key, other in family.equal.items()}
     for key, supported in {**(more or {}), **family.only, **equal}.items():
@@ -210,18 +213,18 @@ def refuse_other_values(
             value != supported or type(value) is not type(supported)
         ):
             raise ValueError(
-                f"{key}={shown(value)} is not supported, only {shown(supported)}"
+                f"{key}={shorten(value)} is not supported, only {shorten(supported)}"
             )
 
 
 def _checked(key: str, field: str, value: Any, most: int) -> Any:
-    """Returns a value that has the type its field needs."""
+    """Returns a value converted to the type of its field."""
     if field == "experts.gate_bias":
         return value == "noaux_tc"
     if field != "activation":
-        return values.of_field(key, field, value, most)
-    for ours, theirs in ACTIVATIONS.items():
-        if value in theirs:
-            return ours
+        return values.parse_field(key, field, value, most)
+    for activation, aliases in ACTIVATIONS.items():
+        if value in aliases:
+            return activation
     names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-    raise ValueError(f"{key}={shown(value)} is not supported, only {names}")
+    raise ValueError(f"{key}={shorten(value)} is not supported, only {names}")

@@ -1,8 +1,8 @@
-"""Names that model families use in a Hugging Face folder: tables, no code.
+"""Tables of the names that model families use in a Hugging Face folder.
 
-One table for two readers: `configs.py` and `tensors.py` read the families that are
-served, `scaling.shapes` counts all of them. Another family with the same arithmetic is
-another entry here. Defaults are transformers'.
+`configs.py` and `tensors.py` read the families that are served; `scaling.shapes`
+computes the size of all families. A further family with the same arithmetic is a
+further entry. Defaults are those of transformers.
 """
 
 from collections.abc import Mapping
@@ -10,68 +10,70 @@ from typing import Any, Literal, NamedTuple
 
 
 class Key(NamedTuple):
-    """The meaning of one key of a `config.json`."""
+    """Meaning of one key of a `config.json`."""
 
     fields: tuple[str, ...]
-    """Fields that it sets."""
+    """Fields that the key sets."""
     default: Any = None
-    """Value of a key that is left out; None if it must not be, or is derived."""
+    """Value of a missing key; None if the key is required or derived."""
 
 
 class Family(NamedTuple):
-    """Keys of a family's configuration and names of its tensors.
+    """Configuration keys and tensor names of a family.
 
-    Fields are those of `ModelConfig`, or of `scaling.shapes.Description` where
+    Fields are those of `ModelConfig`, or of `scaling.shapes.Description` if
     `ModelConfig` lacks one; a field of their experts is written `experts.size`.
     """
 
     architecture: str
-    """The name under `architectures`."""
+    """Name in `architectures`."""
     keys: Mapping[str, Key]
     """Hugging Face's key -> the fields that it sets, and its default."""
     implied: Mapping[str, Any]
-    """Fields that the family fixes."""
+    """Fields with a fixed value in this family."""
     derived: tuple[str, ...]
-    """Fields that follow from other fields where their key is left out or null."""
+    """Fields that are derived from other fields if their key is missing or null."""
     base: str
-    """Prefix of every tensor but the head's; some files leave it out."""
+    """Prefix of every tensor but the head's; some files omit it."""
     layer: str
-    """Prefix of a layer's tensors, with a place for its number."""
+    """Prefix of a layer's tensors, with a placeholder for its number."""
     modules: Mapping[str, tuple[str, ...]]
-    """Our module -> the modules that it is made of. One of a layer starts with a dot.
+    """Module of this package -> the modules of the folder that it joins. Modules of a
+    layer start with a dot.
 
-    Several are joined in the order of `qkv` (query, key, value) or of `up` (gate, up).
-    Modules of an expert have a place for its number. Empty of a family that is only
-    counted.
-    """
+        Several are joined in the order of `qkv` (query, key, value) or of `up` (gate,
+    up).
+        Modules of an expert have a placeholder for its number. Empty for a family that
+    is
+        not served."""
     servable: bool = True
-    """True if the engine computes this family; False if it is only counted."""
+    """True if the engine serves this family; False if only its size is computed."""
     only: Mapping[str, Any] = {}
-    """Keys that change shapes, of which one value is supported and counted."""
+    """Keys that change shapes, with the only supported value."""
     only_served: Mapping[str, Any] = {}
-    """Keys of which one value is served, and any is counted: the default, or the only
-    one that agrees with what the family computes for every value."""
+    """Keys with the only value that is served; other values affect sizes only. It is
+    the default, or the only value for which the family's implementations agree."""
     equal: Mapping[str, str] = {}
     """Keys that must have the value of another key."""
     aliases: Mapping[str, str] = {}
-    """Another name of a key -> the key, `attribute_map` in transformers."""
+    """Alias -> key, `attribute_map` in transformers."""
     harmless: tuple[str, ...] = ()
     """Keys that change no logit of this family, in addition to `harmless.KEYS`."""
     windows: Literal["never", "always", "flagged", "off", "even", "pattern"] = "never"
-    """Which layers have the window `sliding_window`, where `layer_types` is absent:
-    `never` any; `always` all; `flagged` those from `max_window_layers` on, if
-    `use_sliding_window`; `off` is counted as `flagged`, but its order of layers is
-    another one, so that only false is served; `even` layers 0, 2, ...; `pattern` all
-    but every `sliding_window_pattern`-th. The last two are not served."""
+    """Layers with the sliding window `sliding_window`, if `layer_types` is absent:
+    `never`: none; `always`: all; `flagged`: those from `max_window_layers` on, if
+    `use_sliding_window`; `off`: sized as `flagged`, but with another order of layers,
+    so that only false is served; `even`: layers 0, 2, ...; `pattern`: all but every
+    `sliding_window_pattern`-th. The last two are not served."""
     default_window: int | None = None
     """`sliding_window` of a file without that key."""
     default_positions: int | None = None
-    """`max_positions` where its key is absent; serving requires the key."""
+    """`max_positions` of a file without its key; serving requires the key."""
     mixture_stride: tuple[str, int] | None = None
     """A key with a stride, and an offset: only layers whose number plus offset is a
     multiple of the stride are mixtures."""
     is_conv1d: bool = False
-    """Whether a layer's matrices are stored `[in, out]` (and q, k, v as one)."""
+    """True if a layer's matrices are stored `[in, out]` (and q, k, v as one)."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies of a file without one."""
 
@@ -83,7 +85,7 @@ def _key(*fields: str, default: Any = None) -> Key:
 def _keys(
     keys: Mapping[str, Key], *without: str, **defaults: bool | int | float
 ) -> dict[str, Key]:
-    """Returns another family's keys without some, and with other defaults."""
+    """Returns a family's keys without some of them, and with other defaults."""
     return {
         key: value._replace(default=defaults.get(key, value.default))
         for key, value in keys.items()
@@ -128,8 +130,8 @@ _LLAMA = Family(
 )
 
 
-# Families that read no such key. A bias too few or too many is refused when their
-# tensors are loaded.
+# Keys that these families do not read. A bias that differs from the family's is found
+# when the tensors are loaded.
 _BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
 _UNBIASED = _keys(_LLAMA.keys, "attention_bias", "mlp_bias")
 
@@ -208,7 +210,10 @@ _DEEPSEEK_V2 = _LLAMA._replace(
         "norm_topk_prob": _key("experts.renormalise", default=False),
         "routed_scaling_factor": _key("experts.scale", default=1.0),
     },
-    derived=("q_rank", "experts.num_shared"),  # null: queries not compressed; none
+    derived=(
+        "q_rank",
+        "experts.num_shared",
+    ),  # null: no query compression; no shared experts
     only={"attention_bias": False},
     aliases={"num_experts": "n_routed_experts"},
     harmless=(
@@ -351,14 +356,14 @@ FAMILIES: Mapping[str, Family] = {
             "num_hidden_layers": "n_layer",
         },
         harmless=(
-            # Of the first release; only `n_positions` is read.
+            # Keys of the first release; only `n_positions` is read.
             "n_ctx",
             "n_special",
             "predict_special_tokens",
             "output_past",
-            # An order of the same products, for half precision.
+            # Another order of the same products, for half precision.
             "reorder_and_upcast_attn",
-            # Of a head for multiple choice.
+            # Keys of a multiple-choice head.
             "summary_type",
             "summary_use_proj",
             "summary_activation",

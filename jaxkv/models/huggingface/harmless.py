@@ -1,17 +1,17 @@
-"""Keys of a Hugging Face `config.json` that change no logit, with the reason.
+"""Keys of a Hugging Face `config.json` that change no logit, grouped by reason.
 
-A key that is neither here nor read is refused: it may ask for arithmetic that is not
-done. Nulls and empty values ask for nothing.
+A key that is neither here nor read elsewhere is refused, since it may ask for
+unsupported arithmetic. Nulls and empty values are ignored.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.models.huggingface.families import Family
-from jaxkv.models.huggingface.values import shown
+from jaxkv.models.huggingface.values import shorten
 
 KEYS: Mapping[str, tuple[str, ...]] = {
-    "they say who wrote the file, and of what": (
+    "origin of the file": (
         "_name_or_path",
         "name_or_path",
         "_commit_hash",
@@ -23,12 +23,12 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "unsloth_version",
         "is_llama_config",
     ),
-    "weights are read in the type that the caller asks for": (
+    "the caller sets the dtype of the weights": (
         "dtype",
         "torch_dtype",
         "use_bfloat16",
     ),
-    "they choose among programs for the same arithmetic": (
+    "choice between implementations of the same arithmetic": (
         "attn_implementation",
         "_attn_implementation",
         "experts_implementation",
@@ -39,7 +39,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "pretraining_tp",
         "use_cache",
     ),
-    "they say what else a call returns": (
+    "further outputs of a call": (
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -49,7 +49,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "use_return_dict",
         "tie_last_hidden_states",
     ),
-    "they are of training: first weights, dropout, what is added to the loss": (
+    "training: initial weights, dropout, terms of the loss": (
         "initializer_range",
         "initializer_factor",
         "init_std",
@@ -69,7 +69,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "router_jitter_noise",
         "router_aux_loss_coef",
     ),
-    "they name tokens; `checkpoints` reads those that end a text": (
+    "special tokens; `checkpoints` reads those that end a text": (
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
@@ -77,7 +77,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "decoder_start_token_id",
         "prefix",
     ),
-    "they say how to draw, which is up to each request": (
+    "sampling parameters, which each request sets": (
         "do_sample",
         "temperature",
         "top_k",
@@ -112,7 +112,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "target_lookbehind",
         "task_specific_params",
     ),
-    "they are of classifiers, and of models with an encoder": (
+    "classifiers, and models with an encoder": (
         "id2label",
         "label2id",
         "num_labels",
@@ -124,7 +124,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "tf_legacy_loss",
     ),
 }
-"""The reason -> the keys, of every family."""
+"""Reason -> keys, for every family."""
 
 ONLY: Mapping[str, Any] = {
     "add_cross_attention": False,
@@ -132,14 +132,14 @@ ONLY: Mapping[str, Any] = {
     "rope_interleaved": False,
     "use_mrope": False,
 }
-"""Keys of every family that change nothing with this value, and much with another."""
+"""Keys of every family that change no logit with this value only."""
 
 _REASONS = {
     "quantization_config": "only f32, bf16 and f16 weights",
     "compression_config": "only f32, bf16 and f16 weights",
     "auto_map": "code that comes with a model is never run",
 }
-"""Why some keys are refused that many files have."""
+"""Reasons of refusal of some common keys."""
 
 _EVERYWHERE = {"architectures", "model_type", *ONLY}
 _EVERYWHERE.update(key for keys in KEYS.values() for key in keys)
@@ -148,13 +148,15 @@ _EVERYWHERE.update(key for keys in KEYS.values() for key in keys)
 def refuse_unknown(
     family: Family, given: Mapping[str, Any], read: frozenset[str]
 ) -> None:
-    """Refuses keys that may change what the model computes.
+    """Raises an error for keys that may change the model's arithmetic.
 
-    `given` is the file, without nulls; `read` are keys that are read, beside those of
-    the family's tables.
+    Args:
+      family: entry of the family.
+      given: the file, without nulls.
+      read: keys that are read, in addition to those of the family's tables.
 
     Raises:
-      ValueError: names the first few such keys.
+      ValueError: there are such keys; the message has the first few.
     """
     known = _EVERYWHERE | read | {*family.keys, *family.only, *family.only_served}
     known.update(family.equal, family.harmless)
@@ -168,10 +170,10 @@ def refuse_unknown(
             raise ValueError(f"{key} is not supported: {_REASONS[key]}")
     if unknown:
         few = ", ".join(
-            f"{shown(key)[1:-1]}={shown(given[key])}" for key in unknown[:3]
+            f"{shorten(key)[1:-1]}={shorten(given[key])}" for key in unknown[:3]
         )
         more = ", ..." if len(unknown) > 3 else ""
         raise ValueError(
-            f"{few}{more} may change what {family.architecture} computes, and is not "
-            "read here; remove what does not"
+            f"{few}{more} may change the logits of {family.architecture} "
+            "and is not supported; remove keys that do not"
         )

@@ -1,6 +1,6 @@
-"""The part of a Hugging Face `config.json` that tells of positions, in and out.
+"""Reads and writes the position keys of a Hugging Face `config.json`.
 
-How keys and queries turn with their position, and how far back a query sees.
+These keys set the rotary frequencies and the sliding window.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,12 @@ from typing import Any
 
 from jaxkv.models.config import ModelConfig, RopeScaling
 from jaxkv.models.huggingface.families import Family
-from jaxkv.models.huggingface.values import flag, number, shown, size
+from jaxkv.models.huggingface.values import (
+    parse_flag,
+    parse_positive_number,
+    parse_size,
+    shorten,
+)
 
 ORIGINAL = "original_max_position_embeddings"
 KEYS = frozenset(
@@ -23,9 +28,9 @@ KEYS = frozenset(
         "use_sliding_window",
     )
 )
-"""Keys that are read of families with rotary positions."""
+"""Keys that are read for families with rotary positions."""
 WINDOW_KEYS = frozenset(("sliding_window", "max_window_layers"))
-"""Keys that mean nothing where there is no window."""
+"""Keys without effect if there is no window."""
 
 # Keys of `rope_scaling` and `rope_parameters`, by the kind.
 _OF_ALL_ROPE = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
@@ -37,7 +42,7 @@ _ROPE = {
 }
 
 
-def read(
+def read_positions(
     family: Family, raw: Mapping[str, Any], num_layers: int
 ) -> Mapping[str, RopeScaling | float | int | None]:
     """Reads rotary positions and the sliding window of a parsed `config.json`.
@@ -46,7 +51,8 @@ def read(
       Fields of `ModelConfig`.
 
     Raises:
-      ValueError: names the key, its value and what is supported instead.
+      ValueError: a key is not supported; the message has the key, its value and the
+        supported values.
     """
     given = {key: value for key, value in raw.items() if value is not None}
     # In `rope_scaling` (old) or `rope_parameters` (transformers 5).
@@ -55,7 +61,7 @@ def read(
     }
     rope = _agreed(found)
     if rope is not None and not isinstance(rope, Mapping):
-        raise ValueError(f"{next(iter(found))}={shown(rope)} must be an object")
+        raise ValueError(f"{next(iter(found))}={shorten(rope)} must be an object")
     rope = {key: value for key, value in (rope or {}).items() if value is not None}
     kind = _agreed({"rope_type": rope.get("rope_type"), "type": rope.get("type")})
     kind = "default" if kind is None else kind
@@ -63,29 +69,33 @@ def read(
         kind = "one for each layer type"
     if not isinstance(kind, str) or kind not in _ROPE:
         supported = ", ".join(_ROPE)
-        raise ValueError(f"rope_type={shown(kind)} is not supported, only {supported}")
+        raise ValueError(
+            f"rope_type={shorten(kind)} is not supported, only {supported}"
+        )
     given_original = {ORIGINAL: given[ORIGINAL]} if ORIGINAL in given else {}
     for key, value in (rope | given_original).items():
         if key not in _ROPE[kind]:
             raise ValueError(
-                f"{key}={shown(value)} means nothing with rope_type={kind!r}"
+                f"{key}={shorten(value)} has no effect with rope_type={kind!r}"
             )
 
     def from_either(key: str) -> Any:
-        # A value of the rotary object, of the file, or of both, where it is the same.
+        # The value in the rotary object, in the file, or in both if they agree.
         own = {f"{key} of the rotary object": rope.get(key)}
         return _agreed(own | {key: given.get(key)})
 
     part = from_either("partial_rotary_factor")
     if part not in (None, 1):
         raise ValueError(
-            f"partial_rotary_factor={shown(part)} is not supported, only 1.0"
+            f"partial_rotary_factor={shorten(part)} is not supported, only 1.0"
         )
     theta = from_either("rope_theta")
-    theta = number("rope_theta", family.rope_theta if theta is None else theta)
+    theta = parse_positive_number(
+        "rope_theta", family.rope_theta if theta is None else theta
+    )
     scaling = None
     if kind != "default":
-        factor = number("factor", rope.get("factor"))
+        factor = parse_positive_number("factor", rope.get("factor"))
     if kind == "linear":
         scaling = RopeScaling(kind="linear", factor=factor)
     elif kind == "llama3":
@@ -93,7 +103,7 @@ def read(
         if original is None:
             original = given.get("max_position_embeddings")
         low, high = (
-            number(key, rope.get(key))
+            parse_positive_number(key, rope.get(key))
             for key in ("low_freq_factor", "high_freq_factor")
         )
         if low >= high:
@@ -104,17 +114,17 @@ def read(
             factor=factor,
             low_frequency_factor=low,
             high_frequency_factor=high,
-            original_max_positions=size(ORIGINAL, original),
+            original_max_positions=parse_size(ORIGINAL, original),
         )
     window = _read_window(family, raw, num_layers)
     return {"rope_theta": theta, "rope_scaling": scaling, "window": window}
 
 
-def write(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Writes the keys that `read` reads, rotary ones in the older of their two forms.
+def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Writes the keys that `read_positions` reads, with rotary keys in the older form.
 
-    Both versions of transformers read that one. Reading them back shows what has no
-    place.
+    Both versions of transformers read that form. `to_hf` reads the keys back, which
+    finds fields that they cannot express.
     """
     raw: dict[str, Any] = {"rope_theta": config.rope_theta}
     raw["rope_scaling"] = None
@@ -135,37 +145,41 @@ def write(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def _agreed(values: Mapping[str, Any]) -> Any:
-    """The one value under several names, None if there is none.
+    """Returns the value that several names have, None if there is none.
 
     Raises:
-      ValueError: two that contradict each other.
+      ValueError: two names have different values.
     """
-    said = {name: value for name, value in values.items() if value is not None}
-    if len(said) == 2:
-        (a, first), (b, second) = said.items()
+    found = {name: value for name, value in values.items() if value is not None}
+    if len(found) == 2:
+        (a, first), (b, second) = found.items()
         if first != second:
-            raise ValueError(f"{a}={shown(first)} contradicts {b}={shown(second)}")
-    return next(iter(said.values()), None)
+            raise ValueError(f"{a}={shorten(first)} contradicts {b}={shorten(second)}")
+    return next(iter(found.values()), None)
 
 
 def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int | None:
-    """The sliding window, if all layers have it; some but not all are refused."""
+    """Returns the sliding window if all layers have it, None if no layer has it.
+
+    Raises:
+      ValueError: only some layers have a window, or keys contradict each other.
+    """
     window = raw.get("sliding_window", family.default_window)  # a null is no window
     wanted = raw.get("use_sliding_window")
-    wanted = None if wanted is None else flag("use_sliding_window", wanted)
+    wanted = None if wanted is None else parse_flag("use_sliding_window", wanted)
     if family.windows in ("never", "off"):
         if wanted:
             raise ValueError("use_sliding_window=True is not supported, only False")
         if window is not None and wanted is None and family.windows == "never":
             raise ValueError(
-                f"sliding_window={shown(window)} is not supported, only null"
+                f"sliding_window={shorten(window)} is not supported, only null"
             )
         window = None
     elif family.windows == "flagged":
         window = window if wanted else None
     elif wanted is not None and wanted != (window is not None):
         raise ValueError(
-            f"use_sliding_window={wanted} contradicts sliding_window={shown(window)}"
+            f"use_sliding_window={wanted} contradicts sliding_window={shorten(window)}"
         )
     num_sliding = _num_sliding(family, raw, num_layers, window is not None)
     if window is None or num_sliding == 0:
@@ -175,23 +189,23 @@ def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int
             f"a sliding window in {num_sliding} of {num_layers} layers is not "
             "supported, only in all of them or in none"
         )
-    return size("sliding_window", window)
+    return parse_size("sliding_window", window)
 
 
 def _num_sliding(
     family: Family, raw: Mapping[str, Any], num_layers: int, has_window: bool
 ) -> int:
-    """Counts the layers that slide, if there is a window."""
+    """Returns the number of layers with a sliding window, if there is a window."""
     first = raw.get("max_window_layers", 28) if family.windows == "flagged" else 0
     if has_window and (type(first) is not int or first < 0):
-        raise ValueError(f"max_window_layers={shown(first)} must be a whole number")
+        raise ValueError(f"max_window_layers={shorten(first)} must be a whole number")
     kinds = raw.get("layer_types")
     if kinds is None:
         return max(num_layers - first, 0) if has_window else 0
     names = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
         raise ValueError(
-            f"layer_types={shown(kinds)} must be a list of {' and '.join(names)}"
+            f"layer_types={shorten(kinds)} must be a list of {' and '.join(names)}"
         )
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types names {len(kinds)} layers of {num_layers}")

@@ -1,8 +1,8 @@
-"""Where each parameter of ours lies among the tensors of a Hugging Face folder.
+"""Maps parameters to the tensors of a Hugging Face folder.
 
-Ours are fused (query, key and value by KV head; gate and up; experts), theirs are
-mostly not.
-`leaves` says for every parameter which tensors make it up, `join` and `split` do it.
+Parameters are fused (query, key and value by KV head; gate and up; experts); tensors of
+a folder mostly are not. `list_leaves` lists the tensors of every parameter;
+`join_tensors` and `split_parameter` convert the arrays.
 """
 
 import re
@@ -19,12 +19,12 @@ from jaxkv.models.huggingface.families import FAMILIES
 # Buffers that older versions of transformers saved: constants, not weights.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 
-# Our modules that hold a matrix of every expert.
+# Modules with one matrix per expert.
 EXPERT_MODULES = (".mixture.up", ".mixture.down")
 
 
 class Leaf(NamedTuple):
-    """One parameter and the tensors that make it up."""
+    """One parameter and its tensors in a folder."""
 
     path: tuple[str | int, ...]
     """Keys from the root of the parameter tree."""
@@ -33,18 +33,18 @@ class Leaf(NamedTuple):
     names: tuple[str, ...]
     """Names of the tensors, in the order in which they are joined."""
     shapes: tuple[tuple[int, ...], ...]
-    """Their shapes, as stored."""
+    """Shapes of the stored tensors."""
     is_transposed: bool
-    """Whether they are stored `[in, out]`."""
+    """True if the tensors are stored `[in, out]`."""
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether it is `[experts, in, out]`, made of every expert's `[out, in]`."""
+        """True for `[experts, in, out]`, joined from the experts' `[out, in]`."""
         return _module(self.path) in EXPERT_MODULES
 
 
-def leaves(config: ModelConfig) -> list[Leaf]:
-    """Lists every parameter of a model, with the tensors of its family's folders."""
+def list_leaves(config: ModelConfig) -> list[Leaf]:
+    """Lists every parameter of a model, with its tensors in folders of the family."""
     family = FAMILIES[config.family]
     result = []
     for keys, spec in jax.tree_util.tree_leaves_with_path(
@@ -58,7 +58,7 @@ def leaves(config: ModelConfig) -> list[Leaf]:
             raise ValueError(f"family={config.family!r} has no place for {module}")
         suffix = "bias" if kind == "bias" else "weight"
         names = tuple(f"{prefix}{name}.{suffix}" for name in family.modules[module])
-        # The shapes `[out, ...]` of the tensors.
+        # Shapes `[out, ...]` of the tensors.
         shapes = [spec.shape]
         if module in EXPERT_MODULES:
             num_experts, width, columns = spec.shape
@@ -84,14 +84,14 @@ def leaves(config: ModelConfig) -> list[Leaf]:
 
 
 def _module(path: tuple[str | int, ...]) -> str:
-    """What tables call the module of a parameter: a layer's starts with a dot."""
+    """Returns the module of a parameter; modules of a layer start with a dot."""
     if path[0] == "layers":  # then the layer's number
         path = ("", *path[2:])
     return ".".join(map(str, path[:-1]))
 
 
-def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Makes one parameter from its tensors, whose shapes must be `leaf.shapes`."""
+def join_tensors(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins the tensors of one parameter, whose shapes must be `leaf.shapes`."""
     if leaf.is_of_experts:
         num_experts, width, columns = leaf.shape
         each = np.stack(parts).reshape(num_experts, columns, width)
@@ -106,8 +106,8 @@ def join(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(heads, axis=1)
 
 
-def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
-    """Makes the tensors of one parameter: the inverse of `join`."""
+def split_parameter(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
+    """Splits a parameter into its tensors; inverts `join_tensors`."""
     if leaf.is_of_experts:
         width = leaf.shape[1]
         rows = array.swapaxes(1, 2).reshape(len(leaf.names), -1, width)
@@ -123,12 +123,12 @@ def split(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
     return [part.T if leaf.is_transposed else part for part in parts]
 
 
-def canonical(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
-    """Maps the names that a full model has to the names of the tensors found.
+def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
+    """Maps the tensor names of a full model to the names in the folder.
 
-    A folder saved from the bare transformer leaves the first part of every name out,
-    and one of a model whose head is tied may call the embeddings by the head's name.
-    Buffers that are no weights are dropped.
+    A folder saved from the bare transformer omits the first part of every name, and a
+    folder of a model with a tied head may store the embeddings under the head's name.
+    Buffers that are not weights are dropped.
     """
     family, names = FAMILIES[config.family], list(names)
     embed, head = embed_and_head(config)
@@ -144,6 +144,6 @@ def canonical(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
 
 
 def embed_and_head(config: ModelConfig) -> tuple[str, str]:
-    """Names of the two tensors that are one where the head is tied."""
+    """Returns the names of the embedding and head tensors."""
     modules = FAMILIES[config.family].modules
     return f"{modules['embed'][0]}.weight", f"{modules['head'][0]}.weight"

@@ -1,9 +1,9 @@
-"""Values of a Hugging Face `config.json`, checked; every error names key and value."""
+"""Checks values of a Hugging Face `config.json`; errors have key and value."""
 
 from typing import Any
 
 MAX_SIZE = 2**31 - 1
-"""What counts and positions are held in is 32 bits wide."""
+"""Largest size; counts and positions have 32 bits."""
 _MAX_NUMBER = float.fromhex("0x1.fffffep127")  # the largest float32
 
 _FLAGS = ("tie_embeddings", "qkv_bias", "mlp_bias", "experts.renormalise")
@@ -12,60 +12,63 @@ _COUNTS = ("num_ahead_layers", "experts.num_dense_layers")
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
-def of_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
-    """Returns a value that has the type its field needs; errors as those below."""
+def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
+    """Returns a value as the type of its field; errors as in the functions below."""
     if field in _FLAGS:
-        return flag(key, value)
+        return parse_flag(key, value)
     if field == "experts.dense_layers":
         if not isinstance(value, list):
-            raise ValueError(f"{key}={shown(value)} must be a list")
+            raise ValueError(f"{key}={shorten(value)} must be a list")
         return value
     if field not in _NUMBERS:
-        return size(key, value, low=0 if field in _COUNTS else 1, most=most)
+        return parse_size(key, value, low=0 if field in _COUNTS else 1, most=most)
     if field == "experts.balance_weight" and type(value) in (int, float) and value == 0:
         return 0.0
-    return number(key, value)
+    return parse_positive_number(key, value)
 
 
-def size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
-    """Returns a whole number from `low` to `most`.
+def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
+    """Returns an integer in [low, most].
 
     Raises:
-      ValueError: it is none.
+      ValueError: the value is not such an integer.
     """
     if type(value) is not int or value < low:
-        raise ValueError(f"{key}={shown(value)} must be a whole number, at least {low}")
+        raise ValueError(
+            f"{key}={shorten(value)} must be a whole number, at least {low}"
+        )
     if value > most:
-        raise ValueError(f"{key}={shown(value)} must be at most {most}")
+        raise ValueError(f"{key}={shorten(value)} must be at most {most}")
     return value
 
 
-def number(key: str, value: Any) -> float:
-    """Returns a number above 0 that float32 holds.
+def parse_positive_number(key: str, value: Any) -> float:
+    """Returns a positive number that float32 can hold.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the value is not such a number.
     """
     if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:
         raise ValueError(
-            f"{key}={shown(value)} must be a number above 0, at most {_MAX_NUMBER:.1e}"
+            f"{key}={shorten(value)} must be a number above 0, at most "
+            f"{_MAX_NUMBER:.1e}"
         )
     return float(value)
 
 
-def flag(key: str, value: Any) -> bool:
-    """Returns true or false.
+def parse_flag(key: str, value: Any) -> bool:
+    """Returns a boolean.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: the value is not a boolean.
     """
     if type(value) is not bool:
-        raise ValueError(f"{key}={shown(value)} must be true or false")
+        raise ValueError(f"{key}={shorten(value)} must be true or false")
     return value
 
 
-def shown(value: Any) -> str:
-    """Writes a value in one short line, whatever a file holds."""
+def shorten(value: Any) -> str:
+    """Returns a value from a file as one short line."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"{'-' * (value < 0)}10^{abs(value).bit_length() * 0.30103:.0f}"
     text = repr(value)

@@ -1,6 +1,7 @@
-"""The safetensors of a Hugging Face folder: parameters in and out.
+"""Reads and writes the safetensors of a Hugging Face folder.
 
-Every tensor's name, type and shape is checked before any is used. Nothing is unpickled.
+The name, type and shape of every tensor are checked before use. Files are never
+unpickled.
 """
 
 import json
@@ -23,70 +24,71 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import tensors as huggingface_tensors
 from jaxkv.models.huggingface.tensors import (
     Leaf,
-    canonical,
+    canonical_names,
     embed_and_head,
-    join,
-    split,
+    join_tensors,
+    split_parameter,
 )
 from jaxkv.models.interface import Params
 
 type Place = Callable[[tuple[str | int, ...], np.ndarray], Array]
-"""What puts a parameter where it belongs, given its keys from the tree's root."""
+"""Puts a parameter on devices, given its keys from the root of the tree."""
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Safetensors' names of the element types that are weights as they are.
+# Safetensors' names of the supported element types.
 STORED_TYPES = ("F32", "BF16", "F16", "F64")
 
 
 def load_params(
     folder: Path, config: ModelConfig, dtype: np.dtype, place: Place | None = None
 ) -> Params:
-    """Reads all parameters, after every tensor's name, type and shape were checked.
+    """Reads all parameters after checking every tensor's name, type and shape.
 
-    The folder has `model.safetensors`, or an index and the files it names; `dtype` is
-    as `checked_dtype` returns it. One parameter after the other is read and placed.
+    The folder has `model.safetensors`, or an index and its files; `dtype` is a result
+    of `checked_dtype`. Parameters are read and placed one after another.
 
     Raises:
-      ValueError: names the file or folder and the tensor: missing, unexpected, of
-      another shape, not floating, not finite, or with values too large for `dtype`.
+      ValueError: a tensor is missing, unexpected, of another shape, not floating, not
+        finite, or too large for `dtype`; the message names the file or folder and the
+        tensor.
     """
     tensors = _open_tensors(folder)
-    # A tree of millions of parameters is refused before it is made.
+    # Avoids making a tree of millions of parameters that cannot match.
     num_experts = config.experts.num_experts if config.experts else 0
-    for what, num in (("layers", config.num_layers), ("experts", num_experts)):
+    for unit, num in (("layers", config.num_layers), ("experts", num_experts)):
         if num > len(tensors):
             raise ValueError(
-                f"{folder}: {num} {what} in config.json, but only {len(tensors)} "
+                f"{folder}: {num} {unit} in config.json, but only {len(tensors)} "
                 "tensors"
             )
-    leaves = huggingface_tensors.leaves(config)
-    found = canonical(config, tensors)
+    leaves = huggingface_tensors.list_leaves(config)
+    found = canonical_names(config, tensors)
     expected = {
         name: shape
         for leaf in leaves
         for name, shape in zip(leaf.names, leaf.shapes, strict=True)
     }
     embed, head = embed_and_head(config)
-    says_twice = config.tie_embeddings and head in found
-    if says_twice:
+    has_tied_copy = config.tie_embeddings and head in found
+    if has_tied_copy:
         expected[head] = expected[embed]
     _check_tensors(folder, expected, tensors, found)
 
     def read(name: str) -> np.ndarray:
         return _read(tensors, found[name], dtype)
 
-    def bits(name: str) -> np.ndarray:  # by which a NaN is equal to itself
+    def bits(name: str) -> np.ndarray:  # for an exact comparison, also of NaN
         return np.ascontiguousarray(read(name)).view(np.uint8)
 
-    if says_twice and not np.array_equal(bits(embed), bits(head)):
+    if has_tied_copy and not np.array_equal(bits(embed), bits(head)):
         raise ValueError(
             f"{folder}: {found[head]} differs from {found[embed]}, but config.json has "
             "tie_word_embeddings=true; with false the first is used"
         )
     put = place or (lambda path, array: jnp.asarray(array))
     arrays = [
-        put(leaf.path, join(leaf, [read(name) for name in leaf.names]))
+        put(leaf.path, join_tensors(leaf, [read(name) for name in leaf.names]))
         for leaf in leaves
     ]
     return jax.tree.unflatten(
@@ -94,16 +96,16 @@ def load_params(
     )
 
 
-def load_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
-    """Reads nested dicts of arrays whose tensors go by the keys, with dots between.
+def read_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
+    """Reads nested dicts of arrays; a tensor is named by its keys, joined by dots.
 
     Args:
-      folder: as that of `load_params`.
-      shapes: the tree that is wanted, of `jax.ShapeDtypeStruct`s.
-      dtype: as `checked_dtype` returns it.
+      folder: as in `load_params`.
+      shapes: the expected tree of `jax.ShapeDtypeStruct`s.
+      dtype: a result of `checked_dtype`.
 
     Raises:
-      ValueError: as `load_params` does.
+      ValueError: as `load_params`.
     """
     tensors = _open_tensors(folder)
     expected = {name: leaf.shape for name, leaf in _named(shapes).items()}
@@ -112,8 +114,8 @@ def load_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
-def save_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
-    """Writes the safetensors that `load_tree` reads.
+def write_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
+    """Writes the safetensors that `read_tree` reads.
 
     Raises:
       ValueError: a value is too large for `dtype`.
@@ -126,7 +128,7 @@ def save_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
 
 
 def _named(tree: Params) -> dict[str, Any]:
-    """The leaves of nested dicts, in their order, by all keys on the way."""
+    """Returns the leaves of nested dicts, in order, by their keys joined by dots."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {".".join(str(each.key) for each in path): leaf for path, leaf in leaves}
 
@@ -134,7 +136,7 @@ def _named(tree: Params) -> dict[str, Any]:
 def _read(
     tensors: dict[str, tuple[Path, Any]], name: str, dtype: np.dtype
 ) -> np.ndarray:
-    """Reads a tensor, all of whose numbers must be finite."""
+    """Reads a tensor; raises an error unless all numbers are finite."""
     path, file = tensors[name]
     with blaming(path, safetensors.SafetensorError):
         array = _cast(file.get_tensor(name), dtype, name)
@@ -149,13 +151,13 @@ def _check_tensors(
     tensors: Mapping[str, tuple[Path, Any]],
     found: Mapping[str, str],
 ) -> None:
-    """Checks names, shapes and types, before any tensor is read.
+    """Checks names, shapes and types before a tensor is read.
 
     Args:
       folder: the folder.
-      expected: shapes by the names that a full model has.
-      tensors: as `_open_tensors` returns them.
-      found: the names of these, by the names that a full model has.
+      expected: shapes by the names of a full model.
+      tensors: result of `_open_tensors`.
+      found: names in the folder, by the names of a full model.
     """
     for problem, names in (
         ("missing", expected.keys() - found.keys()),
@@ -181,7 +183,7 @@ def _check_tensors(
 
 
 def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
-    """Opens the folder's safetensors: name of each tensor -> its path and open file."""
+    """Opens the folder's safetensors; returns by tensor its path and open file."""
     tensors: dict[str, tuple[Path, Any]] = {}
     for path in _weight_files(folder):
         with blaming(path, safetensors.SafetensorError):
@@ -195,15 +197,15 @@ def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model, each known to be there."""
+    """Returns the safetensors files of the model, all of which exist."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / INDEX
     if not index.exists():
-        others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-        if others:
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        if pickled:
             raise ValueError(
-                f"{others[0]}: pickled weights are never opened, convert them to "
+                f"{pickled[0]}: pickled weights are never opened, convert them to "
                 "safetensors"
             )
         raise ValueError(f"{folder}: neither {WEIGHTS} nor {INDEX} is there")
@@ -211,7 +213,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index}: weight_map must name a file for every tensor")
     for name in places.values():
-        # A name, not a path: an index must not reach out of its folder.
+        # A name, not a path, so that an index cannot refer to files outside of its
+        # folder.
         plain = isinstance(name, str) and name == Path(name).name
         if not plain or not name.endswith(".safetensors"):
             raise ValueError(f"{index}: {name!r} is not the name of a safetensors file")
@@ -221,17 +224,17 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.ndarray]:
-    """Returns the parameters as a list, in the order of `tensors.leaves`.
+    """Returns the parameters as a list, in the order of `tensors.list_leaves`.
 
-    Their layers may be stacked, and have their weights twice.
+    Their layers may be stacked, and have transposed copies of weights.
 
     Raises:
-      ValueError: if their tree or a shape is not that of the configuration.
+      ValueError: the tree or a shape differs from that of the configuration.
     """
-    params = param_forms.weights_once(params)
+    params = param_forms.drop_transposed_weights(params)
     expected = transformer.param_shapes(config, stacked=True)
-    alike = jax.tree.structure(params) == jax.tree.structure(expected)
-    if not (alike and param_forms.is_stacked(params)):
+    matches = jax.tree.structure(params) == jax.tree.structure(expected)
+    if not (matches and param_forms.is_stacked(params)):
         expected = transformer.param_shapes(config)
     if jax.tree.structure(params) != jax.tree.structure(expected):
         raise ValueError("params is not the tree of this config's parameters")
@@ -255,19 +258,21 @@ def save_params(
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> dict[str, str]:
-    """Writes the safetensors of parameters, as `checked_params` returns them.
+    """Writes the safetensors of parameters, as returned by `checked_params`.
 
-    The folder is empty; a file holds `max_shard_bytes` of tensors at most, at least 1.
+    The folder is empty; a file holds at most `max_shard_bytes` of tensors, at least 1.
 
     Returns:
-      The index's name and text, if there is more than one file.
+      Name and text of the index, if there are several files.
 
     Raises:
-      ValueError: if a value is too large for `dtype`.
+      ValueError: a value is too large for `dtype`.
     """
     shards: list[list[tuple[Leaf, jax.Array | np.ndarray]]] = []
     room = 0
-    for leaf, array in zip(huggingface_tensors.leaves(config), arrays, strict=True):
+    for leaf, array in zip(
+        huggingface_tensors.list_leaves(config), arrays, strict=True
+    ):
         num_bytes = array.size * dtype.itemsize
         if num_bytes > room:
             shards.append([])
@@ -282,7 +287,7 @@ def save_params(
             part_name: np.ascontiguousarray(_cast(part, dtype, part_name))
             for leaf, array in shard
             for part_name, part in zip(
-                leaf.names, split(leaf, np.asarray(array)), strict=True
+                leaf.names, split_parameter(leaf, np.asarray(array)), strict=True
             )
         }
         _save_file(tensors, folder / name)
@@ -297,16 +302,16 @@ def save_params(
 def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
     try:
         safetensors.numpy.save_file(tensors, path, {"format": "pt"})
-    except safetensors.SafetensorError as error:  # no room, for one
+    except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(str(error)) from None
     path.chmod(0o644)
 
 
 def checked_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns a floating type that JAX can hold.
+    """Returns a floating dtype that JAX can hold.
 
     Raises:
-      ValueError: if it is not floating, or float64 where JAX has that switched off.
+      ValueError: the dtype is not floating, or float64 while JAX has it disabled.
     """
     try:
         result = validation.floating("dtype", dtype)
@@ -320,22 +325,23 @@ def checked_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """Changes the type; refuses numbers that only then become infinite."""
+    """Converts the dtype; raises an error for numbers that overflow."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore"):
         result = array.astype(dtype)
-    # Every number is looked at only where one of them is not finite.
+    # The numbers are counted only if one of them is not finite.
     if not _is_finite(result) and np.isinf(result).sum() > np.isinf(array).sum():
         raise ValueError(f"{name} has values too large for {dtype.name}")
     return result
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether a floating array holds no NaN and no infinity.
+    """Returns True if a floating array has neither NaN nor infinity.
 
-    Looks at bits as integers, by which infinities and NaN are the largest of each sign:
-    several times faster than `np.isfinite`, above all for bfloat16, and without a copy.
+    Compares bits as integers, in which infinities and NaN are the largest values of
+    each sign: several times faster than `np.isfinite`, above all for bfloat16, and
+    without a copy.
     """
     if not array.size:
         return True

@@ -54,10 +54,10 @@ def test_who_reads_no_more_is_told_nothing(words: str) -> None:
 def test_what_cannot_be_written_is_named_and_left(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match=f"{pipe}: cannot be written: it is no"):
-        files.write_aside(pipe, "x")
+        files.write_atomically(pipe, "x")
     assert pipe.is_fifo()
     with pytest.raises(ValueError, match=f"{tmp_path}/no/a.txt: cannot be written: No"):
-        files.write_aside(tmp_path / "no" / "a.txt", "x")
+        files.write_atomically(tmp_path / "no" / "a.txt", "x")
 
 
 COMPILE = """if True:

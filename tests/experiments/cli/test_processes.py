@@ -190,7 +190,7 @@ def test_a_signal_to_any_process_stops_all_with_a_checkpoint(
     assert both[0][0].splitlines()[-1] == f"{why}; the same command goes on"
     kept = out / "checkpoints"
     assert not [path for path in kept.iterdir() if not path.name.isdecimal()]
-    files.check_seal(kept / str(steps_of(kept)[-1]))
+    files.verify_checksums(kept / str(steps_of(kept)[-1]))
 
 
 @pytest.mark.slow
@@ -248,23 +248,23 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
         ("127.0.0.1:4000", (2, None), "needs num_processes and process_id"),
         ("127.0.0.1:4000", (0, 0), "num_processes=0 must be at least 1"),
         ("127.0.0.1:4000", (2, 2), r"process_id=2 must be in \[0, 1\]"),
-        ("cluster", (2, 0), "says itself how many"),
+        ("cluster", (2, 0), "sets num_processes"),
     ],
 )
 def test_impossible_company_is_refused(
     coordinator: str, numbers: tuple[int | None, int | None], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        processes.join(coordinator, *numbers)
+        processes.join_processes(coordinator, *numbers)
 
 
 def test_a_coordinator_that_is_not_there_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(processes, "TIMEOUT_S", 0.5)
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ValueError, match=f"coordinator='{address}': nobody answers"):
-        processes.join(address, 2, 1)
+    with pytest.raises(ValueError, match=f"coordinator='{address}': no response"):
+        processes.join_processes(address, 2, 1)
     assert processes.num() == 1
     assert processes.is_first()
 
@@ -274,7 +274,7 @@ def test_a_coordinator_that_is_not_there_is_named(
 def test_who_is_alone_says_so_in_a_line(index: int) -> None:
     """The first waits for those who do not come; the second for the first."""
     program = (
-        "import sys; from jaxkv.parallel import processes; processes.PATIENCE_S = 2; "
+        "import sys; from jaxkv.parallel import processes; processes.TIMEOUT_S = 2; "
         "from experiments.cli import main; sys.exit(main.main())"
     )
     address = f"127.0.0.1:{free_port()}"
@@ -288,7 +288,7 @@ def test_who_is_alone_says_so_in_a_line(index: int) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    said = (f"'{address}': not all of 2 processes", f"'{address}': nobody answers")
+    said = (f"'{address}': not all of 2 processes", f"'{address}': no response")
     (line,) = done.stderr.splitlines()
     assert line.startswith("jaxkv: coordinator=" + said[index])
     assert line.endswith("?")

@@ -27,7 +27,7 @@ def test_what_is_right_is_counted_from_the_first_on() -> None:
 
 
 def loaded() -> Any:
-    return checkpoints.Loaded(MODEL, engines.params(), None, ())
+    return checkpoints.LoadedModel(MODEL, engines.params(), None, ())
 
 
 def asks_of(num: int) -> list[Sampling]:

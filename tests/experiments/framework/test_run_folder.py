@@ -180,9 +180,9 @@ def test_a_missing_array_is_named(tmp_path: Path, experiment: Experiment) -> Non
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    files.write_aside(path, "old")
+    files.write_atomically(path, "old")
     with pytest.raises(ValueError, match=r"config.json: cannot be written: 'utf-8'"):
-        files.write_aside(path, "\ud800")
+        files.write_atomically(path, "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

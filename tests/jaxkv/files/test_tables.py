@@ -1,4 +1,4 @@
-"""Tables: every usual kind of file gives the same rows, and bad ones are named."""
+"""Tables: equal rows from every file format, and errors for invalid files."""
 
 import bz2
 import gzip
@@ -22,7 +22,7 @@ CSV = "N,D,loss,note\n1e7,2e8,5.5,a\n3e7,6e8,4.25,b\n"
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file, numbers read."""
+    """Returns the rows of a file, with numbers parsed."""
 
     def number(cell: Any) -> Any:
         try:
@@ -32,7 +32,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
 
     return [
         {name: number(cell) for name, cell in row.cells.items()}
-        for row in tables.read(path).rows
+        for row in tables.read_table(path).rows
     ]
 
 
@@ -60,7 +60,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
         'N,D,loss,note\n"10,000,000",2e8,5.5,a\n"30,000,000",6e8,4.25,b\n',
     ],
 )
-def test_one_table_however_it_is_written(tmp_path: Path, text: str) -> None:
+def test_formats_give_equal_tables(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.csv").write_bytes(text.encode())
     assert cells(tmp_path / "t.csv") == ROWS
 
@@ -78,27 +78,27 @@ def test_one_table_however_it_is_written(tmp_path: Path, text: str) -> None:
         ("N\n1\n", ["N"]),
     ],
 )
-def test_the_delimiter_gives_every_row_as_many_cells(
+def test_delimiter_gives_rows_equal_numbers_of_cells(
     text: str, names: list[str]
 ) -> None:
-    found = delimited.read(text)
+    found = delimited.read_delimited(text)
     assert found.names == names
     assert all(len(row) == len(names) for _, row in found.rows)
 
 
-def test_comments_are_counted_and_labels_kept() -> None:
-    found = delimited.read("# one\nrun,N\na,1\n# b,2\nc,3\n")
+def test_comments_are_counted_and_numbered_rows_kept() -> None:
+    found = delimited.read_delimited("# one\nrun,N\na,1\n# b,2\nc,3\n")
     assert found.rows == [(3, ["a", "1"]), (5, ["c", "3"])]
     assert found.notes == ("2 comment lines left out (line 1, 4)",)
-    # Issue numbers in every row are no comments, nor is a quoted cell's second line.
-    assert len(delimited.read("run,N\n#1,1\n#2,2\n").rows) == 2
-    quoted = delimited.read('run,N\n"a\n# b",1\nc,2\n')
+    # A # in every row is an issue number, and a quoted cell may have a second line.
+    assert len(delimited.read_delimited("run,N\n#1,1\n#2,2\n").rows) == 2
+    quoted = delimited.read_delimited('run,N\n"a\n# b",1\nc,2\n')
     assert quoted.rows == [(2, ["a\n# b", "1"]), (4, ["c", "2"])]
 
 
-def test_a_ragged_row_is_named_by_the_delimiter_that_suits_the_others() -> None:
+def test_ragged_row_is_reported_with_the_best_delimiter() -> None:
     with pytest.raises(delimited.RaggedError) as caught:
-        delimited.read('N;D;"a, b"\n1;2;3\n4;5\n6;7;8\n')
+        delimited.read_delimited('N;D;"a, b"\n1;2;3\n4;5\n6;7;8\n')
     error = caught.value
     assert (error.row, error.line, error.num_cells, error.num_names) == (2, 3, 2, 3)
 
@@ -118,17 +118,17 @@ def test_a_ragged_row_is_named_by_the_delimiter_that_suits_the_others() -> None:
     ],
 )
 def test_commas_in_numbers(text: str, first: str, doubt: str) -> None:
-    found = delimited.read(text)
+    found = delimited.read_delimited(text)
     assert found.rows[0][1][1].replace("4821", "") == first
     sentences = " ".join(found.doubtful.values())
     assert doubt in sentences
     assert bool(sentences) == bool(doubt)
 
 
-def test_only_columns_that_differ_are_repeated(tmp_path: Path) -> None:
+def test_repeated_names_of_equal_columns_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("N,x,D,x,D,\n1,a,2,b,2,\n")
-    found = tables.read(path)
+    found = tables.read_table(path)
     assert found.names == ("N", "D", "")
     assert found.repeated == {"x"}
 
@@ -143,31 +143,34 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path, mark: str) -> None:
         lines = [json.dumps(row) for row in rows]
     for text in ("\r\n".join(lines), "\ufeff" + "\n".join(lines) + "\n\n"):
         path.write_bytes(text.encode())
-        assert [row.cells["note"] for row in tables.read(path).rows] == [note, "b"]
+        assert [row.cells["note"] for row in tables.read_table(path).rows] == [
+            note,
+            "b",
+        ]
     path.write_text(f"N,note\n1,{note}\n2,b\n")
-    assert [row.cells["note"] for row in tables.read(path).rows] == [note, "b"]
+    assert [row.cells["note"] for row in tables.read_table(path).rows] == [note, "b"]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_packed_files_are_read(tmp_path: Path, pack: Any) -> None:
+def test_compressed_files_are_read(tmp_path: Path, pack: Any) -> None:
     path = tmp_path / "t"
     path.write_bytes(pack(CSV.encode()))
     assert cells(path) == ROWS
-    assert tables.read_text(path) == CSV
+    assert tables.read_decompressed_text(path) == CSV
     path.write_bytes(pack(CSV.encode())[:-9])
     with refused("t: cannot be read: Compressed file ended before"):
-        tables.read(path)
+        tables.read_table(path)
     path.write_bytes(pack(b" " * 2**20))
     with refused("more than 0 MiB"):
-        tables.read(path, max_bytes=2**19)
+        tables.read_table(path, max_bytes=2**19)
 
 
-def test_vectors_of_numpy_are_columns(tmp_path: Path) -> None:
+def test_numpy_vectors_are_columns(tmp_path: Path) -> None:
     columns: dict[str, Any] = {x: [row[x] for row in ROWS] for x in ROWS[0]}
     path = tmp_path / "t.npz"
     np.savez_compressed(path, **columns, seed=3)
     assert cells(path) == ROWS
-    assert tables.read(path).notes == ("no columns, and left out: seed",)
+    assert tables.read_table(path).notes == ("no columns, and left out: seed",)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"N": [1, 2], "D": [1]}, "its arrays have different lengths: N 2, D 1"),
         ({"N": np.array([{}], object)}, "cannot be decoded: "),
@@ -176,14 +179,14 @@ def test_vectors_of_numpy_are_columns(tmp_path: Path) -> None:
     for arrays, line in cases:
         np.savez(path, **arrays)
         with refused(line):
-            tables.read(path)
+            tables.read_table(path)
     path.write_bytes(path.read_bytes()[:-40])
     with refused("it is a zip archive, and cannot be decoded"):
-        tables.read(path)
+        tables.read_table(path)
 
 
-def packed_by_arrow(kind: str) -> bytes:
-    """The rows in a format that pyarrow writes."""
+def compressed_by_arrow(kind: str) -> bytes:
+    """Returns the rows in a format that pyarrow writes."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra `tables`) is absent")
     from pyarrow import feather, ipc, parquet
 
@@ -206,14 +209,14 @@ def packed_by_arrow(kind: str) -> bytes:
 @pytest.mark.parametrize("kind", ["parquet", "feather", "arrow", "stream", "zstd"])
 def test_files_that_pyarrow_reads(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "t"
-    path.write_bytes(packed_by_arrow(kind))
+    path.write_bytes(compressed_by_arrow(kind))
     assert cells(path) == ROWS
     path.write_bytes(path.read_bytes()[:-30])
     with refused("t: cannot be read: it is ", "and cannot be decoded: "):
-        tables.read(path)
+        tables.read_table(path)
 
 
-def test_parquet_has_structures_dates_and_a_size(tmp_path: Path) -> None:
+def test_parquet_structs_dates_and_size_limit(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra `tables`) is absent")
     from pyarrow import parquet
 
@@ -230,22 +233,22 @@ def test_parquet_has_structures_dates_and_a_size(tmp_path: Path) -> None:
         "config.lr": 0.5,
         "config.inner.seed": 1,
     }
-    [row] = tables.read(path).rows
+    [row] = tables.read_table(path).rows
     assert row.cells == expected
-    [row] = tables.read(path, keep_lists=True).rows
+    [row] = tables.read_table(path, keep_lists=True).rows
     assert row.cells == expected | {"ids": [1, 2]}
     # A billion equal cells take few bytes on disk.
     many = arrow.table({"N": arrow.array(np.zeros(2**18))})
     parquet.write_table(many, path)
     with refused("more than 1 MiB"):
-        tables.read(path, max_bytes=2**20)
+        tables.read_table(path, max_bytes=2**20)
 
 
 @pytest.mark.parametrize("start", [b"PAR1", b"ARROW1", b"\x28\xb5\x2f\xfd"])
-def test_a_missing_library_is_named_with_its_extra(
+def test_missing_library_error_has_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "t").write_bytes(start + bytes(20))
     with refused("which pyarrow reads: pip install 'jaxkv[tables]'"):
-        tables.read(tmp_path / "t")
+        tables.read_table(tmp_path / "t")

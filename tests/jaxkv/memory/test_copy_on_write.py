@@ -1,4 +1,4 @@
-"""Copy-on-write: slots that share pages keep their own tokens, in any random walk."""
+"""Copy-on-write: slots that share pages keep their own tokens, in random walks."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -29,9 +29,9 @@ from tests.support.trees import assert_maps, assert_same, ints
 
 SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
 MAX_NEW = 5
-"""Pages that a slot gets at once."""
+"""Largest number of pages that a slot gets in one call."""
 GROUPS = (0, 0, 0, 3, 3, 5)
-"""Slots 0 to 2 are sequences of one request, 3 and 4 of another, 5 runs alone."""
+"""Slots 0 to 2 are sequences of one request, 3 and 4 of another; 5 has no group."""
 
 
 class State(NamedTuple):
@@ -57,8 +57,8 @@ def make_state(page_size: int = 4) -> State:
     return State(page_pool.make_pool(NUM_PAGES), table, pages, staging)
 
 
-def three_sharers(free: int) -> tuple[Pool, Table]:
-    """Slots 0 to 2 share a full page and one with 2 of 4 tokens, and some are free."""
+def make_sharing_slots(free: int) -> tuple[Pool, Table]:
+    """Makes slots 0 to 2 that share a full page and one with 2 of 4 tokens."""
     pool, table = page_pool.make_pool(2 + free), page_table.make_table(SLOTS, WIDTH)
     pool, table, *_ = page_table.reserve(
         pool, table, ints(6, 0, 0, 0, 0, 0), page_size=4, max_new_pages=WIDTH
@@ -75,8 +75,8 @@ def reserve(pool: Pool, table: Table, *num_rows: int) -> Any:
     )
 
 
-def test_the_last_owner_writes_in_place() -> None:
-    pool, table, copies, enough = reserve(*three_sharers(3), 1, 1, 1, 0, 0, 0)
+def test_last_owner_writes_in_place() -> None:
+    pool, table, copies, enough = reserve(*make_sharing_slots(3), 1, 1, 1, 0, 0, 0)
     assert enough
     assert copies.source.tolist() == [1, 1, *[NO_PAGE] * 4]
     assert copies.target.tolist() == [2, 3, *[NO_PAGE] * 4]
@@ -87,29 +87,29 @@ def test_the_last_owner_writes_in_place() -> None:
     ]
     assert table.ahead[:3].tolist() == [1, 1, 1]
     assert pool.ref.tolist() == [3, 1, 1, 1, 0]
-    # Now that each has its own, nobody copies.
+    # No slot copies after each has its own page.
     pool, table, copies, _ = reserve(pool, table, 1, 1, 1, 0, 0, 0)
     assert (copies.source == NO_PAGE).all()
 
 
-def test_a_page_that_someone_else_holds_is_not_written() -> None:
-    pool, table, copies, _ = reserve(*three_sharers(4), 0, 3, 1, 0, 0, 0)
+def test_page_with_an_outside_use_is_copied() -> None:
+    pool, table, copies, _ = reserve(*make_sharing_slots(4), 0, 3, 1, 0, 0, 0)
     assert copies.source.tolist() == [NO_PAGE, 1, 1, *[NO_PAGE] * 3]
-    # The copy first, then what the slot grows by.
+    # The copy first, then the appended page.
     assert table.page_ids[1, :3].tolist() == [0, 2, 3]
     assert table.page_ids[2, :3].tolist() == [0, 4, NO_PAGE]
     assert pool.ref.tolist() == [3, 1, 1, 1, 1, 0]
-    pool, table = three_sharers(4)
+    pool, table = make_sharing_slots(4)
     pinned = page_pool.share(pool, ints(1))
     assert page_table.needs_copy(
         pinned, table, ints(1, 2, 1, 1, 0, 0), page_size=4
     ).tolist() == [True, True, True, False, False, False]
 
 
-def test_copies_and_growth_are_granted_together_or_not_at_all() -> None:
-    # Two copies, and one page for the slot that writes beyond.
+def test_copies_and_new_pages_are_all_or_nothing() -> None:
+    # Two copies, and one page for the slot that writes past its last page.
     for free in range(4):
-        before = three_sharers(free)
+        before = make_sharing_slots(free)
         pool, table, copies, enough = reserve(*before, 1, 1, 3, 0, 0, 0)
         assert enough == (free == 3)
         if not enough:
@@ -119,22 +119,22 @@ def test_copies_and_growth_are_granted_together_or_not_at_all() -> None:
 
 def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
     check = partial(invariants.shared_writes, page_size=4)
-    pool, table = three_sharers(4)
+    pool, table = make_sharing_slots(4)
     rows = ints(1, 1, 0, 0, 0, 0)
     assert check(pool, table, rows) == 2
     assert check(*reserve(pool, table, *rows)[:2], rows) == 0
     assert check(pool, table, ints(0, 0, 0, 1, 0, 0)) == 1  # no page yet
     assert check(pool, table, ints(3, 0, 0, 0, 0, 0)) == 2  # shared, then missing
     assert check(pool, table, ints(0, 0, 0, 0, 0, 4 * WIDTH + 1)) == WIDTH + 1
-    # Places reserved ahead that a careless reorder made common.
+    # Reserved places that a wrong reorder has shared.
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
     pool, table = page_sharing.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
     assert check(pool, table, ints(4, 0, 0, 0, 0, 0)) == 1
 
 
-def test_a_group_accounts_for_a_shared_page_once() -> None:
-    pool, table, *_ = reserve(*three_sharers(5), 0, 3, 1, 2, 0, 0)
+def test_shared_page_counts_once_per_group() -> None:
+    pool, table, *_ = reserve(*make_sharing_slots(5), 0, 3, 1, 2, 0, 0)
     # Rows: 0 1 / 0 2 3 / 0 4 / 5
     first = ints(2, 2, 2, 3, -1, -1)
     holder = page_sharing.holders(table, first)
@@ -146,7 +146,7 @@ def test_a_group_accounts_for_a_shared_page_once() -> None:
     pinned = (table.page_ids == 0) | (table.page_ids == 3)
     owned = page_sharing.owned_pages(table, holder, pinned=pinned)
     assert owned.tolist() == [1, 1, 1, 1, 0, 0]
-    freed, _ = page_table.drop(pool, table, first == 2)
+    freed, _ = page_table.drop_slots(pool, table, first == 2)
     assert freed.num_free - pool.num_free == 5
 
 
@@ -157,9 +157,9 @@ def write(
     num_rows: jax.Array,
     tokens: jax.Array,
 ) -> tuple[State, Any]:
-    """What a step does with pages; `tokens` are the rows of each slot, padded."""
+    """Runs the page operations of a step; `tokens` are the padded rows of each slot."""
     page_size = state.pages.page_size
-    pool, table = page_table.drop(state.pool, state.table, drop)
+    pool, table = page_table.drop_slots(state.pool, state.table, drop)
     pool, table, copies, enough = page_table.reserve(
         pool, table, places, num_rows, page_size=page_size, max_new_pages=MAX_NEW
     )
@@ -184,7 +184,7 @@ def write(
 
 
 def on_table(f: Callable) -> Callable:
-    """An operation on pool and table that leaves the pages alone."""
+    """Returns an operation on pool and table that does not change the pages."""
 
     def run(state: State, argument: Any) -> tuple[State, None]:
         pool, table = f(state.pool, state.table, argument)
@@ -194,14 +194,14 @@ def on_table(f: Callable) -> Callable:
 
 
 def reorder(pool: Pool, table: Table, source: jax.Array, *, page_size: int) -> Any:
-    """As beams do it: places reserved ahead are given back first."""
-    nothing = jnp.zeros_like(source)
-    pool, table = page_table.truncate(pool, table, nothing, page_size=page_size)
+    """Reorders as beam search does: reserved places are released first."""
+    none = jnp.zeros_like(source)
+    pool, table = page_table.truncate(pool, table, none, page_size=page_size)
     return page_sharing.reorder(pool, table, source)
 
 
 def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
-    """Sequence i is what slot i held when it left."""
+    """Swaps slots out; sequence i is the content of slot i."""
     pool, table, pages, staging = state
     group, size = ints(*GROUPS), pages.page_size
     staging, left = swap_buffer.move_out(
@@ -213,7 +213,7 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
         group,
         page_size=size,
     )
-    pool, table = page_table.drop(pool, table, left)
+    pool, table = page_table.drop_slots(pool, table, left)
     return State(pool, table, pages, staging), left
 
 
@@ -233,7 +233,7 @@ def host(state: State, moves: host_swap.HostTransfer) -> tuple[State, None]:
 
 
 def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
-    """Broken invariants, owned pages, and K and V of every layer by slot and place."""
+    """Returns violations, owned pages, and K and V by layer, slot and place."""
     pool, table, pages, staging = state
     live = (table.length + table.ahead) > 0
     found = invariants.violations(
@@ -251,12 +251,12 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
 
 
 def programs(page_size: int) -> dict[str, Any]:
-    """Compiled anew for every caller, so that a fault can be planted first."""
+    """Compiles the operations for each caller, so that a fault can be seeded first."""
     run = {
         "write": lambda *x: write(*x),
         "fork": on_table(partial(page_sharing.fork, page_size=page_size)),
         "reorder": on_table(partial(reorder, page_size=page_size)),
-        "drop": on_table(lambda *x: page_table.drop(*x)),
+        "drop": on_table(lambda *x: page_table.drop_slots(*x)),
         "truncate": on_table(partial(page_table.truncate, page_size=page_size)),
         "pin": on_table(lambda pool, table, ids: (page_pool.share(pool, ids), table)),
         "unpin": on_table(
@@ -274,7 +274,7 @@ sound_programs = cache(programs)
 
 
 class Walk:
-    """Random operations on the jitted functions and on the oracle, with contents."""
+    """Random operations on the jitted functions and the oracle, contents compared."""
 
     def __init__(self, seed: int, page_size: int, run: dict[str, Any]) -> None:
         self.rng, self.run = np.random.default_rng(seed), run
@@ -300,7 +300,7 @@ class Walk:
         return answer
 
     def write(self) -> None:
-        """Some slots, or all, write a token or a few, not all of them accepted."""
+        """Writes some tokens to some or all slots; not all of them are accepted."""
         rng, oracle = self.rng, self.oracle
         num_rows = rng.integers(1, 2 if rng.random() < 0.6 else MOST + 1, SLOTS)
         num_rows[rng.random(SLOTS) < rng.choice([0.0, 0.5, 0.8])] = 0
@@ -338,7 +338,7 @@ class Walk:
         self.state = self.state._replace(table=table)
 
     def mates(self, chance: float) -> np.ndarray:
-        """For some slots, one of their own group."""
+        """Returns for some slots a slot of their group."""
         chosen = [self.rng.choice(np.flatnonzero(np.equal(GROUPS, g))) for g in GROUPS]
         return np.where(self.rng.random(SLOTS) < chance, chosen, -1).astype(np.int32)
 
@@ -366,7 +366,7 @@ class Walk:
         self.oracle.truncate(places.tolist())
 
     def pin(self) -> None:
-        """A cache that holds pages with tokens, even some that are not full."""
+        """Pins pages with tokens as a cache does, also partial ones."""
         rows = zip(self.oracle.rows, self.oracle.length, strict=True)
         written = [page for row, n in rows for page in row[: self.oracle.pages_for(n)]]
         if written and len(self.pinned) < 4:
@@ -392,7 +392,7 @@ class Walk:
         self.num_swaps += bool(left.any())
 
     def swap_in(self) -> None:
-        """A group comes back, to any slots of its own that are empty."""
+        """Swaps a group in, to empty slots of the group."""
         oracle, rng = self.oracle, self.rng
         near = [group for group in oracle.out if group not in oracle.host]
         if not near:
@@ -414,7 +414,7 @@ class Walk:
         oracle.swap_in(group, seats)
 
     def host(self) -> None:
-        """The host takes a group's pages, or brings some back."""
+        """Moves a group's pages to the host, or some back."""
         oracle, staging = self.oracle, self.state.staging
         moves, owner = host_swap.empty_transfer(staging), np.asarray(staging.owner)
         staged = [group for group in oracle.out if group not in oracle.host]
@@ -432,7 +432,7 @@ class Walk:
                 return
             del self.kept[group]
             moves.arrives[...], moves.place[places] = group, free
-            moves = moves._replace(pages=kv_pages.widen(pages, PLACES, places))
+            moves = moves._replace(pages=kv_pages.expand_pages(pages, PLACES, places))
             oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
         self.do("host", moves)
 
@@ -467,7 +467,7 @@ class Walk:
         pytest.param(2, 16, 300, marks=pytest.mark.thorough),
     ],
 )
-def test_every_slot_keeps_its_own_tokens(seed, page_size: int, steps: int) -> None:
+def test_slots_keep_their_tokens(seed, page_size: int, steps: int) -> None:
     walk = Walk(seed, page_size, sound_programs(page_size))
     for _ in range(steps):
         walk.step()
@@ -517,7 +517,7 @@ def released_twice(pool: Pool, ids: jax.Array) -> Pool:
 
 
 def never_written(table: Table, *, page_size: int) -> Any:
-    """Forgets the last page, if it is partial."""
+    """Omits the last page, if it is partial."""
     column = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
     return column < (table.length // page_size)[:, None]
 
@@ -534,14 +534,19 @@ FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
     "a copy that is not made": (kv_pages, "copy", uncopied, "content"),
     "a lost reference": (page_pool, "share", uncounted, "i1|i3"),
     "a double free": (page_pool, "release", released_twice, "i1|i3"),
-    "a page that stays behind": (swap_buffer, "written", never_written, "swap|content"),
+    "a page that is not swapped out": (
+        swap_buffer,
+        "written",
+        never_written,
+        "swap|content",
+    ),
     "places not given up": (swap_buffer, "forget", unforgotten, "swap|buffer"),
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_walk_over_faulty_code_fails(name, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_walk_detects_seeded_faults(name, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, fault, flagged = FAULTS[name]
     monkeypatch.setattr(module, attribute, fault)
     walk = Walk(0, 4, programs(4))

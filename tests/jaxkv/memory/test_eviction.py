@@ -1,4 +1,4 @@
-"""Rules of eviction: one's own in ten lines, those that come along, and refusals."""
+"""Rules of eviction: a custom rule, the rules of the package, and errors."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ from tests.support.engines import Ask
 # [example: a rule of eviction]
 
 
-class BeginningsStay(NamedTuple):
-    """Pages deep in a sequence go first, however lately they were used."""
+class KeepPrefixes(NamedTuple):
+    """Evicts pages deep in a sequence first, even if they were used recently."""
 
     def priority(self, uses: prefix_eviction.Uses) -> jax.Array:
         return -uses.depth
@@ -30,7 +30,7 @@ class BeginningsStay(NamedTuple):
 CONFIG = dataclasses.replace(engines.SERVED, num_pages=16, prefix_cache=True)
 FORWARD = paged.PagedForward(engines.MODEL, CONFIG.numerics)
 LENGTH = 40
-"""Tokens of a prompt: 10 or 11 of the 16 pages."""
+"""Returns the tokens of a prompt, which takes 10 or 11 of the 16 pages."""
 
 
 def prompts() -> list[Ask]:
@@ -39,8 +39,8 @@ def prompts() -> list[Ask]:
     return [Ask(name, rng.integers(0, 61, LENGTH).tolist(), wish) for name in range(5)]
 
 
-def found_again(rule: prefix_eviction.Eviction) -> list[int]:
-    """Tokens that each prompt finds when it comes a second time, after all others."""
+def cached_tokens(rule: prefix_eviction.Eviction) -> list[int]:
+    """Returns the cached tokens of each prompt when all are sent a second time."""
     first = engines.serve(prompts(), CONFIG, eviction=rule)
     again = engines.serve(prompts(), CONFIG, state=first.state, eviction=rule)
     assert again.tokens == first.tokens
@@ -48,16 +48,16 @@ def found_again(rule: prefix_eviction.Eviction) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_rule_of_ones_own_decides_what_stays() -> None:
-    # A circle that is too large: whoever comes was the longest away.
-    assert found_again(prefix_eviction.LRU()) == [0] * 5
-    found = found_again(BeginningsStay())
+def test_custom_rule_decides_evictions() -> None:
+    # A cycle larger than the cache: the next prompt is always the one evicted last.
+    assert cached_tokens(prefix_eviction.LRU()) == [0] * 5
+    found = cached_tokens(KeepPrefixes())
     assert sum(found) > 0
     assert max(found) < LENGTH // 2
 
 
-class Halves(NamedTuple):
-    """No rule: ranks are whole numbers."""
+class FloatPriority(NamedTuple):
+    """A rule with invalid ranks: floats."""
 
     def priority(self, uses: prefix_eviction.Uses) -> Any:
         return uses.depth / 2
@@ -65,23 +65,25 @@ class Halves(NamedTuple):
 
 def test_ranks_of_another_type_are_refused() -> None:
     state = jax.eval_shape(lambda: engines.start(CONFIG))
-    with pytest.raises(ValueError, match="Halves ranks pages by float32, not by int32"):
+    with pytest.raises(
+        ValueError, match="FloatPriority ranks pages by float32, not by int32"
+    ):
         jax.eval_shape(
             lambda state: jaxkv.cancel(
-                state, jnp.zeros(1, jnp.int32), eviction=Halves()
+                state, jnp.zeros(1, jnp.int32), eviction=FloatPriority()
             ),
             state,
         )
 
 
 @pytest.mark.slow
-def test_the_engine_evicts_by_the_rule_that_it_is_given() -> None:
+def test_engine_uses_the_given_rule() -> None:
     engine = jaxkv.Engine(
         engines.params(),
         FORWARD,
         engines.start(CONFIG).pages,
         CONFIG,
-        eviction=BeginningsStay(),
+        eviction=KeepPrefixes(),
     )
     found = []
     for ask in [*prompts(), *prompts()]:

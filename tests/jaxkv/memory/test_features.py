@@ -1,4 +1,4 @@
-"""Features on the pages: written with K and V, carried wherever these go."""
+"""Features on the pages: written with K and V, and copied, shared and swapped too."""
 
 import dataclasses
 from typing import Any
@@ -24,12 +24,12 @@ SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
 
 
 def states_of(tokens: Any, stacked: bool = False) -> np.ndarray:
-    """What is tapped of every token of whole sequences."""
+    """Returns the tapped states of every token of whole sequences."""
     params = engines.params()
     if stacked:
         params = param_forms.stack_layers(MODEL, params)
     model = transformer.merge(MODEL, params)
-    found = transformer.read(model, jnp.asarray(tokens), taps=TAPS)
+    found = transformer.run_sequences(model, jnp.asarray(tokens), taps=TAPS)
     return np.asarray(jnp.concatenate(found.taps)).T.reshape(*np.shape(tokens), -1)
 
 
@@ -57,8 +57,8 @@ def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
     ],
     ids=["tight", "cached", "swapping"],
 )
-def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
-    """Through preemption, copies on write, shared prefixes and the staging buffer."""
+def test_features_of_every_token(config: Any, asks: Any) -> None:
+    """Covers preemption, copy-on-write, shared prefixes and the swap buffer."""
     forward = paged.PagedForward(MODEL, taps=TAPS)
     preemption: Any = "swap" if config.max_swap_pages else "recompute"
     policy = fcfs.fcfs(hold_new=not config.max_swap_pages, preemption=preemption)
@@ -99,11 +99,11 @@ def test_every_token_that_was_fed_has_its_own(config: Any, asks: Any) -> None:
     assert (num_swapped > 0) == (preemption == "swap")
 
 
-def test_the_token_before_is_the_parent() -> None:
-    """In a tree by who its ancestors are, elsewhere the place before."""
+def test_parent_places() -> None:
+    """The parent is the last ancestor in a tree, and the place before elsewhere."""
     place = [[6, 7, 8, 9], [2, 3, 4, -1], [0, 1, 2, 3]]
     kin = np.zeros((3, 4, 3), bool)
-    # Slot 0: a draft behind the root at place 6, and two behind that draft.
+    # Slot 0: a draft token after the root at place 6, and two children of it.
     kin[0, 1, 0] = kin[0, 2, [0, 1]] = kin[0, 3, [0, 2]] = True
     rows = Rows(
         token=jnp.zeros(12, jnp.int32),
@@ -117,14 +117,14 @@ def test_the_token_before_is_the_parent() -> None:
         context=jnp.asarray([7, -1, -1], jnp.int32),
         ancestors=jnp.asarray(kin.reshape(12, 3)),
     )
-    found = features.before(tree).reshape(3, 4).tolist()
+    found = features.parent_places(tree).reshape(3, 4).tolist()
     assert found == [[5, 6, 7, 7], [1, 2, 3, -2], [-1, 0, 1, 2]]
     by_slot = tree._replace(slot=jnp.arange(12, dtype=jnp.int32) // 4)
-    assert features.before(by_slot).reshape(3, 4).tolist() == found
-    np.testing.assert_array_equal(features.before(rows), rows.position - 1)
+    assert features.parent_places(by_slot).reshape(3, 4).tolist() == found
+    np.testing.assert_array_equal(features.parent_places(rows), rows.position - 1)
 
 
-def test_nothing_is_read_or_written_where_nothing_is() -> None:
+def test_missing_places_are_skipped() -> None:
     pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=3,
@@ -142,22 +142,22 @@ def test_nothing_is_read_or_written_where_nothing_is() -> None:
         logit_rows=jnp.zeros(0, jnp.int32),
     )
     values = jnp.arange(1.0, 25.0).reshape(4, 6)
-    written = features.write(pages, values, rows)
+    written = features.write_features(pages, values, rows)
     assert written.features is not None
     there = np.asarray(written.features)
     np.testing.assert_array_equal(there[0, 0, :, 1].reshape(-1), values[0])
     assert (there != 0).sum() == 6
     places = jnp.asarray([3, -1, 2, -2], jnp.int32)
-    got = np.asarray(features.read(written, rows, places))
+    got = np.asarray(features.read_features(written, rows, places))
     np.testing.assert_array_equal(got[0], values[0])
     assert not got[1:].any()
     with pytest.raises(ValueError, match="must be the pages' 6"):
-        features.write(pages, values[:, :4], rows)
+        features.write_features(pages, values[:, :4], rows)
     with pytest.raises(ValueError, match="the pages have no features"):
-        features.read(pages._replace(features=None), rows, places)
+        features.read_features(pages._replace(features=None), rows, places)
 
 
-def test_halves_of_features_are_whole() -> None:
+def test_number_of_features_is_even() -> None:
     sizes: Any = {"num_pages": 1, "num_kv_heads": 1, "page_size": 2, "head_dim": 2}
     with pytest.raises(ValueError, match="num_features=5 must be even"):
         kv_layout.make_pages(num_layers=1, dtype="float32", num_features=5, **sizes)
@@ -171,6 +171,6 @@ def test_halves_of_features_are_whole() -> None:
         ({"taps": (1,), "layers": (0,)}, "needs all layers"),
     ],
 )
-def test_taps_that_there_are_not_are_refused(how: Any, line: str) -> None:
+def test_invalid_taps_are_refused(how: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line):
         paged.PagedForward(MODEL, **how)

@@ -1,4 +1,4 @@
-"""Layouts: one of a single leaf goes wherever keys and values go."""
+"""Layouts: a layout with a single leaf works in every operation on pages."""
 
 import dataclasses
 import inspect
@@ -37,7 +37,7 @@ KINDS: Any = ("model", "int8")
 
 
 def filled(kind: Any, seed: int = 0) -> kv_pages.Pages:
-    """Pages of rows, all numbers different."""
+    """Returns pages of rows with distinct numbers."""
     rng = np.random.default_rng(seed)
     config = dataclasses.replace(BOUNDS, kv_dtype=kind)
     return jax.tree.map(
@@ -46,8 +46,8 @@ def filled(kind: Any, seed: int = 0) -> kv_pages.Pages:
     )
 
 
-def test_no_code_outside_memory_knows_the_leaves() -> None:
-    """Neither by name, nor by place among the fields of `Pages`."""
+def test_only_memory_accesses_the_leaves() -> None:
+    """Checks names and positions of the fields of `Pages`."""
     leaf = re.compile(r"\bpages\.[kv]\b|\bpages\)?\[:2\]|_replace\([kv]=|Pages\([kv]=")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -78,8 +78,8 @@ def test_rows_are_read_as_written(kind: Any) -> None:
         np.testing.assert_array_equal(now, before)
 
 
-def test_a_layout_refuses_values_that_it_does_not_have() -> None:
-    pages = kv_layout.FULL.make((1, 2, 1, 4, 2), "float32")
+def test_layout_refuses_surplus_or_missing_values() -> None:
+    pages = kv_layout.DEFAULT_LAYOUT.make((1, 2, 1, 4, 2), "float32")
     rows = kv_pages.Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
     row, layout = jnp.zeros((1, 1, 2)), KVLayout("model", 1)
     with pytest.raises(ValueError, match="v=None must be an array for KVLayout"):
@@ -89,18 +89,20 @@ def test_a_layout_refuses_values_that_it_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pages_go_out_and_come_in(kind: Any) -> None:
-    """Through the memory of the host, in a message, and from page to page."""
+def test_pages_move_through_host_memory(kind: Any) -> None:
+    """Covers host memory, a message, and a copy from page to page."""
     mine, theirs = filled(kind), filled(kind, 1)
     ids = ints(4, 0, 3)
-    taken = kv_pages.to_host(kv_pages.take(theirs, ids), slice(2))
+    taken = kv_pages.to_host(kv_pages.gather_pages(theirs, ids), slice(2))
     assert_same(taken, kv_pages.to_host(theirs, np.array([4, 0])))
     own = {"layout": "rows"}
     message = page_messages.pack(taken, [1] * 8, 0, own)
     sent = page_messages.unpack(message, mine, own).pages
     assert jax.tree.structure(sent) == jax.tree.structure(mine)
-    wide = kv_pages.widen(sent, 5, slice(2))
-    after = jax.jit(kv_pages.put)(mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide)
+    wide = kv_pages.expand_pages(sent, 5, slice(2))
+    after = jax.jit(kv_pages.scatter_pages)(
+        mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide
+    )
     moved = kv_pages.copy(mine, ints(4, NO_PAGE, 0), ints(6, 2, 1), origin=theirs)
     assert_same(after, moved)
     for old, new, source in zip(
@@ -115,15 +117,15 @@ def test_pages_go_out_and_come_in(kind: Any) -> None:
     if kind == "int8":
         with pytest.raises(ValueError, match=r"pages of float32 \(2, 1, .* must be"):
             page_messages.unpack(wrong, mine, own)
-    full = kv_layout.FULL.make((2, 7, 1, 4, WIDTH), "float32")
+    full = kv_layout.DEFAULT_LAYOUT.make((2, 7, 1, 4, WIDTH), "float32")
     with pytest.raises(ValueError, match=r"arrays of pages must be|must be float32"):
         page_messages.unpack(message, jax.tree.map(lambda x: x[..., :3], full), own)
 
 
-def test_accepted_rows_move_as_keys_do() -> None:
+def test_move_covers_all_leaves() -> None:
     rows = filled("model")
     [leaf] = jax.tree.leaves(rows)
-    full = kv_pages.Pages(leaf, leaf, kv_layout.FULL)
+    full = kv_pages.Pages(leaf, leaf, kv_layout.DEFAULT_LAYOUT)
     page_ids = ints(5, 0, 2, 3, 6, NO_PAGE).reshape(2, 3)
     source, target = ints(4, 6, 7, 2, 3, 7), ints(4, 5, 6, 1, 2, -1)
     move = jax.jit(kv_pages.move)
@@ -134,7 +136,7 @@ def test_accepted_rows_move_as_keys_do() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_snapshot_holds_them(kind: Any, tmp_path: Path) -> None:
+def test_snapshot_has_all_leaves(kind: Any, tmp_path: Path) -> None:
     config = dataclasses.replace(engines.TIGHT, kv_dtype=kind)
     pages = jax.tree.map(
         lambda x: jnp.asarray(
@@ -152,21 +154,21 @@ def test_a_snapshot_holds_them(kind: Any, tmp_path: Path) -> None:
         jaxkv.load_state(folder, config, full)
 
 
-def test_a_mesh_divides_no_head_that_all_queries_read() -> None:
+def test_shared_head_is_not_divided() -> None:
     specs = mesh_layout.pages_specs(filled("model"))
     assert all(TENSOR not in spec for spec in jax.tree.leaves(specs))
-    full = kv_layout.FULL.make((1, 2, 2, 4, 2), "float32")
+    full = kv_layout.DEFAULT_LAYOUT.make((1, 2, 2, 4, 2), "float32")
     leaves = jax.tree.leaves(mesh_layout.pages_specs(full)._replace(features=None))
     assert [spec[2] for spec in leaves] == [TENSOR, TENSOR]
 
 
 def narrow_values(case: Any) -> Any:
-    """Values of another width than the keys."""
+    """Values narrower than the keys."""
     return case._replace(v_pages=case.v_pages[..., :5])
 
 
 @pytest.mark.parametrize("runs", [[(9, 1), (3, 1)], [(0, 9), (6, 3)]])
-def test_attention_serves_values_of_another_width(runs: Any) -> None:
+def test_attention_with_narrow_values(runs: Any) -> None:
     decode = runs[0][1] == 1
     case = make_case(np.random.default_rng(0), runs, decode=decode)
     out, lse = oracle(case)
@@ -188,7 +190,7 @@ def _array(x: Any) -> Any:
     return None if x is None else jnp.asarray(x)
 
 
-def test_attention_reads_one_scale_for_key_and_value() -> None:
+def test_attention_with_shared_scale() -> None:
     case = make_case(np.random.default_rng(3), [(9, 1), (3, 1)], decode=True)
     case = case._replace(k_pages=np.nan_to_num(case.k_pages))
     numbers, scales = quantizing.quantize(jnp.asarray(case.k_pages), "int8")
@@ -205,7 +207,7 @@ def test_attention_reads_one_scale_for_key_and_value() -> None:
         )
 
 
-def test_widths_that_cannot_be_served_are_refused() -> None:
+def test_invalid_value_widths_are_refused() -> None:
     case = make_case(np.random.default_rng(0), [(3, 1)], decode=True)
     q, k, v, *where = map(_array, case)
     attend = inspect.unwrap(api.paged_attention)
@@ -228,8 +230,8 @@ def test_widths_that_cannot_be_served_are_refused() -> None:
 
 
 @pytest.mark.thorough
-def test_an_engine_serves_it() -> None:
-    """Forked, copied, preempted, swapped through the host: answers do not change."""
+def test_engine_with_row_layout() -> None:
+    """Forks, copies, preemption and swapping to the host do not change answers."""
     asks, answers = groups(1, 16), []
     for config in (engines.ROOMY, dataclasses.replace(engines.TIGHT, max_swap_pages=8)):
         config = dataclasses.replace(config, kv_dtype="int8")
@@ -251,7 +253,7 @@ def test_an_engine_serves_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_prefix_is_sent_to_another_engine() -> None:
+def test_prefix_transfer_with_row_layout() -> None:
     config = dataclasses.replace(engines.SERVED, prefix_cache=True, kv_dtype="int8")
 
     def engine() -> jaxkv.Engine:

@@ -1,4 +1,4 @@
-"""Pages: writing against a twin in numpy, and sentinels."""
+"""Pages: writes compared with a NumPy reference, and sentinels."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.memory import kv_layout, kv_pages
-from jaxkv.memory.kv_layout import FULL
+from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.memory.kv_pages import Pages, Rows
 from jaxkv.memory.page_pool import NO_PAGE
 from tests.support.trees import ints
@@ -14,11 +14,11 @@ from tests.support.trees import ints
 LAYERS, NUM_PAGES, KV_HEADS, HEAD_DIM, SLOTS = 3, 20, 2, 4, 5
 
 
-write = jax.jit(FULL.write)
+write = jax.jit(DEFAULT_LAYOUT.write)
 
 
 def make_pages(page_size: int, dtype: str = "float32") -> Pages:
-    """Pages full of numbers that no test writes, all different."""
+    """Returns pages with distinct numbers that no test writes."""
     pages = kv_layout.make_pages(
         num_layers=LAYERS,
         num_pages=NUM_PAGES,
@@ -28,7 +28,7 @@ def make_pages(page_size: int, dtype: str = "float32") -> Pages:
         dtype=dtype,
     )
     count = -1 - jnp.arange(pages.k.size, dtype=jnp.float32).reshape(pages.k.shape)
-    return Pages(count.astype(dtype), (2 * count).astype(dtype), FULL)
+    return Pages(count.astype(dtype), (2 * count).astype(dtype), DEFAULT_LAYOUT)
 
 
 def make_rows(position, slot, page_ids) -> Rows:
@@ -42,7 +42,7 @@ def make_rows(position, slot, page_ids) -> Rows:
 
 
 def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
-    """Rows with padding, unmapped places and places past the table, and their K, V."""
+    """Returns rows with padding, unmapped and invalid places, and their K and V."""
     rng = np.random.default_rng(seed)
     columns = 3
     page_ids = rng.permutation(NUM_PAGES)[: SLOTS * columns].reshape(SLOTS, columns)
@@ -66,8 +66,10 @@ def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
     return rows, new
 
 
-def write_twin(old: np.ndarray, layer: int, new: np.ndarray, rows: Rows) -> np.ndarray:
-    """One row after the other, with plain integers."""
+def write_reference(
+    old: np.ndarray, layer: int, new: np.ndarray, rows: Rows
+) -> np.ndarray:
+    """Writes one row after another with NumPy."""
     after, page_size = old.copy(), old.shape[3]
     page_ids = np.asarray(rows.page_ids)
     positions = np.asarray(rows.position).tolist()
@@ -83,20 +85,20 @@ def write_twin(old: np.ndarray, layer: int, new: np.ndarray, rows: Rows) -> np.n
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("one_each", [False, True], ids=["packed", "row i is slot i"])
-def test_write_equals_the_twin(page_size: int, one_each: bool) -> None:
+def test_write_equals_reference(page_size: int, one_each: bool) -> None:
     for seed in range(8):
         rows, new = draw(seed, page_size, one_each=one_each)
         pages, layer = make_pages(page_size), seed % LAYERS
         after = write(pages, jnp.int32(layer), new["k"], new["v"], rows)
         for name in "kv":
             old, found = getattr(pages, name), getattr(after, name)
-            wanted = write_twin(np.asarray(old), layer, new[name], rows)
+            wanted = write_reference(np.asarray(old), layer, new[name], rows)
             np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_no_sentinel_reaches_any_page(layer: int) -> None:
-    """Neither the last page nor, after an offset, a page of another layer."""
+def test_sentinels_write_no_page(layer: int) -> None:
+    """Writes neither the last page nor, after an offset, one of another layer."""
     pages, page_ids = make_pages(4), jnp.full((3, 2), NO_PAGE, jnp.int32)
     nowhere = [
         make_rows(ints(-1, -1, -1), ints(0, 1, 2), page_ids.at[:, 1].set(0)),
@@ -116,15 +118,15 @@ def test_values_are_cast_to_the_type_of_the_pages() -> None:
     pages = make_pages(4, "bfloat16")
     rows = make_rows(ints(0), None, ints(2).reshape(1, 1))
     new = jnp.full((1, KV_HEADS, HEAD_DIM), 1 + 2**-9, jnp.float32)
-    after = FULL.write(pages, 0, new, new, rows)
+    after = DEFAULT_LAYOUT.write(pages, 0, new, new, rows)
     assert after.k.dtype == jnp.bfloat16
     assert (after.k[0, 2, :, 0] == 1).all()
 
 
-def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
+def test_flattened_view_offsets_layers() -> None:
     pages = make_pages(4)
     page_ids = ints(0, 19, NO_PAGE, NUM_PAGES, 5)
-    view = kv_pages.flat(pages)
+    view = kv_pages.flatten_layers(pages)
     assert view.k.shape == (LAYERS * NUM_PAGES, KV_HEADS, 4, HEAD_DIM)
     for layer in range(LAYERS):
         ids = kv_pages.flat_ids(page_ids, layer, num_layers=LAYERS, num_pages=NUM_PAGES)
@@ -136,7 +138,7 @@ def test_the_flat_view_holds_each_layer_at_its_offset() -> None:
         )
 
 
-def test_rows_without_slots_must_be_as_many_for_each() -> None:
+def test_rows_without_slots_must_be_a_multiple() -> None:
     rows = make_rows(ints(0, 1), None, jnp.zeros((3, 1), jnp.int32))
     with pytest.raises(
         ValueError, match="num_rows=2 must be a multiple of num_slots=3"

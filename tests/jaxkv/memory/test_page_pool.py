@@ -1,4 +1,4 @@
-"""The pool: hand-worked cases and breaches; random walks are those of the tables."""
+"""The pool: worked examples and violations; test_copy_on_write has random walks."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ from tests.support.trees import assert_same, ints
 
 allocate = jax.jit(page_pool.allocate, static_argnames="max_pages")
 share, release = jax.jit(page_pool.share), jax.jit(page_pool.release)
-unsound = jax.jit(page_pool.unsound)
+unsound = jax.jit(page_pool.count_pool_faults)
 
 
 def free(pool: Pool) -> list[int]:
-    """Free pages, the next one to be handed out last."""
+    """Returns the free pages, the next allocated one last."""
     return np.asarray(pool.stack)[: int(pool.num_free)].tolist()
 
 
@@ -29,7 +29,7 @@ def test_rows_are_served_in_order_from_the_top_of_the_stack() -> None:
     assert free(pool) == [7, 6, 5]
 
 
-def test_pages_are_handed_out_in_order_and_again_last_first() -> None:
+def test_allocation_order() -> None:
     order = ints(2, 0, 3, 1, 5, 4)
     pool, ids, _ = allocate(page_pool.make_pool(6, order), ints(5), max_pages=5)
     assert ids.tolist() == [[2, 0, 3, 1, 5]]
@@ -45,13 +45,15 @@ def test_a_shared_page_is_free_after_its_last_release() -> None:
     assert pool.ref.tolist() == [3, 3, 0, 0]
     pool = release(pool, ints(0, 1, 1))
     assert pool.ref.tolist() == [2, 1, 0, 0]
-    pool = release(pool, ints(0, 1, NO_PAGE, 0))  # page 0 stands last at the end
+    pool = release(
+        pool, ints(0, 1, NO_PAGE, 0)
+    )  # the last occurrence of page 0 is at the end
     assert free(pool) == [3, 2, 1, 0]
     assert unsound(pool) == 0
 
 
 @pytest.mark.parametrize("want", [(3, 2), (5, 0), (-1, 1), (4, 4)])
-def test_a_refused_allocation_changes_nothing(want: tuple[int, int]) -> None:
+def test_failed_allocation_leaves_the_pool_unchanged(want: tuple[int, int]) -> None:
     pool, _, _ = allocate(page_pool.make_pool(8), ints(4), max_pages=4)
     pool = release(pool, ints(1))._replace(num_free=ints(4)[0])  # 4 left
     after, ids, enough = allocate(pool, ints(*want), max_pages=4)
@@ -71,7 +73,7 @@ def test_all_pages_and_none() -> None:
     assert_same(release(full, jnp.zeros((0,), jnp.int32)), full)
 
 
-def test_sentinels_never_reach_the_last_page() -> None:
+def test_sentinels_skip_the_last_page() -> None:
     none = ints(NO_PAGE, 7, NO_PAGE)  # 7 is past the end of 4 pages
     pool = page_pool.make_pool(4)
     assert_same(share(pool, none), pool)
@@ -80,7 +82,7 @@ def test_sentinels_never_reach_the_last_page() -> None:
     assert arrays.take(full.ref, none, fill=9).tolist() == [9, 9, 9]
 
 
-def test_unsound_sees_each_breach() -> None:
+def test_count_pool_faults() -> None:
     pool, ids, _ = allocate(page_pool.make_pool(6), ints(3), max_pages=3)
     assert unsound(pool) == 0
     twice = release(release(pool, ids), ids[0, :1])

@@ -1,4 +1,4 @@
-"""Tables: hand-worked cases and seeded faults; random walks are in copy-on-write."""
+"""Tables: worked examples and seeded faults; test_copy_on_write has random walks."""
 
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def by_slot(copies: page_table.Copies) -> dict[int, tuple[int, int]]:
 
 
 def make_state() -> State:
-    """Four live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
+    """Makes live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
     pool, table = page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
     pool, table, _, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
     table = page_table.advance(table, ints(6, 4, 0, 0, 0))
@@ -40,7 +40,7 @@ def reserve(pool, table, places, num_rows=None, page_size=4, max_new_pages=MAX_N
 
 _reserve = jax.jit(page_table.reserve, static_argnames=("page_size", "max_new_pages"))
 fork = jax.jit(partial(page_sharing.fork, page_size=4))
-drop, reorder = jax.jit(page_table.drop), jax.jit(page_sharing.reorder)
+drop, reorder = jax.jit(page_table.drop_slots), jax.jit(page_sharing.reorder)
 truncate = jax.jit(partial(page_table.truncate, page_size=4))
 violations = jax.jit(partial(invariants.violations, page_size=4))
 
@@ -49,7 +49,7 @@ def live(table: Table) -> jax.Array:
     return (table.length + table.ahead) > 0
 
 
-def test_the_first_pages_go_to_the_first_slots() -> None:
+def test_slots_are_served_in_order() -> None:
     pool, table = make_state()
     assert table.page_ids[:, :4].tolist() == [
         [0, 1, 2, NO_PAGE],
@@ -66,7 +66,7 @@ def test_the_first_pages_go_to_the_first_slots() -> None:
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
-def test_reserve_appends_only_what_is_missing() -> None:
+def test_reserve_appends_missing_pages() -> None:
     pool, table = make_state()
     pool, table, copies, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))
     assert enough
@@ -88,7 +88,7 @@ def test_reserve_appends_only_what_is_missing() -> None:
         ((9, 4, 2, 9, 17), "one call appends at most 4"),
         ((25, 20, 18, 21, 16), "20 pages, of 21 free"),
         ((28, 20, 18, 24, 16), "20 pages as well"),
-        ((24, 20, 18, 21, 17), "one slot too greedy, the others not"),
+        ((24, 20, 18, 21, 17), "one slot exceeds its row"),
     ],
 )
 def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
@@ -104,7 +104,7 @@ def test_reserve_is_all_or_nothing(places: tuple[int, ...], why: str) -> None:
         assert violations(pool, table, live(table)) == (0,) * 7
 
 
-def test_truncate_cuts_reserved_places_only() -> None:
+def test_truncate_keeps_written_places() -> None:
     pool, table = make_state()
     pool, table = truncate(pool, table, ints(8, 0, 1, 100, 3))
     assert table.length.tolist() == [6, 4, 0, 6, 0]
@@ -127,7 +127,7 @@ def test_fork_reads_all_sources_first() -> None:
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
-def test_reorder_releases_what_no_slot_continues() -> None:
+def test_reorder_releases_unused_pages() -> None:
     pool, table = make_state()
     pool, table = reorder(pool, table, ints(1, 2, 1, -1, 4))
     assert table.page_ids[:, :3].tolist() == [
@@ -219,7 +219,7 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the keyword in `put`, the last page pays for every unmapped place."""
+    """Without the keyword in `put`, unmapped places use the last page."""
 
     def wrapping(values, index, updates, how):
         return getattr(values.at[index], how)(updates, mode="drop")

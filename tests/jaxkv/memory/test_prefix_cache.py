@@ -1,4 +1,4 @@
-"""The prefix cache: hand-worked cases, walks against a plain model, faults, purity."""
+"""The prefix cache: worked examples, walks against a model, faults, purity."""
 
 from functools import cache as memo
 from functools import partial
@@ -34,7 +34,7 @@ def salts(*values: int) -> jax.Array:
 
 
 class Case(NamedTuple):
-    """A cache in a pool of which every page is used once, by nobody in particular."""
+    """A cache, and a pool of which every page has one use outside of tables."""
 
     cache: Prefixes
     pool: Pool
@@ -47,7 +47,7 @@ def make_case() -> Case:
 
 
 class Programs:
-    """The operations, compiled for the hand-worked cases with one hash function."""
+    """The operations, compiled for the worked examples with one hash function."""
 
     def __init__(self) -> None:
         def alone(f: Any) -> Any:  # jit keeps its programs by function
@@ -65,7 +65,7 @@ class Programs:
 
     @staticmethod
     def rows(rows: tuple, *, with_page: bool) -> tuple[jax.Array, ...]:
-        """Rows of (page,) parent, first token, salt; the second token is always 9."""
+        """Enters rows of (page,) parent, first token, salt; the second token is 9."""
         empty = (NO_PAGE,) * with_page + (NO_PAGE, 0, 0)
         *ids, first, salt = np.asarray([*rows, *[empty] * (ROWS - len(rows))]).T
         tokens = np.stack([first, np.full_like(first, 9)], axis=1)
@@ -84,22 +84,22 @@ class Programs:
         *after, evicted = self._evict(*case, jnp.full((), num, jnp.int32))
         return Case(*after), int(evicted)
 
-    def let_go(self, case: Case, *rows: tuple[int, ...]) -> Case:
-        """Sequences leave, each with all of its pages."""
+    def release_all(self, case: Case, *rows: tuple[int, ...]) -> Case:
+        """Releases all pages of sequences."""
         blank = ((NO_PAGE,) * 4,) * (3 - len(rows))
         padded = [row + (NO_PAGE,) * (4 - len(row)) for row in (*rows, *blank)]
         ids = jnp.asarray(padded, jnp.int32)
         pool, left = self._release(case.pool, ids)
         return Case(self._rest(case.cache, ids, left), pool)
 
-    def take_up(self, case: Case, *ids: int) -> Case:
-        """A sequence starts on pages."""
+    def start_on(self, case: Case, *ids: int) -> Case:
+        """Starts a sequence on pages."""
         padded = ints(*ids, *[NO_PAGE] * (4 - len(ids)))
         return Case(self._use(case.cache, padded), page_pool.share(case.pool, padded))
 
     def used(self, case: Case, *ids: int) -> Case:
-        """A sequence starts on pages, and leaves."""
-        return self.let_go(self.take_up(case, *ids), ids)
+        """Starts a sequence on pages, and releases them."""
+        return self.release_all(self.start_on(case, *ids), ids)
 
 
 run = Programs()
@@ -107,7 +107,7 @@ run = Programs()
 
 @pytest.fixture
 def one_hash(monkeypatch: pytest.MonkeyPatch) -> Programs:
-    """The operations, compiled with a hash that is the same for all contents."""
+    """The operations, compiled with a hash that is equal for all contents."""
     monkeypatch.setattr(
         prefix_cache, "extend_hash", lambda before, tokens: before * 0 + 5
     )
@@ -115,7 +115,7 @@ def one_hash(monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 def make_tree() -> Case:
-    """0 -> 1 -> 2 under salt 0, 3 after 1, and 4 -> 5 under salt 7; nobody uses any."""
+    """Makes idle pages 0 -> 1 -> 2 under salt 0, 3 after 1, and 4 -> 5 under salt 7."""
     case, _ = run.enter(make_case(), (0, NO_PAGE, 10, 0), (4, NO_PAGE, 10, 7))
     case, _ = run.enter(case, (1, 0, 11, 0), (5, 4, 11, 7))
     case, cached = run.enter(case, (2, 1, 12, 0), (3, 1, 13, 0))
@@ -123,7 +123,7 @@ def make_tree() -> Case:
     case = case._replace(
         pool=page_pool.share(case.pool, ints(0, 1))
     )  # by two sequences
-    return run.let_go(case, (0, 1, 2), (0, 1, 3), (4, 5))
+    return run.release_all(case, (0, 1, 2), (0, 1, 3), (4, 5))
 
 
 def pinned(case: Case) -> list[int]:
@@ -131,7 +131,7 @@ def pinned(case: Case) -> list[int]:
 
 
 @pytest.mark.thorough
-def test_a_page_is_found_by_its_tokens_parent_and_salt() -> None:
+def test_lookup_by_tokens_parent_and_salt() -> None:
     case = make_tree()
     assert case.cache.depth[:6].tolist() == [0, 1, 2, 2, 0, 1]
     assert case.pool.ref.tolist() == [1] * NUM_PAGES
@@ -147,7 +147,7 @@ def test_a_page_is_found_by_its_tokens_parent_and_salt() -> None:
     ("num_tokens", "pages"),
     [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2), (7, 3)],
 )
-def test_one_token_at_least_is_left_to_compute(num_tokens: int, pages: int) -> None:
+def test_match_leaves_one_token(num_tokens: int, pages: int) -> None:
     tokens = jnp.tile(ints(10, 9, 11, 9, 12, 9, 3)[None, :], (ROWS, 1))
     length, salt = ints(num_tokens, num_tokens, 7), salts(0, 0, 7)
     wanted = jnp.asarray([True, False, True])
@@ -169,7 +169,7 @@ def test_sequences_shorter_than_a_page_match_nothing() -> None:
         assert ids.shape == (2, width)
 
 
-def test_of_equal_pages_the_first_enters() -> None:
+def test_first_of_equal_pages_enters() -> None:
     row = (NO_PAGE, 10, 0)
     case, cached = run.enter(make_case(), (3, *row), (1, *row), (2, *row))
     assert cached == [3, 3, 3]
@@ -180,14 +180,14 @@ def test_of_equal_pages_the_first_enters() -> None:
 
 
 def test_a_page_enters_after_a_cached_parent_of_its_salt_only() -> None:
-    case = run.take_up(make_tree(), 0)
+    case = run.start_on(make_tree(), 0)
     after, cached = run.enter(case, (8, 7, 1, 0), (9, 0, 1, 7), (10, 0, 1, 0))
     assert cached == [NO_PAGE, NO_PAGE, 10]
     assert pinned(after) == [0, 1, 2, 3, 4, 5, 10]
     assert run.unsound(*after) == 0
 
 
-def test_contents_of_the_same_hash_stay_apart(one_hash: Programs) -> None:
+def test_hash_collisions_are_resolved(one_hash: Programs) -> None:
     case, cached = one_hash.enter(make_case(), (0, NO_PAGE, 1, 0))
     case, cached = one_hash.enter(case, (1, NO_PAGE, 2, 0), (2, NO_PAGE, 3, 0))
     assert cached == [1, NO_PAGE]  # two new ones of one call: the second is left out
@@ -205,7 +205,7 @@ def test_contents_of_the_same_hash_stay_apart(one_hash: Programs) -> None:
     assert one_hash.unsound(*case) == 0
 
 
-def test_a_full_bucket_takes_no_more(one_hash: Programs) -> None:
+def test_full_bucket_refuses_pages(one_hash: Programs) -> None:
     case = make_case()
     for page in range(prefix_cache.WAYS):
         case, cached = one_hash.enter(case, (page, NO_PAGE, page, 0))
@@ -213,7 +213,7 @@ def test_a_full_bucket_takes_no_more(one_hash: Programs) -> None:
     full, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0), (10, NO_PAGE, 3, 0))
     assert cached == [NO_PAGE, 3]
     assert_same(full.pool, case.pool)
-    case, evicted = one_hash.evict(one_hash.let_go(full, (5,)), 1)
+    case, evicted = one_hash.evict(one_hash.release_all(full, (5,)), 1)
     assert evicted == 1
     case, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0))
     assert cached == [9]
@@ -233,7 +233,7 @@ def order_of(case: Case) -> list[int]:
     return order
 
 
-def test_the_least_recently_used_go_first_and_leaves_before_parents() -> None:
+def test_lru_order_with_leaves_first() -> None:
     case = run.used(run.used(make_tree(), 4, 5), 0, 1, 2)
     assert case.cache.idle.num == 6
     assert order_of(case) == [3, 5, 4, 2, 1, 0]
@@ -242,22 +242,22 @@ def test_the_least_recently_used_go_first_and_leaves_before_parents() -> None:
     assert at_once.pool.stack[:6].tolist() == [3, 5, 4, 2, 1, 0]
 
 
-def test_a_page_in_use_keeps_all_before_it() -> None:
-    case = run.take_up(make_tree(), 0, 1, 2)
+def test_page_in_use_keeps_its_ancestors() -> None:
+    case = run.start_on(make_tree(), 0, 1, 2)
     assert case.cache.idle.num == 3
     case, evicted = run.evict(case, 4)
     assert evicted == 3
     assert pinned(case) == [0, 1, 2]
-    case, evicted = run.evict(run.let_go(case, (0, 1, 2)), 2)
+    case, evicted = run.evict(run.release_all(case, (0, 1, 2)), 2)
     assert evicted == 2
     assert pinned(case) == [0]
 
 
-def test_many_places_are_taken_up_as_few_are() -> None:
-    """Few are compared with each other, more bid for their pages and are packed."""
+def test_many_entries_equal_few_entries() -> None:
+    """Few entries are compared in pairs, many use scatters and are packed."""
     case, ids = make_tree(), ints(0, 1, NO_PAGE, 0, 1, 3)
     many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
-    assert len(ids) < min(arrays.FEW, idle_pages.PLAYS) < len(many)
+    assert len(ids) < min(arrays.MAX_PAIRWISE, idle_pages.REPLAY_CHUNK) < len(many)
     few, more = (run._use(case.cache, each) for each in (ids, many))
     assert_same(few, more)
     assert few.idle.num == case.cache.idle.num - 3
@@ -266,7 +266,7 @@ def test_many_places_are_taken_up_as_few_are() -> None:
 def test_recency_outlives_a_wrap_of_the_tick() -> None:
     case = make_tree()
     tick = jnp.full((), 2**31 - 3, jnp.int32)
-    case = disorder(case, rank=case.cache.idle.rank + tick - case.cache.tick)
+    case = corrupt_order(case, rank=case.cache.idle.rank + tick - case.cache.tick)
     case = case._replace(cache=case.cache._replace(tick=tick))
     for row in ((4, 5), (0,), (0, 1), (0, 1, 2), (0, 1, 3)):
         case = run.used(case, *row)
@@ -278,19 +278,19 @@ def test_recency_outlives_a_wrap_of_the_tick() -> None:
     assert pinned(case) == [0, 1, 3]
 
 
-def test_evicting_none_and_forgetting_all() -> None:
+def test_evict_none_and_all() -> None:
     case = make_tree()
     same, evicted = run.evict(case, 0)
     assert evicted == 0
     assert_same(same, case)
-    held = run.take_up(case, 4)
+    held = run.start_on(case, 4)
     after, _ = run.evict(held, int(held.cache.idle.num))
     assert pinned(after) == [4]
     assert after.pool.num_free == 5
     assert run.lookup(after, (NO_PAGE, 10, 0), (NO_PAGE, 10, 7)) == [NO_PAGE, 4]
 
 
-def test_a_hash_tells_places_and_pages_apart() -> None:
+def test_hash_depends_on_places_and_pages() -> None:
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 50_000, (20_000, 4)), jnp.int32)
     start = prefix_cache.empty_hash(salts(0))
@@ -317,7 +317,7 @@ class State(NamedTuple):
 
 
 class ShallowFirst(NamedTuple):
-    """A rule that would evict every page before those that go on from it."""
+    """A rule that would evict every page before the pages after it."""
 
     def priority(self, uses: prefix_eviction.Uses) -> jax.Array:
         return uses.depth
@@ -332,7 +332,7 @@ RULES = {
 
 
 class Model:
-    """The cache in plain Python: contents in a dict; who goes, by looking at all."""
+    """The cache in plain Python: contents in a dict, eviction by a full search."""
 
     def __init__(self, oracle: Oracle, rule: str) -> None:
         self.oracle = oracle
@@ -368,7 +368,7 @@ class Model:
             self.num_uses[page] += 1
 
     def rest(self, rows: list[list[int]]) -> None:
-        """After rows were released: who became idle has a rank, and all before it."""
+        """Ranks pages that became idle by a release, and their ancestors."""
         self.tick += 1
         rows = [[page for page in row if page in self.content] for row in rows]
         self.last_used |= {page: self.tick for row in rows for page in row}
@@ -409,7 +409,7 @@ class Model:
         return len(self.content[page][0]) - 1
 
     def idle(self) -> list[int]:
-        """Those that nobody uses, in the order in which they go."""
+        """Returns the idle pages in the order of eviction."""
         idle = [page for page in self.content if self.oracle.ref[page] == 1]
         return sorted(idle, key=lambda p: (self.rank[p], -self.depth(p), p))
 
@@ -438,13 +438,13 @@ class Model:
         assert (ahead[few:] == NO_PAGE).all()
 
 
-next_to_go: Any = compiled(idle_pages.next_to_go)
+next_to_go: Any = compiled(idle_pages.eviction_candidates)
 
 
 def operations(
     size: int, rule: prefix_eviction.Eviction | None = None
 ) -> dict[str, Any]:
-    """What an engine does with the cache, each as one program over all slots."""
+    """Returns the engine's operations on the cache, one program over all slots each."""
 
     def admit(state, tokens, num_tokens, salt, wanted):
         cache, pool, table = state
@@ -496,7 +496,7 @@ def operations(
         cache, pool, num = prefix_eviction.evict(*state[:2], num)
         return State(cache, pool, state.table), num
 
-    def lend(state, taken, back):
+    def pin_elsewhere(state, taken, back):
         cache = prefix_eviction.use(state.cache, taken)
         pool = page_pool.share(state.pool, taken)
         pool, left = page_pool.release_counted(pool, back)
@@ -504,14 +504,14 @@ def operations(
             prefix_eviction.rest(cache, back, left, rule), pool, state.table
         ), None
 
-    return {f.__name__: f for f in (admit, fill, finish, evict, lend)}
+    return {f.__name__: f for f in (admit, fill, finish, evict, pin_elsewhere)}
 
 
 @memo
 def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
-    """The operations and all checks, compiled once for each page size and hash.
+    """Compiles the operations and all checks once for each page size and hash.
 
-    `hashes` only tells a patched hash function from the real one.
+    `hashes` distinguishes a patched hash function from the real one.
     """
 
     def check(state: State, lent: jax.Array) -> jax.Array:
@@ -527,7 +527,7 @@ def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
 
 
 class Walk:
-    """Random sequences that share prefixes, in JAX and in the model, compared."""
+    """Random sequences that share prefixes, compared between JAX and the model."""
 
     def __init__(self, seed: int, size: int, hashes: int, rule: str = "LRU") -> None:
         self.rng = np.random.default_rng(seed)
@@ -625,8 +625,8 @@ class Walk:
         self.seen["evicted"] += evicted
         return (np.int32(num),), evicted
 
-    def lend(self) -> tuple[tuple, None]:
-        """Sequences outside the table start on cached pages, and others leave."""
+    def pin_elsewhere(self) -> tuple[tuple, None]:
+        """Starts and releases sequences outside of the table on cached pages."""
         content, page_of = self.model.content, self.model.page_of
         taken = []
         for page in self.some(np.asarray(list(content)), 2):
@@ -654,7 +654,7 @@ class Walk:
 
 @pytest.fixture
 def few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three buckets and five hashes: full ones and chance equals are the rule."""
+    """Uses three buckets and five hashes: full buckets and collisions are common."""
 
     def extend(before: jax.Array, tokens: jax.Array) -> jax.Array:
         few = real_extend(before, tokens)[:, :1] % np.uint32(5)
@@ -709,7 +709,7 @@ CONTENT = {"hash": slice(1, 3), "parent": 3, "salt": 4, "tokens": slice(5, None)
 
 
 def change(case: Case, **fields: tuple[Any, int | bool]) -> Case:
-    """Overwrites single entries of the cache: field=(index, value)."""
+    """Overwrites entries of the cache: field=(index, value)."""
     cache = case.cache
     for key, (i, v) in fields.items():
         new = getattr(cache, key).at[i].set(v)
@@ -726,15 +726,15 @@ def entry(case: Case, page: int) -> tuple[int, int]:
     return bucket, way
 
 
-def disorder(case: Case, **fields: Any) -> Case:
+def corrupt_order(case: Case, **fields: Any) -> Case:
     """Overwrites fields of the order of idle pages."""
     idle = case.cache.idle._replace(**fields)
     return case._replace(cache=case.cache._replace(idle=idle))
 
 
-def lost_game(case: Case) -> Case:
+def corrupt_winner(case: Case) -> Case:
     first, last = case.cache.idle.rounds
-    return disorder(case, rounds=(first, last.at[0].set(0)))
+    return corrupt_order(case, rounds=(first, last.at[0].set(0)))
 
 
 FAULTS = {
@@ -744,12 +744,15 @@ FAULTS = {
     ),
     "in use, and idle": lambda c: c._replace(pool=page_pool.share(c.pool, ints(0))),
     "let go in silence": lambda c: c._replace(
-        pool=run.release(run.take_up(c, 4).pool, ints(4)), cache=run.take_up(c, 4).cache
+        pool=run.release(run.start_on(c, 4).pool, ints(4)),
+        cache=run.start_on(c, 4).cache,
     ),
-    "parent goes first": lambda c: disorder(c, rank=c.cache.idle.rank.at[1].add(-9)),
-    "no rank": lambda c: disorder(c, ranked=c.cache.idle.ranked.at[5].set(False)),
-    "wrong number of idle pages": lambda c: disorder(c, num=c.cache.idle.num - 1),
-    "wrong winner": lost_game,
+    "parent goes first": lambda c: corrupt_order(
+        c, rank=c.cache.idle.rank.at[1].add(-9)
+    ),
+    "no rank": lambda c: corrupt_order(c, ranked=c.cache.idle.ranked.at[5].set(False)),
+    "wrong number of idle pages": lambda c: corrupt_order(c, num=c.cache.idle.num - 1),
+    "wrong winner": corrupt_winner,
     "wrong number of pages": lambda c: c._replace(
         cache=c.cache._replace(num_pinned=c.cache.num_pinned + 1)
     ),
@@ -794,9 +797,11 @@ def test_vmap_equals_single_runs() -> None:
             walk.step()
         moments.append((walk.state, dict(walk.calls)))
 
-    def each_of(verbs: dict[str, Any]) -> Any:
+    def compiled_operations(verbs: dict[str, Any]) -> Any:
         return lambda state, calls: {
             verb: f(state, *calls[verb]) for verb, f in verbs.items()
         }
 
-    assert_maps(each_of(operations(4)), moments, each_of(walk.run))
+    assert_maps(
+        compiled_operations(operations(4)), moments, compiled_operations(walk.run)
+    )

@@ -1,7 +1,7 @@
-"""Hits, insertions and evictions of the prefix cache equal those of a plain model.
+"""Hits, insertions and evictions of the prefix cache equal those of a model.
 
-The forward pass adds up the tokens that stand in a sequence's pages: whoever started on
-a page of other tokens would give another answer.
+The forward pass sums the tokens on a sequence's pages, so a request that starts on
+pages of other tokens gives another answer.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ VOCAB = 61
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Writes tokens into pages; what comes next is a sum over all that stand there."""
+    """A model that writes tokens to pages; its next token is a sum over the pages."""
 
     def __call__(
         self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
@@ -47,14 +47,14 @@ class Sum:
         ids = arrays.take(rows.page_ids, slot, fill=NO_PAGE)
         held = pages.layout.read(pages, 0, ids)[0][..., 0, 0]
         place = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :]
-        # Where nothing was written yet stands NaN.
+        # Unwritten places hold NaN.
         held = jnp.where(place <= position[:, None], held, 0).astype(jnp.int32)
         total = jnp.sum(held * (place % 13 + 1), axis=1, dtype=jnp.int32)
         return ForwardResult(4 * jax.nn.one_hot(total % VOCAB, VOCAB), pages)
 
 
 def continued(prompt: Sequence[int], num: int) -> list[int]:
-    """The answer that the sums give."""
+    """Returns the answer that the sums give."""
     tokens = list(prompt)
     for _ in range(num):
         total = sum(token * (i % 13 + 1) for i, token in enumerate(tokens))
@@ -63,7 +63,7 @@ def continued(prompt: Sequence[int], num: int) -> list[int]:
 
 
 def make_pages(config: EngineConfig) -> kv_pages.Pages:
-    """Pages full of NaN, which nobody may ever see."""
+    """Makes pages of NaN, which must never be read."""
     pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
@@ -76,7 +76,7 @@ def make_pages(config: EngineConfig) -> kv_pages.Pages:
 
 
 class Replay(NamedTuple):
-    """A workload served, every call of it looked at by the model."""
+    """A served workload, each call of which the model has checked."""
 
     model: HitModel
     asks: dict[int, Ask]
@@ -94,16 +94,16 @@ def serve(
     chunk_size: int | None = None,
     cancels: float = 0.0,
 ) -> Replay:
-    """Serves requests and those that follow on them, with the model at its heels.
+    """Serves requests and their follow-ups, and checks each call with the model.
 
     Args:
       first: the requests, in order of arrival.
       config: the engine's bounds.
-      follow: makes another request of the first answer to one.
-      before_call: what to do to the engine before each call.
+      follow: makes a follow-up of the first answer to a request, or None.
+      before_call: changes the state before each call.
       program: the steps, compiled.
       chunk_size: as in `policies.fcfs`.
-      cancels: chance in each call that somebody hangs up.
+      cancels: probability per call that a request is cancelled.
     """
     rng, model, waiting = np.random.default_rng(3), HitModel(config), list(first)
     state = init(config, make_pages(config))
@@ -155,16 +155,16 @@ def serve(
     return Replay(model, asks, outcomes, num_preempted)
 
 
-# A trace, scaled down: 512 tokens, of which an id tells, are a page or two.
+# A trace, scaled down: an id represents 512 tokens, which become one or two pages.
 
 CHUNK = 512
 
 
 def scaled(share: int, *, num_tokens: int, max_length: int) -> list[Ask]:
-    """Every `share`-th conversation of the trace, `num_tokens` tokens for each 512.
+    """Returns every `share`-th conversation of the trace, `num_tokens` per 512 tokens.
 
-    Conversations are told apart by their first id. With fewer of them, what was said is
-    asked for again the sooner, as a small pool needs it.
+    Conversations are distinguished by their first id. With fewer of them, a prefix is
+    used again sooner, as a small pool needs it.
     """
     asks, path = [], traces.find("traces/mooncake_synthetic.jsonl")
     for name, line in enumerate(path.read_text().splitlines()):
@@ -179,7 +179,7 @@ def scaled(share: int, *, num_tokens: int, max_length: int) -> list[Ask]:
 
 
 def chunk(hash_id: int, num: int) -> list[int]:
-    """Tokens, three at least, that stand for this id and no other."""
+    """Returns at least three tokens that are unique to an id."""
     digits = [hash_id // VOCAB**k % VOCAB for k in range(3)]
     return [(digits[k % 3] + k // 3 * 7) % VOCAB for k in range(num)]
 
@@ -196,7 +196,7 @@ SMALL = EngineConfig(
     steps_per_call=8,
     prefix_cache=True,
 )
-"""Three sequences of full length, and what was read before."""
+"""Room for three sequences of full length and for cached prefixes."""
 
 
 @pytest.mark.slow
@@ -208,18 +208,17 @@ def test_hits_on_a_trace_equal_the_model() -> None:
     assert model.num_evicted > 1000
 
 
-# A chat: every turn begins with all that was said before.
+# A chat: every turn begins with the whole conversation so far.
 
 SYSTEM = np.random.default_rng(5).integers(0, VOCAB, 44).tolist()
 NUM_TURNS = 6
 
 
 class Chat:
-    """Users who go on with what they were answered, turn by turn.
+    """Users of a chat, each turn of which continues the answer to the last one.
 
-    All but one begin with the same words. There are two tenants; one user wants no
-    cache, the others want none in one turn. Some want two answers, and go on with the
-    first.
+    All but one begin with the same words. There are two tenants; one user disables the
+    cache, the rest do so in one turn. Some ask for two answers, and continue the first.
     """
 
     def __init__(self, num_users: int, seed: int = 0) -> None:
@@ -247,7 +246,7 @@ class Chat:
 def converse(
     num_users: int, config: EngineConfig, *, seed: int = 0, **how: Any
 ) -> Replay:
-    """A chat, served and looked at."""
+    """Serves a chat and checks it with the model."""
     chat = Chat(num_users, seed)
 
     def follow(outcome: Outcome, ask: Ask) -> Ask | None:
@@ -266,7 +265,7 @@ def test_hits_in_a_chat_equal_the_model() -> None:
     assert sum(model.num_cached.values()) > 2500
     assert model.num_evicted > 400
     assert replay.num_preempted > 4
-    # Many start on pages of the last answer, too.
+    # Many requests start on pages of the last answer, too.
     later = [name for name in asks if name % NUM_TURNS]
     beyond = [model.num_cached[name] > len(asks[name - 1].prompt) for name in later]
     assert sum(beyond) > 5
@@ -274,7 +273,7 @@ def test_hits_in_a_chat_equal_the_model() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [None, 50, 20])
-def test_who_reads_the_same_at_the_same_time_equals_the_model(
+def test_concurrent_equal_prompts_equal_the_model(
     chunk_size: int | None,
 ) -> None:
     rng = np.random.default_rng(2)
@@ -283,35 +282,35 @@ def test_who_reads_the_same_at_the_same_time_equals_the_model(
     wish = Sampling.greedy(max_tokens=4)
     asks = [Ask(name, prompt, wish) for name, prompt in enumerate(prompts)]
     model = serve(asks, SMALL, chunk_size=chunk_size).model
-    # The first ones find nothing, later ones all that they have in common.
+    # The first requests find no page, later ones the whole common prefix.
     assert 0 in model.num_cached.values()
     assert max(model.num_cached.values()) == 200
 
 
 @pytest.mark.thorough
-def test_hits_among_users_who_hang_up_equal_the_model() -> None:
+def test_hits_with_cancellations_equal_the_model() -> None:
     replay = converse(20, SMALL, seed=1, cancels=0.4)
     reasons = [outcome.reason for outcome in replay.outcomes.values()]
     assert reasons.count("cancelled") > 5
 
 
-def forgets_whose_it_is(state: EngineState) -> EngineState:
+def ignore_salt(state: EngineState) -> EngineState:
     salt = jnp.zeros_like(state.sequences.salt)
     return state._replace(sequences=state.sequences._replace(salt=salt))
 
 
-def keeps_what_it_should_not(state: EngineState) -> EngineState:
+def cache_opted_out(state: EngineState) -> EngineState:
     reuses = jnp.ones_like(state.sequences.reuses)
     return state._replace(sequences=state.sequences._replace(reuses=reuses))
 
 
-def evicts_the_latest(state: EngineState) -> EngineState:
+def evict_most_recent(state: EngineState) -> EngineState:
     cache = state.prefixes
     assert cache is not None
-    return state._replace(prefixes=prefix_eviction.rank_anew(cache, -cache.last_used))
+    return state._replace(prefixes=prefix_eviction.rerank(cache, -cache.last_used))
 
 
-def misses_what_it_has(state: EngineState) -> EngineState:
+def never_match(state: EngineState) -> EngineState:
     cache = state.prefixes
     assert cache is not None
     return state._replace(
@@ -323,13 +322,13 @@ def misses_what_it_has(state: EngineState) -> EngineState:
 @pytest.mark.parametrize(
     "wrong",
     [
-        forgets_whose_it_is,
-        keeps_what_it_should_not,
-        evicts_the_latest,
-        misses_what_it_has,
+        ignore_salt,
+        cache_opted_out,
+        evict_most_recent,
+        never_match,
     ],
 )
-def test_no_other_cache_passes(wrong: Callable) -> None:
+def test_model_detects_faulty_caches(wrong: Callable) -> None:
     with pytest.raises(AssertionError):
         converse(20, SMALL, before_call=wrong)
 
@@ -385,11 +384,11 @@ def never_used(cache: Prefixes, ids: Any) -> Prefixes:
     return cache
 
 
-def found_by_all(cache, tokens, num_tokens, salt, wanted):
+def match_any_salt(cache, tokens, num_tokens, salt, wanted):
     return match(cache, tokens, num_tokens, jnp.zeros_like(salt), wanted)
 
 
-def one_too_few(cache, tokens, num_tokens, salt, wanted):
+def match_one_page_less(cache, tokens, num_tokens, salt, wanted):
     return match(cache, tokens, num_tokens - 1, salt, wanted)
 
 
@@ -401,11 +400,11 @@ match = prefix_cache.match
     ("module", "name", "wrong"),
     [
         (prefix_eviction, "use", never_used),
-        (prefix_cache, "match", found_by_all),
-        (prefix_cache, "match", one_too_few),
+        (prefix_cache, "match", match_any_salt),
+        (prefix_cache, "match", match_one_page_less),
     ],
 )
-def test_no_other_program_passes(
+def test_model_detects_faulty_programs(
     module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, wrong)

@@ -1,4 +1,4 @@
-"""Folders in and out: round trips, and one clear line for every way to be broken."""
+"""Model folders: round trips, and an error of one line for every defect."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A copy of a golden folder, to be broken."""
+    """A copy of a golden folder, to be damaged."""
     return shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
 
 
@@ -67,7 +67,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any])
 
 
 def refusal(folder: Path, **kwargs: Any) -> str:
-    """The one line with which a folder is refused."""
+    """Returns the error with which a folder is refused, on one line."""
     with pytest.raises(ValueError, match=re.escape(str(folder))) as info:
         checkpoints.load_model(folder, **kwargs)
     line = str(info.value)
@@ -79,9 +79,7 @@ def refusal(folder: Path, **kwargs: Any) -> str:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_what_was_loaded_is_saved_as_transformers_saved_it(
-    name: str, tmp_path: Path
-) -> None:
+def test_save_restores_the_original_folder(name: str, tmp_path: Path) -> None:
     dtype = "bfloat16" if name == "bfloat16" else "float32"
     config, params, tokenizer, eos_ids = checkpoints.load_model(
         GOLDEN / name, dtype=dtype
@@ -106,7 +104,7 @@ def test_what_was_loaded_is_saved_as_transformers_saved_it(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_moe"])
-def test_stacked_layers_are_saved_as_any_others(name: str, tmp_path: Path) -> None:
+def test_stacked_layers_are_saved(name: str, tmp_path: Path) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
     stacked = param_forms.stack_layers(config, params)
     assert param_forms.is_stacked(stacked)
@@ -143,7 +141,7 @@ def test_shards_and_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_take_the_type_that_is_asked(dtype: str, tmp_path: Path) -> None:
+def test_weights_are_cast(dtype: str, tmp_path: Path) -> None:
     params = transformer.init_params(SMALL, jax.random.key(0))
     folder = checkpoints.save_model(tmp_path / "m", SMALL, params, dtype=dtype)
     stored = tensors_in(folder)["model.embed_tokens.weight"]
@@ -159,9 +157,7 @@ def test_weights_take_the_type_that_is_asked(dtype: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_that_are_not_finite_are_refused_by_name(
-    value: float, dtype: str, llama: Path
-) -> None:
+def test_infinite_weights_are_refused(value: float, dtype: str, llama: Path) -> None:
     def spoil(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.norm.weight"][3] = value
 
@@ -178,7 +174,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
         ("float16", 7e4, "bfloat16"),
     ],
 )
-def test_weights_that_only_a_wider_type_holds_are_refused(
+def test_overflowing_weights_are_refused(
     dtype: str, value: float, holds_it: str, llama: Path
 ) -> None:
     def spoil(tensors: dict[str, np.ndarray]) -> None:
@@ -191,7 +187,7 @@ def test_weights_that_only_a_wider_type_holds_are_refused(
     assert line in refusal(llama, dtype=dtype)
 
 
-# Names that differ, or that are no weights
+# Names that differ, or that are not weights
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2", "opt"])
@@ -207,7 +203,7 @@ def test_names_of_a_bare_transformer(name: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_buffers_and_a_tied_head_are_no_weights(tmp_path: Path) -> None:
+def test_buffers_and_tied_head_are_ignored(tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
 
     def add(tensors: dict[str, np.ndarray]) -> None:
@@ -228,8 +224,8 @@ def test_buffers_and_a_tied_head_are_no_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama3", "qwen2_moe"])
-def test_a_tied_head_that_differs_is_refused(name: str, tmp_path: Path) -> None:
-    # transformers 4 leaves such a head out, transformers 5 keeps it.
+def test_different_tied_head_is_refused(name: str, tmp_path: Path) -> None:
+    # transformers 4 omits such a head, transformers 5 keeps it.
     folder = shutil.copytree(GOLDEN / name, tmp_path / name)
     embed, head = embed_and_head(checkpoints.read_config(folder))
     change_config(folder, tie_word_embeddings=True)
@@ -252,7 +248,7 @@ def test_a_tied_head_that_differs_is_refused(name: str, tmp_path: Path) -> None:
     assert f"{head} has shape" in refusal(folder)
 
 
-def test_tied_embeddings_may_go_by_the_name_of_the_head(tmp_path: Path) -> None:
+def test_tied_embeddings_under_the_name_of_the_head(tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
     embed, head = "transformer.wte.weight", "lm_head.weight"
     change_tensors(folder, lambda tensors: tensors.update({head: tensors.pop(embed)}))
@@ -263,7 +259,7 @@ def test_tied_embeddings_may_go_by_the_name_of_the_head(tmp_path: Path) -> None:
 # config.json
 
 
-def test_both_ways_to_write_rotary_positions() -> None:
+def test_both_forms_of_rotary_keys() -> None:
     new = config_of("llama3")
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     rope = dict(new["rope_parameters"])
@@ -291,7 +287,7 @@ def test_both_ways_to_write_rotary_positions() -> None:
     assert configs.from_hf(plain).rope_scaling is None
 
 
-def test_what_a_config_may_leave_out() -> None:
+def test_optional_config_keys() -> None:
     raw = config_of("llama")
     for key in ("head_dim", "num_key_value_heads", "rope_parameters", "architectures"):
         raw.pop(key)
@@ -327,7 +323,7 @@ def test_windows_of_mistral() -> None:
     assert configs.from_hf(raw).window == 4096
 
 
-def test_a_config_that_is_not_supported_is_refused_by_its_file(llama: Path) -> None:
+def test_unsupported_config_error_names_the_file(llama: Path) -> None:
     change_config(llama, head_dim=7)
     assert refusal(llama).startswith("FOLDER/config.json: head_dim=7 must be even")
 
@@ -343,7 +339,7 @@ def test_a_config_that_is_not_supported_is_refused_by_its_file(llama: Path) -> N
         ({"family": "opt", "norm_eps": 1e-6}, "has no place"),
     ],
 )
-def test_a_shape_without_a_place_in_its_family_is_not_saved(
+def test_config_that_its_family_cannot_express_is_refused(
     changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     config = dataclasses.replace(SMALL, **changes)
@@ -367,7 +363,7 @@ def test_missing_files(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\ufffe", "[" * 100_000])
-def test_a_config_that_is_no_json_object(text: str, llama: Path) -> None:
+def test_config_must_be_a_json_object(text: str, llama: Path) -> None:
     (llama / "config.json").write_bytes(text.encode("utf-16-le"))
     assert refusal(llama).startswith("FOLDER/config.json: ")
     (llama / "config.json").write_text(text)
@@ -381,7 +377,7 @@ def test_truncated_weights(num_bytes: int, llama: Path) -> None:
     assert refusal(llama).startswith(f"FOLDER/{WEIGHTS}: ")
 
 
-def test_weights_that_are_something_else(llama: Path) -> None:
+def test_invalid_weight_files(llama: Path) -> None:
     (llama / WEIGHTS).write_text("<html>not found</html>")
     assert refusal(llama).startswith(f"FOLDER/{WEIGHTS}: ")
     (llama / WEIGHTS).unlink()
@@ -389,7 +385,7 @@ def test_weights_that_are_something_else(llama: Path) -> None:
     assert refusal(llama).startswith(f"FOLDER/{WEIGHTS}: ")
 
 
-def test_tensors_missing_unexpected_or_of_another_kind(llama: Path) -> None:
+def test_wrong_tensors(llama: Path) -> None:
     key = "model.layers.1.self_attn.k_proj.weight"
     whole = (llama / WEIGHTS).read_bytes()
 
@@ -422,7 +418,7 @@ def test_a_config_of_another_model(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float64"])
-def test_types_that_no_model_is_loaded_in(dtype: str) -> None:
+def test_invalid_dtypes(dtype: str) -> None:
     with pytest.raises(ValueError, match=r"dtype=.* must be float32"):
         checkpoints.load_model(GOLDEN / "llama", dtype=dtype)
 
@@ -440,7 +436,7 @@ def test_types_that_no_model_is_loaded_in(dtype: str) -> None:
         None,
     ],
 )
-def test_an_index_does_not_reach_out_of_its_folder(name: Any, tmp_path: Path) -> None:
+def test_index_refers_to_its_folder_only(name: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded")
     shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
     path = folder / "model.safetensors.index.json"
@@ -468,7 +464,7 @@ def test_broken_indices(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(st.tuples(st.integers(0, 2_500), st.integers(0, 255)), min_size=1))
-def test_no_header_does_worse_than_a_value_error(
+def test_corrupt_headers_raise_value_errors(
     tmp_path: Path, edits: list[tuple[int, int]]
 ) -> None:
     folder = tmp_path / "fuzzed"
@@ -486,14 +482,14 @@ def test_no_header_does_worse_than_a_value_error(
     assert "\n" not in line
 
 
-# Saving in place of something
+# Saving over existing folders
 
 
-def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+def test_existing_folders_are_not_overwritten(tmp_path: Path) -> None:
     params = transformer.init_params(SMALL, jax.random.key(0))
     folder = tmp_path / "model"
     folder.mkdir()
-    checkpoints.save_model(folder, SMALL, params)  # an empty folder is no loss
+    checkpoints.save_model(folder, SMALL, params)  # an empty folder may be replaced
     with pytest.raises(ValueError, match="is there already"):
         checkpoints.save_model(folder, SMALL, params)
     (folder / "stale.txt").touch()
@@ -507,7 +503,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"]
 
 
-def test_an_interrupted_save_leaves_what_was_there(
+def test_interrupted_save_keeps_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = transformer.init_params(SMALL, jax.random.key(0))
@@ -579,7 +575,7 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     assert refusal(folder).startswith("FOLDER/tokenizer.json: not a tokenizer")
 
 
-def test_tokens_that_other_files_name(tmp_path: Path) -> None:
+def test_added_tokens_of_other_files(tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "tokenized", tmp_path / "t")
     change_config(folder, eos_token_id=None)
     path = folder / "tokenizer_config.json"
@@ -617,7 +613,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     loaded = checkpoints.load_model(folder)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
     assert loaded.tokenizer.eos_ids == loaded.eos_ids == (256,)
-    (folder / "vocab.json").write_text("{}")  # a tokenizer, but none that we read
+    (folder / "vocab.json").write_text("{}")  # an unsupported tokenizer
     loaded = checkpoints.load_model(folder)
     assert loaded.tokenizer is None
     assert loaded.eos_ids == (256,)

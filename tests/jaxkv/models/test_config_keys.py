@@ -16,7 +16,7 @@ from tests.support.folders import GOLDEN
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 HARMLESS = {key for keys in huggingface_harmless.KEYS.values() for key in keys}
-# What transformers 4 wrote of every model, beside the keys of transformers 5.
+# Keys of transformers 4 for every model, in addition to those of transformers 5.
 OLD_KEYS = """
 _name_or_path add_cross_attention bad_words_ids begin_suppress_tokens
 decoder_start_token_id diversity_penalty do_sample early_stopping
@@ -30,7 +30,7 @@ tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """A golden config.json, with a window where the family has one if it is asked."""
+    """Returns a golden config.json, with a sliding window if asked and supported."""
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     if FAMILIES[name].windows == "flagged":
         raw |= {"use_sliding_window": True, "sliding_window": 8}
@@ -39,7 +39,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def another(key: str, value: Any) -> Any:
-    """A value of the same kind that asks for something else."""
+    """Returns another value of the same type."""
     if key == "layer_types":
         return ["full_attention", "sliding_attention"]
     if key.endswith("_layers") or value is None:
@@ -60,7 +60,7 @@ def refusal(raw: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "key"), [(name, key) for name in KEYS for key in KEYS[name]]
 )
-def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) -> None:
+def test_every_transformers_key_is_read_or_harmless(name: str, key: str) -> None:
     raw, family = config_of(name), FAMILIES[name]
     harmless = HARMLESS | {*family.harmless}
     if family.windows == "off":
@@ -77,7 +77,7 @@ def test_every_key_of_transformers_counts_or_is_harmless(name: str, key: str) ->
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_served_model_is_counted_as_it_is_served(name: str) -> None:
+def test_served_models_have_the_counted_size(name: str) -> None:
     raw, num_served = config_of(name), 0
     files = [
         raw | {key: another(key, raw.get(key, KEYS[name][key]))} for key in KEYS[name]
@@ -94,7 +94,7 @@ def test_a_served_model_is_counted_as_it_is_served(name: str) -> None:
     assert num_served > len(files) // 2
 
 
-def test_families_that_are_only_counted_are_refused_by_name() -> None:
+def test_families_without_serving_are_refused() -> None:
     served = {name for name, family in FAMILIES.items() if family.servable}
     assert served == {*get_args(config.FamilyName.__value__)}
     counted = FAMILIES.keys() - served
@@ -107,8 +107,7 @@ def test_families_that_are_only_counted_are_refused_by_name() -> None:
             assert architecture not in line.partition("only")[2]
 
 
-# The keys of the `config.json` that came with the weights, without `auto_map` and
-# `quantization_config`.
+# Keys of the original `config.json`, without `auto_map` and `quantization_config`.
 DEEPSEEK_V3 = """
 architectures attention_bias attention_dropout bos_token_id eos_token_id ep_size
 first_k_dense_replace hidden_act hidden_size initializer_range intermediate_size
@@ -129,7 +128,7 @@ def test_every_key_of_deepseek_v3_is_in_its_entry() -> None:
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_what_transformers_4_wrote_of_every_model(name: str) -> None:
+def test_keys_of_transformers_4(name: str) -> None:
     raw = config_of(name)
     old = dict.fromkeys(OLD_KEYS, "anything") | {"add_cross_attention": False}
     assert configs.from_hf(raw | old) == configs.from_hf(raw)
@@ -148,16 +147,24 @@ def test_published_models_are_read(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "line"),
     [
-        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 may change what LlamaFor"),
+        (
+            "llama",
+            {"logit_scale": 0.5},
+            "logit_scale=0.5 may change the logits of Llama",
+        ),
         ("llama", {"new_feature": False}, "new_feature=False may change"),
         ("llama", {"n_layer": 1, "n_embd": 2}, "n_layer=1, n_embd=2 may change"),
         ("llama", {"auto_map": {"AutoModel": "a.B"}}, "auto_map is not supported: "),
         ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config={'0': {}} may"),
         ("llama", {"layer_norm_eps": 0.1}, "layer_norm_eps=0.1 may change"),
-        ("gpt2", {"rope_theta": 1e4}, "rope_theta=10000.0 may change what GPT2LM"),
+        (
+            "gpt2",
+            {"rope_theta": 1e4},
+            "rope_theta=10000.0 may change the logits of GPT2",
+        ),
         ("gpt2", {"hidden_act": "relu"}, "hidden_act='relu' may change"),
         ("mixtral", {"moe_intermediate_size": 8}, "moe_intermediate_size=8 may"),
-        ("opt", {"head_dim": 4}, "head_dim=4 may change what OPTForCausalLM computes"),
+        ("opt", {"head_dim": 4}, "head_dim=4 may change the logits of OPTForCausalLM"),
         ("llama", {"a\nb": "c" * 999}, r"a\\nb='ccc"),
     ],
 )
@@ -226,12 +233,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["mamba", "mamba"]}, "layer_types=['mamba', 'mamba'] must"),
         (
             {"original_max_position_embeddings": 16},
-            "original_max_position_embeddings=16 means nothing with",
+            "original_max_position_embeddings=16 has no effect with",
         ),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling={'factor': 2.0} con"),
         (
             {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
-            "factor=2.0 means nothing with rope_type='default'",
+            "factor=2.0 has no effect with rope_type='default'",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "type": "linear"}},
@@ -310,21 +317,21 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_theta": 7.0}, "rope_theta of the rotary object=10000.0 contr"),
     ],
 }
-"""What is not supported, contradicts itself or is no such number, by family."""
+"""Unsupported, contradictory or invalid values, by family."""
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "line"),
     [(name, *row) for name, rows in REFUSED.items() for row in rows],
 )
-def test_what_is_not_supported_or_contradicts_itself_is_refused(
+def test_unsupported_or_contradictory_values_are_refused(
     name: str, changes: dict[str, Any], line: str
 ) -> None:
     raw = json.loads((GOLDEN / name / "config.json").read_text()) | changes
     assert refusal(raw).startswith(line)
 
 
-def test_either_of_two_names_will_do() -> None:
+def test_aliases_are_accepted() -> None:
     gpt2, mixtral = config_of("gpt2"), config_of("mixtral")
     renamed = {"num_hidden_layers": gpt2["n_layer"], "hidden_size": gpt2["n_embd"]}
     assert configs.from_hf(gpt2 | renamed) == configs.from_hf(gpt2)
@@ -336,7 +343,7 @@ def test_either_of_two_names_will_do() -> None:
     assert found.num_experts == num
 
 
-def test_nulls_and_defaults_mean_what_transformers_takes_them_to() -> None:
+def test_nulls_and_defaults_equal_transformers() -> None:
     mistral, qwen2 = config_of("mistral"), config_of("qwen2")
     heads = {"num_attention_heads": 16, "head_dim": 2, "num_key_value_heads": None}
     assert configs.from_hf(mistral | heads).num_kv_heads == 16
@@ -346,14 +353,14 @@ def test_nulls_and_defaults_mean_what_transformers_takes_them_to() -> None:
     qwen2.pop("sliding_window")
     assert configs.from_hf(qwen2).window == 4096
     assert configs.from_hf(qwen2 | {"sliding_window": None}).window is None
-    # Layers without experts may stand in any order.
+    # Layers without experts may be listed in any order.
     moe = config_of("qwen3_moe") | {"num_hidden_layers": 3}
     found = configs.from_hf(moe | {"mlp_only_layers": [1, 0]}).experts
     assert found is not None
     assert found.num_dense_layers == 2
 
 
-def test_original_positions_beside_the_rotary_object() -> None:
+def test_original_positions_outside_the_rotary_object() -> None:
     raw = json.loads((GOLDEN / "llama3" / "config.json").read_text())
     rope = dict(raw["rope_parameters"])
     original = rope.pop("original_max_position_embeddings")
@@ -399,7 +406,7 @@ STRANGE = (
     "name",
     [pytest.param(x, marks=[] if x == "llama" else pytest.mark.thorough) for x in KEYS],
 )
-def test_whatever_a_file_holds_is_a_model_or_one_line(name: str) -> None:
+def test_random_configs_load_or_fail_in_one_line(name: str) -> None:
     raw = config_of(name)
     keys = {*KEYS[name], *positions.KEYS, *positions.WINDOW_KEYS, "unknown"}
     num_refused = 0

@@ -1,4 +1,4 @@
-"""Our arithmetic against transformers', on tiny models of every family."""
+"""Arithmetic compared with transformers on tiny models of every family."""
 
 import functools
 
@@ -32,7 +32,7 @@ def continue_greedily(
     num_prompt: int,
     config: ModelConfig,
 ) -> Int32[Array, "1 length"]:
-    """Fills everything past the prompt, one full forward pass a token."""
+    """Appends greedy tokens to the prompt, with one full forward pass per token."""
 
     def step(index, tokens):
         logits = transformer.logits(params, tokens, config=config)
@@ -42,7 +42,7 @@ def continue_greedily(
     return jax.lax.fori_loop(num_prompt, tokens.shape[1], step, tokens)
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_has_a_golden_folder() -> None:
     families = {checkpoints.read_config(GOLDEN / name).family for name in FOLDERS}
     assert families == {name for name, x in FAMILIES.items() if x.servable}
     assert len(list((GOLDEN / "sharded").glob("*.safetensors"))) >= 3

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the routing, the layers, the folders, the engine that serves."""
+"""Mixtures of experts: routing, layers, folders, and the engine."""
 
 import dataclasses
 import functools
@@ -52,21 +52,21 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 def test_routing_worked_by_hand() -> None:
     scores = jnp.asarray([[0.0, 2.0, 1.0], [1.0, 1.0, 1.0]], jnp.float32)
     routing = moe.route(scores, top_k=2, renormalise=True)
-    assert routing.expert.tolist() == [[1, 2], [0, 1]]  # of equals, the lower number
+    assert routing.expert.tolist() == [[1, 2], [0, 1]]  # among equals, the lower number
     np.testing.assert_allclose(routing.share, [[0.7311, 0.2689], [0.5, 0.5]], atol=5e-5)
     plain = moe.route(scores, top_k=2, renormalise=False)
     np.testing.assert_allclose(plain.share[0], [0.6652, 0.2447], atol=5e-5)
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
-    """All rows may choose the same two of six: none is dropped, none is padded."""
+def test_mix_equals_reference(crowded: bool) -> None:
+    """All rows may choose the same two of six experts: none is dropped or padded."""
     rng, sizes_seen = np.random.default_rng(1), []
     x = rng.normal(size=(24, 4)).astype(np.float32)
     scores = rng.normal(size=(24, 6)) + (np.array([9, 0, 0, 8, 0, 0]) * crowded)
     w = rng.normal(size=(6, 4, 3)).astype(np.float32)
     live = rng.random(24) < 0.7
-    x[~live] = np.nan  # rows of nobody may hold anything
+    x[~live] = np.nan  # rows that are not live may have any content
     routing = moe.route(jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True)
 
     def answer(rows: Any, sizes: Any) -> Any:
@@ -93,11 +93,11 @@ def test_every_row_is_answered_by_all_its_experts(crowded: bool) -> None:
 def test_balance_and_imbalance_worked_by_hand() -> None:
     probs = jnp.asarray([[0.5, 0.3, 0.2, 0.0], [0.4, 0.1, 0.3, 0.2]], jnp.float32)
     routing = moe.Routing(probs, jnp.asarray([[0, 1], [0, 2]]), probs[:, :2])
-    np.testing.assert_allclose(moe.load(routing), [1.0, 0.5, 0.5, 0.0])
+    np.testing.assert_allclose(moe.expert_load(routing), [1.0, 0.5, 0.5, 0.0])
     # 4 (1 * 0.45 + 0.5 * 0.2 + 0.5 * 0.25)
     assert float(moe.balance_loss(routing)) == pytest.approx(2.7)
     even = jnp.full((4,), 0.5, jnp.float32)
-    found = moe.imbalance(jnp.stack([even, moe.load(routing)]))
+    found = moe.imbalance(jnp.stack([even, moe.expert_load(routing)]))
     np.testing.assert_allclose(found.busiest, [1.0, 2.0])
     np.testing.assert_allclose(found.variation, [0.0, 0.5**0.5], rtol=1e-6)
     np.testing.assert_allclose(found.idle, [0.0, 0.25])
@@ -105,7 +105,7 @@ def test_balance_and_imbalance_worked_by_hand() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
-def test_balance_is_what_transformers_says(name: str) -> None:
+def test_balance_loss_equals_transformers(name: str) -> None:
     config, params, *_ = checkpoints.load_model(GOLDEN / name)
     assert config.experts is not None
     expected = np.load(GOLDEN / name / "expected.npz")
@@ -117,7 +117,7 @@ def test_balance_is_what_transformers_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_is_counted_as_its_folder_is(name: str) -> None:
+def test_parameter_count_equals_the_folder(name: str) -> None:
     config = checkpoints.read_config(GOLDEN / name)
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     model = from_model.describe(config)
@@ -156,7 +156,7 @@ def test_equal_experts_are_a_dense_model(activation: Any) -> None:
 
 @pytest.mark.thorough
 def test_gradients_equal_finite_differences() -> None:
-    """Of the loss with its auxiliary part, all parameters at once, in float64."""
+    """The loss with its load-balancing term, over all parameters, in float64."""
     with jax.enable_x64(True):
         config = dataclasses.replace(
             ONE_LAYER,
@@ -180,7 +180,7 @@ def test_gradients_equal_finite_differences() -> None:
         grad, at = compiled(jax.grad(loss, has_aux=True))(jnp.float64(0))
         at_step = compiled(loss)
         (above, up), (below, down) = (at_step(jnp.float64(x)) for x in (1e-6, -1e-6))
-        # No choice lay so near a tie that it went another way.
+        # No choice is near a tie.
         assert (up.loads == at.loads).all()
         assert (down.loads == at.loads).all()
         assert abs(at.auxiliary) > 0.1
@@ -199,16 +199,16 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seeds", "others", "as_served"),
+    ("seeds", "place", "as_served"),
     [
         (range(1), "crowd", False),
         pytest.param(range(1, 30), "plenty", True, marks=pytest.mark.slow),
     ],
 )
-def test_the_engine_serves_it_to_the_same_bits_in_any_batch(
-    seeds: range, others: str, as_served: bool
+def test_engine_is_batch_invariant_with_experts(
+    seeds: range, place: str, as_served: bool
 ) -> None:
-    """All at once, with too few pages, and each request alone."""
+    """Compares all requests at once, with too few pages, with single requests."""
     config = batches.config_of(batches.PLACES["crowd"])
     num_preempted = 0
     for seed in seeds:
@@ -221,8 +221,8 @@ def test_the_engine_serves_it_to_the_same_bits_in_any_batch(
         }
         assert got == expected
         for ask in asks:
-            alone = serve([ask], others, as_served).outcomes[ask.request_id]
-            batches.assert_same_bits(crowd.outcomes[ask.request_id], alone)
+            single = serve([ask], place, as_served).outcomes[ask.request_id]
+            batches.assert_same_bits(crowd.outcomes[ask.request_id], single)
     assert num_preempted >= len(seeds)
 
 
@@ -244,7 +244,7 @@ def test_a_folder_with_fewer_tensors_than_experts(tmp_path: Path) -> None:
         ("qwen3_moe", {}, "has no place"),
     ],
 )
-def test_a_mixture_without_a_place_in_its_family(
+def test_mixture_that_its_family_cannot_express_is_refused(
     family: Any, changes: Any, line: str
 ) -> None:
     experts = dataclasses.replace(EXPERTS, **changes)

@@ -1,4 +1,4 @@
-"""Every family through pages, in random pieces, against one plain forward pass."""
+"""Every family: paged forward passes in random pieces against one plain pass."""
 
 import dataclasses
 import functools
@@ -36,14 +36,14 @@ PAGE_SIZES = {
     "opt": 128,
     "qwen2_moe": 4,
 }
-"""Of every family's pages in the quicker test."""
+"""Number of pages per family in the quick test."""
 BOTH_PROGRAMS = ("llama3", "qwen3", "mistral", "qwen2_moe")
-"""Whose steps of one row a slot go by a program of their own there."""
+"""Families whose passes with one row per slot are compiled separately as well."""
 OTHERS = ("bfloat16", "sharded", "tokenized", "mixtral", "qwen3_moe")
 
 
-def test_few_rows_are_multiplied_in_the_company_of_zeros() -> None:
-    """What stands behind a column's own numbers is no row's business."""
+def test_few_rows_are_padded() -> None:
+    """Padding of a column does not affect its numbers."""
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(24, 16)), "float32")
     asked = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 25, 31, 33)
@@ -62,7 +62,7 @@ def test_few_rows_are_multiplied_in_the_company_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_many_rows_are_multiplied_with_the_rows_first(bias: bool) -> None:
+def test_many_rows_are_multiplied_rows_first(bias: bool) -> None:
     config = dataclasses.replace(engines.MODEL, mlp_bias=bias)
     layer = layers.Layer(config, 0, rngs=nnx.Rngs(0), dtype=jnp.float32)
     rng = np.random.default_rng(0)
@@ -70,9 +70,11 @@ def test_many_rows_are_multiplied_with_the_rows_first(bias: bool) -> None:
         layer.up.bias[...] = jnp.asarray(
             rng.normal(size=layer.up.bias.shape), "float32"
         )
-    x = rng.normal(size=(config.hidden_size, layers.MANY)).astype(np.float32)
+    x = rng.normal(size=(config.hidden_size, layers.MANY_ROWS)).astype(np.float32)
     first = [True, False]
-    for num_rows, rows_first in zip((layers.MANY, layers.MANY - 1), first, strict=True):
+    for num_rows, rows_first in zip(
+        (layers.MANY_ROWS, layers.MANY_ROWS - 1), first, strict=True
+    ):
         some = x[:, :num_rows]
         activate = functools.partial(nonlinear.activate, config)
         hidden = functools.partial(transformer.COLUMNS.expand, layer.up, then=activate)
@@ -164,9 +166,7 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
         dict(experts=EXPERTS),
     ],
 )
-def test_parameters_have_the_bits_of_those_drawn_one_by_one(
-    fields: dict, dtype: str
-) -> None:
+def test_parameters_equal_single_draws(fields: dict, dtype: str) -> None:
     config, key = ModelConfig(**vars(TINY) | fields), jax.random.key(5)
     alone = transformer.Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
     expected = nnx.to_pure_dict(nnx.state(alone, nnx.Param))
@@ -187,16 +187,16 @@ def test_half_precision_weights_give_float32_logits() -> None:
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
 
 
-def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
-    """Of 2 to 4 rows by the second form alone; stacked they are each layer's own."""
+def test_transposed_weights_give_equal_results() -> None:
+    """2 to 4 rows use the transposed weights only; also for stacked layers."""
     config, params = engines.MODEL, engines.params()
-    twice = param_forms.for_few_rows(params)
+    twice = param_forms.add_transposed_weights(params)
     again = weights.checked_params(config, twice)
     assert len(again) == len(jax.tree.leaves(params)) < len(jax.tree.leaves(twice))
     stacked = param_forms.stack_layers(config, params)
     jax.tree.map(
         np.testing.assert_array_equal,
-        param_forms.for_few_rows(stacked),
+        param_forms.add_transposed_weights(stacked),
         param_forms.stack_layers(config, twice),
     )
     layer, other = (transformer.merge(config, x).layers[1] for x in (params, twice))
@@ -218,8 +218,8 @@ def test_weights_that_stand_twice_multiply_few_rows_alike() -> None:
 @pytest.mark.parametrize(
     "name", ["llama3", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
 )
-def test_scanned_layers_answer_as_unrolled_ones(name: str) -> None:
-    """The engine's tokens and log-probabilities, to the bit."""
+def test_scanned_layers_equal_unrolled_layers(name: str) -> None:
+    """The engine's tokens and log-probabilities are equal bit for bit."""
     ask = jaxkv.Sampling(temperature=0.9, top_k=20, max_tokens=12, seed=3, logprobs=0)
     answers = []
     for scan in (False, True):
@@ -240,7 +240,7 @@ def golden(name: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_past_learned_positions_is_refused(name: str) -> None:
+def test_exceeded_learned_positions_are_refused(name: str) -> None:
     config = golden(name)
     assert config.max_positions == 96
     line = "=97 must be at most 96, the model's learned positions"
@@ -258,7 +258,7 @@ def test_past_learned_positions_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
+def test_rows_beyond_learned_positions_are_nan(name: str) -> None:
     config, params, _, _ = checkpoints.load_model(GOLDEN / name)
     model = transformer.Transformer(config, rngs=nnx.Rngs(0))
     nnx.update(model, nnx.State(params))
@@ -273,11 +273,11 @@ def test_rows_past_learned_positions_are_no_numbers(name: str) -> None:
     np.testing.assert_array_equal(is_nan.any(0), [False, False, True, True])
 
 
-def test_past_rotary_positions_is_said_once() -> None:
+def test_exceeded_rotary_positions_warn_once() -> None:
     config = golden("llama")
     shapes = transformer.param_shapes(config)
     tokens = jax.ShapeDtypeStruct((1, 129), jnp.int32)
-    line = "=129 is past 128, the positions that the model is meant for; it may answer"
+    line = "=129 is past 128, the positions that the model supports; the quality"
     with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
         jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
     assert len(said) == 1

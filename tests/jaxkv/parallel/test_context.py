@@ -1,4 +1,4 @@
-"""Pages of every sequence on several devices: the answers of one, and what is sent."""
+"""Context parallelism: answers equal those of one device, and bytes the formulas."""
 
 import collections
 import dataclasses
@@ -30,19 +30,19 @@ from tests.support import engines, meshes
 from tests.support.folders import GOLDEN, ROOT
 
 BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
-"""The smallest parts are of one token, on eight devices."""
+"""Pages whose parts have one token on eight devices."""
 PARTS = jax.sharding.PartitionSpec("context")
-"""Of what devices that divide pages have one after another."""
+"""Concatenates the results of devices that divide pages."""
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 
 
 def fed(
     family: str, mesh: Mesh, page_size: int = meshes.PAGE_SIZE
 ) -> tuple[list[Any], list[Any], Any]:
-    """The logits of the prompts, chunk by chunk, by pages in parts.
+    """Runs the prompts chunk by chunk with divided pages.
 
     Returns:
-      Logits of each chunk's rows, the compiled programs, and the pages at the end.
+      Logits of each chunk's rows, the compiled programs, and the final pages.
     """
     loaded = checkpoints.load_model(GOLDEN / family)
     jitted, params, pages = meshes.divided(
@@ -61,7 +61,7 @@ def fed(
 def check_family(
     family: str, mesh: Mesh, how: Layout, page_size: int = meshes.PAGE_SIZE
 ) -> None:
-    """Logits of one device, bytes of the formula, and pages in parts."""
+    """Checks logits against one device, bytes against the formula, and the pages."""
     found, programs, pages = fed(family, mesh, page_size)
     loaded = checkpoints.load_model(GOLDEN / family)
     for slot, length in enumerate(meshes.LENGTHS):
@@ -102,7 +102,7 @@ def check_family(
     ],
 )
 def test_logits_are_those_of_one_device(degree: int, page_size: int) -> None:
-    """Also where the last devices have nothing of any sequence yet."""
+    """Includes devices without a token of any sequence."""
     how = Layout(pages=degree)
     check_family("llama", make_mesh(context=degree), how, page_size)
 
@@ -124,7 +124,7 @@ def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "ep", "others"),
+    ("family", "ep", "degrees"),
     [
         pytest.param("mixtral", 2, {}, marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", 4, {}, marks=pytest.mark.thorough),
@@ -132,8 +132,8 @@ def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:
         pytest.param("mixtral", 2, {"tensor": 2}, marks=pytest.mark.thorough),
     ],
 )
-def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
-    how = Layout(expert=ep, data=ep, gather=True, **others)
+def test_experts_on_several_devices(family: str, ep: int, degrees: Any) -> None:
+    how = Layout(expert=ep, data=ep, gather=True, **degrees)
     mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=ep)
     check_family(family, mesh, how)
 
@@ -150,7 +150,7 @@ def test_experts_on_several_devices(family: str, ep: int, others: Any) -> None:
     ],
 )
 def test_answers_are_those_of_one_device(degree: int, budget: int) -> None:
-    """Where devices divide the rows of mixed passes, and where they do not."""
+    """With and without division of the rows of mixed passes."""
     found = answers(make_mesh(context=degree), token_budget=budget)
     assert found == answers(None)
 
@@ -169,7 +169,7 @@ WAYS = [
 
 
 def program_of(how: Layout, num_layers: int, rows: kv_pages.Rows) -> Any:
-    """The compiled step of a layout."""
+    """Returns the compiled step of a layout."""
     config = dataclasses.replace(LARGER, num_layers=num_layers)
     mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=how.expert)
     run, *given = meshes.divided(config, engines.params(config), mesh)
@@ -177,7 +177,7 @@ def program_of(how: Layout, num_layers: int, rows: kv_pages.Rows) -> Any:
 
 
 def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
-    """Bytes that a device sends in the first chunk: by the program, by the formulas."""
+    """Returns the bytes that a device sends in the first chunk: program, formulas."""
     rows = meshes.chunk(*meshes.CHUNKS[0])
     program = program_of(how, num_layers, rows)
     found = collectives.collectives(program.as_text())
@@ -204,7 +204,7 @@ def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
     ids=["cp", "ep", "cp tp", "cp ep"],
 )
 def test_bytes_grow_with_the_layers(how: Layout) -> None:
-    """Two layers and four: twice as much, but for what stands outside of them."""
+    """Four layers send twice the bytes of two, apart from those outside of layers."""
     (two, wanted_two), (four, wanted_four) = (sent_by(how, num) for num in (2, 4))
     assert (two, four) == (wanted_two, wanted_four)
     rows, outside = len(meshes.chunk(*meshes.CHUNKS[0]).token), 0.0
@@ -217,10 +217,10 @@ def test_bytes_grow_with_the_layers(how: Layout) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", [WAYS[0], WAYS[2]], ids=["cp", "ep"])
-def test_an_exchange_too_many_is_counted(
+def test_surplus_collectives_are_detected(
     how: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries that are gathered though all have them; answers added up twice."""
+    """Gathers queries that all devices have, or sums outputs twice."""
     rows = len(meshes.chunk(*meshes.CHUNKS[0]).token)
     if how.pages > 1:
         whole, num = api.paged_attention, LARGER.num_q_heads * LARGER.head_dim
@@ -240,7 +240,7 @@ def test_an_exchange_too_many_is_counted(
 
         monkeypatch.setattr(partition, "own_experts", twice)
     sent, wanted = sent_by(how, 2)
-    # An all-reduce of two devices sends what each has.
+    # In an all-reduce of two devices each sends its operand.
     assert sent - wanted == 2 * rows * num * 4
 
 
@@ -266,7 +266,7 @@ def test_speculation_keeps_the_answers(method: Any) -> None:
     "method", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)]
 )
 def test_trees_of_trained_heads_keep_the_answers(method: Any) -> None:
-    """Trees' rows, their features, and the moves of what was accepted."""
+    """Covers rows of trees, their features, and the moves of accepted tokens."""
     bounds: Any = {
         "max_slots": 2,
         "max_length": 96,
@@ -295,7 +295,7 @@ def test_pages_are_never_sent_nor_copied() -> None:
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
         program = engine.core.lower().compile()
         sent = collectives.collectives(program.as_text())
-        # To decode, states are added up; in mixed passes devices divide the rows.
+        # In decode, states are summed; in mixed passes devices divide the rows.
         kinds = collections.Counter(each.kind for each in sent)
         assert kinds == {"all-reduce": 2 * 2 + 1, "all-gather": 2, "all-to-all": 2 * 2}
         for each in sent:
@@ -318,10 +318,10 @@ def test_pages_are_never_sent_nor_copied() -> None:
     ],
 )
 @pytest.mark.parametrize("with_tree", [True, False])
-def test_attention_of_parts_is_that_of_the_whole(
+def test_attention_over_parts_equals_the_whole(
     num: int, window: int | None, with_tree: bool
 ) -> None:
-    """Chunks and trees, at random places, by windows too."""
+    """Covers chunks and trees at random places, also with windows."""
     draw = np.random.default_rng(num)
     pages = kv_layout.make_pages(
         num_layers=1,
@@ -365,26 +365,29 @@ def test_attention_of_parts_is_that_of_the_whole(
     specs = layout.pages_specs(pages)
     mesh = make_mesh(context=num)
     given = specs, layout.WHOLE, layout.WHOLE
-    run = layout.mapped(attend, mesh, given, [layout.WHOLE, PARTS])
-    found = jax.jit(run)(layout.place(pages, specs, mesh), q, rows)
-    # Of all rows on every device, and of each device's own.
+    run = layout.map_over_mesh(attend, mesh, given, [layout.WHOLE, PARTS])
+    found = jax.jit(run)(layout.place_tree(pages, specs, mesh), q, rows)
+    # Results of all rows on every device, and of each device's own rows.
     for one in found:
         wanted = attend(pages, q, rows)[0]
         np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("num", [2, 4])
-def test_places_are_counted_one_by_one(num: int) -> None:
-    """Against a list of which device has which place."""
+def test_local_places_equal_enumeration(num: int) -> None:
+    """Compares with a list of each device's places."""
     part, length = 3, 31
 
     def count(place: Any) -> Any:
         own = jnp.arange(12, dtype=jnp.int32)
-        found = page_parts.last(place, part=part), page_parts.whole(own, part=part)
+        found = (
+            page_parts.last_local_place(place, part=part),
+            page_parts.global_place(own, part=part),
+        )
         return jax.tree.map(lambda x: x[None], found)
 
     places = jnp.arange(-1, length, dtype=jnp.int32)
-    run = layout.mapped(count, make_mesh(context=num), (layout.WHOLE,), PARTS)
+    run = layout.map_over_mesh(count, make_mesh(context=num), (layout.WHOLE,), PARTS)
     last, whole = map(np.asarray, jax.jit(run)(places))
     for device in range(num):
         own = [x for x in range(500) if x % (part * num) // part == device]
@@ -393,11 +396,11 @@ def test_places_are_counted_one_by_one(num: int) -> None:
         assert last[device].tolist() == seen
 
 
-def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
+def test_device_states_merge_pairwise() -> None:
     keys = jax.random.split(jax.random.key(0))
     out = jax.random.normal(keys[0], (4, 8, 3, 8))
     lse = jax.random.normal(keys[1], (4, 8, 3)) * 9
-    lse = lse.at[0].set(-jnp.inf).at[:, 2].set(-jnp.inf)  # a device, a row of nothing
+    lse = lse.at[0].set(-jnp.inf).at[:, 2].set(-jnp.inf)  # a device, a row without keys
     out = jnp.where(jnp.isneginf(lse)[..., None], jnp.nan, out)
 
     def merge(out: Any, lse: Any) -> Any:
@@ -406,7 +409,7 @@ def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
         return [way(state, "context") for way in ways]
 
     made = [layout.WHOLE, PARTS]
-    run = layout.mapped(merge, make_mesh(context=4), (PARTS, PARTS), made)
+    run = layout.map_over_mesh(merge, make_mesh(context=4), (PARTS, PARTS), made)
     states = [api.AttentionState(*x) for x in zip(out, lse, strict=True)]
     wanted = functools.reduce(api.merge_states, states)
     for found in jax.jit(run)(out, lse):
@@ -416,7 +419,7 @@ def test_states_of_devices_are_merged_as_two_at_a_time() -> None:
         assert np.all(np.isneginf(np.asarray(found.lse)[2]))
 
 
-def test_what_does_not_divide_is_refused() -> None:
+def test_indivisible_sizes_are_refused() -> None:
     mesh = make_mesh(context=4)
     with pytest.raises(ValueError, match=r"page_size=6 must be a multiple of the 4"):
         jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, page_size=6, num_pages=20)

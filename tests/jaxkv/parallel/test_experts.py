@@ -1,4 +1,4 @@
-"""Experts on several devices: what is sent comes back to its row, or is dropped."""
+"""Expert parallelism: outputs return to their rows, choices beyond it are dropped."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ WEIGHT = RNG.normal(size=(EXPERTS, WIDTH, 3)).astype(np.float32)
 
 
 def routing(num_rows: int, seed: int) -> moe.Routing:
-    """Of rows that prefer some experts."""
+    """Returns the routing of rows that prefer some experts."""
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(num_rows, EXPERTS)) + np.linspace(0, 2, EXPERTS)
     scores = jnp.asarray(scores, jnp.float32)
@@ -28,7 +28,7 @@ def routing(num_rows: int, seed: int) -> moe.Routing:
 
 
 def kept(found: moe.Routing, capacity: int) -> np.ndarray:
-    """Which choices find a place, one after another: the slow twin."""
+    """Returns the choices that get a place, one after another (slow reference)."""
     expert = np.asarray(found.expert)
     taken, is_kept = np.zeros(EXPERTS, int), np.zeros(expert.shape, bool)
     for choice in range(expert.shape[1]):
@@ -40,7 +40,7 @@ def kept(found: moe.Routing, capacity: int) -> np.ndarray:
 
 
 def mixed(x: np.ndarray, found: moe.Routing, is_kept: np.ndarray) -> np.ndarray:
-    """What the experts answer, choice by choice."""
+    """Returns the experts' outputs, choice by choice."""
     y = np.zeros((len(x), WEIGHT.shape[2]))
     for row, choice in zip(*np.nonzero(is_kept), strict=True):
         expert = int(found.expert[row, choice])
@@ -60,7 +60,7 @@ def divided(p: int, function: Any, x: Any, found: moe.Routing) -> np.ndarray:
 
 def check_places(capacity: int) -> None:
     found = routing(ROWS, 3)
-    places = experts.places(found.expert, num_experts=EXPERTS, capacity=capacity)
+    places = experts.assign_places(found.expert, num_experts=EXPERTS, capacity=capacity)
     is_kept = kept(found, capacity)
     place = np.asarray(places.place)
     assert ((place < EXPERTS * capacity) == is_kept).all()
@@ -70,18 +70,18 @@ def check_places(capacity: int) -> None:
     assert len({*place[is_kept].tolist()}) == len(rows)
     empty = np.setdiff1d(np.arange(EXPERTS * capacity), place[is_kept])
     assert (np.asarray(places.row)[empty] == ROWS).all()
-    dropped = experts.dropped(found, capacity=capacity)
+    dropped = experts.dropped_fraction(found, capacity=capacity)
     assert float(dropped) == pytest.approx(1 - is_kept.mean(), abs=1e-6)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 5, ROWS])
-def test_choices_have_places_of_their_own(capacity: int) -> None:
+def test_choices_have_distinct_places(capacity: int) -> None:
     check_places(capacity)
 
 
 @pytest.mark.parametrize("p", [2, pytest.param(8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("capacity", [1, 3, ROWS])
-def test_rows_come_back_from_the_experts_that_had_places(p: int, capacity: int) -> None:
+def test_exchange_returns_rows_with_places(p: int, capacity: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
     found = routing(p * ROWS, 5)
 
@@ -100,7 +100,7 @@ def test_rows_come_back_from_the_experts_that_had_places(p: int, capacity: int) 
 
 
 @pytest.mark.parametrize("p", [2, pytest.param(8, marks=pytest.mark.thorough)])
-def test_gathered_rows_lose_nothing(p: int) -> None:
+def test_gather_rows_drops_no_choice(p: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
     found = routing(p * ROWS, 6)
 
@@ -113,7 +113,7 @@ def test_gathered_rows_lose_nothing(p: int) -> None:
             own = all_of_them[jnp.minimum(expert, len(weight) - 1), number]
             return jnp.where(is_own[:, None], own, 0.0)
 
-        return experts.gather(x, found, answer, num_own=len(weight))
+        return experts.gather_rows(x, found, answer, num_own=len(weight))
 
     y = divided(p, of_device, x, found)
     wanted = mixed(x, found, np.ones((p * ROWS, TOP_K), bool))
@@ -123,15 +123,15 @@ def test_gathered_rows_lose_nothing(p: int) -> None:
 @pytest.mark.parametrize(
     ("removed", "added"),
     [
-        # Second choices take places before first ones; one too many is let in; the
-        # places are those of the rows in another order.
+        # Second choices before first ones; a capacity larger by one; places of rows in
+        # another order.
         ("expert.T.reshape(-1)", "expert.reshape(-1)"),
         ("rank < capacity", "rank <= capacity"),
         ("number % num_rows", "number // top_k"),
     ],
 )
-def test_a_seeded_bug_of_places_is_noticed(
+def test_seeded_bugs_of_places_are_detected(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bug = Bug(experts, "places", removed, added, check_places, (2,))
+    bug = Bug(experts, "assign_places", removed, added, check_places, (2,))
     mutation.assert_noticed(monkeypatch, bug)

@@ -1,4 +1,4 @@
-"""An engine over four H200s that are not there: what is sent, and what is copied."""
+"""An engine compiled for four H200s without such devices: bytes and copies."""
 
 import collections
 
@@ -30,7 +30,7 @@ LLAMA = ModelConfig(
     max_positions=8192,
     tie_embeddings=False,
 )
-"""Llama-3-8B, of two layers."""
+"""Llama-3-8B with two layers."""
 CONFIG = EngineConfig(
     page_size=64, num_pages=16_384, max_slots=32, max_length=2048, token_budget=256
 )
@@ -43,7 +43,7 @@ DRAWN, ROWS = CONFIG.max_slots, CONFIG.token_budget
 @pytest.mark.parametrize(
     "how", [Layout(tensor=4), Layout(tensor=2, pages=2)], ids=["tensor", "pages too"]
 )
-def test_an_engine_over_four(how: Layout) -> None:
+def test_engine_on_four_h200s(how: Layout) -> None:
     degrees = {"context": how.pages, "tensor": how.tensor}
     mesh = deviceless.make_mesh({x: num for x, num in degrees.items() if num > 1})
     run, arguments, pages = engine_programs.steps_on(
@@ -54,7 +54,7 @@ def test_an_engine_over_four(how: Layout) -> None:
         run, *arguments, donate_argnums=1, options=options, mesh=mesh
     )
     found = collectives(report.text)
-    # A step decodes, one row a slot, or reads prompts as well, rows of the budget.
+    # A step decodes with one row per slot, or is mixed with the rows of the budget.
     model, layers, own = from_model.describe(LLAMA), LLAMA.num_layers, ROWS // how.pages
     first = next(i for i, x in enumerate(found) if own in x.shapes[0][1])
     decode = traffic.decode(model, how, batch=DRAWN)
@@ -74,7 +74,7 @@ def test_an_engine_over_four(how: Layout) -> None:
     ):
         assert collections.Counter(each.kind for each in mine) == kinds
         assert sum(x.sent() / x.trips for x in mine) == sum(x.forward for x in formula)
-    # K and V are in none of them, and stay where they are.
+    # K and V are in none of the collectives, and stay in place.
     assert all(CONFIG.num_pages not in sides for x in found for _, sides in x.shapes)
     pool = engine_programs.bytes_of(pages)
     assert pool * 4 == engine_programs.bytes_of(arguments[1].pages)

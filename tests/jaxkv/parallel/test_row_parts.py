@@ -1,4 +1,4 @@
-"""Rows of mixed passes in parts: which, who computes what of them, and what is kept."""
+"""Division of the rows of mixed passes: which rows, their cost and stored states."""
 
 import dataclasses
 import math
@@ -19,16 +19,16 @@ from scaling.shapes import from_model
 from tests.support import engines, meshes
 
 MIXED = meshes.chunk(*meshes.CHUNKS[0])
-"""16 rows."""
+"""16 packed rows."""
 EVENLY = MIXED._replace(
     position=jnp.asarray([*range(8), *range(5), -1, -1, -1], jnp.int32), slot=None
 )
-"""Eight rows for each slot, as where drafts are verified."""
+"""Eight rows for each slot, as in verification of drafts."""
 SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
 def dots(text: str) -> list[int]:
-    """Multiplications of each product in a compiled program."""
+    """Returns the multiplications of each product in a compiled program."""
     sizes: dict[str, tuple[int, ...]] = {}
     found = []
     for line in text.splitlines():
@@ -52,7 +52,7 @@ def dots(text: str) -> list[int]:
 def test_products_of_a_mixed_pass_are_divided(
     num: int, rows: kv_pages.Rows, own: int
 ) -> None:
-    """In attention's place alone have all devices all rows."""
+    """Only attention has all rows on all devices."""
     c = dataclasses.replace(engines.MODEL, num_q_heads=8, mlp_size=44)
     run, *given = meshes.divided(c, engines.params(c), make_mesh(context=num))
     found = dots(run.lower(*given, rows).compile().as_text())
@@ -66,8 +66,8 @@ def test_products_of_a_mixed_pass_are_divided(
 
 
 @pytest.mark.thorough
-def test_what_is_kept_of_all_rows_is_that_of_one_device() -> None:
-    """Keys, values, and states for heads that draft, at their places; and bytes."""
+def test_stored_states_equal_one_device() -> None:
+    """Keys, values, and features for drafting heads, at their places; and bytes."""
     c, taps, how = engines.MODEL, (0, 2, 1), Layout(pages=2)
     kept = []
     for mesh in (make_mesh(), make_mesh(context=how.pages)):
@@ -91,8 +91,8 @@ def test_what_is_kept_of_all_rows_is_that_of_one_device() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 4])
-def test_rows_are_parted_and_put_together(num: int) -> None:
-    """In order; what is not packed, not fast, or does not divide is left whole."""
+def test_rows_are_divided_and_gathered(num: int) -> None:
+    """Rows are divided in order if they are packed, fast and divisible."""
 
     def part(x: Any) -> Any:
         def rows(num: int, slot: Any) -> kv_pages.Rows:
@@ -100,12 +100,12 @@ def test_rows_are_parted_and_put_together(num: int) -> None:
 
         packed = rows(8, x[0])
         wholes = (
-            row_parts.divide(rows(8, None)),
-            row_parts.divide(packed, "reproducible"),
-            row_parts.divide(rows(7, x[0, :7])),
+            row_parts.divide_rows(rows(8, None)),
+            row_parts.divide_rows(packed, "reproducible"),
+            row_parts.divide_rows(rows(7, x[0, :7])),
         )
         assert {*wholes} == {row_parts.WHOLE}
-        parts, wide = row_parts.divide(packed), x.astype(jnp.bfloat16)
+        parts, wide = row_parts.divide_rows(packed), x.astype(jnp.bfloat16)
         assert parts.num == num
         own = parts.own(wide)
         picked = parts.pick(own, jnp.asarray([7, 0, 2, 2], jnp.int32))
@@ -115,7 +115,7 @@ def test_rows_are_parted_and_put_together(num: int) -> None:
     x = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
     by_row = jax.sharding.PartitionSpec(None, "context")
     made = by_row, layout.WHOLE
-    run = layout.mapped(part, make_mesh(context=num), (layout.WHOLE,), made)
+    run = layout.map_over_mesh(part, make_mesh(context=num), (layout.WHOLE,), made)
     own, (whole, picked, *same) = jax.jit(run)(x)
     for found in (own, whole, *same):
         np.testing.assert_array_equal(found.astype(x.dtype), x)

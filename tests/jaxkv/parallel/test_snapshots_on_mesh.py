@@ -1,4 +1,4 @@
-"""An engine on a mesh, put away and taken up: there, on another mesh, on one device."""
+"""Snapshots of an engine on a mesh: restored there, on another mesh, on one device."""
 
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from tests.support import engine_programs, engines
 from tests.support.meshes import ASKS, PROMPTS, engine_on
 
 BOUNDS: dict[str, Any] = {"num_pages": 30, "page_size": 8}
-"""Pages enough that nobody is swapped: no host is asked here."""
+"""Enough pages to avoid swapping, which would need the host."""
 NUM_CALLS = 40
-"""After which all requests are done."""
+"""Number of calls after which all requests are done."""
 
 
 def make(**degrees: int) -> jaxkv.Engine:
-    """An engine of the small model, on a mesh where there are degrees."""
+    """Makes an engine of the small model, on a mesh if there are degrees."""
     mesh = make_mesh(**degrees) if degrees else None
     return engine_on(engines.MODEL, engines.params(), mesh, **BOUNDS)
 
 
-def half_done(engine: jaxkv.Engine) -> EngineState:
-    """Its state while requests are read, answered and wait."""
+def make_partial_state(engine: jaxkv.Engine) -> EngineState:
+    """Returns the state while requests are in prefill, in decode and in the queue."""
     for prompt, ask in zip(PROMPTS, ASKS, strict=True):
         engine.submit(prompt, ask)
     engine.core.step()
@@ -36,7 +36,7 @@ def half_done(engine: jaxkv.Engine) -> EngineState:
 
 
 def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[Any]]:
-    """Runs a state by an engine's programs; the state then, and what steps said."""
+    """Continues a state with an engine's programs; returns state and step results."""
     emitted = []
     for call in range(NUM_CALLS):
         state, info = engine.core.run_steps(state, 1.0 + call)
@@ -45,7 +45,7 @@ def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[A
 
 
 def like(engine: jaxkv.Engine) -> Any:
-    """The shapes of its pages."""
+    """Returns the shapes of the engine's pages."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
     )
@@ -61,11 +61,11 @@ def assert_equal(one: Any, other: Any) -> None:
     [{"tensor": 2, "context": 2}, pytest.param({"context": 4}, marks=pytest.mark.slow)],
     ids=["tp cp", "cp"],
 )
-def test_a_state_goes_on_wherever_it_is_taken_up(
+def test_state_continues_on_other_layouts(
     degrees: dict[str, int], tmp_path: Path
 ) -> None:
     engine, alone = make(**degrees), make()
-    state = half_done(engine)
+    state = make_partial_state(engine)
     jaxkv.save_state(tmp_path / "saved", state, engine.config)
 
     def load() -> EngineState:
@@ -83,13 +83,13 @@ def test_a_state_goes_on_wherever_it_is_taken_up(
     finish_s = np.asarray(end.ledger.events)[:, Events._fields.index("finish_s")]
     assert (finish_s > 0).sum() >= len(ASKS)
     assert_equal(go_on(engine, placed)[1], emitted)
-    # On one device, the same tokens of every sequence.
+    # On one device, equal tokens of every sequence.
     there, _ = go_on(alone, load())
     assert_equal(there.sequences.tokens, end.sequences.tokens)
 
 
-def test_what_cannot_be_saved_or_divided_is_refused(tmp_path: Path) -> None:
-    """Of shapes alone: pages of 16 places, two KV heads."""
+def test_states_that_cannot_be_saved_or_divided_are_refused(tmp_path: Path) -> None:
+    """Uses shapes only: pages of 16 places, two KV heads."""
     _, (_, state, _), _ = engine_programs.steps(engine_programs.SMALL)
 
     class Elsewhere:

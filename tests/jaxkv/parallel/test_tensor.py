@@ -1,4 +1,4 @@
-"""Tensor parallelism: the numbers of one device, on several, and what they send."""
+"""Tensor parallelism: results equal those of one device, and bytes the formulas."""
 
 import dataclasses
 import functools
@@ -47,11 +47,11 @@ TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
 def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
-    """The plain forward pass on a mesh, compiled for `TOKENS`, and its parameters."""
+    """Compiles the forward pass on a mesh for `TOKENS`; returns it and parameters."""
     mesh = make_mesh(tensor=degree)
-    fitted = tensor.fit(config, degree)
+    fitted = tensor.fit_config(config, degree)
     placed = tensor.place_params(config, params, mesh)
-    run = layout.mapped(
+    run = layout.map_over_mesh(
         functools.partial(transformer.logits, config=fitted),
         mesh,
         (layout.specs_on(placed, mesh), layout.WHOLE),
@@ -81,14 +81,14 @@ def test_logits_are_those_of_one_device_everywhere(family: str, degree: int) -> 
 
 
 def check_family(family: str, degree: int) -> None:
-    """Logits, and bytes as the formula has them."""
+    """Checks logits, and bytes against the formula."""
     loaded = checkpoints.load_model(GOLDEN / family)
     config, params = loaded.config, loaded.params
     program, placed = on_mesh(config, params, degree)
     found = np.asarray(program(placed, jnp.asarray(TOKENS)))
     whole = transformer.logits(params, jnp.asarray(TOKENS), config=config)
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4)
-    # Words that are there to divide evenly are sent, too.
+    # Padding words are sent, too.
     words = config.vocab_size + -config.vocab_size % degree
     padded = dataclasses.replace(from_model.describe(config), vocab_size=words)
     formula = traffic.decode(
@@ -110,7 +110,7 @@ def test_bytes_grow_with_the_layers(num_layers: int) -> None:
     assert [each.kind for each in found if each not in reduces] == ["all-gather"]
 
 
-def test_an_exchange_too_many_is_counted() -> None:
+def test_surplus_collectives_are_detected() -> None:
     config = dataclasses.replace(engines.MODEL, vocab_size=64)
     mesh = make_mesh(tensor=2)
     placed = tensor.place_params(config, engines.params(config), mesh)
@@ -120,7 +120,7 @@ def test_an_exchange_too_many_is_counted() -> None:
         return jax.lax.psum(found, "tensor")
 
     specs = layout.specs_on(placed, mesh), layout.WHOLE
-    run = layout.mapped(wasteful, mesh, specs, layout.WHOLE)
+    run = layout.map_over_mesh(wasteful, mesh, specs, layout.WHOLE)
     program = jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile()
     formula = traffic.decode(
         from_model.describe(config),
@@ -140,7 +140,7 @@ def test_trips_of_loops_are_counted() -> None:
         x = jax.lax.fori_loop(0, 5, one, x)
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: one(0, x) - 1.0, x)
 
-    run = layout.mapped(looped, mesh, layout.WHOLE, layout.WHOLE)
+    run = layout.map_over_mesh(looped, mesh, layout.WHOLE, layout.WHOLE)
     text = str(jax.jit(run).lower(jnp.ones((3, 7))).compile().as_text())
     found = {each.is_sure: each for each in collectives.collectives(text)}
     assert found[True].trips == 5
@@ -149,7 +149,7 @@ def test_trips_of_loops_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "degree", "said"),
+    ("fields", "degree", "message"),
     [
         ({"num_q_heads": 6, "num_kv_heads": 3}, 4, "num_q_heads=6 must be a multiple"),
         ({"num_q_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 must be a multi"),
@@ -157,34 +157,34 @@ def test_trips_of_loops_are_counted() -> None:
         ({"experts": Experts(num_experts=4, top_k=2, size=18)}, 4, "experts.size=18 m"),
     ],
 )
-def test_what_does_not_divide_is_refused(
-    fields: dict[str, Any], degree: int, said: str
+def test_indivisible_sizes_are_refused(
+    fields: dict[str, Any], degree: int, message: str
 ) -> None:
     config = dataclasses.replace(engines.MODEL, **fields)
-    with pytest.raises(ValueError, match=said):
-        tensor.fit(config, degree)
+    with pytest.raises(ValueError, match=message):
+        tensor.fit_config(config, degree)
 
 
-def test_more_devices_than_there_are_is_refused() -> None:
+def test_too_many_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor=9 must be in \[1, 8\]"):
         make_mesh(tensor=9)
 
 
-def test_parameters_elsewhere_are_refused() -> None:
+def test_parameters_on_another_mesh_are_refused() -> None:
     with pytest.raises(ValueError, match=r"params\['embed'\].* must be on mesh"):
         layout.specs_on(engines.params(), make_mesh(tensor=2))
 
 
-def test_each_device_is_given_its_part_alone() -> None:
+def test_devices_receive_their_parts_only() -> None:
     mesh = make_mesh(tensor=4)
-    place = functools.partial(tensor.placer, mesh=mesh)
+    place = functools.partial(tensor.make_placer, mesh=mesh)
     found = checkpoints.load_model(GOLDEN / "llama", place=place).params
     layer = found["layers"][0]
     for weight, axis in ((layer["up"], 1), (layer["down"], 1), (layer["out"], 1)):
         array = weight["weight"]
         shards = [shard.data.shape[axis] for shard in array.addressable_shards]
         assert shards == [array.shape[axis] // 4] * 4
-    # Two KV heads: each stands twice, with half of its queries.
+    # Two KV heads: each is copied, with half of its queries.
     plain = checkpoints.load_model(GOLDEN / "llama").params["layers"][0]
     qkv, whole = np.asarray(layer["qkv"]["weight"]), np.asarray(plain["qkv"]["weight"])
     assert (len(qkv), len(whole)) == (4, 2)
@@ -211,7 +211,7 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
     ids=["tp=8", "2 x 2 x 2", "cp=8", "ep=8"],
 )
 def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
-    """Eight query heads of four KV heads, which are copied where devices are more."""
+    """Eight query heads and four KV heads, which are copied for eight devices."""
     config = dataclasses.replace(MODEL, **fields)
     params, mesh = engines.params(config), make_mesh(**degrees)
     sizes: Any = {"num_pages": 20, "page_size": 8}

@@ -1,4 +1,4 @@
-"""Beams: by hand, against brute force, and a textbook in Python."""
+"""Beam search: by hand, against brute force, and against a reference in Python."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ YES, NO = jnp.asarray(True), jnp.asarray(False)
 
 
 def random_model(seed: int, vocab: int, spread: float = 2.0) -> Model:
-    """Logits that hang on all tokens before, by no law."""
+    """Returns a model with random logits that depend on all tokens before."""
 
     @functools.cache
     def model(prefix: tuple[int, ...]) -> np.ndarray:
@@ -73,7 +73,7 @@ def logprobs_of(logits: np.ndarray) -> np.ndarray:
 
 
 def drive(model: Model, params: Params, max_beams: int) -> tuple[Beams, list[Answer]]:
-    """Searches with `beams.step`, the model's beams kept as tuples."""
+    """Searches with `beam_search.step`, with the prefixes of beams as tuples."""
     group, prefixes = beam_search.make_beams(max_beams), [()] * max_beams
     history = np.zeros((2, max_beams, int(params.limit)), np.int32)
     while not group.done:
@@ -87,7 +87,7 @@ def drive(model: Model, params: Params, max_beams: int) -> tuple[Beams, list[Ans
 
 
 def answers_of(rows: jax.Array, scores: jax.Array) -> list[Answer]:
-    """The answers among the rows, each unbroken and behind no empty row."""
+    """Returns the answers among the rows; checks that rows have no gaps."""
     found = []
     for row, score in zip(np.asarray(rows), np.asarray(scores), strict=True):
         length = int((row >= 0).sum())
@@ -99,18 +99,18 @@ def answers_of(rows: jax.Array, scores: jax.Array) -> list[Answer]:
     return found[:num]
 
 
-def assert_equal(ours: list[Answer], expected: list[Answer]) -> None:
-    assert [answer.tokens for answer in ours] == [row.tokens for row in expected]
+def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
+    assert [answer.tokens for answer in found] == [row.tokens for row in expected]
     np.testing.assert_allclose(
-        [answer.score for answer in ours],
+        [answer.score for answer in found],
         [row.score for row in expected],
         rtol=1e-5,
         atol=1e-5,
     )
 
 
-def textbook(model: Model, params: Params) -> list[Answer]:
-    """Beam search in lists, every candidate sorted."""
+def reference_search(model: Model, params: Params) -> list[Answer]:
+    """Beam search with lists, sorting all candidates."""
     width, limit = int(params.width), int(params.limit)
     penalty, rule = float(params.length_penalty), int(params.early_stopping)
     stops = set(np.asarray(params.stop_tokens).tolist())
@@ -166,7 +166,7 @@ def test_two_steps_by_hand() -> None:
 
 @pytest.mark.parametrize("rule", [ESTIMATE, NEVER])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.5])
-def test_wide_enough_it_is_exhaustive(penalty: float, rule: int) -> None:
+def test_wide_search_is_exhaustive(penalty: float, rule: int) -> None:
     vocab, stop, limit = 3, 2, 4
     model = random_model(1, vocab)
     every = []
@@ -177,8 +177,8 @@ def test_wide_enough_it_is_exhaustive(penalty: float, rule: int) -> None:
                 every.append(Answer(total / length**penalty, row))
     assert len(every) == 31
     every.sort(key=lambda answer: -answer.score)
-    # 24 beams hold all that can run; to keep the best 24 answers, the search may stop
-    # before the limit, but only where it is known that nothing is lost.
+    # 24 beams hold every prefix; to keep the best 24 answers, the search may stop
+    # before the limit only if no answer can be lost.
     for width in (32, 24) if rule == NEVER else (32,):
         params = params_of(width, penalty, rule, (stop, -1), limit)
         group, answers = drive(model, params, 32)
@@ -189,14 +189,14 @@ def test_wide_enough_it_is_exhaustive(penalty: float, rule: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("penalty", [-1.5, 0.0, 1.0, 2.0])
-def test_narrow_it_equals_the_textbook(penalty: float, rule: int) -> None:
+def test_narrow_search_equals_reference(penalty: float, rule: int) -> None:
     early = 0
     for seed, width in itertools.product(range(8), (1, 2, 3, 5)):
         stops = ((4, -1), (4, 0), (-1, -1), (6, 5))[seed % 4]
         params = params_of(width, penalty, rule, stops, limit=4 + 2 * (seed % 5))
         model = random_model(seed, 7, spread=(2.0, 6.0)[seed // 4])
         group, answers = drive(model, params, 5)
-        assert_equal(answers, textbook(model, params))
+        assert_equal(answers, reference_search(model, params))
         early += int(group.length < params.limit)
     assert early >= 5 or (rule == NEVER and penalty > 0)  # the rules are put to use
 
@@ -210,8 +210,8 @@ def test_one_program_serves_every_setting() -> None:
 
 
 @pytest.mark.thorough
-def test_groups_do_not_feel_each_other() -> None:
-    """Row i of a batch of groups is group i alone, bit for bit."""
+def test_groups_are_independent() -> None:
+    """Row i of a batch of groups equals group i in a batch of one, bit for bit."""
     rng = np.random.default_rng(0)
     lines = []
     for i in range(13):
@@ -232,7 +232,7 @@ def test_groups_do_not_feel_each_other() -> None:
         jax.tree.map(np.testing.assert_array_equal, alone, step(*line))
 
 
-def test_stops_do_not_crowd_out_what_runs_on() -> None:
+def test_stops_do_not_displace_running_beams() -> None:
     params = params_of(2, 2.0, NEVER, stops=(6, 1))
     logits = jnp.asarray([[0, 9, 1, 3, 2, 3, 9]] * 2, jnp.float32)
     group, parents, tokens = advance(beam_search.make_beams(2), params, logits, YES)
@@ -248,8 +248,8 @@ def test_equals_rank_by_beam_and_token() -> None:
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
 
 
-def test_beams_without_candidates_rest() -> None:
-    """A mask leaves two tokens, then NaN takes one beam, then nothing is left."""
+def test_beams_without_candidates_stop() -> None:
+    """A mask leaves two tokens, NaN removes one beam, then no candidate remains."""
     params, none = params_of(3, stops=(5, -1)), -jnp.inf
     logits = jnp.full((4, 6), none, jnp.float32).at[:, 2:4].set(0.0)
     group, parents, tokens = advance(beam_search.make_beams(4), params, logits, YES)
@@ -267,13 +267,13 @@ def test_beams_without_candidates_rest() -> None:
     assert (rows == -1).all()
 
 
-def test_back_pointers_lead_home() -> None:
+def test_unroll_follows_back_pointers() -> None:
     rng = np.random.default_rng(3)
     num_beams, places = 4, 11
     parents = rng.integers(0, num_beams, (num_beams, places)).astype(np.int32)
     beam = np.asarray([0, 3, 3, 1, 2, 0], np.int32)
     length = np.asarray([11, 7, 1, 0, 10, 2], np.int32)
-    expected = np.full((len(beam), places), beam_search.NOBODY)
+    expected = np.full((len(beam), places), beam_search.NO_BEAM)
     for end, (here, num) in enumerate(zip(beam, length, strict=True)):
         for place in reversed(range(num)):
             expected[end, place] = here

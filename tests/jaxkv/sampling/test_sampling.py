@@ -1,4 +1,4 @@
-"""Draws have the law they should, and nobody's depend on the neighbours."""
+"""Draws follow their distribution, and no row depends on its neighbours."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def rows_of(tree: Any, rows: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[np.asarray(rows)]), tree)
 
 
-# What a user may ask for
+# Parameters of users
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def rows_of(tree: Any, rows: Any) -> Any:
         ({"max_tokens": 0}, "at least 1"),
     ],
 )
-def test_what_a_field_must_be_is_told(fields: dict[str, Any], range_: str) -> None:
+def test_field_errors_state_the_range(fields: dict[str, Any], range_: str) -> None:
     name, value = next(iter(fields.items()))
     line = f"{name}={value!r} must be {range_}"
     with pytest.raises(ValueError, match=re.escape(line)):
@@ -68,24 +68,24 @@ def test_what_a_field_must_be_is_told(fields: dict[str, Any], range_: str) -> No
 
 
 @pytest.mark.parametrize("field", [{"best_of": 2}, {"presence_penalty": 1.0}])
-def test_beam_search_takes_no_rule_of_drawing(field: dict[str, Any]) -> None:
+def test_beam_search_refuses_sampling_parameters(field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="beam search takes no best_of, penalties"):
         Sampling(beam_width=2, **field)
 
 
-def test_the_edges_of_the_ranges_are_fine() -> None:
+def test_range_bounds_are_accepted() -> None:
     Sampling(temperature=0.0, top_k=1, top_p=1.0, min_p=1.0, seed=2**64 - 1)
     greedy = Sampling.greedy(max_tokens=3, logprobs=0)
     assert greedy == Sampling(temperature=0.0, max_tokens=3, logprobs=0)
     assert hash(greedy) == hash(dataclasses.replace(greedy))
 
 
-def test_parameters_line_up() -> None:
+def test_make_params_stacks_requests() -> None:
     requests = [
         Sampling(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.5),
         Sampling.greedy(presence_penalty=0.25, frequency_penalty=0.75),
     ]
-    params = sampling.params_of(requests, [(1, 2), (3, 4)], [0, 5])
+    params = sampling.make_params(requests, [(1, 2), (3, 4)], [0, 5])
     columns = {name: column.tolist() for name, column in params._asdict().items()}
     assert columns == {
         "temperature": [1.0, 0.0],
@@ -128,7 +128,7 @@ def test_keys_are_those_of_jax(seed: int) -> None:
         np.testing.assert_array_equal(drawn[0, each], jax.random.key_data(folded))
 
 
-def test_wide_seeds_keep_all_their_bits() -> None:
+def test_64_bit_seeds() -> None:
     own = random_keys.request_key(2**64 - 2, engine_seed=0, request_id=0)
     assert own.tolist() == [2**32 - 1, 2**32 - 2]
     for bad in ({"seed": -1}, {"seed": None, "engine_seed": 2**64}, {"request_id": -1}):
@@ -154,7 +154,7 @@ def test_noise_is_a_function_of_key_and_token_id() -> None:
     np.testing.assert_allclose(noise.var(), 1.6449, atol=0.1)
 
 
-def test_chances_are_kept_always_never_and_in_between() -> None:
+def test_uniform_probabilities() -> None:
     keys = jnp.array([[1, 2], [3, 4]], jnp.uint32)
     ids = jnp.arange(50_000, dtype=jnp.int32)[None, :]
     uniform = jax.jit(random_keys.uniform)(keys, ids)
@@ -232,7 +232,7 @@ def hard_rows(vocab: int, seed: int) -> Iterator[np.ndarray]:
     normal = rng.normal(size=vocab) * 3
     yield normal
     yield np.round(normal)  # ties everywhere
-    yield np.zeros(vocab)  # nothing but ties
+    yield np.zeros(vocab)  # ties only
     yield np.where(rng.random(vocab) < 0.5, 0.0, -0.0)
     yield np.where(np.arange(vocab) == vocab // 2, 1e30, normal)
     yield np.where(rng.random(vocab) < 0.7, -INF, normal)
@@ -255,13 +255,13 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
     logits = jnp.asarray(np.stack([row for row, _ in cases]).astype(np.float32))
     params = params_of([cut for _, cut in cases])
     few, many = (jitted("keep", max_candidates=n)(logits, params) for n in (4, 64))
-    # Whichever way settles a row, it keeps the same tokens.
+    # Either algorithm keeps the same tokens of a row.
     np.testing.assert_array_equal(few, many)
     excused = 0
     for row, ours, (_, cut) in zip(logits, few, cases, strict=True):
         mask, sure = kept_slowly(np.asarray(row), cut)
         wrong = mask != np.asarray(ours)
-        # Only where rounding decides may float32 decide otherwise.
+        # Float32 may differ only where rounding decides.
         assert (sure[wrong] < 2e-6).all(), (cut, np.flatnonzero(wrong))
         excused += wrong.any()
         if cut.top_p == 1 and cut.min_p == 0:
@@ -269,11 +269,11 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
     assert excused <= 0.05 * len(cases)
 
 
-# Laws
+# Probabilities
 
 
 @pytest.mark.thorough
-def test_the_law_equals_numpy() -> None:
+def test_probabilities_equal_numpy() -> None:
     vocab = 300
     cases = [(row, cut) for row in hard_rows(vocab, 1) for cut in CUTS[::2]]
     logits = np.stack([row for row, _ in cases]).astype(np.float32)
@@ -294,7 +294,7 @@ def test_the_law_equals_numpy() -> None:
 
 
 @pytest.mark.thorough
-def test_draws_follow_the_law_as_it_is_computed() -> None:
+def test_draws_follow_probabilities() -> None:
     draws, vocab = 20_000, 16
     logits = np.random.default_rng(2).normal(size=vocab).astype(np.float32) * 1.5
     request = Sampling(temperature=1.5, top_k=12, top_p=0.95, min_p=0.02)
@@ -309,7 +309,7 @@ def test_draws_follow_the_law_as_it_is_computed() -> None:
 
 
 @pytest.mark.slow
-def test_a_law_does_not_depend_on_its_batch() -> None:
+def test_probabilities_do_not_depend_on_the_batch() -> None:
     logits, params, *_ = one_batch()
     together = jitted("probabilities")(logits, params)
     for rows in (*([row] for row in range(8)), [1, 7], [3, 1, 0, 6, 2]):
@@ -334,12 +334,12 @@ LAWS = [
 
 
 @pytest.mark.thorough
-def test_draws_follow_the_enumerated_law() -> None:
+def test_draws_follow_enumerated_distribution() -> None:
     vocab, draws = 16, 4000
     logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32) * 1.5
     batch = jnp.broadcast_to(logits, (draws, vocab))
     positions = jnp.arange(draws, dtype=jnp.int32)
-    # More than what all but the last law keep: it goes the longer way.
+    # Above the kept tokens of all but the last case: this takes the exact search.
     sample = jitted("sample", max_candidates=10)
     for number, request in enumerate(LAWS):
         params = rows_of(params_of([request], engine_seed=number), [0] * draws)
@@ -360,7 +360,7 @@ def test_draws_follow_the_enumerated_law() -> None:
 
 @pytest.mark.thorough
 def test_neighbouring_positions_samples_and_requests_are_independent() -> None:
-    # The shapes of the test above, so that nothing compiles anew.
+    # The shapes of the test above, so that no further program is compiled.
     draws, vocab = 4000, 4
     logits = jnp.full((draws, 16), -INF, jnp.float32).at[:, :vocab].set(0)
     here = jnp.arange(draws, dtype=jnp.int32)
@@ -405,7 +405,7 @@ def one_batch() -> tuple[jax.Array, Params, jax.Array, jax.Array]:
 def sample(
     logits: Any, params: Params, positions: Any, scored: Any = None, raw: Any = None
 ) -> sampler.Draw:
-    """Shared by the tests below, so that each shape compiles once."""
+    """Compiled once per shape for the tests below."""
     scored = jnp.ones(len(logits), bool) if scored is None else scored
     raw = logits if raw is None else raw
     draw = jitted("sample", max_candidates=8)
@@ -417,7 +417,7 @@ def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
     raw = np.array(logits)
     raw[1, 13], raw[2, 388], raw[5, 7] = INF, -INF, np.nan
     raw[6], raw[7] = np.finfo(np.float32).max, np.finfo(np.float32).max / 2
-    # What somebody set in the logits, and not the model, is fine.
+    # Infinities that the caller, not the model, set in the logits are valid.
     masked = logits.at[:, 3].set(INF).at[:, 4:50].set(-INF)
     for params_of_all in (params, greedy_params(8)):
         drawn = sample(masked, params_of_all, positions, raw=jnp.asarray(raw))
@@ -435,7 +435,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
             np.testing.assert_array_equal(field[0], other[row])
     rng = np.random.default_rng(4)
     for _ in range(20):
-        # Any rows beside it, in any order, some of them broken.
+        # With any other rows, in any order, some of them invalid.
         rows = rng.integers(0, 8, 8)
         logits, params, positions, scored = rows_of(one_batch(), rows)
         broken = rng.random(8) < 0.2
@@ -457,13 +457,13 @@ def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
     for row in (1, 7):
         assert mixed.token[row] == greedy.token[row]
         assert mixed.logprob[row] == greedy.logprob[row]
-    # A limit of one token, or a share that the first one fills, is greedy as well.
+    # Top-k of one token, or top-p that the first token reaches, is greedy as well.
     for one in (Sampling(top_k=1), Sampling(top_p=1e-9)):
         drawn = sample(logits, params_of([one] * 8), positions)
         np.testing.assert_array_equal(drawn.token, greedy.token)
 
 
-def test_only_rows_that_ask_are_scored() -> None:
+def test_logprobs_only_where_requested() -> None:
     everything = sample(*one_batch())
     for scored in (np.arange(8) % 3 == 0, np.zeros(8, bool)):
         drawn = sample(*one_batch()[:3], jnp.asarray(scored))
@@ -481,7 +481,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     np.testing.assert_array_equal(drawn.token, sample(*one_batch()).token)
 
 
-def test_rows_without_an_answer_are_flagged() -> None:
+def test_invalid_rows_are_flagged() -> None:
     logits, params, positions, _ = one_batch()
     rows = np.array(logits)
     rows[0, 13] = np.nan
@@ -496,12 +496,12 @@ def test_rows_without_an_answer_are_flagged() -> None:
     logprob = sampler.token_logprobs(rows, drawn.token)
     assert np.isnan(logprob).tolist() == [True] * 3 + [False] * 5
     assert logprob[3:5].tolist() == [0, 0]
-    # Were they the model's own, it had broken down in the rows of infinities, too.
+    # As the model's own logits, infinities would make these rows invalid too.
     assert sample(rows, params, positions).invalid.tolist() == [True] * 5 + [False] * 3
 
 
 @pytest.mark.thorough
-def test_a_member_of_a_vmap_equals_a_single_call() -> None:
+def test_vmap_equals_single_calls() -> None:
     *arrays, scored = one_batch()
     states = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, axis=0)]), arrays)
     draw = functools.partial(sampler.sample, scored=scored, max_candidates=8)
@@ -550,16 +550,18 @@ def test_logprobs_equal_a_log_softmax(vocab: int) -> None:
     )
 
 
-def test_a_count_of_logprobs_that_makes_no_sense_is_refused() -> None:
+def test_invalid_number_of_logprobs_is_refused() -> None:
     for count in (0, 6):
         with pytest.raises(ValueError, match=r"max_logprobs=\d must be in \[1, 5\]"):
             sampler.top_logprobs(jnp.zeros((2, 5), jnp.float32), count)
     with pytest.raises(ValueError, match="max_candidates=0 must be at least 1"):
-        sampler.keep(jnp.zeros((2, 5), jnp.float32), greedy_params(2), max_candidates=0)
+        sampler.keep_mask(
+            jnp.zeros((2, 5), jnp.float32), greedy_params(2), max_candidates=0
+        )
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_does_not_depend_on_the_batch_either() -> None:
+def test_large_vocabulary_does_not_depend_on_the_batch() -> None:
     rng = np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(8, 49152)).astype(np.float32) * 4)
     arrays = (logits, params_of(ONE_BATCH), jnp.arange(8, dtype=jnp.int32))
@@ -577,8 +579,8 @@ def test_a_large_vocabulary_does_not_depend_on_the_batch_either() -> None:
 
 @pytest.mark.parametrize("vocab", [97, 512, 1000])
 @pytest.mark.parametrize("with_raw", [False, True])
-def test_one_pass_finds_the_peak_that_several_find(vocab: int, with_raw: bool) -> None:
-    """What a GPU runs, on rows with ties, zeros of both signs, infinities and NaN."""
+def test_one_pass_argmax_equals_several_passes(vocab: int, with_raw: bool) -> None:
+    """Compares the GPU's version for ties, signed zeros, infinities and NaN."""
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-3, 4, (64, vocab)).astype(np.float32)
     logits[logits == 0] *= rng.choice([-1.0, 1.0], (logits == 0).sum())
@@ -589,7 +591,10 @@ def test_one_pass_finds_the_peak_that_several_find(vocab: int, with_raw: bool) -
     raw = np.where(np.isneginf(logits), np.float32(0), logits) if with_raw else None
     if raw is not None:
         raw[30, 5], raw[31, 0] = np.nan, -INF
-    both = [jax.jit(peak)(logits, raw) for peak in (top_k.peak, top_k.peak_in_one_pass)]
+    both = [
+        jax.jit(peak)(logits, raw)
+        for peak in (top_k.argmax_checked, top_k.argmax_checked_in_one_pass)
+    ]
     (top, token, invalid), (again, found, wrong) = (map(np.asarray, x) for x in both)
     np.testing.assert_array_equal(wrong, invalid)
     assert 0 < invalid.sum() < len(invalid)

@@ -77,12 +77,12 @@ NO_TOKENS += [5, None, 1.5, True, [True], [1.0], ["5"], np.array([2**32 + 5] * 9
 
 
 @pytest.fixture(scope="module")
-def loaded() -> checkpoints.Loaded:
+def loaded() -> checkpoints.LoadedModel:
     return checkpoints.load_model(TOKENIZED)
 
 
 @pytest.fixture(scope="module")
-def engine(loaded: checkpoints.Loaded) -> Any:
+def engine(loaded: checkpoints.LoadedModel) -> Any:
     return jaxkv.Engine.load(TOKENIZED, loaded=loaded, **vars(engines.CACHED))
 
 
@@ -124,7 +124,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", LOAD | SPECULATION)
-def test_engine_load_refuses(name: str, loaded: checkpoints.Loaded) -> None:
+def test_engine_load_refuses(name: str, loaded: checkpoints.LoadedModel) -> None:
     fields: dict[str, Any] = vars(engines.TIGHT) | {"loaded": loaded, "max_drafts": 3}
     fields |= {"speculate": "ngram", "folder": TOKENIZED}
     if name == "dtype":
@@ -143,7 +143,7 @@ def test_engine_load_refuses(name: str, loaded: checkpoints.Loaded) -> None:
 
 
 def test_whole_numbers_of_numpy_and_jax_name_layers(
-    loaded: checkpoints.Loaded,
+    loaded: checkpoints.LoadedModel,
 ) -> None:
     wide = dataclasses.replace(loaded.config, num_layers=3)
     for value in (2, np.int64(2), np.array(2), jnp.array(2), [0, 1], np.arange(2)):
@@ -152,7 +152,7 @@ def test_whole_numbers_of_numpy_and_jax_name_layers(
     assert drafter.forward.layers == (0, 2)
 
 
-def test_a_mesh_of_other_axes_is_refused(loaded: checkpoints.Loaded) -> None:
+def test_a_mesh_of_other_axes_is_refused(loaded: checkpoints.LoadedModel) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     message = refusal(lambda: api.Engine.load(TOKENIZED, loaded=loaded, mesh=mesh))
     assert message.startswith("mesh.axis_names=('data',) must be of ('tensor', ")
@@ -325,7 +325,7 @@ def test_logits_that_fit_pass() -> None:
 
 
 def test_an_engine_refuses_such_logits_and_continues(
-    loaded: checkpoints.Loaded,
+    loaded: checkpoints.LoadedModel,
 ) -> None:
     bad: Any = lambda answer, logits: logits[:, :1]  # noqa: E731
     bounds = vars(engines.SERVED)
@@ -382,7 +382,7 @@ def test_a_keyword_without_a_near_name_is_refused_as_well() -> None:
 
 
 def test_saved_end_tokens_are_of_the_vocabulary(
-    loaded: checkpoints.Loaded, tmp_path: Path
+    loaded: checkpoints.LoadedModel, tmp_path: Path
 ) -> None:
     save: Any = checkpoints.save_model
     for value in ([320], [-1], [2**40], ["</s>"], [True]):

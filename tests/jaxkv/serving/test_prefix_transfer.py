@@ -150,7 +150,7 @@ def test_a_seeded_bug_is_noticed(
             bring_in=jax.jit(lambda *x: programs._bring_in(*x), donate_argnums=0)
         ),
     )
-    bug = Bug(prefix_transfer, "bring_in", removed, added, check_sent)
+    bug = Bug(prefix_transfer, "import_prefix", removed, added, check_sent)
     mutation.seed(monkeypatch, bug)
     with pytest.raises((AssertionError, jaxkv.memory.InvariantError)):
         check_sent()

@@ -26,7 +26,7 @@ PROMPTS = ("def bisect_left(a", "import os\n", "class Heap:", "x", "naïve ☃ c
 
 
 @functools.cache
-def loaded() -> checkpoints.Loaded:
+def loaded() -> checkpoints.LoadedModel:
     return checkpoints.load_model(TOKENIZED)
 
 

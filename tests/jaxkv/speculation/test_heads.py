@@ -114,7 +114,9 @@ def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, TargetAndDraftPa
 
 def features_of(tokens: list[int], taps: tuple[int, ...]) -> np.ndarray:
     model = transformer.merge(MODEL, engines.params())
-    found = transformer.read(model, jnp.asarray([tokens], jnp.int32), taps=taps)
+    found = transformer.run_sequences(
+        model, jnp.asarray([tokens], jnp.int32), taps=taps
+    )
     return np.asarray(jnp.concatenate(found.taps)).T
 
 

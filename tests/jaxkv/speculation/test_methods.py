@@ -281,7 +281,7 @@ def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
         model = methods.ModelWeights(MODEL, engines.params())
         made = methods.build_speculative(model, bounds, dtype="float32")
-        return param_forms.is_for_few(made.params)
+        return param_forms.has_transposed_weights(made.params)
 
     assert has_both(max_slots=2)
     assert not has_both(max_slots=1)

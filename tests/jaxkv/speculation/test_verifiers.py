@@ -262,7 +262,7 @@ BUGS = {
     "the residual is not normalised": Bug(
         verifiers,
         "_try_child",
-        "fixed_point.normalised(jnp.maximum(target_probs - draft_probs, 0))",
+        "fixed_point.normalise(jnp.maximum(target_probs - draft_probs, 0))",
         "jnp.maximum(target_probs - draft_probs, 0)",
         check_distance,
         ("one draft",),
@@ -302,7 +302,7 @@ BUGS = {
     "the remaining draft distribution is not normalised": Bug(
         verifiers.Rejection,
         "rule",
-        "fixed_point.normalised(jnp.where(is_child, 0, left))",
+        "fixed_point.normalise(jnp.where(is_child, 0, left))",
         "jnp.where(is_child, 0, left)",
         check_distance,
         ("two that differ",),

@@ -1,4 +1,4 @@
-"""Tokens that a folder names in several files, as transformers reads them."""
+"""Special tokens named in several files of a folder, compared with transformers."""
 
 import json
 import warnings
@@ -27,7 +27,7 @@ def tokenizer_in(folder: dict[str, Any]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("number", range(len(FOLDERS)))
-def test_named_tokens_agree_with_transformers(number: int) -> None:
+def test_special_tokens_agree_with_transformers(number: int) -> None:
     folder = FOLDERS[number]
     tokenizer = tokenizer_in(folder)
     added = {
@@ -66,7 +66,7 @@ def test_named_tokens_agree_with_transformers(number: int) -> None:
 )
 def test_tokens_without_text_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        special_tokens.read(settings, None, None, [])
+        special_tokens.read_special_tokens(settings, None, None, [])
 
 
 @pytest.mark.parametrize("number", range(len(CHATS)))
@@ -93,7 +93,7 @@ def test_chats_agree_with_transformers(number: int) -> None:
     ],
 )
 @pytest.mark.usefixtures("as_users_have_it")
-def test_arguments_that_no_template_takes(arguments: dict[str, Any], line: str) -> None:
+def test_invalid_chat_template_arguments(arguments: dict[str, Any], line: str) -> None:
     tokenizer = ByteTokenizer(257)
     tokenizer.settings["chat_template"] = "{{ messages[0].content }}"
     user = [{"role": "user", "content": "a"}]
@@ -104,7 +104,7 @@ def test_arguments_that_no_template_takes(arguments: dict[str, Any], line: str) 
         tokenizer.apply_chat_template([])
 
 
-def test_a_second_first_token_is_warned_of_once() -> None:
+def test_duplicate_bos_token_warns_once() -> None:
     text = (GOLDEN / "tokenized" / "tokenizer.json").read_text()
     tokenizer = Tokenizer.from_json(text, settings={"bos_token": "<|begin|>"})
     with warnings.catch_warnings(record=True) as told:

@@ -1,4 +1,4 @@
-"""Stop strings in answers of every kind of tokenizer, as the engine looks for them."""
+"""Stop strings in answers of every kind of tokenizer, as in the engine."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.tokenizers import (
 def answered(
     tokenizer: Tokenizer, prompt: list[int], answer: list[int], *stops: str, **ask: Any
 ) -> tuple[str, list[int], str]:
-    """Text, tokens and reason of an answer that grows to its greatest length."""
+    """Returns text, tokens and end reason of an answer with a limit on its length."""
     part = requests.PartialAnswer(
         stream=tokenizer.stream(prompt), search=tokenizer.stop_search(stops, prompt)
     )
@@ -68,7 +68,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
 @pytest.mark.parametrize(
     ("decoder", "answer", "stop", "text", "num"),
     [
-        # Special tokens, which the text does not show.
+        # Special tokens, which the text hides.
         ("llama", ["▁a", "</s>", "b"], "</s>", " a", 2),
         ("llama", ["</s>", "b"], "</s>", "", 1),
         ("llama", ["▁a", "<end of turn>"], "<end of turn>", " a", 2),
@@ -81,9 +81,9 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
         ("word piece", ["do", "</s>", "a"], "</s>", " do", 2),
         ("bpe", ["a</w>", "</s>", "a"], "</s>", " a", 2),
         ("none", ["do", "</s>", "a"], "o </s>", " d", 2),
-        # Part of a special token, which is no text.
+        # A part of a special token, which is not text.
         ("llama", ["▁a", "</s>", "b"], "/s", " ab", None),
-        # Text that goes on after a special token.
+        # Text that continues after a special token.
         ("llama", ["a", "</s>", "b"], "ab", "", 3),
         # Characters of bytes, added tokens and unfinished characters.
         ("llama", ["▁a", "bytes:日", "<0x80>", "b"], "日", " a", 4),

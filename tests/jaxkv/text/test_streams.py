@@ -1,4 +1,4 @@
-"""Text token by token against the library's decode of the whole."""
+"""Streaming decode compared with the library's decode of all tokens."""
 
 import random
 import time
@@ -30,7 +30,7 @@ def check_random_answers(name: str, num: int, **settings: Any) -> None:
         whole = tokenizer.decode(answer, skip_special_tokens=skip)
         stream = tokenizer.stream(skip_special_tokens=skip)
         assert streamed(stream, answer) == whole, (prompt, answer)
-        assert streamed(stream, answer) == whole  # a finished one is as new
+        assert streamed(stream, answer) == whole  # a finished stream can be used again
         stream = tokenizer.stream(prompt, skip_special_tokens=skip)
         expected = text_after(tokenizer, prompt, answer, skip)
         assert streamed(stream, answer) == expected, (prompt, answer)
@@ -48,7 +48,7 @@ def test_many_random_answers(name: str) -> None:
     check_random_answers(name, 20_000)
 
 
-def test_spaces_are_cleaned_up_where_the_settings_ask_for_it() -> None:
+def test_spaces_are_cleaned_up_by_setting() -> None:
     check_random_answers("word piece", 20, clean_up_tokenization_spaces=True)
     tokenizer = tokenizer_of(None, clean_up_tokenization_spaces=True)
     assert tokenizer.decode(ids_of(tokenizer, "a", ".", "b")) == "a. b"
@@ -99,7 +99,7 @@ def test_known_answers(
         ("bytes:日", ["a"], "a"),
         ("<0xE6>", ["<0x97>", "<0xA5>", "a"], "日a"),
         ("<0xE6>", ["a"], "a"),
-        # One broken byte breaks those of the prompt, too: no text is shared.
+        # One broken byte also breaks those of the prompt: no text is shared.
         ("bytes:日", ["<0xFF>"], "\ufffd" * 4),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_prompt_that_ends_in_bytes(cut: str, more: list[str], text: str) -> No
     assert text_after(tokenizer, prompt, answer) == text
 
 
-def test_text_is_given_out_as_soon_as_it_is_final() -> None:
+def test_final_text_is_returned_immediately() -> None:
     def pieces(decoder: str, *texts: str) -> list[str]:
         tokenizer = tokenizer_of(DECODERS[decoder])
         stream = tokenizer.stream()
@@ -124,14 +124,14 @@ def test_text_is_given_out_as_soon_as_it_is_final() -> None:
     assert pieces("bpe", "a</w>", "b") == ["", "a "]
 
 
-def test_text_held_back_can_be_seen() -> None:
+def test_tail_returns_held_back_text() -> None:
     tokenizer = tokenizer_of(DECODERS["llama"])
     stream = tokenizer.stream(ids_of(tokenizer, "bytes:日"))
     seen = []
     for token in ids_of(tokenizer, "bytes:本語", "a"):
         assert stream.push(token) == ("本語a" if len(seen) == 6 else "")
         seen.append(stream.tail())
-    # Without the character that is not complete.
+    # Without the incomplete character.
     assert seen == ["", "", "本", "本", "本", "本語", ""]
 
 
@@ -146,9 +146,7 @@ def test_text_held_back_can_be_seen() -> None:
         ("expression over tokens", ["aa"]),
     ],
 )
-def test_time_grows_with_the_number_of_tokens_alone(
-    decoder: str, texts: list[str]
-) -> None:
+def test_time_is_linear_in_tokens(decoder: str, texts: list[str]) -> None:
     tokenizer = tokenizer_of(DECODERS[decoder])
     ids = ids_of(tokenizer, *texts)
 
@@ -160,5 +158,5 @@ def test_time_grows_with_the_number_of_tokens_alone(
             best = min(best, time.process_time() - start)
         return best
 
-    # Ten times as many tokens take ten times as long, not a hundred times.
+    # Ten times the tokens take ten times the time, not a hundred times.
     assert seconds(6_000) < 40 * seconds(600)

@@ -1,4 +1,4 @@
-"""Tokenizers against what transformers made of the same folder; streams, chats."""
+"""Tokenizers, streams and chats compared with transformers on the same folders."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ def test_files_describe_the_tokenizer() -> None:
 @pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=30))
-def test_streams_give_the_whole_text_in_whole_characters(text: str) -> None:
+def test_streams_return_whole_characters(text: str) -> None:
     for tokenizer in (load(), ByteTokenizer(257)):
         ids = tokenizer.encode(text, add_special_tokens=False)
         parts = streamed(tokenizer.stream(), ids)
@@ -76,7 +76,7 @@ def test_streams_give_the_whole_text_in_whole_characters(text: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 319), max_size=40))
-def test_streams_survive_broken_characters(ids: list[int]) -> None:
+def test_streams_replace_broken_characters(ids: list[int]) -> None:
     tokenizer = load()
     assert "".join(streamed(tokenizer.stream(), ids)) == tokenizer.decode(ids)
     narrow = ByteTokenizer(264)
@@ -84,7 +84,7 @@ def test_streams_survive_broken_characters(ids: list[int]) -> None:
     assert "".join(streamed(narrow.stream(), ids)) == narrow.decode(ids)
 
 
-def test_streams_hold_a_character_back_until_it_is_whole() -> None:
+def test_streams_hold_incomplete_characters_back() -> None:
     tokenizer = ByteTokenizer(256)
     assert streamed(tokenizer.stream(), [0x41, 0xE6, 0xBC, 0xA2]) == [
         "A",
@@ -121,7 +121,7 @@ def test_streams_keep_spaces_and_byte_fallback() -> None:
     assert "\ufffd" not in "".join(parts)
 
 
-def test_a_stream_does_not_wait_for_ever() -> None:
+def test_stream_does_not_hold_text_back_forever() -> None:
     tokenizer = Tokenizer(sentencepiece_like())
     stream = tokenizer.stream()
     parts = [stream.push(3 + 0x80) for _ in range(200)]
@@ -139,13 +139,13 @@ def test_byte_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [255, 265])
-def test_byte_tokenizer_refuses_other_vocabularies(vocab_size: int) -> None:
+def test_byte_tokenizer_vocabulary_size(vocab_size: int) -> None:
     with pytest.raises(ValueError, match="vocab_size="):
         ByteTokenizer(vocab_size)
 
 
 @pytest.mark.parametrize("tokenizer", [load(), ByteTokenizer(256)])
-def test_half_a_surrogate_pair_is_refused(tokenizer: Any) -> None:
+def test_lone_surrogate_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="not valid Unicode"):
         tokenizer.encode("\ud83d")
 
@@ -204,7 +204,7 @@ MANY = "{% for i in range(100000) %}"
     ],
     ids=["nested", "filtered", "recursive"],
 )
-def test_templates_that_never_end_are_ended(
+def test_endless_templates_are_stopped(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_templates, "MAX_STEPS", 20_000)
@@ -217,7 +217,7 @@ def test_templates_that_never_end_are_ended(
     )
 
 
-def test_templates_have_what_they_count_on() -> None:
+def test_templates_have_their_helpers() -> None:
     template = (
         "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}"
         "{% if loop.first %}{% break %}{% endif %}{% endfor %}"
@@ -231,7 +231,7 @@ def test_templates_have_what_they_count_on() -> None:
     assert text == '{"role": "user", "content": "<Ω&>"}4<s>'
 
 
-def test_tools_reach_a_template_that_asks_for_them() -> None:
+def test_tools_are_passed_to_templates() -> None:
     template = (
         "{% if tools is not none %}{{ tools[0].name }}{% endif %}{{ messages|length }}"
     )

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.engine.drafting import Speculation
 from jaxkv.memory import kv_pages
-from jaxkv.memory.kv_layout import FULL
+from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.speculation import Lookahead, NGram, SharedNoiseVerifier
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
@@ -162,7 +162,7 @@ def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
     # Pages of 128 bytes are for the kernel, those of 64 for the reference.
     for page_size, num_kernels in ((16, 2), (1, 0)):
         leaf = shape(4, 4096 * 16, 1, page_size, 32)
-        pages = kv_pages.Pages(leaf, leaf, FULL)
+        pages = kv_pages.Pages(leaf, leaf, DEFAULT_LAYOUT)
         report = deviceless.compile(run, pages, ids(8), ids(8), donate_argnums=0)
         assert len(report.kernels) == num_kernels
         assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)

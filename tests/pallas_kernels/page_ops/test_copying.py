@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.memory import kv_pages
-from jaxkv.memory.kv_layout import FULL
+from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.page_ops.copy import copy_pages
@@ -73,7 +73,7 @@ def test_an_implementation_that_cannot_serve_is_refused() -> None:
 
 def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:
     k = numbered(num_layers, NUM_PAGES, 2, page_size, 5)
-    return Pages(k, -1 - k, FULL)
+    return Pages(k, -1 - k, DEFAULT_LAYOUT)
 
 
 def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
@@ -94,7 +94,9 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
 
 def test_many_copies_go_by_in_turns() -> None:
     rng, copy, most = np.random.default_rng(1), jax.jit(kv_pages.copy), 5 * NUM_PAGES
-    pages = Pages(numbered(2, most, 1, 2, 3), numbered(2, most, 1, 2, 3), FULL)
+    pages = Pages(
+        numbered(2, most, 1, 2, 3), numbered(2, most, 1, 2, 3), DEFAULT_LAYOUT
+    )
     for chance in (0.0, 0.1, 0.5, 1.0):
         ids = rng.permutation(most).astype(np.int32)
         source, target = ids[: most // 2], ids[most // 2 :]
@@ -128,7 +130,7 @@ def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
 
         return jax.lax.fori_loop(0, steps, step, pages)
 
-    pages = Pages(leaf, leaf, FULL)
+    pages = Pages(leaf, leaf, DEFAULT_LAYOUT)
     return run.lower(pages, row, row).compile(), pages
 
 

@@ -81,7 +81,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
     log = read(tmp_path)
     np.testing.assert_array_equal(log.columns["num_params"], [1e3, 2e3, 3e3, 4e3])
     assert log.notes == (
-        "the last line (7) is not whole, and is left out",
+        "the last line (7) is incomplete and is left out",
         "2 rows left out by status: 2 diverged",
         "C is 1.08 to 1.08 times 6 N D",
     )

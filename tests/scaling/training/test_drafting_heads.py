@@ -63,7 +63,7 @@ def test_guesses_of_medusa_are_of_the_token_behind_each_place() -> None:
     wanted = engines.full_logits(engines.params(), tokens, config=MODEL)
     np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
     model = transformer.merge(MODEL, engines.params())
-    states = transformer.read(model, jnp.asarray(tokens)).last.T
+    states = transformer.run_sequences(model, jnp.asarray(tokens)).last.T
     every = medusa.head_logits(
         weights_of(heads), engines.params(), states, config=heads
     ).reshape(DEPTH, *tokens.shape, -1)

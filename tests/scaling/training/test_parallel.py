@@ -320,7 +320,7 @@ def test_what_does_not_divide_is_refused(
 
 def test_a_ring_is_fair() -> None:
     """Under a causal mask every device of a zigzag has as many pairs to look at."""
-    order = sequence.order(48, ring=4).reshape(4, -1)
+    order = sequence.zigzag_order(48, ring=4).reshape(4, -1)
     assert sorted(order.reshape(-1).tolist()) == list(range(48))
     seen = (order + 1).sum(axis=1)
     assert len({*seen.tolist()}) == 1

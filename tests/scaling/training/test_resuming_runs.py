@@ -135,13 +135,13 @@ def test_a_checkpoint_without_digests_is_refused(
 def test_the_list_of_digests_is_that_of_sha256sum(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_text("abc")
-    files.seal(tmp_path)
+    files.write_checksums(tmp_path)
     line, seal = (tmp_path / files.DIGESTS).read_text().splitlines()
     # FIPS 180-2, appendix B.1.
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert line == f"{abc}  a/b"
     assert seal.startswith("# ")  # which sha256sum skips
-    files.check_seal(tmp_path)
+    files.verify_checksums(tmp_path)
 
 
 def test_another_model_is_refused_without_noise(
@@ -322,7 +322,7 @@ def test_a_layout_that_decides_more_than_rounding_is_kept(tmp_path: Path) -> Non
 
 
 def test_numbers_of_one_process_are_its_own() -> None:
-    assert processes.gather(3) == [3]
+    assert processes.gather_numbers(3) == [3]
 
 
 @pytest.mark.thorough

@@ -1,7 +1,7 @@
-"""Random parameters of a whole model in one program, with the bits of one array each.
+"""Random initial parameters of a model in one program, with unchanged bits.
 
-Compiling dominates: drawn array by array, every shape is a program of its own that the
-user waits for. Here arrays of equal shape are drawn by one loop over their keys.
+Compilation dominates the time: drawing array by array compiles a program for every
+shape. Here arrays of equal size are drawn by one loop over their keys.
 """
 
 import math
@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int32, Key
 type Shape = tuple[int, ...]
 
 _LEAST = 2**13
-"""Numbers drawn at least, in a fraction of the time that another loop compiles."""
+"""Smallest number of values drawn; drawing them is far faster than compiling a further
+loop."""
 
 
-def normals(
+def draw_normals(
     keys: Key[Array, " arrays"],
     shapes: Sequence[Shape],
     dtype: DTypeLike,
@@ -32,12 +33,12 @@ def normals(
     Args:
       keys: the keys.
       shapes: the shapes, static.
-      dtype: of the arrays.
-      index: 0, 1, 2 and so on, one for each array. Where the compiler does not know the
-        numbers, it makes one kernel for all arrays of a shape.
+      dtype: dtype of the arrays.
+      index: 0, 1, 2 and so on, one for each array, as traced values: the compiler then
+        makes one kernel for all arrays of a shape.
 
     Returns:
-      The arrays, bit for bit what `jax.random.normal` gives for each by itself.
+      The arrays, bit for bit equal to `jax.random.normal` of each key and shape.
     """
     found: dict[int, Array] = {}
     sizes = [_num_drawn(math.prod(shape), keys) for shape in shapes]
@@ -47,7 +48,8 @@ def normals(
             lambda key, size=size: jax.random.normal(key, (size,), dtype),
             keys[np.array(places)],
         )
-        # Else XLA folds a factor that follows into the polynomial of the normal law.
+        # Otherwise XLA folds a later factor into the polynomial of the inverse normal
+        # CDF.
         drawn = lax.optimization_barrier(drawn)
         for row, place in enumerate(places):
             shape = shapes[place]
@@ -57,16 +59,17 @@ def normals(
 
 
 def _num_drawn(size: int, keys: Key[Array, " arrays"]) -> int:
-    """Numbers to draw for an array: a power of two, many arrays alike, if that is free.
+    """Returns the count of values to draw: a power of two if the generator permits.
 
-    JAX's partitionable Threefry makes every number of its place alone.
+    A power of two is shared by many arrays. It is allowed with JAX's partitionable
+    Threefry, whose values depend only on their index.
     """
     by_place = jax.config.jax_threefry_partitionable and "fry" in str(keys.dtype)
     return max(_LEAST, 1 << (size - 1).bit_length()) if by_place else size
 
 
 class _Stream:
-    """In place of `nnx.Rngs`: its one stream is that of the parameters."""
+    """A replacement of `nnx.Rngs` whose only stream is that of the parameters."""
 
     @property
     def params(self) -> Any:
@@ -74,20 +77,20 @@ class _Stream:
         return self
 
 
-class Recorder(_Stream):
-    """Learns what a model draws: notes shapes, draws zeros."""
+class ShapeRecorder(_Stream):
+    """Records the shapes that a model draws, and returns zeros."""
 
     def __init__(self) -> None:
         self.shapes: list[Shape] = []
 
     def normal(self, shape: Shape, dtype: DTypeLike) -> Float[Array, "..."]:
-        """Zeros of that shape."""
+        """Records the shape and returns zeros."""
         self.shapes.append(shape)
         return jnp.zeros(shape, dtype)
 
 
-class Normals(_Stream):
-    """Has the bits of `nnx.Rngs`, all normal arrays drawn beforehand."""
+class PredrawnNormals(_Stream):
+    """Returns the bits of `nnx.Rngs`, with all normal arrays drawn beforehand."""
 
     def __init__(
         self,
@@ -96,13 +99,13 @@ class Normals(_Stream):
         dtype: DTypeLike,
         index: Sequence[Int32[Array, ""]],
     ) -> None:
-        """Draws arrays of these shapes, in order of construction; see `normals`."""
+        """Draws arrays of these shapes, in construction order; see `draw_normals`."""
         count = jnp.arange(len(shapes), dtype=jnp.uint32)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, count)
-        self._arrays = iter(normals(keys, shapes, dtype, index))
+        self._arrays = iter(draw_normals(keys, shapes, dtype, index))
 
     def normal(self, shape: Shape, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The next array, which must be asked for as it was drawn."""
+        """Returns the next array; shape and dtype must be those that were recorded."""
         array = next(self._arrays)
         if (array.shape, array.dtype) != (shape, jnp.dtype(dtype)):
             raise ValueError(f"{shape=}, {dtype=} must be as recorded: {array.aval}")

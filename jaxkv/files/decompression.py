@@ -1,4 +1,4 @@
-"""Bytes of a file or pipe, unpacked, with a limit on their number."""
+"""Reads a file or pipe and decompresses it, with a limit on its size."""
 
 import bz2
 import gzip
@@ -18,22 +18,22 @@ _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
 }
-"""How the files of a packer begin -> what reads them."""
+"""First bytes of a compression format -> its reader."""
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
-def read(path: Path, max_bytes: int) -> bytes:
-    """Reads a regular file or a pipe, and unpacks gzip, bzip2, xz and zstd.
+def read_decompressed(path: Path, max_bytes: int) -> bytes:
+    """Reads a regular file or a pipe, and decompresses gzip, bzip2, xz and zstd.
 
     Args:
       path: the file.
-      max_bytes: limit on the size, packed and unpacked.
+      max_bytes: limit on the size, compressed and decompressed.
 
     Raises:
       OSError: the file cannot be opened.
       ValueError: the file is a folder or a device, is too large, or is damaged.
     """
-    # Opening a pipe without a writer blocks forever unless told otherwise.
+    # Without O_NONBLOCK, opening a pipe that has no writer blocks forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
