@@ -55,7 +55,7 @@ class Target(NamedTuple):
     capability: str
 
 
-def current() -> Target:
+def current_target() -> Target:
     """Tells the target of a trace: a device of the mesh that is set, else the default.
 
     So a program that is lowered for a device which is not there asks for the right one.
@@ -75,7 +75,7 @@ def current() -> Target:
     )
 
 
-def choose(
+def choose_implementation(
     implementation: str | None, refusal: Callable[[], str | None]
 ) -> Literal["reference", "mosaic_gpu"]:
     """Names the implementation that serves a call of an operation that has two.
@@ -92,7 +92,7 @@ def choose(
         raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
     if implementation == "reference":
         return "reference"
-    reason = why_not_hopper(current()) or refusal()
+    reason = hopper_unsupported_reason(current_target()) or refusal()
     if reason is None:
         return "mosaic_gpu"
     if implementation == "mosaic_gpu":
@@ -100,7 +100,7 @@ def choose(
     return "reference"
 
 
-def why_not_hopper(target: Target) -> str | None:
+def hopper_unsupported_reason(target: Target) -> str | None:
     """Says in a clause why kernels for Hopper do not run on it, or None."""
     if target.platform != "gpu":
         return f"the device is a {target.platform}, not a GPU"

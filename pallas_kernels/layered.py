@@ -30,6 +30,6 @@ def flat_ids(
     return jnp.where(mapped, page_ids + layer * num_pages, num_layers * num_pages)
 
 
-def operand(layer: Layer) -> Int32[Array, " 1"]:
+def layer_operand(layer: Layer) -> Int32[Array, " 1"]:
     """The layer as kernels take it, who do what `flat_ids` does where they read."""
     return jnp.asarray(layer, jnp.int32).reshape(1)

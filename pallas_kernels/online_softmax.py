@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 
-class Scoring(NamedTuple):
+class ScoreTransform(NamedTuple):
     """What makes scores of products; numbers of heads by query head or KV head."""
 
     scale: float
@@ -30,7 +30,7 @@ class Scoring(NamedTuple):
     """One more score, that takes weight and brings no value; None means none."""
 
 
-class Softmax(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Running state of the online softmax of some queries."""
 
     top: Float[Array, "*queries"]
@@ -41,7 +41,9 @@ class Softmax(NamedTuple):
     """Sum of the values under the same weights."""
 
 
-def start(shape: tuple[int, ...], value_width: int, dtype: DTypeLike) -> Softmax:
+def init_softmax(
+    shape: tuple[int, ...], value_width: int, dtype: DTypeLike
+) -> SoftmaxState:
     """Makes the state of queries of one type that have seen no key.
 
     `shape` is that of the queries without head_dim; the state is in float32 at least.
@@ -49,12 +51,14 @@ def start(shape: tuple[int, ...], value_width: int, dtype: DTypeLike) -> Softmax
     wide = np.promote_types(dtype, np.float32)
     # Not -inf: the difference of two of them would be NaN.
     top = jnp.full(shape, jnp.finfo(wide).min, wide)
-    return Softmax(top, jnp.zeros(shape, wide), jnp.zeros((*shape, value_width), wide))
+    return SoftmaxState(
+        top, jnp.zeros(shape, wide), jnp.zeros((*shape, value_width), wide)
+    )
 
 
-def score(
+def transform_scores(
     products: Float[Array, "*queries places"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     *,
     slopes: Float[Array, "..."] | None,
     distance: Int[Array, "..."],
@@ -79,11 +83,11 @@ def score(
     return scores
 
 
-def reweigh(
-    state: Softmax,
+def update_softmax(
+    state: SoftmaxState,
     scores: Float[Array, "*queries places"],
     seen: Bool[Array, "..."] | None,
-) -> tuple[Float[Array, "*queries places"], Softmax]:
+) -> tuple[Float[Array, "*queries places"], SoftmaxState]:
     """Weights of a block under the new maximum, and the old state scaled to it.
 
     `seen` None: every query sees every place.
@@ -97,10 +101,10 @@ def reweigh(
         weights = jnp.where(seen, weights, jnp.zeros((), scores.dtype))
     decay = jnp.exp(state.top - top)
     total = state.total * decay + weights.sum(-1)
-    return weights, Softmax(top, total, state.out * decay[..., None])
+    return weights, SoftmaxState(top, total, state.out * decay[..., None])
 
 
-def scaled(
+def scale_weights(
     weights: Float[Array, "*queries places"], v_scales: Float[Array, "..."] | None
 ) -> Float[Array, "*queries places"]:
     """Weights times the factor on each value, of 8-bit pages; 0 stays 0."""
@@ -110,8 +114,8 @@ def scaled(
     return jnp.where(weights > 0, worth, jnp.zeros((), weights.dtype))
 
 
-def finish(
-    state: Softmax, sinks: Float[Array, "..."] | None, dtype: DTypeLike
+def normalize_softmax(
+    state: SoftmaxState, sinks: Float[Array, "..."] | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "*queries value_width"], Float[Array, "*queries"]]:
     """Turns the state after the last block into the output and the natural log-sum-exp.
 

@@ -32,7 +32,7 @@ FP8 = np.dtype(jnp.float8_e4m3fn)
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
-class Quantized(NamedTuple):
+class QuantizedArray(NamedTuple):
     """Numbers of 8 bits and their scales."""
 
     numbers: Int8[Array, "*lead head_dim"] | UInt8[Array, "*lead head_dim"]
@@ -56,7 +56,7 @@ def quantize(
     kind: Kind,
     *,
     per: Literal["token", "page"] = "token",
-) -> Quantized:
+) -> QuantizedArray:
     """Rounds keys or values to 8 bits, to the nearest number, ties to even.
 
     Args:
@@ -81,10 +81,10 @@ def quantize(
         numbers = jnp.round(numbers).astype(jnp.int8)
     else:
         numbers = lax.bitcast_convert_type(numbers.astype(FP8), jnp.uint8)
-    return Quantized(numbers, jnp.squeeze(scales, axes))
+    return QuantizedArray(numbers, jnp.squeeze(scales, axes))
 
 
-def meaning(numbers: Num[Array, "..."]) -> Num[Array, "..."]:
+def as_number_type(numbers: Num[Array, "..."]) -> Num[Array, "..."]:
     """Gives numbers a type that says what they are: bits of fp8 that of fp8."""
     if numbers.dtype != NUMBERS["fp8"]:
         return numbers
@@ -102,21 +102,23 @@ def dequantize(
       scales: of each token, or of each page where they have an axis less.
     """
     missing = tuple(range(scales.ndim, numbers.ndim))
-    return meaning(numbers).astype(scales.dtype) * jnp.expand_dims(scales, missing)
+    return as_number_type(numbers).astype(scales.dtype) * jnp.expand_dims(
+        scales, missing
+    )
 
 
-def kind_of(dtype: DTypeLike) -> Kind | None:
+def quantization_kind(dtype: DTypeLike) -> Kind | None:
     """Names the kind of number of a type; None if it is not one of 8 bits."""
     if dtype == NUMBERS["int8"]:
         return "int8"
     return "fp8" if dtype in (NUMBERS["fp8"], FP8) else None
 
 
-def parts(values: Array | Quantized | None) -> tuple[Any, Array | None]:
+def split_quantized(values: Array | QuantizedArray | None) -> tuple[Any, Array | None]:
     """Takes keys or values apart: numbers and scales, None where there are none."""
-    return values if isinstance(values, Quantized) else (values, None)
+    return values if isinstance(values, QuantizedArray) else (values, None)
 
 
-def whole(numbers: Array, scales: Array | None) -> Any:
-    """Puts together what `parts` took apart."""
-    return numbers if scales is None else Quantized(numbers, scales)
+def join_quantized(numbers: Array, scales: Array | None) -> Any:
+    """Puts together what `split_quantized` took apart."""
+    return numbers if scales is None else QuantizedArray(numbers, scales)

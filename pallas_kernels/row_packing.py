@@ -31,7 +31,7 @@ class Packing(NamedTuple):
     """Place of the row in its block; 0 for rows that are left out."""
 
 
-class Runs(NamedTuple):
+class SlotRuns(NamedTuple):
     """Of each row, what all live rows of its slot are; of no meaning where not live."""
 
     count: Int32[Array, " rows"]
@@ -44,7 +44,7 @@ class Runs(NamedTuple):
     """One past the last of them."""
 
 
-def runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Runs:
+def find_slot_runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> SlotRuns:
     """Compares all rows with all, in one kernel.
 
     Args:
@@ -68,7 +68,7 @@ def runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Runs:
         (lax.min, slots.shape[0], begin),
         (lax.max, 0, end),
     )
-    return Runs(*found)
+    return SlotRuns(*found)
 
 
 def reduce_together(
@@ -106,7 +106,7 @@ def num_block_rows(*, tokens: int, group: int) -> int:
     return -(-tokens * group // unit) * unit
 
 
-def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
+def max_query_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
     """Bounds the blocks that rows of so many slots can fill, whatever their split.
 
     A slot with n rows fills ceil(n / tokens) <= 1 + (n - 1) / tokens blocks. All counts
@@ -116,7 +116,7 @@ def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
     return used + (num_rows - used) // tokens
 
 
-def one_row_a_slot(live: Bool[Array, " rows"]) -> Packing:
+def pack_one_row_per_slot(live: Bool[Array, " rows"]) -> Packing:
     """Packs row i, which is slot i, into block i, of one token; if it sees any key."""
     num_rows = live.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -146,10 +146,10 @@ def pack_rows(
         that is not known yet.
 
     Returns:
-      The packing, of at most `max_blocks` blocks; those in use come first.
+      The packing, of at most `max_query_blocks` blocks; those in use come first.
     """
     num_rows = slots.shape[0]
-    num_blocks = max_blocks(num_rows=num_rows, num_slots=num_slots, tokens=tokens)
+    num_blocks = max_query_blocks(num_rows=num_rows, num_slots=num_slots, tokens=tokens)
     if max_rows is not None:
         num_blocks = min(num_blocks, num_slots * -(-max_rows // tokens))
     # Comparisons of all with all: XLA has a kernel for each of their three sums, and
@@ -199,7 +199,7 @@ def pack_values(
     return values.at[packing.row].get(mode="fill", fill_value=fill)
 
 
-def spread(
+def expand_to_packed_rows(
     packed: Shaped[Array, "blocks tokens"], *, group: int
 ) -> Shaped[Array, "blocks wgmma_rows"]:
     """Spreads numbers of rows over the packed rows, padded to whole matrix products.
@@ -213,7 +213,7 @@ def spread(
     return jnp.pad(found, [(0, 0), (0, -tokens * group % WGMMA_ROWS)])
 
 
-def unpack(
+def unpack_rows(
     blocks: Shaped[Array, "blocks kv_heads block_rows *rest"],
     packing: Packing,
     *,

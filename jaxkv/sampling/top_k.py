@@ -57,7 +57,7 @@ def peak(
 
     A CPU is fastest in several plain passes. A GPU reads the row once, in one launch.
     """
-    if devices.current().platform != "cpu":
+    if devices.current_target().platform != "cpu":
         return peak_in_one_pass(logits, raw)
     top, token = argmax(logits)
     return top, token, invalid(logits, top, raw)

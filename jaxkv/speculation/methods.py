@@ -216,7 +216,7 @@ def _for_few_rows(model: Model, bounds: Any) -> Model:
     numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
     leaves = jax.tree.leaves(model.params)
     pays = (
-        devices.current().platform == "cpu"
+        devices.current_target().platform == "cpu"
         and any(number in FEW for number in numbers)
         and bounds.numerics == "fast"
         and model.config.experts is None

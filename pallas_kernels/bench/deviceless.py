@@ -37,7 +37,7 @@ _INSTRUCTIONS = {
 }
 
 
-class Kernel(NamedTuple):
+class KernelReport(NamedTuple):
     """What one Mosaic GPU kernel takes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Kernel(NamedTuple):
     instructions: dict[str, int]
 
 
-class Report(NamedTuple):
+class CompileReport(NamedTuple):
     """What a program takes on an H200, on each of them where there are several.
 
     Attributes:
@@ -68,13 +68,13 @@ class Report(NamedTuple):
       text: the optimised program, in which a copy is a line with ` copy(`.
     """
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelReport, ...]
     temp_bytes: int
     alias_bytes: int
     text: str
 
 
-def prepare() -> None:
+def load_compiler() -> None:
     """Finds the compiler in `.venv/deviceless`, and has JAX load it without a GPU.
 
     Changes `sys.path`, and on a machine without a GPU JAX's settings: call it before
@@ -91,7 +91,7 @@ def prepare() -> None:
             jax.config.update("jax_platforms", "cpu")
 
 
-def available() -> str | None:
+def unavailable_reason() -> str | None:
     """Says why nothing can be compiled here, or None where it can.
 
     Only files are looked at. Without libdevice the compiler would end the process.
@@ -109,13 +109,13 @@ def available() -> str | None:
     return None
 
 
-def make_mesh(axes: Mapping[str, int]) -> Mesh:
+def make_h200_mesh(axes: Mapping[str, int]) -> Mesh:
     """H200s of one host, by names and sizes of a mesh's axes; the last varies fastest.
 
     Raises:
-      RuntimeError: nothing can be compiled here, see `available`.
+      RuntimeError: nothing can be compiled here, see `unavailable_reason`.
     """
-    if (reason := available()) is not None:
+    if (reason := unavailable_reason()) is not None:
         raise RuntimeError(f"cannot compile for an H200: {reason}")
     sizes = tuple(axes.values())
     try:
@@ -128,18 +128,18 @@ def make_mesh(axes: Mapping[str, int]) -> Mesh:
     except NotImplementedError:
         raise RuntimeError(
             "cannot compile for an H200: JAX started its devices without the CUDA "
-            "plugin; call deviceless.prepare() before, in a new process"
+            "plugin; call deviceless.load_compiler() before, in a new process"
         ) from None
     return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=tuple(axes))
 
 
-def compile(
+def compile_function(
     function: Callable[..., Any],
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
-) -> Report:
+) -> CompileReport:
     """Compiles a function for one H200, or for several.
 
     Args:
@@ -148,15 +148,15 @@ def compile(
         `NamedSharding` is divided so, and the rest is the same on all devices.
       donate_argnums: arguments whose memory the results may take.
       options: flags of the compiler.
-      mesh: of `make_mesh`; None means one device.
+      mesh: of `make_h200_mesh`; None means one device.
 
     Returns:
       What the program takes.
 
     Raises:
-      RuntimeError: nothing can be compiled here, see `available`.
+      RuntimeError: nothing can be compiled here, see `unavailable_reason`.
     """
-    mesh = make_mesh({"device": 1}) if mesh is None else mesh
+    mesh = make_h200_mesh({"device": 1}) if mesh is None else mesh
     whole = NamedSharding(mesh, PartitionSpec())
 
     def there(x: Any) -> jax.ShapeDtypeStruct:
@@ -167,7 +167,7 @@ def compile(
     shapes = jax.tree.map(there, args)
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     # Doors ask the mesh what they are traced for.
-    with _dumping() as folder, _nothing_kept(), jax.set_mesh(mesh):
+    with _dumping() as folder, _without_program_cache(), jax.set_mesh(mesh):
         program = jitted.lower(*shapes).compile(dict(options or {}))
         kernels = tuple(_read_kernel(path) for path in sorted(folder.glob("*.ptxas")))
     text, memory = program.as_text(), program.memory_analysis()
@@ -175,7 +175,9 @@ def compile(
     assert memory is not None
     if "mosaic_gpu" in text and not kernels:
         raise RuntimeError("the compiler told nothing of the kernels in the program")
-    return Report(kernels, memory.temp_size_in_bytes, memory.alias_size_in_bytes, text)
+    return CompileReport(
+        kernels, memory.temp_size_in_bytes, memory.alias_size_in_bytes, text
+    )
 
 
 def _is_installed(module: str) -> bool:
@@ -217,7 +219,7 @@ def _dumping() -> Generator[Path]:
 
 
 @contextlib.contextmanager
-def _nothing_kept() -> Generator[None]:
+def _without_program_cache() -> Generator[None]:
     """Keeps programs out of the persistent cache: without a GPU none is read back."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
@@ -228,7 +230,7 @@ def _nothing_kept() -> Generator[None]:
         jax.config.update(name, before)
 
 
-def _read_kernel(path: Path) -> Kernel:
+def _read_kernel(path: Path) -> KernelReport:
     """Reads what the assembler and Mosaic said of a kernel."""
     said = path.read_text("utf-8")
     resources = path.with_suffix(".resources.txt").read_text("utf-8")
@@ -237,7 +239,7 @@ def _read_kernel(path: Path) -> Kernel:
     def total(pattern: str, text: str) -> int:
         return sum(int(number) for number in re.findall(pattern, text))
 
-    return Kernel(
+    return KernelReport(
         name=path.stem,
         registers=max(int(x) for x in re.findall(r"Used (\d+) registers", said)),
         spill_stores=total(r"(\d+) bytes spill stores", said),

@@ -41,7 +41,7 @@ class Thunk(NamedTuple):
         return self.kind not in _NO_LAUNCH
 
 
-def read(folder: Path) -> list[Thunk]:
+def read_plan(folder: Path) -> list[Thunk]:
     """Reads the plan of the one program whose dump lies in a folder.
 
     Raises:
@@ -53,14 +53,14 @@ def read(folder: Path) -> list[Thunk]:
     return _parse(plan, _annotations(metadata), _instructions(text))
 
 
-def walk(
+def walk_thunks(
     thunks: Sequence[Thunk], inside: tuple[Thunk, ...] = ()
 ) -> Iterator[tuple[Thunk, tuple[Thunk, ...]]]:
     """Every thunk with those around it, the outermost first."""
     for thunk in thunks:
         yield thunk, inside
         for held in thunk.regions.values():
-            yield from walk(held, (*inside, thunk))
+            yield from walk_thunks(held, (*inside, thunk))
 
 
 def _one(folder: Path, pattern: str) -> str:
@@ -156,7 +156,7 @@ class Route(NamedTuple):
         raise ValueError(f"{thunk.kind} {thunk.name} in {thunk.scope} has no choice")
 
 
-def executed(
+def executed_launches(
     thunks: Sequence[Thunk],
     route: Route,
     times: int = 1,
@@ -179,7 +179,9 @@ def executed(
             yield thunk, times, inside
         for region, held in thunk.regions.items():
             if often := _trips(thunk, region, route):
-                yield from executed(held, route, times * often, (*inside, thunk))
+                yield from executed_launches(
+                    held, route, times * often, (*inside, thunk)
+                )
 
 
 def _trips(thunk: Thunk, region: str, route: Route) -> int:
@@ -200,7 +202,7 @@ def _branch(thunk: Thunk, region: str) -> int:
     """
     others = [name for name in thunk.regions if name != region]
     for name in (region, *others):
-        for held, _ in walk(thunk.regions[name]):
+        for held, _ in walk_thunks(thunk.regions[name]):
             found = re.match(rf"{re.escape(thunk.scope)}/branch_(\d+)_fun", held.scope)
             if found:
                 own = int(found[1])

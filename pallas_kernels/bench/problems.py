@@ -29,7 +29,7 @@ FEATURES = ("window", "softcap", "alibi", "sinks", "int8", "fp8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
+class AttentionProblem:
     """Arguments of attention over pages; `page_ids` leads with one more axis."""
 
     spec: Spec
@@ -158,9 +158,9 @@ class GroupedProblem:
         return float(np.linalg.norm(off) / np.linalg.norm(wanted))
 
 
-def make(
+def make_attention(
     spec: Spec, *, num_turns: int = 1, seed: int = 0, feature: str = ""
-) -> Problem:
+) -> AttentionProblem:
     """Draws the arrays of an attention spec.
 
     Args:
@@ -197,7 +197,7 @@ def make(
     if spec.kind == "tree":
         context = jnp.asarray(spec.contexts(), jnp.int32)
         ancestors = jnp.asarray(_random_trees(spec, rng))
-    return Problem(
+    return AttentionProblem(
         spec=spec,
         q=q,
         k_pages=k,
@@ -252,13 +252,17 @@ def make_grouped(
     )
 
 
-def of(
+def make_problem(
     spec: Spec | GroupedSpec, *, num_turns: int
-) -> Problem | CopyProblem | GroupedProblem:
+) -> AttentionProblem | CopyProblem | GroupedProblem:
     """Makes the problem of a spec of any kind; a copy needs no turns."""
     if isinstance(spec, GroupedSpec):
         return make_grouped(spec, num_turns=num_turns)
-    return make_copy(spec) if spec.kind == "copy" else make(spec, num_turns=num_turns)
+    return (
+        make_copy(spec)
+        if spec.kind == "copy"
+        else make_attention(spec, num_turns=num_turns)
+    )
 
 
 def _lay_out(
@@ -301,7 +305,9 @@ def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
     return masks.reshape(-1, spec.rows)
 
 
-def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.ndarray:
+def _attend(
+    problem: AttentionProblem, sequence: int, head: int, rows: np.ndarray
+) -> np.ndarray:
     """Attention of some rows of a sequence and a KV head: `[rows, group, head_dim]`."""
     spec, options = problem.spec, problem.options
     length = int(problem.lengths()[sequence])

@@ -15,7 +15,7 @@ MAX_BYTES = 60_000_000_000
 """Larger ones are not in the grid: an H200 has 150 GB, peers need a second layout."""
 
 
-def every[S](make: Callable[..., S], **values: Any) -> list[S]:
+def expand_specs[S](make: Callable[..., S], **values: Any) -> list[S]:
     """Makes a shape for every combination of those values that are lists."""
     lists = [x if isinstance(x, list) else [x] for x in values.values()]
     rows = itertools.product(*lists)
@@ -23,12 +23,12 @@ def every[S](make: Callable[..., S], **values: Any) -> list[S]:
 
 
 def _both(**values: Any) -> list[GroupedSpec]:
-    return every(GroupedSpec, **values, direction=["up", "down"])
+    return expand_specs(GroupedSpec, **values, direction=["up", "down"])
 
 
 def _all(kind: str, **values: Any) -> list[Spec]:
     values.setdefault("batch", 1)
-    return every(Spec, kind=kind, **values)
+    return expand_specs(Spec, kind=kind, **values)
 
 
 K = 1024
@@ -56,7 +56,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
         *_all("chunk", context=K, rows=128, **_SMALL),
         *_all("prefill", rows=512, **_SMALL),
         *_all("copy", batch=512, **_SMALL),
-        *every(
+        *expand_specs(
             GroupedSpec,
             tokens=[1, 8, 512],
             experts=[specs.SMALL_EXPERTS, specs.SMALL_MANY_EXPERTS],
@@ -72,7 +72,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
         *_all("chunk", context=8 * K, rows=512),
         *_all("prefill", rows=2 * K),
         *_all("copy", batch=64 * 32),
-        *every(GroupedSpec, tokens=[32, 8192], experts=specs.MIXTRAL_8X7B),
+        *expand_specs(GroupedSpec, tokens=[32, 8192], experts=specs.MIXTRAL_8X7B),
         GroupedSpec(tokens=64, experts=specs.DEEPSEEK_V2_LITE),
     ),
     "real": (

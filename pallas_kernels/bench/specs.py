@@ -12,7 +12,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by type."""
 
 
-class Heads(NamedTuple):
+class HeadShape(NamedTuple):
     """Heads of a model's attention."""
 
     q_heads: int
@@ -25,16 +25,16 @@ class Heads(NamedTuple):
         return f"{self.q_heads}x{self.kv_heads}{size}"
 
 
-LLAMA_2_7B = Heads(32, 32, 128)
-LLAMA_3_8B = Heads(32, 8, 128)
-LLAMA_3_70B = Heads(64, 8, 128)
-MULTI_QUERY = Heads(16, 1, 128)
-SMOLLM2_135M = Heads(9, 3, 64)
-GEMMA_2_2B = Heads(8, 4, 256)
-TINY = Heads(4, 2, 16)
+LLAMA_2_7B = HeadShape(32, 32, 128)
+LLAMA_3_8B = HeadShape(32, 8, 128)
+LLAMA_3_70B = HeadShape(64, 8, 128)
+MULTI_QUERY = HeadShape(16, 1, 128)
+SMOLLM2_135M = HeadShape(9, 3, 64)
+GEMMA_2_2B = HeadShape(8, 4, 256)
+TINY = HeadShape(4, 2, 16)
 
 
-class Experts(NamedTuple):
+class ExpertShape(NamedTuple):
     """Experts of a layer; a token goes to `top` of them."""
 
     groups: int
@@ -48,15 +48,15 @@ class Experts(NamedTuple):
 
 
 # Jiang et al. 2024, arXiv:2401.04088, table 1.
-MIXTRAL_8X7B = Experts(8, 2, 4096, 14336)
+MIXTRAL_8X7B = ExpertShape(8, 2, 4096, 14336)
 # DeepSeek-AI 2024, arXiv:2405.04434, appendix B, without the two that all tokens share.
-DEEPSEEK_V2_LITE = Experts(64, 6, 2048, 1408)
+DEEPSEEK_V2_LITE = ExpertShape(64, 6, 2048, 1408)
 # DeepSeek-AI 2024, arXiv:2412.19437, section 4.2, without the one that all share.
-DEEPSEEK_V3 = Experts(256, 8, 7168, 2048)
+DEEPSEEK_V3 = ExpertShape(256, 8, 7168, 2048)
 # Of a processor's size, and of the tests'.
-SMALL_EXPERTS = Experts(8, 2, 512, 1792)
-SMALL_MANY_EXPERTS = Experts(64, 8, 512, 256)
-TINY_EXPERTS = Experts(4, 2, 24, 40)
+SMALL_EXPERTS = ExpertShape(8, 2, 512, 1792)
+SMALL_MANY_EXPERTS = ExpertShape(64, 8, 512, 256)
+TINY_EXPERTS = ExpertShape(4, 2, 24, 40)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Spec:
     """Query rows of each sequence; they see themselves, too."""
     shared: int = 0
     """Leading tokens that all sequences have in common, whole pages."""
-    heads: Heads = LLAMA_3_8B
+    heads: HeadShape = LLAMA_3_8B
     page_size: int = 16
     """Token places in a page."""
     lengths: Literal["equal", "uniform", "lognormal", "one_long"] = "equal"
@@ -160,7 +160,7 @@ class GroupedSpec:
     """One shape; every token draws its experts at random."""
 
     tokens: int
-    experts: Experts
+    experts: ExpertShape
     direction: Literal["up", "down"] = "up"
     """From the width of the model to that of an expert, or back."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"

@@ -102,7 +102,7 @@ def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:
     jax.block_until_ready(call(0))
     once_s = _stopwatch(lambda: call(1))
     num_calls = max(2, min(num_calls, int(1 / once_s)))
-    if devices.current().platform != "gpu":
+    if devices.current_target().platform != "gpu":
         return _wall(call, num_calls)
     return _cupti(call, num_calls) or _queue(call, num_calls)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(
+def attend_single_tile(
     q: Float[Array, "batch kv_heads group queries head_dim"],
     k: Float[Array, "batch kv_heads keys head_dim"],
     v: Float[Array, "batch kv_heads keys head_dim"],
@@ -67,4 +67,4 @@ def _backward(scale, saved, grads):
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-attend.defvjp(_forward, _backward)
+attend_single_tile.defvjp(_forward, _backward)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import devices, online_softmax
 from pallas_kernels.flash_attention import single_tile
-from pallas_kernels.online_softmax import Softmax
+from pallas_kernels.online_softmax import SoftmaxState
 
 type FlashImplementation = Literal["reference", "cudnn"]
 """Implementations by name; `None` takes the best one for platform and type."""
@@ -121,7 +121,9 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
     if max(sizes.num_queries, sizes.num_keys) <= sizes.tile:
         query = jnp.arange(sizes.num_queries, dtype=jnp.int32)[:, None]
         key = jnp.arange(sizes.num_keys, dtype=jnp.int32)[None, :]
-        out, lse = single_tile.attend(q, k, v, _seen(query, key, sizes), sizes.scale)
+        out, lse = single_tile.attend_single_tile(
+            q, k, v, _seen(query, key, sizes), sizes.scale
+        )
     else:
         out, lse = _attend(q, k, v, sizes)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, q_heads, head_dim)
@@ -176,7 +178,7 @@ _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn, symbolic_zeros=True)
 
 def _not_cudnn(q: Array, sizes: _Sizes) -> str:
     """Why cuDNN cannot serve a call; empty if it can."""
-    target = devices.current()
+    target = devices.current_target()
     if target.platform != "gpu":
         return f"the device is a {target.platform}, not a GPU"
     if target.capability and float(target.capability) < 8:
@@ -206,9 +208,9 @@ def _forward(
     def row(index: Array) -> tuple[Array, Array]:
         queries = _cut(padded[0], index, 3, sizes.rows)
 
-        def column(other: Array, state: Softmax) -> Softmax:
+        def column(other: Array, state: SoftmaxState) -> SoftmaxState:
             scores, seen = _scores(queries, padded[1], index, other, sizes)
-            weights, state = online_softmax.reweigh(state, scores, seen)
+            weights, state = online_softmax.update_softmax(state, scores, seen)
             values = _cut(padded[2], other, 2, sizes.tile)
             part = jnp.einsum(
                 "bhgqk,bhkd->bhgqd",
@@ -218,7 +220,7 @@ def _forward(
             )
             return state._replace(out=state.out + part)
 
-        state = online_softmax.start((*lead, sizes.rows), head_dim, q.dtype)
+        state = online_softmax.init_softmax((*lead, sizes.rows), head_dim, q.dtype)
         state = jax.tree.map(lambda x: devices.varying_like(x, *padded), state)
         # The tiles of keys, first and end, that this tile of queries sees anything of.
         last = jnp.asarray(-(-sizes.num_keys // sizes.tile), jnp.int32)
@@ -232,7 +234,7 @@ def _forward(
                 oldest = index * sizes.rows + ahead - sizes.window + 1
                 first = jnp.maximum(oldest, 0) // sizes.tile
         state = lax.fori_loop(first, last, column, state)
-        return online_softmax.finish(state, None, q.dtype)
+        return online_softmax.normalize_softmax(state, None, q.dtype)
 
     num = padded[0].shape[3] // sizes.rows
     out, lse = lax.map(row, jnp.arange(num, dtype=jnp.int32))

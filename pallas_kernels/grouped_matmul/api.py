@@ -24,7 +24,7 @@ TILE = 64
 that are multiplied at a time under reproducible numerics."""
 
 
-class _Way(NamedTuple):
+class _ProductConfig(NamedTuple):
     """How a product is made; static."""
 
     implementation: GroupedImplementation
@@ -89,7 +89,7 @@ def grouped_matmul(
         raise ValueError(f"{preferred_element_type=} must be a floating type, or None")
     if numerics not in ("fast", "reproducible"):
         raise ValueError(f"{numerics=} must be 'fast' or 'reproducible'")
-    chosen = choose(
+    chosen = choose_grouped_matmul(
         x,
         w,
         preferred_element_type=dtype,
@@ -99,10 +99,10 @@ def grouped_matmul(
     block_rows = TILE if numerics == "reproducible" else None
     # Where one differs between devices of a mesh so does its gradient.
     x, w = (devices.varying_like(each, x, w, group_sizes) for each in (x, w))
-    return _product(x, w, group_sizes, _Way(chosen, dtype, block_rows))
+    return _product(x, w, group_sizes, _ProductConfig(chosen, dtype, block_rows))
 
 
-def choose(
+def choose_grouped_matmul(
     x: Float[Array, "rows width"] | jax.ShapeDtypeStruct,
     w: Float[Array, "groups width columns"] | jax.ShapeDtypeStruct,
     *,
@@ -116,7 +116,7 @@ def choose(
       ValueError: one is asked for that is unknown, or that cannot serve the call.
     """
     wanted = x.dtype if preferred_element_type is None else preferred_element_type
-    return devices.choose(
+    return devices.choose_implementation(
         implementation, lambda: _why_not_mosaic(x, w, wanted, numerics)
     )
 
@@ -141,15 +141,19 @@ def _why_not_mosaic(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x: Array, w: Array, group_sizes: Array, way: _Way) -> Array:
+def _product(x: Array, w: Array, group_sizes: Array, way: _ProductConfig) -> Array:
     return _multiply(x, w, group_sizes, way)
 
 
 def _multiply(
-    x: Array, w: Array, group_sizes: Array, way: _Way, transposed: bool = False
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    way: _ProductConfig,
+    transposed: bool = False,
 ) -> Array:
     if way.implementation == "reference":
-        return reference.multiply(
+        return reference.multiply_reference(
             x,
             w,
             group_sizes,
@@ -161,14 +165,14 @@ def _multiply(
         mosaic_gpu,  # Pallas loads only where it runs
     )
 
-    num_cores = devices.current().num_cores
+    num_cores = devices.current_target().num_cores
     tiling = blocks.choose_tiling(
         num_rows=x.shape[0],
         num_groups=w.shape[0],
         num_columns=w.shape[1 if transposed else 2],
         num_cores=num_cores,
     )
-    return mosaic_gpu.multiply(
+    return mosaic_gpu.multiply_mosaic_gpu(
         x,
         w,
         group_sizes,
@@ -179,12 +183,14 @@ def _multiply(
     )
 
 
-def _backward(way: _Way, kept: Any, gradient: Array) -> tuple[Array, Array, Any]:
+def _backward(
+    way: _ProductConfig, kept: Any, gradient: Array
+) -> tuple[Array, Array, Any]:
     x, w, group_sizes = kept
     gradient = gradient.astype(x.dtype)
     back = way._replace(dtype=x.dtype)
     of_x = _multiply(gradient, w, group_sizes, back, transposed=True)
-    of_w = reference.multiply_rows(x, gradient, group_sizes, dtype=w.dtype)
+    of_w = reference.sum_outer_products(x, gradient, group_sizes, dtype=w.dtype)
     return of_x, of_w, np.zeros(group_sizes.shape, jax.dtypes.float0)
 
 

@@ -19,7 +19,7 @@ _BARRIER_BYTES = 2048
 """Shared memory that is left for barriers."""
 
 
-class Tiling(NamedTuple):
+class GroupedTiling(NamedTuple):
     """Sizes that change the kernel's speed and nothing of its meaning.
 
     Attributes:
@@ -45,7 +45,7 @@ class Tiling(NamedTuple):
 
 def choose_tiling(
     *, num_rows: int, num_groups: int, num_columns: int, num_cores: int
-) -> Tiling:
+) -> GroupedTiling:
     """Chooses sizes by what there is to multiply. Unmeasured: reasoned.
 
     Two warpgroups where groups have more than 64 rows on average, else one. Columns as
@@ -66,13 +66,13 @@ def choose_tiling(
         fitting[-1],
     )
     for stages in (8, 7, 6, 5, 4):
-        tiling = Tiling(block_rows, columns, stages)
+        tiling = GroupedTiling(block_rows, columns, stages)
         if tiling.smem_bytes() <= devices.SMEM_BYTES - _BARRIER_BYTES:
             return tiling
     raise AssertionError("4 stages of any of these sizes fit")
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """Blocks in the order of their rows; those after the last are to be ignored."""
 
     group: Int32[Array, " blocks"]
@@ -89,7 +89,7 @@ class Blocks(NamedTuple):
     """Blocks, those of the rest with them."""
 
 
-def max_blocks(
+def max_row_blocks(
     *, num_rows: int, num_groups: int, block_rows: int, align: int = 1
 ) -> int:
     """Most blocks that rows can be cut into, the rest counted as one more group.
@@ -102,21 +102,21 @@ def max_blocks(
     return (num_rows + num_runs * (block_rows + align - 2)) // block_rows
 
 
-def cut(
+def split_row_blocks(
     group_sizes: Int[Array, " groups"],
     *,
     num_rows: int,
     block_rows: int,
     align: int = 1,
-) -> Blocks:
-    """Cuts rows into as many blocks as `max_blocks` says.
+) -> RowBlocks:
+    """Cuts rows into as many blocks as `max_row_blocks` says.
 
     Groups have 0 rows or more, together at most `num_rows`. A block starts at a
     multiple of `align`, which divides its length: a run starts up to align - 1 rows
     into its first block.
     """
     num_groups = group_sizes.shape[0]
-    most = max_blocks(
+    most = max_row_blocks(
         num_rows=num_rows, num_groups=num_groups, block_rows=block_rows, align=align
     )
     ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
@@ -131,7 +131,7 @@ def cut(
     group = jnp.minimum(jnp.sum(passed, axis=1, dtype=jnp.int32), num_groups)
     nth = block - (last - counts)[group]
     first = firsts[group] + nth * block_rows
-    return Blocks(
+    return RowBlocks(
         group=group,
         first=first,
         begin=jnp.maximum(first, begins[group]),

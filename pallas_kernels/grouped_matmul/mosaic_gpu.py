@@ -24,14 +24,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.devices import LINE_BYTES, ROW_ALIGNMENT, WGMMA_ROWS
-from pallas_kernels.grouped_matmul.blocks import DEPTH, Tiling, cut
+from pallas_kernels.grouped_matmul.blocks import DEPTH, GroupedTiling, split_row_blocks
 
 type Ref = Any
 """A reference to memory, or a barrier, inside a kernel."""
 
 
 class _Inputs(NamedTuple):
-    """References to global memory that are read: see `blocks.Blocks`."""
+    """References to global memory that are read: see `blocks.RowBlocks`."""
 
     x: Ref
     w: Ref
@@ -64,18 +64,18 @@ class _Item(NamedTuple):
     ring: Any  # steps of this program before it
 
 
-def multiply(
+def multiply_mosaic_gpu(
     x: Float[Array, "rows width"],
     w: Float[Array, "groups before after"],
     group_sizes: Int[Array, " groups"],
     *,
     transposed: bool = False,
     dtype: Any,
-    tiling: Tiling,
+    tiling: GroupedTiling,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> Float[Array, "rows columns"]:
-    """Multiplies each row by the weights of its group, as `reference.multiply` does.
+    """Multiplies each row by the weights of its group.
 
     Rows and weights are in bfloat16 or float16, the result has 16 or 32 bits. There is
     a program for each multiprocessor; `interpret` says how to emulate the kernel on a
@@ -95,7 +95,7 @@ def multiply(
         return jnp.zeros((0, num_columns), dtype)
     padded = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
     x = jnp.pad(x, [(0, padded - num_rows), (0, 0)])
-    blocks = cut(
+    blocks = split_row_blocks(
         group_sizes,
         num_rows=num_rows,
         block_rows=tiling.block_rows,

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import devices
-from pallas_kernels.grouped_matmul.blocks import cut
+from pallas_kernels.grouped_matmul.blocks import split_row_blocks
 
 MAX_BLOCK = 64
 """Rows that a CPU multiplies at a time, where groups have as many on average. Fewer
@@ -26,7 +26,7 @@ _ROWS_APART = lax.RaggedDotDimensionNumbers(
 )
 
 
-def multiply(
+def multiply_reference(
     x: Float[Array, "rows width"],
     w: Float[Array, "groups before after"],
     group_sizes: Int[Array, " groups"],
@@ -53,7 +53,7 @@ def multiply(
     if num_rows == 0 or num_groups == 0:
         return jnp.zeros((num_rows, w.shape[1 if transposed else 2]), dtype)
     wide = _wide(dtype)
-    if block_rows is None and devices.current().platform != "cpu":
+    if block_rows is None and devices.current_target().platform != "cpu":
         right = w.swapaxes(1, 2) if transposed else w
         out = lax.ragged_dot(
             x, right, group_sizes.astype(jnp.int32), preferred_element_type=wide
@@ -62,7 +62,7 @@ def multiply(
     padding = max(0, (block_rows or 1) - num_rows)
     x = jnp.pad(x, [(0, padding), (0, 0)])
     size = block_rows or block_size(num_rows, num_groups)
-    blocks = cut(group_sizes, num_rows=num_rows, block_rows=size)
+    blocks = split_row_blocks(group_sizes, num_rows=num_rows, block_rows=size)
     over = ((1,), (1 if transposed else 0,)), ((), ())
 
     def one_block(i: Array, out: Array) -> Array:
@@ -82,7 +82,7 @@ def multiply(
     return lax.fori_loop(0, blocks.num_grouped, one_block, out)[:num_rows]
 
 
-def multiply_rows(
+def sum_outer_products(
     x: Float[Array, "rows width"],
     y: Float[Array, "rows columns"],
     group_sizes: Int[Array, " groups"],
@@ -97,7 +97,7 @@ def multiply_rows(
     num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     wide = _wide(dtype)
     x, y = (_grouped_alone(rows, group_sizes) for rows in (x, y))
-    if devices.current().platform != "cpu":
+    if devices.current_target().platform != "cpu":
         sums = lax.ragged_dot_general(
             x,
             y,
@@ -111,7 +111,7 @@ def multiply_rows(
         return out.astype(dtype)
     out = devices.varying_like(out, x, y, group_sizes)
     size = block_size(num_rows, num_groups)
-    blocks = cut(group_sizes, num_rows=num_rows, block_rows=size)
+    blocks = split_row_blocks(group_sizes, num_rows=num_rows, block_rows=size)
 
     def one_block(i: Array, out: Array) -> Array:
         first = jnp.minimum(blocks.first[i], num_rows - size)

@@ -69,10 +69,12 @@ def copy_pages(
             return "pages may be both read and written; say `disjoint` if none is"
         return None
 
-    if devices.choose(implementation, why_not_mosaic) == "mosaic_gpu":
+    if devices.choose_implementation(implementation, why_not_mosaic) == "mosaic_gpu":
         from pallas_kernels.page_ops import copy_mosaic_gpu
 
-        return copy_mosaic_gpu.copy_pages(pages, source, target, origin=origin)
+        return copy_mosaic_gpu.copy_pages_mosaic_gpu(
+            pages, source, target, origin=origin
+        )
     # The reference: gathers all sources, then scatters.
     is_read = (source >= 0) & (source < read.shape[0])
     content = read.at[source].get(

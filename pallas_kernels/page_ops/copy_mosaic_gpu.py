@@ -22,7 +22,7 @@ PART_BYTES = 32_768
 on their way on an H200, of which 4.3 TB/s at 1 us need 4.3."""
 
 
-def copy_pages(
+def copy_pages_mosaic_gpu(
     pages: Shaped[Array, "pages ..."],
     source: Int[Array, " n"],
     target: Int[Array, " n"],

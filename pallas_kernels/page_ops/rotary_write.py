@@ -24,7 +24,7 @@ times half of head_dim a multiple of 128.
 """
 
 
-class Rotated(NamedTuple):
+class RotaryWriteOutput(NamedTuple):
     """A layer's queries, and the pages with its keys and values."""
 
     q: Float[Array, "rows kv_heads group head_dim"]
@@ -34,16 +34,16 @@ class Rotated(NamedTuple):
     v_pages: Float[Array, "pages kv_heads page_size head_dim"]
 
 
-class Turns(NamedTuple):
+class RotaryCosSin(NamedTuple):
     """By how much the pairs of features of every query turn: all heads alike."""
 
     cos: Float32[Array, "rows kv_heads group half"]
     sin: Float32[Array, "rows kv_heads group half"]
 
 
-def rotate_and_write(
+def write_rotated_kv(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    turns: Turns,
+    cos_sin: RotaryCosSin,
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, " rows"],
@@ -53,14 +53,14 @@ def rotate_and_write(
     layer: Layer = 0,
     num_layers: int = 1,
     implementation: RotaryWriteImplementation | None = None,
-) -> Rotated:
+) -> RotaryWriteOutput:
     """Turns queries and keys by their angles; writes keys and values to their places.
 
     Feature i of a head's first half turns with feature i of its second.
 
     Args:
       qkv: of each row and KV head the group's queries, the key, the value.
-      turns: their cosines and sines, worked out once for all layers.
+      cos_sin: their cosines and sines, worked out once for all layers.
       k_pages: keys of one layer, or of `num_layers` one after another.
       v_pages: values, likewise.
       page_ids: page that each row's key and value go to, counted from the layer's
@@ -85,13 +85,13 @@ def rotate_and_write(
         raise ValueError(
             f"{k_pages.shape[3]=} and {v_pages.shape[3]=} must be {qkv.shape[3]=}"
         )
-    if choose(qkv, k_pages, implementation) == "mosaic_gpu":
+    if choose_rotary_write(qkv, k_pages, implementation) == "mosaic_gpu":
         from pallas_kernels.page_ops import rotary_write_mosaic_gpu as kernel
 
-        return Rotated(
-            *kernel.rotate_and_write(
+        return RotaryWriteOutput(
+            *kernel.write_rotated_kv_mosaic_gpu(
                 qkv,
-                turns,
+                cos_sin,
                 k_pages,
                 v_pages,
                 page_ids,
@@ -101,7 +101,7 @@ def rotate_and_write(
                 num_layers=num_layers,
             )
         )
-    turned = rotate(qkv[:, :, :-1], turns)
+    turned = apply_rotary(qkv[:, :, :-1], cos_sin)
     q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
     num_pages = k_pages.shape[0] // num_layers
     ids = layered.flat_ids(page_ids, layer, num_layers=num_layers, num_pages=num_pages)
@@ -112,11 +112,11 @@ def rotate_and_write(
         (rows, kv_heads, _, head_dim) = q.shape
         by_head = q.reshape(rows, -1, head_dim)
         packed = row_packing.pack_queries(by_head, packing, kv_heads=kv_heads)
-    return Rotated(q, packed, k_pages, v_pages)
+    return RotaryWriteOutput(q, packed, k_pages, v_pages)
 
 
 def query_rows(num_rows: int, q_heads: int) -> Int32[Array, " queries"]:
-    """Row of every query, whose angles `Turns` has, row by row.
+    """Row of every query, whose angles `RotaryCosSin` has, row by row.
 
     A warpgroup's registers know no broadcast over heads: they read the angles from the
     cache. Whoever works them out query by query from positions taken at these rows has
@@ -125,17 +125,17 @@ def query_rows(num_rows: int, q_heads: int) -> Int32[Array, " queries"]:
     return jnp.arange(num_rows * q_heads, dtype=jnp.int32) // q_heads
 
 
-def rotate(
-    x: Float[Array, "rows kv_heads heads head_dim"], turns: Turns
+def apply_rotary(
+    x: Float[Array, "rows kv_heads heads head_dim"], cos_sin: RotaryCosSin
 ) -> Float[Array, "rows kv_heads heads head_dim"]:
     """Turns every pair of features, in float32."""
-    cos, sin = (turn[:, :1, :1] for turn in turns)
+    cos, sin = (values[:, :1, :1] for values in cos_sin)
     low, high = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     turned = [low * cos - high * sin, high * cos + low * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def choose(
+def choose_rotary_write(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Any,
     implementation: RotaryWriteImplementation | None = None,
@@ -145,10 +145,12 @@ def choose(
     Raises:
       ValueError: one is asked for that is unknown, or that cannot serve the call.
     """
-    return devices.choose(implementation, lambda: why_not(qkv, k_pages))
+    return devices.choose_implementation(
+        implementation, lambda: rotary_write_unsupported_reason(qkv, k_pages)
+    )
 
 
-def why_not(
+def rotary_write_unsupported_reason(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Any,
 ) -> str | None:

@@ -20,9 +20,9 @@ from pallas_kernels.layered import Layer
 from pallas_kernels.row_packing import Packing
 
 
-def rotate_and_write(
+def write_rotated_kv_mosaic_gpu(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    turns: tuple[
+    cos_sin: tuple[
         Float32[Array, "rows kv_heads group half"],
         Float32[Array, "rows kv_heads group half"],
     ],
@@ -36,11 +36,11 @@ def rotate_and_write(
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> tuple[Array, Array | None, Array, Array]:
-    """As `rotary_write.rotate_and_write`, which says what it takes.
+    """As `rotary_write.write_rotated_kv`, which says what it takes.
 
     Args:
       qkv: as there, like all that follow.
-      turns: cosines and sines.
+      cos_sin: cosines and sines.
       k_pages: donated or carried, else they are copied.
       v_pages: likewise.
       page_ids: those out of range are dropped.
@@ -122,7 +122,7 @@ def rotate_and_write(
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
-    )(qkv, *turns, *ids, layered.operand(layer), *places, *written)
+    )(qkv, *cos_sin, *ids, layered.layer_operand(layer), *places, *written)
     k_pages, v_pages = (jax.freeze(reference) for reference in written)
     return q, packed[0] if packed else None, k_pages, v_pages
 

@@ -39,7 +39,7 @@ def write_rows(
     Raises:
       ValueError: scales that do not fit the pages.
     """
-    kind = quantizing.kind_of(pages.dtype)
+    kind = quantizing.quantization_kind(pages.dtype)
     if (kind is None) != (scales is None):
         raise ValueError(
             f"scales must be given for 8-bit pages, and for those alone: {pages.dtype=}"
@@ -64,5 +64,5 @@ def write_rows(
         return put(pages, new), None
     numbers, worth = quantizing.quantize(new, kind)
     if pages.dtype == quantizing.FP8:
-        numbers = quantizing.meaning(numbers)
+        numbers = quantizing.as_number_type(numbers)
     return put(pages, numbers), put(scales, worth)

@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import devices, layered
 from pallas_kernels.layered import Layer
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import checks, decode_plan, dispatch, reference
-from pallas_kernels.paged_attention.page_blocks import Memory
+from pallas_kernels.paged_attention.page_blocks import PagedKV
 
 type AttentionImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for platform and shape."""
@@ -58,7 +58,7 @@ def paged_attention(
     implementation: AttentionImplementation | None = None,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     plan: dispatch.StepPlan | None = None,
-    tiling: dispatch.Tilings | None = None,
+    tiling: dispatch.KernelTilings | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
 
@@ -139,8 +139,8 @@ def paged_attention(
     if num_layers < 1 or k_pages.shape[0] % num_layers:
         raise ValueError(f"{num_layers=} must divide {k_pages.shape[0]=}")
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    scoring = Scoring(scale, softcap, alibi, sinks)
-    chosen = choose(
+    scoring = ScoreTransform(scale, softcap, alibi, sinks)
+    chosen = choose_attention(
         q,
         k_pages,
         value_width=value_width,
@@ -164,7 +164,7 @@ def paged_attention(
                 tiling=tiling,
             )
         assert plan is not None
-        out, lse = dispatch.attend(
+        out, lse = dispatch.dispatch_attention(
             q,
             k_pages,
             k_pages if v_pages is None else v_pages,
@@ -194,7 +194,7 @@ def paged_attention(
         attend = functools.partial(
             attend,
             block_size=size,
-            one_by_one=devices.current().platform == "cpu"
+            one_by_one=devices.current_target().platform == "cpu"
             and q.dtype == jnp.float32
             and few_queries
             and page_ids.shape[0] <= reference.FEW_SLOTS,
@@ -204,7 +204,7 @@ def paged_attention(
     out, lse = reference.differentiable(
         attend,
         q.reshape(rows, *by_head, head_dim),
-        Memory(k_pages, v_pages, k_scales, v_scales, value_width),
+        PagedKV(k_pages, v_pages, k_scales, v_scales, value_width),
         reference.View(page_ids, positions, slots, context, ancestors, window),
         scoring._replace(
             slopes=None if alibi is None else alibi.reshape(by_head),
@@ -228,7 +228,7 @@ def make_plan(
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
-    tiling: dispatch.Tilings | None = None,
+    tiling: dispatch.KernelTilings | None = None,
 ) -> dispatch.StepPlan | None:
     """Prepares what a kernel needs once a step, whatever the layer.
 
@@ -242,7 +242,7 @@ def make_plan(
     Raises:
       ValueError: an implementation that is unknown or cannot serve the call.
     """
-    chosen = choose(
+    chosen = choose_attention(
         q,
         k_pages,
         value_width=value_width,
@@ -252,7 +252,7 @@ def make_plan(
     if chosen != "mosaic_gpu":
         return None
     kv_heads = k_pages.shape[1]
-    return dispatch.plan_step(
+    return dispatch.make_step_plan(
         positions,
         slots,
         num_slots=len(page_ids),
@@ -266,7 +266,7 @@ def make_plan(
     )
 
 
-def choose(
+def choose_attention(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
     *,
@@ -285,9 +285,9 @@ def choose(
     def refusal() -> str | None:
         if numerics != "fast":
             return f"{numerics=} needs sums that do not depend on the other rows"
-        return decode_plan.why_not(q, k_pages, value_width)
+        return decode_plan.decode_unsupported_reason(q, k_pages, value_width)
 
-    return devices.choose(implementation, refusal)
+    return devices.choose_implementation(implementation, refusal)
 
 
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:

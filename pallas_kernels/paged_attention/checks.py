@@ -42,7 +42,7 @@ def check_arrays(
         )
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
-    narrow = quantizing.kind_of(k_pages.dtype) is not None
+    narrow = quantizing.quantization_kind(k_pages.dtype) is not None
     if not narrow and not jnp.issubdtype(k_pages.dtype, jnp.floating):
         raise ValueError(f"{k_pages.dtype=} must be a floating type, int8 or uint8")
     for name, pages, scales in (("k", k_pages, k_scales), ("v", v_pages, v_scales)):

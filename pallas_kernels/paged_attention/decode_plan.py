@@ -14,14 +14,14 @@ from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from pallas_kernels import row_packing
 from pallas_kernels.paged_attention import stream_k
-from pallas_kernels.paged_attention.stream_k import Schedule, Tiling
+from pallas_kernels.paged_attention.stream_k import StreamKSchedule, Tiling
 from pallas_kernels.row_packing import Packing
 
 FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
 """Lines of `DecodePlan.rows`; the words of ancestors fill the lines from `WORDS` on."""
 
 
-def why_not(
+def decode_unsupported_reason(
     q: Array | jax.ShapeDtypeStruct,
     k_pages: Array | jax.ShapeDtypeStruct,
     value_width: int | None = None,
@@ -65,7 +65,7 @@ class DecodePlan(NamedTuple):
     inner_low: Int32[Array, " blocks"]
     """First place that all rows see, up to `inner_high`."""
     inner_high: Int32[Array, " blocks"]
-    schedule: Schedule
+    schedule: StreamKSchedule
 
 
 def plan_decode(
@@ -113,7 +113,7 @@ def plan_decode(
         raise ValueError(f"{group=} must be in [1, {tiling.block_rows=}]")
     live = positions >= 0
     if slots is None:
-        packed = row_packing.one_row_a_slot(live)
+        packed = row_packing.pack_one_row_per_slot(live)
     else:
         live &= slots >= 0
         tokens = min(tiling.block_rows // group, positions.shape[0])
@@ -150,7 +150,7 @@ def plan_decode(
     inner_low = jnp.max(pack(start, 0), axis=1)
     inner_high = jnp.min(pack(limit, big), axis=1)
     lines = [pack(x, 0) for x in (start, limit, positions, *lines)]
-    rows = [row_packing.spread(x, group=group) for x in lines]
+    rows = [row_packing.expand_to_packed_rows(x, group=group) for x in lines]
     return DecodePlan(
         packing=packed,
         rows=jnp.stack(rows, axis=1),
@@ -158,7 +158,7 @@ def plan_decode(
         high=high,
         inner_low=inner_low,
         inner_high=inner_high,
-        schedule=stream_k.cut(low, high, kv_heads=kv_heads, tiling=tiling),
+        schedule=stream_k.split_tiles(low, high, kv_heads=kv_heads, tiling=tiling),
     )
 
 

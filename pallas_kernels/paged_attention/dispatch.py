@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import devices, row_packing
 from pallas_kernels.layered import Layer
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import decode_plan, prefill_plan, stream_k
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.prefill_plan import PrefillPlan
@@ -30,7 +30,7 @@ the tensor cores, or one tile of queries that would be shared by as many heads."
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tilings:
+class KernelTilings:
     """Sizes of both kernels; in a pytree part of its structure."""
 
     decode: Tiling
@@ -39,7 +39,7 @@ class Tilings:
     """Of the other slots: `block_rows` is 128."""
 
 
-def default_tilings(head_dim: int) -> Tilings:
+def default_tilings(head_dim: int) -> KernelTilings:
     """The tilings that are used where none are given.
 
     Args:
@@ -48,18 +48,22 @@ def default_tilings(head_dim: int) -> Tilings:
     Returns:
       Those of the device that a trace is made for, or of an H200 where it is no GPU.
     """
-    target = devices.current()
+    target = devices.current_target()
     num_cores = target.num_cores if target.platform == "gpu" else devices.NUM_CORES
-    return Tilings(
-        decode=stream_k.default_tiling(head_dim=head_dim, num_programs=num_cores),
-        prefill=prefill_plan.default_tiling(head_dim=head_dim, num_programs=num_cores),
+    return KernelTilings(
+        decode=stream_k.default_decode_tiling(
+            head_dim=head_dim, num_programs=num_cores
+        ),
+        prefill=prefill_plan.default_prefill_tiling(
+            head_dim=head_dim, num_programs=num_cores
+        ),
     )
 
 
 class StepPlan(NamedTuple):
     """What the kernels need of a step, whatever the layer."""
 
-    tiling: Tilings
+    tiling: KernelTilings
     """Sizes that the plan was made with, and that the kernels have."""
     few: DecodePlan | None
     """Rows of slots with few of them, and of trees; None where there can be none."""
@@ -67,7 +71,7 @@ class StepPlan(NamedTuple):
     """Rows of the other slots, likewise."""
 
 
-def plan_step(
+def make_step_plan(
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None,
     *,
@@ -78,7 +82,7 @@ def plan_step(
     context: Int[Array, " slots"] | None = None,
     ancestors: Bool[Array, "rows columns"] | None = None,
     window: int | None = None,
-    tiling: Tilings | None = None,
+    tiling: KernelTilings | None = None,
 ) -> StepPlan:
     """Divides the rows among the kernels, and plans for each.
 
@@ -106,7 +110,7 @@ def plan_step(
     )
     if slots is None or is_dense or num_rows <= few:
         return StepPlan(tiling, plan_decode(positions), None)
-    runs = row_packing.runs(slots, (positions >= 0) & (slots >= 0))
+    runs = row_packing.find_slot_runs(slots, (positions >= 0) & (slots >= 0))
     chunks = positions
     if context is not None:
         in_tree = context[jnp.maximum(slots, 0)] >= 0
@@ -127,13 +131,13 @@ def plan_step(
     return StepPlan(tiling, plan, many)
 
 
-def attend(
+def dispatch_attention(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: StepPlan,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     *,
     window: int | None,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
@@ -143,7 +147,8 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from all rows, with the kernels that the plan names.
 
-    Arguments and errors are those of `decode.attend`; `plan` is `plan_step` of these
+    Arguments and errors are those of `decode.attend_decode`; `plan` is `make_step_plan`
+    of these
     rows, with the same window, and `packed_q` the queries as its `few` packs them.
 
     Returns:
@@ -151,14 +156,14 @@ def attend(
     """
     # Pallas loads only where it runs.
     from pallas_kernels.paged_attention.hopper import decode as hopper_decode
-    from pallas_kernels.paged_attention.hopper import merge_beside
+    from pallas_kernels.paged_attention.hopper import merge_fused
     from pallas_kernels.paged_attention.hopper import prefill as hopper_prefill
 
     arrays, few, of_few = (q, k_pages, v_pages, page_ids), plan.few, plan.tiling.decode
     how: Any = {"layer": layer, "num_layers": num_layers, "interpret": interpret}
     how |= {"scoring": scoring}
     prefill = functools.partial(
-        hopper_prefill.attend,
+        hopper_prefill.attend_prefill,
         *arrays,
         plan.many,
         window=window,
@@ -169,8 +174,10 @@ def attend(
         return prefill()
     how |= {"packed_q": packed_q, "tiling": of_few}
     sizes = {"group": q.shape[1] // k_pages.shape[1], "head_dim": q.shape[2]}
-    if plan.many is not None and merge_beside.takes(few, scoring, **sizes):
+    if plan.many is not None and merge_fused.supports_fused_merge(
+        few, scoring, **sizes
+    ):
         states = hopper_decode.partial_states(*arrays, few, **how)
-        return prefill(others=merge_beside.Cut(states, few, of_few))
-    found = hopper_decode.attend(*arrays, few, dtype=q.dtype, **how)
-    return found if plan.many is None else prefill(others=found)
+        return prefill(decode_output=merge_fused.DecodePartials(states, few, of_few))
+    found = hopper_decode.attend_decode(*arrays, few, dtype=q.dtype, **how)
+    return found if plan.many is None else prefill(decode_output=found)

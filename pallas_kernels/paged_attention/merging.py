@@ -22,7 +22,7 @@ type MergeImplementation = Literal["reference", "mosaic_gpu"]
 """Implementations by name; `None` takes the best one for the platform."""
 
 
-class CutStates(NamedTuple):
+class PartialStates(NamedTuple):
     """What the programs of decode leave of packed rows, log-sum-exps in base 2."""
 
     out: Float32[Array, "blocks kv_heads block_rows head_dim"]
@@ -50,7 +50,7 @@ def add_sinks(
 
 
 def merge_and_unpack(
-    states: CutStates,
+    states: PartialStates,
     ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
@@ -66,7 +66,7 @@ def merge_and_unpack(
 
     Args:
       states: of all items.
-      ends: those of `stream_k.Schedule`, which say whose they are.
+      ends: those of `stream_k.StreamKSchedule`, which say whose they are.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
       tiling: that of the schedule, static.
@@ -80,20 +80,22 @@ def merge_and_unpack(
     Raises:
       ValueError: an implementation that is unknown or does not run here.
     """
-    if devices.choose(implementation, lambda: None) == "mosaic_gpu":
+    if devices.choose_implementation(implementation, lambda: None) == "mosaic_gpu":
         from pallas_kernels.paged_attention.hopper import merge
 
-        return merge.merge_and_unpack(
+        return merge.merge_and_unpack_mosaic_gpu(
             states, ends, packing, group=group, tiling=tiling, dtype=dtype
         )
-    parts = stream_k.parts(ends, kv_heads=states.out.shape[1], tiling=tiling)
+    parts = stream_k.all_item_programs(
+        ends, kv_heads=states.out.shape[1], tiling=tiling
+    )
     out, lse = merge_parts(states, parts)
-    merged = row_packing.unpack(out, packing, group=group, fill=0.0)
+    merged = row_packing.unpack_rows(out, packing, group=group, fill=0.0)
     return merged.astype(dtype), lse
 
 
 def merge_parts(
-    states: CutStates, parts: Int32[Array, "items 2"]
+    states: PartialStates, parts: Int32[Array, "items 2"]
 ) -> tuple[
     Float32[Array, "blocks kv_heads block_rows head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
@@ -105,7 +107,7 @@ def merge_parts(
 
     Args:
       states: of all items.
-      parts: whose they are, see `stream_k.parts`.
+      parts: whose they are, see `stream_k.all_item_programs`.
 
     Returns:
       Results of all items: 0 and -inf of those without tiles.

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from pallas_kernels import quantizing
 
 
-class Memory(NamedTuple):
+class PagedKV(NamedTuple):
     """Keys and values in pages; of 8-bit pages also what their numbers are worth."""
 
     k: Num[Array, "pages kv_heads page_size head_dim"]
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     """Width of the values."""
 
 
-class Block(NamedTuple):
+class KVBlock(NamedTuple):
     """Keys and values of one block of places, of every row."""
 
     k: Float[Array, "rows kv_heads places head_dim"]
@@ -39,7 +39,7 @@ class Block(NamedTuple):
     v_scales: Float[Array, "rows kv_heads places"] | None
 
 
-def type_of_products(q_type: DTypeLike, memory: Memory) -> np.dtype:
+def product_dtype(q_type: DTypeLike, memory: PagedKV) -> np.dtype:
     """Type that queries, keys, weights and values are multiplied in.
 
     8-bit numbers fit exactly into every type. But weights times the scales of values
@@ -53,15 +53,15 @@ def type_of_products(q_type: DTypeLike, memory: Memory) -> np.dtype:
     return wide if page_type.itemsize == 1 else np.promote_types(wide, page_type)
 
 
-def read(
-    memory: Memory,
+def read_block(
+    memory: PagedKV,
     page_ids: Int[Array, "rows pages_per_slot"],
     index: Int[Array, ""],
     used: Bool[Array, "rows places"],
     dtype: DTypeLike,
     *,
     clean_keys: bool = False,
-) -> Block:
+) -> KVBlock:
     """Reads one block of every row's keys and values.
 
     Args:
@@ -113,9 +113,9 @@ def read(
         return jnp.repeat(found, part, axis=2)
 
     clean_keys |= memory.v is None
-    k = quantizing.meaning(take(memory.k, clean=clean_keys)).astype(dtype)
+    k = quantizing.as_number_type(take(memory.k, clean=clean_keys)).astype(dtype)
     k_scales = scale(memory.k_scales)
     if memory.v is None:
-        return Block(k, k[..., : memory.value_width], k_scales, k_scales)
-    v = quantizing.meaning(take(memory.v, clean=True)).astype(dtype)
-    return Block(k, v, k_scales, scale(memory.v_scales))
+        return KVBlock(k, k[..., : memory.value_width], k_scales, k_scales)
+    v = quantizing.as_number_type(take(memory.v, clean=True)).astype(dtype)
+    return KVBlock(k, v, k_scales, scale(memory.v_scales))

@@ -64,7 +64,9 @@ def max_tiles(*, num_rows: int, num_slots: int, few: int) -> int:
     return max(1, (num_rows + used * slack) // TILE_ROWS)
 
 
-def default_tiling(*, head_dim: int, num_programs: int = devices.NUM_CORES) -> Tiling:
+def default_prefill_tiling(
+    *, head_dim: int, num_programs: int = devices.NUM_CORES
+) -> Tiling:
     """Fills the shared memory of a Hopper multiprocessor: 224 of 227 KiB at 128.
 
     Unmeasured: reasoned.
@@ -93,7 +95,7 @@ def plan_prefill(
     few: int,
     tiling: Tiling,
     window: int | None = None,
-    runs: row_packing.Runs | None = None,
+    runs: row_packing.SlotRuns | None = None,
 ) -> PrefillPlan:
     """Cuts the chunks of slots with many rows into tiles; as `decode_plan.plan_decode`.
 
@@ -107,7 +109,7 @@ def plan_prefill(
     num_tiles = max_tiles(num_rows=num_rows, num_slots=num_slots, few=few)
     live, positions = (positions >= 0) & (slots >= 0), positions.astype(jnp.int32)
     if runs is None:
-        runs = row_packing.runs(slots, live)
+        runs = row_packing.find_slot_runs(slots, live)
     many = live & (runs.count > few)
     lines = _lines_of_rows(
         positions, slots, many, runs, keys=tiling.tile, window=window
@@ -135,7 +137,7 @@ def _lines_of_rows(
     positions: Int32[Array, " rows"],
     slots: Int[Array, " rows"],
     many: Bool[Array, " rows"],
-    runs: row_packing.Runs,
+    runs: row_packing.SlotRuns,
     *,
     keys: int,
     window: int | None,

@@ -22,9 +22,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import online_softmax
-from pallas_kernels.online_softmax import Scoring, Softmax
+from pallas_kernels.online_softmax import ScoreTransform, SoftmaxState
 from pallas_kernels.paged_attention import page_blocks
-from pallas_kernels.paged_attention.page_blocks import Memory
+from pallas_kernels.paged_attention.page_blocks import PagedKV
 
 BLOCK = 64
 """Positions that are gathered and summed together."""
@@ -98,9 +98,9 @@ def _loop(
 
 def attend_per_slot(
     q: Float[Array, "rows kv_heads group head_dim"],
-    memory: Memory,
+    memory: PagedKV,
     view: View,
-    terms: Scoring,
+    terms: ScoreTransform,
     *,
     block_size: int = BLOCK,
     one_by_one: bool = False,
@@ -127,16 +127,16 @@ def attend_per_slot(
     last, first = _last_seen(view), _first_seen(view)
     slopes = None if terms.slopes is None else terms.slopes[None, :, None, :, None]
     sinks = None if terms.sinks is None else terms.sinks[None, :, None, :]
-    dtype = page_blocks.type_of_products(q.dtype, memory)
+    dtype = page_blocks.product_dtype(q.dtype, memory)
     queries = q.astype(dtype).reshape(num_slots, each, kv_heads, group, head_dim)
     queries = queries.swapaxes(1, 2).reshape(num_slots, kv_heads, -1, head_dim)
     multiply = _one_by_one if one_by_one else _at_once
 
-    def block(index: Array, state: Softmax) -> Softmax:
+    def block(index: Array, state: SoftmaxState) -> SoftmaxState:
         places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
         seen = _visible(places, view).reshape(num_slots, each, block_size)
         used = jnp.any(seen, axis=1)
-        read = page_blocks.read(
+        read = page_blocks.read_block(
             memory, view.page_ids, index, used, dtype, clean_keys=is_bounded
         )
         scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
@@ -144,13 +144,13 @@ def attend_per_slot(
         products = products.reshape(*state.top.shape, block_size)
         distance = places[None, :] - view.positions[:, None]
         distance = distance.reshape(num_slots, 1, each, 1, block_size)
-        scores = online_softmax.score(
+        scores = online_softmax.transform_scores(
             products, terms, slopes=slopes, distance=distance, k_scales=scales[0]
         )
-        weights, state = online_softmax.reweigh(
+        weights, state = online_softmax.update_softmax(
             state, scores, seen[:, None, :, None, :]
         )
-        weights = online_softmax.scaled(weights, scales[1]).astype(dtype)
+        weights = online_softmax.scale_weights(weights, scales[1]).astype(dtype)
         weights = weights.reshape(num_slots, kv_heads, -1, block_size)
         out = multiply("shqt,shtd->shqd", weights, read.v, state.out.dtype)
         return state._replace(out=state.out + out.reshape(state.out.shape))
@@ -161,20 +161,20 @@ def attend_per_slot(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
         jnp.max(last) // block_size + 1,
         block,
-        online_softmax.start(shape, memory.value_width, q.dtype),
+        online_softmax.init_softmax(shape, memory.value_width, q.dtype),
         at_most=-(-num_places // block_size),
         is_bounded=is_bounded,
     )
-    out, lse = online_softmax.finish(state, sinks, q.dtype)
+    out, lse = online_softmax.normalize_softmax(state, sinks, q.dtype)
     out, lse = out.swapaxes(1, 2), lse.swapaxes(1, 2)
     return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
 def attend_per_tile(
     q: Float[Array, "rows kv_heads group head_dim"],
-    memory: Memory,
+    memory: PagedKV,
     view: View,
-    terms: Scoring,
+    terms: ScoreTransform,
     *,
     is_bounded: bool = False,
 ) -> tuple[
@@ -202,7 +202,7 @@ def attend_per_tile(
     slopes, sinks = terms.slopes, terms.sinks
     slopes = None if slopes is None else jnp.repeat(slopes, size, axis=1)[:, :, None]
     sinks = None if sinks is None else jnp.repeat(sinks, size, axis=1)
-    dtype = page_blocks.type_of_products(q.dtype, memory)
+    dtype = page_blocks.product_dtype(q.dtype, memory)
     factor = 1.0
     if math.frexp(terms.scale)[0] == 0.5 and dtype != np.float16:
         # A power of two gives the same bits, and queries are fewer than products.
@@ -227,14 +227,16 @@ def attend_per_tile(
         queries = queries.reshape(kv_heads, group * size, head_dim)
         queries = queries * jnp.asarray(factor, dtype)
 
-        def block(width: int, all_see: bool, index: Array, state: Softmax) -> Softmax:
+        def block(
+            width: int, all_see: bool, index: Array, state: SoftmaxState
+        ) -> SoftmaxState:
             places = index * width + jnp.arange(width, dtype=jnp.int32)
             seen, used = None, jnp.ones((1, width), jnp.bool_)
             if not all_see:
                 seen = _visible(places, here)
                 used = jnp.any(seen, axis=0, keepdims=True)
                 seen = jnp.tile(seen, (group, 1))[None]
-            read = page_blocks.read(
+            read = page_blocks.read_block(
                 memory, here.page_ids, index, used, dtype, clean_keys=is_bounded
             )
             scales = [_expand(x, 2) for x in (read.k_scales, read.v_scales)]
@@ -245,16 +247,16 @@ def attend_per_tile(
                 preferred_element_type=state.top.dtype,
             )
             distance = places[None, :] - jnp.tile(here.positions, group)[:, None]
-            scores = online_softmax.score(
+            scores = online_softmax.transform_scores(
                 products,
                 terms,
                 slopes=slopes,
                 distance=distance[None],
                 k_scales=None if scales[0] is None else scales[0][0],
             )
-            weights, state = online_softmax.reweigh(state, scores, seen)
+            weights, state = online_softmax.update_softmax(state, scores, seen)
             v_scales = None if scales[1] is None else scales[1][0]
-            weights = online_softmax.scaled(weights, v_scales).astype(dtype)
+            weights = online_softmax.scale_weights(weights, v_scales).astype(dtype)
             out = jnp.einsum(
                 "hqt,htd->hqd",
                 weights,
@@ -264,7 +266,7 @@ def attend_per_tile(
             return state._replace(out=state.out + out)
 
         shape = kv_heads, group * size
-        state = online_softmax.start(shape, memory.value_width, q.dtype)
+        state = online_softmax.init_softmax(shape, memory.value_width, q.dtype)
         begin, end = first // BLOCK, last // BLOCK + 1
         if is_wide:
             # How many places, from the first on, each row sees.
@@ -287,7 +289,7 @@ def attend_per_tile(
             at_most=-(-num_places // BLOCK),
             is_bounded=is_bounded,
         )
-        out, lse = online_softmax.finish(state, sinks, q.dtype)
+        out, lse = online_softmax.normalize_softmax(state, sinks, q.dtype)
         out, lse = (x.reshape(kv_heads, group, size, *x.shape[2:]) for x in (out, lse))
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 

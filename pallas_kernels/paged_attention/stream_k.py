@@ -52,7 +52,7 @@ class Tiling:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-def default_tiling(
+def default_decode_tiling(
     *, head_dim: int, block_rows: int = 64, num_programs: int = devices.NUM_CORES
 ) -> Tiling:
     """Fills the shared memory of a Hopper multiprocessor. Unmeasured: reasoned.
@@ -82,7 +82,7 @@ def default_tiling(
     )
 
 
-class Schedule(NamedTuple):
+class StreamKSchedule(NamedTuple):
     """The line of tiles and its stretches."""
 
     ends: Int32[Array, " blocks"]
@@ -90,10 +90,10 @@ class Schedule(NamedTuple):
     after: Int32[Array, " blocks"]
     """The block with tiles that comes next; any where none does."""
     begin: Int32[Array, " programs"]
-    """Block with the first tile of each program's stretch, see `stretch`."""
+    """Block with the first tile of each program's stretch, see `stretch_begin`."""
 
 
-def tiles_of(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
+def tile_range(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
     """First tile of the places from `low` to `high`, and how many there are.
 
     Also in kernels: any integers, or arrays of them.
@@ -104,7 +104,7 @@ def tiles_of(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
     return first, jnp.where(high > low, past - first, 0)
 
 
-def stretch(total: Any, program: Any, tiling: Tiling) -> Any:
+def stretch_begin(total: Any, program: Any, tiling: Tiling) -> Any:
     """First place in the line of a program's stretch; the next one's is its end.
 
     The stretches differ by one tile at most, but for those left empty because there
@@ -115,7 +115,7 @@ def stretch(total: Any, program: Any, tiling: Tiling) -> Any:
     return index * lax.div(total, busy) + jnp.minimum(index, lax.rem(total, busy))
 
 
-def holders(
+def item_programs(
     ends: Any, block: Any, head: Any, *, kv_heads: int, tiling: Tiling
 ) -> tuple[Any, Any]:
     """First and last program that hold a part of an item.
@@ -124,7 +124,7 @@ def holders(
     an item without tiles. Also in kernels, which spares the plan a launch.
 
     Args:
-      ends: those of a `Schedule`.
+      ends: those of a `StreamKSchedule`.
       block: of the item; or of many, an array.
       head: likewise, the KV head.
       kv_heads: items of each block, static.
@@ -141,17 +141,19 @@ def holders(
     return first, last
 
 
-def parts(
+def all_item_programs(
     ends: Int32[Array, " blocks"], *, kv_heads: int, tiling: Tiling
 ) -> Int32[Array, "items 2"]:
-    """`holders` of all items: of every head of a block, block after block."""
+    """`item_programs` of all items: of every head of a block, block after block."""
     item = jnp.arange(ends.shape[0] * kv_heads, dtype=jnp.int32)
     block, head = item // kv_heads, item % kv_heads
-    return jnp.stack(holders(ends, block, head, kv_heads=kv_heads, tiling=tiling), 1)
+    return jnp.stack(
+        item_programs(ends, block, head, kv_heads=kv_heads, tiling=tiling), 1
+    )
 
 
 def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
-    """Program that holds a place of the line: the inverse of `stretch`."""
+    """Program that holds a place of the line: the inverse of `stretch_begin`."""
     busy = _num_busy(total, tiling)
     size, longer = lax.div(total, busy), lax.rem(total, busy)
     behind = place - longer * (size + 1)
@@ -166,13 +168,13 @@ def _num_busy(total: Any, tiling: Tiling) -> Any:
     return jnp.minimum(jnp.maximum(most, 1), tiling.num_programs)
 
 
-def cut(
+def split_tiles(
     low: Int32[Array, " blocks"],
     high: Int32[Array, " blocks"],
     *,
     kv_heads: int,
     tiling: Tiling,
-) -> Schedule:
+) -> StreamKSchedule:
     """Cuts the line of all tiles into equal stretches.
 
     Sums and searches compare all with all, of which XLA makes two kernels. In all
@@ -188,7 +190,7 @@ def cut(
       The schedule.
     """
     num_blocks = low.shape[0]
-    _, size = tiles_of(low, high, tiling.tile)
+    _, size = tile_range(low, high, tiling.tile)
     index = jnp.arange(num_blocks, dtype=jnp.int32)
     is_later = index[None, :] > index[:, None]
     ends = jnp.where(is_later, 0, size[None, :] * kv_heads)
@@ -196,8 +198,8 @@ def cut(
     after = jnp.where(is_later & (size > 0)[None, :], index[None, :], num_blocks - 1)
     total = ends[-1]
     program = jnp.arange(tiling.num_programs, dtype=jnp.int32)
-    place = stretch(total, program, tiling)
+    place = stretch_begin(total, program, tiling)
     # Past the end nobody looks: the last block is not asked for its end.
     passed = (ends[None, :] <= place[:, None]) & (index < num_blocks - 1)[None, :]
     begin = jnp.sum(passed, axis=1, dtype=jnp.int32)
-    return Schedule(ends, jnp.min(after, axis=1), begin)
+    return StreamKSchedule(ends, jnp.min(after, axis=1), begin)

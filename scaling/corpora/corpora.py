@@ -1,6 +1,7 @@
 """Token streams: real text, files of tokens, languages whose entropy is known.
 
-`open` makes a `Corpus` of any of their configs: a stream to train on, one to score, and
+`open_corpus` makes a `Corpus` of any of their configs: a stream to train on, one to
+score, and
 what is known of them. Training reads the stream in the order that `draw` computes.
 """
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from scaling.corpora import token_files, tokenizing_texts
 from scaling.corpora.languages import LanguageConfig, language
-from scaling.corpora.streams import Corpus, draw, windows_per_epoch
+from scaling.corpora.streams import Corpus, draw_windows, windows_per_epoch
 from scaling.corpora.texts import (
     DOCUMENTATION,
     END,
@@ -16,14 +17,14 @@ from scaling.corpora.texts import (
     VOCAB_SIZE,
     CorpusConfig,
     Document,
-    Split,
-    describe,
+    TextSplit,
+    count_bytes,
+    describe_source,
     held_out_files,
-    load,
-    num_bytes,
+    load_documents,
 )
 from scaling.corpora.token_files import TokenFileConfig
-from scaling.corpora.tokenizing_texts import tokenizer, tokens
+from scaling.corpora.tokenizing_texts import corpus_tokenizer, encode_documents
 
 __all__ = [
     "DOCUMENTATION",
@@ -35,24 +36,24 @@ __all__ = [
     "CorpusConfig",
     "Document",
     "LanguageConfig",
-    "Split",
+    "TextSplit",
     "TokenFileConfig",
-    "describe",
-    "draw",
+    "corpus_tokenizer",
+    "count_bytes",
+    "describe_source",
+    "draw_windows",
+    "encode_documents",
     "held_out_files",
-    "load",
-    "num_bytes",
-    "open",
-    "tokenizer",
-    "tokens",
+    "load_documents",
+    "open_corpus",
     "windows_per_epoch",
 ]
 
 AnyCorpus = CorpusConfig | TokenFileConfig | LanguageConfig
-"""Whatever `open` takes; each has `vocab_size` and `num_unique_tokens`."""
+"""Whatever `open_corpus` takes; each has `vocab_size` and `num_unique_tokens`."""
 
 
-def open(config: AnyCorpus, *, cache: Path | None = None) -> Corpus:
+def open_corpus(config: AnyCorpus, *, cache: Path | None = None) -> Corpus:
     """Makes the streams that a config describes, the same ones every time.
 
     Args:
@@ -69,7 +70,7 @@ def open(config: AnyCorpus, *, cache: Path | None = None) -> Corpus:
         `vocab_size` tokens takes, or there are fewer than `num_unique_tokens`.
     """
     if isinstance(config, CorpusConfig):
-        return tokenizing_texts.open(config, cache=cache)
+        return tokenizing_texts.open_text_corpus(config, cache=cache)
     if isinstance(config, TokenFileConfig):
-        return token_files.open(config)
-    return language.open(config)
+        return token_files.open_token_files(config)
+    return language.open_language(config)

@@ -1,7 +1,7 @@
 """A stream of tokens to train on, one to score, and the order in which training reads.
 
-Training reads windows of its stream at places that `draw` computes from (seed, step)
-alone, so a run can be taken up anywhere without having stored an order.
+Training reads windows of its stream at places that `draw_windows` computes from (seed,
+step) alone, so a run can be taken up anywhere without having stored an order.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Int32, UInt, UInt32
 
 _NUM_ROUNDS = 24
 MAX_TOKENS = 2**31 - 1
-"""Tokens that `draw` can tell apart."""
+"""Tokens that `draw_windows` can tell apart."""
 # Of a longer stream, the digest reads evenly spaced pieces.
 _DIGESTED_WHOLE = 2**28
 _NUM_PIECES, _PIECE = 256, 2**20
@@ -50,7 +50,7 @@ class Corpus(NamedTuple):
         return num_tokens / len(self.stream)
 
 
-def make(
+def make_corpus(
     stream: np.ndarray,
     held_out: np.ndarray,
     *,
@@ -86,11 +86,11 @@ def make(
         floor=floor,
         floor_se=floor_se,
         name=name,
-        digest=digest(stream, held_out),
+        digest=digest_streams(stream, held_out),
     )
 
 
-def digest(*streams: np.ndarray) -> str:
+def digest_streams(*streams: np.ndarray) -> str:
     """The SHA-256 of streams of tokens, so that a run knows its data again.
 
     Of a stream beyond 2**28 tokens its length and 256 evenly spaced pieces count.
@@ -137,7 +137,7 @@ def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
     return num_tokens // seq_len
 
 
-def draw(
+def draw_windows(
     stream: UInt[Array, " tokens"],
     seed: Int[Array, ""],
     step: Int[Array, ""],

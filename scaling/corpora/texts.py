@@ -97,14 +97,14 @@ STANDARD_LIBRARY = CorpusConfig()
 DOCUMENTATION = CorpusConfig(pattern="documentation")
 
 
-class Split(NamedTuple):
+class TextSplit(NamedTuple):
     """The two sides of a corpus, each in order of names."""
 
     train: list[Document]
     held_out: list[Document]
 
 
-def load(config: CorpusConfig) -> Split:
+def load_documents(config: CorpusConfig) -> TextSplit:
     """Reads a corpus and splits it by document.
 
     Empty files, files that are not UTF-8, and copies of a text are left out.
@@ -137,9 +137,9 @@ def load(config: CorpusConfig) -> Split:
             f"no text files in {what}"
             + (f": {len(found)} files, all empty or not UTF-8" if found else "")
         )
-    split = Split([], [])
+    split = TextSplit([], [])
     for document in documents:
-        split[place(document.name) < config.held_out].append(document)
+        split[document_position(document.name) < config.held_out].append(document)
     if not all(split):
         raise ValueError(
             f"{len(documents)} documents in {what} are too few to hold out "
@@ -148,17 +148,17 @@ def load(config: CorpusConfig) -> Split:
     return split
 
 
-def place(name: str) -> float:
+def document_position(name: str) -> float:
     """Where a document stands, in [0, 1), by its name alone; low ones are held out."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
 
 
 def held_out_files(config: CorpusConfig = STANDARD_LIBRARY) -> list[Path]:
     """Lists the files that are never trained on."""
-    return [document.path for document in load(config).held_out]
+    return [document.path for document in load_documents(config).held_out]
 
 
-def describe(config: CorpusConfig) -> str:
+def describe_source(config: CorpusConfig) -> str:
     """Names the text, with the version of Python where it depends on it."""
     if config.pattern == DOCUMENTATION.pattern:
         return "the documentation folders of a machine"
@@ -167,7 +167,7 @@ def describe(config: CorpusConfig) -> str:
     return f"the source of the standard library of Python {platform.python_version()}"
 
 
-def num_bytes(documents: Iterable[Document]) -> int:
+def count_bytes(documents: Iterable[Document]) -> int:
     """Counts the bytes of the texts, document ends not included."""
     return sum(len(document.text) for document in documents)
 

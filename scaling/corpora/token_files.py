@@ -46,7 +46,7 @@ class TokenFileConfig:
         validation.at_least(self, "bytes_per_token", "num_unique_tokens", low=0)
 
 
-def open(config: TokenFileConfig) -> streams.Corpus:
+def open_token_files(config: TokenFileConfig) -> streams.Corpus:
     """Maps the files and checks every token.
 
     Raises:
@@ -61,7 +61,7 @@ def open(config: TokenFileConfig) -> streams.Corpus:
         train, held_out = train[:cut], train[cut:]
     dtype = np.uint16 if config.vocab_size <= 2**16 else np.uint32
     # Maps of the right type stay maps.
-    return streams.make(
+    return streams.make_corpus(
         train.astype(dtype, copy=False),
         held_out.astype(dtype, copy=False),
         vocab_size=config.vocab_size,

@@ -16,16 +16,16 @@ import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from scaling.costs.flops import check
+from scaling.costs.flops import check_sizes
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 type Divided = Literal["sequence", "heads", "kv_heads", "no"]
 """What divides a tensor over tensor-parallel devices: `sequence` only with Megatron's
 sequence parallelism."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor that one layer keeps.
 
     Attributes:
@@ -45,14 +45,14 @@ class Stored(NamedTuple):
     divided: Divided
 
 
-def stored(
-    model: Description,
+def stored_tensors(
+    model: ModelShape,
     *,
     sequence: int,
     flash: bool = True,
     dropout: bool = False,
     number_bytes: int = 2,
-) -> tuple[Stored, ...]:
+) -> tuple[StoredTensor, ...]:
     """Lists the tensors that each layer keeps, in bytes per token.
 
     Llama-7B in 16 bits with attention in tiles: 131,584 + 128 bytes.
@@ -68,9 +68,9 @@ def stored(
     Raises:
       ValueError: a size out of range.
     """
-    check(sequence=sequence, number_bytes=number_bytes)
+    check_sizes(sequence=sequence, number_bytes=number_bytes)
     e, h, n = number_bytes, model.hidden_size, model.attention.num_q_heads
-    norm = functools.partial(Stored, "norms", place="every", divided="sequence")
+    norm = functools.partial(StoredTensor, "norms", place="every", divided="sequence")
     size = model.norms_per_layer * e
     found = [
         norm("inputs of the norms", f"{size} h", size * h),
@@ -79,7 +79,7 @@ def stored(
     if dropout:
         found.append(norm("dropout masks of the branches", "2 h", 2 * h))
     found += _attention(model, e)
-    scores = functools.partial(Stored, "scores", place="every", divided="heads")
+    scores = functools.partial(StoredTensor, "scores", place="every", divided="heads")
     if flash:
         found.append(scores("log-sum-exp", "4 n", 4 * n))
     else:
@@ -91,17 +91,17 @@ def stored(
         inner = e * (2 + model.gated)
         name = "gate, up and their product" if model.gated else "up, before and after"
         width = inner * model.mlp_size
-        found.append(Stored("mlp", name, f"{inner} i", width, "dense", "heads"))
+        found.append(StoredTensor("mlp", name, f"{inner} i", width, "dense", "heads"))
     return (*found, *_experts(model, e))
 
 
 def per_token(
-    tensors: Iterable[Stored], model: Description, layout: Layout | None = None
+    tensors: Iterable[StoredTensor], model: ModelShape, layout: Layout | None = None
 ) -> tuple[float, float]:
     """Adds up a dense and a mixed layer.
 
     Args:
-      tensors: as `stored` lists them.
+      tensors: as `stored_tensors` lists them.
       model: whose they are.
       layout: what divides them, nothing by default; the part of a sequence that a
         device of a ring has is not its matter.
@@ -123,12 +123,14 @@ def per_token(
     return sums["every"] + sums["dense"], sums["every"] + sums["mixture"]
 
 
-def _attention(model: Description, e: int) -> Iterable[Stored]:
+def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     a, n = model.attention, model.attention.num_q_heads
 
-    def tensor(name: str, formula: str, numbers: int, divided: Divided) -> Stored:
+    def tensor(name: str, formula: str, numbers: int, divided: Divided) -> StoredTensor:
         made = e * numbers
-        return Stored("attention", name, f"{e} · {formula}", made, "every", divided)
+        return StoredTensor(
+            "attention", name, f"{e} · {formula}", made, "every", divided
+        )
 
     if isinstance(a, HeadAttention):
         m, d = a.num_kv_heads, a.head_dim
@@ -147,13 +149,13 @@ def _attention(model: Description, e: int) -> Iterable[Stored]:
     yield tensor("values and output", "2 n dv", 2 * n * a.value_dim, "heads")
 
 
-def _experts(model: Description, e: int) -> Iterable[Stored]:
+def _experts(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     """A mixture without dropped tokens, its inputs gathered by expert."""
     if (x := model.experts) is None or not model.num_mixture_layers:
         return
 
-    def tensor(name: str, formula: str, size: int, divided: Divided) -> Stored:
-        return Stored("experts", name, formula, size, "mixture", divided)
+    def tensor(name: str, formula: str, size: int, divided: Divided) -> StoredTensor:
+        return StoredTensor("experts", name, formula, size, "mixture", divided)
 
     h, k, inner = model.hidden_size, x.top_k, 2 + model.gated
     yield tensor("routing weights", "4 e", 4 * x.num_experts, "sequence")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from scaling.costs import memory
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 
 class Traffic(NamedTuple):
@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
     backward: float
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """What goes through the layers of a pipeline's stage at once.
 
     Attributes:
@@ -39,7 +39,7 @@ class Pass(NamedTuple):
       u: bytes of a number on the wire.
     """
 
-    model: Description
+    model: ModelShape
     layout: Layout
     tokens: int
     u: int
@@ -68,7 +68,7 @@ def ring_share(p: int) -> float:
     return (p - 1) / p
 
 
-def tensor(sent_in: Pass) -> Iterable[Traffic]:
+def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
     """After attention and after the FFN; backward, before them.
 
     Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
@@ -98,14 +98,16 @@ def tensor(sent_in: Pass) -> Iterable[Traffic]:
         yield Traffic("tensor", name, "2 (p-1)/p · 4 k b s · L", 0.0, shares)
 
 
-def undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
+def norm_gradient_traffic(
+    model: ModelShape, layout: Layout, gradient: int
+) -> Iterable[Traffic]:
     """Norms and biases that work on a part of the sequence each: gradients added up.
 
     Norms of queries and keys, which work on a device's heads, need it without, too.
     """
     a, layers = model.attention, model.num_layers // layout.pipeline
     if layout.sequence:
-        scheme, size = "sequence", memory.most_undivided(model, layout)
+        scheme, size = "sequence", memory.max_undivided_params(model, layout)
         what = "norms and biases"
     elif layout.tensor > 1 and isinstance(a, HeadAttention) and a.qk_norm:
         scheme, size = "tensor", 2 * a.head_dim * layers
@@ -117,7 +119,7 @@ def undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Tra
     yield Traffic(scheme, name, "2 (p-1)/p · N u of norms", 0.0, sent)
 
 
-def vocabulary(sent_in: Pass) -> Iterable[Traffic]:
+def vocabulary_traffic(sent_in: StagePass) -> Iterable[Traffic]:
     """The table and the head divided by vocabulary, on the stages that have them.
 
     Each device looks up its own words, and the sums make the embedding; the loss needs

@@ -13,7 +13,7 @@ commonest difference between two numbers.
 from typing import Literal, NamedTuple
 
 from scaling.costs import parameters
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 type Attention = Literal["full", "causal"]
 
@@ -22,7 +22,7 @@ type Checkpointing = Literal["none", "selective", "full", "boundary"]
 attention; all layers (`full` and `boundary` differ in the memory that they count)."""
 
 
-class Term(NamedTuple):
+class FlopTerm(NamedTuple):
     """Operations of one kind of product, over all layers.
 
     Attributes:
@@ -41,7 +41,7 @@ class Term(NamedTuple):
     growth: Literal["s", "s^2"]
 
 
-class Training(NamedTuple):
+class TrainingFlops(NamedTuple):
     """Operations of one training step.
 
     Attributes:
@@ -59,15 +59,15 @@ class Training(NamedTuple):
     model: int
 
 
-def forward(
-    model: Description,
+def forward_terms(
+    model: ModelShape,
     *,
     batch: int = 1,
     sequence: int,
     past: int = 0,
     attention: Attention = "full",
     logits: Literal["all", "last"] = "all",
-) -> tuple[Term, ...]:
+) -> tuple[FlopTerm, ...]:
     """Lists the products of one forward pass.
 
     Llama-7B, 2,048 tokens, full attention: 14.288 GFLOP per token; one layer at 4,096:
@@ -87,12 +87,12 @@ def forward(
     Sources: Kaplan et al. 2020, arXiv:2001.08361, table 1; Narayanan et al. 2021,
     arXiv:2104.04473, appendix; DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 (MLA).
     """
-    check(batch=batch, sequence=sequence)
+    check_sizes(batch=batch, sequence=sequence)
     if past < 0:
         raise ValueError(f"{past=} must be at least 0")
-    tokens, places = batch * sequence, parameters.copies(model)
+    tokens, places = batch * sequence, parameters.place_counts(model)
     found = []
-    for weight in parameters.weights(model):
+    for weight in parameters.list_weights(model):
         if not weight.applied or weight.place == "ahead":
             continue
         times = batch if weight.part == "head" and logits == "last" else tokens
@@ -100,7 +100,7 @@ def forward(
         repeats = f"{weight.applied} · " if weight.applied > 1 else ""
         formula = f"2 · {repeats}{weight.formula}"
         flops = 2 * weight.size * number * times
-        found.append(Term(weight.part, weight.name, formula, flops, "s"))
+        found.append(FlopTerm(weight.part, weight.name, formula, flops, "s"))
     scores, values, formulas = _widths(model, absorbed=past > 0)
     pairs = batch * model.over_layers(
         lambda window: twice_pairs(sequence, past, window, attention)
@@ -109,13 +109,13 @@ def forward(
         ("scores", scores, formulas[0]),
         ("values", values, formulas[1]),
     ):
-        found.append(Term("attention", name, formula, pairs * width, "s^2"))
+        found.append(FlopTerm("attention", name, formula, pairs * width, "s^2"))
     return tuple(found)
 
 
-def decode(
-    model: Description, *, batch: int = 1, context: int, steps: int = 1
-) -> tuple[Term, ...]:
+def decode_terms(
+    model: ModelShape, *, batch: int = 1, context: int, steps: int = 1
+) -> tuple[FlopTerm, ...]:
     """Lists the products of decoding steps, a token of each sequence a step.
 
     Args:
@@ -125,10 +125,10 @@ def decode(
       steps: steps, at least 1; every later query meets one key more.
 
     Returns:
-      The terms; latent attention works on the latents, see `forward`.
+      The terms; latent attention works on the latents, see `forward_terms`.
     """
-    check(batch=batch, context=context, steps=steps)
-    terms = forward(model, batch=batch, sequence=steps, past=context)
+    check_sizes(batch=batch, context=context, steps=steps)
+    terms = forward_terms(model, batch=batch, sequence=steps, past=context)
     scores, values, _ = _widths(model, absorbed=True)
 
     def keys_met(window: int | None) -> int:
@@ -144,14 +144,14 @@ def decode(
     )
 
 
-def training(
-    model: Description,
+def training_step_flops(
+    model: ModelShape,
     *,
     batch: int = 1,
     sequence: int,
     attention: Attention = "full",
     checkpointing: Checkpointing = "none",
-) -> Training:
+) -> TrainingFlops:
     """Counts one training step.
 
     GPT-3 with everything recomputed: `96 B L s h^2 (1 + s/6h + v/16hL)`, else 72 in
@@ -159,16 +159,16 @@ def training(
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 5.1 and appendix.
     """
-    terms = forward(model, batch=batch, sequence=sequence, attention=attention)
-    once = total(terms)
+    terms = forward_terms(model, batch=batch, sequence=sequence, attention=attention)
+    once = total_flops(terms)
     again = {
         "none": 0,
         "selective": sum(term.flops for term in terms if term.growth == "s^2"),
     }.get(checkpointing, once - sum(x.flops for x in terms if x.part == "head"))
-    return Training(once, 2 * once, again, 3 * once)
+    return TrainingFlops(once, 2 * once, again, 3 * once)
 
 
-def total(terms: tuple[Term, ...]) -> int:
+def total_flops(terms: tuple[FlopTerm, ...]) -> int:
     """Adds terms up."""
     return sum(term.flops for term in terms)
 
@@ -196,7 +196,7 @@ def _twice_triangle(length: int, window: int | None) -> int:
     return 2 * window * length - window * window
 
 
-def _widths(model: Description, *, absorbed: bool) -> tuple[int, int, tuple[str, str]]:
+def _widths(model: ModelShape, *, absorbed: bool) -> tuple[int, int, tuple[str, str]]:
     """Numbers multiplied per pair in scores and in values, over all heads.
 
     Latent attention makes keys and values where it meets them once. Where it meets
@@ -212,7 +212,7 @@ def _widths(model: Description, *, absorbed: bool) -> tuple[int, int, tuple[str,
     return n * a.key_dim, n * a.value_dim, ("2 n (dn + dr) t", "2 n dv t")
 
 
-def check(**sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
     """Refuses sizes below 1.
 
     Raises:

@@ -16,13 +16,13 @@ from scaling.costs import activations as costs_activations
 from scaling.costs import parallelism, parameters
 from scaling.costs.activations import per_token
 from scaling.costs.flops import Checkpointing
-from scaling.costs.flops import check as check_sizes
+from scaling.costs.flops import check_sizes as check_sizes
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description
+from scaling.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bytes:
+class BytesPerParam:
     """Bytes per parameter; the defaults are mixed-precision Adam's 16."""
 
     weight: int = 2
@@ -37,15 +37,15 @@ class Bytes:
         validation.at_least(self, "weight", "gradient", "master", "moments", low=0)
 
 
-MIXED = Bytes()
+MIXED = BytesPerParam()
 """bfloat16 weights and gradients, float32 master copy and moments."""
-MIXED_WIDE = Bytes(gradient=4)
+MIXED_WIDE = BytesPerParam(gradient=4)
 """The same with gradients added up in float32: 18 bytes."""
-SINGLE = Bytes(weight=4, gradient=4, master=0, moments=8)
+SINGLE = BytesPerParam(weight=4, gradient=4, master=0, moments=8)
 """Everything in float32."""
 
 
-class Held(NamedTuple):
+class DeviceParams(NamedTuple):
     """Parameters on one device.
 
     Attributes:
@@ -57,7 +57,7 @@ class Held(NamedTuple):
     experts: int
 
 
-class Memory(NamedTuple):
+class TrainingMemory(NamedTuple):
     """Bytes on one device while a training step is at its fullest.
 
     Attributes:
@@ -93,18 +93,18 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def training(
-    model: Description,
+def training_memory(
+    model: ModelShape,
     *,
     batch: int = 1,
     sequence: int,
     layout: Layout | None = None,
-    bytes_per_param: Bytes = MIXED,
+    bytes_per_param: BytesPerParam = MIXED,
     checkpointing: Checkpointing = "none",
     flash: bool = True,
     dropout: bool = False,
     micro_batches: int | None = None,
-) -> Memory:
+) -> TrainingMemory:
     """Adds up what one device holds, at worst over pipeline stages.
 
     Llama-2-7B on one device: 107.81 GB of weights, gradients and optimizer.
@@ -128,7 +128,7 @@ def training(
     """
     check_sizes(batch=batch, sequence=sequence)
     layout = layout or Layout()
-    parallelism.check(model, layout, sequence=sequence)
+    parallelism.check_layout(model, layout, sequence=sequence)
     micro_batches = layout.pipeline if micro_batches is None else micro_batches
     check_sizes(micro_batches=micro_batches)
     how = {"flash": flash, "dropout": dropout, "number_bytes": bytes_per_param.weight}
@@ -140,7 +140,7 @@ def training(
     return max(stages, key=lambda memory: memory.total)
 
 
-def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
+def device_params(model: ModelShape, layout: Layout, *, stage: int = 0) -> DeviceParams:
     """Parameters of one device, before ZeRO divides them.
 
     Norms, routers and biases of h numbers are held by every tensor-parallel device;
@@ -154,34 +154,36 @@ def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
     """
     times = _times(model, layout, stage)
     counts: Counter[bool] = Counter()
-    for weight in parameters.weights(model):
+    for weight in parameters.list_weights(model):
         is_expert = weight.split == "experts"
         counts[is_expert] += (
             _part(weight, model, layout) * weight.stored * times[weight.place]
         ) // (layout.expert if is_expert else 1)
-    return Held(counts[False], counts[True])
+    return DeviceParams(counts[False], counts[True])
 
 
-def tables(model: Description, layout: Layout) -> int:
+def vocabulary_params(model: ModelShape, layout: Layout) -> int:
     """Parameters of one device that belong to no layer: tables, head and last norm."""
     return sum(
         _part(weight, model, layout) * weight.stored
-        for weight in parameters.weights(model)
+        for weight in parameters.list_weights(model)
         if weight.place in ("first", "last")
     )
 
 
-def most_undivided(model: Description, layout: Layout) -> int:
+def max_undivided_params(model: ModelShape, layout: Layout) -> int:
     """Parameters that all tensor-parallel devices have alike, norms and biases.
 
     Of the pipeline stage that has most.
     """
-    found = [w for w in parameters.weights(model) if w.split == "none" and w.stored]
+    found = [
+        w for w in parameters.list_weights(model) if w.split == "none" and w.stored
+    ]
     stages = (_times(model, layout, stage) for stage in range(layout.pipeline))
     return max(sum(w.size * times[w.place] for w in found) for times in stages)
 
 
-def _times(model: Description, layout: Layout, stage: int) -> dict[str, int]:
+def _times(model: ModelShape, layout: Layout, stage: int) -> dict[str, int]:
     """How often a pipeline stage has a weight, by its place."""
     layers = _layers_of(model, layout, stage)
     return {
@@ -194,15 +196,15 @@ def _times(model: Description, layout: Layout, stage: int) -> dict[str, int]:
     }
 
 
-def most_held(model: Description, layout: Layout) -> Held:
-    """Parameters of the device that has most, as `held`."""
+def max_device_params(model: ModelShape, layout: Layout) -> DeviceParams:
+    """Parameters of the device that has most, as `device_params`."""
     stages = range(layout.pipeline)
-    return max((held(model, layout, stage=stage) for stage in stages), key=sum)
+    return max((device_params(model, layout, stage=stage) for stage in stages), key=sum)
 
 
-def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
+def _stage(model, stage, sizes, layout, each, checkpointing, how) -> TrainingMemory:
     batch, sequence, micro_batches = sizes
-    params, last = held(model, layout, stage=stage), layout.pipeline - 1
+    params, last = device_params(model, layout, stage=stage), layout.pipeline - 1
     copies = layout.copies, layout.copies // layout.expert
 
     def state(size: int, divided_from: int) -> float:
@@ -210,7 +212,7 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
         return size * sum(x / y for x, y in zip(params, parts, strict=True))
 
     tokens = batch * sequence // layout.context
-    tensors = costs_activations.stored(model, sequence=sequence, **how)
+    tensors = costs_activations.stored_tensors(model, sequence=sequence, **how)
     whole = per_token(tensors, model, layout)
     kept = whole
     if checkpointing == "selective":
@@ -228,7 +230,7 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
     ends = 2 * tokens * width / parts if stage == last else 0.0
     if how["dropout"] and stage == 0:
         ends += tokens * model.hidden_size / parts
-    return Memory(
+    return TrainingMemory(
         weights=state(each.weight, 3),
         gradients=state(each.gradient, 2),
         master=state(each.master, 1),
@@ -241,16 +243,16 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
     )
 
 
-def _layers_of(model: Description, layout: Layout, stage: int) -> range:
+def _layers_of(model: ModelShape, layout: Layout, stage: int) -> range:
     each = model.num_layers // layout.pipeline
     return range(stage * each, (stage + 1) * each)
 
 
-def _vocab_part(model: Description, layout: Layout) -> int:
+def _vocab_part(model: ModelShape, layout: Layout) -> int:
     return -(-model.vocab_size // layout.tensor)
 
 
-def _part(weight: parameters.Weight, model: Description, layout: Layout) -> int:
+def _part(weight: parameters.Weight, model: ModelShape, layout: Layout) -> int:
     """Numbers of a weight on one tensor-parallel device."""
     if weight.split == "none":
         return weight.size

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from jaxkv import validation
-from scaling.shapes import Description, LatentAttention
+from scaling.shapes import LatentAttention, ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ _SHORT = {
 }
 
 
-def parse(text: str, *, zero: int = 0) -> Layout:
+def parse_layout(text: str, *, zero: int = 0) -> Layout:
     """Reads a layout such as `tp=8,sp,pp=2,dp=4`.
 
     Args:
@@ -163,7 +163,9 @@ def parse(text: str, *, zero: int = 0) -> Layout:
     return Layout(**(degrees | flags), zero=zero)
 
 
-def check(model: Description, layout: Layout, *, sequence: int | None = None) -> None:
+def check_layout(
+    model: ModelShape, layout: Layout, *, sequence: int | None = None
+) -> None:
     """Refuses a layout that does not divide a model evenly.
 
     KV heads fewer than devices are copied, as engines do, if they divide them.

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 type Place = Literal["first", "every", "dense", "mixture", "last", "ahead"]
 """Before the layers; in every layer, or those with a plain or mixed FFN; after them; in
@@ -48,7 +48,7 @@ class Weight(NamedTuple):
     split: Split = "none"
 
 
-class Parameters(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Parameter counts; papers mean any of these by N.
 
     Attributes:
@@ -74,23 +74,25 @@ class Parameters(NamedTuple):
     ahead: int
 
 
-def parameters(model: Description) -> Parameters:
+def count_parameters(model: ModelShape) -> ParameterCounts:
     """Counts a model's parameters.
 
     Llama-2-7B: 6,738,415,616 in total, 6,476,271,616 of them outside embeddings, and
     6,607,077,376 that a token is multiplied with.
     """
-    return count(weights(model), copies(model))
+    return count_weights(list_weights(model), place_counts(model))
 
 
-def count(listed: Iterable[Weight], places: Mapping[Place, int]) -> Parameters:
+def count_weights(
+    listed: Iterable[Weight], places: Mapping[Place, int]
+) -> ParameterCounts:
     """Counts listed weights by every convention, each as often as its place occurs."""
     found = [(w, w.size * places[w.place]) for w in listed]
     inside = [(w, size) for w, size in found if w.place != "ahead"]
     tables = ("embedding", "positions", "head")
     looked_up = sum(s for w, s in inside if w.part in ("embedding", "positions"))
     active = sum(s * w.active for w, s in inside)
-    return Parameters(
+    return ParameterCounts(
         total=sum(s * w.stored for w, s in inside),
         non_embedding=sum(s * w.stored for w, s in inside if w.part not in tables),
         matmul=sum(s * w.applied for w, s in inside),
@@ -101,7 +103,7 @@ def count(listed: Iterable[Weight], places: Mapping[Place, int]) -> Parameters:
     )
 
 
-def copies(model: Description) -> dict[Place, int]:
+def place_counts(model: ModelShape) -> dict[Place, int]:
     """How often each place occurs in the model."""
     return {
         "first": 1,
@@ -114,7 +116,7 @@ def copies(model: Description) -> dict[Place, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def weights(model: Description) -> tuple[Weight, ...]:
+def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     """Lists every weight of a model, once per place.
 
     Sources: Touvron et al. 2023, arXiv:2302.13971, section 2.2 (Llama); Brown et al.
@@ -147,7 +149,7 @@ def weights(model: Description) -> tuple[Weight, ...]:
     return tuple(found)
 
 
-def _attention(model: Description) -> Iterable[Weight]:
+def _attention(model: ModelShape) -> Iterable[Weight]:
     plain = functools.partial(Weight, "attention", place="every")
     weight = functools.partial(plain, applied=1)
     a, h, n = model.attention, model.hidden_size, model.attention.num_q_heads
@@ -179,7 +181,7 @@ def _attention(model: Description) -> Iterable[Weight]:
     yield weight("output", "n dv h", n * a.value_dim * h, split="heads")
 
 
-def _mlp(model: Description) -> Iterable[Weight]:
+def _mlp(model: ModelShape) -> Iterable[Weight]:
     h, i, up = model.hidden_size, model.mlp_size, 1 + model.gated
     weight = functools.partial(Weight, "mlp", place="dense")
     times = "2 " if model.gated else ""
@@ -191,7 +193,7 @@ def _mlp(model: Description) -> Iterable[Weight]:
         yield weight("down bias", "h", h)
 
 
-def _experts(model: Description) -> Iterable[Weight]:
+def _experts(model: ModelShape) -> Iterable[Weight]:
     x, h = model.experts, model.hidden_size
     assert x is not None  # a Description with mixture layers has them
     e, k, matrices = x.num_experts, x.top_k, 2 + model.gated
@@ -208,7 +210,7 @@ def _experts(model: Description) -> Iterable[Weight]:
         yield weight("shared gate", "h", h)
 
 
-def _norms(model: Description, name: str, count: int, place: Place) -> Weight:
+def _norms(model: ModelShape, name: str, count: int, place: Place) -> Weight:
     vectors = count * (2 if model.norm == "layer" else 1)
     formula = "h" if vectors == 1 else f"{vectors} h"
     return Weight("norms", name, formula, vectors * model.hidden_size, place)

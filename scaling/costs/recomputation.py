@@ -13,10 +13,12 @@ Source: Chen et al. 2016, arXiv:1604.06174, section 3.
 from collections.abc import Iterable
 
 from scaling.costs import exchanges
-from scaling.costs.exchanges import Pass, Traffic
+from scaling.costs.exchanges import StagePass, Traffic
 
 
-def of_stages(sent_in: Pass, layers: Iterable[Traffic]) -> Iterable[Traffic]:
+def stage_recomputation_traffic(
+    sent_in: StagePass, layers: Iterable[Traffic]
+) -> Iterable[Traffic]:
     """What layers send forward, and the embedding, for stages of a pipeline.
 
     All stages look tokens up, and one takes what is found.
@@ -39,13 +41,15 @@ def of_stages(sent_in: Pass, layers: Iterable[Traffic]) -> Iterable[Traffic]:
         yield Traffic("vocabulary", "embedding, run again", formula, 0.0, sent)
 
 
-def between_products(sent_in: Pass, layers: Iterable[Traffic]) -> Iterable[Traffic]:
+def product_recomputation_traffic(
+    sent_in: StagePass, layers: Iterable[Traffic]
+) -> Iterable[Traffic]:
     """What is sent forward, where the results of products are kept.
 
     With sequence parallelism rows that are gathered for a product are not, but those
     for the head, and for experts, whose routing needs them. Of the loss the gradient
     needs the greatest logit and the sum, not the target's. Arguments are those of
-    `of_stages`.
+    `stage_recomputation_traffic`.
     """
     layout, block, p = sent_in.layout, sent_in.block, sent_in.layout.tensor
     for each in layers:

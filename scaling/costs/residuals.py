@@ -31,7 +31,9 @@ _KEPT_OF_ACTIVATION = {"silu": 4, "gelu": 4, "gelu_tanh": 5, "relu": 2}
 its input, what its rule multiplies with, and its output."""
 
 
-def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, ...]:
+def list_residuals(
+    config: ModelConfig, *, number_bytes: int = 4
+) -> tuple[Residual, ...]:
     """Lists what the forward pass up to the logits keeps per token.
 
     Attention is `flash_attention`: no weights. Copies of weights that are reshaped for
@@ -85,6 +87,6 @@ def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, 
     return tuple(found)
 
 
-def total(found: tuple[Residual, ...], tokens: int) -> int:
+def total_residual_bytes(found: tuple[Residual, ...], tokens: int) -> int:
     """Adds residuals up over the tokens of a batch."""
     return tokens * sum(residual.bytes for residual in found)

@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 from scaling.costs import flops as costs_flops
 from scaling.costs import parameters
 from scaling.costs.devices import Device, Precision
-from scaling.costs.flops import Attention, forward, total
-from scaling.shapes import Description
+from scaling.costs.flops import Attention, forward_terms, total_flops
+from scaling.shapes import ModelShape
 
 
-class Work(NamedTuple):
+class ServingWork(NamedTuple):
     """One step of serving.
 
     Attributes:
@@ -57,7 +57,7 @@ class Roofline(NamedTuple):
     bound: Literal["compute", "memory"]
 
 
-def kv_bytes_per_token(model: Description, *, kv_bytes: int | float = 2) -> int | float:
+def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int | float:
     """Bytes of keys and values that one more token takes in all layers.
 
     Llama-2-7B in 16 bits: 524,288. Latent attention keeps a latent and a rotary key
@@ -70,8 +70,8 @@ def kv_bytes_per_token(model: Description, *, kv_bytes: int | float = 2) -> int 
     return model.num_layers * model.attention.cached_numbers * kv_bytes
 
 
-def kv_bytes_of(
-    model: Description, tokens: int, *, kv_bytes: int | float = 2
+def sequence_kv_bytes(
+    model: ModelShape, tokens: int, *, kv_bytes: int | float = 2
 ) -> int | float:
     """Bytes that a sequence holds; a layer with a window forgets what is behind it.
 
@@ -82,15 +82,15 @@ def kv_bytes_of(
 
 
 def weight_bytes_read(
-    model: Description, tokens: int, *, weight_bytes: int | float = 2
+    model: ModelShape, tokens: int, *, weight_bytes: int | float = 2
 ) -> int | float:
     """Bytes of weights that a step on some tokens reads.
 
     Tables are read where they are looked up alone. Of a mixture's e experts a step of x
     tokens meets e (1 - (1 - k/e)^x) on average, if they are drawn alike.
     """
-    places, numbers = parameters.copies(model), 0.0
-    for weight in parameters.weights(model):
+    places, numbers = parameters.place_counts(model), 0.0
+    for weight in parameters.list_weights(model):
         if weight.place == "ahead":
             continue
         copies = weight.size * places[weight.place]
@@ -104,14 +104,14 @@ def weight_bytes_read(
     return numbers * weight_bytes
 
 
-def decode(
-    model: Description,
+def decode_work(
+    model: ModelShape,
     *,
     batch: int,
     context: int,
     weight_bytes: int | float = 2,
     kv_bytes: int | float = 2,
-) -> Work:
+) -> ServingWork:
     """A step of decoding: one token of each sequence.
 
     Args:
@@ -121,18 +121,18 @@ def decode(
       weight_bytes: of one weight.
       kv_bytes: of one number of K or V.
     """
-    terms = costs_flops.decode(model, batch=batch, context=context)
-    return Work(
-        flops=total(terms),
+    terms = costs_flops.decode_terms(model, batch=batch, context=context)
+    return ServingWork(
+        flops=total_flops(terms),
         weight_bytes=weight_bytes_read(model, batch, weight_bytes=weight_bytes),
         # The context is read, its newest token was written just before.
-        kv_bytes=batch * kv_bytes_of(model, context, kv_bytes=kv_bytes)
+        kv_bytes=batch * sequence_kv_bytes(model, context, kv_bytes=kv_bytes)
         + batch * kv_bytes_per_token(model, kv_bytes=kv_bytes),
     )
 
 
-def prefill(
-    model: Description,
+def prefill_work(
+    model: ModelShape,
     *,
     batch: int,
     prompt: int,
@@ -140,7 +140,7 @@ def prefill(
     attention: Attention = "causal",
     weight_bytes: int | float = 2,
     kv_bytes: int | float = 2,
-) -> Work:
+) -> ServingWork:
     """Reads prompts, or chunks of them, with the logits of each last token.
 
     Args:
@@ -153,13 +153,13 @@ def prefill(
       kv_bytes: of one number of K or V.
     """
     sizes = {"batch": batch, "sequence": prompt, "past": past}
-    terms = forward(model, **sizes, attention=attention, logits="last")
+    terms = forward_terms(model, **sizes, attention=attention, logits="last")
     # Written once and read once; how often tiles of K and V are read again is a
     # matter of the kernel.
     written = batch * prompt * kv_bytes_per_token(model, kv_bytes=kv_bytes)
-    read = batch * kv_bytes_of(model, past + prompt, kv_bytes=kv_bytes)
-    return Work(
-        flops=total(terms),
+    read = batch * sequence_kv_bytes(model, past + prompt, kv_bytes=kv_bytes)
+    return ServingWork(
+        flops=total_flops(terms),
         weight_bytes=weight_bytes_read(
             model, batch * prompt, weight_bytes=weight_bytes
         ),
@@ -168,7 +168,7 @@ def prefill(
 
 
 def roofline(
-    work: Work,
+    work: ServingWork,
     device: Device,
     *,
     precision: Precision = "bfloat16",
@@ -181,7 +181,7 @@ def roofline(
     return Roofline(compute_s, memory_s, max(compute_s, memory_s), bound)
 
 
-def turning_point(
+def find_compute_bound_size(
     is_compute_bound: Callable[[int], bool], *, most: int = 1 << 24
 ) -> int | None:
     """The smallest size, such as a batch, from which on products take the time.
@@ -207,7 +207,7 @@ def turning_point(
 
 
 def max_batch(
-    model: Description,
+    model: ModelShape,
     device: Device,
     *,
     context: int,
@@ -232,6 +232,6 @@ def max_batch(
     Returns:
       0 if the weights themselves do not fit.
     """
-    weights = parameters.parameters(model).total * weight_bytes
+    weights = parameters.count_parameters(model).total * weight_bytes
     left = memory_share * device.memory_bytes * num_devices - weights
-    return max(0, int(left // kv_bytes_of(model, context, kv_bytes=kv_bytes)))
+    return max(0, int(left // sequence_kv_bytes(model, context, kv_bytes=kv_bytes)))

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from typing import Literal
 
 from scaling.costs import exchanges, memory
-from scaling.costs.exchanges import Pass, Traffic
+from scaling.costs.exchanges import StagePass, Traffic
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description
+from scaling.shapes import ModelShape
 
 type Schedule = Literal["1f1b", "gpipe"]
 
 
-def ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
+def count_ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
     """Ticks of a step, in each of which a stage may run forward and backward.
 
     A micro-batch needs p - 1 ticks to the last stage and p - 1 back. 1F1B begins one in
@@ -31,7 +31,7 @@ def ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
     return num_micro + 2 * (num_stages - 1)
 
 
-def hops(sent_in: Pass) -> Iterable[Traffic]:
+def hop_traffic(sent_in: StagePass) -> Iterable[Traffic]:
     """One activation to the next stage, one gradient back: what an inner stage sends.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, sections 3.2 and 4.1: with tensor
@@ -51,16 +51,20 @@ def hops(sent_in: Pass) -> Iterable[Traffic]:
         yield Traffic("scatter_gather", name, formula, gathered, gathered)
 
 
-def idle(sent_in: Pass, *, micro_batches: int, schedule: Schedule) -> Iterable[Traffic]:
+def idle_traffic(
+    sent_in: StagePass, *, micro_batches: int, schedule: Schedule
+) -> Iterable[Traffic]:
     """What is passed on in ticks in which nothing was made: T - g hops each way."""
-    num = ticks(sent_in.layout.pipeline, micro_batches, schedule) - micro_batches
-    for each in hops(sent_in):
+    num = count_ticks(sent_in.layout.pipeline, micro_batches, schedule) - micro_batches
+    for each in hop_traffic(sent_in):
         name, formula = f"{each.name}, idle ticks", f"(T - g) · {each.formula}"
         sent = num * each.forward, num * each.backward
         yield Traffic("idle", name, formula, *sent)
 
 
-def tables(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
+def table_gradient_traffic(
+    model: ModelShape, layout: Layout, gradient: int
+) -> Iterable[Traffic]:
     """Gradients of embeddings, head and last norm, added up over stages.
 
     Megatron has each table where it is used, and adds up those of a tied one over the
@@ -68,7 +72,7 @@ def tables(model: Description, layout: Layout, gradient: int) -> Iterable[Traffi
     """
     if (p := layout.pipeline) == 1:
         return
-    size = memory.tables(model, layout)
+    size = memory.vocabulary_params(model, layout)
     sent = 2 * exchanges.ring_share(p) * size * gradient
     name = "gradients of tables and last norm, all-reduce over stages"
     yield Traffic("tables", name, "2 (p-1)/p · N u of tables", 0.0, sent)

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from scaling.costs import parameters, serving
 from scaling.costs.devices import Device, Precision
-from scaling.costs.flops import check, decode
-from scaling.shapes import Description
+from scaling.costs.flops import check_sizes, decode_terms
+from scaling.shapes import ModelShape
 
 
 class StepCost(NamedTuple):
@@ -64,7 +64,7 @@ class StepWork(NamedTuple):
 
 
 def step_cost(
-    model: Description,
+    model: ModelShape,
     device: Device,
     *,
     num_devices: int = 1,
@@ -93,21 +93,21 @@ def step_cost(
     Raises:
       ValueError: a share or count out of range.
     """
-    check(num_devices=num_devices)
+    check_sizes(num_devices=num_devices)
     shares = {"compute_share": compute_share, "bandwidth_share": bandwidth_share}
     for name, share in shares.items():
         if not 0 < share <= 1:
             raise ValueError(f"{name}={share} must be in (0, 1]")
     if overhead_s < 0:
         raise ValueError(f"{overhead_s=} must be at least 0")
-    terms = decode(model, context=1)
+    terms = decode_terms(model, context=1)
     head = sum(x.flops for x in terms if x.part == "head")
     keys = sum(x.flops for x in terms if x.growth == "s^2") / model.num_layers
     routed = 0
     if (experts := model.experts) is not None:
         routed = sum(
-            x.size * x.stored * parameters.copies(model)[x.place]
-            for x in parameters.weights(model)
+            x.size * x.stored * parameters.place_counts(model)[x.place]
+            for x in parameters.list_weights(model)
             if x.stored > 1 and x.place != "ahead"
         )
     whole = serving.weight_bytes_read(model, 1, weight_bytes=weight_bytes)

@@ -9,15 +9,15 @@ is counted like any other.
 from collections.abc import Iterable
 
 from scaling.costs import exchanges, memory, parallelism, recomputation, stages
-from scaling.costs.exchanges import Pass, Traffic
-from scaling.costs.flops import check as check_sizes
+from scaling.costs.exchanges import StagePass, Traffic
+from scaling.costs.flops import check_sizes as check_sizes
 from scaling.costs.parallelism import Layout
 from scaling.costs.stages import Schedule
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 
-def training(
-    model: Description,
+def training_traffic(
+    model: ModelShape,
     layout: Layout,
     *,
     batch: int = 1,
@@ -59,33 +59,37 @@ def training(
         raise ValueError(f"{remat=} must be False with pipeline={layout.pipeline}")
     check_sizes(batch=batch, sequence=sequence, number_bytes=number_bytes)
     check_sizes(micro_batches=micro_batches)
-    parallelism.check(model, layout, sequence=sequence)
-    sent_in = Pass(model, layout, batch * sequence // layout.context, number_bytes)
+    parallelism.check_layout(model, layout, sequence=sequence)
+    sent_in = StagePass(model, layout, batch * sequence // layout.context, number_bytes)
     dispatch = number_bytes if dispatch_bytes is None else dispatch_bytes
     inside = (
-        *exchanges.tensor(sent_in),
+        *exchanges.tensor_traffic(sent_in),
         *_ulysses(sent_in),
         *_ring(sent_in),
         *_expert(sent_in, dispatch),
     )
-    again = recomputation.between_products if remat else recomputation.of_stages
+    again = (
+        recomputation.product_recomputation_traffic
+        if remat
+        else recomputation.stage_recomputation_traffic
+    )
     each = (
         *inside,
         *again(sent_in, inside),
-        *exchanges.undivided(model, layout, gradient_bytes),
-        *exchanges.vocabulary(sent_in),
-        *stages.hops(sent_in),
+        *exchanges.norm_gradient_traffic(model, layout, gradient_bytes),
+        *exchanges.vocabulary_traffic(sent_in),
+        *stages.hop_traffic(sent_in),
     )
     n = micro_batches
     return (
         *(x._replace(forward=n * x.forward, backward=n * x.backward) for x in each),
-        *stages.idle(sent_in, micro_batches=micro_batches, schedule=schedule),
-        *stages.tables(model, layout, gradient_bytes),
+        *stages.idle_traffic(sent_in, micro_batches=micro_batches, schedule=schedule),
+        *stages.table_gradient_traffic(model, layout, gradient_bytes),
         *_data(model, layout, number_bytes, gradient_bytes),
     )
 
 
-def _ulysses(sent_in: Pass) -> Iterable[Traffic]:
+def _ulysses(sent_in: StagePass) -> Iterable[Traffic]:
     """Queries, keys, values and output change between sequence and heads.
 
     KV heads fewer than devices are copied first.
@@ -108,7 +112,7 @@ def _ulysses(sent_in: Pass) -> Iterable[Traffic]:
     yield Traffic("ulysses", "4 all-to-alls of a layer", formula, sent, sent)
 
 
-def _ring(sent_in: Pass) -> Iterable[Traffic]:
+def _ring(sent_in: StagePass) -> Iterable[Traffic]:
     """Keys and values go round in p - 1 hops; backward again, with their gradients.
 
     The gradients make p hops, the last one home.
@@ -128,7 +132,7 @@ def _ring(sent_in: Pass) -> Iterable[Traffic]:
     yield Traffic("ring", name, formula, float(forward), float(back))
 
 
-def _expert(sent_in: Pass, dispatch: int) -> Iterable[Traffic]:
+def _expert(sent_in: StagePass, dispatch: int) -> Iterable[Traffic]:
     """Each token to its k experts and back, or all tokens to all devices.
 
     Sent directly, as many bytes as experts that are drawn alike make on average. With a
@@ -170,13 +174,13 @@ def _expert(sent_in: Pass, dispatch: int) -> Iterable[Traffic]:
 
 
 def _data(
-    model: Description, layout: Layout, u: int, gradient: int
+    model: ModelShape, layout: Layout, u: int, gradient: int
 ) -> Iterable[Traffic]:
     """Gradients of all copies added up, weights gathered where they are divided.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
     """
-    most = memory.most_held(model, layout)
+    most = memory.max_device_params(model, layout)
     groups = (
         ("weights", most.shared, layout.copies),
         ("experts", most.experts, layout.copies // layout.expert),
@@ -198,8 +202,8 @@ def _data(
             yield Traffic("data", name, "2 (p-1)/p · N u", 0.0, 2 * reduce)
 
 
-def decode(
-    model: Description, layout: Layout, *, batch: int, number_bytes: int = 2
+def decode_traffic(
+    model: ModelShape, layout: Layout, *, batch: int, number_bytes: int = 2
 ) -> tuple[Traffic, ...]:
     """Lists what a device sends in a step of decoding.
 
@@ -217,7 +221,7 @@ def decode(
       ValueError: a size out of range, or a degree that does not divide.
     """
     check_sizes(batch=batch, number_bytes=number_bytes)
-    sent_in = Pass(model, layout, batch, number_bytes)
+    sent_in = StagePass(model, layout, batch, number_bytes)
     return (
         *_of_rows(sent_in),
         *_pages(sent_in),
@@ -225,8 +229,8 @@ def decode(
     )
 
 
-def prefill(
-    model: Description,
+def prefill_traffic(
+    model: ModelShape,
     layout: Layout,
     *,
     rows: int,
@@ -242,17 +246,17 @@ def prefill(
 
     Args:
       model: its shape.
-      layout: as for `decode`.
+      layout: as for `decode_traffic`.
       rows: those of the pass, at least 1: an engine's `token_budget`.
       logit_rows: how many of them give logits, at least 1.
       num_taps: states of all rows that are kept for heads that draft.
       number_bytes: of a number on the wire.
 
     Raises:
-      ValueError: as for `decode`.
+      ValueError: as for `decode_traffic`.
     """
     check_sizes(rows=rows, logit_rows=logit_rows, number_bytes=number_bytes)
-    sent_in = Pass(model, layout, rows, number_bytes)
+    sent_in = StagePass(model, layout, rows, number_bytes)
     if layout.pages == 1 or rows % layout.pages:
         each, attention = _of_rows(sent_in), _pages(sent_in)
     else:
@@ -263,13 +267,13 @@ def prefill(
     return (*each, *attention, *_logits(model, layout, logit_rows))
 
 
-def _of_rows(sent_in: Pass) -> Iterable[Traffic]:
+def _of_rows(sent_in: StagePass) -> Iterable[Traffic]:
     """What a pass over rows sends but for attention and logits."""
-    parallelism.check(sent_in.model, sent_in.layout)
+    parallelism.check_layout(sent_in.model, sent_in.layout)
     found = [
-        *exchanges.tensor(sent_in),
-        *exchanges.vocabulary(sent_in),
-        *stages.hops(sent_in),
+        *exchanges.tensor_traffic(sent_in),
+        *exchanges.vocabulary_traffic(sent_in),
+        *stages.hop_traffic(sent_in),
     ]
     if sent_in.layout.gather:
         # What experts answer to rows that every device has, added up.
@@ -284,7 +288,7 @@ def _of_rows(sent_in: Pass) -> Iterable[Traffic]:
             yield traffic._replace(backward=0.0)
 
 
-def _logits(model: Description, layout: Layout, rows: int) -> Iterable[Traffic]:
+def _logits(model: ModelShape, layout: Layout, rows: int) -> Iterable[Traffic]:
     """Those of all words, for rows that are drawn from on every device."""
     if layout.tensor > 1:
         sent = exchanges.ring_share(layout.tensor) * rows * model.vocab_size * 4
@@ -292,7 +296,7 @@ def _logits(model: Description, layout: Layout, rows: int) -> Iterable[Traffic]:
         yield Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0)
 
 
-def _heads(model: Description, layout: Layout) -> HeadAttention:
+def _heads(model: ModelShape, layout: Layout) -> HeadAttention:
     if not isinstance(model.attention, HeadAttention):
         raise ValueError(
             f"pages={layout.pages} needs keys and values by heads: {model.name}"
@@ -300,7 +304,7 @@ def _heads(model: Description, layout: Layout) -> HeadAttention:
     return model.attention
 
 
-def _pages(sent_in: Pass) -> Iterable[Traffic]:
+def _pages(sent_in: StagePass) -> Iterable[Traffic]:
     """States of attention over parts of the pages, merged by log-sum-exp in float32.
 
     Of every row and query head an all-reduce of the greatest log-sum-exp, and one of
@@ -318,7 +322,7 @@ def _pages(sent_in: Pass) -> Iterable[Traffic]:
     yield Traffic("pages", "states of attention, all-reduces", formula, sent, 0.0)
 
 
-def _row_parts(sent_in: Pass, logit_rows: int, taps: int) -> Iterable[Traffic]:
+def _row_parts(sent_in: StagePass, logit_rows: int, taps: int) -> Iterable[Traffic]:
     """Rows in parts: those of all attend everywhere, and each device gets its own back.
 
     Every device has 1/p of the queries, keys and values, which all need: an all-gather.

@@ -7,15 +7,15 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling.fits import diagnostics, intervals
-from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.result import FitResult
 from scaling.laws import Law, evaluation, published
 
 
-def report(
-    problem: Problem,
+def assemble_result(
+    problem: FitProblem,
     data: Mapping[str, Any],
-    found: diagnostics.Starts,
+    found: diagnostics.StartSummary,
     best: Float[np.ndarray, " k"],
     objective: float,
     samples: Float[np.ndarray, "resamples k"] | None,
@@ -41,14 +41,14 @@ def report(
         covariance = slopes @ covariance @ slopes.T
     natural = evaluation.coefficients(law, best[None], centre)[0]
     residuals = evaluation.values(law, best[None], seen.logs)[0] - seen.target
-    condition_number, flat_directions = diagnostics.shape(problem, matrix)
+    condition_number, flat_directions = diagnostics.curvature_shape(problem, matrix)
 
     def interval(value: Any, spread: Any, sampled: Any) -> Any:
         if samples is None:
-            half = intervals.student(level, max(1, n - k)) * spread
+            half = intervals.student_t(level, max(1, n - k)) * spread
             return value - half, value + half
         size = {"loss": problem.loss, "num_points": n, "k": k}
-        return intervals.from_samples(value, sampled, level, **size)
+        return intervals.percentile_intervals(value, sampled, level, **size)
 
     sampled = None
     if samples is not None:
@@ -79,7 +79,7 @@ def report(
         samples=samples,
         condition_number=condition_number,
         flat_directions=flat_directions,
-        bounds_hit=diagnostics.bounds_hit(problem, best),
+        bounds_hit=diagnostics.find_bounds_hit(problem, best),
         warnings=[],
         num_points=n,
         residuals=residuals,
@@ -95,7 +95,7 @@ def report(
         noise=residuals * np.sqrt(n / max(1, n - k)),
         ranges={x: (float(y.min()), float(y.max())) for x, y in columns.items()},
     )
-    return result._replace(warnings=diagnostics.warnings(problem, result))
+    return result._replace(warnings=diagnostics.list_warnings(problem, result))
 
 
 def _exponents(
@@ -107,7 +107,9 @@ def _exponents(
 
     def compute(x: np.ndarray) -> np.ndarray:
         return np.stack(
-            published.exponents(law, dict(zip(law.coefficients, x, strict=True)))
+            published.optimal_exponents(
+                law, dict(zip(law.coefficients, x, strict=True))
+            )
         )
 
     value = compute(natural)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling.fits import goodness, intervals
-from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.multistart import Solution
 from scaling.fits.result import FitResult, HeldOut
 from scaling.laws import evaluation
@@ -37,7 +37,7 @@ _WIDE_SHARE = 0.4
 """Width of the interval of an exponent of the optimum, which is in (0, 1)."""
 
 
-class Starts(NamedTuple):
+class StartSummary(NamedTuple):
     """How the starts ended: the best one, a status each, how many different optima."""
 
     best: int
@@ -45,7 +45,7 @@ class Starts(NamedTuple):
     distinct_minima: int
 
 
-def compare_starts(problem: Problem, ends: Solution) -> Starts:
+def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
     """Says how every start ended; counts optima that differ in what they predict."""
     low, high = problem.box
     walls = _at_walls(ends.coordinates, low, high)[:, problem.free].any(1)
@@ -67,17 +67,19 @@ def compare_starts(problem: Problem, ends: Solution) -> Starts:
         for value in evaluation.values(law, ends.coordinates[order], logs):
             if all(np.abs(value - other).max() > _SAME for other in found):
                 found.append(value)
-    return Starts(best, statuses, max(1, len(found)))
+    return StartSummary(best, statuses, max(1, len(found)))
 
 
-def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[str]:
+def find_bounds_hit(
+    problem: FitProblem, coordinates: Float[np.ndarray, " k"]
+) -> list[str]:
     """Names the coefficients at a wall of the box, those that are given aside."""
     walls = _at_walls(coordinates, *problem.box) & problem.free
     return [n for n, w in zip(problem.law.coefficients, walls, strict=True) if w]
 
 
-def shape(
-    problem: Problem, matrix: Float[np.ndarray, "free free"]
+def curvature_shape(
+    problem: FitProblem, matrix: Float[np.ndarray, "free free"]
 ) -> tuple[float, list[dict[str, float]]]:
     """Condition number of the curvature, and its flat directions: see `FitResult`."""
     size, bends, directions = intervals.scaled_bends(matrix)
@@ -92,8 +94,8 @@ def shape(
     return 1 / max(float(ratio[0]), 1e-17), flat
 
 
-def collinear(
-    problem: Problem, share_left: float = _COLLINEAR
+def find_collinear(
+    problem: FitProblem, share_left: float = _COLLINEAR
 ) -> tuple[str, str] | None:
     """Names two inputs of which one follows from the other in these runs.
 
@@ -113,58 +115,60 @@ def collinear(
     return None
 
 
-def warnings(problem: Problem, result: FitResult) -> list[str]:
+def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
     """Puts the doubts about a fit into words; none where it is sound."""
     n, k = result.num_points, int(problem.free.sum())
-    said = []
+    messages = []
     if n < _FEW * k:
-        said.append(f"{n} points are few for {k} coefficients: intervals are rough")
-    if names := rising(problem):
+        messages.append(f"{n} points are few for {k} coefficients: intervals are rough")
+    if names := rising_inputs(problem):
         return [
-            *said,
+            *messages,
             f"{problem.law.target} rises with {' and '.join(names)}, and "
             f"{problem.law.name} only falls: is it a loss?",
         ]
     if result.status in ("max_iter", "abnormal"):
-        said.append(f"the best start ended as {result.status}: this may be no optimum")
-    if pair := collinear(problem):
-        said.append(
+        messages.append(
+            f"the best start ended as {result.status}: this may be no optimum"
+        )
+    if pair := find_collinear(problem):
+        messages.append(
             f"{pair[1]} follows from {pair[0]} in these runs, so their terms cannot be "
             "told apart: vary them separately"
         )
-    said += _walls(problem, result)
+    messages += _walls(problem, result)
     if result.condition_number > _ILL and not result.bounds_hit:
-        said.append(
+        messages.append(
             f"condition number {result.condition_number:.0e}: "
             "combinations of coefficients are free"
         )
-    said += _wide(problem, result)
+    messages += _wide(problem, result)
     given = {*problem.given}
     floor, target = problem.law.floor, problem.seen.target
     if floor in given:
         num_below = int(np.sum(target < np.log(result.coefficients[floor])))
         if num_below:
-            said.append(
+            messages.append(
                 f"{floor}={result.coefficients[floor]:.4g} is given, and above "
                 f"{num_below} of {n} {problem.law.target} values"
             )
     if floor and floor not in {*result.bounds_hit, *given}:
         least = result.ranges[problem.law.target][0]
         if result.intervals[floor][0] < _SMALL_FLOOR * least:
-            said.append(
+            messages.append(
                 f"{floor} may be next to nothing beside the smallest {least:.4g} seen: "
                 "the data hardly tells a floor from none"
             )
-    said += _misfit(problem, result)
+    messages += _misfit(problem, result)
     if num_far := _num_outliers(result.residuals):
         points = "point is" if num_far == 1 else "points are"
-        said.append(
+        messages.append(
             f"{num_far} of {n} {points} far off the law: outliers, or another law"
         )
-    return said
+    return messages
 
 
-def rising(problem: Problem) -> list[str]:
+def rising_inputs(problem: FitProblem) -> list[str]:
     """Names the inputs of a law that only falls, if its target rises with all of them.
 
     It does where least squares of logarithms give no input a falling slope, and explain
@@ -183,9 +187,9 @@ def rising(problem: Problem) -> list[str]:
     return list(law.inputs) if is_rising else []
 
 
-def _walls(problem: Problem, result: FitResult) -> list[str]:
+def _walls(problem: FitProblem, result: FitResult) -> list[str]:
     """Names coefficients that ended at a wall, and those that do in resamples."""
-    names, said = problem.law.coefficients, []
+    names, messages = problem.law.coefficients, []
     ends = {
         False: ("where the search ends", "the data does not identify"),
         True: ("at the bound that was set", "the data asks for another value"),
@@ -195,9 +199,11 @@ def _walls(problem: Problem, result: FitResult) -> list[str]:
         listed = ", ".join(f"{x}={result.coefficients[x]:.4g}" for x in hit)
         are, them = ("is", "it") if len(hit) == 1 else ("are", "them")
         if hit:
-            said.append(f"{listed} {are} {where}: {why}{'' if is_set else f' {them}'}")
+            messages.append(
+                f"{listed} {are} {where}: {why}{'' if is_set else f' {them}'}"
+            )
     if result.samples is None:
-        return said
+        return messages
     at_walls = _at_walls(result.samples, *problem.box) & problem.free
     shares = dict(zip(names, at_walls.mean(0), strict=True))
     for is_set, (where, _) in ends.items():
@@ -209,25 +215,25 @@ def _walls(problem: Problem, result: FitResult) -> list[str]:
             and (x in problem.limits) is is_set
         ]
         if len(hit) == 1:
-            said.append(
+            messages.append(
                 f"{hit[0]} is {where} in {shares[hit[0]]:.0%} of the resamples: the "
                 "data hardly identifies it"
             )
         elif hit:
             listed = ", ".join(f"{x} in {shares[x]:.0%}" for x in hit)
-            said.append(
+            messages.append(
                 f"{where} are, of the resamples, {listed}: the data hardly identifies "
                 "them"
             )
-    return said
+    return messages
 
 
-def _misfit(problem: Problem, result: FitResult) -> list[str]:
+def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
     """Says where the law does not follow the runs that it was fitted to."""
-    law, seen, said = problem.law, problem.seen, []
+    law, seen, messages = problem.law, problem.seen, []
     if law.target == "loss" and goodness.is_far(result.residuals, seen.target):
-        _, most, worst = goodness.measure(result.residuals)
-        said.append(
+        _, most, worst = goodness.measure_goodness(result.residuals)
+        messages.append(
             f"the law misses one run in ten by more than {most:.1%}, the worst by "
             f"{worst:.0%}: kinds of runs that do not belong together, or another law"
         )
@@ -235,15 +241,15 @@ def _misfit(problem: Problem, result: FitResult) -> list[str]:
     slopes = evaluation.slopes(law, result.coordinates, few.logs)
     value = evaluation.values(law, result.coordinates[None], few.logs)[0]
     num_runs = np.unique(few.cluster).size
-    if share := goodness.arch(value - few.target, slopes, few.logs, num_runs):
-        said.append(
+    if share := goodness.find_arch(value - few.target, slopes, few.logs, num_runs):
+        messages.append(
             f"residuals follow a curve that the law has not, with {share:.0%} of their "
             "squares: beyond the runs it will be farther off than its intervals say"
         )
-    return said
+    return messages
 
 
-def held_out(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
+def held_out_warnings(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
     """Says where runs that were held out contradict the intervals.
 
     Args:
@@ -253,7 +259,7 @@ def held_out(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
     covered = score.covered
     if any("only falls: is it a loss?" in line for line in warnings):
         return []
-    if covered is None or not goodness.coverage_in_doubt(covered, score.num_points):
+    if covered is None or not goodness.is_coverage_low(covered, score.num_points):
         return []
     return [
         f"of {score.num_points} held-out runs {covered:.0%} lie inside of their 90 % "
@@ -261,9 +267,9 @@ def held_out(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def _wide(problem: Problem, result: FitResult) -> list[str]:
+def _wide(problem: FitProblem, result: FitResult) -> list[str]:
     """Names exponents of which the intervals leave nearly everything open."""
-    said, open_ = [], []
+    messages, open_ = [], []
     for coordinate in problem.law.coordinates:
         name = coordinate.name
         if coordinate.log or coordinate.low * coordinate.high <= 0:
@@ -277,15 +283,15 @@ def _wide(problem: Problem, result: FitResult) -> list[str]:
         ):
             open_.append(f"{name} may be {ends[0]:.3g} or {ends[1]:.3g}")
     if open_:
-        said.append(f"{', '.join(open_)}: hardly known")
+        messages.append(f"{', '.join(open_)}: hardly known")
     if "a" in result.exponent_intervals:
         low, high = result.exponent_intervals["a"]
         if high - low > _WIDE_SHARE:
-            said.append(
+            messages.append(
                 f"how the optimum grows is hardly known: N* ~ C^{low:.2f} or "
                 f"C^{high:.2f}"
             )
-    return said
+    return messages
 
 
 def _num_outliers(residuals: np.ndarray) -> int:

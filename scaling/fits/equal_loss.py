@@ -105,4 +105,4 @@ def _losses(
     fitted = np.array([[*result.coefficients.values()]])
     rows = np.concatenate([fitted, result.sampled()])
     columns = dict(zip(law.coefficients, rows.T[:, :, None], strict=True))
-    return np.asarray(published.optimum(law, columns, compute[None]).loss)
+    return np.asarray(published.compute_optimum(law, columns, compute[None]).loss)

@@ -22,14 +22,14 @@ from scaling.fits import (
 from scaling.fits.equal_loss import Comparison, compare
 from scaling.fits.levenberg_marquardt import (
     DELTA,
+    FitProblem,
     Loss,
-    Problem,
     Report,
     Solution,
     Space,
 )
-from scaling.fits.observations import Observations, observe
-from scaling.fits.prediction import Prediction, predict, score
+from scaling.fits.observations import Observations, make_observations
+from scaling.fits.prediction import Prediction, predict, score_fit
 from scaling.fits.result import FitResult, HeldOut, from_json, to_json
 from scaling.laws import Law, evaluation
 
@@ -42,8 +42,8 @@ __all__ = [
     "fit",
     "from_json",
     "predict",
-    "score",
-    "scored",
+    "score_fit",
+    "score_held_out",
     "to_json",
 ]
 
@@ -97,8 +97,8 @@ def fit(
       The fit, with all that is doubtful about it in `warnings`.
 
     Raises:
-      ValueError: the data cannot be fitted (see `observations.observe`), an argument
-        is outside its range, or `held_out` has no row.
+      ValueError: the data cannot be fitted (see `observations.make_observations`), an
+        argument is outside its range, or `held_out` has no row.
 
     Source: the objective is that of Hoffmann et al. 2022, arXiv:2203.15556,
     section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
@@ -123,20 +123,20 @@ def fit(
             None if x is None else np.asarray(x)[~mask] for x in (weights, cluster)
         )
     fixed, bounds = dict(fixed or {}), dict(bounds or {})
-    limits = restrictions.limits(law, fixed, bounds)
-    seen = observe(law, data, weights, cluster, num_given=len(fixed))
+    limits = restrictions.coordinate_limits(law, fixed, bounds)
+    seen = make_observations(law, data, weights, cluster, num_given=len(fixed))
     restrictions.refuse_high_floor(law, limits, seen.target)
-    form = restrictions.restrict(law, limits, seen.centre)
-    problem = Problem(form, seen, loss, float(delta), space, limits)
+    form = restrictions.restrict_law(law, limits, seen.centre)
+    problem = FitProblem(form, seen, loss, float(delta), space, limits)
     first = law.starts(seen.level)
     if starts:
         first = np.concatenate([first, _coordinates(law, starts, seen)])
-    first = restrictions.inward(law, form, first, seen.centre)
+    first = restrictions.to_restricted(law, form, first, seen.centre)
     few = problem._replace(seen=seen.thinned(levenberg_marquardt.MANY_ROWS))
-    ends = levenberg_marquardt.solve(few, _repeat(few, len(first)), first)
+    ends = levenberg_marquardt.solve_weightings(few, _repeat(few, len(first)), first)
     found = diagnostics.compare_starts(few, ends)
     best, objective = _polish(problem, ends.coordinates[found.best])
-    if diagnostics.collinear(problem, _NEARLY_COLLINEAR):
+    if diagnostics.find_collinear(problem, _NEARLY_COLLINEAR):
         wide = _search_widely(problem)
         other, reached = _polish(problem, wide.coordinates[np.argmin(wide.objective)])
         if reached < objective * (1 - _BETTER):
@@ -146,9 +146,11 @@ def fit(
     samples = None
     if bootstrap:
         samples = _resample(problem, best, bootstrap, seed, progress)
-    result = assemble.report(problem, data, found, best, objective, samples, level)
+    result = assemble.assemble_result(
+        problem, data, found, best, objective, samples, level
+    )
     # In the law's own coordinates, and what was given to the bit.
-    own = functools.partial(restrictions.outward, law, form, centre=seen.centre)
+    own = functools.partial(restrictions.from_restricted, law, form, centre=seen.centre)
     ends = {name: (value, value) for name, value in fixed.items()}
     result = result._replace(
         coefficients=result.coefficients | fixed,
@@ -158,23 +160,23 @@ def fit(
         fixed=fixed,
         bounds=bounds,
     )
-    return result if larger is None else scored(result, larger)
+    return result if larger is None else score_held_out(result, larger)
 
 
-def scored(result: FitResult, data: Mapping[str, Any]) -> FitResult:
+def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
     """Scores a fit on runs that it has not seen, and doubts it where they contradict.
 
     Args:
       result: the fit.
       data: columns of at least one run.
     """
-    held_out = prediction.score(result, data)
-    doubts = diagnostics.held_out(held_out, result.warnings)
+    held_out = prediction.score_fit(result, data)
+    doubts = diagnostics.held_out_warnings(held_out, result.warnings)
     warnings = [*result.warnings, *doubts]
     return result._replace(held_out=held_out, warnings=warnings)
 
 
-def abridged(num_rows: int) -> str:
+def describe_thinning(num_rows: int) -> str:
     """Says what is done on a part of so many rows; nothing where all is on all."""
     most = levenberg_marquardt.MANY_ROWS
     if num_rows <= most:
@@ -187,7 +189,7 @@ def abridged(num_rows: int) -> str:
 
 
 def _resample(
-    problem: Problem,
+    problem: FitProblem,
     best: np.ndarray,
     num_resamples: int,
     seed: int,
@@ -200,7 +202,7 @@ def _resample(
         samples = intervals.draw_normal(problem, best, num_resamples, rng)
         report(num_resamples)
         return samples
-    resampled = levenberg_marquardt.solve(
+    resampled = levenberg_marquardt.solve_weightings(
         problem,
         lambda count: levenberg_marquardt.draw_weights(seen, count, rng),
         np.tile(best, (num_resamples, 1)),
@@ -217,7 +219,7 @@ _BETTER = 1e-8
 _NUM_DRAWN, _NUM_KEPT, _MAX_ROUNDS, _MAX_DRAWN_ROWS = 256, 32, 6, 512
 
 
-def _search_widely(problem: Problem) -> Solution:
+def _search_widely(problem: FitProblem) -> Solution:
     """Fits from starts all over the box, and goes on from the best ends.
 
     Where one input follows from another, optima lie in long valleys and at walls (a
@@ -228,12 +230,12 @@ def _search_widely(problem: Problem) -> Solution:
     low, high = few.box
     rng = np.random.default_rng(0)
     starts = rng.uniform(low, high, (_NUM_DRAWN, low.size))
-    ends = levenberg_marquardt.solve(few, _repeat(few, _NUM_DRAWN), starts)
+    ends = levenberg_marquardt.solve_weightings(few, _repeat(few, _NUM_DRAWN), starts)
     ends = Solution(*(x[np.argsort(ends.objective)[:_NUM_KEPT]] for x in ends))
     for _ in range(_MAX_ROUNDS):  # of 300 steps each
         before = ends.objective.min()
         weights = _repeat(few, _NUM_KEPT)
-        again = levenberg_marquardt.solve(
+        again = levenberg_marquardt.solve_weightings(
             few, weights, ends.coordinates, tolerance=1e-16
         )
         ends = again._replace(num_steps=ends.num_steps + again.num_steps)
@@ -242,15 +244,15 @@ def _search_widely(problem: Problem) -> Solution:
     return ends
 
 
-def _repeat(problem: Problem, num_problems: int) -> np.ndarray:
+def _repeat(problem: FitProblem, num_problems: int) -> np.ndarray:
     return np.tile(problem.seen.weights, (num_problems, 1))
 
 
-def _polish(problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float]:
+def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
     """Steps on until the objective falls no more, or hardly, where a step is long."""
     weights = problem.seen.weights[None]
     is_long = problem.seen.num_points > levenberg_marquardt.MANY_ROWS
-    end = levenberg_marquardt.solve(
+    end = levenberg_marquardt.solve_weightings(
         problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
     )
     best, objective = end.coordinates[0], float(end.objective[0])

@@ -37,7 +37,7 @@ class Goodness(NamedTuple):
     worst: float
 
 
-def measure(residuals: Float[np.ndarray, " n"]) -> Goodness:
+def measure_goodness(residuals: Float[np.ndarray, " n"]) -> Goodness:
     """Measures residuals of logarithms."""
     size = np.abs(residuals)
     return Goodness(*(float(np.quantile(size, share)) for share in (0.5, 0.9, 1.0)))
@@ -51,10 +51,12 @@ def is_far(residuals: Float[np.ndarray, " n"], target: Float[np.ndarray, " n"]) 
       target: logarithms of what was seen.
     """
     low, high = np.quantile(target, (0.05, 0.95))
-    return measure(residuals).most > max(_LARGE, _LARGE_SHARE * float(high - low))
+    return measure_goodness(residuals).most > max(
+        _LARGE, _LARGE_SHARE * float(high - low)
+    )
 
 
-def arch(
+def find_arch(
     residuals: Float[np.ndarray, " n"],
     slopes: Float[np.ndarray, "n k"],
     inputs: Float[np.ndarray, "inputs n"],
@@ -95,10 +97,10 @@ def arch(
     if share < _ARCH_SHARE or spread < _EXACT:
         return 0.0
     ratio = (plain - curved) / len(powers) / max(curved / freedom, 1e-300)
-    return share if chance(ratio, len(powers), freedom) < CHANCE else 0.0
+    return share if f_test_p_value(ratio, len(powers), freedom) < CHANCE else 0.0
 
 
-def chance(ratio: float, freedom: int, freedom_below: int) -> float:
+def f_test_p_value(ratio: float, freedom: int, freedom_below: int) -> float:
     """Gives the probability of a larger F; 0.0552 for 2.71 with 4 and 23 degrees.
 
     Args:
@@ -116,7 +118,7 @@ def _left(y: np.ndarray, columns: np.ndarray) -> float:
     return float(rest @ rest)
 
 
-def coverage_in_doubt(covered: float, num_points: int) -> bool:
+def is_coverage_low(covered: float, num_points: int) -> bool:
     """Tells whether 90 % intervals hold too few of the runs to be believed.
 
     Args:

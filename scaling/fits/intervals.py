@@ -19,11 +19,11 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
-from scaling.fits.levenberg_marquardt import Loss, Problem
+from scaling.fits.levenberg_marquardt import FitProblem, Loss
 from scaling.laws import evaluation
 
 
-def from_samples(
+def percentile_intervals(
     estimate: Any, samples: Any, level: float, *, loss: Loss, num_points: int, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes percentile intervals.
@@ -50,10 +50,10 @@ def widening(level: float, num_points: int, k: int) -> float:
     """Gives the factor from a resampled spread of least squares to an interval."""
     freedom = max(1, num_points - k)
     normal = statistics.NormalDist().inv_cdf((1 + level) / 2)
-    return math.sqrt(num_points / freedom) * student(level, freedom) / normal
+    return math.sqrt(num_points / freedom) * student_t(level, freedom) / normal
 
 
-def student(level: float, freedom: int) -> float:
+def student_t(level: float, freedom: int) -> float:
     """Gives t with P(|T| < t) = level, for Student's distribution.
 
     With 27 degrees of freedom and a level of 0.9, 1.7033.
@@ -62,7 +62,7 @@ def student(level: float, freedom: int) -> float:
 
 
 def curvature(
-    problem: Problem, coordinates: Float[np.ndarray, " k"]
+    problem: FitProblem, coordinates: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, "free free"], Float[np.ndarray, "k k"]]:
     """Estimates the covariance of coordinates from the slopes at the optimum.
 
@@ -99,7 +99,7 @@ def curvature(
 
 
 def draw_normal(
-    problem: Problem,
+    problem: FitProblem,
     coordinates: Float[np.ndarray, " k"],
     num_draws: int,
     rng: np.random.Generator,
@@ -141,7 +141,7 @@ def draw_normal(
 
 
 def _linearised(
-    problem: Problem, coordinates: Float[np.ndarray, " k"]
+    problem: FitProblem, coordinates: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, "n k"]]:
     """Residuals in the problem's space, and their slopes."""
     seen, residuals = problem.seen, problem.residuals(coordinates)

@@ -33,7 +33,7 @@ _POINTS = 16
 few ones to twice that."""
 
 
-class Problem(NamedTuple):
+class FitProblem(NamedTuple):
     """What is minimised, over which runs.
 
     Attributes:
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
     @property
     def box(self) -> tuple[np.ndarray, np.ndarray]:
         """Least and largest coordinates."""
-        return restrictions.box(self.law, self.seen.level, self.limits)
+        return restrictions.coordinate_box(self.law, self.seen.level, self.limits)
 
     @property
     def free(self) -> Bool[np.ndarray, " k"]:
@@ -87,8 +87,8 @@ class Problem(NamedTuple):
         return np.exp(value) - np.exp(self.seen.target)
 
 
-def solve(
-    problem: Problem,
+def solve_weightings(
+    problem: FitProblem,
     weights: Float[np.ndarray, "problems n"] | Callable[[int], np.ndarray],
     starts: Float[np.ndarray, "problems k"],
     *,
@@ -104,7 +104,7 @@ def solve(
         so many problems' weights, where all together are too large.
       starts: coordinates.
       box: least and largest coordinates of each problem; by default those of `problem`.
-      tolerance: see `multistart.Settings`; a stage of a small delta scales it.
+      tolerance: see `multistart.SolverSettings`; a stage of a small delta scales it.
       report: called with the number of problems done.
 
     Returns:
@@ -128,7 +128,7 @@ def solve(
 
 
 def _solve_piece(
-    problem: Problem,
+    problem: FitProblem,
     weights: np.ndarray,
     starts: np.ndarray,
     box: Sequence[np.ndarray],
@@ -145,7 +145,7 @@ def _solve_piece(
         box = [np.pad(x, ((0, size - count), (0, 0)), "edge") for x in box]
     with jax.enable_x64(True):
         lanes = min(size, _LEAST_PIECE)
-        call = multistart.compiled(problem.law, problem.space, lanes)
+        call = multistart.compiled_minimize(problem.law, problem.space, lanes)
         full = np.zeros((size, seen.num_points + room))
         full[:count, : seen.num_points] = weights
         x = np.zeros((size, starts.shape[1]))
@@ -156,7 +156,9 @@ def _solve_piece(
         for delta in problem.deltas():
             scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
             least = jnp.float64(tolerance * scale)
-            settings = multistart.Settings(jnp.float64(delta), jnp.int32(count), least)
+            settings = multistart.SolverSettings(
+                jnp.float64(delta), jnp.int32(count), least
+            )
             end = call(*arrays, jnp.asarray(x), walls, settings)
             x = np.asarray(end.coordinates)
             steps += np.asarray(end.num_steps)[:count]

@@ -27,7 +27,7 @@ _LAST_DAMPING = 1e12
 _LEAST_CAUTION = 1e-6
 
 
-class Settings(NamedTuple):
+class SolverSettings(NamedTuple):
     """When residuals count as outliers, and when to stop; numbers or arrays.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Lane(NamedTuple):
     num_steps: Any
 
 
-def residuals(
+def law_residuals(
     law: Law,
     coordinates: Float[Array, " k"],
     logs: Float[Array, "inputs n"],
@@ -98,14 +98,14 @@ def residuals(
     return value - jnp.exp(target), slopes * value[None]
 
 
-def solve(
+def minimize(
     law: Law,
     logs: Float[Array, "inputs n"],
     target: Float[Array, " n"],
     weights: Float[Array, "problems n"],
     starts: Float[Array, "problems k"],
     box: tuple[Float[Array, "*problems k"], Float[Array, "*problems k"]],
-    settings: Settings,
+    settings: SolverSettings,
     *,
     space: Space = "log",
     num_lanes: int = 64,
@@ -121,7 +121,7 @@ def solve(
       box: least and largest coordinates, of all problems or of each; steps end at its
         walls.
       settings: see there.
-      space: see `residuals`.
+      space: see `law_residuals`.
       num_lanes: problems worked on at once.
 
     Returns:
@@ -137,7 +137,7 @@ def solve(
         return box if axis is None else [x.at[problem].get(mode="clip") for x in box]
 
     def evaluate(x: Any, weight: Any, caution: Any) -> Any:
-        r, slopes = residuals(law, x, logs, target, space)
+        r, slopes = law_residuals(law, x, logs, target, space)
         return _objective(r, slopes, weight, settings.delta, caution)
 
     def fresh(problem: Any) -> _Lane:
@@ -278,6 +278,6 @@ def _where(mask: Any, new: Any, old: Any) -> Any:
 
 
 @functools.cache
-def compiled(law: Law, space: Space, num_lanes: int = 64) -> Any:
-    """Returns `solve` for a law, compiled once for every shape of its arguments."""
-    return jax.jit(functools.partial(solve, law, space=space, num_lanes=num_lanes))
+def compiled_minimize(law: Law, space: Space, num_lanes: int = 64) -> Any:
+    """Returns `minimize` for a law, compiled once for every shape of its arguments."""
+    return jax.jit(functools.partial(minimize, law, space=space, num_lanes=num_lanes))

@@ -50,7 +50,7 @@ class Observations(NamedTuple):
         )
 
 
-def observe(
+def make_observations(
     law: Law,
     data: Mapping[str, Any],
     weights: Any = None,

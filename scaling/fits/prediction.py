@@ -68,7 +68,7 @@ def predict(
         if interval == "prediction":
             variance = variance + np.mean(result.noise**2)
         freedom = max(1, result.num_points - result.num_free)
-        half = intervals.student(level, freedom) * np.sqrt(np.maximum(variance, 0))
+        half = intervals.student_t(level, freedom) * np.sqrt(np.maximum(variance, 0))
         return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
     # A residual for every resample and point; drawn with a seed, so that asking twice
     # gives one answer.
@@ -81,7 +81,7 @@ def predict(
         if interval == "prediction":
             samples = samples - rng.choice(result.noise, samples.shape)
         ends.append(
-            intervals.from_samples(
+            intervals.percentile_intervals(
                 value[some], samples, level, loss=result.loss, **size
             )
         )
@@ -89,7 +89,7 @@ def predict(
     return Prediction(np.exp(value), np.exp(low), np.exp(high))
 
 
-def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
+def score_fit(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
     """Scores a fit on runs that it has not seen.
 
     Args:
@@ -112,12 +112,12 @@ def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
         num_points=len(seen),
         mean_error=float(size.mean()),
         worst_error=float(size.max()),
-        last_error=float(error[np.argmax(compute(law, data))]),
+        last_error=float(error[np.argmax(run_flops(law, data))]),
         covered=covered,
     )
 
 
-def compute(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
+def run_flops(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
     """Gives the FLOPs of runs: a column of that name, 6 N D, or the first input."""
     if "flops" in data:
         return np.asarray(data["flops"], float)

@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling.fits import levenberg_marquardt, observations
-from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.result import FitResult
 
 
-def pair(result: FitResult) -> tuple[str, str] | None:
+def choose_pair(result: FitResult) -> tuple[str, str] | None:
     """Chooses the plane to look at: two exponents, or an exponent and the floor.
 
     Returns:
@@ -37,7 +37,7 @@ def pair(result: FitResult) -> tuple[str, str] | None:
     return (free[0].name, free[1].name) if len(free) > 1 else None
 
 
-def profile(
+def profile_objective(
     result: FitResult,
     data: Mapping[str, Any],
     names: tuple[str, str],
@@ -49,7 +49,7 @@ def profile(
     Args:
       result: a fit.
       data: what it was fitted to, all weights 1.
-      names: the two coefficients, as `pair` chooses them.
+      names: the two coefficients, as `choose_pair` chooses them.
       x: values of the first.
       y: values of the second.
 
@@ -57,7 +57,9 @@ def profile(
       The sum of the losses.
     """
     law = result.find_law()
-    seen = observations.observe(law, data, None, np.arange(len(data[law.target])))
+    seen = observations.make_observations(
+        law, data, None, np.arange(len(data[law.target]))
+    )
     starts = np.tile(result.coordinates, (y.size * x.size, 1))
     low, high = (np.tile(wall, (len(starts), 1)) for wall in law.box(seen.level))
     for name, values in zip(names, np.meshgrid(x, y), strict=True):
@@ -65,8 +67,8 @@ def profile(
         held = np.log(values) if law.coordinates[place].log else values
         for each in (starts, low, high):
             each[:, place] = held.ravel()
-    found = levenberg_marquardt.solve(
-        Problem(law, seen, result.loss, result.delta, result.space),
+    found = levenberg_marquardt.solve_weightings(
+        FitProblem(law, seen, result.loss, result.delta, result.space),
         lambda count: np.tile(seen.weights, (count, 1)),
         starts,
         box=(low, high),

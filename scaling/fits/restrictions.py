@@ -24,7 +24,7 @@ _WIDE = 700.0
 """As a logarithm, or as a number: what has no bound ends there."""
 
 
-def limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
+def coordinate_limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
     """Checks restrictions, and turns them into limits of coordinates.
 
     Args:
@@ -46,12 +46,12 @@ def limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
         _check(law, name, (value, value), f"{name}={value:g}")
         found[name] = (value, value)
     for name, (low, high) in bounds.items():
-        said = f"{name} in [{low:g}, {high:g}]"
+        message = f"{name} in [{low:g}, {high:g}]"
         if name in fixed:
-            raise ValueError(f"{said}: it is fixed")
+            raise ValueError(f"{message}: it is fixed")
         if not low < high:
-            raise ValueError(f"{said}: the first must be below the second")
-        _check(law, name, (low, high), said)
+            raise ValueError(f"{message}: the first must be below the second")
+        _check(law, name, (low, high), message)
         found[name] = (low, high)
     if fixed and {*fixed} == {*law.coefficients}:
         raise ValueError(f"{law.name}: all coefficients are fixed: nothing to fit")
@@ -62,23 +62,23 @@ def limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
     }
 
 
-def _check(law: Law, name: str, ends: tuple[float, float], said: str) -> None:
+def _check(law: Law, name: str, ends: tuple[float, float], message: str) -> None:
     """Refuses what is no coefficient of a law, or cannot be one of its values."""
     known = {coordinate.name: coordinate for coordinate in law.coordinates}
     if name not in known:
         raise ValueError(
-            f"{said}: {law.name} has no such coefficient; it has {', '.join(known)}"
+            f"{message}: {law.name} has no such coefficient; it has {', '.join(known)}"
         )
     given = [x for x in ends if not math.isinf(x)] if ends[0] != ends[1] else [*ends]
     if not all(map(math.isfinite, given)):
-        raise ValueError(f"{said}: must be finite")
+        raise ValueError(f"{message}: must be finite")
     coordinate, is_fixed = known[name], ends[0] == ends[1]
     if coordinate.log:
         if min(given, default=1) < 0 or (is_fixed and ends[0] == 0):
-            raise ValueError(f"{said}: must be above 0")
+            raise ValueError(f"{message}: must be above 0")
     elif not all(coordinate.low <= x <= coordinate.high for x in given):
         raise ValueError(
-            f"{said}: must be in [{coordinate.low:g}, {coordinate.high:g}]"
+            f"{message}: must be in [{coordinate.low:g}, {coordinate.high:g}]"
         )
 
 
@@ -89,7 +89,7 @@ def refuse_high_floor(
 
     Args:
       law: whose floor it is, if it has one.
-      limits: of its coordinates, as `limits` gives them.
+      limits: of its coordinates, as `coordinate_limits` gives them.
       target: logarithms of what was seen.
 
     Raises:
@@ -107,13 +107,13 @@ def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 
 
-def box(
+def coordinate_box(
     law: Law, level: float, limits: Bounds
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
     """Gives the least and the largest coordinates within limits.
 
     Args:
-      law: of `restrict`.
+      law: of `restrict_law`.
       level: logarithm of the target's typical value.
       limits: of some coordinates.
     """
@@ -127,7 +127,7 @@ def box(
     return least, most
 
 
-def restrict(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> Law:
+def restrict_law(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> Law:
     """Gives the law to fit: the same one, unless a size is restricted.
 
     Args:
@@ -185,7 +185,7 @@ def _with_natural(law: Law, places: tuple[int, ...], centre: tuple[float, ...]) 
     )
 
 
-def inward(
+def to_restricted(
     law: Law,
     restricted: Law,
     coordinates: Float[np.ndarray, "problems k"],
@@ -203,7 +203,7 @@ def inward(
     return found
 
 
-def outward(
+def from_restricted(
     law: Law,
     restricted: Law,
     coordinates: Float[np.ndarray, "problems k"],

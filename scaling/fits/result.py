@@ -115,7 +115,7 @@ class FitResult(NamedTuple):
 
     def find_law(self) -> Law:
         """Returns the law, of the columns that it was fitted to."""
-        return published.find(self.law).over(*self.inputs)
+        return published.find_law(self.law).over(*self.inputs)
 
     def sampled(self) -> Float[np.ndarray, "resamples k"]:
         """Returns the resamples' coefficients in natural units; none, if none."""
@@ -168,7 +168,7 @@ def from_json(document: Any) -> FitResult:
                 raise ValueError(f"its {name} must be a count")
         if not 0 < (fields["level"] or 0) < 1:
             raise ValueError("its level must be in (0, 1)")
-        law = published.find(fields["law"])
+        law = published.find_law(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
             raise ValueError(f"its coefficients are not those of {law.name}")

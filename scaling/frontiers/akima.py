@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 
-def lowest(
+def find_lowest(
     x: Float[np.ndarray, " points"],
     y: Float[np.ndarray, "curves points"],
     present: Bool[np.ndarray, "curves points"],

@@ -21,7 +21,7 @@ MAX_MISS = 1.25
 _EXPONENTS = np.geomspace(0.02, 4, 120)
 
 
-class Curve(NamedTuple):
+class FrontierCurve(NamedTuple):
     """The least loss by compute, over the compute of the frontier.
 
     Attributes:
@@ -35,7 +35,7 @@ class Curve(NamedTuple):
     residual: Float[np.ndarray, "..."]
 
 
-class Ratio(NamedTuple):
+class ComputeRatio(NamedTuple):
     """Compute of the second runs over that of the first; not a number where unknown.
 
     Attributes:
@@ -53,7 +53,7 @@ class Ratio(NamedTuple):
     reason: np.ndarray
 
 
-class Fit(NamedTuple):
+class FrontierFit(NamedTuple):
     """`loss = floor + factor * (flops / unit) ** -exponent`, from first to last.
 
     Attributes:
@@ -87,7 +87,7 @@ class Fit(NamedTuple):
             return self.unit * (above / self.factor) ** (-1 / self.exponent)
 
 
-def find(
+def find_best_runs(
     flops: Float[np.ndarray, " runs"], loss: Float[np.ndarray, " runs"]
 ) -> Int[np.ndarray, " best"]:
     """Indices, by rising compute, of runs better than all of no more compute."""
@@ -96,9 +96,9 @@ def find(
     return order[np.diff(best, prepend=np.inf) < 0]
 
 
-def fit(
+def fit_best_runs(
     flops: Float[np.ndarray, " runs"], loss: Float[np.ndarray, " runs"]
-) -> Fit | None:
+) -> FrontierFit | None:
     """Fits the frontier of runs by least squares.
 
     Args:
@@ -111,7 +111,7 @@ def fit(
     """
     finite = np.isfinite(loss)
     flops, loss = flops[finite], loss[finite]
-    best = find(flops, loss)
+    best = find_best_runs(flops, loss)
     flops, loss = flops[best], loss[best]
     if len(loss) < MIN_POINTS:
         return None
@@ -128,7 +128,7 @@ def fit(
     at = int(np.argmin(squares))
     residual = float(np.sqrt(squares[at] / (len(loss) - 3)))
     slope = (loss[0] - loss[-1]) / np.log(flops[-1] / flops[0])
-    return Fit(
+    return FrontierFit(
         floor=float(floor[at]),
         factor=float(factor[at]),
         exponent=float(_EXPONENTS[at]),
@@ -140,14 +140,14 @@ def fit(
     )
 
 
-def resampled(
+def resample_fits(
     flops: Float[np.ndarray, " runs"],
     loss: Float[np.ndarray, " runs"],
     trunk: Int[np.ndarray, "runs names"],
     *,
     count: int,
     seed: int,
-) -> list[Fit | None]:
+) -> list[FrontierFit | None]:
     """Fits again and again trunks drawn with replacement, all branches of each.
 
     Args:
@@ -164,26 +164,29 @@ def resampled(
         # Of a frontier it matters which runs are there, not how often.
         if drawn not in known:
             here = np.isin(label, [*drawn])
-            known[drawn] = fit(flops[here], loss[here])
+            known[drawn] = fit_best_runs(flops[here], loss[here])
         found.append(known[drawn])
     return found
 
 
-def curve(found: Fit | None) -> Curve:
+def evaluate_fit(found: FrontierFit | None) -> FrontierCurve:
     """Follows a fit where its runs are; not a number where there is none."""
     if found is None:
-        return Curve(*np.full((2, NUM_POINTS), np.nan), np.array(np.nan))
+        return FrontierCurve(*np.full((2, NUM_POINTS), np.nan), np.array(np.nan))
     flops = np.geomspace(found.first, found.last, NUM_POINTS)
-    return Curve(flops, found.loss(flops), np.array(found.residual))
+    return FrontierCurve(flops, found.loss(flops), np.array(found.residual))
 
 
-def compare(
-    first: Fit | None,
-    second: Fit | None,
-    resamples: tuple[Sequence[Fit | None], Sequence[Fit | None]] = ((), ()),
+def compare_best_runs(
+    first: FrontierFit | None,
+    second: FrontierFit | None,
+    resamples: tuple[Sequence[FrontierFit | None], Sequence[FrontierFit | None]] = (
+        (),
+        (),
+    ),
     *,
     names: tuple[str, str] = ("the first", "the second"),
-) -> Ratio:
+) -> ComputeRatio:
     """Compares two fits where the runs of both have the loss.
 
     Args:
@@ -197,7 +200,7 @@ def compare(
     reason = _refusal((first, second), names)
     nothing = np.full(NUM_POINTS, np.nan)
     if reason or first is None or second is None:
-        return Ratio(nothing, nothing, nothing, nothing, np.array(reason))
+        return ComputeRatio(nothing, nothing, nothing, nothing, np.array(reason))
     losses = np.linspace(*_overlap(first, second), NUM_POINTS)
     with np.errstate(invalid="ignore"):
         ratios = [
@@ -209,7 +212,7 @@ def compare(
     low = np.quantile(np.where(known, drawn, 0.0), 0.05, 0, method="lower")
     high = np.quantile(np.where(known, drawn, np.inf), 0.95, 0, method="higher")
     bounded = (low > 0) & np.isfinite(high)
-    return Ratio(
+    return ComputeRatio(
         losses,
         second.flops(losses) / first.flops(losses),
         np.where(bounded, low, np.nan),
@@ -218,13 +221,15 @@ def compare(
     )
 
 
-def _overlap(first: Fit, second: Fit) -> tuple[float, float]:
+def _overlap(first: FrontierFit, second: FrontierFit) -> tuple[float, float]:
     """Highest and lowest loss that the curves of both have within their compute."""
     high = min(float(x.loss(x.first)) for x in (first, second))
     return high, max(float(x.loss(x.last)) for x in (first, second))
 
 
-def _refusal(fits: tuple[Fit | None, Fit | None], names: tuple[str, str]) -> str:
+def _refusal(
+    fits: tuple[FrontierFit | None, FrontierFit | None], names: tuple[str, str]
+) -> str:
     """Says why two have no ratio; empty if they have."""
     found = []
     for name, each in zip(names, fits, strict=True):

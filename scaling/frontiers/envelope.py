@@ -21,7 +21,7 @@ NUM_BUDGETS = 500
 change its exponent in the third digit."""
 
 
-class Curves(NamedTuple):
+class TrainingCurves(NamedTuple):
     """Training curves, read off at common budgets.
 
     Attributes:
@@ -38,7 +38,7 @@ class Curves(NamedTuple):
     log_loss: Float[np.ndarray, "runs budgets"]
 
 
-def read_off(
+def interpolate_curves(
     run: Int[np.ndarray, " points"],
     num_params: Float[np.ndarray, " points"],
     num_tokens: Float[np.ndarray, " points"],
@@ -47,7 +47,7 @@ def read_off(
     *,
     num_budgets: int = NUM_BUDGETS,
     smoothing: float = 0.0,
-) -> Curves:
+) -> TrainingCurves:
     """Reads training curves at common budgets, between their points on a log-log line.
 
     Args:
@@ -87,10 +87,12 @@ def read_off(
             f"curves of {num_sizes} {'sizes' if num_sizes > 1 else 'size'}: below "
             f"{MIN_SIZES}, the best one has no neighbour on either side"
         )
-    return Curves(np.exp(grid), np.array(sizes), np.stack(tokens), np.stack(losses))
+    return TrainingCurves(
+        np.exp(grid), np.array(sizes), np.stack(tokens), np.stack(losses)
+    )
 
 
-def envelope(curves: Curves) -> Find:
+def find_envelope(curves: TrainingCurves) -> Find:
     """Finds the best of the runs at each budget.
 
     Returns:

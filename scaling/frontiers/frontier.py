@@ -109,7 +109,7 @@ Find = Callable[[Float[np.ndarray, "resamples runs"]], Minima]
 """Finds minima, given how often each run counts: once, or as a resample drew it."""
 
 
-def frontier(
+def bootstrap_frontier(
     method: str,
     find: Find,
     flops: Float[np.ndarray, " budgets"],
@@ -238,7 +238,7 @@ def _power(
     return slope, level - slope * centre
 
 
-def compare(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
+def compare_exponents(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
     """Warns where methods give exponents of N that their own intervals do not explain.
 
     Args:
@@ -261,7 +261,7 @@ def _exponents(frontiers: Sequence[Frontier]) -> str:
     return ", ".join(f"{method} {law.exponent:.3f}" for method, law in laws)
 
 
-def contradict(first: Frontier, second: Frontier) -> bool:
+def are_contradictory(first: Frontier, second: Frontier) -> bool:
     """Tells whether two methods give exponents of N that cannot both be right.
 
     They see the same runs, so what noise does to their difference is read off resamples
@@ -292,10 +292,10 @@ _ENOUGH = 20
 """Resamples that tell an error."""
 
 
-def disagreement(found: Sequence[Frontier]) -> list[str]:
-    """Warns of methods that contradict each other (`contradict`), all in one line."""
+def disagreement_warning(found: Sequence[Frontier]) -> list[str]:
+    """Returns one warning line that lists the contradictory methods, if any."""
     pairs = itertools.combinations(found, 2)
-    if not any(contradict(*pair) for pair in pairs):
+    if not any(are_contradictory(*pair) for pair in pairs):
         return []
     return [
         "the methods contradict each other in the exponent of N: "

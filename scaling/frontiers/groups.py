@@ -11,7 +11,7 @@ SAME_SIZE = 0.01
 """Sizes that differ by less are one: a curve through both would follow their noise."""
 
 
-class Group(NamedTuple):
+class IsoflopGroup(NamedTuple):
     """Runs of one budget.
 
     Attributes:
@@ -35,7 +35,7 @@ class Group(NamedTuple):
     size_id: Int[np.ndarray, " runs"]
 
 
-class Groups(NamedTuple):
+class IsoflopGroups(NamedTuple):
     """A log's isoFLOP groups.
 
     Attributes:
@@ -45,7 +45,7 @@ class Groups(NamedTuple):
       num_merged: sizes that were taken for another one.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[IsoflopGroup, ...]
     rows: Int[np.ndarray, " grouped"]
     num_left: int
     num_merged: int = 0
@@ -69,7 +69,7 @@ def find_groups(
     loss: Float[np.ndarray, " runs"],
     *,
     tolerance: float = 0.1,
-) -> Groups:
+) -> IsoflopGroups:
     """Finds the runs that share a budget.
 
     Args:
@@ -104,7 +104,7 @@ def find_groups(
         num_merged += np.unique(num_params[runs]).size - sizes.size
         log_d = np.bincount(size_id, np.log(num_tokens[runs])) / np.bincount(size_id)
         groups.append(
-            Group(
+            IsoflopGroup(
                 flops=float(np.exp(np.log(flops[runs]).mean())),
                 places=np.arange(len(rows), len(rows) + runs.size),
                 num_params=num_params[runs],
@@ -117,7 +117,7 @@ def find_groups(
         )
         rows += [int(i) for i in runs]
     rows = np.array(rows, int)
-    return Groups(tuple(groups), rows, flops.size - rows.size, num_merged)
+    return IsoflopGroups(tuple(groups), rows, flops.size - rows.size, num_merged)
 
 
 def merge_sizes(
@@ -152,8 +152,8 @@ def merge_sizes(
     return sizes, places[size_id]
 
 
-def by_size(
-    group: Group, weights: Float[np.ndarray, "resamples runs"]
+def average_by_size(
+    group: IsoflopGroup, weights: Float[np.ndarray, "resamples runs"]
 ) -> tuple[Float[np.ndarray, "resamples sizes"], Float[np.ndarray, "resamples sizes"]]:
     """Averages the runs of each size (seeds, rates).
 

@@ -16,14 +16,19 @@ import numpy as np
 from scaling.fits import goodness
 from scaling.frontiers import akima, frontier, parabola, variable_projection
 from scaling.frontiers.frontier import Find, Minima
-from scaling.frontiers.groups import MIN_SIZES, Group, Groups, by_size
+from scaling.frontiers.groups import (
+    MIN_SIZES,
+    IsoflopGroup,
+    IsoflopGroups,
+    average_by_size,
+)
 
 WINDOWS = (3, 5, 7)
 """Points around the lowest one through which parabolas are compared."""
 
 
 def by_parabola(
-    groups: Groups,
+    groups: IsoflopGroups,
     window: int | None = None,
     exponents: tuple[float, float] | None = None,
 ) -> Find:
@@ -34,7 +39,8 @@ def by_parabola(
       window: sizes around the lowest one that the parabola goes through, odd, at least
         3; None for all.
       exponents: alpha and beta of the surface, with which the bias of the vertex is
-        taken out of the runs as they are (`parabola.correct`); None for the vertex.
+        taken out of the runs as they are (`parabola.correct_vertex`); None for the
+        vertex.
 
     Returns:
       A finder. It refuses a group whose lowest loss is at an edge, whose parabola opens
@@ -48,19 +54,19 @@ def by_parabola(
         raise ValueError(f"{window=} must be odd and at least 3")
 
     def minimum(
-        group: Group, loss: np.ndarray, weight: np.ndarray
+        group: IsoflopGroup, loss: np.ndarray, weight: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         x = np.log10(group.sizes)
         present = weight > 0
         used = present
         if window is not None:
-            used = parabola.nearest(loss, present, window)
-        vertex = parabola.fit(x, loss, weight * used)
+            used = parabola.select_window(loss, present, window)
+        vertex = parabola.fit_parabola(x, loss, weight * used)
         place = vertex.place
         if exponents is not None:
             place = np.array(
                 [
-                    parabola.correct(float(p), x[mask], *exponents)
+                    parabola.correct_vertex(float(p), x[mask], *exponents)
                     if np.isfinite(p)
                     else p
                     for p, mask in zip(place, used, strict=True)
@@ -76,21 +82,23 @@ def by_parabola(
     return _each(groups, minimum)
 
 
-def by_akima(groups: Groups) -> Find:
+def by_akima(groups: IsoflopGroups) -> Find:
     """Minima of Akima's curves through log L against log N."""
 
     def minimum(
-        group: Group, loss: np.ndarray, weight: np.ndarray
+        group: IsoflopGroup, loss: np.ndarray, weight: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         present = weight > 0
         log_loss = np.log(np.where(present, loss, 1.0))
-        place, low = akima.lowest(np.log10(group.sizes), log_loss, present)
+        place, low = akima.find_lowest(np.log10(group.sizes), log_loss, present)
         return place, np.exp(low), np.full(len(loss), frontier.FINE)
 
     return _each(groups, minimum)
 
 
-def surface(groups: Groups, *, robust: bool = False) -> variable_projection.Surface:
+def fit_group_surface(
+    groups: IsoflopGroups, *, robust: bool = False
+) -> variable_projection.Surface:
     """Fits `E + A/N^alpha + B/D^beta` to all groups at once; one fit, at least a group.
 
     Its exponents are what `by_parabola` may be corrected with.
@@ -101,16 +109,20 @@ def surface(groups: Groups, *, robust: bool = False) -> variable_projection.Surf
         loss.
     """
     points, ones = _points(groups), np.ones((1, groups.rows.size))
-    found = variable_projection.fit(points, ones)
-    return variable_projection.fit_robustly(points, ones, found) if robust else found
+    found = variable_projection.fit_surface(points, ones)
+    return (
+        variable_projection.fit_surface_robustly(points, ones, found)
+        if robust
+        else found
+    )
 
 
 FEW_DECIDE = 0.1
 """Between the exponents of N of a surface by squares and of a robust one."""
 
 
-def doubts(
-    groups: Groups,
+def surface_warnings(
+    groups: IsoflopGroups,
     whole: variable_projection.Surface,
     robust: variable_projection.Surface,
 ) -> list[str]:
@@ -121,7 +133,7 @@ def doubts(
 
     Args:
       groups: the groups.
-      whole: their `surface`.
+      whole: their `fit_group_surface`.
       robust: the robust one.
 
     Returns:
@@ -129,46 +141,48 @@ def doubts(
       parabolas, one for each group, do not leave less than chance explains.
     """
     points = _points(groups)
-    residuals, said = whole.log_residuals(points)[0], []
+    residuals, messages = whole.log_residuals(points)[0], []
     a, a_robust = (float(x.beta[0] / (x.alpha[0] + x.beta[0])) for x in (whole, robust))
     if abs(a - a_robust) > FEW_DECIDE:
-        said.append(
+        messages.append(
             f"a few runs decide the surface: by squares N* grows as C^{a:.2f}, "
             f"robustly as C^{a_robust:.2f}"
         )
     if goodness.is_far(residuals, np.log(points.loss)):
-        _, most, worst = goodness.measure(residuals)
-        said.append(
+        _, most, worst = goodness.measure_goodness(residuals)
+        messages.append(
             f"the surface misses one run in ten by more than {most:.1%}, the worst by "
             f"{worst:.0%}"
         )
     apart = [
-        np.log(parabola.value(np.log10(each.num_params), each.loss) / each.loss)
+        np.log(
+            parabola.evaluate_parabola(np.log10(each.num_params), each.loss) / each.loss
+        )
         for each in groups.groups
     ]
     left = sum(float(each @ each) for each in apart)
     num = len(groups.groups)
     freedom, below = 3 * num - 5, residuals.size - 3 * num
     if freedom < 1 or below < 1:
-        return said
+        return messages
     ratio = (float(residuals @ residuals) - left) / freedom / max(left / below, 1e-18)
-    if goodness.chance(ratio, freedom, below) < goodness.CHANCE:
-        said.append(
+    if goodness.f_test_p_value(ratio, freedom, below) < goodness.CHANCE:
+        messages.append(
             f"the surface leaves {residuals.std() / np.std(np.concatenate(apart)):.1f} "
             "times the residuals of a parabola for each budget: these runs do not have "
             "its form"
         )
-    return said
+    return messages
 
 
-def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
+def by_projection(groups: IsoflopGroups, whole: variable_projection.Surface) -> Find:
     """Minima of the surface that is fitted to all groups at once.
 
     Along a group `C = k N D`, with the k of its runs (6 where C = 6ND).
 
     Args:
       groups: the groups.
-      whole: their `surface`, where resamples start.
+      whole: their `fit_group_surface`, where resamples start.
 
     Returns:
       A finder. It refuses a budget whose minimum lies outside of the sizes that were
@@ -182,9 +196,9 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
         if is_whole:
             fits = whole
         elif np.isfinite(whole.delta):
-            fits = variable_projection.fit_robustly(points, weights, whole)
+            fits = variable_projection.fit_surface_robustly(points, weights, whole)
         else:
-            fits = variable_projection.fit(points, weights, start)
+            fits = variable_projection.fit_surface(points, weights, start)
         minima = Minima.nowhere(len(weights), len(groups.groups), frontier.OUTSIDE)
         both = np.isfinite(fits.log_a) & np.isfinite(fits.log_b)
         log_a, log_b = (np.where(both, x, 0.0) for x in (fits.log_a, fits.log_b))
@@ -207,9 +221,9 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
     return find
 
 
-def _points(groups: Groups) -> variable_projection.Points:
+def _points(groups: IsoflopGroups) -> variable_projection.SurfacePoints:
     """Log N, log D and the loss of all grouped runs."""
-    return variable_projection.Points(
+    return variable_projection.SurfacePoints(
         np.log(np.concatenate([group.num_params for group in groups.groups])),
         np.log(np.concatenate([group.num_tokens for group in groups.groups])),
         np.concatenate([group.loss for group in groups.groups]),
@@ -217,18 +231,18 @@ def _points(groups: Groups) -> variable_projection.Points:
 
 
 _Minimum = Callable[
-    [Group, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
+    [IsoflopGroup, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
 ]
 """From a group, its losses and weights by size, to log10 N*, L* and a reason."""
 
 
-def _each(groups: Groups, minimum: _Minimum) -> Find:
+def _each(groups: IsoflopGroups, minimum: _Minimum) -> Find:
     """A finder that looks at every group by itself."""
 
     def find(weights: np.ndarray) -> Minima:
         minima = Minima.nowhere(len(weights), len(groups.groups), frontier.FEW)
         for i, group in enumerate(groups.groups):
-            loss, weight = by_size(group, weights[:, group.places])
+            loss, weight = average_by_size(group, weights[:, group.places])
             rank = np.cumsum(weight > 0, 1)
             best = np.argmin(np.where(weight > 0, loss, np.inf), 1)
             at = np.take_along_axis(rank, best[:, None], 1)[:, 0]
@@ -252,14 +266,14 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
     return find
 
 
-def _depth(group: Group) -> float:
+def _depth(group: IsoflopGroup) -> float:
     """Gives the loss below which a minimum is no interpolation of a group's runs.
 
     Between sizes a minimum may lie an eighth of the runs' spread below the lowest where
     sizes are even. Half of the spread, or a tenth of the loss, is invented by the
     curve; half a percent of the loss may be noise.
     """
-    loss = by_size(group, np.ones((1, group.loss.size)))[0]
+    loss = average_by_size(group, np.ones((1, group.loss.size)))[0]
     least, spread = float(loss.min()), float(np.ptp(loss))
     return least - max(0.005 * least, min(0.5 * spread, 0.1 * least))
 

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 _NUM_ROUNDS = 100
-"""Of the fixed point in `correct`; each shrinks the error at least tenfold on the
-surfaces tried."""
+"""Of the fixed point in `correct_vertex`; each shrinks the error at least tenfold on
+the surfaces tried."""
 
 
 class Vertex(NamedTuple):
@@ -30,7 +30,7 @@ class Vertex(NamedTuple):
     curvature: Float[np.ndarray, " curves"]
 
 
-def fit(
+def fit_parabola(
     x: Float[np.ndarray, " points"],
     y: Float[np.ndarray, "curves points"],
     weights: Float[np.ndarray, "curves points"],
@@ -73,15 +73,15 @@ def fit(
     )
 
 
-def value(
+def evaluate_parabola(
     x: Float[np.ndarray, " points"], y: Float[np.ndarray, " points"]
 ) -> Float[np.ndarray, " points"]:
     """Evaluates the parabola through some samples at their own places."""
-    vertex = fit(x, y[None], np.ones((1, x.size)))
+    vertex = fit_parabola(x, y[None], np.ones((1, x.size)))
     return vertex.height[0] + vertex.curvature[0] * (x - vertex.place[0]) ** 2
 
 
-def nearest(
+def select_window(
     y: Float[np.ndarray, "curves points"],
     present: Bool[np.ndarray, "curves points"],
     window: int,
@@ -138,7 +138,7 @@ def vertex_shift(
     return float(-a1 / (2 * a2))
 
 
-def correct(
+def correct_vertex(
     place: float, x: Float[np.ndarray, " points"], alpha: float, beta: float
 ) -> float:
     """Takes the bias out of a vertex, given the exponents of the surface.
@@ -158,7 +158,7 @@ def correct(
     for _ in range(_NUM_ROUNDS):
         with np.errstate(over="ignore", invalid="ignore"):  # where it runs away
             curve = _along(x - minimum, alpha, beta)
-            vertex = float(fit(x, curve[None], ones).place[0])
+            vertex = float(fit_parabola(x, curve[None], ones).place[0])
         step = place - vertex
         minimum += step
         if not abs(step) > 1e-14:

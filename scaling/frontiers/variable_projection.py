@@ -26,7 +26,7 @@ _CUTOFF = 1.345
 squares where noise is normal. Huber 1964, Ann. Math. Statist. 35(1)."""
 
 
-class Points(NamedTuple):
+class SurfacePoints(NamedTuple):
     """Runs that a surface is fitted to.
 
     Attributes:
@@ -63,7 +63,7 @@ class Surface(NamedTuple):
     objective: Float[np.ndarray, " fits"]
     delta: float = np.inf
 
-    def log_residuals(self, points: Points) -> Float[np.ndarray, "fits points"]:
+    def log_residuals(self, points: SurfacePoints) -> Float[np.ndarray, "fits points"]:
         """Computes ln(fitted / seen) of some runs."""
         terms = (
             np.exp(size[:, None] - exponent[:, None] * x)
@@ -75,8 +75,8 @@ class Surface(NamedTuple):
         return np.log((self.floor[:, None] + sum(terms)) / points.loss)
 
 
-def fit(
-    points: Points,
+def fit_surface(
+    points: SurfacePoints,
     weights: Float[np.ndarray, "fits points"],
     start: tuple[float, float] | Float[np.ndarray, "fits 2"] | None = None,
     num_steps: int = _NUM_STEPS,
@@ -95,7 +95,7 @@ def fit(
     """
     n0, d0 = float(points.log_n.mean()), float(points.log_d.mean())
     # A and B are then of the size of their terms.
-    centred = Points(points.log_n - n0, points.log_d - d0, points.loss)
+    centred = SurfacePoints(points.log_n - n0, points.log_d - d0, points.loss)
     starts = _STARTS if start is None else (start,)
     found = [_descend(centred, weights, np.array(x), num_steps) for x in starts]
     best = np.argmin([each[2] for each in found], 0)
@@ -109,8 +109,8 @@ def fit(
     return Surface(theta[:, 0], theta[:, 1], log_a, log_b, linear[:, 0], objective)
 
 
-def fit_robustly(
-    points: Points, weights: Float[np.ndarray, "fits points"], whole: Surface
+def fit_surface_robustly(
+    points: SurfacePoints, weights: Float[np.ndarray, "fits points"], whole: Surface
 ) -> Surface:
     """Fits the surface by Huber's loss of residuals over the loss.
 
@@ -130,8 +130,10 @@ def fit_robustly(
             spread = 1.4826 * float(np.median(size))
             ones = np.ones((1, points.loss.size))
             delta = max(_CUTOFF * spread, 1e-9)
-            whole = fit_robustly(points, ones, whole._replace(delta=delta))
-        return whole if len(weights) == 1 else fit_robustly(points, weights, whole)
+            whole = fit_surface_robustly(points, ones, whole._replace(delta=delta))
+        return (
+            whole if len(weights) == 1 else fit_surface_robustly(points, weights, whole)
+        )
     # Squares of outliers may have led far away; resamples begin where all points ended.
     near = (float(whole.alpha[0]), float(whole.beta[0]))
     starts = (near, (0.35, 0.35)) if len(weights) == 1 else (near,)
@@ -143,7 +145,7 @@ def fit_robustly(
 
 
 def _reweight(
-    points: Points,
+    points: SurfacePoints,
     weights: Float[np.ndarray, "fits points"],
     start: tuple[float, float],
     delta: float,
@@ -152,7 +154,7 @@ def _reweight(
     shrink = np.ones_like(weights)
     theta = np.tile(np.array(start, float), (len(weights), 1))
     for _ in range(_NUM_ROUNDS):  # a step or two is as good as weights that will change
-        found = fit(points, weights * shrink / points.loss**2, theta, 2)
+        found = fit_surface(points, weights * shrink / points.loss**2, theta, 2)
         size = np.abs(np.expm1(found.log_residuals(points)))
         shrink = np.minimum(1.0, delta / np.maximum(size, 1e-300))
         before, theta = theta, np.stack([found.alpha, found.beta], 1)
@@ -163,7 +165,7 @@ def _reweight(
 
 
 def _descend(
-    points: Points,
+    points: SurfacePoints,
     weights: Float[np.ndarray, "fits points"],
     start: Float[np.ndarray, "*fits 2"],
     num_steps: int,
@@ -217,7 +219,7 @@ def _descend(
 
 def _project(
     theta: Float[np.ndarray, "fits 2"],
-    points: Points,
+    points: SurfacePoints,
     root: Float[np.ndarray, "fits points"],
 ) -> tuple[
     Float[np.ndarray, "fits points 3"],

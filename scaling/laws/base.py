@@ -42,22 +42,24 @@ class Coordinate(NamedTuple):
     relative: bool = False
 
 
-def scale(name: str, *starts: float) -> Coordinate:
+def scale_coordinate(name: str, *starts: float) -> Coordinate:
     """A term's size where the data is: between a millionth of the target and it."""
     return Coordinate(name, -14.0, 7.0, starts or (-1.2,), log=True, relative=True)
 
 
-def exponent(name: str, *starts: float) -> Coordinate:
+def exponent_coordinate(name: str, *starts: float) -> Coordinate:
     """An exponent of decay, in (0, 2]."""
     return Coordinate(name, 1e-3, 2.0, starts or (0.1, 0.3, 0.7))
 
 
-def real(name: str, low: float, high: float, *starts: float) -> Coordinate:
+def real_coordinate(name: str, low: float, high: float, *starts: float) -> Coordinate:
     """A coefficient of either sign."""
     return Coordinate(name, low, high, starts)
 
 
-def positive(name: str, low: float, high: float, *starts: float) -> Coordinate:
+def positive_coordinate(
+    name: str, low: float, high: float, *starts: float
+) -> Coordinate:
     """A positive coefficient that is no size of the target; limits as logarithms."""
     return Coordinate(name, low, high, starts, log=True)
 

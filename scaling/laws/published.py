@@ -56,7 +56,7 @@ class Optimum(NamedTuple):
     loss: Any
 
 
-def find(name: str) -> Law:
+def find_law(name: str) -> Law:
     """Returns a law by name.
 
     Raises:
@@ -69,7 +69,7 @@ def find(name: str) -> Law:
     return LAWS[name]
 
 
-def exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
+def optimal_exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
     """Computes how the compute optimum of a law grows with compute.
 
     Args:
@@ -84,7 +84,7 @@ def exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
     return Exponents(powers.beta / total, powers.alpha / total)
 
 
-def optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
+def compute_optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
     """Divides a compute budget between parameters and tokens by a law.
 
     Args:
@@ -95,10 +95,10 @@ def optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
     Raises:
       ValueError: the law has no such optimum.
     """
-    return divide(loss_powers(law, coefficients), flops)
+    return divide_budget(loss_powers(law, coefficients), flops)
 
 
-def divide(powers: TwoPowers, flops: Any) -> Optimum:
+def divide_budget(powers: TwoPowers, flops: Any) -> Optimum:
     """Divides a compute budget between parameters and tokens, `flops = 6 N D`.
 
     In closed form: `N* = G (C/6)^a`, `G = (alpha A / (beta B))^(1 / (alpha + beta))`,

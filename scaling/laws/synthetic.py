@@ -25,7 +25,9 @@ ILL_POSED = {
 """What is wrong with each kind of data, by name."""
 
 
-def runs(num: int = 240, *, seed: int = 0, noise: Noise = "student") -> dict[str, Any]:
+def simulate_isoflop_runs(
+    num: int = 240, *, seed: int = 0, noise: Noise = "student"
+) -> dict[str, Any]:
     """Simulates runs at nine budgets from 6e18 to 3e21 FLOPs, around the optimum.
 
     The default is a surface whose robust optimum is known to many digits: Huber's
@@ -39,10 +41,10 @@ def runs(num: int = 240, *, seed: int = 0, noise: Noise = "student") -> dict[str
     Returns:
       Columns `num_params`, `num_tokens` and `loss`.
     """
-    return simulate(SOUND, num, seed=seed, noise=noise)[0]
+    return simulate_runs(SOUND, num, seed=seed, noise=noise)[0]
 
 
-def simulate(
+def simulate_runs(
     kind: str, num: int, *, seed: int, noise: Noise = "student"
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Simulates runs that are sound, or say too little, or say it wrongly.
@@ -51,7 +53,7 @@ def simulate(
       kind: `SOUND`, or from `ILL_POSED`.
       num: of runs, where the kind does not say.
       seed: of sizes and noise.
-      noise: see `runs`.
+      noise: see `simulate_isoflop_runs`.
 
     Returns:
       Columns, and the surface's coefficients.
@@ -86,11 +88,11 @@ def simulate(
         error = error + wild * rng.uniform(0.05, 0.5, num)
     elif kind == "one wild outlier":
         error[rng.integers(num)] += 1.5
-    loss = surface(params, tokens, truth) * np.exp(error)
+    loss = surface_loss(params, tokens, truth) * np.exp(error)
     return {"num_params": params, "num_tokens": tokens, "loss": loss}, truth
 
 
-def surface(
+def surface_loss(
     params: Any, tokens: Any, coefficients: Mapping[str, float] = COEFFICIENTS
 ) -> Any:
     """Computes the loss of a run without noise."""

@@ -16,11 +16,11 @@ def _read(row: Mapping[str, Any], name: str, kind: type, place: int) -> Any:
     try:
         return kind(row[name])
     except (LookupError, TypeError, ValueError, OverflowError):
-        said = f"{name}={row.get(name)!r} must be of type {kind.__name__}"
-        raise ValueError(f"run {place + 1} of the sweep: {said}") from None
+        message = f"{name}={row.get(name)!r} must be of type {kind.__name__}"
+        raise ValueError(f"run {place + 1} of the sweep: {message}") from None
 
 
-def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+def find_winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Finds the runs that have the best learning rate of their cell.
 
     Rates are compared on the seeds that all of them have, by their mean loss; where
@@ -57,7 +57,9 @@ def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(kept)
 
 
-def lowest(keys: Sequence[Hashable], losses: Sequence[float | None]) -> list[int]:
+def least_loss_rows(
+    keys: Sequence[Hashable], losses: Sequence[float | None]
+) -> list[int]:
     """Finds the row of least loss among those of each key, the first of equals.
 
     Args:
@@ -73,7 +75,7 @@ def lowest(keys: Sequence[Hashable], losses: Sequence[float | None]) -> list[int
     return sorted({keys[i]: i for i in counted}.values())
 
 
-def last(keys: Sequence[Hashable], progress: Sequence[float]) -> list[int]:
+def last_rows(keys: Sequence[Hashable], progress: Sequence[float]) -> list[int]:
     """Finds the row that is furthest among those of each key, the later of equals.
 
     Args:

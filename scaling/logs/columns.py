@@ -75,11 +75,11 @@ FIELDS = {
     "run": "run",
 }
 FLAGS = {meaning: f"--{field}" for meaning, field in FIELDS.items()}
-"""Of `Columns`, and of the command line, by meaning."""
+"""Of `LogColumns`, and of the command line, by meaning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Columns:
+class LogColumns:
     """Which columns of a log mean what; where the name is empty, what it is called."""
 
     n: str = ""
@@ -109,7 +109,7 @@ class Columns:
         validation.above(self, "n_unit", "d_unit", "c_unit", "loss_unit", finite=True)
 
 
-class Roles(NamedTuple):
+class ColumnRoles(NamedTuple):
     """Which of a file's columns mean what.
 
     Attributes:
@@ -123,15 +123,15 @@ class Roles(NamedTuple):
     rivals: Mapping[str, list[str]] = {}
 
 
-def read(
-    table: RawTable, columns: Columns, roles: Roles, needs: Iterable[str]
+def read_columns(
+    table: RawTable, columns: LogColumns, roles: ColumnRoles, needs: Iterable[str]
 ) -> tuple[dict[str, Float[np.ndarray, " runs"]], list[str], list[str]]:
     """Reads the columns that are needed, and derives those that may be missing.
 
     Args:
       table: at least one row.
       columns: which columns mean what.
-      roles: what `find` found them to be.
+      roles: what `find_columns` found them to be.
       needs: columns that a law reads; nothing asks for all of N, D, C and the loss.
 
     Returns:
@@ -185,8 +185,8 @@ def read(
     return values, labels, notes
 
 
-def units(
-    table: RawTable, columns: Columns, names: Mapping[str, str]
+def declared_units(
+    table: RawTable, columns: LogColumns, names: Mapping[str, str]
 ) -> dict[str, float]:
     """Gives the unit of each column that a flag declares another unit than 1 for."""
     found = {
@@ -196,7 +196,7 @@ def units(
     return {name: unit for name, unit in found.items() if unit != 1}
 
 
-def loss_of(table: RawTable, roles: Roles) -> str:
+def loss_column(table: RawTable, roles: ColumnRoles) -> str:
     """Names the column of the loss.
 
     Raises:
@@ -210,17 +210,17 @@ def loss_of(table: RawTable, roles: Roles) -> str:
     return roles.names["loss"]
 
 
-def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
+def _refuse_missing(table: RawTable, roles: ColumnRoles, needs: list[str]) -> None:
     """Refuses a log without what is read: of N, D and C two give the third."""
     names = roles.names
     wanted = [x for x in LETTERS if x in needs] if needs else [*LETTERS]
     there = [x for x in SIZES if x in names]
     missing = [x for x in wanted if x not in names]
     if "loss" in missing:
-        loss_of(table, roles)
+        loss_column(table, roles)
     if not missing or len(there) > 1:
         return
-    said = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
+    message = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
     what = "two of N, D and C are needed"
     for meaning, rivals in roles.rivals.items():
         if meaning in missing:
@@ -228,8 +228,8 @@ def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
     if len([x for x in wanted if x in SIZES]) == 1:
         what = f"the law reads {LETTERS[missing[0]]} ({FLAGS[missing[0]]} COLUMN)"
     raise ValueError(
-        f"{table.path}: {what}, and there is {said}; name columns with --n, --d, --c; "
-        f"it has {', '.join(table.names)}"
+        f"{table.path}: {what}, and there is {message}; name columns with --n, "
+        f"--d, --c; it has {', '.join(table.names)}"
     )
 
 
@@ -247,7 +247,7 @@ def _scaled(name: str, table: RawTable) -> tuple[str, float]:
     return column, factor
 
 
-def find(table: RawTable, columns: Columns) -> Roles:
+def find_columns(table: RawTable, columns: LogColumns) -> ColumnRoles:
     """Finds the file's name of each meaning, and says which were guessed.
 
     Args:
@@ -257,21 +257,23 @@ def find(table: RawTable, columns: Columns) -> Roles:
     Raises:
       ValueError: a column that was named is not there, or two columns have its name.
     """
-    said = {meaning: getattr(columns, field) for meaning, field in FIELDS.items()}
+    message = {meaning: getattr(columns, field) for meaning, field in FIELDS.items()}
     for meaning in LETTERS:
         if name := columns.others.get(meaning):
             flag = FLAGS[meaning]
-            if said[meaning]:
-                line = f"{flag} {said[meaning]} and --columns {meaning}={name}; which?"
+            if message[meaning]:
+                line = (
+                    f"{flag} {message[meaning]} and --columns {meaning}={name}; which?"
+                )
                 raise ValueError(f"{table.path}: {line}")
-            said[meaning] = name
+            message[meaning] = name
     ours = _COLUMN_OF_COUNT[columns.count]
     known = dict(_KNOWN_AS)
     if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep of ours has them all
         known["num_params"] = (ours,)
     every = (*table.names, *sorted(table.repeated))
     names, guessed, rivals = {}, [], {}
-    for meaning, name in said.items():
+    for meaning, name in message.items():
         if name:
             if name not in every:
                 raise ValueError(
@@ -299,7 +301,7 @@ def find(table: RawTable, columns: Columns) -> Roles:
     notes = [f"by their names, {', '.join(guessed)}"] if guessed else []
     if names.get("num_params") not in (None, *_COLUMN_OF_COUNT.values()):
         notes.append(f"N is taken to count {columns.count} parameters (--count)")
-    return Roles(names, notes, rivals)
+    return ColumnRoles(names, notes, rivals)
 
 
 def _spelt(meaning: str, names: Iterable[str]) -> list[str]:
@@ -324,7 +326,7 @@ def _spelt(meaning: str, names: Iterable[str]) -> list[str]:
     return several
 
 
-def column(table: RawTable, roles: Roles, name: str, flag: str) -> str:
+def find_column(table: RawTable, roles: ColumnRoles, name: str, flag: str) -> str:
     """Finds a column that is named in the file's words, or as N, D, C or L.
 
     Args:
@@ -347,7 +349,7 @@ def column(table: RawTable, roles: Roles, name: str, flag: str) -> str:
     )
 
 
-def numbers(
+def read_numbers(
     table: RawTable, name: str, unit: float | None
 ) -> Float[np.ndarray, " runs"]:
     """Reads a column of positive numbers.
@@ -400,18 +402,20 @@ def _numbers(
             f"{table.path}: {rows[0].place}: {what}; --ignore "
             f"'row == {rows[0].number}' leaves it out"
         )
-    said = ", ".join(f"{name} is {kind} in {n}" for (name, kind), n in faults.items())
+    message = ", ".join(
+        f"{name} is {kind} in {n}" for (name, kind), n in faults.items()
+    )
     names = [*dict.fromkeys(name for name, _ in faults)]
     way_out = "is it another column?"
     if len(rows) < len(table.rows):
-        rule = " or ".join(f"{rules.quote(name)} is invalid" for name in names)
-        test = rules.parse(rule, names)
+        rule = " or ".join(f"{rules.quote_column(name)} is invalid" for name in names)
+        test = rules.parse_rule(rule, names)
         if not all(test(row.cells) for row in rows):  # such as 3M where no unit may be
             rule = " or ".join(f"row == {row.number}" for row in rows)
         way_out = f"--ignore '{rule}' leaves them out"
     raise ValueError(
-        f"{table.path}: {len(rows)} of {len(table.rows)} rows cannot be read: {said}, "
-        f"first in {rows[0].place}; {way_out}"
+        f"{table.path}: {len(rows)} of {len(table.rows)} rows cannot be read: "
+        f"{message}, first in {rows[0].place}; {way_out}"
     )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from scaling.logs import rules
-from scaling.logs.columns import FIELDS, FLAGS, LETTERS, SIZES, Columns, parse
-from scaling.logs.log import NOT_COMPLETED, Log, letters
+from scaling.logs.columns import FIELDS, FLAGS, LETTERS, SIZES, LogColumns, parse
+from scaling.logs.log import NOT_COMPLETED, Log, normalize_name
 
 _GROUPS = re.compile(
     r"experiment|(^|_)data(_?set)?(_|$)|dataset|corpus|famil|arch|variant|setting|sweep|optimi[sz]er"
@@ -52,7 +52,7 @@ _FAR = 30.0
 """How far C may be from 6 N D by the way that it is counted."""
 
 
-def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
+def find_doubts(log: Log, columns: LogColumns, used: Collection[str] = ()) -> list[str]:
     """Says what of a log looks unused, or in another unit.
 
     Args:
@@ -69,20 +69,20 @@ def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
         for name in log.names
         if name not in taken and not any(name in text for text in used)
     ]
-    said = [line for name, line in log.doubtful.items() if name in taken]
+    messages = [line for name, line in log.doubtful.items() if name in taken]
     for kind in (_groups, _marks, _states):
         found = {name: line for name in free for line in kind(log, name)}
         if found:  # one line for each kind of doubt
             first, *others = found
             same = f"; the same holds for {', '.join(others)}" if others else ""
-            said.append(found[first] + same)
-    said += [*_repeated(log, free), *_rates(log, free)]
+            messages.append(found[first] + same)
+    messages += [*_repeated(log, free), *_rates(log, free)]
     if not log.has_one_row_per_run and log.curves is None:
-        said.append(
+        messages.append(
             f"runs have several rows, and each is fitted: --last-of "
             f"{_shell(log.roles['run'])} reads the last of each"
         )
-    return said if log.source.is_dir() else [*said, *_units(log, columns)]
+    return messages if log.source.is_dir() else [*messages, *_units(log, columns)]
 
 
 def _cells(log: Log, name: str) -> list[str]:
@@ -122,12 +122,14 @@ def _marks(log: Log, name: str) -> Iterator[str]:
 def _states(log: Log, name: str) -> Iterator[str]:
     """Points at runs that did not complete, by a column of any name."""
     cells = _cells(log, name)
-    words = [*dict.fromkeys(x for x in cells if NOT_COMPLETED.fullmatch(letters(x)))]
+    words = [
+        *dict.fromkeys(x for x in cells if NOT_COMPLETED.fullmatch(normalize_name(x)))
+    ]
     if not words:
         return
     num = sum(cell in words for cell in cells)
     runs = "1 run is" if num == 1 else f"{num} runs are"
-    rule = " or ".join(f'{rules.quote(name)} == "{x}"' for x in words[:3])
+    rule = " or ".join(f'{rules.quote_column(name)} == "{x}"' for x in words[:3])
     yield (
         f"{name} is not used, and {runs} {' or '.join(words[:3])} there: --ignore "
         f"'{rule}' leaves such out"
@@ -171,7 +173,7 @@ def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
             return
 
 
-def _units(log: Log, columns: Columns) -> Iterator[str]:
+def _units(log: Log, columns: LogColumns) -> Iterator[str]:
     loss, name = log.columns.get("loss"), log.roles.get("loss", "")
     if loss is not None and columns.loss_unit == 1:
         if _PERPLEXITY.search(name.lower()) or loss.max() > _MOST_LOSS:
@@ -223,7 +225,7 @@ def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
 def _rule(name: str, cell: str) -> str:
     """A rule that selects what has a cell, quoted for a shell."""
     value = f'"{cell}"' if parse(cell, None) is None else cell
-    return f"'{rules.quote(name)} == {value}'"
+    return f"'{rules.quote_column(name)} == {value}'"
 
 
 def _shell(name: str) -> str:

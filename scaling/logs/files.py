@@ -16,7 +16,7 @@ MAX_BYTES = 2**30
 """Limit on a log, unpacked; a million rows with a kilobyte each."""
 
 
-def read(path: Path) -> RawTable:
+def read_log_table(path: Path) -> RawTable:
     """Reads a table (`jaxkv.files.tables`) with at least one row and column.
 
     Raises:
@@ -34,6 +34,6 @@ def read(path: Path) -> RawTable:
     return table
 
 
-def read_text(path: Path) -> str:
+def read_log_text(path: Path) -> str:
     """Reads text of at most `MAX_BYTES`; arguments and errors as `tables.read_text`."""
     return tables.read_text(path, max_bytes=MAX_BYTES)

@@ -27,7 +27,15 @@ from jaxtyping import Bool, Float, Int
 from jaxkv.workloads import dataframes
 from scaling.logs import best_rates, files, rules
 from scaling.logs import columns as logs_columns
-from scaling.logs.columns import STEPS, Columns, Roles, find, loss_of, numbers, parse
+from scaling.logs.columns import (
+    STEPS,
+    ColumnRoles,
+    LogColumns,
+    find_columns,
+    loss_column,
+    parse,
+    read_numbers,
+)
 from scaling.logs.files import RawRow, RawTable
 
 _STATES = re.compile(r"(run|job|final)?(status|state)")
@@ -126,7 +134,7 @@ class Log(NamedTuple):
         Raises:
           ValueError: it is no rule, or cannot be asked of a row.
         """
-        test = rules.parse(rule, (*self.names, "row", *self.columns))
+        test = rules.parse_rule(rule, (*self.names, "row", *self.columns))
         read = {self.roles[x]: y for x, y in self.columns.items() if x in self.roles}
         found = []
         for i, row in enumerate(self.raw):
@@ -147,9 +155,9 @@ class Log(NamedTuple):
         )
 
 
-def read(
+def read_log(
     path: Path,
-    columns: Columns | None = None,
+    columns: LogColumns | None = None,
     *,
     needs: Iterable[str] = (),
     ignore: str = "",
@@ -178,25 +186,27 @@ def read(
       ValueError: a column is missing; a cell is not a number, or not above 0; a run
         stands there twice; nothing is left. One line that says where.
     """
-    columns = columns or Columns()
+    columns = columns or LogColumns()
     is_sweep = path.is_dir()
     if is_sweep and not (path / files.RUNS).exists():
         raise ValueError(f"{path}: holds no {files.RUNS}; name a file")
-    table = files.read(path / files.RUNS if is_sweep else path)
-    roles = find(table, columns)
-    units = logs_columns.units(table, columns, roles.names)
+    table = files.read_log_table(path / files.RUNS if is_sweep else path)
+    roles = find_columns(table, columns)
+    units = logs_columns.declared_units(table, columns, roles.names)
     rows, notes = _leave_out(table, ignore, units)
     table = table._replace(rows=rows)
     if last_of:
         table = _last(table, roles, last_of, notes)
     if best_of:
-        loss = loss_of(table, roles)
+        loss = loss_column(table, roles)
         losses = [parse(row.cells.get(loss), None) for row in table.rows]
-        best = best_rates.lowest(_keys(table, roles, best_of, "--best-of"), losses)
-        said = f"not the lowest {loss} of rows with one {' and '.join(best_of)}"
-        table = _keep(table, best, said, notes)
+        best = best_rates.least_loss_rows(
+            _keys(table, roles, best_of, "--best-of"), losses
+        )
+        message = f"not the lowest {loss} of rows with one {' and '.join(best_of)}"
+        table = _keep(table, best, message, notes)
     rows = table.rows
-    values, labels, said = logs_columns.read(table, columns, roles, [*needs])
+    values, labels, message = logs_columns.read_columns(table, columns, roles, [*needs])
     log = Log(
         source=path,
         count=columns.count,
@@ -204,25 +214,27 @@ def read(
         runs=tuple(labels),
         raw=tuple(rows),
         curves=None,
-        notes=(*notes, *said),
+        notes=(*notes, *message),
         roles=roles.names,
         units=units,
         doubtful=table.doubtful,
     )
     log = log._replace(notes=log.notes + _twins(log, is_sweep))
     if is_sweep and {best_rates.CELL, best_rates.RATE} <= {*table.names}:
-        best = best_rates.winners([row.cells for row in log.raw])
+        best = best_rates.find_winners([row.cells for row in log.raw])
         if num_left := len(log.raw) - len(best):
             words = "left out: not the best learning rate of size and tokens"
             log = log.take(np.isin(np.arange(len(log.raw)), best))
             log = log._replace(notes=(*log.notes, f"{_rows(num_left)} {words}"))
     if is_sweep and (path / files.CURVES).exists():
-        log = log._replace(curves=_curves(log, files.read(path / "curves.jsonl")))
+        log = log._replace(
+            curves=_curves(log, files.read_log_table(path / "curves.jsonl"))
+        )
     return log
 
 
 def _last(
-    table: RawTable, roles: Roles, names: Sequence[str], notes: list[str]
+    table: RawTable, roles: ColumnRoles, names: Sequence[str], notes: list[str]
 ) -> RawTable:
     """Keeps the last of the rows that agree in some columns."""
     known = [roles.names.get(x) for x in ("num_tokens", "flops")]
@@ -241,16 +253,16 @@ def _last(
                 f"--last-of {','.join(names)} needs it"
             )
         progress.append(how_far)
-    kept = best_rates.last(_keys(table, roles, names, "--last-of"), progress)
-    said = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
-    return _keep(table, kept, said, notes)
+    kept = best_rates.last_rows(_keys(table, roles, names, "--last-of"), progress)
+    message = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
+    return _keep(table, kept, message, notes)
 
 
 def _keys(
-    table: RawTable, roles: Roles, names: Sequence[str], flag: str
+    table: RawTable, roles: ColumnRoles, names: Sequence[str], flag: str
 ) -> list[tuple[Any, ...]]:
     """What the rows have in some columns: numbers where they are numbers."""
-    found = [logs_columns.column(table, roles, name, flag) for name in names]
+    found = [logs_columns.find_column(table, roles, name, flag) for name in names]
     return [
         tuple(
             cell if (number := parse(cell, 1.0)) is None else number
@@ -260,10 +272,12 @@ def _keys(
     ]
 
 
-def _keep(table: RawTable, places: list[int], said: str, notes: list[str]) -> RawTable:
+def _keep(
+    table: RawTable, places: list[int], message: str, notes: list[str]
+) -> RawTable:
     """Keeps some rows, and counts the others."""
     if num_left := len(table.rows) - len(places):
-        notes.append(f"{_rows(num_left)} left out: {said}")
+        notes.append(f"{_rows(num_left)} left out: {message}")
     if not places:
         raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
     return table._replace(rows=[table.rows[i] for i in places])
@@ -275,7 +289,7 @@ def _leave_out(
     """Leaves out what a rule ignores and what was not completed, and counts them."""
     rows, notes = table.rows, list(table.notes)
     if ignore:
-        test = rules.parse(ignore, (*table.names, "row"))
+        test = rules.parse_rule(ignore, (*table.names, "row"))
 
         def is_kept(row: RawRow) -> bool:
             read = {x: parse(row.cells.get(x), unit) for x, unit in units.items()}
@@ -287,25 +301,31 @@ def _leave_out(
         rows = kept
     for name in table.names:
         states = [str(row.cells.get(name)) for row in rows]
-        words = {*map(letters, states)}
+        words = {*map(normalize_name, states)}
         is_known = words & _COMPLETED or any(map(NOT_COMPLETED.fullmatch, words))
         # "status" is of our sweeps; of other names, none such as California.
-        if name != "status" and not (is_known and _STATES.fullmatch(letters(name))):
+        if name != "status" and not (
+            is_known and _STATES.fullmatch(normalize_name(name))
+        ):
             continue
-        places = [i for i, state in enumerate(states) if letters(state) in _COMPLETED]
+        places = [
+            i for i, state in enumerate(states) if normalize_name(state) in _COMPLETED
+        ]
         if num_left := len(rows) - len(places):
             others = collections.Counter(
-                state.lower() for state in states if letters(state) not in _COMPLETED
+                state.lower()
+                for state in states
+                if normalize_name(state) not in _COMPLETED
             )
-            said = ", ".join(f"{n} {state}" for state, n in others.items())
-            notes.append(f"{_rows(num_left)} left out by {name}: {said}")
+            message = ", ".join(f"{n} {state}" for state, n in others.items())
+            notes.append(f"{_rows(num_left)} left out by {name}: {message}")
         rows = [rows[i] for i in places]
     if not rows:
         raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
     return rows, notes
 
 
-def letters(text: str) -> str:
+def normalize_name(text: str) -> str:
     """Reduces text to its letters and digits in lower case."""
     return re.sub(r"[\W_]", "", text.lower())
 
@@ -373,8 +393,8 @@ def _curves(log: Log, table: RawTable) -> Log:
     places = np.asarray([row_of[run] for run in runs], np.int64)
     columns = {"num_params": log.columns["num_params"][places]}
     for name in ("num_tokens", "flops"):
-        columns[name] = numbers(kept, name, 1.0)
-    columns["loss"] = numbers(kept, "loss", None)
+        columns[name] = read_numbers(kept, name, 1.0)
+    columns["loss"] = read_numbers(kept, "loss", None)
     return Log(table.path, log.count, columns, tuple(runs), tuple(rows), None, (), {})
 
 

@@ -44,7 +44,7 @@ class _Token(NamedTuple):
     start: int
 
 
-def parse(rule: str, names: Collection[str]) -> Test:
+def parse_rule(rule: str, names: Collection[str]) -> Test:
     """Reads a rule.
 
     Args:
@@ -180,7 +180,7 @@ class _Reader:
 _WORDS = {"and", "or", "not"}
 
 
-def quote(name: str) -> str:
+def quote_column(name: str) -> str:
     """Writes a column's name as a rule needs it."""
     is_plain = re.fullmatch(r"[^\W\d][\w.]*", name) and name not in _WORDS
     return name if is_plain else f"`{name}`"

@@ -33,7 +33,7 @@ MUENNIGHOFF = HalfLives(15.387756, 5.309743)
 """Muennighoff et al. 2023, arXiv:2305.16264, section 3.3, digits of their README."""
 
 
-class Repeating(NamedTuple):
+class DataLimit(NamedTuple):
     """Data of which there is only so much.
 
     Attributes:
@@ -45,7 +45,7 @@ class Repeating(NamedTuple):
     half_lives: HalfLives = MUENNIGHOFF
 
 
-def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+def law_two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
     """Reads off how a law's loss falls with parameters and tokens, and checks it.
 
     The data-constrained law counts as what it is without repetition.
@@ -67,31 +67,31 @@ def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
     return powers
 
 
-def loss(
+def budget_loss(
     powers: TwoPowers,
     num_params: Amount,
     num_tokens: Amount,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> Any:
     """Computes the loss of a model trained on tokens; all are new by default."""
-    sizes, tokens = effective(powers, num_params, num_tokens, repeating)
+    sizes, tokens = effective_sizes(powers, num_params, num_tokens, repeating)
     inner = powers.A * sizes**-powers.alpha + powers.B * tokens**-powers.beta
     return powers.floor + inner**powers.outer
 
 
-def operations(
+def lifetime_flops(
     num_params: Amount, num_tokens: Amount, inference_tokens: float = 0.0
 ) -> Any:
     """Counts operations of training and serving, 6 N D + 2 N D_inf."""
     return num_params * (6 * num_tokens + 2 * inference_tokens)
 
 
-def allocate(
+def allocate_budget(
     powers: TwoPowers,
     flops: float,
     *,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> Optimum:
     """Divides a budget between parameters and tokens, for the least loss.
 
@@ -116,7 +116,7 @@ def allocate(
     arXiv:2401.00448, section 2; Muennighoff et al. 2023, arXiv:2305.16264, section 5.
     """
     if inference_tokens == 0:
-        free = published.divide(powers, flops)
+        free = published.divide_budget(powers, flops)
     else:
         served = math.log(2 * inference_tokens)
 
@@ -127,18 +127,18 @@ def allocate(
         free = _where_zero(powers, inference_tokens, excess)
     if repeating is None or free.num_tokens <= repeating.unique_tokens:
         return free
-    num_params = search(powers, flops, inference_tokens, repeating)
+    num_params = search_params(powers, flops, inference_tokens, repeating)
     num_tokens = float(tokens_left(flops, num_params, inference_tokens))
-    reached = loss(powers, num_params, num_tokens, repeating)
+    reached = budget_loss(powers, num_params, num_tokens, repeating)
     return Optimum(num_params, num_tokens, float(reached))
 
 
-def cheapest(
+def cheapest_model(
     powers: TwoPowers,
     target: float,
     *,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> Optimum:
     """Finds the model of a given loss that is cheapest to train and serve.
 
@@ -152,7 +152,7 @@ def cheapest(
       target: the loss, above the floor.
       inference_tokens: D_inf, at least 0.
       repeating: limit on unique tokens; no limit by default. Under a limit the model
-        is the best one of the smallest budget that reaches the loss (`needed`).
+        is the best one of the smallest budget that reaches the loss (`needed_budget`).
 
     Raises:
       ValueError: no model has so small a loss.
@@ -172,15 +172,15 @@ def cheapest(
     if repeating is None or free.num_tokens <= repeating.unique_tokens:
         return free
     how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
-    return allocate(powers, needed(powers, target, **how), **how)
+    return allocate_budget(powers, needed_budget(powers, target, **how), **how)
 
 
-def needed(
+def needed_budget(
     powers: TwoPowers,
     target: float,
     *,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> float:
     """Finds the smallest budget whose best division reaches a loss.
 
@@ -198,14 +198,14 @@ def needed(
     Raises:
       ValueError: no budget does.
     """
-    found = cheapest(powers, target, inference_tokens=inference_tokens)
-    flops = operations(found.num_params, found.num_tokens, inference_tokens)
+    found = cheapest_model(powers, target, inference_tokens=inference_tokens)
+    flops = lifetime_flops(found.num_params, found.num_tokens, inference_tokens)
     if repeating is None or found.num_tokens <= repeating.unique_tokens:
         return flops
     how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
 
     def reached(log_flops: float) -> float:
-        return allocate(powers, math.exp(log_flops), **how).loss
+        return allocate_budget(powers, math.exp(log_flops), **how).loss
 
     # Repetition never makes less of a budget than new data would.
     low, high = math.log(flops), math.log(flops) + _MOST_REPEATING
@@ -257,14 +257,14 @@ def _where_zero(
         low, high = (log_tokens, high) if is_below else (low, log_tokens)
     num_tokens = math.exp(log_tokens)
     num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
-    return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+    return Optimum(num_params, num_tokens, budget_loss(powers, num_params, num_tokens))
 
 
-def effective(
+def effective_sizes(
     powers: TwoPowers,
     num_params: Amount,
     num_tokens: Amount,
-    repeating: Repeating | None,
+    repeating: DataLimit | None,
 ) -> tuple[Any, Any]:
     """Computes what parameters and tokens are worth when tokens repeat.
 
@@ -305,15 +305,15 @@ def tokens_left(flops: float, num_params: Amount, inference_tokens: float = 0.0)
     return (flops / num_params - 2 * inference_tokens) / 6
 
 
-def search(
+def search_params(
     powers: TwoPowers,
     flops: float,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> float:
     """Finds the parameters of least loss on the curve of a budget, by narrowing grids.
 
-    Knows nothing of closed forms. Arguments are as those of `allocate`.
+    Knows nothing of closed forms. Arguments are as those of `allocate_budget`.
 
     Returns:
       The number of parameters, good to some 1e-8: a minimum is flat.
@@ -325,6 +325,6 @@ def search(
         grid = np.linspace(low, high, 801)
         sizes = np.exp(grid)
         tokens = tokens_left(flops, sizes, inference_tokens)
-        best = int(np.argmin(loss(powers, sizes, tokens, repeating)))
+        best = int(np.argmin(budget_loss(powers, sizes, tokens, repeating)))
         low, high = grid[max(best - 2, 0)], grid[min(best + 2, len(grid) - 1)]
     return math.exp((low + high) / 2)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from scaling.fits import FitResult
 from scaling.laws import Law, Optimum, TwoPowers
 from scaling.plan import budgets, pricing
-from scaling.plan.budgets import HalfLives, Repeating
-from scaling.plan.designs import Count, Family
+from scaling.plan.budgets import DataLimit, HalfLives
+from scaling.plan.designs import Count, DesignFamily
 from scaling.plan.pricing import DAY_S, HOUR_S, Offer
 
 
-class Belief(NamedTuple):
+class LossModel(NamedTuple):
     """What is believed of losses.
 
     Attributes:
@@ -25,7 +25,7 @@ class Belief(NamedTuple):
       fit: it comes from, or None for published constants.
       count: which parameters it counts; None where it does not say.
       doubts: about the log behind it, in sentences.
-      shape: what its runs have in common, as `folder.shape` gives it.
+      shape: what its runs have in common, as `folder.shared_shape` gives it.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Belief(NamedTuple):
     shape: Mapping[str, int | bool] = MappingProxyType({})
 
 
-def believe(name: str, law: Law, coefficients: Mapping[str, Any]) -> Belief:
+def make_loss_model(name: str, law: Law, coefficients: Mapping[str, Any]) -> LossModel:
     """Reads a belief off a law's coefficients.
 
     Raises:
@@ -53,11 +53,11 @@ def believe(name: str, law: Law, coefficients: Mapping[str, Any]) -> Belief:
         half_lives = HalfLives(coefficients["R_D"], coefficients["R_N"])
         if not min(half_lives) > 0:
             raise ValueError("R_D and R_N must be positive")
-    powers = budgets.two_powers(law, coefficients)
-    return Belief(name, law, coefficients, powers, half_lives)
+    powers = budgets.law_two_powers(law, coefficients)
+    return LossModel(name, law, coefficients, powers, half_lives)
 
 
-class Bill(NamedTuple):
+class TrainingCost(NamedTuple):
     """What operations of training take.
 
     Attributes:
@@ -71,7 +71,7 @@ class Bill(NamedTuple):
     usd: float | None
 
 
-class Case(NamedTuple):
+class PlanCase(NamedTuple):
     """What a plan is made for.
 
     Attributes:
@@ -88,8 +88,8 @@ class Case(NamedTuple):
       level: probability of intervals, in (0, 1).
     """
 
-    belief: Belief
-    family: Family
+    loss_model: LossModel
+    family: DesignFamily
     offers: tuple[Offer, ...] = ()
     flops: float = math.nan
     mfu: float = 0.4
@@ -103,28 +103,30 @@ class Case(NamedTuple):
     @property
     def offer(self) -> Offer | None:
         """The best offer, or None where there is none."""
-        return pricing.best(self.offers, self.mfu) if self.offers else None
+        return pricing.best_offer(self.offers, self.mfu) if self.offers else None
 
     @property
-    def repeating(self) -> Repeating | None:
+    def repeating(self) -> DataLimit | None:
         """The tokens there are, and what repeating them is worth."""
         if self.unique_tokens is None:
             return None
-        return Repeating(self.unique_tokens, self.belief.half_lives)
+        return DataLimit(self.unique_tokens, self.loss_model.half_lives)
 
     def loss(self, num_params: Any, num_tokens: Any) -> Any:
         """The loss that is believed, repetition included."""
-        return budgets.loss(self.belief.powers, num_params, num_tokens, self.repeating)
+        return budgets.budget_loss(
+            self.loss_model.powers, num_params, num_tokens, self.repeating
+        )
 
     def worth(self, num_params: Any, num_tokens: Any) -> tuple[Any, Any]:
         """Parameters and tokens, less what repetition takes."""
-        powers = self.belief.powers
-        return budgets.effective(powers, num_params, num_tokens, self.repeating)
+        powers = self.loss_model.powers
+        return budgets.effective_sizes(powers, num_params, num_tokens, self.repeating)
 
     def allocate(self) -> Optimum:
         """The best division of the budget."""
         how: Any = {"inference_tokens": self.served, "repeating": self.repeating}
-        return budgets.allocate(self.belief.powers, self.flops, **how)
+        return budgets.allocate_budget(self.loss_model.powers, self.flops, **how)
 
     def needed(self) -> float:
         """The smallest budget that reaches the loss that is asked for.
@@ -134,15 +136,15 @@ class Case(NamedTuple):
         """
         assert self.target_loss is not None
         how: Any = {"inference_tokens": self.served, "repeating": self.repeating}
-        return budgets.needed(self.belief.powers, self.target_loss, **how)
+        return budgets.needed_budget(self.loss_model.powers, self.target_loss, **how)
 
-    def bill(self, flops: float) -> Bill:
+    def bill(self, flops: float) -> TrainingCost:
         """What so many operations of training take."""
         if (offer := self.offer) is None:
-            return Bill(flops, None, None)
+            return TrainingCost(flops, None, None)
         device_s = flops / (offer.flops_per_s * self.mfu)
         price = offer.usd_per_hour
-        return Bill(flops, device_s, price and device_s / HOUR_S * price)
+        return TrainingCost(flops, device_s, price and device_s / HOUR_S * price)
 
     def division(self, device_s: float | None) -> tuple[int | None, float | None]:
         """How many devices train for how many seconds, where one of both is given."""

@@ -19,11 +19,11 @@ from jaxtyping import Float, Int
 
 from jaxkv import validation
 from scaling.costs import Attention, parameters
-from scaling.costs.flops import training
-from scaling.shapes import Description, HeadAttention
+from scaling.costs.flops import training_step_flops
+from scaling.shapes import HeadAttention, ModelShape
 
 type Count = Literal["total", "non-embedding", "matmul", "active"]
-"""Which parameters N counts, as in `parameters.Parameters`."""
+"""Which parameters N counts, as in `parameters.ParameterCounts`."""
 
 _KV_HEADS = 8
 _MOST = 2**31
@@ -32,7 +32,7 @@ _OFF = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
+class DesignFamily:
     """What all designs of a search share."""
 
     vocab_size: int = 32_000
@@ -58,12 +58,12 @@ class Design(NamedTuple):
       flops_per_token: of training, forward and backward, exact.
     """
 
-    model: Description
+    model: ModelShape
     num_params: int
     flops_per_token: float
 
 
-class Grid(NamedTuple):
+class DesignGrid(NamedTuple):
     """All designs of a family.
 
     Attributes:
@@ -81,7 +81,7 @@ class Grid(NamedTuple):
     flops_per_token: Float[np.ndarray, " n"]
 
 
-class Range(NamedTuple):
+class WidthRange(NamedTuple):
     """Shapes of models whose width is in `[low, high)`.
 
     Attributes:
@@ -106,15 +106,17 @@ class Range(NamedTuple):
 
 
 RANGES = (
-    Range(2, 16, 2, 2, 1, 2, (4, 64), 1024),  # of bytes, what a sweep of seconds trains
-    Range(16, 256, 16, 16, 1, 16, (8, 64)),
-    Range(256, 512, 32, 32, 1, 32, (16, 85)),
-    Range(512, 2048, 128, 64, 1, 64, (32, 85)),
-    Range(2048, 4096, 512, 128, 2, 128, (80, 136)),
-    Range(4096, 5120, 1024, 128, 2, 128, (80, 144)),
-    Range(5120, 8192, 1024, 128, 2, 128, (96, 144)),
-    Range(8192, 32768, 1024, 128, 2, 256, (96, 144)),
-    Range(32768, 65537, 2048, 128, 2, 256, (120, 180)),
+    WidthRange(
+        2, 16, 2, 2, 1, 2, (4, 64), 1024
+    ),  # of bytes, what a sweep of seconds trains
+    WidthRange(16, 256, 16, 16, 1, 16, (8, 64)),
+    WidthRange(256, 512, 32, 32, 1, 32, (16, 85)),
+    WidthRange(512, 2048, 128, 64, 1, 64, (32, 85)),
+    WidthRange(2048, 4096, 512, 128, 2, 128, (80, 136)),
+    WidthRange(4096, 5120, 1024, 128, 2, 128, (80, 144)),
+    WidthRange(5120, 8192, 1024, 128, 2, 128, (96, 144)),
+    WidthRange(8192, 32768, 1024, 128, 2, 256, (96, 144)),
+    WidthRange(32768, 65537, 2048, 128, 2, 256, (120, 180)),
 )
 """Width over depth: 64 for GPT-3's 125M, 85 for its 1.3B, 128 for Llama-7B and 13B, 102
 for Llama-65B and Chinchilla, 130 for Llama-3.1-405B, 156 for PaLM-540B."""
@@ -124,7 +126,7 @@ MLP_RATIOS = (8 / 3, 7 / 2)
 arXiv:2002.05202), and Llama-3's."""
 
 
-def nearest(family: Family, num_params: float) -> Design:
+def nearest_design(family: DesignFamily, num_params: float) -> Design:
     """Finds the design whose exact count is nearest; of equals the narrowest.
 
     Args:
@@ -144,10 +146,10 @@ def nearest(family: Family, num_params: float) -> Design:
             f"({family.count}), and the {end} design has {most:,} with a vocabulary "
             f"of {family.vocab_size:,}"
         )
-    return pick(family, int(np.argmin(np.abs(grid.num_params - num_params))))
+    return design_at(family, int(np.argmin(np.abs(grid.num_params - num_params))))
 
 
-def max_vocab_size(family: Family, num_params: float) -> int | None:
+def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
     """Finds the largest vocabulary with which a design has so few parameters.
 
     Args:
@@ -161,7 +163,7 @@ def max_vocab_size(family: Family, num_params: float) -> int | None:
     for each in RANGES:
         mlp = int(_multiples(each.mlp, *(each.low * x for x in MLP_RATIOS))[0])
         one, two = (
-            count_params(x, describe(x, each.low, 1, mlp))
+            count_params(x, describe_design(x, each.low, 1, mlp))
             for x in (dataclasses.replace(family, vocab_size=n) for n in (1, 2))
         )
         if one == two:
@@ -171,8 +173,8 @@ def max_vocab_size(family: Family, num_params: float) -> int | None:
     return max(found)
 
 
-def best(
-    family: Family,
+def best_design(
+    family: DesignFamily,
     loss: Callable[[Any, Any], Any],
     flops: float,
     *,
@@ -205,24 +207,26 @@ def best(
         )
     losses = loss(grid.num_params[enough].astype(float), tokens[enough])
     place = int(enough[np.argmin(losses)])
-    return pick(family, place), float(tokens[place]), float(losses.min())
+    return design_at(family, place), float(tokens[place]), float(losses.min())
 
 
-def pick(family: Family, place: int) -> Design:
+def design_at(family: DesignFamily, place: int) -> Design:
     """Describes one design of a grid."""
     grid = make_grid(family)
     width, depth, mlp = (int(x[place]) for x in grid[:3])
-    model = describe(family, width, depth, mlp)
+    model = describe_design(family, width, depth, mlp)
     flops = float(grid.flops_per_token[place])
     return Design(model, int(grid.num_params[place]), flops)
 
 
-def describe(family: Family, width: int, depth: int, mlp: int) -> Description:
+def describe_design(
+    family: DesignFamily, width: int, depth: int, mlp: int
+) -> ModelShape:
     """Gives the shape of one design in full."""
     head_dim = next(x for x in RANGES if x.low <= width < x.high).head_dim
     heads = width // head_dim
     grouped = heads >= 4 * _KV_HEADS and heads % _KV_HEADS == 0
-    return Description(
+    return ModelShape(
         name=f"{depth} x {width}",
         vocab_size=family.vocab_size,
         hidden_size=width,
@@ -239,7 +243,7 @@ def describe(family: Family, width: int, depth: int, mlp: int) -> Description:
 
 
 @functools.lru_cache(maxsize=4)
-def make_grid(family: Family) -> Grid:
+def make_grid(family: DesignFamily) -> DesignGrid:
     """Lists all designs of a family with their exact counts, read-only."""
     blocks = []
     for each in RANGES:
@@ -250,10 +254,12 @@ def make_grid(family: Family) -> Grid:
             mlps = _multiples(each.mlp, *(width * x for x in MLP_RATIOS))
             depth, mlp = (x.ravel() for x in np.meshgrid(depths, mlps, indexing="ij"))
             shapes = ((1, 1), (2, 1), (1, 2))
-            corners = [describe(family, width, *shape) for shape in shapes]
+            corners = [describe_design(family, width, *shape) for shape in shapes]
             params = [count_params(family, model) for model in corners]
             how: Any = {"sequence": family.sequence, "attention": family.attention}
-            flops = [float(training(model, **how).model) for model in corners]
+            flops = [
+                float(training_step_flops(model, **how).model) for model in corners
+            ]
             found = []
             for one, deeper, wider in (params, flops):
                 layer, column = deeper - one, wider - one
@@ -261,7 +267,7 @@ def make_grid(family: Family) -> Grid:
             counts, steps = found
             block = np.full(depth.size, width), depth, mlp, counts
             blocks.append((*block, steps / family.sequence))
-    grid = Grid(*map(np.concatenate, zip(*blocks, strict=True)))
+    grid = DesignGrid(*map(np.concatenate, zip(*blocks, strict=True)))
     for column in grid:
         column.setflags(write=False)
     return grid
@@ -273,6 +279,6 @@ def _multiples(step: int, low: float, high: float) -> Int[np.ndarray, " n"]:
     return np.arange(first, max(first, int(high / step)) + 1, dtype=np.int64) * step
 
 
-def count_params(family: Family, model: Description) -> int:
+def count_params(family: DesignFamily, model: ModelShape) -> int:
     """Counts a model's parameters as the family does."""
-    return getattr(parameters.parameters(model), family.count.replace("-", "_"))
+    return getattr(parameters.count_parameters(model), family.count.replace("-", "_"))

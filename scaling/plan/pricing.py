@@ -41,7 +41,7 @@ class Offer(NamedTuple):
         return self.flops_per_s * mfu * HOUR_S / self.usd_per_hour
 
 
-def parse(text: str) -> Offer:
+def parse_offer(text: str) -> Offer:
     """Reads an offer, `NAME:USD_PER_HOUR:TFLOPS`.
 
     The rate may be left out for devices that `devices` knows, and with it the price.
@@ -80,7 +80,7 @@ def parse(text: str) -> Offer:
     return Offer(name, price, rate, known.memory_bytes if known else None)
 
 
-def best(offers: Sequence[Offer], mfu: float) -> Offer:
+def best_offer(offers: Sequence[Offer], mfu: float) -> Offer:
     """Chooses the offer with the most operations per dollar; the first of equals.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 from scaling.fits import intervals
 from scaling.fits.fit import predict
 from scaling.laws import Optimum
-from scaling.plan.case import Case, believe
+from scaling.plan.case import PlanCase, make_loss_model
 
 _MAX_RESAMPLES = 200
 """Of those that need a search each."""
@@ -16,7 +16,7 @@ _NEVER = 2000.0
 """As the logarithm of a budget: more than any."""
 
 
-class Spread(NamedTuple):
+class OptimumSpread(NamedTuple):
     """Where the optimum lies by the resamples of a fit.
 
     Attributes:
@@ -35,11 +35,11 @@ class Spread(NamedTuple):
     num_without: int
 
 
-def of_loss(
-    case: Case, optimum: Optimum, kind: Literal["confidence", "prediction"]
+def loss_interval(
+    case: PlanCase, optimum: Optimum, kind: Literal["confidence", "prediction"]
 ) -> tuple[float, float] | None:
     """Interval of the loss at the optimum; none for published constants."""
-    fit = case.belief.fit
+    fit = case.loss_model.fit
     if fit is None:
         return None
     num_params, num_tokens = optimum.num_params, optimum.num_tokens
@@ -52,9 +52,9 @@ def of_loss(
     return ends if all(map(math.isfinite, ends)) else None
 
 
-def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
+def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
     """Allocates the budget by every resample; None where there are fewer than two."""
-    fit, law = case.belief.fit, case.belief.law
+    fit, law = case.loss_model.fit, case.loss_model.law
     if fit is None or fit.samples is None:
         return None
     samples = fit.sampled()
@@ -64,12 +64,12 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
     for sample in samples:
         named = dict(zip(law.coefficients, map(float, sample), strict=True))
         try:
-            belief = believe(case.belief.name, law, named)
-            believed = case._replace(belief=belief)
-            found = believed.allocate()
+            loss_model = make_loss_model(case.loss_model.name, law, named)
+            changed = case._replace(loss_model=loss_model)
+            found = changed.allocate()
             if case.target_loss is not None:
                 try:
-                    needed.append([math.log(believed.needed())])
+                    needed.append([math.log(changed.needed())])
                 except ValueError:  # no budget is enough
                     needed.append([_NEVER])
             optima.append([math.log(found.num_params), math.log(found.num_tokens)])
@@ -80,7 +80,7 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
 
     def interval(estimate: list[float], found: list[list[float]]) -> Any:
         how: Any = {"loss": fit.loss, "num_points": fit.num_points, "k": fit.num_free}
-        return intervals.from_samples(
+        return intervals.percentile_intervals(
             np.log(estimate), np.array(found), case.level, **how
         )
 
@@ -89,7 +89,7 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
     if needed:
         least, most = (float(end[0]) for end in interval([case.flops], needed))
         flops = math.exp(least), math.inf if most > _NEVER / 2 else math.exp(most)
-    return Spread(
+    return OptimumSpread(
         params=(float(low[0]), float(high[0])),
         tokens=(float(low[1]), float(high[1])),
         flops=flops,

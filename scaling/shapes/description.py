@@ -99,7 +99,7 @@ class LatentAttention:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts:
+class MixtureShape:
     """A mixture: every token meets `top_k` of the routed experts, and all shared."""
 
     num_experts: int
@@ -124,7 +124,7 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Description:
+class ModelShape:
     """The shapes of a decoder-only transformer."""
 
     name: str
@@ -138,7 +138,7 @@ class Description:
     gated: bool = True
     """Whether an MLP has a gate beside its up projection: three matrices, not two."""
     mlp_bias: bool = False
-    experts: Experts | None = None
+    experts: MixtureShape | None = None
     mixture_layers: tuple[bool, ...] = ()
     """Which layers are mixtures; empty: all if there are experts, else none."""
     norm: Literal["rms", "layer"] = "rms"
@@ -193,11 +193,11 @@ class Description:
         return sum(layers * of_window(window) for window, layers in kinds)
 
 
-def describe_fields(fields: Mapping[str, Any]) -> Description:
+def describe_fields(fields: Mapping[str, Any]) -> ModelShape:
     """Builds a description from fields by name, those of its parts among them.
 
     Args:
-      fields: of a `ModelConfig`, or of a `Description` and its attention; `experts` is
+      fields: of a `ModelConfig`, or of a `ModelShape` and its attention; `experts` is
         a mapping of fields, or absent. Fields of neither are ignored.
     """
     attention = LatentAttention if "kv_rank" in fields else HeadAttention
@@ -206,18 +206,18 @@ def describe_fields(fields: Mapping[str, Any]) -> Description:
     if fields.get("positions") == "learned":
         rows = fields["max_positions"] + fields.get("position_offset", 0)
     parts = {
-        "experts": _build(Experts, experts) if experts else None,
+        "experts": _build(MixtureShape, experts) if experts else None,
         "attention": _build(attention, fields),
         "position_rows": rows,
     }
-    return _build(Description, {**fields, **parts})
+    return _build(ModelShape, {**fields, **parts})
 
 
 def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
-    return kind(**{name: fields[name] for name in names_of(kind) if name in fields})
+    return kind(**{name: fields[name] for name in field_names(kind) if name in fields})
 
 
 @functools.cache
-def names_of(kind: type[Any]) -> tuple[str, ...]:
+def field_names(kind: type[Any]) -> tuple[str, ...]:
     """Returns the names of a dataclass's fields."""
     return tuple(field.name for field in dataclasses.fields(kind))

@@ -1,10 +1,10 @@
 """Our own models as the cost formulas see them."""
 
 from jaxkv.models import ModelConfig
-from scaling.shapes.description import Description, describe_fields
+from scaling.shapes.description import ModelShape, describe_fields
 
 
-def describe(config: ModelConfig, *, name: str = "") -> Description:
+def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
     """Describes a model that we can run.
 
     Args:

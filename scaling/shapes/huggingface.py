@@ -13,12 +13,12 @@ from jaxkv import files
 from jaxkv.models.huggingface import configs, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
 from scaling.shapes.description import (
-    Description,
-    Experts,
     HeadAttention,
     LatentAttention,
+    MixtureShape,
+    ModelShape,
     describe_fields,
-    names_of,
+    field_names,
 )
 
 MAX_SIZE = 2**40
@@ -27,13 +27,17 @@ MAX_LAYERS = 100_000
 
 # Fields that a count depends on; the last three become fields of `Experts`.
 _COUNTED = {
-    *(names_of(Description) + names_of(HeadAttention) + names_of(LatentAttention)),
-    *(f"experts.{name}" for name in names_of(Experts)),
+    *(
+        field_names(ModelShape)
+        + field_names(HeadAttention)
+        + field_names(LatentAttention)
+    ),
+    *(f"experts.{name}" for name in field_names(MixtureShape)),
     *("experts.dense_layers", "experts.num_dense_layers", "experts.num_shared"),
 }
 
 
-def load(path: Path) -> Description:
+def load_shape(path: Path) -> ModelShape:
     """Reads a `config.json`, or the one in a folder.
 
     Raises:
@@ -46,12 +50,12 @@ def load(path: Path) -> Description:
         path.stem if path.is_file() and path.stem != "config" else path.resolve().name
     )
     try:
-        return describe(raw, name=name)
+        return describe_huggingface(raw, name=name)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
 
-def describe(raw: Mapping[str, Any], *, name: str = "") -> Description:
+def describe_huggingface(raw: Mapping[str, Any], *, name: str = "") -> ModelShape:
     """Describes the model of a parsed `config.json`.
 
     Args:
@@ -150,5 +154,5 @@ def family_of(raw: Mapping[str, Any]) -> str:
         return kind
     if built is not None:
         return built
-    said = f"model_type={kind!r}" if kind is not None or not first else f"{first!r}"
-    raise ValueError(f"{said} is not counted, only {', '.join(FAMILIES)}")
+    message = f"model_type={kind!r}" if kind is not None or not first else f"{first!r}"
+    raise ValueError(f"{message} is not counted, only {', '.join(FAMILIES)}")

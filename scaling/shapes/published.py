@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scaling.shapes import huggingface
-from scaling.shapes.description import Description
+from scaling.shapes.description import ModelShape
 
 
 def _rows(common: dict[str, Any], keys: str, rows: Mapping[str, tuple[Any, ...]]):
@@ -172,7 +172,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def describe(name: str) -> Description:
+def describe(name: str) -> ModelShape:
     """Describes a published model.
 
     Args:
@@ -183,4 +183,4 @@ def describe(name: str) -> Description:
     """
     if name not in CONFIGS:
         raise ValueError(f"unknown model {name!r}; one of: {', '.join(CONFIGS)}")
-    return huggingface.describe(CONFIGS[name], name=name)
+    return huggingface.describe_huggingface(CONFIGS[name], name=name)

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxkv.models import transformer
 from scaling.corpora import Corpus
-from scaling.training import Schedule, TrainConfig
-from scaling.training.step import TrainState, compiled, init
+from scaling.training import LearningRateSchedule, TrainConfig
+from scaling.training.step import TrainState, compiled_steps, init_train_state
 
 Status = Literal["done", "diverged", "failed"]
 SPACING = 1.1
@@ -33,7 +33,7 @@ type Scorer = Callable[[TrainConfig, transformer.Params], Any]
 text, in nats per token, not finite if the run broke down."""
 
 
-class Finished(NamedTuple):
+class FinishedRun(NamedTuple):
     """A run that is over.
 
     Attributes:
@@ -60,7 +60,7 @@ class Finished(NamedTuple):
         return math.nan if self.score is None else self.score.loss
 
 
-class Lanes(NamedTuple):
+class BatchedRuns(NamedTuple):
     """Where some runs side by side stand, after `step` steps."""
 
     state: TrainState
@@ -70,7 +70,7 @@ class Lanes(NamedTuple):
     seconds: float
 
 
-class Half(NamedTuple):
+class PausedRuns(NamedTuple):
     """Where runs stand that were stopped, for another call to go on from.
 
     Attributes:
@@ -80,31 +80,31 @@ class Half(NamedTuple):
     """
 
     horizon: int
-    trunk: Lanes
-    branch: Lanes | None
+    trunk: BatchedRuns
+    branch: BatchedRuns | None
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """Somebody asked to stop.
 
     Attributes:
       half: where the runs stand.
     """
 
-    def __init__(self, half: Half):
+    def __init__(self, half: PausedRuns):
         super().__init__()
         self.half = half
 
 
-def run(
+def train_branches(
     horizons: Sequence[Sequence[TrainConfig]],
     corpus: Corpus,
     *,
     is_vmapped: bool,
     score: Scorer,
     advance: Callable[[int], bool] = lambda steps: True,
-    half: Half | None = None,
-) -> Iterator[Finished]:
+    half: PausedRuns | None = None,
+) -> Iterator[FinishedRun]:
     """Trains runs of one model that differ in rate, seed and length.
 
     Args:
@@ -129,7 +129,7 @@ def run(
         raise ValueError("several runs are side by side only under vmap")
     done = 0 if half is None else len(trunk) * half.horizon
     try:
-        half = half or Half(0, begin(trunk, is_vmapped), None)
+        half = half or PausedRuns(0, init_runs(trunk, is_vmapped), None)
         lanes, end = half.trunk, half.branch
         schedules = [_schedules(runs, is_vmapped) for runs in horizons]
         call = _call(trunk, corpus, is_vmapped)
@@ -139,12 +139,12 @@ def run(
             branch_at = runs[0].num_steps - runs[0].cooldown_steps
             lanes, goes_on = _go(call, lanes, schedules[-1], branch_at, advance)
             if not goes_on:
-                raise Stopped(Half(i, lanes, None))
+                raise StopRequested(PausedRuns(i, lanes, None))
             end, goes_on = _go(
                 call, end or lanes, schedules[i], runs[0].num_steps, advance
             )
             if not goes_on:
-                raise Stopped(Half(i, lanes, end))
+                raise StopRequested(PausedRuns(i, lanes, end))
             for j, each in enumerate(runs):
                 scored = params = None
                 if end.alive[j]:
@@ -158,17 +158,17 @@ def run(
                 else:
                     status = "done"
                 curve = [*end.curves[j]]
-                yield Finished(each, status, scored, curve, end.seconds, params)
+                yield FinishedRun(each, status, scored, curve, end.seconds, params)
                 done += 1
             end = None
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         # Out of memory, mostly: the other models of a sweep may still fit.
         line = str(error).strip().partition("\n")[0] or type(error).__name__
         for each in [each for runs in horizons for each in runs][done:]:
-            yield Finished(each, "failed", None, [], 0.0, None, line)
+            yield FinishedRun(each, "failed", None, [], 0.0, None, line)
 
 
-def speed(
+def measure_speed(
     runs: Sequence[TrainConfig], corpus: Corpus, *, is_vmapped: bool, patience_s: float
 ) -> float:
     """Measures steps of a run per second, over all runs, for a moment.
@@ -176,7 +176,7 @@ def speed(
     Without compilation, which a sweep pays once for a model.
     """
     call, schedules = _call(runs, corpus, is_vmapped), _schedules(runs, is_vmapped)
-    lanes, num_steps = begin(runs, is_vmapped), 4
+    lanes, num_steps = init_runs(runs, is_vmapped), 4
     _go(call, lanes, schedules, 1)
 
     def spend() -> float:
@@ -191,22 +191,22 @@ def speed(
         num_steps *= 2
 
 
-def begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> Lanes:
+def init_runs(runs: Sequence[TrainConfig], is_vmapped: bool) -> BatchedRuns:
     """Where runs of one model stand before their first step."""
     model, optimizer = runs[0].model, runs[0].optimizer
-    states = [init(model, optimizer, jnp.int32(x.seed)) for x in runs]
-    return Lanes(
+    states = [init_train_state(model, optimizer, jnp.int32(x.seed)) for x in runs]
+    return BatchedRuns(
         _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0
     )
 
 
 def _go(
     call: Callable[..., Any],
-    lanes: Lanes,
-    schedule: Schedule,
+    lanes: BatchedRuns,
+    schedule: LearningRateSchedule,
     until: int,
     advance: Callable[[int], bool] = lambda steps: True,
-) -> tuple[Lanes, bool]:
+) -> tuple[BatchedRuns, bool]:
     """Trains up to a step, noting the loss on the way; and whether to go on."""
     num_runs = len(lanes.alive)
     if not lanes.alive.any():
@@ -218,7 +218,7 @@ def _go(
         losses = np.atleast_1d(np.asarray(loss, np.float64))
         middle = (lanes.step + end + 1) / 2
         alive = lanes.alive & np.isfinite(losses)
-        lanes = Lanes(
+        lanes = BatchedRuns(
             state,
             end,
             alive,
@@ -262,8 +262,8 @@ def _reports(step: int, until: int) -> Iterator[int]:
         yield until
 
 
-def _schedules(runs: Sequence[TrainConfig], is_vmapped: bool) -> Schedule:
-    return _stack([Schedule.of(run) for run in runs], is_vmapped)
+def _schedules(runs: Sequence[TrainConfig], is_vmapped: bool) -> LearningRateSchedule:
+    return _stack([LearningRateSchedule.of(run) for run in runs], is_vmapped)
 
 
 def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
@@ -275,5 +275,5 @@ def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
 @functools.cache
 def _program(model, optimizer, batch_size, seq_len, is_vmapped):
     """One program for a model, whatever the rates, seeds and numbers of steps."""
-    call = compiled(model, optimizer, batch_size, seq_len)
+    call = compiled_steps(model, optimizer, batch_size, seq_len)
     return jax.jit(jax.vmap(call, (0, None, 0, 0, None))) if is_vmapped else call

@@ -20,9 +20,9 @@ from jaxkv import validation
 from jaxkv.models import transformer
 from scaling.corpora import Corpus, corpora
 from scaling.sweeps import branching, grid
-from scaling.sweeps.branching import Finished
-from scaling.sweeps.grid import Cell, Group, SweepConfig
-from scaling.sweeps.paused import load, save
+from scaling.sweeps.branching import FinishedRun
+from scaling.sweeps.grid import Cell, RunGroup, SweepConfig
+from scaling.sweeps.paused import load_paused, save_paused
 from scaling.training import TrainConfig, objectives
 
 _PATIENCE_S = 2.0
@@ -30,7 +30,7 @@ _PATIENCE_S = 2.0
 _CONNECT_S = 10.0
 
 
-class Made(NamedTuple):
+class RunRecord(NamedTuple):
     """A run that is over, as a sweep's folder keeps it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Made(NamedTuple):
     params: transformer.Params | None
 
 
-class Choice(NamedTuple):
+class ExecutionMode(NamedTuple):
     """How runs of one model are carried out.
 
     Attributes:
@@ -58,46 +58,52 @@ class Choice(NamedTuple):
     reason: str
 
 
-def open_corpus(config: corpora.AnyCorpus) -> Corpus:
+def open_on_device(config: corpora.AnyCorpus) -> Corpus:
     """Opens the text and puts its stream on the device."""
-    corpus = corpora.open(config)
+    corpus = corpora.open_corpus(config)
     return corpus._replace(stream=jnp.asarray(corpus.stream))
 
 
-def choose(config: SweepConfig, groups: list[Group], corpus: Corpus) -> Choice:
+def choose_mode(
+    config: SweepConfig, groups: list[RunGroup], corpus: Corpus
+) -> ExecutionMode:
     """Decides between running one after another and side by side, by a short trial.
 
     The trial is of the middle group that has several lanes.
     """
     if config.mode != "auto":
-        return Choice(config.mode, "asked for")
+        return ExecutionMode(config.mode, "asked for")
     several = [group for group in groups if len(group.lanes) > 1]
     if not several:
-        return Choice("loop", "no model has several runs of one length")
+        return ExecutionMode("loop", "no model has several runs of one length")
     if config.executor == "ray":
-        return Choice("loop", "a cluster has other runs side by side")
+        return ExecutionMode("loop", "a cluster has other runs side by side")
     group = several[len(several) // 2]
     cell = Cell(group.model, group.horizons[-1])
     runs = [grid.train_config(config, cell, lane) for lane in group.lanes]
     tokens = config.batch_size * config.seq_len
-    loop = branching.speed(runs[:1], corpus, is_vmapped=False, patience_s=_PATIENCE_S)
-    vmap = branching.speed(runs, corpus, is_vmapped=True, patience_s=_PATIENCE_S)
+    loop = branching.measure_speed(
+        runs[:1], corpus, is_vmapped=False, patience_s=_PATIENCE_S
+    )
+    vmap = branching.measure_speed(
+        runs, corpus, is_vmapped=True, patience_s=_PATIENCE_S
+    )
     width = group.model.hidden_size
-    return Choice(
+    return ExecutionMode(
         "loop" if loop >= vmap else "vmap",
         f"at width {width} one after another train {loop * tokens:,.0f} tokens/s, "
         f"{len(runs)} side by side {vmap * tokens:,.0f}",
     )
 
 
-def local(
+def run_local(
     config: SweepConfig,
-    groups: list[Group],
+    groups: list[RunGroup],
     corpus: Corpus,
     mode: str,
     advance: Callable[[int, Any], bool],
     paused: Path,
-) -> Iterator[Made]:
+) -> Iterator[RunRecord]:
     """Carries out groups in this process, by the mode `loop` or `vmap`.
 
     `advance` is told how many steps of which model were taken; false stops. `paused` is
@@ -114,52 +120,54 @@ def local(
         if mode == "loop":
             parts = [(lane,) for lane in group.lanes]
 
-        def tell(steps: int, model: Any = group.model) -> bool:
+        def advance_model(steps: int, model: Any = group.model) -> bool:
             return advance(steps, model)
 
         for lanes in parts:
-            if not tell(0):  # before a program is compiled for nothing
+            if not advance_model(0):  # before a program is compiled for nothing
                 return
             part = group._replace(lanes=lanes)
             place = paused / grid.group_id(config, part, corpus.digest)
             try:
-                yield from _run(config, part, corpus, mode == "vmap", tell, place)
-            except branching.Stopped as stop:
-                save(place, stop.half)
+                yield from _run(
+                    config, part, corpus, mode == "vmap", advance_model, place
+                )
+            except branching.StopRequested as stop:
+                save_paused(place, stop.half)
                 return
             shutil.rmtree(place, ignore_errors=True)
 
 
 def _run(
     config: SweepConfig,
-    group: Group,
+    group: RunGroup,
     corpus: Corpus,
     is_vmapped: bool,
     advance: Callable[[int], bool],
     paused: Path | None = None,
-) -> Iterator[Made]:
+) -> Iterator[RunRecord]:
     horizons = [
         [grid.train_config(config, Cell(group.model, n), x) for x in group.lanes]
         for n in group.horizons
     ]
     half = None
     if paused is not None and paused.exists():
-        begun = branching.begin(horizons[-1], is_vmapped)
-        if half := load(paused, begun.state):
+        begun = branching.init_runs(horizons[-1], is_vmapped)
+        if half := load_paused(paused, begun.state):
             advance(len(group.lanes) * (half.branch or half.trunk).step)
-    found = branching.run(
+    found = branching.train_branches(
         horizons,
         corpus,
         is_vmapped=is_vmapped,
-        score=functools.partial(score, config, corpus),
+        score=functools.partial(score_run, config, corpus),
         advance=advance,
         half=half,
     )
     for finished in found:
-        yield made(config, corpus, finished)
+        yield make_record(config, corpus, finished)
 
 
-def score(
+def score_run(
     config: SweepConfig, corpus: Corpus, run: TrainConfig, params: transformer.Params
 ) -> objectives.StreamScore:
     """Scores a run as all of a sweep are scored."""
@@ -172,7 +180,7 @@ def score(
     )
 
 
-def connect(config: SweepConfig) -> Any:
+def connect_ray(config: SweepConfig) -> Any:
     """Joins the cluster of a sweep that is to be carried out on one.
 
     Returns:
@@ -206,11 +214,11 @@ def connect(config: SweepConfig) -> Any:
     return ray
 
 
-def on_ray(
+def run_on_ray(
     config: SweepConfig,
-    groups: list[Group],
+    groups: list[RunGroup],
     advance: Callable[[int, Any], bool],
-) -> Iterator[Made]:
+) -> Iterator[RunRecord]:
     """Carries out groups on a Ray cluster, a lane of a group on one worker at a time.
 
     Every worker opens the text for itself, so all of them must see it. `advance` is
@@ -221,9 +229,9 @@ def on_ray(
       elsewhere by Ray, three times.
 
     Raises:
-      ValueError: as `connect` does.
+      ValueError: as `connect_ray` does.
     """
-    ray = connect(config)
+    ray = connect_ray(config)
     task = ray.remote(
         num_cpus=config.cpus_per_run, num_gpus=config.gpus_per_run, max_retries=3
     )(_on_worker)
@@ -234,7 +242,7 @@ def on_ray(
             ready, _ = ray.wait([*waiting], num_returns=1, timeout=1.0)
             for reference in ready:
                 part = waiting.pop(reference)
-                steps = grid.steps_taken(config, part.horizons)
+                steps = grid.group_steps(config, part.horizons)
                 yield from ray.get(reference)
                 if not advance(steps, part.model):
                     return
@@ -245,20 +253,22 @@ def on_ray(
             ray.cancel(reference, force=True)
 
 
-def _on_worker(config: SweepConfig, part: Group) -> list[Made]:
+def _on_worker(config: SweepConfig, part: RunGroup) -> list[RunRecord]:
     corpus = _opened(config)
     return [*_run(config, part, corpus, False, lambda steps: True)]
 
 
 @functools.lru_cache(maxsize=1)
 def _opened(config: SweepConfig) -> Corpus:
-    return open_corpus(config.corpus)
+    return open_on_device(config.corpus)
 
 
-def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
+def make_record(
+    config: SweepConfig, corpus: Corpus, finished: FinishedRun
+) -> RunRecord:
     """Writes down a run that is over, and its curve."""
     run, score = finished.run, finished.score
-    params, per_token = grid.count(run.model, run.seq_len)
+    params, per_token = grid.count_cost(run.model, run.seq_len)
     batch_tokens = run.batch_size * run.seq_len
     num_tokens = run.num_steps * batch_tokens
     run_id = grid.run_id(config, run, corpus.digest)
@@ -305,4 +315,4 @@ def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
         }
         for step, loss in finished.curve
     ]
-    return Made(record, curve, run.model, finished.params)
+    return RunRecord(record, curve, run.model, finished.params)

@@ -17,7 +17,7 @@ BASE_WIDTH = 32
 """Of the model that a family's learning rates are for."""
 
 
-def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
+def family_shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     """A Llama of some width: heads of 16 or so, an MLP of 8/3 of the width."""
     return architectures.transformer(
         width,
@@ -29,15 +29,15 @@ def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     )
 
 
-def nearest(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
+def nearest_shape(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
     """The model of the family with a number of parameters nearest to one, by ratio."""
     found = [
-        shape(width, num_layers, seq_len)
+        family_shape(width, num_layers, seq_len)
         for width in (*range(4, 16, 2), *range(16, 2049, 16))
     ]
 
     def off(model: ModelConfig) -> float:
-        params = grid.count(model, seq_len).params
+        params = grid.count_cost(model, seq_len).params
         return max(params.total / num_params, num_params / params.total)
 
     return min(found, key=off)
@@ -76,10 +76,10 @@ class FamilySweep:
     @property
     def sweep(self) -> SweepConfig:
         """The grid of the runs; a `ValueError` if it is none."""
-        return sweep_of(vars(self))
+        return make_sweep(vars(self))
 
 
-def sweep_of(fields: Mapping[str, Any]) -> SweepConfig:
+def make_sweep(fields: Mapping[str, Any]) -> SweepConfig:
     """The grid of a config of this family.
 
     Args:
@@ -92,7 +92,7 @@ def sweep_of(fields: Mapping[str, Any]) -> SweepConfig:
     names = {x.name for x in dataclasses.fields(SweepConfig)}
     given = {name: value for name, value in fields.items() if name in names}
     sizes = fields["num_layers"], fields["seq_len"]
-    models = tuple(shape(width, *sizes) for width in fields["widths"])
+    models = tuple(family_shape(width, *sizes) for width in fields["widths"])
     return SweepConfig(models=models, base_width=BASE_WIDTH, **given)
 
 
@@ -120,7 +120,7 @@ ISOFLOP = {
 
 SWEEPS = {
     "smoke": SweepConfig(
-        models=tuple(shape(width, 1, 32) for width in (4, 8, 16)),
+        models=tuple(family_shape(width, 1, 32) for width in (4, 8, 16)),
         corpus=corpora.CorpusConfig(held_out=0.02),
         num_tokens=(2560, 5120, 10240),
         learning_rates=(1e-2, 3e-2),
@@ -133,7 +133,7 @@ SWEEPS = {
     ),
     # Sizes by tokens: half a minute.
     "grid": SweepConfig(
-        models=tuple(shape(width, 2, 64) for width in (8, 12, 16, 24)),
+        models=tuple(family_shape(width, 2, 64) for width in (8, 12, 16, 24)),
         num_tokens=(2**17, 2**18, 2**19, 2**20),
         learning_rates=(4e-3, 8e-3, 1.6e-2),
     ),
@@ -143,7 +143,7 @@ SWEEPS = {
 
 TRAININGS = {
     "smoke": TrainConfig(
-        model=shape(8, 1, 32),
+        model=family_shape(8, 1, 32),
         corpus=corpora.CorpusConfig(held_out=0.02),
         optimizer=ADAMW,
         batch_size=8,
@@ -157,7 +157,7 @@ TRAININGS = {
     ),
     # A minute on two cores; a model that writes lines that look like Python.
     "small": TrainConfig(
-        model=dataclasses.replace(shape(64, 2, 256), max_positions=1024),
+        model=dataclasses.replace(family_shape(64, 2, 256), max_positions=1024),
         optimizer=OptimizerConfig(kind="muon"),
         batch_size=8,
         seq_len=128,

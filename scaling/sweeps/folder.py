@@ -56,7 +56,7 @@ RECORD = {
 """The columns of runs.jsonl."""
 
 
-def shape(folder: Path) -> dict[str, int | bool]:
+def shared_shape(folder: Path) -> dict[str, int | bool]:
     """Reads off a sweep's header what all of its models have in common.
 
     Returns:

@@ -103,11 +103,11 @@ class SweepConfig:
                 raise ValueError(
                     f"seq_len={self.seq_len} must be at most {model.max_positions=}"
                 )
-        if not cells(self):
+        if not list_cells(self):
             raise ValueError(f"no run is left: {_why_none(self)}")
 
 
-class Counts(NamedTuple):
+class ModelCost(NamedTuple):
     """What a model costs.
 
     Attributes:
@@ -115,7 +115,7 @@ class Counts(NamedTuple):
       flops_per_token: of training, exact, attention counted causally.
     """
 
-    params: parameters.Parameters
+    params: parameters.ParameterCounts
     flops_per_token: float
 
 
@@ -133,7 +133,7 @@ class Lane(NamedTuple):
     seed: int
 
 
-class Group(NamedTuple):
+class RunGroup(NamedTuple):
     """Runs of one model that may go side by side.
 
     Attributes:
@@ -148,19 +148,19 @@ class Group(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def count(model: architectures.Architecture, seq_len: int) -> Counts:
+def count_cost(model: architectures.Architecture, seq_len: int) -> ModelCost:
     """Counts a model's parameters, and its FLOPs in training on windows."""
     flops = architectures.training_flops(model, sequence=seq_len)
-    return Counts(architectures.parameters(model), flops / seq_len)
+    return ModelCost(architectures.count_model_parameters(model), flops / seq_len)
 
 
-def cells(config: SweepConfig) -> list[Cell]:
+def list_cells(config: SweepConfig) -> list[Cell]:
     """Lists the cells of a grid, model by model, each once, steps rising."""
     found = []
     batch_tokens = config.batch_size * config.seq_len
     low, high = config.tokens_per_param
     for model in config.models:
-        params = count(model, config.seq_len).params.total
+        params = count_cost(model, config.seq_len).params.total
         found += [
             Cell(model, n)
             for n in sorted({round(x / batch_tokens) for x in _tokens(config, model)})
@@ -172,7 +172,7 @@ def cells(config: SweepConfig) -> list[Cell]:
 
 def _tokens(config: SweepConfig, model: architectures.Architecture) -> list[float]:
     """What each budget would train a model on."""
-    per_token = count(model, config.seq_len).flops_per_token
+    per_token = count_cost(model, config.seq_len).flops_per_token
     by_budget = [budget / per_token for budget in config.budgets]
     return by_budget + [float(x) for x in config.num_tokens]
 
@@ -236,7 +236,7 @@ def cell_id(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> str:
     return _digest({k: v for k, v in deciding.items() if k not in Lane._fields})
 
 
-def group_id(config: SweepConfig, group: Group, corpus_digest: str) -> str:
+def group_id(config: SweepConfig, group: RunGroup, corpus_digest: str) -> str:
     """Names runs that are carried out together."""
     cells = [Cell(group.model, steps) for steps in group.horizons]
     runs = [train_config(config, x, lane) for x in cells for lane in group.lanes]
@@ -266,15 +266,15 @@ def scaled_rate(
     return float(f"{rate * scale:.6g}")
 
 
-def flops(config: SweepConfig, groups: list[Group]) -> Iterator[float]:
+def group_flops(config: SweepConfig, groups: list[RunGroup]) -> Iterator[float]:
     """Yields the FLOPs of each group, its shared trunks counted once."""
     for group in groups:
-        per_step = count(group.model, config.seq_len).flops_per_token
+        per_step = count_cost(group.model, config.seq_len).flops_per_token
         per_step *= config.batch_size * config.seq_len
-        yield per_step * len(group.lanes) * steps_taken(config, group.horizons)
+        yield per_step * len(group.lanes) * group_steps(config, group.horizons)
 
 
-def steps_taken(config: SweepConfig, horizons: tuple[int, ...]) -> int:
+def group_steps(config: SweepConfig, horizons: tuple[int, ...]) -> int:
     """Counts the steps of a trunk and its branches."""
     cooled = [_steps_of_fall(config, n) for n in horizons]
     return recipes.steps_taken(horizons, cooled)

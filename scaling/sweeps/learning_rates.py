@@ -82,7 +82,7 @@ def extrapolate(
     return float(f"{best['learning_rate'] * scale:.4g}"), (-1.0, 0.0)
 
 
-class Powers(NamedTuple):
+class RatePowers(NamedTuple):
     """`rate = coefficient width^of_width tokens^of_tokens`, with half intervals.
 
     Not numbers where there are too few optima.
@@ -101,7 +101,7 @@ def fit_powers(
     rate: Float[np.ndarray, " optima"],
     *,
     level: float,
-) -> Powers:
+) -> RatePowers:
     """Lays powers through optima by least squares in logarithms.
 
     `level` is the probability of the intervals, which are Student's, in (0, 1).
@@ -109,11 +109,11 @@ def fit_powers(
     design, found = _least_squares(width, num_tokens, rate)
     freedom = len(rate) - 3
     if freedom < 1 or np.linalg.matrix_rank(design) < 3:
-        return Powers(*[float("nan")] * 5)
+        return RatePowers(*[float("nan")] * 5)
     residuals = np.log(rate) - design @ found
     covariance = np.linalg.inv(design.T @ design) * (residuals @ residuals) / freedom
-    half = intervals.student(level, freedom) * np.sqrt(np.diagonal(covariance))
-    return Powers(
+    half = intervals.student_t(level, freedom) * np.sqrt(np.diagonal(covariance))
+    return RatePowers(
         coefficient=float(np.exp(found[0])),
         of_width=float(found[1]),
         of_width_half=float(half[1]),

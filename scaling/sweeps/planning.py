@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scaling.sweeps import grid
-from scaling.sweeps.grid import Cell, Group, Lane, SweepConfig
+from scaling.sweeps.grid import Cell, Lane, RunGroup, SweepConfig
 from scaling.training import Architecture
 
 Known = Mapping[str, Mapping[str, Any]]
 """The records that there are, by run_id."""
 
 
-def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[Group]:
+def next_groups(
+    config: SweepConfig, known: Known, corpus_digest: str
+) -> list[RunGroup]:
     """Says what to run next, given what is known: nothing when all is done.
 
     First every cell at every rate; then, cell by cell, rates beyond the grid's edge
@@ -30,12 +32,12 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
       depends on earlier stages alone, so what was half done is done again alike.
     """
     by_model: dict[Architecture, list[int]] = {}
-    for model, num_steps in grid.cells(config):
+    for model, num_steps in grid.list_cells(config):
         by_model.setdefault(model, []).append(num_steps)
 
     record = functools.partial(_record, config, known, corpus_digest)
 
-    def missing(groups: list[Group]) -> list[Group]:
+    def missing(groups: list[RunGroup]) -> list[RunGroup]:
         return [
             group
             for group in groups
@@ -51,7 +53,7 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
     for model, horizons in by_model.items():
         rates = [grid.scaled_rate(config, x, model) for x in config.learning_rates]
         lanes = tuple(Lane(rate, first) for rate in rates)
-        base.append(Group(model, lanes, tuple(horizons)))
+        base.append(RunGroup(model, lanes, tuple(horizons)))
     if found := missing(base):
         return found
 
@@ -85,17 +87,17 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
 
 def _at_rates(
     steps: Mapping[tuple[Architecture, float], list[int]], seeds: Sequence[int]
-) -> list[Group]:
+) -> list[RunGroup]:
     """Groups of one rate each, given the numbers of steps by model and rate."""
     return [
-        Group(model, tuple(Lane(rate, seed) for seed in seeds), tuple(horizons))
+        RunGroup(model, tuple(Lane(rate, seed) for seed in seeds), tuple(horizons))
         for (model, rate), horizons in steps.items()
     ]
 
 
 def unfinished(
-    config: SweepConfig, groups: list[Group], known: Known, corpus_digest: str
-) -> list[Group]:
+    config: SweepConfig, groups: list[RunGroup], known: Known, corpus_digest: str
+) -> list[RunGroup]:
     """Splits groups into their lanes, and leaves out those of which all is known.
 
     Only where a lane is carried out by itself: side by side, sums may round otherwise

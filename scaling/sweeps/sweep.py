@@ -1,6 +1,6 @@
 """Many training runs from one config, into a folder that survives anything.
 
-`sweep` asks `planning` what is missing, has `executors` carry it out, and keeps
+`run_sweep` asks `planning` what is missing, has `executors` carry it out, and keeps
 each run with `folder`. Calling it again with the same folder goes on where it
 stood; runs that are there are not made again.
 """
@@ -18,9 +18,9 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.text.tokenizer import ByteTokenizer
 from scaling.corpora import Corpus, CorpusConfig, streams
 from scaling.sweeps import executors, grid, planning
-from scaling.sweeps.executors import Choice, Made
+from scaling.sweeps.executors import ExecutionMode, RunRecord
 from scaling.sweeps.folder import RECORD, SweepFolder
-from scaling.sweeps.grid import Group, SweepConfig
+from scaling.sweeps.grid import RunGroup, SweepConfig
 from scaling.training import architectures
 
 # What all runs of a folder have in common; the rest of a config may grow.
@@ -43,7 +43,7 @@ PAUSED = "paused"
 """And the runs that were under way when somebody stopped it."""
 
 
-class Outcome(NamedTuple):
+class SweepOutcome(NamedTuple):
     """What a sweep left.
 
     Attributes:
@@ -65,15 +65,15 @@ class Outcome(NamedTuple):
         return sum(record["status"] == status for record in self.records)
 
 
-def sweep(
+def run_sweep(
     config: SweepConfig,
     out: Path,
     *,
     commit: str = "",
     environment: dict[str, Any] | None = None,
     progress: Progress = QUIET,
-    tell: Callable[[list[dict[str, Any]]], None] = lambda records: None,
-) -> Outcome:
+    report: Callable[[list[dict[str, Any]]], None] = lambda records: None,
+) -> SweepOutcome:
     """Carries out a sweep, or what is left of it.
 
     A killed sweep loses the runs that had not ended, and makes them again bit for bit.
@@ -86,7 +86,7 @@ def sweep(
       commit: of the program, for the records.
       environment: what else the folder's header should say.
       progress: who is told how far it is, and may stop it.
-      tell: is given all records whenever there is a new one.
+      report: is called with all records whenever there is a new one.
 
     Returns:
       What there is now.
@@ -96,9 +96,9 @@ def sweep(
         or holds a sweep of another recipe, or ray is missing. What was done is kept.
     """
     started = time.monotonic()
-    executors.connect(config)  # before jax has threads, which a fork may not like
-    corpus = executors.open_corpus(config.corpus)
-    for run in grid.cells(config)[:1]:  # refuses what no run of it could be
+    executors.connect_ray(config)  # before jax has threads, which a fork may not like
+    corpus = executors.open_on_device(config.corpus)
+    for run in grid.list_cells(config)[:1]:  # refuses what no run of it could be
         lane = grid.Lane(config.learning_rates[0], config.seeds[0])
         grid.train_config(config, run, lane)
     streams.check_lengths(corpus, config.seq_len)
@@ -107,7 +107,7 @@ def sweep(
         header = _header(folder, config, corpus) | (environment or {})
         skipped, is_stopped = len(folder.known), False
         paused = folder.path / PAUSED
-        tell([*folder.known.values()])
+        report([*folder.known.values()])
         failed_round = -1
         while groups := planning.next_groups(config, folder.known, corpus.digest):
             if is_stopped := progress.stopped:
@@ -116,9 +116,9 @@ def sweep(
                 raise RuntimeError("a round of runs left no record")
             failed_round = len(folder.known)
             if "mode" in header:  # when the folder began: other sums round otherwise
-                choice = Choice(header["mode"], header["reason"])
+                choice = ExecutionMode(header["mode"], header["reason"])
             else:
-                choice = executors.choose(config, groups, corpus)
+                choice = executors.choose_mode(config, groups, corpus)
             folder.write_header(header | choice._asdict())
             header |= choice._asdict()
             if choice.mode == "loop" or config.executor == "ray":
@@ -127,17 +127,17 @@ def sweep(
                 )
             for made in _made(config, groups, corpus, choice, paused, progress):
                 _keep(config, folder, made, commit)
-                tell([*folder.known.values()])
+                report([*folder.known.values()])
         else:
             shutil.rmtree(paused, ignore_errors=True)
     finally:
         folder.close()
     duration_s = time.monotonic() - started
     records = [*folder.known.values()]
-    return Outcome(folder.path, records, skipped, is_stopped, duration_s)
+    return SweepOutcome(folder.path, records, skipped, is_stopped, duration_s)
 
 
-def model_folder(out: Path, run_id: str) -> Path:
+def run_model_folder(out: Path, run_id: str) -> Path:
     """The place of a run's model in a sweep's folder."""
     return Path(out) / MODELS / run_id
 
@@ -168,31 +168,33 @@ def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[st
 
 def _made(
     config: SweepConfig,
-    groups: list[Group],
+    groups: list[RunGroup],
     corpus: Corpus,
-    choice: Choice,
+    choice: ExecutionMode,
     paused: Path,
     progress: Progress,
-) -> Iterator[Made]:
+) -> Iterator[RunRecord]:
     """Carries out a round under a bar that counts operations."""
-    total = sum(grid.flops(config, groups))
+    total = sum(grid.group_flops(config, groups))
     update = progress.bar("runs", total / 1e9, "GFLOP")
     done = 0.0
 
     def advance(steps: int, model: architectures.Architecture) -> bool:
         nonlocal done
-        per_token = grid.count(model, config.seq_len).flops_per_token
+        per_token = grid.count_cost(model, config.seq_len).flops_per_token
         done += steps * config.batch_size * config.seq_len * per_token / 1e9
         if steps:
             update(min(done, total / 1e9))
         return not progress.stopped
 
     if config.executor == "ray":
-        return executors.on_ray(config, groups, advance)
-    return executors.local(config, groups, corpus, choice.mode, advance, paused)
+        return executors.run_on_ray(config, groups, advance)
+    return executors.run_local(config, groups, corpus, choice.mode, advance, paused)
 
 
-def _keep(config: SweepConfig, folder: SweepFolder, made: Made, commit: str) -> None:
+def _keep(
+    config: SweepConfig, folder: SweepFolder, made: RunRecord, commit: str
+) -> None:
     record = made.record | {"commit": commit}
     if record["run_id"] in folder.known:
         return
@@ -206,7 +208,7 @@ def _keep(config: SweepConfig, folder: SweepFolder, made: Made, commit: str) -> 
         text = config.corpus
         is_bytes = isinstance(text, CorpusConfig) and text.tokenizer == "bytes"
         checkpoints.save_model(
-            model_folder(folder.path, record["run_id"]),
+            run_model_folder(folder.path, record["run_id"]),
             model,
             made.params,
             tokenizer=ByteTokenizer(model.vocab_size) if is_bytes else None,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from jaxkv.progress import Progress
 from scaling.corpora import Corpus
 from scaling.sweeps import branching
-from scaling.sweeps.branching import Finished, Scorer
+from scaling.sweeps.branching import FinishedRun, Scorer
 from scaling.training import TrainConfig
 
 
@@ -42,8 +42,8 @@ class Workers:
         self._update = progress.bar("training", num_steps, "steps")
 
     def train(
-        self, runs: Sequence[TrainConfig], shown: Callable[[Finished], str]
-    ) -> Iterator[Finished]:
+        self, runs: Sequence[TrainConfig], shown: Callable[[FinishedRun], str]
+    ) -> Iterator[FinishedRun]:
         """Trains runs of one model, rate and seed, bit for bit as each alone.
 
         Args:
@@ -54,7 +54,7 @@ class Workers:
           The runs; one that diverged has no score.
 
         Raises:
-          branching.Stopped: the person said so.
+          branching.StopRequested: the person said so.
           RuntimeError: one failed, as for want of memory.
         """
 
@@ -65,7 +65,7 @@ class Workers:
             return not self._progress.stopped
 
         horizons = [[run] for run in runs]
-        for finished in branching.run(
+        for finished in branching.train_branches(
             horizons,
             self.corpus,
             is_vmapped=False,
@@ -90,7 +90,7 @@ class Workers:
                 return None
             try:
                 return (work(job),)
-            except branching.Stopped:
+            except branching.StopRequested:
                 return None
 
         with concurrent.futures.ThreadPoolExecutor(self._num_threads) as pool:

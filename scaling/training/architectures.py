@@ -17,10 +17,10 @@ from jaxkv.models.transformer import Params
 from scaling.costs import flops
 from scaling.costs import parameters as costs_parameters
 from scaling.costs.parallelism import Layout
-from scaling.costs.parameters import Parameters
+from scaling.costs.parameters import ParameterCounts
 from scaling.shapes import from_model
 from scaling.training import recurrent, transformer_rows
-from scaling.training.transformer_rows import ONE, Output
+from scaling.training.transformer_rows import ONE, ForwardOutput
 
 type Architecture = ModelConfig | recurrent.RecurrentConfig
 """Hashable, a static argument; each has `vocab_size`, `hidden_size`, `num_layers` and
@@ -52,7 +52,7 @@ def transformer(
     )
 
 
-def servable(config: Architecture) -> ModelConfig:
+def serving_config(config: Architecture) -> ModelConfig:
     """Returns the config of a model that can be saved and served.
 
     Raises:
@@ -63,10 +63,10 @@ def servable(config: Architecture) -> ModelConfig:
     return config
 
 
-def init_params(config: Architecture, key: Array) -> Params:
+def init_model_params(config: Architecture, key: Array) -> Params:
     """Random parameters, float32, as nested dicts."""
     if isinstance(config, recurrent.RecurrentConfig):
-        return recurrent.init_params(config, key)
+        return recurrent.init_recurrent_params(config, key)
     return models_transformer.init_params(config, key)
 
 
@@ -76,23 +76,25 @@ def forward(
     *,
     config: Architecture,
     layout: Layout = ONE,
-) -> Output:
+) -> ForwardOutput:
     """Runs a model over whole sequences, each from its beginning.
 
     Under a `layout`, of which a rival knows data parallelism alone, this is what one
     device of a mesh does, see `transformer_rows`.
     """
     if isinstance(config, recurrent.RecurrentConfig):
-        logits = recurrent.logits(params, tokens, config=config)
-        return Output(logits, jnp.zeros((), logits.dtype))
-    return transformer_rows.outputs(params, tokens, config=config, layout=layout)
+        logits = recurrent.recurrent_logits(params, tokens, config=config)
+        return ForwardOutput(logits, jnp.zeros((), logits.dtype))
+    return transformer_rows.run_transformer(
+        params, tokens, config=config, layout=layout
+    )
 
 
-def parameters(config: Architecture) -> Parameters:
+def count_model_parameters(config: Architecture) -> ParameterCounts:
     """Counts parameters by every convention."""
     if isinstance(config, recurrent.RecurrentConfig):
-        return recurrent.parameters(config)
-    return costs_parameters.parameters(from_model.describe(config))
+        return recurrent.count_recurrent_parameters(config)
+    return costs_parameters.count_parameters(from_model.describe_config(config))
 
 
 def training_flops(
@@ -109,16 +111,18 @@ def training_flops(
     Raises:
       ValueError: a size out of range.
     """
-    flops.check(batch=batch, sequence=sequence)
+    flops.check_sizes(batch=batch, sequence=sequence)
     if isinstance(config, recurrent.RecurrentConfig):
-        return 3 * recurrent.forward_flops(config, tokens=batch * sequence)
-    shape = from_model.describe(config)
-    return flops.training(
+        return 3 * recurrent.recurrent_forward_flops(config, tokens=batch * sequence)
+    shape = from_model.describe_config(config)
+    return flops.training_step_flops(
         shape, batch=batch, sequence=sequence, attention="causal"
     ).model
 
 
-def sized[A: (ModelConfig, recurrent.RecurrentConfig)](base: A, num_params: int) -> A:
+def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
+    base: A, num_params: int
+) -> A:
     """Finds the shape nearest to a number of parameters outside embeddings.
 
     A recurrent model has one dial, its hidden size. A transformer keeps `base`'s
@@ -176,4 +180,4 @@ def _wide(base: ModelConfig, num_params: int):
 
 
 def _outside(config: Architecture) -> int:
-    return parameters(config).non_embedding
+    return count_model_parameters(config).non_embedding

@@ -88,7 +88,7 @@ class Consistency(objectives.Objective):
         parts = jnp.split(tokens, np.cumsum(sizes), axis=1)
         prompts, ends, guesses, texts = parts
 
-        def read(blocks: Array) -> architectures.Output:
+        def read(blocks: Array) -> architectures.ForwardOutput:
             both = jnp.concatenate([prompts, blocks], axis=1)
             return architectures.forward(params, both, config=model)
 
@@ -119,7 +119,7 @@ class Trajectory(NamedTuple):
     guesses: Int[np.ndarray, "iterations tokens"]
 
 
-def records(
+def make_records(
     found: Sequence[Trajectory],
     text: UInt[np.ndarray, " text"],
     *,

@@ -28,11 +28,11 @@ from jaxkv.speculation import eagle, medusa
 from jaxkv.speculation.head_folders import HeadsConfig
 from scaling.corpora import corpora, streams
 from scaling.training import optimizers
-from scaling.training.recipes import Schedule, TrainConfig
+from scaling.training.recipes import LearningRateSchedule, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class HeadRecipe:
     """How heads are trained."""
 
     run: TrainConfig
@@ -48,7 +48,7 @@ class Recipe:
         validation.within(self, "decay", low=0, high=1, ends="(]")
 
 
-class Read(NamedTuple):
+class TargetOutput(NamedTuple):
     """What the model makes of a text."""
 
     features: Float[Array, "batch seq features"]
@@ -57,7 +57,7 @@ class Read(NamedTuple):
     """Of the token behind each."""
 
 
-class Result(NamedTuple):
+class HeadResult(NamedTuple):
     """What training left.
 
     Attributes:
@@ -72,20 +72,22 @@ class Result(NamedTuple):
     status: str
 
 
-def read(target: Params, tokens: Int[Array, "batch seq"], heads: HeadsConfig) -> Read:
+def read_target(
+    target: Params, tokens: Int[Array, "batch seq"], heads: HeadsConfig
+) -> TargetOutput:
     """Runs the model over texts, each from its beginning."""
     model = transformer.merge(heads.target, target)
     found = transformer.read(model, tokens, taps=heads.taps)
     features = jnp.concatenate(found.taps).T.reshape(*tokens.shape, -1)
     logits = model.logits(found.last).reshape(*tokens.shape, -1)
-    return Read(*jax.lax.stop_gradient((features, logits)))
+    return TargetOutput(*jax.lax.stop_gradient((features, logits)))
 
 
-def guesses(
+def head_guesses(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
-    found: Read,
+    found: TargetOutput,
     *,
     heads: HeadsConfig,
     depth: int,
@@ -101,14 +103,14 @@ def guesses(
         return eagle.unroll(params, target, tokens, found.features, **how)
     batch, seq = tokens.shape
     rows = found.features.reshape(batch * seq, -1)
-    said = medusa.logits(params, target, rows, config=heads)
-    said = said.reshape(heads.num_heads, batch, seq, -1)[:depth]
-    ahead = range(1, said.shape[0] + 1)
-    rolled = [jnp.roll(x, k, axis=1) for k, x in zip(ahead, said, strict=True)]
+    guessed = medusa.logits(params, target, rows, config=heads)
+    guessed = guessed.reshape(heads.num_heads, batch, seq, -1)[:depth]
+    ahead = range(1, guessed.shape[0] + 1)
+    rolled = [jnp.roll(x, k, axis=1) for k, x in zip(ahead, guessed, strict=True)]
     return jnp.stack(rolled)
 
 
-def mean_loss(
+def head_loss(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
@@ -118,10 +120,10 @@ def mean_loss(
     decay: float,
 ) -> Float[Array, ""]:
     """Nats of the model's law under the heads', weighted mean over the guesses."""
-    found = read(target, tokens, heads)
-    said = guesses(params, target, tokens, found, heads=heads, depth=depth)
+    found = read_target(target, tokens, heads)
+    guessed = head_guesses(params, target, tokens, found, heads=heads, depth=depth)
     law = jax.nn.softmax(found.logits)
-    nats = -jnp.sum(law[None] * jax.nn.log_softmax(said), axis=-1)
+    nats = -jnp.sum(law[None] * jax.nn.log_softmax(guessed), axis=-1)
     # Where guesses mean something.
     counts = np.arange(tokens.shape[1])[None] > np.arange(depth)[:, None]
     counts = counts[:, None]
@@ -132,30 +134,30 @@ def mean_loss(
     return jnp.sum(each * (weights / weights.sum()))
 
 
-def train(
-    recipe: Recipe,
+def train_heads(
+    recipe: HeadRecipe,
     heads: HeadsConfig,
     target: Params,
     corpus: streams.Corpus,
     *,
     progress: Progress = QUIET,
-) -> Result:
+) -> HeadResult:
     """Trains heads on windows of a corpus, leaving nothing on disk.
 
     Args:
       recipe: how.
       heads: their shape.
       target: parameters of the model.
-      corpus: what `corpora.open` made of the recipe's.
+      corpus: what `corpora.open_corpus` made of the recipe's.
       progress: who is told, and may stop it.
 
     Returns:
       The heads; as they were before the last report if the loss was not finite.
     """
-    config, schedule = recipe.run, Schedule.of(recipe.run)
-    optimizer = optimizers.make(config.optimizer)
+    config, schedule = recipe.run, LearningRateSchedule.of(recipe.run)
+    optimizer = optimizers.make_optimizer(config.optimizer)
     loss = functools.partial(
-        mean_loss, heads=heads, depth=recipe.depth, decay=recipe.decay
+        head_loss, heads=heads, depth=recipe.depth, decay=recipe.decay
     )
 
     def steps(
@@ -163,7 +165,7 @@ def train(
     ) -> tuple[Any, Array]:
         def one(index: Array, carry: Any) -> Any:
             (params, moments), total = carry
-            windows = corpora.draw(
+            windows = corpora.draw_windows(
                 stream,
                 jnp.int32(config.seed),
                 step + index,
@@ -201,10 +203,10 @@ def train(
         }
         curve.append(line)
         status = "done" if step + num == config.num_steps else "stopped"
-    return Result(state[0], curve, status)
+    return HeadResult(state[0], curve, status)
 
 
-def acceptance(
+def acceptance_rates(
     params: Params,
     target: Params,
     windows: Int[np.ndarray, "windows window"],
@@ -237,9 +239,9 @@ def acceptance(
 
     @jax.jit
     def is_right(params: Params, target: Params, tokens: Array) -> Array:
-        found = read(target, tokens, heads)
-        said = guesses(params, target, tokens, found, heads=heads, depth=depth)
-        best = jax.lax.top_k(said[:, :, :-1], num_ranks)[1].astype(jnp.int32)
+        found = read_target(target, tokens, heads)
+        guessed = head_guesses(params, target, tokens, found, heads=heads, depth=depth)
+        best = jax.lax.top_k(guessed[:, :, :-1], num_ranks)[1].astype(jnp.int32)
         return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)
 
     hits, num_steps = np.zeros((depth, num_ranks)), 0

@@ -25,7 +25,7 @@ DATA, PIPELINE = "data", "pipeline"
 """Axes of the mesh that divide a batch, and the layers."""
 
 
-def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
+def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None:
     """Refuses what cannot be trained so.
 
     Raises:
@@ -65,11 +65,13 @@ def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
                 f"expert={layout.expert} needs gather, or a capacity such as 1.25: "
                 "what is sent to an expert must have a size that is known beforehand"
             )
-    parallelism.check(from_model.describe(model), layout, sequence=sequence_length)
+    parallelism.check_layout(
+        from_model.describe_config(model), layout, sequence=sequence_length
+    )
     sequence.order(sequence_length, ring=layout.ring)
 
 
-def make_mesh(layout: Layout) -> Mesh:
+def make_training_mesh(layout: Layout) -> Mesh:
     """The first devices, by axes of the degrees above 1; tensor varies fastest.
 
     Raises:
@@ -97,7 +99,7 @@ def make_mesh(layout: Layout) -> Mesh:
     )
 
 
-def copies(layout: Layout) -> tuple[str, ...]:
+def batch_axes(layout: Layout) -> tuple[str, ...]:
     """The axes whose devices have different tokens, those of a batch first."""
     degrees = {
         DATA: layout.data // layout.expert,
@@ -108,7 +110,7 @@ def copies(layout: Layout) -> tuple[str, ...]:
     return tuple(name for name, degree in degrees.items() if degree > 1)
 
 
-def param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
+def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
     """How each parameter is divided: of a tree like that of `model`'s on the mesh."""
     if not isinstance(model, ModelConfig):
         return jax.tree.map(lambda _: PartitionSpec(), params)
@@ -125,7 +127,7 @@ def param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(own, params)
 
 
-def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
+def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
     """How a tree is divided that has parameters, or what is like them, somewhere.
 
     With `layout.zero` every leaf is divided over those devices, too, that have the same
@@ -133,12 +135,12 @@ def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
     """
 
     def of_params(params: Params) -> Params:
-        found = param_specs(model, mesh, params)
+        found = training_param_specs(model, mesh, params)
         return jax.tree.map(divide, found, params) if layout.zero else found
 
     def divide(spec: PartitionSpec, x: Any) -> PartitionSpec:
         used = {name for name in spec if name}
-        over = tuple(name for name in copies(layout) if name not in used)
+        over = tuple(name for name in batch_axes(layout) if name not in used)
         num = int(np.prod([mesh.shape[name] for name in over], dtype=int))
         names = [*spec, *(None,) * (x.ndim - len(spec))]
         for axis, size in enumerate(x.shape):
@@ -153,15 +155,15 @@ def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(of_any, tree, is_leaf=_is_params)
 
 
-def place(model: Any, layout: Layout, tree: Any) -> Any:
-    """Divides a tree that has parameters, or what is like them, as `specs` says.
+def place_tree(model: Any, layout: Layout, tree: Any) -> Any:
+    """Divides a tree that has parameters, or what is like them, as `tree_specs` says.
 
     A vocabulary that does not divide ends in zeros; layers are stacked where stages
     divide them.
     """
     if layout.num_devices == 1:
         return tree
-    mesh = make_mesh(layout)
+    mesh = make_training_mesh(layout)
 
     def fit(params: Params) -> Params:
         fitted = tensor.fit_params(model, params, layout.tensor)
@@ -174,15 +176,15 @@ def place(model: Any, layout: Layout, tree: Any) -> Any:
     return jax.tree.map(
         lambda x, spec: parts.put(np.asarray(x), spec, mesh),
         fitted,
-        specs(model, layout, mesh, fitted),
+        tree_specs(model, layout, mesh, fitted),
     )
 
 
-def gather(model: Any, layout: Layout, tree: Any) -> Any:
-    """Puts a divided tree together: what `place` was given, on every process."""
+def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
+    """Puts a divided tree together: what `place_tree` was given, on every process."""
     if layout.num_devices == 1:
         return tree
-    whole = NamedSharding(make_mesh(layout), PartitionSpec())
+    whole = NamedSharding(make_training_mesh(layout), PartitionSpec())
     tree = jax.tree.map(np.asarray, jax.device_put(tree, whole))
 
     def undo(params: Params) -> Params:

@@ -60,7 +60,7 @@ class Objective(Protocol):
         ...
 
 
-class Score(NamedTuple):
+class DocumentScore(NamedTuple):
     """How well a model predicts whole documents.
 
     Attributes:
@@ -113,7 +113,7 @@ def token_losses(
 ) -> Float[Array, "batch window-1"]:
     """Nats of every token of each window but the first, given those before it."""
     logits = architectures.forward(params, windows[:, :-1], config=model).logits
-    return nats(logits, windows[:, 1:])
+    return target_nats(logits, windows[:, 1:])
 
 
 def mean_loss(
@@ -160,7 +160,7 @@ def divided_nats(
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     if (part := logits.shape[-1]) >= num_words:
-        return nats(logits, targets)
+        return target_nats(logits, targets)
     words = jnp.arange(part, dtype=jnp.int32)
     words = words + part * lax.axis_index(TENSOR).astype(jnp.int32)
     least = jnp.asarray(-jnp.inf, logits.dtype)
@@ -201,7 +201,7 @@ class NextToken(Objective):
 NEXT_TOKEN = NextToken()
 
 
-def nats(
+def target_nats(
     logits: Float[Array, "batch seq vocab"], targets: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq"]:
     """Of each target, by the logits of what follows the token before it."""
@@ -209,7 +209,7 @@ def nats(
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
-def cut(
+def cut_windows(
     documents: Iterable[corpora.Document], seq_len: int
 ) -> tuple[
     Int[np.ndarray, "windows {seq_len}+1"], Bool[np.ndarray, "windows {seq_len}"]
@@ -224,7 +224,7 @@ def cut(
     """
     windows, counts = [], []
     for document in documents:
-        text = corpora.tokens([document]).astype(np.int32)
+        text = corpora.encode_documents([document]).astype(np.int32)
         text = np.concatenate([[np.int32(corpora.END)], text])
         num = len(text) - 1
         for start in range(0, num, seq_len):
@@ -235,14 +235,14 @@ def cut(
     return np.stack(windows), np.stack(counts)
 
 
-def score(
+def score_documents(
     params: transformer.Params,
     documents: Iterable[corpora.Document],
     *,
     model: architectures.Architecture,
     seq_len: int,
     batch_size: int = 16,
-) -> Score:
+) -> DocumentScore:
     """Scores whole documents together, in consecutive windows of `seq_len` tokens.
 
     Parameters may be of any floating type; the model has the byte vocabulary of
@@ -254,13 +254,13 @@ def score(
     documents = list(documents)
     if not documents:
         raise ValueError("no documents to score")
-    (windows, counts), start, nats = cut(documents, seq_len), 0, 0.0
+    (windows, counts), start, nats = cut_windows(documents, seq_len), 0, 0.0
     for losses in _losses(params, windows, model, batch_size):
         end = start + len(losses)
         nats, start = nats + float(np.sum(losses * counts[start:end])), end
     num_tokens = int(counts.sum())
-    bits = nats / math.log(2) / corpora.num_bytes(documents)
-    return Score(bits, nats / num_tokens, num_tokens)
+    bits = nats / math.log(2) / corpora.count_bytes(documents)
+    return DocumentScore(bits, nats / num_tokens, num_tokens)
 
 
 def stream_windows(

@@ -14,7 +14,7 @@ import optax
 from scaling.training.recipes import OptimizerConfig
 
 
-def make(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Builds an optimizer for a learning rate of one.
 
     Weight decay is decoupled: Loshchilov & Hutter 2017, arXiv:1711.05101.

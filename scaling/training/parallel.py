@@ -33,25 +33,25 @@ type Gradient = Callable[
 """Gives the mean nats of windows, and the gradient of what training minimises."""
 
 
-def gradient(
+def divided_gradient(
     model: Architecture,
     how: StepConfig,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> Gradient:
     """What gives the mean nats of windows and a gradient, every device its part.
 
-    Parameters are as `meshes.place` puts them for `how.layout`; windows may lie
+    Parameters are as `meshes.place_tree` puts them for `how.layout`; windows may lie
     anywhere. The gradient, in float32, lies like the parameters, or with `zero` like
     the optimizer's moments. A pipeline minimises the nats of the next token alone.
     """
     layout, mean = how.layout, functools.partial(_mean, objective)
     if layout.pipeline > 1:
-        mean = pipeline.mean
+        mean = pipeline.pipeline_gradient
     if layout.num_devices == 1:
         return lambda params, windows: mean(
             model, how, params, windows[:, :-1], windows[:, 1:]
         )
-    mesh, copies = meshes.make_mesh(layout), meshes.copies(layout)
+    mesh, copies = meshes.make_training_mesh(layout), meshes.batch_axes(layout)
     along = tuple(x for x in copies if x in (sequence.RING, sequence.ULYSSES))
     batch = tuple(x for x in copies if x not in along)
     rows = PartitionSpec(batch or None, along or None)
@@ -59,8 +59,8 @@ def gradient(
 
     def divided(params: Params, windows: Array) -> tuple[Array, Params]:
         order = sequence.order(windows.shape[1] - 1, ring=layout.ring)
-        specs = meshes.specs(model, undivided, mesh, params)
-        made = meshes.specs(model, layout, mesh, params)
+        specs = meshes.tree_specs(model, undivided, mesh, params)
+        made = meshes.tree_specs(model, layout, mesh, params)
 
         def of_device(params: Params, tokens: Array, targets: Array) -> Any:
             # Each device its own copy: else gradients would be summed leaf by leaf,

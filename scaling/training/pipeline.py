@@ -33,7 +33,7 @@ from scaling.training.recipes import StepConfig
 from scaling.training.transformer_rows import RowOrientation
 
 
-class Schedule(NamedTuple):
+class PipelineSchedule(NamedTuple):
     """Which micro-batch each stage runs in each tick, -1 for none.
 
     Attributes:
@@ -57,9 +57,9 @@ class Schedule(NamedTuple):
         return 1 - busy.sum() / (sum(phases) * busy.shape[1])
 
 
-def schedule(
+def make_pipeline_schedule(
     num_stages: int, num_micro: int, kind: Literal["gpipe", "1f1b"] = "1f1b"
-) -> Schedule:
+) -> PipelineSchedule:
     """Makes the table for so many stages and micro-batches, each at least 1.
 
     Raises:
@@ -84,7 +84,7 @@ def schedule(
 
     forward, backward = real(forward), real(backward)
     kept = num_micro if kind == "gpipe" else min(num_micro, 2 * last + 1)
-    return Schedule(forward, backward, kept)
+    return PipelineSchedule(forward, backward, kept)
 
 
 class _Carry(NamedTuple):
@@ -100,20 +100,21 @@ class _Carry(NamedTuple):
     nats: Array
 
 
-def mean(
+def pipeline_gradient(
     model: Architecture, how: StepConfig, params: Params, tokens: Array, targets: Array
 ) -> tuple[Float[Array, ""], Params]:
     """One device's mean nats and gradient, layers divided into stages.
 
     Args:
       model: a `ModelConfig` whose layers are all of one kind.
-      how: a `StepConfig`; `accumulation` micro-batches are under way by its `schedule`.
+      how: a `StepConfig`; `accumulation` micro-batches are under way by its
+      `make_pipeline_schedule`.
       params: this stage's layers, stacked; the rest is the same on all stages.
       tokens: `[batch, seq]`.
       targets: of the same shape.
     """
-    assert isinstance(model, ModelConfig)  # `meshes.check` refuses others
-    table = schedule(how.layout.pipeline, how.accumulation, how.schedule)
+    assert isinstance(model, ModelConfig)  # `meshes.check_trainable` refuses others
+    table = make_pipeline_schedule(how.layout.pipeline, how.accumulation, how.schedule)
     shared = {name: x for name, x in params.items() if name != "layers"}
     shared = lax.pcast(shared, PIPELINE, to="varying")
     params = shared | {"layers": params["layers"]}
@@ -133,7 +134,7 @@ class _Run(NamedTuple):
 
     config: ModelConfig
     how: StepConfig
-    table: Schedule
+    table: PipelineSchedule
     params: Params
     tokens: Int[Array, "micro batch seq"]
     targets: Int[Array, "micro batch seq"]

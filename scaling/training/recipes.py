@@ -21,7 +21,7 @@ from scaling.training.transformer_rows import ONE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How gradients become updates; the learning rate is apart, in `Schedule`."""
+    """Optimizer settings; the learning rate is in `LearningRateSchedule`."""
 
     kind: Literal["muon", "adamw", "sgd", "adafactor", "lion"] = "muon"
     """`muon`: Muon for the layers' matrices, AdamW for everything else; `sgd`: with
@@ -135,7 +135,7 @@ class TrainConfig:
         validation.within(self, *part, low=0, high=self.num_steps)
         self.how.check(self.batch_size)
         layout = self.how.layout
-        meshes.check(self.model, layout, sequence_length=self.seq_len)
+        meshes.check_trainable(self.model, layout, sequence_length=self.seq_len)
         if self.optimizer.kind == "adafactor" and layout.num_devices > layout.data:
             raise ValueError(
                 f"optimizer.kind={self.optimizer.kind!r} looks at whole parameters: "
@@ -181,7 +181,7 @@ def steps_taken(lengths: Sequence[int], cooldowns: Sequence[int]) -> int:
     return lengths[-1] - cooldowns[-1] + sum(cooldowns)
 
 
-class Schedule(NamedTuple):
+class LearningRateSchedule(NamedTuple):
     """A learning rate for every step; arrays, so no value recompiles.
 
     Attributes:
@@ -204,7 +204,7 @@ class Schedule(NamedTuple):
     is_cosine: Bool[Array, ""]
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "Schedule":
+    def of(cls, config: TrainConfig) -> "LearningRateSchedule":
         """Reads a schedule off a run's config."""
         is_cosine = config.schedule == "cosine"
         after = config.num_steps - config.warmup_steps
@@ -218,7 +218,7 @@ class Schedule(NamedTuple):
         )
 
     @classmethod
-    def constant(cls, rate: float) -> "Schedule":
+    def constant(cls, rate: float) -> "LearningRateSchedule":
         """Makes one that never changes."""
         zero, end = jnp.int32(0), jnp.int32(2**31 - 1)
         return cls(jnp.float32(rate), zero, zero, end, jnp.float32(0), jnp.bool_(False))

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import validation
 from jaxkv.models import Params, nonlinear
 from scaling.costs import parameters as costs_parameters
-from scaling.costs.parameters import Parameters, Weight
+from scaling.costs.parameters import ParameterCounts, Weight
 
 NUM_GATES = {"lstm": 4, "gru": 3}
 """Input, forget, cell, output; reset, update, candidate: PyTorch's order."""
@@ -55,7 +55,7 @@ class RecurrentConfig:
         )
 
 
-def init_params(config: RecurrentConfig, key: Array) -> Params:
+def init_recurrent_params(config: RecurrentConfig, key: Array) -> Params:
     """Random parameters, float32: nested dicts like those of `transformer.init_params`.
 
     Embeddings are normal with standard deviation 0.02, a layer's products uniform in
@@ -105,12 +105,12 @@ def _init_norm(config: RecurrentConfig) -> Params:
     return {"scale": jnp.ones(size, jnp.float32), "bias": jnp.zeros(size, jnp.float32)}
 
 
-def logits(
+def recurrent_logits(
     params: Params, tokens: Int[Array, "batch seq"], *, config: RecurrentConfig
 ) -> Float[Array, "batch seq vocab"]:
     """Reads whole sequences from a state of zeros.
 
-    Parameters are as `init_params` returns them, in any floating type.
+    Parameters are as `init_recurrent_params` returns them, in any floating type.
 
     Returns:
       Next-token logits, in float32 at least.
@@ -215,8 +215,8 @@ def _scan_backward(cell, kept, grads):
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-def weights(config: RecurrentConfig) -> tuple[Weight, ...]:
-    """Lists every weight once per place, as `parameters.weights` does for transformers.
+def list_recurrent_weights(config: RecurrentConfig) -> tuple[Weight, ...]:
+    """Lists every weight once per place.
 
     In the formulas v is the vocabulary, h the hidden size and g the gates: 4 of an
     LSTM, 3 of a GRU.
@@ -239,7 +239,7 @@ def weights(config: RecurrentConfig) -> tuple[Weight, ...]:
     return tuple(weight for weight in listed if weight.size)
 
 
-def parameters(config: RecurrentConfig) -> Parameters:
+def count_recurrent_parameters(config: RecurrentConfig) -> ParameterCounts:
     """Counts parameters by every convention.
 
     An LSTM of two layers of 256 over 257 tokens, tied: 1,118,720 in total, 1,052,928
@@ -247,12 +247,12 @@ def parameters(config: RecurrentConfig) -> Parameters:
     """
     every = config.num_layers
     places: dict[costs_parameters.Place, int] = {"first": 1, "every": every, "last": 1}
-    return costs_parameters.count(weights(config), places)
+    return costs_parameters.count_weights(list_recurrent_weights(config), places)
 
 
-def forward_flops(config: RecurrentConfig, *, tokens: int) -> int:
+def recurrent_forward_flops(config: RecurrentConfig, *, tokens: int) -> int:
     """Counts the products of a forward pass, two operations per multiply-add.
 
     Unlike a transformer's, a token's cost does not grow with those before it.
     """
-    return 2 * parameters(config).matmul * tokens
+    return 2 * count_recurrent_parameters(config).matmul * tokens

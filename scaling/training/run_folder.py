@@ -2,7 +2,8 @@
 
     config.json         the run, the text's digest and where the run started
     curve.jsonl         one line per report, see `training.Result`
-    checkpoints/STEP    the state after so many steps, the last two, see `train.save`
+    checkpoints/STEP    the state after so many steps, the last two, see
+    `train.save_checkpoint`
 
 A checkpoint holds the curve up to its step. A run that goes on takes the curve from
 there, and what was reported later is cut off.

@@ -25,7 +25,12 @@ from scaling.training import (
     optimizers,
     parallel,
 )
-from scaling.training.recipes import PLAIN, OptimizerConfig, Schedule, StepConfig
+from scaling.training.recipes import (
+    PLAIN,
+    LearningRateSchedule,
+    OptimizerConfig,
+    StepConfig,
+)
 
 
 class TrainState(NamedTuple):
@@ -42,16 +47,18 @@ class TrainState(NamedTuple):
     step: Int32[Array, ""]
 
 
-def init(
+def init_train_state(
     model: architectures.Architecture, optimizer: OptimizerConfig, seed: Int[Array, ""]
 ) -> TrainState:
     """Makes the state before the first step."""
-    params = architectures.init_params(model, jax.random.key(seed))
-    return TrainState(params, optimizers.make(optimizer).init(params), jnp.int32(0))
+    params = architectures.init_model_params(model, jax.random.key(seed))
+    return TrainState(
+        params, optimizers.make_optimizer(optimizer).init(params), jnp.int32(0)
+    )
 
 
 @functools.cache
-def compiled(
+def compiled_steps(
     model: architectures.Architecture,
     optimizer: OptimizerConfig,
     batch_size: int,
@@ -70,28 +77,29 @@ def compiled(
       objective: what is minimised.
 
     Returns:
-      A function of a state, as `place` divides it if `how` has a layout; of the tokens
+      A function of a state, as `divide_train_state` divides it if `how` has a layout;
+      of the tokens
       to learn, such as `Corpus.stream`; of the schedule of the learning rate; of the
       seed of the order of the text; and of the number of steps, at least 1. It returns
       the new state, and the mean loss of the steps in nats per token. However a run is
       divided into calls, its states are the same.
     """
-    update = optimizers.make(optimizer).update
+    update = optimizers.make_optimizer(optimizer).update
 
     def steps(
         state: TrainState,
         stream: UInt[Array, " tokens"],
-        schedule: Schedule,
+        schedule: LearningRateSchedule,
         seed: Int[Array, ""],
         num_steps: Int[Array, ""],
     ) -> tuple[TrainState, Float[Array, ""]]:
         how.check(batch_size)
         objective.check(seq_len, how.layout)
-        gradient = parallel.gradient(model, how, objective)
+        gradient = parallel.divided_gradient(model, how, objective)
 
         def step(_, carry):
             (params, moments, step), total = carry
-            windows = corpora.draw(
+            windows = corpora.draw_windows(
                 stream,
                 seed,
                 step,
@@ -112,28 +120,28 @@ def compiled(
     return jax.jit(steps)
 
 
-def place(
+def divide_train_state(
     state: TrainState, model: architectures.Architecture, layout: Layout
 ) -> TrainState:
     """Divides a state over the devices of a layout, ready for `steps`."""
     whole = dataclasses.replace(layout, zero=0)
     return TrainState(
-        params=meshes.place(model, whole, state.params),
-        moments=meshes.place(model, layout, state.moments),
-        step=meshes.place(model, whole, state.step),
+        params=meshes.place_tree(model, whole, state.params),
+        moments=meshes.place_tree(model, layout, state.moments),
+        step=meshes.place_tree(model, whole, state.step),
     )
 
 
 def _kept_divided(
     state: TrainState, model: architectures.Architecture, layout: Layout
 ) -> TrainState:
-    """Has the compiler leave every part of a state where `place` put it."""
+    """Constrains a state to the sharding of `divide_train_state`."""
     if layout.num_devices == 1:
         return state
-    mesh = meshes.make_mesh(layout)
+    mesh = meshes.make_training_mesh(layout)
     specs = TrainState(
         *(
-            meshes.specs(model, how, mesh, tree)
+            meshes.tree_specs(model, how, mesh, tree)
             for how, tree in zip(
                 (dataclasses.replace(layout, zero=0), layout, layout),
                 state,

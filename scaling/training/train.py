@@ -24,15 +24,15 @@ from jaxkv.parallel import processes
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
 from scaling.training import meshes, objectives, run_folder, step
-from scaling.training.recipes import Schedule, TrainConfig
-from scaling.training.step import TrainState, compiled, init
+from scaling.training.recipes import LearningRateSchedule, TrainConfig
+from scaling.training.step import TrainState, compiled_steps, init_train_state
 
 __all__ = [
-    "Result",
+    "TrainResult",
     "TrainState",
-    "init",
-    "restore",
-    "save",
+    "init_train_state",
+    "restore_checkpoint",
+    "save_checkpoint",
     "train",
     "train_in_memory",
 ]
@@ -44,7 +44,7 @@ _ALONE = ocp.options.MultiprocessingOptions(active_processes={0})
 """The first process reads and writes."""
 
 
-class Result(NamedTuple):
+class TrainResult(NamedTuple):
     """What a run left.
 
     Attributes:
@@ -78,7 +78,7 @@ def train(
     objective: objectives.Objective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
     resume: Literal["last", "previous"] = "last",
-) -> Result:
+) -> TrainResult:
     """Trains a model in a folder, or takes up the run that the folder holds.
 
     A checkpoint is written aside and renamed, with the SHA-256 of each of its files. A
@@ -109,9 +109,9 @@ def train(
         to go on from is damaged.
     """
     processes.check_all_used(config.how.layout.num_devices)
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
-    state = init(config.model, config.optimizer, jnp.int32(config.seed))
+    state = init_train_state(config.model, config.optimizer, jnp.int32(config.seed))
     if not processes.is_first():
         # The first process has the folder; the state is put together by all.
         state, first_step = processes.agree((state, 0))
@@ -119,9 +119,9 @@ def train(
         for line in run.reports():
             if line["step"] % config.checkpoint_every == 0:
                 _ = run.state
-        return Result(run.state, run.curve, None, run.status)
+        return TrainResult(run.state, run.curve, None, run.status)
     if start is not None:
-        state = restore(start, state)
+        state = restore_checkpoint(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
     if objective != objectives.NEXT_TOKEN:
         described["objective"] = repr(objective)
@@ -138,7 +138,7 @@ def train(
         try:
             for line in run.reports():
                 folder.report(line)
-                run.tell(line)
+                run.record_report(line)
                 if line["step"] % config.checkpoint_every == 0:
                     _save(folder, run.state)
         except KeyboardInterrupt:
@@ -146,7 +146,7 @@ def train(
                 raise
             run.status = "stopped"
         state = run.state
-        return Result(state, run.curve, _save(folder, state), run.status)
+        return TrainResult(state, run.curve, _save(folder, state), run.status)
 
 
 def train_in_memory(
@@ -156,12 +156,13 @@ def train_in_memory(
     start: TrainState | None = None,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
-) -> Result:
+) -> TrainResult:
     """Trains a model without leaving anything on disk.
 
     Args:
       config: the run; `corpus` and `checkpoint_every` do not matter.
-      corpus: what `corpora.open` made of its corpus, so that many runs can share it.
+      corpus: what `corpora.open_corpus` made of its corpus, so that many runs can share
+      it.
       start: where another run of the same model and optimizer ended, if not anew; its
         step count is continued under this run's schedule and text.
       objective: what is minimised.
@@ -176,12 +177,12 @@ def train_in_memory(
     """
     state = start
     if state is None:
-        state = init(config.model, config.optimizer, jnp.int32(config.seed))
+        state = init_train_state(config.model, config.optimizer, jnp.int32(config.seed))
     endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
     run = _Run(endless, corpus, state, int(state.step), objective, progress)
     for line in run.reports():
-        run.tell(line)
-    return Result(run.state, run.curve, None, run.status)
+        run.record_report(line)
+    return TrainResult(run.state, run.curve, None, run.status)
 
 
 class _Run:
@@ -209,7 +210,7 @@ class _Run:
             raise ValueError(
                 f"{config.model.vocab_size=} must be at least {corpus.vocab_size=}"
             )
-        self._state = step.place(state, config.model, config.how.layout)
+        self._state = step.divide_train_state(state, config.model, config.how.layout)
         self.curve: list[dict[str, Any]] = []
         self.status: Literal["done", "stopped", "diverged"] = "done"
         self._config, self._first, self._progress = config, first_step, progress
@@ -222,12 +223,14 @@ class _Run:
     @property
     def state(self) -> TrainState:
         """Where the run stands, whole."""
-        return meshes.gather(self._config.model, self._config.how.layout, self._state)
+        return meshes.gather_tree(
+            self._config.model, self._config.how.layout, self._state
+        )
 
     def reports(self) -> Iterator[dict[str, Any]]:
         """Trains to the end, and gives a line of the curve after each stretch of it."""
-        config, schedule = self._config, Schedule.of(self._config)
-        call = compiled(
+        config, schedule = self._config, LearningRateSchedule.of(self._config)
+        call = compiled_steps(
             config.model,
             config.optimizer,
             config.batch_size,
@@ -264,13 +267,13 @@ class _Run:
             self.curve.append(line)
             yield line
 
-    def tell(self, line: dict[str, Any]) -> None:
+    def record_report(self, line: dict[str, Any]) -> None:
         """Shows who watches how far the run is."""
         self._update(line["tokens"])
         self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
 
 
-def restore(checkpoint: Path, like: TrainState) -> TrainState:
+def restore_checkpoint(checkpoint: Path, like: TrainState) -> TrainState:
     """Reads a checkpoint, for a state of the same model and optimizer.
 
     Raises:
@@ -300,10 +303,10 @@ def _read_arrays(checkpoint: Path, like: TrainState) -> TrainState:
         raise ValueError(f"{checkpoint}: cannot be continued: {reason}") from error
 
 
-def save(
+def save_checkpoint(
     checkpoint: Path, state: TrainState, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a checkpoint that `restore` will read, whole or not at all.
+    """Writes a checkpoint that `restore_checkpoint` will read, whole or not at all.
 
     The list of its files with their SHA-256 is written last, before the folder gets its
     name.
@@ -336,6 +339,6 @@ def _save(folder: run_folder.RunFolder, state: TrainState) -> Path:
     """Writes a checkpoint unless it is there."""
     path = folder.checkpoint(int(state.step))
     if not path.exists():
-        save(path, state, folder.texts())
+        save_checkpoint(path, state, folder.texts())
     folder.prune()
     return path

@@ -32,7 +32,7 @@ ONE = Layout()
 """A single device."""
 
 
-class Output(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What a forward pass gives."""
 
     logits: Float[Array, "batch seq vocab"]
@@ -42,13 +42,13 @@ class Output(NamedTuple):
     ask for nothing."""
 
 
-def outputs(
+def run_transformer(
     params: Params,
     tokens: Int[Array, "batch seq"],
     *,
     config: ModelConfig,
     layout: Layout = ONE,
-) -> Output:
+) -> ForwardOutput:
     """Runs a model over sequences, each from its beginning.
 
     Parameters are as `transformer.init_params` returns them. Under a `layout` the
@@ -65,7 +65,7 @@ def outputs(
     found = model.run(x, rows.positions(), rows.attend, (), rows)
     logits = model.logits(model.final_norm(found.last, rows.axis), rows)
     auxiliary = rows.auxiliary(found.routings, logits.dtype)
-    return Output(logits.reshape(*tokens.shape, -1), auxiliary)
+    return ForwardOutput(logits.reshape(*tokens.shape, -1), auxiliary)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ class RowOrientation(Orientation):
         every = self.config.experts
         if every is None or not routings:
             return jnp.zeros((), dtype)
-        copies, balance = meshes.copies(self.layout), []
+        copies, balance = meshes.batch_axes(self.layout), []
         for routing in routings:
             loads = moe.load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)

@@ -46,7 +46,7 @@ def test_rounding_is_to_the_nearest_number(kind: Any, per: Any) -> None:
     grid = np.arange(256, dtype=np.uint8)
     grid = grid.view(quantizing.FP8 if kind == "fp8" else np.int8).astype(float)
     grid = np.sort(grid[np.isfinite(grid) & (grid > -128 if kind == "int8" else True)])
-    exact, numbers = wide(values) / worth, wide(quantizing.meaning(numbers))
+    exact, numbers = wide(values) / worth, wide(quantizing.as_number_type(numbers))
     nearest = np.abs(exact[..., None] - grid).min(-1)
     assert (np.abs(exact - numbers) <= nearest + 1e-4).all()
     # The largest of a group gets the largest number.

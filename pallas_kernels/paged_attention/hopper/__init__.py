@@ -3,6 +3,6 @@
 __all__ = [
     "decode",
     "merge",
-    "merge_beside",
+    "merge_fused",
     "prefill",
 ]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import merging
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import (
@@ -27,14 +27,14 @@ from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-def attend(
+def attend_decode(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
@@ -72,7 +72,7 @@ def attend(
         interpret=interpret,
     )
     sinks = scoring.sinks
-    out, lse = merge.merge_and_unpack(
+    out, lse = merge.merge_and_unpack_mosaic_gpu(
         states,
         plan.schedule.ends,
         plan.packing,
@@ -82,7 +82,7 @@ def attend(
         interpret=interpret,
     )
     # Of packed rows: nothing is launched for what nobody reads.
-    lse = row_packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
+    lse = row_packing.unpack_rows(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
     if sinks is not None:
         out, lse = merging.add_sinks(out, lse, sinks)
     return out.astype(dtype), lse
@@ -95,15 +95,15 @@ def partial_states(
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
-) -> merging.CutStates:
-    """As `attend` up to the merge."""
-    warpgroups.check(q, k_pages, tiling)
+) -> merging.PartialStates:
+    """As `attend_decode` up to the merge."""
+    warpgroups.check_shapes(q, k_pages, tiling)
     kv_heads = k_pages.shape[1]
     group, slopes, schedule = q.shape[1] // kv_heads, None, plan.schedule
     if scoring.slopes is not None:
@@ -114,12 +114,12 @@ def partial_states(
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
     if packed_q is None:
         packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
-    given = decode_body.Inputs(
+    given = decode_body.DecodeInputs(
         q=packed_q,
         k=k_pages,
         v=v_pages,
         page_ids=page_ids.astype(jnp.int32),
-        layer=layered.operand(layer),
+        layer=layered.layer_operand(layer),
         slot=plan.packing.slot,
         rows=plan.rows,
         low=plan.low,
@@ -131,13 +131,15 @@ def partial_states(
         begin=schedule.begin,
         slopes=slopes,
     )
-    static = softmax.Scoring(scoring.scale, scoring.softcap, slopes is not None)
-    return merging.CutStates(*_launch(given, static, num_layers, tiling, interpret))
+    static = softmax.StaticScoreTransform(
+        scoring.scale, scoring.softcap, slopes is not None
+    )
+    return merging.PartialStates(*_launch(given, static, num_layers, tiling, interpret))
 
 
 def _launch(
-    given: decode_body.Inputs,
-    scoring: softmax.Scoring,
+    given: decode_body.DecodeInputs,
+    scoring: softmax.StaticScoreTransform,
     num_layers: int,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
@@ -150,13 +152,13 @@ def _launch(
     operands = [x for x in given if x is not None]
 
     def decode_attention(*references):
-        inputs = decode_body.Inputs(*references[: len(operands)])
-        outputs = decode_body.Outputs(*references[len(operands) : -1])
+        inputs = decode_body.DecodeInputs(*references[: len(operands)])
+        outputs = decode_body.DecodeOutputs(*references[len(operands) : -1])
         shared = references[-1]
-        warpgroups.divide(
+        warpgroups.specialize_warpgroups(
             num_warpgroups,
             (248, 40) if num_warpgroups == 1 else (240, 24),
-            lambda: decode_body.consume(
+            lambda: decode_body.run_decode_consumer(
                 inputs,
                 outputs,
                 shared,
@@ -164,18 +166,18 @@ def _launch(
                 tiling=tiling,
                 emulated=bool(interpret),
             ),
-            lambda: decode_body.produce(
+            lambda: decode_body.run_decode_producer(
                 inputs, shared, num_layers=num_layers, tiling=tiling
             ),
         )
 
-    tiled = warpgroups.tiled()
+    tiled = warpgroups.tensor_core_layout()
     boxes = max(1, tile // given.k.shape[2])
     lanes, wide = (num_warpgroups, WGMMA_ROWS), jnp.float32
     q_ring, ring = (tiling.q_stages, *lanes), (stages, tile, head_dim)
     copies = num_warpgroups * (2 if given.slopes is None else 3)
-    barriers = warpgroups.barriers
-    shared = decode_body.Shared(
+    barriers = warpgroups.make_barriers
+    shared = decode_body.DecodeSharedMemory(
         q=plgpu.SMEM((*q_ring, head_dim), given.q.dtype, transforms=tiled),
         rows=plgpu.SMEM(
             (tiling.q_stages, num_warpgroups, num_lines, WGMMA_ROWS), jnp.int32

@@ -23,14 +23,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
-from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention.hopper.softmax import (
+    MASKED,
+    Ref,
+    StaticScoreTransform,
+)
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 OUT_COLUMNS = 128
 """Columns of the output that are on their way to global memory at a time."""
 
 
-class Inputs(NamedTuple):
+class DecodeInputs(NamedTuple):
     """References to global memory that are read: see `DecodePlan` and `Schedule`."""
 
     q: Ref
@@ -50,7 +54,7 @@ class Inputs(NamedTuple):
     slopes: Ref | None = None
 
 
-class Outputs(NamedTuple):
+class DecodeOutputs(NamedTuple):
     """References to global memory that are written."""
 
     out: Ref
@@ -59,7 +63,7 @@ class Outputs(NamedTuple):
     part_lse: Ref
 
 
-class Shared(NamedTuple):
+class DecodeSharedMemory(NamedTuple):
     """Shared memory of a program, and its barriers."""
 
     q: Ref  # [q_stages, warpgroups, 64, head_dim]
@@ -91,17 +95,19 @@ class _Piece(NamedTuple):
     begins: Any  # with the item's first tile
 
 
-def _walk(inputs: Inputs, kv_heads: int, tiling: Tiling, visit) -> tuple[Any, Any]:
+def _walk(
+    inputs: DecodeInputs, kv_heads: int, tiling: Tiling, visit
+) -> tuple[Any, Any]:
     """Visits the pieces of this program's stretch; returns how many tiles and pieces.
 
     All warpgroups walk alike, so that they agree on the stages of the rings.
     """
     program, total = lax.axis_index("program"), inputs.ends[inputs.ends.shape[0] - 1]
-    begin = stream_k.stretch(total, program, tiling)
-    end = stream_k.stretch(total, program + 1, tiling)
+    begin = stream_k.stretch_begin(total, program, tiling)
+    end = stream_k.stretch_begin(total, program + 1, tiling)
 
     def tiles(block):
-        return stream_k.tiles_of(inputs.low[block], inputs.high[block], tiling.tile)
+        return stream_k.tile_range(inputs.low[block], inputs.high[block], tiling.tile)
 
     def step(state):
         at, block, head, tile, index = state
@@ -133,12 +139,12 @@ def _walk(inputs: Inputs, kv_heads: int, tiling: Tiling, visit) -> tuple[Any, An
     return end - begin, state[-1]
 
 
-def consume(
-    inputs: Inputs,
-    outputs: Outputs,
-    shared: Shared,
+def run_decode_consumer(
+    inputs: DecodeInputs,
+    outputs: DecodeOutputs,
+    shared: DecodeSharedMemory,
     *,
-    scoring: Scoring,
+    scoring: StaticScoreTransform,
     tiling: Tiling,
     emulated: bool,
 ) -> None:
@@ -180,7 +186,7 @@ def consume(
                 lambda scores: jnp.where(_seen(shape, begin, rows), scores, MASKED),
                 scores,
             )
-            weights, state = softmax.reweigh(scores, state, scoring.factor)
+            weights, state = softmax.update_rows(scores, state, scoring.factor)
             plgpu.barrier_wait(shared.v_full.at[stage])
             _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups)
             weights = weights.astype(shared.v.dtype)
@@ -188,12 +194,12 @@ def consume(
             plgpu.barrier_arrive(shared.v_free.at[stage])
             return state._replace(out=out)
 
-        start = softmax.start(head_dim)
+        start = softmax.init_rows(head_dim)
         out, top, total = lax.fori_loop(0, piece.take, one_tile, start)
         plgpu.barrier_arrive(shared.q_free.at[q_stage])
 
         lse = top + jnp.log2(total)
-        out = out / softmax.along(jnp.where(total > 0, total, 1.0), out.shape)
+        out = out / softmax.broadcast_rows(jnp.where(total > 0, total, 1.0), out.shape)
 
         @pl.when(piece.is_whole)
         def _():
@@ -210,27 +216,29 @@ def consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _shape_scores(products, begin, rows: Ref, slopes: Ref, scoring: Scoring):
+def _shape_scores(
+    products, begin, rows: Ref, slopes: Ref, scoring: StaticScoreTransform
+):
     """Turns products of queries and keys into scores in base 2: `[64, tile]`."""
     scores, shape = softmax.scale_and_cap(products, scoring), products.shape
     if slopes is not None:
-        position = softmax.load(rows.at[decode_plan.POSITION], shape)
-        distance = (softmax.places(shape, begin) - position).astype(jnp.float32)
-        scores += softmax.load(slopes, shape) * distance
+        position = softmax.load_row_values(rows.at[decode_plan.POSITION], shape)
+        distance = (softmax.key_positions(shape, begin) - position).astype(jnp.float32)
+        scores += softmax.load_row_values(slopes, shape) * distance
     return scores
 
 
 def _seen(shape, begin, rows: Ref):
     """Whether each row sees each place: `[64, tile]`."""
-    place = softmax.places(shape, begin)
-    column = place - softmax.load(rows.at[decode_plan.LIMIT], shape)
+    place = softmax.key_positions(shape, begin)
+    column = place - softmax.load_row_values(rows.at[decode_plan.LIMIT], shape)
     seen = column < 0
     for line in range(decode_plan.WORDS, rows.shape[0]):
-        word = softmax.load(rows.at[line], shape)
+        word = softmax.load_row_values(rows.at[line], shape)
         bit = lax.shift_right_logical(word, column & 31) & 1
         nth = line - decode_plan.WORDS
         seen |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == nth)
-    return seen & (place >= softmax.load(rows.at[decode_plan.FIRST], shape))
+    return seen & (place >= softmax.load_row_values(rows.at[decode_plan.FIRST], shape))
 
 
 def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
@@ -241,14 +249,14 @@ def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
     def _():
         @pl.when(warpgroup == 0)
         def _():
-            softmax.clear(shared.v.at[stage], begin, low, high)
+            softmax.clear_unseen(shared.v.at[stage], begin, low, high)
 
         if num_warpgroups > 1:
             plgpu.barrier_arrive(shared.cleared)
             plgpu.barrier_wait(shared.cleared)
 
 
-def _send(out, lse, shared: Shared, out_target, lse_target) -> None:
+def _send(out, lse, shared: DecodeSharedMemory, out_target, lse_target) -> None:
     """Writes a warpgroup's rows to global memory, some columns at a time.
 
     The last of them are still on their way when this returns.
@@ -271,7 +279,9 @@ def _send(out, lse, shared: Shared, out_target, lse_target) -> None:
             plgpu.copy_smem_to_gmem(source, lse_target.at[packed])
 
 
-def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) -> None:
+def run_decode_producer(
+    inputs: DecodeInputs, shared: DecodeSharedMemory, *, num_layers: int, tiling: Tiling
+) -> None:
     """Copies: what the last warpgroup does."""
     _, kv_heads, block_rows, _ = inputs.q.shape
     q_stages = tiling.q_stages
@@ -298,7 +308,7 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     def visit(piece: _Piece) -> None:
         ask_for_rows(piece)
-        span = kv_ring.Span(
+        span = kv_ring.KeySpan(
             slot=inputs.slot[piece.block],
             head=piece.head,
             low=inputs.low[piece.block],
@@ -319,5 +329,5 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     num_tiles, num_pieces = _walk(inputs, kv_heads, tiling, visit)
 
-    kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
-    kv_ring.drain(num_pieces, q_stages, shared.q_free)
+    kv_ring.drain_stages(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    kv_ring.drain_stages(num_pieces, q_stages, shared.q_free)

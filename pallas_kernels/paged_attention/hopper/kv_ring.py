@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention.hopper.softmax import Ref
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-class Span(NamedTuple):
+class KeySpan(NamedTuple):
     """Keys that rows read."""
 
     slot: Any
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 def copy_tile(
     inputs: Any,
     shared: Any,
-    span: Span,
+    span: KeySpan,
     *,
     begin: Any,
     index: Any,
@@ -86,7 +86,7 @@ def copy_tile(
             )
 
 
-def drain(num: Any, stages: int, *free: Ref) -> None:
+def drain_stages(num: Any, stages: int, *free: Ref) -> None:
     """Waits until all stages are free: what arrives must have been waited for.
 
     They were filled `num` times; `free` are the barriers of the rings.

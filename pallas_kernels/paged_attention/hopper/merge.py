@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.hopper import softmax
-from pallas_kernels.paged_attention.merging import CutStates
+from pallas_kernels.paged_attention.merging import PartialStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
@@ -29,8 +29,8 @@ COLUMNS = 128
 _STAGES = 2
 
 
-def merge_and_unpack(
-    states: CutStates,
+def merge_and_unpack_mosaic_gpu(
+    states: PartialStates,
     ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
@@ -42,11 +42,11 @@ def merge_and_unpack(
     Float[Array, "rows q_heads head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
 ]:
-    """Merges partial states as `merging.merge_parts`, unpacks as `row_packing.unpack`.
+    """Merges partial states and unpacks the rows.
 
     Args:
       states: of all items.
-      ends: those of `stream_k.Schedule`, which say whose they are.
+      ends: those of `stream_k.StreamKSchedule`, which say whose they are.
       packing: where the rows lie.
       group: query heads that share a KV head, static.
       tiling: that of the schedule, static.
@@ -72,7 +72,7 @@ def merge_and_unpack(
         result, result_lse, blank, arrived = others
         block, head = lax.axis_index("block"), lax.axis_index("head")
         columns = pl.ds(lax.axis_index("columns") * width, width)
-        first, last = stream_k.holders(
+        first, last = stream_k.item_programs(
             ends, block, head, kv_heads=kv_heads, tiling=tiling
         )
         num_states = last - first + 1
@@ -98,7 +98,7 @@ def merge_and_unpack(
                 place = first + index, jnp.where(index == 0, 1, 0)
                 bring(part_out.at[place], part_lse.at[place])
 
-        def merge(index: Any, state: softmax.State, packed: Any) -> softmax.State:
+        def merge(index: Any, state: softmax.RowState, packed: Any) -> softmax.RowState:
             @pl.when(index + 1 < num_states)
             def _() -> None:
                 ask(index + 1, packed)
@@ -109,7 +109,7 @@ def merge_and_unpack(
             found = plgpu.load(state_out.at[stage], layout=layout)
             weight = plgpu.load(state_lse.at[stage], layout=layout.reduce(1))
             plgpu.commit_smem()
-            return add(state, found, weight)
+            return add_partial_state(state, found, weight)
 
         if not is_row_a_block:
             zeros = jnp.zeros((WGMMA_ROWS, width), dtype)
@@ -134,9 +134,9 @@ def merge_and_unpack(
                 0,
                 num_states,
                 lambda index, state, packed=packed: merge(index, state, packed),
-                softmax.start(width),
+                softmax.init_rows(width),
             )
-            whole, whole_lse = finish(state)
+            whole, whole_lse = finish_merge(state)
             held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
             result[held] = whole.astype(dtype)
             result_lse[held] = whole_lse
@@ -181,20 +181,20 @@ def merge_and_unpack(
     return merged, lse
 
 
-def add(state: softmax.State, out: Any, lse: Any) -> softmax.State:
+def add_partial_state(state: softmax.RowState, out: Any, lse: Any) -> softmax.RowState:
     """Adds a state, its output normalised and its log-sum-exp in base 2, to others."""
     top = jnp.maximum(state.top, lse)
     decay, weight = jnp.exp2(state.top - top), jnp.exp2(lse - top)
-    added = out * softmax.along(weight, out.shape)
-    return softmax.State(
-        state.out * softmax.along(decay, out.shape) + added,
+    added = out * softmax.broadcast_rows(weight, out.shape)
+    return softmax.RowState(
+        state.out * softmax.broadcast_rows(decay, out.shape) + added,
         top,
         state.total * decay + weight,
     )
 
 
-def finish(state: softmax.State) -> tuple[Any, Any]:
+def finish_merge(state: softmax.RowState) -> tuple[Any, Any]:
     """Output and log-sum-exp, in base 2: 0 and -inf where nothing was seen."""
     total = jnp.where(state.total > 0, state.total, 1.0)
-    out = state.out / softmax.along(total, state.out.shape)
+    out = state.out / softmax.broadcast_rows(total, state.out.shape)
     return out, state.top + jnp.log2(state.total)

@@ -23,7 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
-from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention.hopper.softmax import (
+    MASKED,
+    Ref,
+    StaticScoreTransform,
+)
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
@@ -35,7 +39,7 @@ def out_columns(head_dim: int) -> int:
     return head_dim if head_dim <= 128 else 64
 
 
-class Inputs(NamedTuple):
+class PrefillInputs(NamedTuple):
     """References to global memory that are read: see `PrefillPlan`."""
 
     q: Ref  # [padded_rows, q_heads, head_dim]
@@ -49,14 +53,14 @@ class Inputs(NamedTuple):
     sinks: Ref | None = None  # [q_heads], in base 2
 
 
-class Outputs(NamedTuple):
+class PrefillOutputs(NamedTuple):
     """References to global memory that are written."""
 
     lse: Ref  # [tiles, q_heads, 128], in base 2
     out: Ref  # [rows, q_heads, head_dim], of which only the tiles' own rows
 
 
-class Shared(NamedTuple):
+class PrefillSharedMemory(NamedTuple):
     """Shared memory of a program, and its barriers."""
 
     q: Ref  # [q_stages, 2, 64, head_dim]
@@ -93,7 +97,7 @@ class _Item(NamedTuple):
         return jnp.where(j < 0, self.inner + i, self.first + j + skipped)
 
 
-def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
+def _walk(inputs: PrefillInputs, programs: int, visit) -> tuple[Any, Any]:
     """Visits this program's items; returns how many items and tiles of keys.
 
     The items go around, there and back: whoever got the longest of one round gets the
@@ -134,12 +138,12 @@ def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
     return lax.while_loop(is_there, step, (jnp.int32(0), jnp.int32(0)))
 
 
-def consume(
-    inputs: Inputs,
-    outputs: Outputs,
-    shared: Shared,
+def run_prefill_consumer(
+    inputs: PrefillInputs,
+    outputs: PrefillOutputs,
+    shared: PrefillSharedMemory,
     *,
-    scoring: Scoring,
+    scoring: StaticScoreTransform,
     window: int | None,
     tiling: Tiling,
     emulated: bool,
@@ -171,7 +175,7 @@ def consume(
 
             @pl.when((warpgroup == 0) & ((begin < low) | (begin + tile > high)))
             def _():
-                softmax.clear(shared.v.at[stage], begin, low, high)
+                softmax.clear_unseen(shared.v.at[stage], begin, low, high)
 
         def one_tile(i, state, *, masked: bool):
             begin = item.kv_tile(i) * tile
@@ -191,11 +195,13 @@ def consume(
             if not scoring.is_linear:
                 scores = softmax.scale_and_cap(scores, scoring)
             if inputs.slopes is not None:
-                away = softmax.places(shape, begin) - softmax.load(positions, shape)
+                away = softmax.key_positions(shape, begin) - softmax.load_row_values(
+                    positions, shape
+                )
                 scores += inputs.slopes[item.head] * away.astype(jnp.float32)
             if masked:
                 scores = jnp.where(_seen(shape, begin, positions), scores, MASKED)
-            weights, state = softmax.reweigh(scores, state, scoring.factor)
+            weights, state = softmax.update_rows(scores, state, scoring.factor)
             weights = weights.astype(shared.v.dtype)
             if not masked:
                 plgpu.barrier_wait(shared.v_full.at[stage])
@@ -211,7 +217,7 @@ def consume(
 
         plgpu.barrier_wait(shared.q_full.at[half])
         wait_for_keys(0)
-        state = softmax.start(head_dim)
+        state = softmax.init_rows(head_dim)
         if inputs.sinks is not None:
             top = jnp.maximum(state.top, inputs.sinks[item.head])
             weight = jnp.exp2(inputs.sinks[item.head] - top)
@@ -226,7 +232,10 @@ def consume(
         _send(item, state, inputs, outputs, shared)
 
     def _seen(shape, begin, positions):
-        place, position = softmax.places(shape, begin), softmax.load(positions, shape)
+        place, position = (
+            softmax.key_positions(shape, begin),
+            softmax.load_row_values(positions, shape),
+        )
         seen = place <= position
         return seen if window is None else seen & (place > position - window)
 
@@ -239,10 +248,10 @@ def consume(
 
 def _send(
     item: _Item,
-    state: softmax.State,
-    inputs: Inputs,
-    outputs: Outputs,
-    shared: Shared,
+    state: softmax.RowState,
+    inputs: PrefillInputs,
+    outputs: PrefillOutputs,
+    shared: PrefillSharedMemory,
 ) -> None:
     """Writes a warpgroup's rows to global memory, some columns at a time.
 
@@ -251,7 +260,7 @@ def _send(
     warpgroup = lax.axis_index("warpgroup")
     head_dim, width = inputs.q.shape[2], shared.out.shape[2]
     lse = state.top + jnp.log2(state.total)
-    out = state.out * softmax.along(1.0 / state.total, state.out.shape)
+    out = state.out * softmax.broadcast_rows(1.0 / state.total, state.out.shape)
     start = inputs.tiles[prefill_plan.ROW, item.tile] + warpgroup * WGMMA_ROWS
     begin = inputs.tiles[prefill_plan.BEGIN, item.tile]
     end = inputs.tiles[prefill_plan.END, item.tile]
@@ -290,7 +299,13 @@ def _send(
                     plgpu.copy_smem_to_gmem(source, target)
 
 
-def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) -> None:
+def run_prefill_producer(
+    inputs: PrefillInputs,
+    shared: PrefillSharedMemory,
+    *,
+    num_layers: int,
+    tiling: Tiling,
+) -> None:
     """Copies: what the last warpgroup does."""
     group, q_stages = inputs.q.shape[1] // inputs.k.shape[1], tiling.q_stages
 
@@ -314,7 +329,7 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     def visit(item: _Item) -> None:
         ask_for_rows(item, 0)
-        span = kv_ring.Span(
+        span = kv_ring.KeySpan(
             slot=inputs.tiles[prefill_plan.SLOT, item.tile],
             head=lax.div(item.head, jnp.int32(group)),
             low=inputs.tiles[prefill_plan.LOW, item.tile],
@@ -338,5 +353,5 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     num_items, num_tiles = _walk(inputs, tiling.num_programs, visit)
 
-    kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
-    kv_ring.drain(2 * num_items, 2 * q_stages, shared.q_free)
+    kv_ring.drain_stages(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    kv_ring.drain_stages(2 * num_items, 2 * q_stages, shared.q_free)

@@ -33,7 +33,7 @@ _SQUARE = 64
 """Rows and columns of values that are cleared at a time."""
 
 
-class Scoring(NamedTuple):
+class StaticScoreTransform(NamedTuple):
     """What becomes of a product of query and key; static."""
 
     scale: float
@@ -54,7 +54,7 @@ class Scoring(NamedTuple):
         return self.scale * LOG2E if self.is_linear else 1.0
 
 
-class State(NamedTuple):
+class RowState(NamedTuple):
     """Running state of 64 rows."""
 
     out: Any
@@ -65,10 +65,10 @@ class State(NamedTuple):
     """Sum of the weights: `[64]`."""
 
 
-def start(head_dim: int) -> State:
+def init_rows(head_dim: int) -> RowState:
     """Makes the state of rows that have seen nothing."""
     per_row, wide = plgpu.Layout.WGMMA.reduce(1), jnp.float32
-    return State(
+    return RowState(
         out=plgpu.layout_cast(
             jnp.zeros((WGMMA_ROWS, head_dim), wide), plgpu.Layout.WGMMA
         ),
@@ -77,7 +77,7 @@ def start(head_dim: int) -> State:
     )
 
 
-def reweigh(scores: Any, state: State, factor: float) -> tuple[Any, State]:
+def update_rows(scores: Any, state: RowState, factor: float) -> tuple[Any, RowState]:
     """Weights of a tile under the new maximum, and the old state scaled to it.
 
     Scores, `[64, tile]`, are `MASKED` where not seen, and are still to be multiplied
@@ -85,12 +85,14 @@ def reweigh(scores: Any, state: State, factor: float) -> tuple[Any, State]:
     """
     top = jnp.maximum(state.top, scores.max(axis=1) * factor)
     decay = jnp.exp2(state.top - top)
-    weights = jnp.exp2(scores * factor - along(top, scores.shape))
+    weights = jnp.exp2(scores * factor - broadcast_rows(top, scores.shape))
     total = state.total * decay + weights.sum(axis=1)
-    return weights, State(state.out * along(decay, state.out.shape), top, total)
+    return weights, RowState(
+        state.out * broadcast_rows(decay, state.out.shape), top, total
+    )
 
 
-def scale_and_cap(products: Any, scoring: Scoring) -> Any:
+def scale_and_cap(products: Any, scoring: StaticScoreTransform) -> Any:
     """Turns products of queries and keys into scores in base 2."""
     scores = products * scoring.scale
     if scoring.softcap is not None:
@@ -100,23 +102,25 @@ def scale_and_cap(products: Any, scoring: Scoring) -> Any:
     return scores * LOG2E
 
 
-def places(shape: tuple[int, int], begin: Any) -> Any:
+def key_positions(shape: tuple[int, int], begin: Any) -> Any:
     """Place of each column of scores, the first of which is `begin`."""
     layout = plgpu.Layout.WGMMA
     return begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
 
 
-def along(values: Any, shape: tuple[int, int]) -> Any:
+def broadcast_rows(values: Any, shape: tuple[int, int]) -> Any:
     """Spreads one number a row over the columns."""
     return lax.broadcast_in_dim(values, shape, [0])
 
 
-def load(numbers: Ref, shape: tuple[int, int]) -> Any:
+def load_row_values(numbers: Ref, shape: tuple[int, int]) -> Any:
     """Loads one number a row, over the columns. Where needed: registers are scarce."""
-    return along(plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape)
+    return broadcast_rows(
+        plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape
+    )
 
 
-def clear(values: Ref, begin: Any, low: Any, high: Any) -> None:
+def clear_unseen(values: Ref, begin: Any, low: Any, high: Any) -> None:
     """Clears values that no row sees: weights of 0 do not make NaN vanish.
 
     Of a tile in shared memory, `[tile, head_dim]`, whose first place is `begin`, those

@@ -12,21 +12,21 @@ from pallas_kernels.paged_attention import decode_plan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-def check(q: Array, k_pages: Array, tiling: Tiling) -> None:
+def check_shapes(q: Array, k_pages: Array, tiling: Tiling) -> None:
     """Refuses what the kernels do not take.
 
     Raises:
-      ValueError: types or sizes of `decode_plan.why_not`, or a tile of keys that is
-        neither so many pages nor part of one.
+      ValueError: types or sizes of `decode_plan.decode_unsupported_reason`, or a tile
+        of keys that is neither so many pages nor part of one.
     """
-    if (reason := decode_plan.why_not(q, k_pages)) is not None:
+    if (reason := decode_plan.decode_unsupported_reason(q, k_pages)) is not None:
         raise ValueError(reason)
     page_size = k_pages.shape[2]
     if max(tiling.tile, page_size) % min(tiling.tile, page_size):
         raise ValueError(f"{tiling.tile=} and {page_size=} must divide one another")
 
 
-def divide(
+def specialize_warpgroups(
     num_multiply: int,
     registers: tuple[int, int],
     multiply: Callable[[], None],
@@ -54,11 +54,11 @@ def divide(
         copy()
 
 
-def tiled() -> Any:
+def tensor_core_layout() -> Any:
     """The layout in which the tensor cores read numbers of 16 bits."""
     return [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
 
 
-def barriers(count: int, arrivals: int) -> Any:
+def make_barriers(count: int, arrivals: int) -> Any:
     """Barriers that open once so many have arrived."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)

@@ -28,7 +28,7 @@ class HiddenChain(NamedTuple):
     share: Float64[np.ndarray, " states"]
 
 
-class Rate(NamedTuple):
+class EntropyRate(NamedTuple):
     """An entropy rate in nats per token.
 
     Attributes:
@@ -40,12 +40,12 @@ class Rate(NamedTuple):
     se: float
 
 
-def make(
+def make_hidden_chain(
     moves: Float[np.ndarray, "states states"],
     writes: Float[np.ndarray, "states tokens"],
 ) -> HiddenChain:
     """Makes a model from its probabilities."""
-    return HiddenChain(moves, writes, markov.stationary(_states(moves)))
+    return HiddenChain(moves, writes, markov.stationary_distribution(_states(moves)))
 
 
 def random_rows(
@@ -56,13 +56,13 @@ def random_rows(
     return weights / weights.sum(1, keepdims=True)
 
 
-def sample(
+def sample_hidden_chain(
     hidden: HiddenChain, num_tokens: int, random: np.random.Generator
 ) -> Int[np.ndarray, " tokens"]:
     """Writes a text, from a state that is as likely as it is anywhere."""
     drawn = random.random((num_tokens + 1, 2))
     start = _choose(hidden.share[None], drawn[:1, 0])[0]
-    states = markov.sample(_states(hidden.moves), int(start), drawn[1:, 0])
+    states = markov.sample_chain(_states(hidden.moves), int(start), drawn[1:, 0])
     found = np.empty(num_tokens, np.int64)
     for state in range(len(hidden.share)):
         here = states == state
@@ -77,7 +77,7 @@ def entropy_rate(
     num_texts: int = 512,
     length: int = 1024,
     burn_in: int = 128,
-) -> Rate:
+) -> EntropyRate:
     """Estimates the entropy of a token given all before it.
 
     The entropy of what the filter expects is exact at every place of a text; it is
@@ -94,7 +94,9 @@ def entropy_rate(
     Source: Cover and Thomas, Elements of Information Theory, section 4.5: what the
     filter expects approaches the rate from above.
     """
-    text = np.stack([sample(hidden, length, random) for _ in range(num_texts)])
+    text = np.stack(
+        [sample_hidden_chain(hidden, length, random) for _ in range(num_texts)]
+    )
     belief = np.broadcast_to(hidden.share, (num_texts, len(hidden.share)))
     found = np.zeros(num_texts)
     for t in range(length):
@@ -103,10 +105,12 @@ def entropy_rate(
             found += markov.row_entropies(expected)
         belief = _filtered(hidden, belief, text[:, t])
     found /= length - burn_in
-    return Rate(float(found.mean()), float(found.std(ddof=1) / num_texts**0.5))
+    return EntropyRate(float(found.mean()), float(found.std(ddof=1) / num_texts**0.5))
 
 
-def ladder(hidden: HiddenChain, most: int = 2) -> tuple[float, ...]:
+def hidden_conditional_entropies(
+    hidden: HiddenChain, most: int = 2
+) -> tuple[float, ...]:
     """Least loss of those who see the last 0, 1, ..., `most` tokens, in nats.
 
     Fewer where the texts of so many tokens are too many to go through.
@@ -124,7 +128,7 @@ def ladder(hidden: HiddenChain, most: int = 2) -> tuple[float, ...]:
     return tuple(found)
 
 
-def code_lengths(
+def hidden_code_lengths(
     hidden: HiddenChain, stream: Integer[np.ndarray, " tokens"]
 ) -> Float64[np.ndarray, " tokens"]:
     """Nats that the filter needs for each token."""
@@ -144,7 +148,9 @@ def _filtered(hidden: HiddenChain, belief: np.ndarray, token: np.ndarray) -> np.
 
 def _states(moves: np.ndarray) -> markov.Chain:
     num = len(moves)
-    return markov.make(num, 1, np.broadcast_to(np.arange(num), moves.shape), moves)
+    return markov.make_chain(
+        num, 1, np.broadcast_to(np.arange(num), moves.shape), moves
+    )
 
 
 def _choose(probs: np.ndarray, uniforms: np.ndarray) -> np.ndarray:

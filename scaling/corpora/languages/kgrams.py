@@ -17,7 +17,7 @@ from scaling.corpora.languages import markov
 ATOM_WEIGHTS = (0.5, 0.25, 0.15, 0.1)
 
 
-def chain(
+def make_kgram_chain(
     base: Float[np.ndarray, " tokens"], mixture: Sequence[float], *, seed: int
 ) -> markov.Chain:
     """Builds the language as a Markov chain of as many tokens as the mixture has parts.
@@ -32,14 +32,14 @@ def chain(
     for length, share in enumerate(mixture, 1):
         last = context % np.uint64(size**length)
         for atom, weight in enumerate(ATOM_WEIGHTS):
-            place = uniform(last, (seed, length, atom)) * cumulative[-1]
+            place = hashed_uniform(last, (seed, length, atom)) * cumulative[-1]
             drawn = np.searchsorted(cumulative, place, side="right")
             tokens.append(np.minimum(drawn, size - 1))
             weights.append(np.full(len(context), share * weight))
-    return markov.make(size, order, np.stack(tokens, 1), np.stack(weights, 1))
+    return markov.make_chain(size, order, np.stack(tokens, 1), np.stack(weights, 1))
 
 
-def uniform(
+def hashed_uniform(
     keys: UInt64[np.ndarray, " keys"], salt: Sequence[int]
 ) -> Float[np.ndarray, " keys"]:
     """Numbers in [0, 1) that keys and salt alone decide.

@@ -7,8 +7,8 @@
 
 No model can score below a language's floor, its entropy per token, but by chance, or by
 seeing what it should not. A reader of only the last k tokens can come no lower than the
-k-th of its `optima`. The entropies of the first three are computed from stationary
-distributions; that of `hidden_markov` is sampled and has a standard error.
+k-th of its `optimal_loss`. The entropies of the first three are computed from
+stationary distributions; that of `hidden_markov` is sampled and has a standard error.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ class LanguageConfig:
     vocab_size: int = 16
     """Number of tokens."""
     exponent: float = 1.0
-    """Of Zipf's law: of the tokens of `zipf`, of the candidates of `kgram`."""
+    """Of Zipf's law: of the tokens of `zipf_probabilities`, of the candidates of
+    `kgram`."""
     sharpness: float = 2.0
     """Of `markov` and `hidden_markov`: probabilities are powers of exponential numbers;
     0 makes them equal, 1 uniform over all distributions, more of it few likely."""
@@ -82,7 +83,7 @@ class LanguageConfig:
         return self.vocab_size ** (orders[self.kind] + (self.kind == "markov"))
 
 
-class Optima(NamedTuple):
+class OptimalLoss(NamedTuple):
     """The least losses there are, in nats per token.
 
     Attributes:
@@ -96,15 +97,15 @@ class Optima(NamedTuple):
     floor_se: float
 
 
-def open(config: LanguageConfig) -> streams.Corpus:
+def open_language(config: LanguageConfig) -> streams.Corpus:
     """Writes a text to train on and one to score.
 
     Raises:
       ValueError: the language has no single entropy, or `num_unique_tokens` is more
         than there are.
     """
-    found = optima(config)
-    return streams.make(
+    found = optimal_loss(config)
+    return streams.make_corpus(
         _written(config, config.num_tokens, 1),
         _written(config, config.num_held_out, 2),
         vocab_size=config.vocab_size,
@@ -115,12 +116,12 @@ def open(config: LanguageConfig) -> streams.Corpus:
     )
 
 
-def optima(config: LanguageConfig) -> Optima:
+def optimal_loss(config: LanguageConfig) -> OptimalLoss:
     """Computes the least losses of a language."""
     language = dataclasses.replace(
         config, num_tokens=1, num_held_out=1, num_unique_tokens=0
     )
-    return _optima(language)
+    return _optimal_loss(language)
 
 
 def code_lengths(
@@ -135,57 +136,63 @@ def code_lengths(
       Of the tokens past the first context: `stream[-len(result):]`.
     """
     if config.kind == "hidden_markov":
-        return hidden_markov.code_lengths(_hidden(config), stream)
-    return markov.code_lengths(_chain(config), stream)
+        return hidden_markov.hidden_code_lengths(_hidden(config), stream)
+    return markov.chain_code_lengths(_chain(config), stream)
 
 
-def zipf(vocab_size: int, exponent: float) -> Float[np.ndarray, " tokens"]:
+def zipf_probabilities(
+    vocab_size: int, exponent: float
+) -> Float[np.ndarray, " tokens"]:
     """Probabilities that fall with a power of the rank."""
     weights = np.arange(1, vocab_size + 1, dtype=float) ** -exponent
     return weights / weights.sum()
 
 
 @functools.lru_cache(maxsize=8)
-def _optima(config: LanguageConfig) -> Optima:
+def _optimal_loss(config: LanguageConfig) -> OptimalLoss:
     if config.kind == "hidden_markov":
         hidden = _hidden(config)
         floor, se = hidden_markov.entropy_rate(hidden, _random(config, 3))
-        return Optima(hidden_markov.ladder(hidden), floor, se)
-    by_order = markov.ladder(_chain(config))
-    return Optima(by_order, by_order[-1], 0.0)
+        return OptimalLoss(
+            hidden_markov.hidden_conditional_entropies(hidden), floor, se
+        )
+    by_order = markov.chain_conditional_entropies(_chain(config))
+    return OptimalLoss(by_order, by_order[-1], 0.0)
 
 
 def _chain(config: LanguageConfig) -> markov.Chain:
     size = config.vocab_size
     if config.kind == "kgram":
-        base = zipf(size, config.exponent)
-        return kgrams.chain(base, config.mixture, seed=config.seed)
+        base = zipf_probabilities(size, config.exponent)
+        return kgrams.make_kgram_chain(base, config.mixture, seed=config.seed)
     if config.kind == "zipf":
-        probs, order = zipf(size, config.exponent)[None], 0
+        probs, order = zipf_probabilities(size, config.exponent)[None], 0
     else:
         order = config.order
         drawn = _random(config, 0).random((size**order, size))
         probs = hidden_markov.random_rows(drawn, config.sharpness)
     tokens = np.broadcast_to(np.arange(size), probs.shape)
-    return markov.make(size, order, tokens, probs)
+    return markov.make_chain(size, order, tokens, probs)
 
 
 def _hidden(config: LanguageConfig) -> hidden_markov.HiddenChain:
     random, states = _random(config, 0), config.num_states
     moves = hidden_markov.random_rows(random.random((states,) * 2), config.sharpness)
     drawn = random.random((states, config.vocab_size))
-    return hidden_markov.make(moves, hidden_markov.random_rows(drawn, config.sharpness))
+    return hidden_markov.make_hidden_chain(
+        moves, hidden_markov.random_rows(drawn, config.sharpness)
+    )
 
 
 def _written(config: LanguageConfig, num_tokens: int, part: int) -> np.ndarray:
     random = _random(config, part)
     if config.kind == "hidden_markov":
-        found = hidden_markov.sample(_hidden(config), num_tokens, random)
+        found = hidden_markov.sample_hidden_chain(_hidden(config), num_tokens, random)
     else:
         chain = _chain(config)
-        share = np.cumsum(markov.stationary(chain))
+        share = np.cumsum(markov.stationary_distribution(chain))
         start = min(int(np.searchsorted(share, random.random())), len(share) - 1)
-        found = markov.sample(chain, start, random.random(num_tokens))
+        found = markov.sample_chain(chain, start, random.random(num_tokens))
     return found.astype(np.uint16)
 
 

@@ -31,7 +31,7 @@ class Chain(NamedTuple):
     probs: Float64[np.ndarray, "contexts atoms"]
 
 
-def make(
+def make_chain(
     vocab_size: int,
     order: int,
     tokens: Int[np.ndarray, "contexts atoms"],
@@ -52,7 +52,7 @@ def make(
     return Chain(vocab_size, order, tokens.astype(np.int32), probs)
 
 
-def stationary(chain: Chain) -> Float64[np.ndarray, " contexts"]:
+def stationary_distribution(chain: Chain) -> Float64[np.ndarray, " contexts"]:
     """The share of time that a long run spends in each context.
 
     By iterating half a step of the chain, which no period can keep from converging.
@@ -86,7 +86,7 @@ def _settled(
     raise ValueError(f"the chain mixes too slowly: {change:.1e} moves at each step")
 
 
-def ladder(chain: Chain) -> tuple[float, ...]:
+def chain_conditional_entropies(chain: Chain) -> tuple[float, ...]:
     """Least loss of those who see the last 0, 1, ..., `order` tokens, in nats.
 
     The last is the chain's entropy rate; `sum over contexts of share x entropy of what
@@ -94,7 +94,7 @@ def ladder(chain: Chain) -> tuple[float, ...]:
 
     Source: Cover and Thomas, Elements of Information Theory, theorem 4.2.4.
     """
-    share = stationary(chain)
+    share = stationary_distribution(chain)
     blocks, joint = [], share
     for length in range(chain.order, 0, -1):
         blocks.append(entropy(joint))
@@ -118,7 +118,7 @@ def row_entropies(
     return -(probs * np.log(safe)).sum(-1)
 
 
-def sample(
+def sample_chain(
     chain: Chain, start: int, uniforms: Float[np.ndarray, " tokens"]
 ) -> Int32[np.ndarray, " tokens"]:
     """Runs the chain: the token of each uniform number, given the context before it.
@@ -168,7 +168,7 @@ def sample(
     return found.T.reshape(-1)[:num]
 
 
-def code_lengths(
+def chain_code_lengths(
     chain: Chain, stream: Integer[np.ndarray, " tokens"]
 ) -> Float64[np.ndarray, " rest"]:
     """Nats that the chain itself needs for each token but the first `order`."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bench import problems, sets, specs
-from pallas_kernels.bench.specs import Experts, GroupedSpec
+from pallas_kernels.bench.specs import ExpertShape, GroupedSpec
 from pallas_kernels.grouped_matmul import api
 
 TINY = next(spec for spec in sets.SETS["tiny"] if spec.kind == "grouped")
@@ -35,7 +35,7 @@ def test_counts_worked_by_hand() -> None:
 
 
 def test_tokens_go_to_different_experts() -> None:
-    spec = GroupedSpec(tokens=50, experts=Experts(4, 3, 8, 8))
+    spec = GroupedSpec(tokens=50, experts=ExpertShape(4, 3, 8, 8))
     sizes = spec.group_sizes()
     assert sizes.sum() == 150
     assert sizes.max() <= 50
@@ -60,4 +60,4 @@ def test_shapes_without_sense_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tokens=0"):
         make(tokens=0, experts=specs.TINY_EXPERTS)
     with pytest.raises(ValueError, match=r"experts.top=5"):
-        make(tokens=1, experts=Experts(4, 5, 8, 8))
+        make(tokens=1, experts=ExpertShape(4, 5, 8, 8))

@@ -68,13 +68,13 @@ def plan(tmp_path: Path) -> list[launches.Thunk]:
         ("thunk_sequence_after_thunk_passes.txt", PLAN),
     ):
         (tmp_path / f"module_0001.jit_run.{ending}").write_text(content)
-    return launches.read(tmp_path)
+    return launches.read_plan(tmp_path)
 
 
 def test_what_is_inside_what(plan: list[launches.Thunk]) -> None:
     kinds = {
         thunk.name: [around.kind for around in inside]
-        for thunk, inside in launches.walk(plan)
+        for thunk, inside in launches.walk_thunks(plan)
         if thunk.name
     }
     body = ["While", "CommandBuffer"]
@@ -110,14 +110,17 @@ def test_a_route_runs_what_it_chooses(
     plan: list[launches.Thunk], decode: int, sampled: int, launched: int
 ) -> None:
     route = Route("made up", {"decode": decode, "sampled": sampled})
-    assert sum(times for _, times, _ in launches.executed(plan, route)) == launched
+    assert (
+        sum(times for _, times, _ in launches.executed_launches(plan, route))
+        == launched
+    )
 
 
 def test_what_has_no_choice_is_named(plan: list[launches.Thunk]) -> None:
     with pytest.raises(ValueError, match=r"While while\.6 in .* has no choice"):
-        [*launches.executed(plan, Route("short", {"sampled": 1}))]
+        [*launches.executed_launches(plan, Route("short", {"sampled": 1}))]
 
 
 def test_a_folder_must_hold_one_program(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds 0 files \*\.thunk_metadata"):
-        launches.read(tmp_path)
+        launches.read_plan(tmp_path)

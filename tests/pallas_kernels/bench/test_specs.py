@@ -82,7 +82,7 @@ def test_contexts_spread_as_asked(lengths: Any) -> None:
 
 @pytest.mark.parametrize("spec", [*TINY, *OTHERS], ids=lambda spec: spec.name)
 def test_the_reference_solves_the_problem(spec: Spec) -> None:
-    problem = problems.make(spec, num_turns=2)
+    problem = problems.make_attention(spec, num_turns=2)
 
     @jax.jit
     def attend(page_ids: jax.Array) -> jax.Array:
@@ -113,7 +113,7 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
 
 
 def test_a_wrong_answer_shows() -> None:
-    problem = problems.make(TINY[0])
+    problem = problems.make_attention(TINY[0])
     rows, head, wanted = problem.samples[0]
     group = wanted.shape[1]
     out = np.zeros(problem.q.shape, np.float32)
@@ -127,7 +127,7 @@ def test_a_wrong_answer_shows() -> None:
 
 def test_a_tree_is_one() -> None:
     spec = next(spec for spec in TINY if spec.kind == "tree")
-    problem = problems.make(spec)
+    problem = problems.make_attention(spec)
     masks = np.asarray(problem.ancestors).reshape(spec.batch, spec.rows, spec.rows)
     for mask in masks:
         for row in range(spec.rows):

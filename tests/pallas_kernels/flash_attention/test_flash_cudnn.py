@@ -20,7 +20,7 @@ from tests.support.flash_cases import draw, total
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     there = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: there)
+    monkeypatch.setattr(devices, "current_target", lambda: there)
 
 
 def calls(
@@ -68,7 +68,7 @@ def test_by_name_it_says_why_not(sizes: Any, reason: str) -> None:
 
 def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     there = devices.Target("gpu", "Tesla T4", 40, "7.5")
-    monkeypatch.setattr(devices, "current", lambda: there)
+    monkeypatch.setattr(devices, "current_target", lambda: there)
     assert calls() == []
     with pytest.raises(ValueError, match=r"compute capability 7.5, not 8.0"):
         calls(implementation="cudnn")

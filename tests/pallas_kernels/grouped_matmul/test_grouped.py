@@ -59,7 +59,7 @@ def test_sums_may_be_wider_than_what_is_summed() -> None:
 
 def test_other_gpus_are_given_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """By XLA's own ragged product, which runs here, too."""
-    monkeypatch.setattr(devices, "current", lambda: A100)
+    monkeypatch.setattr(devices, "current_target", lambda: A100)
     case = CASES["some empty"]
     assert "ragged_dot" in str(jax.make_jaxpr(grouped_matmul)(*vars(case).values()))
     assert_within_rule(product(case), exact(case), plain(case))
@@ -134,7 +134,10 @@ def test_a_cpu_takes_memory_for_one_group() -> None:
 def test_blocks_cover_every_row_once(align: int, block_rows: int) -> None:
     rng, num_rows = np.random.default_rng(0), 150
     cut = functools.partial(
-        grouped_matmul_blocks.cut, num_rows=num_rows, block_rows=block_rows, align=align
+        grouped_matmul_blocks.split_row_blocks,
+        num_rows=num_rows,
+        block_rows=block_rows,
+        align=align,
     )
     cut = jax.jit(cut)
     for _ in range(20):
@@ -157,7 +160,9 @@ def test_blocks_cover_every_row_once(align: int, block_rows: int) -> None:
 def test_the_bound_on_blocks_is_reached() -> None:
     # Runs that begin a row before a multiple of 8 and are one row too long for it.
     sizes = jnp.asarray([7, 10, 6, 10], jnp.int32)
-    blocks = grouped_matmul_blocks.cut(sizes, num_rows=33, block_rows=8, align=8)
+    blocks = grouped_matmul_blocks.split_row_blocks(
+        sizes, num_rows=33, block_rows=8, align=8
+    )
     assert int(blocks.num) == 1 + 3 + 1 + 3
     assert len(blocks.group) == (33 + 5 * 14) // 8
 
@@ -206,7 +211,9 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     # Without the tests' own check of shapes and types.
     unchecked: Any = inspect.unwrap(grouped_matmul)
-    monkeypatch.setattr(api, "choose", inspect.unwrap(api.choose))
+    monkeypatch.setattr(
+        api, "choose_grouped_matmul", inspect.unwrap(api.choose_grouped_matmul)
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         unchecked(*arrays, **options)
 
@@ -225,12 +232,12 @@ def test_what_does_not_fit_is_refused(
 def test_what_the_kernel_does_not_take_the_reference_does(
     changed: Any, options: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "current", lambda: HOPPER)
+    monkeypatch.setattr(devices, "current_target", lambda: HOPPER)
     sizes = {"dtype": "bfloat16", "width": 64, "columns": 128, "groups": 3} | changed
     x = jax.ShapeDtypeStruct((10, sizes["width"]), sizes["dtype"])
     w = jax.ShapeDtypeStruct(
         (sizes["groups"], sizes["width"], sizes["columns"]), sizes["dtype"]
     )
-    assert api.choose(x, w, **options) == "reference"
+    assert api.choose_grouped_matmul(x, w, **options) == "reference"
     with pytest.raises(ValueError, match=re.escape(message)):
-        api.choose(x, w, implementation="mosaic_gpu", **options)
+        api.choose_grouped_matmul(x, w, implementation="mosaic_gpu", **options)

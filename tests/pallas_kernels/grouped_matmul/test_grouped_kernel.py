@@ -12,7 +12,7 @@ from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
 from pallas_kernels.grouped_matmul import api, blocks, mosaic_gpu
-from pallas_kernels.grouped_matmul.blocks import Tiling
+from pallas_kernels.grouped_matmul.blocks import GroupedTiling
 from tests.support.emulating import NOTICED, emulator_of_races, mutant, watched_product
 from tests.support.grouped_cases import (
     Case,
@@ -22,20 +22,20 @@ from tests.support.grouped_cases import (
     plain,
 )
 
-ONE = Tiling(64, 64, 2, 2)
-TWO = Tiling(128, 128, 3)
+ONE = GroupedTiling(64, 64, 2, 2)
+TWO = GroupedTiling(128, 128, 3)
 HOPPER = Target("gpu", "NVIDIA H200", 132, "9.0")
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
-def emulate(case: Case, tiling: Tiling, **options: Any) -> Any:
+def emulate(case: Case, tiling: GroupedTiling, **options: Any) -> Any:
     """Runs the kernel on two programs; raises what the emulator finds."""
     options = {"dtype": case.x.dtype, "num_programs": 2} | options
     with emulator_of_races() as interpret, pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "wgmma", watched_product)
         run = jax.jit(
-            lambda *arrays: mosaic_gpu.multiply(
+            lambda *arrays: mosaic_gpu.multiply_mosaic_gpu(
                 *arrays, tiling=tiling, interpret=interpret, **options
             )
         )
@@ -83,7 +83,7 @@ def test_weights_that_lie_the_other_way() -> None:
     ],
 )
 @pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one", "two"])
-def test_more_groups(tiling: list[int], num_rows: int, tiles: Tiling) -> None:
+def test_more_groups(tiling: list[int], num_rows: int, tiles: GroupedTiling) -> None:
     case = make_case(tiling, num_rows=num_rows, num_columns=128)
     assert_within_rule(emulate(case, tiles), exact(case), plain(case))
 
@@ -144,7 +144,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 
 def test_the_door_lowers_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards and for the gradient of the rows; that of the weights is XLA's."""
-    monkeypatch.setattr(devices, "current", lambda: HOPPER)
+    monkeypatch.setattr(devices, "current_target", lambda: HOPPER)
     arrays: Any = shapes(40, 3, 128, 192)
 
     def both(x: Any, w: Any, tiling: Any) -> Any:
@@ -166,7 +166,7 @@ def shapes(rows: int, groups: int, width: int, columns: int, dtype: Any = None) 
 
 
 def test_sizes_suit_what_there_is_to_do() -> None:
-    def choose(rows: int, groups: int, columns: int) -> Tiling:
+    def choose(rows: int, groups: int, columns: int) -> GroupedTiling:
         return blocks.choose_tiling(
             num_rows=rows, num_groups=groups, num_columns=columns, num_cores=132
         )
@@ -188,7 +188,7 @@ def test_sizes_suit_what_there_is_to_do() -> None:
 @pytest.mark.parametrize("rows", [16384, pytest.param(16, marks=pytest.mark.slow)])
 def test_nothing_spills_on_an_h200(rows: int) -> None:
     arrays = shapes(rows, 8, 4096, 14336)
-    report = deviceless.compile(
+    report = deviceless.compile_function(
         lambda *arrays: api.grouped_matmul(*arrays, implementation="mosaic_gpu"),
         *arrays,
     )
@@ -212,8 +212,8 @@ def test_nothing_spills_at_any_size(
     )
     assert tiling[:2] == (block_rows, columns)
     x, w, group_sizes = shapes(500, 8, 512, 512, operands)
-    report = deviceless.compile(
-        lambda *arrays: mosaic_gpu.multiply(
+    report = deviceless.compile_function(
+        lambda *arrays: mosaic_gpu.multiply_mosaic_gpu(
             *arrays,
             transposed=transposed,
             dtype=jnp.dtype(dtype),
@@ -227,7 +227,7 @@ def test_nothing_spills_at_any_size(
     assert_fits(report)
 
 
-def assert_fits(report: deviceless.Report) -> None:
+def assert_fits(report: deviceless.CompileReport) -> None:
     (kernel,) = report.kernels
     assert kernel.name.startswith("grouped_product")
     assert kernel.spill_stores == kernel.spill_loads == 0

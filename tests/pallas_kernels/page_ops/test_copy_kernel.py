@@ -33,7 +33,7 @@ def assert_same_bits(a: jax.Array, b: jax.Array) -> None:
 
 def copy(pages: jax.Array, source: Any, target: Any, **options: Any) -> jax.Array:
     run = jax.jit(
-        lambda *arrays: copy_mosaic_gpu.copy_pages(
+        lambda *arrays: copy_mosaic_gpu.copy_pages_mosaic_gpu(
             *arrays, interpret=EMULATED, **options
         )
     )
@@ -80,7 +80,7 @@ def test_pages_come_from_another_array() -> None:
 def test_vmap_equals_single_runs() -> None:
     pages = make_pages((2, NUM_PAGES, 32), jnp.float32)
     source, target = jnp.stack([ints(1, 2), ints(-1, 5)]), jnp.stack([ints(3, 4)] * 2)
-    run = lambda *x: copy_mosaic_gpu.copy_pages(*x, interpret=EMULATED)  # noqa: E731
+    run = lambda *x: copy_mosaic_gpu.copy_pages_mosaic_gpu(*x, interpret=EMULATED)  # noqa: E731
     both = jax.jit(jax.vmap(run))(pages, source, target)
     assert not interpreter.get_races().races_found
     for i in range(2):
@@ -120,13 +120,13 @@ def test_pages_of_an_odd_size_are_refused() -> None:
 def test_it_lowers_for_a_gpu() -> None:
     pages = jax.ShapeDtypeStruct((NUM_PAGES, 8, 16, 128), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((6,), jnp.int32)
-    traced = jax.jit(copy_mosaic_gpu.copy_pages).trace(pages, ids, ids)
+    traced = jax.jit(copy_mosaic_gpu.copy_pages_mosaic_gpu).trace(pages, ids, ids)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: hopper)
+    monkeypatch.setattr(devices, "current_target", lambda: hopper)
     shapes = ((4, 32), (2,), (2,))
     arrays: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
@@ -160,4 +160,4 @@ def test_a_mesh_names_its_devices(kind: str, capability: str) -> None:
     there = AbstractDevice(device_kind=kind, num_cores=7, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=there)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert devices.current() == Target("gpu", kind, 7, capability)
+        assert devices.current_target() == Target("gpu", kind, 7, capability)

@@ -23,7 +23,7 @@ PLACE = (1, 15, 0, 7, PAGE_SIZE, -1)
 
 class Case(NamedTuple):
     qkv: Any
-    turns: Any
+    cos_sin: Any
     k_pages: Any
     v_pages: Any
     page_ids: Any
@@ -44,7 +44,7 @@ def make(
 
     return Case(
         qkv=normal(rows, kv_heads, group + 2, head_dim),
-        turns=rotary_write.Turns(
+        cos_sin=rotary_write.RotaryCosSin(
             *(
                 turn[rotary_write.query_rows(rows, kv_heads * group)].reshape(
                     rows, kv_heads, group, -1
@@ -68,7 +68,7 @@ def make(
 def emulate(case: Case) -> Any:
     with emulating.emulator_of_races() as interpret:
         run = jax.jit(
-            rotary_write_mosaic_gpu.rotate_and_write,
+            rotary_write_mosaic_gpu.write_rotated_kv_mosaic_gpu,
             static_argnames=("num_layers", "interpret"),
         )
         options: Any = {"packing": case.packing, "interpret": interpret} | OF_LAYER
@@ -79,22 +79,22 @@ def emulate(case: Case) -> Any:
 def only_rows(case: Case, packed: Any) -> Any:
     """Packed queries with zeros where no row is: the kernel leaves anything there."""
     group = case.qkv.shape[2] - 2
-    found = row_packing.unpack(packed, case.packing, group=group, fill=0.0)
+    found = row_packing.unpack_rows(packed, case.packing, group=group, fill=0.0)
     kv_heads = packed.shape[1]
     return row_packing.pack_queries(found, case.packing, kv_heads=kv_heads)
 
 
 def refer(case: Case) -> Any:
-    run = jax.jit(rotary_write.rotate_and_write, static_argnames="num_layers")
+    run = jax.jit(rotary_write.write_rotated_kv, static_argnames="num_layers")
     return run(*case[:-1], packing=case.packing, **OF_LAYER)
 
 
 def test_the_reference_turns_and_writes_row_by_row() -> None:
     case = make(kv_heads=2, group=3, head_dim=8, dtype=jnp.float32)
-    found = rotary_write.rotate_and_write(*case[:-1], packing=case.packing, **OF_LAYER)
+    found = rotary_write.write_rotated_kv(*case[:-1], packing=case.packing, **OF_LAYER)
     x = np.asarray(case.qkv, np.float64)
     # Pairs as complex numbers, turned by the unit of their angle.
-    cos, sin = (np.asarray(turn[:, :1, :1], np.float64) for turn in case.turns)
+    cos, sin = (np.asarray(turn[:, :1, :1], np.float64) for turn in case.cos_sin)
     turned = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)
     turned = np.concatenate([turned.real, turned.imag], -1)
     np.testing.assert_allclose(found.q, turned[:, :, :3], atol=1e-6)
@@ -170,7 +170,7 @@ def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def takes_it(case: Case, **options: Any) -> bool:
     def call(*arrays: Any) -> Any:
-        return rotary_write.rotate_and_write(*arrays, **options)
+        return rotary_write.write_rotated_kv(*arrays, **options)
 
     return "mpmd_map" in str(jax.make_jaxpr(call)(*case[:-1]))
 
@@ -178,7 +178,7 @@ def takes_it(case: Case, **options: Any) -> bool:
 def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes_it(make())
     hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: hopper)
+    monkeypatch.setattr(devices, "current_target", lambda: hopper)
     assert takes_it(make())
     assert not takes_it(make(), implementation="reference")
     # Three heads of 64 are 96 pairs, less than a warpgroup has threads.
@@ -192,7 +192,9 @@ def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+@pytest.mark.skipif(
+    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
+)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim"), [(8, 4, 128), (2, 8, 128), (4, 3, 64)]
 )
@@ -200,12 +202,12 @@ def test_it_compiles_in_place_without_spills(
     kv_heads: int, group: int, head_dim: int
 ) -> None:
     case = make(kv_heads, group, head_dim)
-    run = rotary_write_mosaic_gpu.rotate_and_write
+    run = rotary_write_mosaic_gpu.write_rotated_kv_mosaic_gpu
 
     def pack_too(*arrays: Any) -> Any:
         return run(*arrays[:-1], packing=arrays[-1])
 
-    report = deviceless.compile(pack_too, *case, donate_argnums=(2, 3))
+    report = deviceless.compile_function(pack_too, *case, donate_argnums=(2, 3))
     [kernel] = report.kernels
     assert kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.instructions["tma_store"] == 7

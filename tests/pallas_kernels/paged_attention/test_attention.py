@@ -250,7 +250,9 @@ def refused(message: str, **changes: Any) -> None:
 def test_misuse_is_told_in_one_line() -> None:
     case, _ = plain()
     with pytest.raises(ValueError, match="implementation='cuda' must be None, 'refer"):
-        inspect.unwrap(api.choose)(case.q, case.k_pages, implementation="cuda")
+        inspect.unwrap(api.choose_attention)(
+            case.q, case.k_pages, implementation="cuda"
+        )
     on_cpu = "'mosaic_gpu': the device is a cpu, not a GPU; 'reference' takes"
     refused(on_cpu, implementation="mosaic_gpu")
     refused("q_heads=3 must be a multiple of kv_heads=2", q=jnp.zeros((68, 3, 8)))

@@ -41,7 +41,7 @@ CONFIG = state.EngineConfig(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the door believe that programs are made for an H200."""
-    monkeypatch.setattr(devices, "current", lambda: H200)
+    monkeypatch.setattr(devices, "current_target", lambda: H200)
 
 
 @pytest.fixture
@@ -49,18 +49,22 @@ def emulated(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernels are emulated there, and say who ran."""
     ran: list[str] = []
     with emulating.emulator_of_races() as interpret:
-        for module in (decode, prefill):
+        for module, name in (
+            (decode, "attend_decode"),
+            (prefill, "attend_prefill"),
+        ):
+            attend = getattr(module, name)
 
-            def told(
+            def traced(
                 *arguments: Any,
-                _attend: Any = module.attend,
+                _attend: Any = attend,
                 _name: str = module.__name__,
                 **fields: Any,
             ) -> Any:
                 ran.append(_name.rpartition(".")[2])
                 return _attend(*arguments, **fields | {"interpret": interpret})
 
-            monkeypatch.setattr(module, "attend", told)
+            monkeypatch.setattr(module, name, traced)
         yield ran
 
 
@@ -102,7 +106,7 @@ def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
 
     def plan(positions: jax.Array, slots: jax.Array) -> dispatch.StepPlan:
         fields: dict[str, Any] = {"slots": slots} | others
-        return dispatch.plan_step(
+        return dispatch.make_step_plan(
             positions,
             **fields,
             num_slots=num_slots,
@@ -161,7 +165,7 @@ def test_few_rows_fill_no_more_blocks_than_planned() -> None:
     """Every slot with as many rows as are few: the blocks are just enough."""
     slots = np.repeat(np.arange(5), 32)
     positions = np.tile(np.arange(32), 5)
-    made = dispatch.plan_step(
+    made = dispatch.make_step_plan(
         *(jnp.asarray(x, jnp.int32) for x in (positions, slots)),
         num_slots=5,
         kv_heads=1,
@@ -194,18 +198,20 @@ def test_what_is_out_of_its_range_goes_to_the_reference(change, reason: str) -> 
     q = jax.ShapeDtypeStruct(shape, sizes["dtype"])
     pages = (5, 2, sizes["page_size"], sizes["head_dim"])
     k = jax.ShapeDtypeStruct(pages, sizes["dtype"])
-    assert api.choose(q, k, numerics=numerics) == "reference"
+    assert api.choose_attention(q, k, numerics=numerics) == "reference"
     with pytest.raises(ValueError, match=reason):
-        api.choose(q, k, numerics=numerics, implementation="mosaic_gpu")
+        api.choose_attention(q, k, numerics=numerics, implementation="mosaic_gpu")
 
 
 def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "current", lambda: H200._replace(capability="8.0"))
+    monkeypatch.setattr(
+        devices, "current_target", lambda: H200._replace(capability="8.0")
+    )
     q = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((5, 2, 16, 64), jnp.bfloat16)
-    assert api.choose(q, k) == "reference"
+    assert api.choose_attention(q, k) == "reference"
     with pytest.raises(ValueError, match=r"compute capability 8.0, not 9.0; 'refer"):
-        api.choose(q, k, implementation="mosaic_gpu")
+        api.choose_attention(q, k, implementation="mosaic_gpu")
 
 
 @pytest.mark.usefixtures("hopper")

@@ -16,7 +16,7 @@ MAKE_PLAN = jax.jit(
     decode_plan.plan_decode,
     static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),
 )
-PARTS = jax.jit(stream_k.parts, static_argnames=("kv_heads", "tiling"))
+PARTS = jax.jit(stream_k.all_item_programs, static_argnames=("kv_heads", "tiling"))
 
 
 def ints(values: Any) -> jax.Array:
@@ -36,13 +36,15 @@ def line_of(low: list[int], high: list[int], kv_heads: int, tile: int) -> list[t
 def check_schedule(
     low: list[int], high: list[int], kv_heads: int, tiling: Tiling
 ) -> None:
-    cut = jax.jit(stream_k.cut, static_argnames=("kv_heads", "tiling"))
+    cut = jax.jit(stream_k.split_tiles, static_argnames=("kv_heads", "tiling"))
     got = jax.tree.map(
         np.asarray, cut(ints(low), ints(high), kv_heads=kv_heads, tiling=tiling)
     )
     line, programs = line_of(low, high, kv_heads, tiling.tile), tiling.num_programs
     live = [block for block in range(len(low)) if high[block] > low[block]]
-    first, num = map(np.asarray, stream_k.tiles_of(ints(low), ints(high), tiling.tile))
+    first, num = map(
+        np.asarray, stream_k.tile_range(ints(low), ints(high), tiling.tile)
+    )
     assert (first == np.asarray(low) // tiling.tile).all()
     assert num.sum() * kv_heads == len(line)
     assert (got.ends == np.cumsum(num) * kv_heads).all()
@@ -50,7 +52,7 @@ def check_schedule(
         assert block < 0 or got.after[block] == other
     # The stretches cover the line, in order and evenly.
     cuts = np.asarray(
-        stream_k.stretch(jnp.int32(len(line)), ints(range(programs + 1)), tiling)
+        stream_k.stretch_begin(jnp.int32(len(line)), ints(range(programs + 1)), tiling)
     )
     sizes = np.diff(cuts)
     busy = min(programs, max(1, len(line) // tiling.min_tiles))
@@ -113,7 +115,7 @@ def test_random_rows_are_packed_in_order_and_come_back() -> None:
     sizes = {"num_slots": num_slots, "tokens": tokens}
     pack = jax.jit(functools.partial(row_packing.pack_rows, **sizes))
     lay_out = jax.jit(functools.partial(row_packing.pack_queries, kv_heads=kv_heads))
-    unpack = jax.jit(functools.partial(row_packing.unpack, group=group, fill=-1.0))
+    unpack = jax.jit(functools.partial(row_packing.unpack_rows, group=group, fill=-1.0))
     for _ in range(40):
         slots = np.repeat(rng.permutation(num_slots), 4)
         live = rng.random(num_rows) < rng.random()
@@ -172,7 +174,7 @@ def test_spans_of_a_block_are_those_of_its_rows() -> None:
     assert plan.inner_high.tolist() == [7, 9, 101]
     assert plan.rows[0, :, 0].tolist() == [2, 7, 6]
     assert plan.rows[0, :, 32].tolist() == [3, 8, 7]
-    assert stream_k.tiles_of(plan.low, plan.high, 64)[0].tolist() == [0, 0, 1]
+    assert stream_k.tile_range(plan.low, plan.high, 64)[0].tolist() == [0, 0, 1]
 
 
 def test_spans_of_a_tree() -> None:
@@ -245,6 +247,6 @@ def test_a_group_that_no_block_holds_is_refused() -> None:
 def test_default_tilings_fill_the_shared_memory(
     head_dim: int, block_rows: int, stages: int, q_stages: int
 ) -> None:
-    tiling = stream_k.default_tiling(head_dim=head_dim, block_rows=block_rows)
+    tiling = stream_k.default_decode_tiling(head_dim=head_dim, block_rows=block_rows)
     assert tiling.tile == 64
     assert (tiling.stages, tiling.q_stages) == (stages, q_stages)

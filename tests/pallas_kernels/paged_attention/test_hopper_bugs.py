@@ -115,7 +115,7 @@ def test_values_that_nobody_sees_must_be_cleared(
 ) -> None:
     monkeypatch.setattr(decode_body, "_clear", lambda *_: None)
     assert np.isnan(decode()[0]).any()
-    monkeypatch.setattr(softmax, "clear", lambda *_: None)
+    monkeypatch.setattr(softmax, "clear_unseen", lambda *_: None)
     assert np.isnan(prefill()[0]).any()
 
 

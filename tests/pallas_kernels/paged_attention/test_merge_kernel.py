@@ -22,7 +22,7 @@ RAGGED: dict[str, Any] = dict(
 
 def emulate(case: Case, dtype: Any = jnp.float32) -> Any:
     def run(arrays: Any, interpret: Any) -> Any:
-        return merge.merge_and_unpack(
+        return merge.merge_and_unpack_mosaic_gpu(
             *arrays,
             group=case.group,
             tiling=case.tiling,
@@ -74,7 +74,7 @@ BUGS = {
     "left before it is gone": ("plgpu.wait_smem_to_gmem(0)", "None"),
     "sides the wrong way round": ("jnp.where(index == 0, 1, 0)", "index * 0"),
     "the state not scaled": (
-        "state.out * softmax.along(decay, out.shape)",
+        "state.out * softmax.broadcast_rows(decay, out.shape)",
         "state.out",
     ),
 }
@@ -96,19 +96,21 @@ def goes_wrong(case: Case) -> bool:
 def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(**DECODE, group=4, head_dim=64)
     changed = emulating.mutant(merge, dict([BUGS[bug]]))
-    monkeypatch.setattr(merge, "merge_and_unpack", changed.merge_and_unpack)
+    monkeypatch.setattr(merge, "merge_and_unpack_mosaic_gpu", changed.merge_and_unpack)
     assert goes_wrong(case)
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+@pytest.mark.skipif(
+    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
+)
 @pytest.mark.parametrize(
     ("rows", "group", "head_dim"), [(DECODE, 4, 128), (DECODE, 8, 256), (RAGGED, 4, 64)]
 )
 def test_it_compiles_without_spills(rows: Any, group: int, head_dim: int) -> None:
     case = make(**rows, group=group, head_dim=head_dim)
-    report = deviceless.compile(
-        lambda *x: merge.merge_and_unpack(
+    report = deviceless.compile_function(
+        lambda *x: merge.merge_and_unpack_mosaic_gpu(
             *x, group=group, tiling=case.tiling, dtype=jnp.bfloat16
         ),
         *case.arrays,

@@ -51,7 +51,7 @@ def test_parts_of_cut_items(num_parts: int) -> None:
             part_out[program, side], part_lse[program, side] = state[0][i], state[1][i]
     states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
     got_out, got_lse = merging.merge_parts(
-        merging.CutStates(*states), jnp.asarray(parts, jnp.int32)
+        merging.PartialStates(*states), jnp.asarray(parts, jnp.int32)
     )
     for item, (wanted_out, wanted_lse) in wanted.items():
         place = divmod(item, heads)

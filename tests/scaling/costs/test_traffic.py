@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from scaling.costs.parallelism import Layout, parse
-from scaling.costs.traffic import decode, prefill, training
+from scaling.costs.parallelism import Layout, parse_layout
+from scaling.costs.traffic import decode_traffic, prefill_traffic, training_traffic
 from scaling.shapes import published
 
 LLAMA = published.describe("llama-2-7b")
@@ -16,7 +16,9 @@ BLOCK = 4096 * 4096 * 2  # b s h of two bytes
 
 def of(scheme: str, layout: str, model: Any = LLAMA, **how: Any) -> tuple[float, float]:
     zero = how.pop("zero", 0)
-    found = training(model, parse(layout, zero=zero), sequence=4096, **how)
+    found = training_traffic(
+        model, parse_layout(layout, zero=zero), sequence=4096, **how
+    )
     mine = [traffic for traffic in found if traffic.scheme == scheme]
     return sum(x.forward for x in mine), sum(x.backward for x in mine)
 
@@ -140,7 +142,7 @@ def test_copies_exchange_gradients() -> None:
 
 
 def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
-    found = decode(LLAMA, parse("tp=8"), batch=16)
+    found = decode_traffic(LLAMA, parse_layout("tp=8"), batch=16)
     tensor = sum(x.forward for x in found if x.scheme == "tensor")
     assert tensor == 3_758_096_384 * 16 / 4096
     assert not sum(x.backward for x in found)
@@ -150,26 +152,28 @@ def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
 
 def test_a_mixed_pass_sends_less_than_decoding_as_many_rows() -> None:
     """Of Llama-3.1-8B in 16 bits: 128 ((32 + 16) 2 + 32 x 2) + 32 x 4 bytes a row."""
-    model, layout = published.describe("llama-3.1-8b"), parse("cp=4")
+    model, layout = published.describe("llama-3.1-8b"), parse_layout("cp=4")
     sizes: Any = {"rows": 4096, "logit_rows": 1}
-    gathered, home, last = (x.forward for x in prefill(model, layout, **sizes))
+    gathered, home, last = (x.forward for x in prefill_traffic(model, layout, **sizes))
     assert gathered + home == 3 / 4 * 4096 * 20_608 * 32
     assert last == 2 * 3 / 4 * 4096 * 4
-    (whole,) = (x.forward for x in decode(model, layout, batch=4096))
+    (whole,) = (x.forward for x in decode_traffic(model, layout, batch=4096))
     assert whole == 3 / 4 * 4096 * 33_280 * 32
     # A row more, and every device has all.
     odd = sizes | {"rows": 4097}
-    assert prefill(model, layout, **odd) == decode(model, layout, batch=4097)
+    assert prefill_traffic(model, layout, **odd) == decode_traffic(
+        model, layout, batch=4097
+    )
     # Each of the devices that divide matrices has a part of the heads, and its rows.
-    both = prefill(model, parse("cp=4,tp=2"), **sizes)
+    both = prefill_traffic(model, parse_layout("cp=4,tp=2"), **sizes)
     pages = [x.forward for x in both if x.scheme == "pages"]
     assert pages == [gathered / 2, home / 2, last]
     tensor = [x for x in both if x.scheme == "tensor"]
-    alone = prefill(model, parse("tp=2"), **sizes)
+    alone = prefill_traffic(model, parse_layout("tp=2"), **sizes)
     (wanted,) = (x for x in alone if x.scheme == "tensor")
     assert [x.forward for x in tensor] == [wanted.forward / 4]
     assert "b s/4 h" in tensor[0].formula
 
 
 def test_one_device_sends_nothing() -> None:
-    assert training(DEEPSEEK, Layout(), sequence=128) == ()
+    assert training_traffic(DEEPSEEK, Layout(), sequence=128) == ()

@@ -30,7 +30,7 @@ HOFFMANN = published.CONSTANTS["hoffmann-tex"]
 
 @pytest.fixture(scope="module")
 def runs() -> dict:
-    return synthetic.runs()
+    return synthetic.simulate_isoflop_runs()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_resamples_spread_as_published(result: fit.FitResult) -> None:
     expected = np.array([81.3, 278, 0.0168, 0.0104, 0.0106])
     np.testing.assert_allclose(spread, expected, rtol=0.05)
     sampled = dict(zip(CHINCHILLA.coefficients, result.sampled().T, strict=True))
-    a = published.exponents(CHINCHILLA, sampled).a
+    a = published.optimal_exponents(CHINCHILLA, sampled).a
     np.testing.assert_allclose(
         np.quantile(a, [0.025, 0.975]), [0.489, 0.525], atol=2e-3
     )
@@ -157,8 +157,8 @@ def test_very_many_rows_are_fitted_whole_without_resamples(
         drawn = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 200)
     found = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
-    assert fit.abridged(200) == ""
-    assert "240 rows: laws are fitted to all of them," in fit.abridged(240)
+    assert fit.describe_thinning(200) == ""
+    assert "240 rows: laws are fitted to all of them," in fit.describe_thinning(240)
     assert found.objective == pytest.approx(drawn.objective, abs=1e-10)
     assert found.num_points == 240
     for name, value in found.coefficients.items():
@@ -181,8 +181,8 @@ def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
 
 
 def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
-    seen = observations.observe(CHINCHILLA, rows, cluster=cluster)
-    problem = levenberg_marquardt.Problem(CHINCHILLA, seen, "mse")
+    seen = observations.make_observations(CHINCHILLA, rows, cluster=cluster)
+    problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen, "mse")
     truth = np.array([[synthetic.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
     at = evaluation.coordinates(CHINCHILLA, truth, seen.centre)[0]
     return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
@@ -196,7 +196,7 @@ def test_predictions_of_many_points_come_in_pieces(
     parts = fit.predict(result, runs, "confidence")
     np.testing.assert_array_equal(parts, whole)
     monkeypatch.setattr(prediction, "MAX_SCORED", 100)
-    few = fit.score(result, runs)
+    few = fit.score_fit(result, runs)
     assert few.num_points == 240
     assert few.covered is not None
     assert few.covered == round(few.covered, 2) > 0.8  # of 100
@@ -261,7 +261,7 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     assert (held.covariance[2] == 0).all()
     assert held.covariance[1, 1] > 0
     # The objective over the plane of the two, found another way.
-    at = profile.profile(
+    at = profile.profile_objective(
         result, runs, ("alpha", "E"), np.array([0.34]), np.array([1.7])
     )
     np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
@@ -273,7 +273,7 @@ def test_a_coefficient_that_is_given_is_not_fitted(
         assert np.ptp(known.intervals[name]) < np.ptp(free.intervals[name])
     kept = fit.from_json(json.dumps(fit.to_json(held)))
     assert kept.fixed == given
-    assert profile.pair(kept) is None
+    assert profile.choose_pair(kept) is None
     least = fit.predict(kept, runs, "confidence").low
     assert (least < fit.predict(kept, runs)[0]).all()
 
@@ -328,7 +328,10 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
 
 
 def spoilt(**columns: object) -> dict:
-    good = {name: column[:30].copy() for name, column in synthetic.runs().items()}
+    good = {
+        name: column[:30].copy()
+        for name, column in synthetic.simulate_isoflop_runs().items()
+    }
     return good | columns
 
 
@@ -420,14 +423,14 @@ def test_no_optimum_of_collinear_sets_is_missed() -> None:
     for seed in range(24, 29):
         data = nearly_collinear(seed)
         found = fit.fit(CHINCHILLA, data)
-        seen = observations.observe(CHINCHILLA, data)
-        problem = levenberg_marquardt.Problem(CHINCHILLA, seen)
+        seen = observations.make_observations(CHINCHILLA, data)
+        problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen)
         weights = np.tile(problem.seen.weights, (1024, 1))
         starts = np.random.default_rng(seed).uniform(*problem.box, (1024, 5))
-        ends = levenberg_marquardt.solve(problem, weights, starts)
+        ends = levenberg_marquardt.solve_weightings(problem, weights, starts)
         for _ in range(4):
             best = ends.coordinates[np.argsort(ends.objective)[:128]]
-            ends = levenberg_marquardt.solve(
+            ends = levenberg_marquardt.solve_weightings(
                 problem, weights[:128], best, tolerance=1e-16
             )
         assert found.objective <= ends.objective.min() * (1 + 1e-8), seed
@@ -450,8 +453,8 @@ def test_a_target_that_rises_is_doubted_once() -> None:
     assert said.startswith(warning)
     # Nor is it doubted again by runs that were held out.
     score = HeldOut(40, 0.1, 0.2, 0.1, 0.1)
-    assert not diagnostics.held_out(score, found.warnings)
-    assert diagnostics.held_out(score)
+    assert not diagnostics.held_out_warnings(score, found.warnings)
+    assert diagnostics.held_out_warnings(score)
     assert not fit.fit(CHINCHILLA, data).warnings
 
 

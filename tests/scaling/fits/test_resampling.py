@@ -23,7 +23,7 @@ def test_a_resample_draws_whole_runs_as_many_as_there_are() -> None:
         "loss": rng.uniform(2, 4, len(RUN)),
     }
     weights = rng.uniform(0.5, 2, len(RUN))
-    seen = observations.observe(CHINCHILLA, data, weights, RUN + 100)
+    seen = observations.make_observations(CHINCHILLA, data, weights, RUN + 100)
     drawn = levenberg_marquardt.draw_weights(seen, 400, rng)
     counts = drawn / seen.weights
     np.testing.assert_allclose(counts, np.round(counts), atol=1e-9)
@@ -39,19 +39,19 @@ def test_a_resample_draws_whole_runs_as_many_as_there_are() -> None:
 def test_an_interval_is_what_its_level_says() -> None:
     samples = np.stack([np.arange(101.0), 2 * np.arange(101.0)], axis=1)
     middle = np.array([50.0, 100.0])
-    low, high = intervals.from_samples(
+    low, high = intervals.percentile_intervals(
         middle, samples, 0.9, loss="huber", num_points=30, k=3
     )
     np.testing.assert_allclose([low, high], [[5, 10], [95, 190]])
     # Least squares: sqrt(30 / 27) * 1.7033 / 1.6449 times as wide.
     wider = math.sqrt(30 / 27) * 1.7033 / 1.6449
-    low, high = intervals.from_samples(
+    low, high = intervals.percentile_intervals(
         middle, samples, 0.9, loss="mse", num_points=30, k=3
     )
     np.testing.assert_allclose(low, middle - wider * 0.9 * middle, atol=0.01)
     np.testing.assert_allclose(high, middle + wider * 0.9 * middle, atol=0.01)
-    assert intervals.student(0.9, 27) == pytest.approx(1.7033, abs=1e-4)
-    assert intervals.student(0.95, 2) == pytest.approx(4.3027, abs=1e-3)
+    assert intervals.student_t(0.9, 27) == pytest.approx(1.7033, abs=1e-4)
+    assert intervals.student_t(0.95, 2) == pytest.approx(4.3027, abs=1e-3)
 
 
 RESAMPLES = (

@@ -75,7 +75,7 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
         for i in range(6)
     ]
     sizes: Any = {"text_tokens": 5, "seed": 1}
-    stream = consistency.records(found, text, each=9, **sizes)
+    stream = consistency.make_records(found, text, each=9, **sizes)
     size = OBJECTIVE.record_tokens
     rows = stream.reshape(-1, size)
     # The block as it ends is no guess on the way.
@@ -84,10 +84,10 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
     )
     assert (rows[:, 3:7] == rows[:, :1] - 40).all()
     assert (np.diff(rows[:, 11:], axis=1) == 1).all()
-    assert len(consistency.records(found, text, each=1, **sizes)) == 6 * size
+    assert len(consistency.make_records(found, text, each=1, **sizes)) == 6 * size
     seen = [
         np.asarray(
-            streams.draw(
+            streams.draw_windows(
                 jnp.asarray(stream),
                 jnp.int32(3),
                 jnp.int32(i),
@@ -109,7 +109,7 @@ def constant_texts(num: int, size: int, seed: int) -> np.ndarray:
 
 def trained(config: TrainConfig, stream: np.ndarray, **how: Any) -> Any:
     held_out = stream[: config.seq_len + 1]
-    corpus = streams.make(stream, held_out, vocab_size=257, name="a toy")
+    corpus = streams.make_corpus(stream, held_out, vocab_size=257, name="a toy")
     return train.train_in_memory(config, corpus, **how)
 
 
@@ -149,7 +149,7 @@ def test_a_model_learns_to_say_a_block_at_once() -> None:
     prompts = constant_texts(24, 4, 1)
     found = guesses_of(before.params, prompts, 8, model)
     took = steps_of(found)
-    stream = consistency.records(
+    stream = consistency.make_records(
         [*map(Trajectory, prompts.tolist(), found)],
         text,
         each=8,
@@ -182,9 +182,9 @@ def test_what_cannot_be_learnt_is_refused() -> None:
     same = [Trajectory([1], np.array([[2], [2]]))]
     text = np.arange(9, dtype=np.uint16)
     with pytest.raises(ValueError, match="no trajectory has a guess"):
-        consistency.records(same, text, each=1, text_tokens=3, seed=0)
+        consistency.make_records(same, text, each=1, text_tokens=3, seed=0)
     with pytest.raises(ValueError, match="are not whole records of seq_len=4"):
-        streams.draw(
+        streams.draw_windows(
             jnp.arange(9, dtype=jnp.uint16),
             jnp.int32(0),
             jnp.int32(0),

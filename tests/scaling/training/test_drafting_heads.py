@@ -42,8 +42,8 @@ def said_by(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     @jax.jit
     def say(tokens: Any) -> Any:
-        found = drafting_heads.read(target, tokens, heads)
-        said = drafting_heads.guesses(
+        found = drafting_heads.read_target(target, tokens, heads)
+        said = drafting_heads.head_guesses(
             own, target, tokens, found, heads=heads, depth=DEPTH
         )
         return said, found.logits
@@ -95,7 +95,7 @@ def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
                 known += 1
     assert num_steps > 20
     assert hits[:, 0].sum() > 0
-    found = drafting_heads.acceptance(
+    found = drafting_heads.acceptance_rates(
         weights_of(HEADS[kind]),
         engines.params(),
         tokens,
@@ -119,7 +119,7 @@ def test_the_loss_equals_a_loop(kind: str) -> None:
     wanted = [
         -(law * log[depth])[:, depth + 1 :].sum(-1).mean() for depth in range(DEPTH)
     ]
-    loss = drafting_heads.mean_loss(
+    loss = drafting_heads.head_loss(
         weights_of(HEADS[kind]),
         engines.params(),
         jnp.asarray(tokens),
@@ -133,7 +133,7 @@ def test_the_loss_equals_a_loop(kind: str) -> None:
 LEARNT = dataclasses.replace(SMALL, num_layers=2)
 
 
-def recipe(pattern: str, num_steps: int) -> drafting_heads.Recipe:
+def recipe(pattern: str, num_steps: int) -> drafting_heads.HeadRecipe:
     run = TrainConfig(
         model=LEARNT,
         corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
@@ -145,7 +145,7 @@ def recipe(pattern: str, num_steps: int) -> drafting_heads.Recipe:
         learning_rate=2e-2,
         report_every=num_steps // 4,
     )
-    return drafting_heads.Recipe(run=run, depth=2)
+    return drafting_heads.HeadRecipe(run=run, depth=2)
 
 
 @pytest.mark.thorough
@@ -153,18 +153,18 @@ def recipe(pattern: str, num_steps: int) -> drafting_heads.Recipe:
 def test_heads_learn_and_the_model_does_not(kind: str, tmp_path: Path) -> None:
     heads = dataclasses.replace(HEADS[kind], target=LEARNT)
     how = recipe(texts.write_functions(tmp_path / "text"), 40)
-    corpus = corpora.open(how.run.corpus)
+    corpus = corpora.open_corpus(how.run.corpus)
     # A model that says something: its last states are those of its embeddings.
     target = transformer.init_params(LEARNT, jax.random.key(1))
     target["embed"]["weight"] *= 20
     before = jax.tree.map(np.array, target)
-    found = drafting_heads.train(how, heads, target, corpus)
+    found = drafting_heads.train_heads(how, heads, target, corpus)
     assert found.status == "done"
     assert [line["step"] for line in found.curve] == [10, 20, 30, 40]
     assert found.curve[-1]["tokens"] == 40 * 4 * 24
     assert found.curve[-1]["loss"] < 0.9 * found.curve[0]["loss"]
     jax.tree.map(np.testing.assert_array_equal, before, target)
-    again = drafting_heads.train(how, heads, target, corpus)
+    again = drafting_heads.train_heads(how, heads, target, corpus)
     jax.tree.map(np.testing.assert_array_equal, found.params, again.params)
 
 
@@ -172,8 +172,8 @@ def test_a_stopped_run_says_so(tmp_path: Path) -> None:
     heads = dataclasses.replace(HEADS["medusa"], target=LEARNT)
     how = recipe(texts.write_functions(tmp_path / "text"), 40)
     target = transformer.init_params(LEARNT, jax.random.key(1))
-    corpus = corpora.open(how.run.corpus)
-    found = drafting_heads.train(how, heads, target, corpus, progress=Stopping(0))
+    corpus = corpora.open_corpus(how.run.corpus)
+    found = drafting_heads.train_heads(how, heads, target, corpus, progress=Stopping(0))
     assert (found.status, found.curve) == ("stopped", [])
 
 
@@ -181,4 +181,4 @@ def test_a_stopped_run_says_so(tmp_path: Path) -> None:
 def test_recipes_that_teach_nothing_are_refused(depth: int, decay: float) -> None:
     run = TrainConfig(model=SMALL, seq_len=24)
     with pytest.raises(ValueError, match="must be"):
-        drafting_heads.Recipe(run=run, depth=depth, decay=decay)
+        drafting_heads.HeadRecipe(run=run, depth=depth, decay=decay)

@@ -67,16 +67,16 @@ def check(
 ) -> None:
     """Loss, gradient and bytes of a layout."""
     config = dataclasses.replace(MODEL, **fields)
-    divided = parallelism.parse(layout)
-    meshes.check(config, divided, sequence_length=windows.shape[1] - 1)
+    divided = parallelism.parse_layout(layout)
+    meshes.check_trainable(config, divided, sequence_length=windows.shape[1] - 1)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(windows)
-    placed = meshes.place(config, divided, params)
+    placed = meshes.place_tree(config, divided, params)
     how = StepConfig(layout=divided, remat=remat)
-    run = jax.jit(parallel.gradient(config, how))
+    run = jax.jit(parallel.divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
-    grads = meshes.gather(config, divided, grads)
+    grads = meshes.gather_tree(config, divided, grads)
     (_, whole), wanted = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
         has_aux=True,
@@ -103,8 +103,8 @@ def check_bytes(
 
 def formula_of(config: ModelConfig, layout: Any, *, remat: bool = False) -> float:
     """Bytes that a device sends, as `traffic` has it."""
-    formula = traffic.training(
-        from_model.describe(config),
+    formula = traffic.training_traffic(
+        from_model.describe_config(config),
         layout,
         batch=BATCH // layout.data,
         sequence=SEQ,
@@ -223,8 +223,8 @@ def test_what_is_computed_again_is_sent_again(
 
 def compiled(config: ModelConfig, layout: Any, **how: Any) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place(config, layout, params)
-    run = jax.jit(parallel.gradient(config, StepConfig(layout=layout, **how)))
+    placed = meshes.place_tree(config, layout, params)
+    run = jax.jit(parallel.divided_gradient(config, StepConfig(layout=layout, **how)))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 
 
@@ -242,19 +242,19 @@ def test_bytes_grow_with_the_layers(
     layout: str, fields: dict[str, Any], num_layers: int
 ) -> None:
     config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
-    how = parallelism.parse(layout)
+    how = parallelism.parse_layout(layout)
     check_bytes(config, how, compiled(config, how))
 
 
 @pytest.mark.thorough
 def test_bytes_of_micro_batches_one_after_another() -> None:
     """Gradients of weights are exchanged once, all else twice."""
-    layout = parallelism.parse("tp=2,sp,dp=2")
+    layout = parallelism.parse_layout("tp=2,sp,dp=2")
     program = compiled(MODEL, layout, accumulation=2)
     found = collectives.collectives(str(program.as_text()))
     assert {each.trips for each in found} == {1, 2}
-    formula = traffic.training(
-        from_model.describe(MODEL),
+    formula = traffic.training_traffic(
+        from_model.describe_config(MODEL),
         layout,
         batch=BATCH // 4,
         sequence=SEQ,
@@ -282,7 +282,7 @@ def test_an_exchange_too_many_is_counted(
 
     monkeypatch.setattr(experts, way, wasteful)
     how = {"gather": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
-    layout = parallelism.parse(how)
+    layout = parallelism.parse_layout(how)
     config = dataclasses.replace(MODEL, **MIXTURE)
     found = collectives.collectives(str(compiled(config, layout).as_text()))
     sent = sum(each.sent(rank=1) for each in found)
@@ -315,7 +315,9 @@ def test_what_does_not_divide_is_refused(
 ) -> None:
     config = dataclasses.replace(MODEL, **({"mlp_size": 32} | fields))
     with pytest.raises(ValueError, match=said):
-        meshes.check(config, parallelism.parse(layout), sequence_length=SEQ)
+        meshes.check_trainable(
+            config, parallelism.parse_layout(layout), sequence_length=SEQ
+        )
 
 
 def test_a_ring_is_fair() -> None:
@@ -328,4 +330,4 @@ def test_a_ring_is_fair() -> None:
 
 def test_more_devices_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="asks for 16 devices, 8 are there"):
-        meshes.make_mesh(parallelism.parse("dp=16"))
+        meshes.make_training_mesh(parallelism.parse_layout("dp=16"))

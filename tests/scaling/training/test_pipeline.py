@@ -28,7 +28,7 @@ LEARNED: dict[str, Any] = {"positions": "learned", "tie_embeddings": False}
 def test_every_micro_batch_goes_through_every_stage(
     stages: int, micro: int, kind: Literal["gpipe", "1f1b"]
 ) -> None:
-    found = pipeline.schedule(stages, micro, kind)
+    found = pipeline.make_pipeline_schedule(stages, micro, kind)
     when = {}
     for name, table in (("forward", found.forward), ("backward", found.backward)):
         for stage in range(stages):
@@ -51,19 +51,19 @@ def test_every_micro_batch_goes_through_every_stage(
 
 
 def test_1f1b_keeps_no_more_micro_batches_than_stages_ask_for() -> None:
-    assert pipeline.schedule(4, 64, "1f1b").kept == 7
-    assert pipeline.schedule(4, 64, "gpipe").kept == 64
+    assert pipeline.make_pipeline_schedule(4, 64, "1f1b").kept == 7
+    assert pipeline.make_pipeline_schedule(4, 64, "gpipe").kept == 64
 
 
 def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
     config = dataclasses.replace(MODEL, num_layers=4, **fields)
-    divided = parallelism.parse(layout)
-    meshes.check(config, divided, sequence_length=SEQ)
+    divided = parallelism.parse_layout(layout)
+    meshes.check_trainable(config, divided, sequence_length=SEQ)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(WINDOWS)
-    placed = meshes.place(config, divided, params)
+    placed = meshes.place_tree(config, divided, params)
     how = StepConfig(layout=divided, accumulation=num_micro, schedule=kind)
-    run = jax.jit(parallel.gradient(config, how))
+    run = jax.jit(parallel.divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
     (_, whole), wanted = jax.value_and_grad(
@@ -83,7 +83,9 @@ def check_bytes(
     """What the program sends is what the formulas were derived to say."""
     sent, wanted = of_program(program, how), by_formulas(config, how)
     assert sum(sent.values()) == sum(wanted.values())
-    table = pipeline.schedule(how.layout.pipeline, how.accumulation, how.schedule)
+    table = pipeline.make_pipeline_schedule(
+        how.layout.pipeline, how.accumulation, how.schedule
+    )
     passed = wanted["pipeline"] * len(table.forward) / how.accumulation
     assert sent["collective-permute"] == passed
     return sent, wanted
@@ -94,7 +96,9 @@ def of_program(program: Any, how: StepConfig) -> dict[str, float]:
 
     What stands in a branch runs once for each micro-batch, of all ticks of the loop.
     """
-    table = pipeline.schedule(how.layout.pipeline, how.accumulation, how.schedule)
+    table = pipeline.make_pipeline_schedule(
+        how.layout.pipeline, how.accumulation, how.schedule
+    )
     found = dict.fromkeys(collectives.KINDS, 0.0)
     for each in collectives.collectives(str(program.as_text())):
         assert each.trips in (1, len(table.forward))
@@ -107,8 +111,8 @@ def of_program(program: Any, how: StepConfig) -> dict[str, float]:
 def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
     """The same as `traffic` has it, by scheme."""
     found: dict[str, float] = {}
-    for each in traffic.training(
-        from_model.describe(config),
+    for each in traffic.training_traffic(
+        from_model.describe_config(config),
         how.layout,
         batch=len(WINDOWS) // how.layout.data // how.accumulation,
         sequence=SEQ,
@@ -124,8 +128,8 @@ def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
 
 def compiled(config: ModelConfig, how: StepConfig) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place(config, how.layout, params)
-    run = jax.jit(parallel.gradient(config, how))
+    placed = meshes.place_tree(config, how.layout, params)
+    run = jax.jit(parallel.divided_gradient(config, how))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 
 
@@ -146,7 +150,9 @@ def test_bytes_are_those_of_formulas_and_grow_with_the_layers(
     layout: str, kind: Any, fields: dict[str, Any]
 ) -> None:
     """Idle ticks, tables, and layers that run again; of two layers and of four."""
-    how = StepConfig(layout=parallelism.parse(layout), accumulation=2, schedule=kind)
+    how = StepConfig(
+        layout=parallelism.parse_layout(layout), accumulation=2, schedule=kind
+    )
     each = []
     for num_layers in (2, 4):
         config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
@@ -163,7 +169,7 @@ def test_bytes_are_those_of_formulas_and_grow_with_the_layers(
 @pytest.mark.thorough
 def test_an_exchange_too_many_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that sends in each tick what nobody takes."""
-    how = StepConfig(layout=parallelism.parse("pp=2"), accumulation=2)
+    how = StepConfig(layout=parallelism.parse_layout("pp=2"), accumulation=2)
     whole = pipeline._Run._pass
 
     def wasteful(self: Any, x: Any, on: list[tuple[int, int]]) -> Any:
@@ -179,8 +185,8 @@ def test_an_exchange_too_many_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ticks_are_those_of_the_table() -> None:
     for stages, micro in ((1, 1), (2, 1), (2, 4), (4, 3), (4, 9)):
         for kind in KINDS:
-            table = pipeline.schedule(stages, micro, kind)
-            assert costs_stages.ticks(stages, micro, kind) == len(table.forward)
+            table = pipeline.make_pipeline_schedule(stages, micro, kind)
+            assert costs_stages.count_ticks(stages, micro, kind) == len(table.forward)
 
 
 @pytest.mark.parametrize(
@@ -215,4 +221,4 @@ def test_stages_of_mixtures() -> None:
 
 def test_a_schedule_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="num_micro=0 must be at least 1"):
-        pipeline.schedule(2, 0)
+        pipeline.make_pipeline_schedule(2, 0)

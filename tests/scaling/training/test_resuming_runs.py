@@ -52,7 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture(scope="module")
 def state(config: TrainConfig) -> TrainState:
     """A state after three steps, with numbers of every sign."""
-    begun = step.init(config.model, config.optimizer, jnp.int32(0))
+    begun = step.init_train_state(config.model, config.optimizer, jnp.int32(0))
     moved = jax.tree.map(lambda x: x.at[..., :1].set(-0.0), begun.params)
     return begun._replace(params=moved, step=jnp.int32(3))
 
@@ -105,20 +105,20 @@ def test_every_damaged_file_is_named_in_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "3"
-    train.save(folder, state)
-    assert raw(train.restore(folder, state)) == raw(state)
+    train.save_checkpoint(folder, state)
+    assert raw(train.restore_checkpoint(folder, state)) == raw(state)
     paths = all_files(folder)
     assert len(paths) > 10
     for path in paths:
         for _ in damages(path, rng):
             with refused(f"{path}: is "):
-                train.restore(folder, state)
+                train.restore_checkpoint(folder, state)
     for extra in ("one", "state/d/more", ".hidden"):
         (folder / extra).write_text("")
         with refused(f"{folder / extra}: is not listed in SHA256SUMS"):
-            train.restore(folder, state)
+            train.restore_checkpoint(folder, state)
         (folder / extra).unlink()
-    assert raw(train.restore(folder, state)) == raw(state)
+    assert raw(train.restore_checkpoint(folder, state)) == raw(state)
     assert capfd.readouterr().err == ""
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_without_digests_is_refused(
     with files.silencing_orbax(), ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "3", state)
     with refused(f"{tmp_path / '3' / 'SHA256SUMS'}: is missing"):
-        train.restore(tmp_path / "3", state)
+        train.restore_checkpoint(tmp_path / "3", state)
 
 
 def test_the_list_of_digests_is_that_of_sha256sum(tmp_path: Path) -> None:
@@ -150,21 +150,21 @@ def test_another_model_is_refused_without_noise(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    train.save(tmp_path / "3", state)
+    train.save_checkpoint(tmp_path / "3", state)
     wider = dataclasses.replace(MODEL, mlp_size=32, num_layers=2)
-    like = step.init(wider, config.optimizer, jnp.int32(0))
+    like = step.init_train_state(wider, config.optimizer, jnp.int32(0))
     with refused(f"{tmp_path / '3'}: cannot be continued: "):
-        train.restore(tmp_path / "3", like)
+        train.restore_checkpoint(tmp_path / "3", like)
     assert capfd.readouterr().err == ""
 
 
 def test_every_damaged_file_of_a_paused_sweep_is_named(
     state: TrainState, tmp_path: Path, rng: random.Random
 ) -> None:
-    lanes = branching.Lanes(state, 3, np.ones(1, bool), (((1.5, 5.0),),), 0.25)
-    half, folder = branching.Half(1, lanes, lanes), tmp_path / "group"
-    paused.save(folder, half)
-    found = paused.load(folder, state)
+    lanes = branching.BatchedRuns(state, 3, np.ones(1, bool), (((1.5, 5.0),),), 0.25)
+    half, folder = branching.PausedRuns(1, lanes, lanes), tmp_path / "group"
+    paused.save_paused(folder, half)
+    found = paused.load_paused(folder, state)
     assert found is not None
     assert found.branch is not None
     assert raw(found.branch.state) == raw(state)
@@ -175,10 +175,10 @@ def test_every_damaged_file_of_a_paused_sweep_is_named(
         for _ in damages(path, rng, 1):
             line = f"{folder}: cannot be continued; delete it: {path}: is "
             with refused(line):
-                paused.load(folder, state)
+                paused.load_paused(folder, state)
     (folder / "more").write_text("")
     with refused(f"{folder / 'more'}: is not listed"):
-        paused.load(folder, state)
+        paused.load_paused(folder, state)
 
 
 def outcome[T](call: Callable[..., T], *args: Any) -> tuple[T | None, str]:
@@ -203,7 +203,7 @@ def begun(config: TrainConfig, state: TrainState, tmp_path: Path) -> Path:
     run = (stopped.checkpoint / run_folder.RUN).read_text()
     curve = json.dumps(LINE) + "\n"
     notes = {run_folder.RUN: run, run_folder.CURVE: curve}
-    train.save(out / "checkpoints" / "3", state, notes)
+    train.save_checkpoint(out / "checkpoints" / "3", state, notes)
     (out / run_folder.CURVE).write_text(curve)
     return out
 
@@ -212,7 +212,7 @@ def names(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
-def go_on(config: TrainConfig, out: Path, **settings: Any) -> train.Result:
+def go_on(config: TrainConfig, out: Path, **settings: Any) -> train.TrainResult:
     """Takes a run up, and stops it before its next step."""
     return train.train(config, out, progress=Stopping(0), **settings)
 
@@ -284,7 +284,7 @@ def test_the_first_step_is_that_of_the_checkpoint(
 def test_another_layout_takes_up_the_same_bits(
     config: TrainConfig, state: TrainState, begun: Path
 ) -> None:
-    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     said = r"up to 3 were divided as num_processes=1, later ones as tensor=2,data=2"
     with pytest.warns(UserWarning, match=said):
@@ -333,7 +333,7 @@ def test_losses_after_a_change_of_layout_agree(
     out = tmp_path / "changed"
     half = train.train(config, out, progress=Stopping(2, "show"))
     assert int(half.state.step) == 4
-    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     with pytest.warns(UserWarning, match="agree with those of the unbroken run"):
         found = train.train(divided, out)

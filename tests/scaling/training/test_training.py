@@ -24,7 +24,12 @@ from scaling.corpora import corpora
 from scaling.costs import parallelism
 from scaling.costs.parallelism import Layout
 from scaling.training import objectives, optimizers, step, train
-from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
+from scaling.training.recipes import (
+    LearningRateSchedule,
+    OptimizerConfig,
+    StepConfig,
+    TrainConfig,
+)
 from tests.support import mutation, texts
 from tests.support.folders import ROOT
 from tests.support.impatience import Stopping
@@ -71,11 +76,13 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     assert abs(losses[0] - math.log(257)) < 1.0
     assert losses[-1] < 2.6
     assert isinstance(config.corpus, corpora.CorpusConfig)
-    split = corpora.load(config.corpus)
-    score = objectives.score(result.params, split.held_out, model=MODEL, seq_len=16)
+    split = corpora.load_documents(config.corpus)
+    score = objectives.score_documents(
+        result.params, split.held_out, model=MODEL, seq_len=16
+    )
     assert score.bits_per_byte < 4.5
     assert progress.done[-1] == progress.total == 60 * 4 * 16
-    per_epoch = len(corpora.tokens(split.train)) // 16
+    per_epoch = len(corpora.encode_documents(split.train)) // 16
     assert result.curve[-1]["epoch"] == pytest.approx(60 * 4 / per_epoch)
     folder = tmp_path / "out"
     written = [json.loads(x) for x in (folder / "curve.jsonl").read_text().splitlines()]
@@ -83,7 +90,7 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["56", "60"]
 
 
-def assert_same_run(found: train.Result, expected: train.Result) -> None:
+def assert_same_run(found: train.TrainResult, expected: train.TrainResult) -> None:
     assert equal(found.params, expected.params)
     assert without_time(found.curve) == without_time(expected.curve)
 
@@ -97,10 +104,10 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
     optimizer, seed = OptimizerConfig(), jnp.int32(0)
-    state = step.init(MODEL, optimizer, seed)
-    warm = Schedule.constant(1e-2)._replace(warmup=jnp.int32(5))
+    state = step.init_train_state(MODEL, optimizer, seed)
+    warm = LearningRateSchedule.constant(1e-2)._replace(warmup=jnp.int32(5))
     schedule = warm._replace(cooldown=jnp.int32(200), end=jnp.int32(400))
-    call = step.compiled(MODEL, optimizer, 4, 16)
+    call = step.compiled_steps(MODEL, optimizer, 4, 16)
     state, _ = call(state, stream, schedule, seed, jnp.int32(390))
     _, loss = call(state, stream, schedule, seed, jnp.int32(10))
     assert abs(float(loss) - math.log(4)) < 0.05
@@ -197,7 +204,7 @@ def test_a_run_on_a_mesh_is_kept_whole(config: TrainConfig, tmp_path: Path) -> N
     """So it is taken up to the bit there, and under another layout as well."""
     model = dataclasses.replace(MODEL, num_kv_heads=2)
     config = dataclasses.replace(config, model=model)
-    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     unbroken = train.train(divided, tmp_path / "unbroken")
     out = tmp_path / "broken"
@@ -218,7 +225,7 @@ def test_a_run_in_memory_is_the_one_on_disk(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     on_disk = train.train(config, tmp_path / "out")
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     in_memory = train.train_in_memory(config, corpus)
     assert in_memory.checkpoint is None
     assert equal(in_memory.state, on_disk.state)
@@ -241,14 +248,14 @@ def test_a_run_in_memory_is_the_one_on_disk(
 
 
 def test_one_compilation_for_all_lengths_rates_and_seeds(config: TrainConfig) -> None:
-    call = step.compiled(MODEL, config.optimizer, 4, 16)
+    call = step.compiled_steps(MODEL, config.optimizer, 4, 16)
     stream = jnp.zeros((NUM_TOKENS,), jnp.uint16)
-    state = step.init(MODEL, config.optimizer, jnp.int32(0))
-    call(state, stream, Schedule.of(config), jnp.int32(0), jnp.int32(3))
+    state = step.init_train_state(MODEL, config.optimizer, jnp.int32(0))
+    call(state, stream, LearningRateSchedule.of(config), jnp.int32(0), jnp.int32(3))
     num_programs = call._cache_size()
     for num_steps, rate, kind in ((1, 1e-3, "cosine"), (2, 1e-2, "stable")):
         changed: Any = {"learning_rate": rate, "schedule": kind}
-        schedule = Schedule.of(dataclasses.replace(config, **changed))
+        schedule = LearningRateSchedule.of(dataclasses.replace(config, **changed))
         call(state, stream, schedule, jnp.int32(num_steps), jnp.int32(num_steps))
     assert call._cache_size() == num_programs
 
@@ -268,8 +275,12 @@ def test_divergence_is_a_result_with_the_last_whole_state(
 @pytest.mark.thorough
 def test_muon_takes_matrices_and_adam_the_rest() -> None:
     model = dataclasses.replace(MODEL, qkv_bias=True)
-    state = step.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
-    update = jax.jit(optimizers.make(OptimizerConfig(weight_decay=0.0)).update)
+    state = step.init_train_state(
+        model, OptimizerConfig(weight_decay=0.0), jnp.int32(0)
+    )
+    update = jax.jit(
+        optimizers.make_optimizer(OptimizerConfig(weight_decay=0.0)).update
+    )
     grads = jax.tree.map(
         lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params
     )
@@ -289,9 +300,9 @@ def test_muon_takes_matrices_and_adam_the_rest() -> None:
 def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
     texts = [b"abcdefg", b"x", b"0123456789abcde"]
     documents = [corpora.Document(str(t), tmp_path, t) for t in texts]
-    windows, counts = objectives.cut(documents, 8)
+    windows, counts = objectives.cut_windows(documents, 8)
     seen = windows[:, 1:][counts]
-    assert seen.tolist() == corpora.tokens(documents).tolist()
+    assert seen.tolist() == corpora.encode_documents(documents).tolist()
     assert windows[0, 0] == windows[1, 0] == windows[2, 0] == corpora.END
     assert windows[3, 0] == ord("7")
     # A model that knows nothing needs log2(257) bits for each.
@@ -299,14 +310,14 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
         jnp.zeros_like, transformer.init_params(MODEL, jax.random.key(0))
     )
     for batch_size in (1, 3):
-        score = objectives.score(
+        score = objectives.score_documents(
             nothing, documents, model=MODEL, seq_len=8, batch_size=batch_size
         )
         assert score.num_tokens == 26
         assert score.loss == pytest.approx(math.log(257), rel=1e-5)
         assert score.bits_per_byte == pytest.approx(math.log2(257) * 26 / 23, rel=1e-5)
     with pytest.raises(ValueError, match="no documents"):
-        objectives.score(nothing, [], model=MODEL, seq_len=8)
+        objectives.score_documents(nothing, [], model=MODEL, seq_len=8)
 
 
 @pytest.mark.parametrize(

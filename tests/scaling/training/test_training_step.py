@@ -17,9 +17,14 @@ from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
 from scaling.training import architectures, meshes, objectives, parallel
 from scaling.training import step as training_step
-from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
+from scaling.training.recipes import (
+    LearningRateSchedule,
+    OptimizerConfig,
+    StepConfig,
+    TrainConfig,
+)
 from scaling.training.recurrent import RecurrentConfig
-from scaling.training.step import TrainState, init
+from scaling.training.step import TrainState, init_train_state
 from tests.support import mutation
 from tests.support.meshes import MODEL
 from tests.support.mutation import Bug
@@ -41,9 +46,9 @@ def train(
     optimizer: OptimizerConfig, how: StepConfig, rate: float, num_steps: int
 ) -> tuple[TrainState, float]:
     """Some steps on random letters, and the loss of the last."""
-    seed, schedule = jnp.int32(0), Schedule.constant(rate)
-    state = init(TRANSFORMER, optimizer, seed)
-    call = training_step.compiled(TRANSFORMER, optimizer, 4, 16, how)
+    seed, schedule = jnp.int32(0), LearningRateSchedule.constant(rate)
+    state = init_train_state(TRANSFORMER, optimizer, seed)
+    call = training_step.compiled_steps(TRANSFORMER, optimizer, 4, 16, how)
     for num in (num_steps - 1, 1):
         state, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
     return state, float(loss)
@@ -56,7 +61,7 @@ def test_a_new_model_guesses_evenly(name: str) -> None:
 
     @jax.jit
     def start(key: jax.Array) -> jax.Array:
-        params = architectures.init_params(model, key)
+        params = architectures.init_model_params(model, key)
         return objectives.mean_loss(params, windows, model=model)[1]
 
     loss = start(jax.random.key(0))
@@ -68,7 +73,7 @@ def test_gradients_equal_finite_differences(name: str) -> None:
     model: Any = dataclasses.replace(MODELS[name], vocab_size=19)
     rng, distance = np.random.default_rng(1), 1e-4
     with jax.enable_x64(True):
-        params = architectures.init_params(model, jax.random.key(0))
+        params = architectures.init_model_params(model, jax.random.key(0))
         # Far from the start, where no gradient is small by chance.
         params = jax.tree.map(
             lambda p: jnp.asarray(np.asarray(p) + 0.3 * rng.normal(size=p.shape)),
@@ -98,7 +103,7 @@ def test_gradients_equal_finite_differences(name: str) -> None:
 @pytest.mark.parametrize("name", ["transformer", "gru"])
 def test_no_loss_depends_on_a_later_token(name: str) -> None:
     model = MODELS[name]
-    params = architectures.init_params(model, jax.random.key(0))
+    params = architectures.init_model_params(model, jax.random.key(0))
     losses = jax.jit(functools.partial(objectives.token_losses, model=model))
     windows = jnp.asarray(TEXT[: 2 * 17].astype(np.int32).reshape(2, 17))
     before, after = (losses(params, x) for x in (windows, windows.at[:, 9].add(1)))
@@ -165,19 +170,19 @@ def test_a_mesh_trains_as_one_device(
 ) -> None:
     """Three steps; what is divided is put together, and lies in parts before."""
     optimizer, model = OptimizerConfig(kind=kind), DIVISIBLE
-    divided = parallelism.parse(layout, zero=zero)
+    divided = parallelism.parse_layout(layout, zero=zero)
     found = []
     for how in (StepConfig(), StepConfig(layout=divided, accumulation=accumulation)):
-        seed, schedule = jnp.int32(0), Schedule.constant(1e-3)
-        state = init(model, optimizer, seed)
-        state = training_step.place(state, model, how.layout)
-        call = training_step.compiled(model, optimizer, 8, 16, how)
+        seed, schedule = jnp.int32(0), LearningRateSchedule.constant(1e-3)
+        state = init_train_state(model, optimizer, seed)
+        state = training_step.divide_train_state(state, model, how.layout)
+        call = training_step.compiled_steps(model, optimizer, 8, 16, how)
         new, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(3))
         for before, after in zip(
             jax.tree.leaves(state), jax.tree.leaves(new), strict=True
         ):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
-        found.append((loss, meshes.gather(model, how.layout, new), new))
+        found.append((loss, meshes.gather_tree(model, how.layout, new), new))
     (loss, wanted, _), (one, whole, parts) = found
     assert float(one) == pytest.approx(float(loss), rel=1e-5)
     assert jax.tree.structure(whole) == jax.tree.structure(wanted)
@@ -198,14 +203,24 @@ def test_a_mesh_trains_as_one_device(
 def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
     """With AdamW, number by number; Muon needs whole matrices, so it sends more."""
     model = dataclasses.replace(MODEL, max_positions=16)
-    layout = parallelism.parse("dp=4", zero=1)
+    layout = parallelism.parse_layout("dp=4", zero=1)
     optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
-    state = training_step.place(init(model, optimizer, seed), model, layout)
-    call = training_step.compiled(model, optimizer, 4, 16, StepConfig(layout=layout))
-    given = state, jnp.asarray(TEXT), Schedule.constant(1e-3), seed, jnp.int32(1)
+    state = training_step.divide_train_state(
+        init_train_state(model, optimizer, seed), model, layout
+    )
+    call = training_step.compiled_steps(
+        model, optimizer, 4, 16, StepConfig(layout=layout)
+    )
+    given = (
+        state,
+        jnp.asarray(TEXT),
+        LearningRateSchedule.constant(1e-3),
+        seed,
+        jnp.int32(1),
+    )
     found = collectives.collectives(str(call.lower(*given).compile().as_text()))
-    formula = traffic.training(
-        from_model.describe(model),
+    formula = traffic.training_traffic(
+        from_model.describe_config(model),
         layout,
         batch=1,
         sequence=16,
@@ -218,7 +233,7 @@ def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
-    how = StepConfig(accumulation=2, layout=parallelism.parse("dp=2"))
+    how = StepConfig(accumulation=2, layout=parallelism.parse_layout("dp=2"))
     with pytest.raises(ValueError, match="batch_size=6 must be a multiple of"):
         how.check(6)
     with pytest.raises(ValueError, match="accumulation=0 must be at least 1"):
@@ -229,14 +244,16 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
 def test_four_rows_are_learned_by_heart(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(3).integers(0, 256, (4, 33), np.int32)
     rows[:, 0] = 10, 20, 30, 40
-    monkeypatch.setattr(corpora, "draw", lambda *args, **kwargs: jnp.asarray(rows))
+    monkeypatch.setattr(
+        corpora, "draw_windows", lambda *args, **kwargs: jnp.asarray(rows)
+    )
     model = dataclasses.replace(
         TRANSFORMER, hidden_size=64, mlp_size=256, num_layers=2, max_positions=32
     )
     optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
-    state = init(model, optimizer, seed)
-    steps = inspect.unwrap(training_step.compiled)(model, optimizer, 4, 32)
-    schedule = Schedule.constant(3e-3)._replace(warmup=jnp.int32(20))
+    state = init_train_state(model, optimizer, seed)
+    steps = inspect.unwrap(training_step.compiled_steps)(model, optimizer, 4, 32)
+    schedule = LearningRateSchedule.constant(3e-3)._replace(warmup=jnp.int32(20))
     run = functools.partial(steps, stream=jnp.asarray(TEXT), seed=seed)
     state, _ = run(state, schedule=schedule, num_steps=jnp.int32(300))
     _, loss = run(state, schedule=schedule, num_steps=jnp.int32(1))
@@ -253,7 +270,7 @@ def rates(**changes: Any) -> list[float]:
         learning_rate=1.0,
     )
     config = dataclasses.replace(config, **changes)
-    schedule = Schedule.of(config)
+    schedule = LearningRateSchedule.of(config)
     return [float(schedule.at(jnp.int32(step))) for step in range(12)]
 
 
@@ -283,7 +300,7 @@ def test_pieces_of_a_batch_that_are_weighed_wrongly_are_noticed(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        training_step, "compiled", inspect.unwrap(training_step.compiled)
+        training_step, "compiled_steps", inspect.unwrap(training_step.compiled_steps)
     )
     check = test_how_a_step_is_computed_changes_roundings_alone
     arguments = StepConfig(accumulation=2), 1e-6

@@ -60,13 +60,13 @@ def test_rows_give_what_columns_give(name: str) -> None:
         transformer.init_params(config, jax.random.key(0)),
     )
     tokens = jnp.asarray(rng.integers(0, 31, (3, 11)), jnp.int32)
-    ours, balance = transformer_rows.outputs(params, tokens, config=config)
+    ours, balance = transformer_rows.run_transformer(params, tokens, config=config)
     theirs = transformer.outputs(params, tokens, config=config)
     assert ours.dtype == theirs.logits.dtype
     np.testing.assert_allclose(ours, theirs.logits, rtol=1e-4, atol=1e-4)
     assert float(balance) == pytest.approx(float(theirs.auxiliary), rel=1e-5)
     assert (float(balance) > 0) == (config.experts is not None)
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    low, _ = transformer_rows.outputs(halves, tokens, config=config)
+    low, _ = transformer_rows.run_transformer(halves, tokens, config=config)
     assert low.dtype == jnp.float32
     assert np.abs(low - ours).max() < 0.2 * np.abs(ours).max()

@@ -17,40 +17,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_packing
 from pallas_kernels.devices import WGMMA_ROWS
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import merge, softmax
 from pallas_kernels.paged_attention.hopper.softmax import Ref
-from pallas_kernels.paged_attention.merging import CutStates
+from pallas_kernels.paged_attention.merging import PartialStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-class Inputs(NamedTuple):
+class MergeInputs(NamedTuple):
     """References to global memory that are read, and the tiling of decode."""
 
-    states: CutStates
+    states: PartialStates
     ends: Ref
     row: Ref
     block: Ref
     tiling: Tiling
 
 
-class Cut(NamedTuple):
+class DecodePartials(NamedTuple):
     """What the decode kernel leaves, see `merging.merge_and_unpack`."""
 
-    states: CutStates
+    states: PartialStates
     plan: DecodePlan
     tiling: Tiling
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> MergeInputs:
         """What the kernel reads of it."""
         packing, ends = self.plan.packing, self.plan.schedule.ends
-        return Inputs(self.states, ends, packing.row, packing.block, self.tiling)
+        return MergeInputs(self.states, ends, packing.row, packing.block, self.tiling)
 
 
-class Outputs(NamedTuple):
+class MergeOutputs(NamedTuple):
     """References to memory that is written."""
 
     out: Ref  # [rows, q_heads, head_dim]
@@ -59,7 +59,9 @@ class Outputs(NamedTuple):
     held_lse: Ref  # [64], likewise
 
 
-def takes(plan: DecodePlan, scoring: Scoring, *, group: int, head_dim: int) -> bool:
+def supports_fused_merge(
+    plan: DecodePlan, scoring: ScoreTransform, *, group: int, head_dim: int
+) -> bool:
     """Whether the prefill kernel merges for this plan of decode and these features.
 
     Blocks must have 64 rows, padding included, which is what a warpgroup loads: so they
@@ -74,9 +76,9 @@ def takes(plan: DecodePlan, scoring: Scoring, *, group: int, head_dim: int) -> b
     return fits and scoring.sinks is None
 
 
-def merge_and_unpack(
-    inputs: Inputs,
-    outputs: Outputs,
+def run_fused_merge(
+    inputs: MergeInputs,
+    outputs: MergeOutputs,
     position: Ref,
     *,
     worker: Any,
@@ -122,22 +124,22 @@ def merge_and_unpack(
         @pl.when(inputs.row[block, 0] < rows)
         def _() -> None:
             columns = pl.ds(side * width, width)
-            first, last = stream_k.holders(
+            first, last = stream_k.item_programs(
                 inputs.ends, block, head, kv_heads=kv_heads, tiling=inputs.tiling
             )
 
-            def add(index: Any, state: softmax.State) -> softmax.State:
+            def add(index: Any, state: softmax.RowState) -> softmax.RowState:
                 part = first + index, jnp.where(index == 0, 1, 0)
                 found, weight = lax.cond(
                     first == last,
                     lambda: _load(*inputs.states[:2], (block, head), columns),
                     lambda: _load(*inputs.states[2:], part, columns),
                 )
-                return merge.add(state, found, weight)
+                return merge.add_partial_state(state, found, weight)
 
-            state = lax.fori_loop(0, last - first + 1, add, softmax.start(width))
+            state = lax.fori_loop(0, last - first + 1, add, softmax.init_rows(width))
             is_first = side == 0
-            out, lse = merge.finish(state)
+            out, lse = merge.finish_merge(state)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             outputs.held[...] = out.astype(outputs.held.dtype)
             outputs.held_lse[...] = lse

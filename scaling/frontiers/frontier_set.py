@@ -15,11 +15,11 @@ from scaling.frontiers import envelope, isoflop
 from scaling.frontiers.frontier import (
     CHUNK,
     Frontier,
-    compare,
-    disagreement,
-    frontier,
+    bootstrap_frontier,
+    compare_exponents,
+    disagreement_warning,
 )
-from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, Groups, find_groups
+from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, IsoflopGroups, find_groups
 from scaling.logs import LETTERS, Log
 
 ENVELOPE = "envelope"
@@ -30,10 +30,10 @@ ROBUST_RESAMPLES = 4 * CHUNK
 every method's."""
 MAX_GROUPED = 2048
 """Runs in isoFLOP groups; of more, so many drawn at random, from every group alike."""
-_NO_GROUPS = Groups((), np.empty(0, int), 0)
+_NO_GROUPS = IsoflopGroups((), np.empty(0, int), 0)
 
 
-class Found(NamedTuple):
+class FrontierSet(NamedTuple):
     """Frontiers of a log.
 
     Attributes:
@@ -46,7 +46,7 @@ class Found(NamedTuple):
       doubts: about the surface and between methods, in sentences.
     """
 
-    groups: Groups
+    groups: IsoflopGroups
     frontiers: list[Frontier]
     windows: list[Frontier]
     exponents: tuple[float, float] | None
@@ -56,18 +56,18 @@ class Found(NamedTuple):
     @property
     def warnings(self) -> list[str]:
         """What the methods warn of."""
-        said = [
+        messages = [
             line
             for each in self.frontiers
             for line in each.warnings
             # An envelope always ends in its smallest and its largest size.
             if each.method != ENVELOPE or "edge of the sizes" not in line
         ]
-        windows = compare(self.windows, what="window of the parabola")
-        return [*said, *self.doubts, *windows]
+        windows = compare_exponents(self.windows, what="window of the parabola")
+        return [*messages, *self.doubts, *windows]
 
 
-def find(
+def find_frontiers(
     log: Log,
     *,
     tolerance: float,
@@ -76,7 +76,7 @@ def find(
     level: float = 0.9,
     seed: int = 0,
     progress: Progress = QUIET,
-) -> Found:
+) -> FrontierSet:
     """Finds the frontiers that a log has.
 
     Args:
@@ -84,17 +84,17 @@ def find(
       tolerance: of budgets in a group, as `groups.find_groups` has it.
       smoothing: of training curves, decades of FLOPs.
       resamples: of every bootstrap.
-      level: of every bootstrap, as `frontier.frontier` has it.
+      level: of every bootstrap, as `frontier.bootstrap_frontier` has it.
       seed: of every bootstrap.
       progress: receives the state of every bootstrap.
     """
     names = ("num_params", "num_tokens", "loss")
     if missing := [LETTERS[x] for x in names if x not in log.columns]:
-        said = " and ".join(missing)
-        note = f"no isoFLOP groups, no envelope: the log has no {said}"
-        return Found(_NO_GROUPS, [], [], None, [note], [])
+        messages = " and ".join(missing)
+        note = f"no isoFLOP groups, no envelope: the log has no {messages}"
+        return FrontierSet(_NO_GROUPS, [], [], None, [note], [])
     bootstrapped = functools.partial(
-        frontier, level=level, seed=seed, progress=progress
+        bootstrap_frontier, level=level, seed=seed, progress=progress
     )
     notes: list[str] = []
     groups = _groups(log, tolerance, notes)
@@ -105,7 +105,7 @@ def find(
             f"no isoFLOP groups: fewer than two budgets have {MIN_SIZES} "
             f"sizes within {tolerance:.0%}"
         )
-        found = Found(_NO_GROUPS, [], [], None, notes, [])
+        found = FrontierSet(_NO_GROUPS, [], [], None, notes, [])
     curves = log.curves
     if curves is None and not log.has_one_row_per_run:
         curves = log
@@ -113,21 +113,23 @@ def find(
         return found
     columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
     try:
-        read = envelope.read_off(curves.labels(), *columns, smoothing=smoothing)
+        read = envelope.interpolate_curves(
+            curves.labels(), *columns, smoothing=smoothing
+        )
     except ValueError as error:
         notes.append(f"no envelope: {error}")
         return found
-    best, strata = envelope.envelope(read), np.zeros(len(read.num_params), int)
+    best, strata = envelope.find_envelope(read), np.zeros(len(read.num_params), int)
     last = bootstrapped(ENVELOPE, best, read.flops, strata, resamples=resamples)
     return found._replace(frontiers=[*found.frontiers, last])
 
 
 def _by_groups(
-    groups: Groups,
+    groups: IsoflopGroups,
     notes: list[str],
     resamples: int,
     bootstrapped: Callable[..., Frontier],
-) -> Found:
+) -> FrontierSet:
     """Approach 2 by every method; adds to the notes."""
     if num := groups.num_merged:
         sizes = "size is" if num == 1 else "sizes are"
@@ -138,8 +140,8 @@ def _by_groups(
     if groups.num_left:
         notes.append(f"{groups.num_left} runs are in no isoFLOP group")
     runs: Any = {"flops": groups.flops, "strata": groups.strata}
-    surface = isoflop.surface(groups)
-    robust = isoflop.surface(groups, robust=True)
+    surface = isoflop.fit_group_surface(groups)
+    robust = isoflop.fit_group_surface(groups, robust=True)
     few = min(resamples, ROBUST_RESAMPLES)
     found = [
         bootstrapped(method, minima, **runs, resamples=number)
@@ -151,12 +153,16 @@ def _by_groups(
         )
     ]
     windows = [
-        frontier(f"parabola of {window}", isoflop.by_parabola(groups, window), **runs)
+        bootstrap_frontier(
+            f"parabola of {window}", isoflop.by_parabola(groups, window), **runs
+        )
         for window in isoflop.WINDOWS
         if max(group.sizes.size for group in groups.groups) >= window
     ]
-    doubts = [f"projection: {x}" for x in isoflop.doubts(groups, surface, robust)]
-    doubts += disagreement(found)
+    doubts = [
+        f"projection: {x}" for x in isoflop.surface_warnings(groups, surface, robust)
+    ]
+    doubts += disagreement_warning(found)
     exponents = None
     if doubts:
         notes.append(
@@ -166,17 +172,17 @@ def _by_groups(
     elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
         exponents = float(surface.alpha[0]), float(surface.beta[0])
         corrected = isoflop.by_parabola(groups, None, exponents)
-        found.append(frontier(CORRECTED, corrected, **runs))
-    return Found(groups, found, windows, exponents, notes, doubts)
+        found.append(bootstrap_frontier(CORRECTED, corrected, **runs))
+    return FrontierSet(groups, found, windows, exponents, notes, doubts)
 
 
-def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
+def _groups(log: Log, tolerance: float, notes: list[str]) -> IsoflopGroups:
     """Groups what runs ended at: of several rows of a run, the last."""
     order = np.argsort(log.columns["flops"], kind="stable")
     last = {log.runs[i]: int(i) for i in order}
     names = ("num_params", "num_tokens", "flops", "loss")
 
-    def group(rows: np.ndarray) -> Groups:
+    def group(rows: np.ndarray) -> IsoflopGroups:
         columns = (log.columns[name][rows] for name in names)
         found = find_groups(*columns, tolerance=tolerance)
         return found._replace(rows=rows[found.rows])

@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import devices, row_packing
 from pallas_kernels.bench import deviceless
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import dispatch, prefill_plan
-from pallas_kernels.paged_attention.hopper import merge_beside, prefill
+from pallas_kernels.paged_attention.hopper import merge_fused, prefill
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from tests.support import emulating, kernel_cases, merge_cases
 from tests.support.emulating import TILES
@@ -21,7 +21,7 @@ from tests.support.emulating import TILES
 # see nothing, as those of an empty tree; none; a chunk; a short one; rows of nobody.
 SLOTS, EMPTY, CHUNK = [(1700, 1), (5, 3), (0, 0), (20, 12), (2, 1), (640, 1)], 1, 3
 PADDING = 5
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 
 
 class Mixed(NamedTuple):
@@ -60,13 +60,13 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
             few=3,
             tiling=TILES,
         )
-        return prefill.attend(
+        return prefill.attend_prefill(
             *emulating.among_layers(arrays),
             many,
-            others=merge_beside.Cut(states, plan, few.tiling),
+            decode_output=merge_fused.DecodePartials(states, plan, few.tiling),
             layer=jnp.int32(1),
             num_layers=3,
-            scoring=Scoring(case.scale),
+            scoring=ScoreTransform(case.scale),
             tiling=TILES,
             interpret=interpret,
         )
@@ -87,7 +87,9 @@ def check(mixed: Mixed) -> None:
     np.testing.assert_allclose(lse[chunk], wanted_lse[chunk], atol=1e-5)
     (wanted, wanted_lse), others = few.by_twin(), np.logical_not(chunk)
     packing = few.plan.packing
-    wanted_lse = row_packing.unpack(wanted_lse, packing, group=few.group, fill=-np.inf)
+    wanted_lse = row_packing.unpack_rows(
+        wanted_lse, packing, group=few.group, fill=-np.inf
+    )
     np.testing.assert_allclose(out[others], wanted[others], atol=2e-3)
     np.testing.assert_allclose(lse[others], wanted_lse[others] / LOG2E, atol=1e-5)
 
@@ -129,8 +131,8 @@ BUGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = emulating.mutant(merge_beside, dict([BUGS[bug]]))
-    monkeypatch.setattr(merge_beside, "merge_and_unpack", changed.merge_and_unpack)
+    changed = emulating.mutant(merge_fused, dict([BUGS[bug]]))
+    monkeypatch.setattr(merge_fused, "run_fused_merge", changed.merge_and_unpack)
     noticed = rf"{emulating.NOTICED}|CpuCallback|Not equal to tolerance"
     with pytest.raises((AssertionError, RuntimeError), match=noticed):
         check(make(group=4, head_dim=64))
@@ -142,7 +144,7 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     case = kernel_cases.make_case(slots, page_size=64, padding=PADDING)
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = dispatch.plan_step(
+        plan = dispatch.make_step_plan(
             arrays["positions"],
             arrays["slots"],
             num_slots=len(slots),
@@ -153,10 +155,10 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         )
         assert plan.few is not None
         assert plan.many is not None
-        return dispatch.attend(
+        return dispatch.dispatch_attention(
             *emulating.among_layers(arrays),
             plan,
-            Scoring(case.scale),
+            ScoreTransform(case.scale),
             window=None,
             layer=jnp.int32(1),
             num_layers=3,
@@ -171,7 +173,7 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(plgpu, "wgmma", emulating.watched_product)
     beside = run()
     kernel_cases.assert_within_rule(case, *beside)
-    monkeypatch.setattr(merge_beside, "takes", lambda *_, **__: False)
+    monkeypatch.setattr(merge_fused, "supports_fused_merge", lambda *_, **__: False)
     for one, other in zip(beside, run(), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -183,7 +185,7 @@ def attend(
     num_slots, rows, kv_heads = 4, 256, 2
 
     def call(q: Any, pages: Any, page_ids: Any, positions: Any, slots: Any) -> Any:
-        plan = dispatch.plan_step(
+        plan = dispatch.make_step_plan(
             positions,
             slots,
             num_slots=num_slots,
@@ -192,8 +194,10 @@ def attend(
             head_dim=head_dim,
         )
         by_head = jnp.ones(q.shape[1]) if sinks else None
-        scoring = Scoring(1.0, softcap, sinks=by_head)
-        return dispatch.attend(q, *pages, page_ids, plan, scoring, window=None)
+        scoring = ScoreTransform(1.0, softcap, sinks=by_head)
+        return dispatch.dispatch_attention(
+            q, *pages, page_ids, plan, scoring, window=None
+        )
 
     spec = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     pages = spec(jnp.bfloat16, 64, kv_heads, 16, head_dim)
@@ -239,7 +243,7 @@ def test_where_it_serves(features: dict[str, Any], launches: int) -> None:
 )
 def test_it_compiles_without_spills(features: dict[str, Any]) -> None:
     call, arguments = attend(**features)
-    _, kernel = deviceless.compile(call, *arguments).kernels
+    _, kernel = deviceless.compile_function(call, *arguments).kernels
     assert kernel.name.startswith("prefill_attention")
     assert kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.smem_bytes <= devices.SMEM_BYTES
