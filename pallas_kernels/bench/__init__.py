@@ -1,4 +1,4 @@
-"""What kernels are measured on, with which clock, and compiled for without a device."""
+"""Benchmark shapes, problems and timing, and compilation without a GPU."""
 
 from pallas_kernels.bench.problems import AttentionProblem as AttentionProblem
 from pallas_kernels.bench.problems import CopyProblem as CopyProblem

@@ -1,8 +1,9 @@
-"""The grouped matrix product in plain jnp: what it means, and how a CPU does it.
+"""The grouped matrix product in plain JAX: the reference, used on CPUs.
 
-`lax.ragged_dot` multiplies every row by the weights of all groups where there is no
-kernel for it, as on CPUs: as many times too much work as there are groups. Here blocks
-of rows of one group are multiplied one after the other, each by its own weights alone.
+Without a kernel for it, as on CPUs, `lax.ragged_dot` multiplies every row by the
+weights of all groups, so its work grows with the number of groups. Here each block of
+rows of one group is multiplied by the weights of that group only, one block after
+another.
 """
 
 from typing import Any
@@ -16,8 +17,8 @@ from pallas_kernels import devices
 from pallas_kernels.grouped_matmul.blocks import split_row_blocks
 
 MAX_BLOCK = 64
-"""Rows that a CPU multiplies at a time, where groups have as many on average. Fewer
-than in a group costs passes over its weights, more costs rows of zeros."""
+"""Largest block on a CPU. Blocks smaller than a group reread its weights; larger ones
+multiply rows of zeros."""
 
 _ROWS_APART = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -40,14 +41,14 @@ def multiply_reference(
     Args:
       x: rows sorted by group.
       w: weights, `[groups, width, columns]`; `[groups, columns, width]` if transposed.
-      group_sizes: rows of each group, 0 or more, together at most `rows`.
-      transposed: how the weights lie.
-      dtype: of the result; sums have at least 32 bits.
-      block_rows: rows that are multiplied at a time, for bits that do not depend on
-        the other rows; None takes what is fast.
+      group_sizes: rows of each group, 0 or more, with a sum of at most `rows`.
+      transposed: True if the last two axes of `w` are swapped.
+      dtype: type of the result; sums have at least 32 bits.
+      block_rows: fixed number of rows of a block, which makes the bits of a row
+        independent of the batch; None chooses the fastest.
 
     Returns:
-      The products; 0 in rows past the last group, whatever `x` holds there.
+      The products; 0 in rows past the last group, for any content of `x`.
     """
     num_rows, num_groups = x.shape[0], w.shape[0]
     if num_rows == 0 or num_groups == 0:
@@ -67,7 +68,7 @@ def multiply_reference(
 
     def one_block(i: Array, out: Array) -> Array:
         weights = lax.dynamic_index_in_dim(w, blocks.group[i], keepdims=False)
-        # The last block may be shorter: it begins earlier and keeps what is there.
+        # The last block may be shorter: it begins earlier and keeps their products.
         first = jnp.minimum(blocks.first[i], x.shape[0] - size)
         rows = lax.dynamic_slice_in_dim(x, first, size)
         product = lax.dot_general(rows, weights, over, preferred_element_type=wide)
@@ -91,8 +92,8 @@ def sum_outer_products(
 ) -> Float[Array, "groups width columns"]:
     """Sums x[row] y[row]^T over the rows of each group: the gradient of the weights.
 
-    Rows are sorted by group; sums have at least 32 bits, and are 0 for groups without
-    rows. Rows past the last group are in none.
+    Rows are sorted by group. Sums have at least 32 bits, and are 0 for groups without
+    rows. Rows past the last group are ignored.
     """
     num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     wide = _wide(dtype)
@@ -129,20 +130,20 @@ def sum_outer_products(
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
-    """Rows that are multiplied at a time: about as many as a group has on average."""
+    """Returns the rows of a block: about the average group size."""
     average = -(-num_rows // num_groups)
     return min(num_rows, MAX_BLOCK, 1 << (average - 1).bit_length())
 
 
 def _wide(dtype: Any) -> Any:
-    """The type of sums."""
+    """Returns the type of sums."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _grouped_alone(
     rows: Float[Array, "rows width"], group_sizes: Int[Array, " groups"]
 ) -> jax.Array:
-    """Puts 0 into rows past the last group."""
+    """Sets rows past the last group to 0."""
     num_grouped = jnp.sum(group_sizes, dtype=jnp.int32)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     return jnp.where((row < num_grouped)[:, None], rows, jnp.zeros_like(rows))

@@ -1,7 +1,7 @@
-"""Blocks of keys and values out of their pages, for the reference.
+"""Gather of blocks of keys and values from their pages, for the reference.
 
-A block is so many places in token order, wherever their pages lie. Indexed by (page,
-head, part of a page), so that it needs no transposition.
+A block is a range of positions of every row. Pages are indexed by (page, head, part of
+a page), so that the gather needs no transposition.
 """
 
 import math
@@ -17,21 +17,21 @@ from pallas_kernels import quantizing
 
 
 class PagedKV(NamedTuple):
-    """Keys and values in pages; of 8-bit pages also what their numbers are worth."""
+    """Keys and values in pages, with scales of 8-bit pages."""
 
     k: Num[Array, "pages kv_heads page_size head_dim"]
     v: Num[Array, "pages kv_heads page_size value_width"] | None
-    """None where the values are the first numbers of the keys."""
+    """None if the values are the first numbers of the keys."""
     k_scales: Float[Array, "pages kv_heads *places"] | None
-    """Factor on the keys of a page and head, or with one more axis on each of them."""
+    """Scale of the keys of a page and head, or with one more axis of each key."""
     v_scales: Float[Array, "pages kv_heads *places"] | None
-    """Likewise on the values; None where these are part of the keys."""
+    """Scales of the values; None if the values are part of the keys."""
     value_width: int
     """Width of the values."""
 
 
 class KVBlock(NamedTuple):
-    """Keys and values of one block of places, of every row."""
+    """Keys and values of one block of positions, for every row."""
 
     k: Float[Array, "rows kv_heads places head_dim"]
     v: Float[Array, "rows kv_heads places value_width"]
@@ -40,10 +40,10 @@ class KVBlock(NamedTuple):
 
 
 def product_dtype(q_type: DTypeLike, memory: PagedKV) -> np.dtype:
-    """Type that queries, keys, weights and values are multiplied in.
+    """Returns the type in which queries, keys, weights and values are multiplied.
 
-    8-bit numbers fit exactly into every type. But weights times the scales of values
-    are often too small for float16.
+    8-bit numbers are exact in every type. But weights times the scales of values are
+    often too small for float16.
     """
     q_type, page_type = np.dtype(q_type), np.dtype(memory.k.dtype)
     narrow = page_type.itemsize == 1 and q_type != np.float16
@@ -62,24 +62,24 @@ def read_block(
     *,
     clean_keys: bool = False,
 ) -> KVBlock:
-    """Reads one block of every row's keys and values.
+    """Reads one block of keys and values for every row.
 
     Args:
       memory: the pages.
-      page_ids: page of every place / page_size of each row.
-      index: of the block.
-      used: which of its places any query of the row sees; the size of a block. Pages
-        without such a place are not followed.
-      dtype: to read the numbers in.
-      clean_keys: whether keys of places that are not used are 0, too, so that they have
-        no part in derivatives.
+      page_ids: page table, one line for each row.
+      index: index of the block.
+      used: mask of the block's positions that any query of the row attends to. Pages
+        without such a position are not read.
+      dtype: type of the result.
+      clean_keys: True if keys of masked positions must be 0, so that they do not
+        contribute to derivatives.
 
     Returns:
-      The block; values of places that are not used are 0, all else of them anything.
+      The block; values of masked positions are 0, their keys and scales undefined.
     """
     num_pages, kv_heads, page_size, _ = memory.k.shape
     (rows, size), (_, width) = used.shape, page_ids.shape
-    # A block is so many equal parts of pages.
+    # A block is a whole number of equal parts of pages.
     part = math.gcd(page_size, size)
     parts_per_page, parts = page_size // part, size // part
     used = used.reshape(rows, parts, part)
@@ -93,7 +93,7 @@ def read_block(
     address = page * parts_per_page + (which % parts_per_page)[None, None, :]
 
     def take(pages: Array, *, clean: bool = False) -> Array:
-        """Rows of a matrix until they are whole: what a CPU copies fastest."""
+        """Gathers whole rows of a matrix, which is fastest on a CPU."""
         flat = pages.reshape(num_pages * kv_heads * parts_per_page, -1)
         found = flat.at[address.reshape(-1)].get(mode="promise_in_bounds")
         if clean:

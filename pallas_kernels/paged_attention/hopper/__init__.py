@@ -1,4 +1,4 @@
-"""The attention kernels for Hopper, in Mosaic GPU: decode, its merging, prefill."""
+"""Mosaic GPU attention kernels for Hopper: decode, merge, prefill."""
 
 __all__ = [
     "decode",

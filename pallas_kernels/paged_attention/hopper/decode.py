@@ -1,8 +1,8 @@
-"""Attention of few rows a slot over pages, for Hopper GPUs: decode, trees, prefixes.
+"""Decode attention over pages for Hopper GPUs: decoding, token trees, prefixes.
 
-The queries that read the same keys are packed (`row_packing`), the work is cut into
-equal stretches (`stream_k`), each program does its own (`decode_body`), and the parts
-of items that a cut went through are merged (`merge`).
+Queries that read the same keys are packed (`row_packing`), the work is split into equal
+parts (`stream_k`), each program computes its part (`decode_body`), and partial states
+of items that several programs share are merged (`merge`).
 """
 
 import jax
@@ -44,18 +44,18 @@ def attend_decode(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
-    Arguments are those of `api.paged_attention`, all in bfloat16 or float16; `plan` is
-    `decode_plan.plan_decode` of these rows, with the same `tiling`, and `scoring` has
-    slopes and sinks by query head. `dtype` is that of
-    the output: float32 if states of the same rows are to be merged. `packed_q` are the
-    queries as `row_packing.pack_queries` lays them out, padding of any kind; None does
-    so here. `interpret` says how to emulate the kernel on a CPU; False compiles it.
+    Arguments are those of `api.paged_attention`, all in bfloat16 or float16. `plan` is
+    `decode_plan.plan_decode` of these rows with the same `tiling`, and `scoring` has
+    slopes and sinks by query head. `dtype` is the type of the output: float32 if states
+    of the same rows are to be merged. `packed_q` are the queries in the layout of
+    `row_packing.pack_queries` with any padding; None packs them here. `interpret`
+    emulates the kernel on a CPU; False compiles it.
 
     Returns:
-      Output, and natural log-sum-exp in float32; 0 and -inf for rows that see nothing.
+      Output, and natural log-sum-exp in float32; 0 and -inf for rows without a key.
 
     Raises:
-      ValueError: types or sizes that the kernel does not take.
+      ValueError: the kernel does not support the types or sizes.
     """
     group = q.shape[1] // k_pages.shape[1]
     states = partial_states(
@@ -81,7 +81,7 @@ def attend_decode(
         dtype=dtype if sinks is None else jnp.float32,
         interpret=interpret,
     )
-    # Of packed rows: nothing is launched for what nobody reads.
+    # On packed rows: XLA removes it if the log-sum-exp is unused.
     lse = row_packing.unpack_rows(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
     if sinks is not None:
         out, lse = merging.add_sinks(out, lse, sinks)
@@ -102,12 +102,12 @@ def partial_states(
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> merging.PartialStates:
-    """As `attend_decode` up to the merge."""
+    """Runs the decode kernel of `attend_decode` without the merge."""
     warpgroups.check_shapes(q, k_pages, tiling)
     kv_heads = k_pages.shape[1]
     group, slopes, schedule = q.shape[1] // kv_heads, None, plan.schedule
     if scoring.slopes is not None:
-        # Row t * group + g of KV head h asks for query head h * group + g.
+        # Row t * group + g of KV head h is query head h * group + g.
         slopes = (scoring.slopes.astype(jnp.float32) * LOG2E).reshape(kv_heads, group)
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
@@ -144,7 +144,7 @@ def _launch(
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> list[Array]:
-    """Runs the kernel: results of whole items, and partial states, in base 2."""
+    """Runs the kernel: results of unsplit items, and partial states, in base 2."""
     num_blocks, kv_heads, block_rows, head_dim = given.q.shape
     tile, stages, (programs,) = tiling.tile, tiling.stages, given.begin.shape
     _, num_lines, padded_rows = given.rows.shape

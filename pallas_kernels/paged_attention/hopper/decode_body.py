@@ -1,16 +1,16 @@
-"""What the warpgroups of the decode kernel do: copy pages, and multiply.
+"""Warpgroups of the decode kernel: one producer, one or two consumers.
 
-Persistent programs walk their stretches of the line of tiles (`stream_k`). In each, one
-warpgroup asks the copy engine (TMA) for pages, and one or two multiply: scores on the
-tensor cores, softmax online in base 2, weighted values on the tensor cores. Rings of
-stages in shared memory lie between them; a barrier each says that a stage is full, or
-free again.
+Persistent programs process their parts of the sequence of tiles (`stream_k`). The
+producer warpgroup copies pages by TMA. Consumers compute scores on the tensor cores,
+the online softmax in base 2, and weighted values on the tensor cores. In between are
+rings of stages in shared memory, each stage with a full barrier and a free barrier.
 
-What no row sees may hold anything, NaN included: scores there are replaced, values
-cleared, and pages outside [0, pages) read as zeros, as the copy engine does with them.
+Masked positions may hold any value, NaN included: their scores are replaced, their
+values cleared, and pages outside [0, pages) read as zeros, which TMA does for
+out-of-range copies.
 
-Source: one warpgroup that copies and others that multiply, Shah et al. 2024,
-arXiv:2407.08608, section 3.1.
+Source: producer and consumer warpgroups, Shah et al. 2024, arXiv:2407.08608, section
+3.1.
 """
 
 from typing import Any, NamedTuple
@@ -31,11 +31,11 @@ from pallas_kernels.paged_attention.hopper.softmax import (
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 OUT_COLUMNS = 128
-"""Columns of the output that are on their way to global memory at a time."""
+"""Columns of the output in flight to global memory at a time."""
 
 
 class DecodeInputs(NamedTuple):
-    """References to global memory that are read: see `DecodePlan` and `Schedule`."""
+    """References to global memory that are read, see `DecodePlan`."""
 
     q: Ref
     k: Ref
@@ -64,7 +64,7 @@ class DecodeOutputs(NamedTuple):
 
 
 class DecodeSharedMemory(NamedTuple):
-    """Shared memory of a program, and its barriers."""
+    """Shared memory and barriers of a program."""
 
     q: Ref  # [q_stages, warpgroups, 64, head_dim]
     rows: Ref  # [q_stages, warpgroups, lines, 64]
@@ -83,24 +83,24 @@ class DecodeSharedMemory(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Tiles of one item in a program's stretch."""
+    """Tiles of one item that one program processes."""
 
     block: Any
     head: Any
-    tile: Any  # first one, counted from place 0
-    take: Any
-    ring: Any  # tiles of the stretch before this piece
-    index: Any  # pieces before it
+    tile: Any  # first tile, counted from position 0
+    take: Any  # number of tiles
+    ring: Any  # number of earlier tiles of the program
+    index: Any  # number of earlier pieces of the program
     is_whole: Any
-    begins: Any  # with the item's first tile
+    begins: Any  # True if the piece has the item's first tile
 
 
 def _walk(
     inputs: DecodeInputs, kv_heads: int, tiling: Tiling, visit
 ) -> tuple[Any, Any]:
-    """Visits the pieces of this program's stretch; returns how many tiles and pieces.
+    """Visits the pieces of this program; returns the numbers of tiles and pieces.
 
-    All warpgroups walk alike, so that they agree on the stages of the rings.
+    All warpgroups visit the same pieces, so that they agree on the stages of the rings.
     """
     program, total = lax.axis_index("program"), inputs.ends[inputs.ends.shape[0] - 1]
     begin = stream_k.stretch_begin(total, program, tiling)
@@ -148,7 +148,7 @@ def run_decode_consumer(
     tiling: Tiling,
     emulated: bool,
 ) -> None:
-    """Multiplies: what a compute warpgroup does."""
+    """Runs a consumer warpgroup, which computes attention of 64 packed rows."""
     warpgroup = lax.axis_index("warpgroup")
     _, kv_heads, block_rows, head_dim = inputs.q.shape
     tile, num_warpgroups = tiling.tile, -(-block_rows // WGMMA_ROWS)
@@ -229,7 +229,7 @@ def _shape_scores(
 
 
 def _seen(shape, begin, rows: Ref):
-    """Whether each row sees each place: `[64, tile]`."""
+    """Returns the mask of each row's positions: `[64, tile]`."""
     place = softmax.key_positions(shape, begin)
     column = place - softmax.load_row_values(rows.at[decode_plan.LIMIT], shape)
     seen = column < 0
@@ -242,7 +242,7 @@ def _seen(shape, begin, rows: Ref):
 
 
 def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
-    """Clears values that no row sees: weights of 0 do not make NaN vanish."""
+    """Clears values that no row attends to: a weight of 0 times NaN is NaN."""
     tile = shared.v.shape[1]
 
     @pl.when((begin < low) | (begin + tile > high))
@@ -257,9 +257,9 @@ def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
 
 
 def _send(out, lse, shared: DecodeSharedMemory, out_target, lse_target) -> None:
-    """Writes a warpgroup's rows to global memory, some columns at a time.
+    """Writes a warpgroup's rows to global memory, in groups of columns.
 
-    The last of them are still on their way when this returns.
+    The last copies are still in flight when this returns.
     """
     warpgroup = lax.axis_index("warpgroup")
     (block_rows, head_dim), width = out_target.shape, shared.out.shape[2]
@@ -282,7 +282,7 @@ def _send(out, lse, shared: DecodeSharedMemory, out_target, lse_target) -> None:
 def run_decode_producer(
     inputs: DecodeInputs, shared: DecodeSharedMemory, *, num_layers: int, tiling: Tiling
 ) -> None:
-    """Copies: what the last warpgroup does."""
+    """Runs the producer warpgroup, which copies queries, keys and values."""
     _, kv_heads, block_rows, _ = inputs.q.shape
     q_stages = tiling.q_stages
     moved = min(block_rows, WGMMA_ROWS)

@@ -1,10 +1,10 @@
-"""Results of packed rows brought back to rows, cut items merged, for Hopper GPUs.
+"""Merge of partial states and unpacking of rows, for Hopper GPUs.
 
-Where a cut of the line went through an item, several programs left partial states of
-it; elsewhere one left the result. A program of this kernel has the packed rows of one
-KV head, or some of their columns: it reads one state or all, weighs them by their
-log-sum-exps, and writes each row's heads to where the next product reads them. Rows in
-no block are divided among the programs, which write zeros there.
+An item that several programs share has several partial states; any other item has one
+result. A program of this kernel has the packed rows of one KV head, or some of their
+columns: it reads the states, weights them by their log-sum-exps, and writes the heads
+of each row to the layout of the output. Rows in no block are divided among the
+programs, which write zeros to them.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
 COLUMNS = 128
-"""Columns of a state that a program merges at most: of two such its registers hold."""
+"""Columns of a state in one program; its registers hold two states of so many."""
 _STAGES = 2
 
 
@@ -45,23 +45,24 @@ def merge_and_unpack_mosaic_gpu(
     """Merges partial states and unpacks the rows.
 
     Args:
-      states: of all items.
-      ends: those of `stream_k.StreamKSchedule`, which say whose they are.
-      packing: where the rows lie.
-      group: query heads that share a KV head, static.
-      tiling: that of the schedule, static.
-      dtype: of the output.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
+      states: states of all items.
+      ends: `ends` of the `stream_k.StreamKSchedule`, from which the programs of an item
+        follow.
+      packing: packing of the rows.
+      group: query heads of a KV head, static.
+      tiling: tiling of the schedule, static.
+      dtype: type of the output.
+      interpret: emulates the kernel on a CPU; False compiles it.
 
     Returns:
-      The output of each row, 0 where it sees nothing; log-sum-exps of packed rows in
-      base 2, -inf where no row sees anything.
+      The output of each row, 0 without a key, and log-sum-exps of packed rows in base
+      2, -inf without a key.
     """
     num_blocks, kv_heads, block_rows, head_dim = states.out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
     moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
     stretches = range(-(-block_rows // WGMMA_ROWS))
-    # One row a block: none is in no block.
+    # With one row a block, every row is in a block.
     is_row_a_block = tokens == 1 and num_blocks == rows
     shape = (rows, kv_heads * group, head_dim)
     share = -(-rows // num_blocks)
@@ -78,7 +79,7 @@ def merge_and_unpack_mosaic_gpu(
         num_states = last - first + 1
 
         def ask(index: Any, packed: Any) -> None:
-            """Brings a state, the item's only one or that of a program."""
+            """Starts the copy of a state: the item's result, or a partial state."""
             stage = lax.rem(index, jnp.int32(_STAGES))
 
             def bring(outs: Any, lses: Any) -> None:
@@ -182,7 +183,7 @@ def merge_and_unpack_mosaic_gpu(
 
 
 def add_partial_state(state: softmax.RowState, out: Any, lse: Any) -> softmax.RowState:
-    """Adds a state, its output normalised and its log-sum-exp in base 2, to others."""
+    """Adds a normalized partial state, with log-sum-exp in base 2, to a running sum."""
     top = jnp.maximum(state.top, lse)
     decay, weight = jnp.exp2(state.top - top), jnp.exp2(lse - top)
     added = out * softmax.broadcast_rows(weight, out.shape)
@@ -194,7 +195,7 @@ def add_partial_state(state: softmax.RowState, out: Any, lse: Any) -> softmax.Ro
 
 
 def finish_merge(state: softmax.RowState) -> tuple[Any, Any]:
-    """Output and log-sum-exp, in base 2: 0 and -inf where nothing was seen."""
+    """Returns output and log-sum-exp in base 2; 0 and -inf for rows without a key."""
     total = jnp.where(state.total > 0, state.total, 1.0)
     out = state.out / softmax.broadcast_rows(total, state.out.shape)
     return out, state.top + jnp.log2(state.total)

@@ -1,10 +1,10 @@
-"""Decode's states merged in the launch that attends from chunks, for Hopper GPUs.
+"""Merge of decode states within the launch of the prefill kernel, for Hopper GPUs.
 
-In a step with both, the warpgroups of the prefill kernel do first what `merge` does in
-a launch of its own, while their first keys are on the way. Each takes every so many-th
-of the pieces: packed rows of one KV head, as many columns as it sends at a time. There
-is no shared memory left, so states are loaded from where they lie. Rows that neither
-kernel has become zeros.
+In a step with both kernels, the consumer warpgroups of prefill first do the work of
+`merge`, while their first keys are in flight. Warpgroup w of W takes pieces w, w + W
+and so on; a piece is the packed rows of one KV head and one group of output columns. No
+shared memory is free, so states are loaded from global memory. Rows of neither kernel
+become zeros.
 """
 
 import math
@@ -37,7 +37,7 @@ class MergeInputs(NamedTuple):
 
 
 class DecodePartials(NamedTuple):
-    """What the decode kernel leaves, see `merging.merge_and_unpack`."""
+    """Output of the decode kernel before the merge, see `merging.merge_and_unpack`."""
 
     states: PartialStates
     plan: DecodePlan
@@ -45,7 +45,7 @@ class DecodePartials(NamedTuple):
 
     @property
     def inputs(self) -> MergeInputs:
-        """What the kernel reads of it."""
+        """Inputs of the merge kernel."""
         packing, ends = self.plan.packing, self.plan.schedule.ends
         return MergeInputs(self.states, ends, packing.row, packing.block, self.tiling)
 
@@ -55,19 +55,19 @@ class MergeOutputs(NamedTuple):
 
     out: Ref  # [rows, q_heads, head_dim]
     lse: Ref  # [blocks, kv_heads, 64], in base 2
-    held: Ref  # [64, columns], shared: on its way to `out`
-    held_lse: Ref  # [64], likewise
+    held: Ref  # [64, columns], shared memory: buffer for copies to `out`
+    held_lse: Ref  # [64], shared memory: buffer for copies to `lse`
 
 
 def supports_fused_merge(
     plan: DecodePlan, scoring: ScoreTransform, *, group: int, head_dim: int
 ) -> bool:
-    """Whether the prefill kernel merges for this plan of decode and these features.
+    """Returns True if the prefill kernel supports the merge for a plan and features.
 
-    Blocks must have 64 rows, padding included, which is what a warpgroup loads: so they
-    have for groups of up to 10 query heads and of powers of two, among others. Sinks
-    are added to merged states. Of heads of 256 the output takes half of the registers,
-    and beside scores that are capped or sloped a merge would make some of them spill.
+    Blocks must have 64 rows, padding included, which is the load of a warpgroup: true
+    for groups of up to 10 query heads and of powers of two, and for some more. Sinks
+    are added to merged states. With heads of 256 the output takes half of the
+    registers, so that a merge next to capped scores or ALiBi would spill.
     """
     tokens = plan.packing.row.shape[1]
     size = row_packing.num_block_rows(tokens=tokens, group=group)
@@ -84,20 +84,20 @@ def run_fused_merge(
     worker: Any,
     workers: int,
 ) -> None:
-    """Does a warpgroup's pieces; the last of them are still on their way afterwards.
+    """Processes a warpgroup's pieces; the last copies are in flight at the return.
 
     Args:
-      inputs: what the decode kernel left.
-      outputs: results.
-      position: of each row that this kernel's tiles have, -1 of others.
-      worker: which of the warpgroups this is.
-      workers: how many there are, static.
+      inputs: output of the decode kernel.
+      outputs: references to the results.
+      position: position of each row in this kernel's tiles, -1 for other rows.
+      worker: index of this warpgroup.
+      workers: number of warpgroups, static.
     """
     num_blocks, kv_heads, _, head_dim = inputs.states.out.shape
     (rows, q_heads, _), width = outputs.out.shape, outputs.held.shape[1]
     tokens, group, sides = inputs.row.shape[1], q_heads // kv_heads, head_dim // width
 
-    # Zeros for the warpgroup's share of the rows that no kernel has.
+    # Writes zeros to the warpgroup's share of the rows of neither kernel.
     zeros = jnp.zeros(outputs.held.shape, outputs.held.dtype)
     outputs.held[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
     plgpu.commit_smem()
@@ -159,7 +159,7 @@ def run_fused_merge(
                 plgpu.copy_smem_to_gmem(source, target)
                 return token + 1
 
-            # A block is filled from its first place on.
+            # A block is filled from its first position on.
             lax.while_loop(
                 lambda token: (token < tokens) & (row_at(token) < rows),
                 send,

@@ -1,9 +1,8 @@
-"""Attention of chunks of queries over pages, causal, for Hopper GPUs.
+"""Causal attention of chunks of prompts over pages, for Hopper GPUs.
 
-The chunks are cut into tiles of 128 rows (`prefill_plan`), and persistent programs
-attend from one after the other (`prefill_body`): in place of the rows of an output that
-others may have written the rest of, or after they have merged decode's part of it
-(`merge_fused`).
+Chunks are split into tiles of 128 rows (`prefill_plan`), which persistent programs
+process one after another (`prefill_body`). The rows of a step that decode attends from
+are either in the output already, or merged into it by this kernel (`merge_fused`).
 """
 
 import jax
@@ -49,32 +48,32 @@ def attend_prefill(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
-    Arguments are those of `decode.attend_decode`, but for `plan`, which is
+    Arguments are those of `decode.attend_decode`, except `plan`, which is
     `prefill_plan.plan_prefill` with the same `tiling`, of 128 rows, and `window`; and
-    `others`: output, in the type of q, and log-sum-exp of the rows that are left out,
-    None for 0 and -inf, or decode's states of theirs, which are merged here. Of a
-    slot's places, those between the first and the last that its rows see must hold
-    numbers: under a window, positions of its rows follow on one another.
+    `decode_output`: output, in the type of q, and log-sum-exp of the rows that are not
+    in the plan; or decode's partial states of them, which are merged here; None means 0
+    and -inf. Positions of a slot between the first and the last that its rows attend to
+    must not hold NaN: under a window, positions of its rows are consecutive.
 
     Returns:
       Output in the type of q, and natural log-sum-exp.
 
     Raises:
-      ValueError: types or sizes that the kernel does not take.
+      ValueError: the kernel does not support the types or sizes.
     """
     warpgroups.check_shapes(q, k_pages, tiling)
     num_rows, q_heads, _ = q.shape
     if tiling.block_rows != TILE_ROWS:
         raise ValueError(f"{tiling.block_rows=} must be {TILE_ROWS}")
-    # With one stage the first warpgroup waits for values of the next tile, which wait
-    # for the second to be done with this one, which waits for the first.
+    # One stage would deadlock: the first warpgroup waits for values of the next tile,
+    # these for the second warpgroup to release this tile, and that for the first.
     if tiling.stages < 2:
         raise ValueError(f"{tiling.stages=} must be at least 2")
     group = q_heads // k_pages.shape[1]
     if isinstance(decode_output, merge_fused.DecodePartials):
         sizes = {"group": group, "head_dim": q.shape[2]}
         if not merge_fused.supports_fused_merge(decode_output.plan, scoring, **sizes):
-            raise ValueError("states with these sizes and features are merged apart")
+            raise ValueError("states with these sizes and features need `merge`")
     elif decode_output is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
         decode_output = jnp.zeros_like(q), blank
@@ -115,7 +114,7 @@ def attend_prefill(
         )
     else:
         left = decode_output[1]
-    # Of a row: its tile, and its place there.
+    # Tile of each row, and index of the row in the tile.
     num_tiles = plan.tiles.shape[1]
     tile = jnp.minimum(plan.tile_of, num_tiles - 1)
     place = jnp.arange(num_rows, dtype=jnp.int32) - plan.tiles[prefill_plan.ROW, tile]
@@ -135,8 +134,8 @@ def _launch(
 ) -> list[Array]:
     """Runs the kernel: output of all rows, and log-sum-exps of tiles, in base 2.
 
-    Rows of others are those of their output, or merged of their states. Of these there
-    are log-sum-exps of packed rows, too.
+    Rows of decode have its output, or its merged states; with merged states the
+    log-sum-exps of packed rows are returned, too.
     """
     (_, q_heads, head_dim), page_size = given.q.shape, given.k.shape[2]
     tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages

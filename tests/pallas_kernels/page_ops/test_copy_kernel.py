@@ -140,7 +140,7 @@ def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None
     assert not takes_it(*arrays, disjoint=True, implementation="reference")
     odd = jax.ShapeDtypeStruct((4, 33), jnp.int32)
     assert not takes_it(odd, *arrays[1:], disjoint=True)
-    with pytest.raises(ValueError, match="say `disjoint`"):
+    with pytest.raises(ValueError, match="set `disjoint`"):
         takes_it(*arrays, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="page_bytes=132 must be"):
         takes_it(odd, *arrays[1:], disjoint=True, implementation="mosaic_gpu")
