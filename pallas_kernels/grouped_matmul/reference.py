@@ -59,7 +59,7 @@ def multiply_reference(
         out = lax.ragged_dot(
             x, right, group_sizes.astype(jnp.int32), preferred_element_type=wide
         )
-        return _grouped_alone(out, group_sizes).astype(dtype)
+        return _zero_ungrouped_rows(out, group_sizes).astype(dtype)
     padding = max(0, (block_rows or 1) - num_rows)
     x = jnp.pad(x, [(0, padding), (0, 0)])
     size = block_rows or block_size(num_rows, num_groups)
@@ -97,7 +97,7 @@ def sum_outer_products(
     """
     num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     wide = _wide(dtype)
-    x, y = (_grouped_alone(rows, group_sizes) for rows in (x, y))
+    x, y = (_zero_ungrouped_rows(rows, group_sizes) for rows in (x, y))
     if devices.current_target().platform != "cpu":
         sums = lax.ragged_dot_general(
             x,
@@ -140,7 +140,7 @@ def _wide(dtype: Any) -> Any:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _grouped_alone(
+def _zero_ungrouped_rows(
     rows: Float[Array, "rows width"], group_sizes: Int[Array, " groups"]
 ) -> jax.Array:
     """Sets rows past the last group to 0."""

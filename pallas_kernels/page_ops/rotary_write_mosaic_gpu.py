@@ -75,8 +75,8 @@ def write_rotated_kv_mosaic_gpu(
         ):
             plgpu.copy_gmem_to_smem(read.at[:, heads, features], part, arrived)
         plgpu.barrier_wait(arrived)
-        _turn(q_low, q_high, cos[row], sin[row])
-        _turn(k_low, k_high, cos[row, :, 0], sin[row, :, 0])
+        _rotate_pairs(q_low, q_high, cos[row], sin[row])
+        _rotate_pairs(k_low, k_high, cos[row, :, 0], sin[row, :, 0])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_low, q.at[row, :, :, low])
         plgpu.copy_smem_to_gmem(q_high, q.at[row, :, :, high])
@@ -127,7 +127,7 @@ def write_rotated_kv_mosaic_gpu(
     return q, packed[0] if packed else None, k_pages, v_pages
 
 
-def _turn(low: Any, high: Any, cos: Array, sin: Array) -> None:
+def _rotate_pairs(low: Any, high: Any, cos: Array, sin: Array) -> None:
     """Rotates pairs of features in shared memory."""
     first, second = low[...].astype(jnp.float32), high[...].astype(jnp.float32)
     low[...] = (first * cos - second * sin).astype(low.dtype)
