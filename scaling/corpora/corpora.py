@@ -1,8 +1,7 @@
-"""Token streams: real text, files of tokens, languages whose entropy is known.
+"""Token streams of texts, token files and languages of known entropy.
 
-`open_corpus` makes a `Corpus` of any of their configs: a stream to train on, one to
-score, and
-what is known of them. Training reads the stream in the order that `draw` computes.
+`open_corpus` makes a `Corpus` from any corpus config: a training stream, a held-out
+stream, and their known properties. `draw_windows` computes the order of training.
 """
 
 from pathlib import Path
@@ -50,24 +49,24 @@ __all__ = [
 ]
 
 AnyCorpus = CorpusConfig | TokenFileConfig | LanguageConfig
-"""Whatever `open_corpus` takes; each has `vocab_size` and `num_unique_tokens`."""
+"""Configs of `open_corpus`; each has `vocab_size` and `num_unique_tokens`."""
 
 
 def open_corpus(config: AnyCorpus, *, cache: Path | None = None) -> Corpus:
-    """Makes the streams that a config describes, the same ones every time.
+    """Opens the corpus of a config; the streams are deterministic.
 
     Args:
-      config: of text, of files of tokens, or of a language.
-      cache: folder for what is costly to make again (byte pairs and what they make of
-        a text); by default `tokenizing_texts.CACHE`. Deleting it costs time only.
+      config: config of a text, of token files, or of a language.
+      cache: folder for byte pairs and tokenized texts, which are slow to compute;
+        `tokenizing_texts.CACHE` by default. It can be deleted at any time.
 
     Returns:
-      The corpus. Text is held out by document, each document ended by a token of its
-      own; of a language the floor is known.
+      The corpus. Text is held out by document, and every document ends with an end
+      token; a language has a known floor.
 
     Raises:
-      ValueError: no text is found, a file cannot be read or holds what no model of
-        `vocab_size` tokens takes, or there are fewer than `num_unique_tokens`.
+      ValueError: no text is found, a file cannot be read or holds an id that is not
+        below `vocab_size`, or there are fewer than `num_unique_tokens` tokens.
     """
     if isinstance(config, CorpusConfig):
         return tokenizing_texts.open_text_corpus(config, cache=cache)

@@ -1,7 +1,7 @@
-"""From documents to streams of tokens, by bytes or by byte pairs.
+"""Tokenization of documents into streams, by bytes or by byte pairs.
 
-Byte pairs and what they make of a text are kept in a cache, in a folder named by the
-digest of all that decides them, which is written aside and renamed.
+Byte pairs and the streams that they give are cached, in a folder named by the digest of
+its inputs. The folder is written under another name and then renamed.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from scaling.corpora import streams, texts
 from scaling.corpora.texts import END, CorpusConfig, Document, TextSplit
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "jaxkv").expanduser()
-"""Where byte pairs are kept that nobody gave a place."""
+"""Default cache folder of byte pairs."""
 
 
 def open_text_corpus(
     config: CorpusConfig, *, cache: Path | None = None
 ) -> streams.Corpus:
-    """Makes the streams of a text; `cache` is where byte pairs are kept.
+    """Makes the streams of a text; `cache` is the folder of byte pairs.
 
     Raises:
       ValueError: see `texts.load_documents` and `streams.make_corpus`.
@@ -55,7 +55,7 @@ def open_text_corpus(
 def corpus_tokenizer(
     config: CorpusConfig, *, cache: Path | None = None
 ) -> ByteTokenizer | Tokenizer:
-    """Returns the tokenizer that a text's tokens are of."""
+    """Returns the tokenizer of a text corpus."""
     if config.tokenizer == "bytes":
         return ByteTokenizer(config.vocab_size)
     return _byte_pairs(texts.load_documents(config), config.vocab_size, cache or CACHE)[
@@ -75,7 +75,7 @@ def encode_documents(documents: Iterable[Document]) -> UInt16[np.ndarray, " toke
 def _byte_pairs(
     split: TextSplit, vocab_size: int, cache: Path
 ) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
-    """Reads byte pairs from the cache, or learns them and tries to keep them there.
+    """Reads byte pairs from the cache, or learns them and tries to cache them.
 
     Returns:
       The tokenizer, and the streams of both sides.
@@ -102,8 +102,8 @@ def _byte_pairs(
         return np.concatenate(ended)
 
     train, held_out = stream(split.train), stream(split.held_out)
-    # Without a place to keep them they are learnt again: slower, not wrong. If another
-    # run was faster, it has written the same.
+    # A failed write is ignored: byte pairs are learned again next time. If another
+    # process was faster, it has written the same files.
     with contextlib.suppress(ValueError), files.aside(folder) as new:
         for name, text in learnt.files().items():
             (new / name).write_text(text, encoding="utf-8")
@@ -115,9 +115,9 @@ def _byte_pairs(
 def _reordered(
     stream: np.ndarray, documents: Sequence[Document], end: int
 ) -> np.ndarray:
-    """Puts the documents of a stream into the order of their places.
+    """Sorts the documents of a stream by their hashed positions.
 
-    By names the first ones would be one folder's; their places are as good as random.
+    Sorted by name, the first ones would all be of one folder.
     """
     after = np.flatnonzero(stream == end) + 1
     parts = np.split(stream, after[:-1])

@@ -1,4 +1,4 @@
-"""What one exchange sends, and those of tensor parallelism, which every step has."""
+"""Bytes of one communication, and the communication of tensor parallelism."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,17 +9,17 @@ from scaling.shapes import HeadAttention, ModelShape
 
 
 class Traffic(NamedTuple):
-    """One kind of exchange, over a step.
+    """One kind of communication, over a step.
 
     Attributes:
       scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, idle, tables,
         ulysses, ring, pages, expert, balance or data.
-      name: what is exchanged, and how.
+      name: data and operation.
       formula: bytes sent per device, in the letters of `shapes.description`
         with u bytes a number and the degree p, for one of g micro-batches unless g is
         in it; T are a pipeline's ticks.
-      forward: those of all layers that the device has, forward.
-      backward: the same, backward.
+      forward: bytes of all layers on the device, forward pass.
+      backward: bytes of all layers on the device, backward pass.
     """
 
     scheme: str
@@ -30,13 +30,13 @@ class Traffic(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """What goes through the layers of a pipeline's stage at once.
+    """One pass of a micro-batch through the layers of a pipeline stage.
 
     Attributes:
-      model: its shape.
-      layout: how it is divided.
-      tokens: of a micro-batch on a device.
-      u: bytes of a number on the wire.
+      model: shape of the model.
+      layout: division over devices.
+      tokens: tokens of a micro-batch on a device.
+      u: bytes of a number that is sent.
     """
 
     model: ModelShape
@@ -56,7 +56,7 @@ class StagePass(NamedTuple):
 
     @property
     def mixtures(self) -> int:
-        """Layers with experts, of the stage that has most of them."""
+        """Layers with experts, in the stage that has the most."""
         return max(
             sum(self.model.mixture_layers[first : first + self.layers])
             for first in range(0, self.model.num_layers, self.layers)
@@ -64,17 +64,17 @@ class StagePass(NamedTuple):
 
 
 def ring_share(p: int) -> float:
-    """What of its data a device sends in an all-gather over p devices."""
+    """Returns the share of its data that a device sends in an all-gather over p."""
     return (p - 1) / p
 
 
 def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
-    """After attention and after the FFN; backward, before them.
+    """Returns the traffic after attention and the FFN, and before them backward.
 
     Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.2.2: an all-gather and a reduce-scatter in place of an
-    all-reduce send as much, but of what is kept in parts the products' inputs are
-    gathered once more for the gradients of weights.
+    arXiv:2205.05198, section 4.2.2: an all-gather and a reduce-scatter send as much as
+    an all-reduce, but inputs of products that are kept in parts are gathered once more
+    for the gradients of weights.
     """
     model, layout, block = sent_in.model, sent_in.layout, sent_in.block
     p, num_mixtures = layout.tensor, sent_in.mixtures
@@ -85,7 +85,7 @@ def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
     formula = "2 · 2 (p-1)/p · b s h u · L"
     yield Traffic("tensor", f"{name} of a layer", formula, once, once)
     if layout.sequence:
-        # What goes into experts is kept.
+        # Inputs of experts are kept whole.
         inputs = 2 * sent_in.layers - num_mixtures
         again = ring_share(p) * block * inputs
         name = "inputs gathered again for weights' gradients"
@@ -101,9 +101,10 @@ def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
 def norm_gradient_traffic(
     model: ModelShape, layout: Layout, gradient: int
 ) -> Iterable[Traffic]:
-    """Norms and biases that work on a part of the sequence each: gradients added up.
+    """Returns the traffic of gradients of norms and biases that see part of a sequence.
 
-    Norms of queries and keys, which work on a device's heads, need it without, too.
+    Norms of queries and keys, which see the heads of a device, need it with tensor
+    parallelism alone.
     """
     a, layers = model.attention, model.num_layers // layout.pipeline
     if layout.sequence:
@@ -120,18 +121,20 @@ def norm_gradient_traffic(
 
 
 def vocabulary_traffic(sent_in: StagePass) -> Iterable[Traffic]:
-    """The table and the head divided by vocabulary, on the stages that have them.
+    """Returns the traffic of embedding and head, which are divided by vocabulary.
 
-    Each device looks up its own words, and the sums make the embedding; the loss needs
-    of all logits the greatest, the sum of exponentials and the target's, in float32.
+    Each device looks up its own tokens, and the sum is the embedding. The loss needs
+    the maximum of all logits, the sum of exponentials and the target's logit, in
+    float32.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     p = sent_in.layout.tensor
     if p == 1:
         return
-    # Forward the looked-up parts are added, backward those of the head's input; with
-    # sequence parallelism both are half of that, and gathered in the other direction.
+    # Forward, embeddings are summed; backward, gradients of the head's input. With
+    # sequence parallelism both are a reduce-scatter and an all-gather, half of that
+    # each.
     reduce = 2 * ring_share(p) * sent_in.block
     formula = "2 (p-1)/p · b s h u"
     if sent_in.layout.sequence:

@@ -1,13 +1,13 @@
 """Floating-point operations of a model, term by term, each with its formula.
 
-Counted are matrix products, two operations per multiply-add; norms, activations and
-rotations grow with b s h alone and add about 1 % at small widths, less at large ones.
-Looking up an embedding is no product: 0.
+Only matrix products count, two operations per multiply-add; norms, activations and
+rotations are linear in b s h and add about 1 % at small widths, less at large ones.
+Looking up an embedding counts 0.
 
-Attention is counted `full`, as if every query met every key, or `causal`, half of that:
-of s x s pairs the triangle of s^2 / 2, diagonal neglected, as Porian et al. 2024
-(arXiv:2406.19146, appendix A) do. Which of the two a published utilisation means is the
-commonest difference between two numbers.
+Attention is counted `full`, with every pair of query and key, or `causal`, with half of
+them: of s x s pairs the triangle of s^2 / 2 without the diagonal, as in Porian et al.
+2024 (arXiv:2406.19146, appendix A). Published utilisations differ most often in this
+choice.
 """
 
 from typing import Literal, NamedTuple
@@ -18,8 +18,8 @@ from scaling.shapes import HeadAttention, ModelShape
 type Attention = Literal["full", "causal"]
 
 type Checkpointing = Literal["none", "selective", "full", "boundary"]
-"""What is computed a second time in the backward pass: nothing; scores and values of
-attention; all layers (`full` and `boundary` differ in the memory that they count)."""
+"""Recomputation in the backward pass: none; scores and values of attention; all layers
+(`full` and `boundary` differ only in the memory that they count)."""
 
 
 class FlopTerm(NamedTuple):
@@ -28,10 +28,10 @@ class FlopTerm(NamedTuple):
     Attributes:
       part: the part of the model.
       name: the product.
-      formula: per token, of one layer that has it, in the letters of
-        `shapes.description`; t stands for the keys that a query meets.
-      flops: of the whole call, forward.
-      growth: how it grows with the length of the sequence: "s" or "s^2".
+      formula: operations per token of one layer that has the product, in the letters of
+        `shapes.description`; t is the number of keys of a query.
+      flops: operations of the whole call, forward.
+      growth: growth with the length of the sequence: "s" or "s^2".
     """
 
     part: str
@@ -45,12 +45,12 @@ class TrainingFlops(NamedTuple):
     """Operations of one training step.
 
     Attributes:
-      forward: the products of the forward pass.
-      backward: twice these: the gradient of a product with respect to its input is a
-        product of the same size, and so is that with respect to its weight (of scores:
-        with respect to queries, and to keys).
-      recomputed: what is computed again because it was not kept.
-      model: forward and backward, what a model's utilisation (MFU) is measured with.
+      forward: operations of the forward pass.
+      backward: twice the forward operations: the gradients of a product with respect to
+        its input and to its weight are products of the same size (for scores: with
+        respect to queries and to keys).
+      recomputed: operations of recomputation.
+      model: forward and backward, the basis of model FLOPs utilization (MFU).
     """
 
     forward: int
@@ -74,15 +74,15 @@ def forward_terms(
     1.932735 TFLOP.
 
     Args:
-      model: its shape.
+      model: shape of the model.
       batch: sequences, at least 1.
-      sequence: new tokens of each, at least 1.
-      past: tokens before them whose keys and values are kept, at least 0.
-      attention: how pairs of query and key are counted.
-      logits: of which tokens of a sequence logits are wanted.
+      sequence: new tokens of each sequence, at least 1.
+      past: earlier tokens in the KV cache, at least 0.
+      attention: convention for pairs of query and key.
+      logits: tokens of a sequence that need logits.
 
     Raises:
-      ValueError: a size out of range.
+      ValueError: a size is out of range.
 
     Sources: Kaplan et al. 2020, arXiv:2001.08361, table 1; Narayanan et al. 2021,
     arXiv:2104.04473, appendix; DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 (MLA).
@@ -116,13 +116,13 @@ def forward_terms(
 def decode_terms(
     model: ModelShape, *, batch: int = 1, context: int, steps: int = 1
 ) -> tuple[FlopTerm, ...]:
-    """Lists the products of decoding steps, a token of each sequence a step.
+    """Lists the products of decoding steps, one token of each sequence a step.
 
     Args:
-      model: its shape.
+      model: shape of the model.
       batch: sequences, at least 1.
-      context: keys that the first step's query meets, its own included, at least 1.
-      steps: steps, at least 1; every later query meets one key more.
+      context: keys of the first step's query, its own included, at least 1.
+      steps: steps, at least 1; the number of keys grows by 1 a step.
 
     Returns:
       The terms; latent attention works on the latents, see `forward_terms`.
@@ -152,9 +152,9 @@ def training_step_flops(
     attention: Attention = "full",
     checkpointing: Checkpointing = "none",
 ) -> TrainingFlops:
-    """Counts one training step.
+    """Counts the operations of one training step.
 
-    GPT-3 with everything recomputed: `96 B L s h^2 (1 + s/6h + v/16hL)`, else 72 in
+    GPT-3 with full recomputation: `96 B L s h^2 (1 + s/6h + v/16hL)`; without, 72 in
     place of 96 and 12 in place of 16.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 5.1 and appendix.
@@ -169,21 +169,21 @@ def training_step_flops(
 
 
 def total_flops(terms: tuple[FlopTerm, ...]) -> int:
-    """Adds terms up."""
+    """Returns the sum of the terms."""
     return sum(term.flops for term in terms)
 
 
 def twice_pairs(
     sequence: int, past: int, window: int | None, attention: Attention
 ) -> int:
-    """Twice the pairs of query and key of one sequence, in one layer.
+    """Returns twice the number of pairs of query and key of one sequence in a layer.
 
     Args:
       sequence: new tokens.
-      past: tokens before them.
-      window: latest keys that a query sees, None for all.
-      attention: `full`: every query meets all keys, or as many as its window holds;
-        `causal`: a query at place x meets min(x, window) of them.
+      past: earlier tokens.
+      window: number of latest keys of a query, None for all.
+      attention: `full`: a query has all keys, or as many as its window; `causal`: a
+        query at position x has min(x, window) keys.
     """
     if attention == "full":
         return 2 * sequence * min(sequence + past, window or sequence + past)
@@ -197,11 +197,11 @@ def _twice_triangle(length: int, window: int | None) -> int:
 
 
 def _widths(model: ModelShape, *, absorbed: bool) -> tuple[int, int, tuple[str, str]]:
-    """Numbers multiplied per pair in scores and in values, over all heads.
+    """Returns numbers multiplied per pair in scores and in values, over all heads.
 
-    Latent attention makes keys and values where it meets them once. Where it meets
-    kept ones it works on the latents themselves, for all heads the same: the matrices
-    that would make keys and values then act on queries and outputs, at equal cost.
+    Latent attention computes keys and values of new tokens from latents. For cached
+    tokens it multiplies with the latents of all heads: the matrices for keys and values
+    are then applied to queries and outputs, at equal cost.
     """
     a, n = model.attention, model.attention.num_q_heads
     if isinstance(a, HeadAttention):
@@ -213,10 +213,10 @@ def _widths(model: ModelShape, *, absorbed: bool) -> tuple[int, int, tuple[str, 
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuses sizes below 1.
+    """Checks that sizes are at least 1.
 
     Raises:
-      ValueError: names the first.
+      ValueError: a size is below 1; the message has the first one.
     """
     for name, value in sizes.items():
         if value < 1:

@@ -1,4 +1,4 @@
-"""Fitting laws to runs: optimisers, intervals, diagnostics, predictions."""
+"""Fits of scaling laws to runs: optimizers, intervals, diagnostics, predictions."""
 
 from scaling.fits.observations import make_observations as make_observations
 from scaling.fits.result import FitResult as FitResult

@@ -1,4 +1,4 @@
-"""Puts a fit's result together: natural units, intervals, exponents, doubts."""
+"""Assembles the result of a fit: natural units, intervals, exponents, warnings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,12 +24,12 @@ def assemble_result(
     """Describes an optimum.
 
     Args:
-      problem: what was minimised.
-      data: the columns it came from.
-      found: how the starts ended.
-      best: the optimum's coordinates.
-      objective: its sum of losses.
-      samples: the resamples' coordinates.
+      problem: the fit problem.
+      data: columns of the runs.
+      found: summary of the starts.
+      best: coordinates of the optimum.
+      objective: sum of losses at the optimum.
+      samples: coordinates of the resamples.
       level: probability of the intervals.
     """
     law, seen = problem.law, problem.seen
@@ -37,7 +37,7 @@ def assemble_result(
     n, k = seen.num_points, int(problem.free.sum())
     matrix, covariance = intervals.curvature(problem, best)
     slopes = evaluation.coefficient_slopes(law, best, centre)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is free has no variance
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite variances
         covariance = slopes @ covariance @ slopes.T
     natural = evaluation.coefficients(law, best[None], centre)[0]
     residuals = evaluation.values(law, best[None], seen.logs)[0] - seen.target
@@ -59,7 +59,7 @@ def assemble_result(
         logged = np.array([c.log for c in law.coordinates])
         share = (ends[1] - natural) / np.where(logged, natural, 1.0)
         ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
-        with np.errstate(over="ignore"):  # what has no upper end ends at infinity
+        with np.errstate(over="ignore"):  # infinite upper ends
             low, high = natural / ratio, natural * ratio
         ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
     exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
@@ -101,7 +101,7 @@ def assemble_result(
 def _exponents(
     law: Law, natural: Any, covariance: Any, sampled: Any, interval: Any
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """The exponents of the compute optimum and their intervals."""
+    """Returns the exponents of the compute optimum and their intervals."""
     if law.two_powers is None:
         return {}, {}
 

@@ -1,4 +1,4 @@
-"""What is doubtful about a fit: starts that disagree, walls, free directions."""
+"""Warnings about a fit: disagreeing starts, bounds, flat directions, misfit."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,27 +12,27 @@ from scaling.fits.multistart import Solution
 from scaling.fits.result import FitResult, HeldOut
 from scaling.laws import evaluation
 
-# Where doubt begins. Simulated surfaces set these: of sound ones, with 32 or 240 runs
-# and normal or heavy-tailed noise, fewer than one in twenty is doubted; of ill-posed
-# ones, nearly all whose intervals miss the truth (experiment `fit_coverage`).
+# Thresholds of the warnings, set on simulated surfaces: of sound ones, with 32 or 240
+# runs and normal or heavy-tailed noise, fewer than one in twenty has a warning; of
+# ill-posed ones, nearly all whose intervals miss the truth (experiment `fit_coverage`).
 _FREE = 1e-8
-"""Share of the largest scaled curvature below which a direction is free."""
+"""Share of the largest scaled curvature below which a direction is flat."""
 _ILL = 1e6
-"""Condition number from which combinations of coefficients are free."""
+"""Condition number from which combinations of coefficients are flat."""
 _SAME = 1e-4
-"""Optima whose predictions differ by less, in logarithms, are one."""
+"""Difference of log predictions below which two optima count as one."""
 _FEW = 3
 """Points for each coefficient below which there are few."""
 _COLLINEAR = 0.15
 """Spread of one input, given another, over its whole spread."""
 _WALL_SHARE = 0.05
-"""Share of the resamples that may end at a wall."""
+"""Share of the resamples that may end at a bound."""
 _SMALL_FLOOR = 0.15
-"""Floor over the smallest target seen, below which it may be none."""
+"""Floor over the smallest target, below which the floor may be zero."""
 _WIDE_RATIO = 5.0
 """Ratio of the ends of an exponent's interval."""
 _ENOUGH = 2**16
-"""Rows that tell a curve in the residuals."""
+"""Rows that are enough to detect a curve in the residuals."""
 _WIDE_SHARE = 0.4
 """Width of the interval of an exponent of the optimum, which is in (0, 1)."""
 
@@ -46,7 +46,7 @@ class StartSummary(NamedTuple):
 
 
 def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
-    """Says how every start ended; counts optima that differ in what they predict."""
+    """Returns the status of every start, and counts optima of different predictions."""
     low, high = problem.box
     walls = _at_walls(ends.coordinates, low, high)[:, problem.free].any(1)
     settled = (ends.promise < 1e-9) & (ends.damping < 1) & np.isfinite(ends.objective)
@@ -73,7 +73,7 @@ def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
 def find_bounds_hit(
     problem: FitProblem, coordinates: Float[np.ndarray, " k"]
 ) -> list[str]:
-    """Names the coefficients at a wall of the box, those that are given aside."""
+    """Returns the free coefficients at a bound of the search box."""
     walls = _at_walls(coordinates, *problem.box) & problem.free
     return [n for n, w in zip(problem.law.coefficients, walls, strict=True) if w]
 
@@ -81,7 +81,7 @@ def find_bounds_hit(
 def curvature_shape(
     problem: FitProblem, matrix: Float[np.ndarray, "free free"]
 ) -> tuple[float, list[dict[str, float]]]:
-    """Condition number of the curvature, and its flat directions: see `FitResult`."""
+    """Returns the condition number of the curvature and its flat directions."""
     size, bends, directions = intervals.scaled_bends(matrix)
     ratio = bends / max(bends[-1], 1e-300)
     names = np.array(problem.law.coefficients)[problem.free].tolist()
@@ -97,12 +97,12 @@ def curvature_shape(
 def find_collinear(
     problem: FitProblem, share_left: float = _COLLINEAR
 ) -> tuple[str, str] | None:
-    """Names two inputs of which one follows from the other in these runs.
+    """Returns two inputs that are collinear in these runs, or None.
 
     Args:
-      problem: with the runs.
+      problem: problem with the runs.
       share_left: spread of one input, given the other, over its whole spread, below
-        which it follows.
+        which the inputs are collinear.
     """
     logs, names = problem.seen.logs, problem.law.inputs
     for i in range(len(logs)):
@@ -116,7 +116,7 @@ def find_collinear(
 
 
 def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
-    """Puts the doubts about a fit into words; none where it is sound."""
+    """Returns the warnings about a fit; empty for a sound one."""
     n, k = result.num_points, int(problem.free.sum())
     messages = []
     if n < _FEW * k:
@@ -134,7 +134,7 @@ def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
     if pair := find_collinear(problem):
         messages.append(
             f"{pair[1]} follows from {pair[0]} in these runs, so their terms cannot be "
-            "told apart: vary them separately"
+            "separated: vary them separately"
         )
     messages += _walls(problem, result)
     if result.condition_number > _ILL and not result.bounds_hit:
@@ -156,8 +156,8 @@ def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
         least = result.ranges[problem.law.target][0]
         if result.intervals[floor][0] < _SMALL_FLOOR * least:
             messages.append(
-                f"{floor} may be next to nothing beside the smallest {least:.4g} seen: "
-                "the data hardly tells a floor from none"
+                f"{floor} may be negligible against the smallest value, {least:.4g}: "
+                "the data hardly shows whether there is a floor"
             )
     messages += _misfit(problem, result)
     if num_far := _num_outliers(result.residuals):
@@ -169,10 +169,10 @@ def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
 
 
 def rising_inputs(problem: FitProblem) -> list[str]:
-    """Names the inputs of a law that only falls, if its target rises with all of them.
+    """Returns the inputs with which the target rises, if the law can only fall.
 
-    It does where least squares of logarithms give no input a falling slope, and explain
-    half of the target's variance.
+    The list is empty unless least squares of logarithms give no input a falling slope
+    and explain half of the target's variance.
     """
     law, seen = problem.law, problem.seen
     falls = any(c.low > 0 and not c.log for c in law.coordinates)
@@ -188,7 +188,7 @@ def rising_inputs(problem: FitProblem) -> list[str]:
 
 
 def _walls(problem: FitProblem, result: FitResult) -> list[str]:
-    """Names coefficients that ended at a wall, and those that do in resamples."""
+    """Returns warnings about coefficients at bounds, in the fit or in resamples."""
     names, messages = problem.law.coefficients, []
     ends = {
         False: ("where the search ends", "the data does not identify"),
@@ -229,7 +229,7 @@ def _walls(problem: FitProblem, result: FitResult) -> list[str]:
 
 
 def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
-    """Says where the law does not follow the runs that it was fitted to."""
+    """Returns warnings about systematic residuals of the fitted runs."""
     law, seen, messages = problem.law, problem.seen, []
     if law.target == "loss" and goodness.is_far(result.residuals, seen.target):
         _, most, worst = goodness.measure_goodness(result.residuals)
@@ -243,18 +243,18 @@ def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
     num_runs = np.unique(few.cluster).size
     if share := goodness.find_arch(value - few.target, slopes, few.logs, num_runs):
         messages.append(
-            f"residuals follow a curve that the law has not, with {share:.0%} of their "
-            "squares: beyond the runs it will be farther off than its intervals say"
+            f"residuals follow a curve that the law lacks, with {share:.0%} of their "
+            "squares: extrapolation errors will exceed the intervals"
         )
     return messages
 
 
 def held_out_warnings(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
-    """Says where runs that were held out contradict the intervals.
+    """Returns a warning if held-out runs contradict the intervals.
 
     Args:
-      score: of those runs.
-      warnings: of the fit; with a target that rises, its intervals are in doubt.
+      score: score of the held-out runs.
+      warnings: warnings of the fit; if its target rises, its intervals are not judged.
     """
     covered = score.covered
     if any("only falls: is it a loss?" in line for line in warnings):
@@ -262,13 +262,13 @@ def held_out_warnings(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]
     if covered is None or not goodness.is_coverage_low(covered, score.num_points):
         return []
     return [
-        f"of {score.num_points} held-out runs {covered:.0%} lie inside of their 90 % "
+        f"of {score.num_points} held-out runs {covered:.0%} are inside their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
 
 
 def _wide(problem: FitProblem, result: FitResult) -> list[str]:
-    """Names exponents of which the intervals leave nearly everything open."""
+    """Returns warnings about exponents with very wide intervals."""
     messages, open_ = [], []
     for coordinate in problem.law.coordinates:
         name = coordinate.name
@@ -295,11 +295,11 @@ def _wide(problem: FitProblem, result: FitResult) -> list[str]:
 
 
 def _num_outliers(residuals: np.ndarray) -> int:
-    """Counts residuals that even Student's t with 3 degrees hardly ever has.
+    """Counts residuals that are improbable even under Student's t with 3 degrees.
 
-    Beyond 40 times the spread of the middle half that is one in 42,000, beyond 8 times
-    one in 340: several of those, in more than 3 % of the points, are no chance; nor are
-    three times as many of the former as there should be.
+    Beyond 40 times the spread of the middle half there is one in 42,000, beyond 8 times
+    one in 340. The latter count if they are more than 3 % of the points, the former if
+    they are three times as many as expected.
     """
     size = np.abs(residuals) / max(1.4826 * float(np.median(np.abs(residuals))), 1e-9)
     num_far = int(np.sum(size > 8))

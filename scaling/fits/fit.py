@@ -1,6 +1,7 @@
-"""Fits scaling laws robustly, from many starts, and says how far to trust the result.
+"""Robust fits of scaling laws from many starts, with intervals and warnings.
 
-The doors: `fit`; then `predict`, `score` and `compare`; `to_json` and `from_json`.
+Public functions: `fit`; then `predict`, `score_fit` and `compare`; `to_json` and
+`from_json`.
 """
 
 import functools
@@ -68,33 +69,33 @@ def fit(
 ) -> FitResult:
     """Fits a law to runs.
 
-    Minimises the sum of `loss` over the residuals, from every start, and polishes the
-    best end until rounding stops it. Where an input nearly follows from another, starts
-    from all over the box are tried too, and reported where one of them is better.
+    Minimizes the sum of `loss` over the residuals from every start, and refines the
+    best end until rounding stops it. If two inputs are nearly collinear, starts from
+    the whole box are tried too, and reported if one of them is better.
 
     Args:
-      law: from `published.LAWS`.
+      law: a law of `published.LAWS`.
       data: a column for each of the law's inputs, and one for its target; positive.
-      loss: of a residual: `huber`, half its square up to `delta` and linear beyond;
-        `lad`, its size; `mse`, half its square.
-      delta: of `huber`, above 0.
-      space: whether residuals are of logarithms or of the target itself.
-      weights: of the rows, at least 0; 1 by default.
-      starts: coefficients to start from, beside the law's own.
-      fixed: coefficients that are given, by name; they count as known in intervals and
-        degrees of freedom.
-      bounds: the least and the largest value of coefficients, by name.
-      bootstrap: number of resamples for the intervals, fitted from the optimum; with
-        none they come from the curvature. Of more than 4,096 rows they are drawn from
-        a normal law (`intervals.draw_normal`).
+      loss: loss of a residual: `huber`, half its square up to `delta` and linear
+        beyond; `lad`, its absolute value; `mse`, half its square.
+      delta: threshold of `huber`, above 0.
+      space: `log` for residuals of logarithms, `linear` for those of the target itself.
+      weights: weights of the rows, at least 0; 1 by default.
+      starts: coefficients of further starts, in addition to the law's own.
+      fixed: given coefficients by name; they count as known in intervals and degrees of
+        freedom.
+      bounds: smallest and largest value of coefficients, by name.
+      bootstrap: number of resamples for the intervals, fitted from the optimum; with 0
+        the intervals come from the curvature. With more than 4,096 rows resamples are
+        drawn from a normal distribution (`intervals.draw_normal`).
       cluster: labels; rows with equal labels are resampled together.
       level: probability of the intervals, in (0, 1).
-      seed: of the resamples.
-      held_out: a mask of the rows that are not fitted; the fit is scored on them.
-      progress: called with the number of resamples done.
+      seed: seed of the resamples.
+      held_out: mask of the rows that are not fitted; the fit is scored on them.
+      progress: called with the number of completed resamples.
 
     Returns:
-      The fit, with all that is doubtful about it in `warnings`.
+      The fit, with its problems in `warnings`.
 
     Raises:
       ValueError: the data cannot be fitted (see `observations.make_observations`), an
@@ -115,7 +116,7 @@ def fit(
     if held_out is not None:
         mask = np.asarray(held_out, bool)
         if not mask.any():
-            raise ValueError("no run is held out: there is nothing to score")
+            raise ValueError("held_out has no row: at least one run must be scored")
         columns = {name: np.asarray(column) for name, column in data.items()}
         larger = {name: column[mask] for name, column in columns.items()}
         data = {name: column[~mask] for name, column in columns.items()}
@@ -149,7 +150,7 @@ def fit(
     result = assemble.assemble_result(
         problem, data, found, best, objective, samples, level
     )
-    # In the law's own coordinates, and what was given to the bit.
+    # In the law's own coordinates, with fixed values exact to the bit.
     own = functools.partial(restrictions.from_restricted, law, form, centre=seen.centre)
     ends = {name: (value, value) for name, value in fixed.items()}
     result = result._replace(
@@ -164,7 +165,7 @@ def fit(
 
 
 def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
-    """Scores a fit on runs that it has not seen, and doubts it where they contradict.
+    """Scores a fit on held-out runs; adds a warning if they contradict its intervals.
 
     Args:
       result: the fit.
@@ -177,7 +178,7 @@ def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
 
 
 def describe_thinning(num_rows: int) -> str:
-    """Says what is done on a part of so many rows; nothing where all is on all."""
+    """Describes the steps that use a part of `num_rows` rows; "" if none does."""
     most = levenberg_marquardt.MANY_ROWS
     if num_rows <= most:
         return ""
@@ -195,7 +196,7 @@ def _resample(
     seed: int,
     progress: Report | None,
 ) -> np.ndarray:
-    """Fits resamples from the optimum; of very many rows, draws what they would be."""
+    """Fits resamples from the optimum; for many rows, draws them from a normal."""
     rng, seen = np.random.default_rng(seed), problem.seen
     report = progress or (lambda done: None)
     if seen.num_points > levenberg_marquardt.MANY_ROWS:
@@ -215,16 +216,16 @@ _NEARLY_COLLINEAR = 0.3
 """Spread of one input, given another, over its whole spread, below which starts are
 drawn from the whole box."""
 _BETTER = 1e-8
-"""Share by which such a start must lower the objective to count."""
+"""Relative decrease of the objective by which such a start is better."""
 _NUM_DRAWN, _NUM_KEPT, _MAX_ROUNDS, _MAX_DRAWN_ROWS = 256, 32, 6, 512
 
 
 def _search_widely(problem: FitProblem) -> Solution:
-    """Fits from starts all over the box, and goes on from the best ends.
+    """Fits from starts in the whole box, and continues from the best ends.
 
-    Where one input follows from another, optima lie in long valleys and at walls (a
-    floor of nothing, a steep term of one run), which the law's own starts miss: on 5 of
-    24 sets of 8 to 24 runs, by up to 2.9 %. These starts miss none of them.
+    If inputs are collinear, optima lie in long valleys and at bounds (a floor of zero,
+    a steep term of one run), which the law's own starts miss: on 5 of 24 sets of 8 to
+    24 runs, by up to 2.9 %. These starts miss none of them.
     """
     few = problem._replace(seen=problem.seen.thinned(_MAX_DRAWN_ROWS))
     low, high = few.box
@@ -249,14 +250,14 @@ def _repeat(problem: FitProblem, num_problems: int) -> np.ndarray:
 
 
 def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
-    """Steps on until the objective falls no more, or hardly, where a step is long."""
+    """Continues until the objective stops falling; more loosely for many rows."""
     weights = problem.seen.weights[None]
     is_long = problem.seen.num_points > levenberg_marquardt.MANY_ROWS
     end = levenberg_marquardt.solve_weightings(
         problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
     )
     best, objective = end.coordinates[0], float(end.objective[0])
-    if problem.loss == "lad":  # which was rounded off at its corner
+    if problem.loss == "lad":  # the optimizer rounds its corner off
         objective = float(weights[0] @ np.abs(problem.residuals(best)))
     return best, objective
 
@@ -264,7 +265,7 @@ def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
 def _coordinates(
     law: Law, starts: Sequence[Mapping[str, float]], seen: Observations
 ) -> np.ndarray:
-    """Turns a caller's starts into centred coordinates."""
+    """Turns the caller's starts into centred coordinates."""
     rows = []
     for start in starts:
         if set(start) != set(law.coefficients):

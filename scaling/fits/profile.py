@@ -1,7 +1,7 @@
-"""How steep a fit's optimum is: the objective over the plane of two coefficients.
+"""Profile of a fit: its objective over the plane of two coefficients.
 
-At every point of the plane the other coefficients are fitted anew, so a valley that
-runs along the plane is a combination of the two that the data does not tell apart.
+At every point of the plane the remaining coefficients are fitted again, so a valley in
+the plane is a combination of the two coefficients that the data does not identify.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from scaling.fits.result import FitResult
 
 
 def choose_pair(result: FitResult) -> tuple[str, str] | None:
-    """Chooses the plane to look at: two exponents, or an exponent and the floor.
+    """Chooses the plane of a profile: two exponents, or an exponent and the floor.
 
     Returns:
-      Names of coefficients whose values do not depend on the units of N, D and C; None
-      if there are not two, or coefficients were given or bounded.
+      Names of two coefficients whose values do not depend on the units of N, D and C;
+      None if there are not two, or if coefficients were fixed or bounded.
     """
     law = result.find_law()
     if result.fixed or result.bounds:
@@ -44,17 +44,17 @@ def profile_objective(
     x: Float[np.ndarray, " columns"],
     y: Float[np.ndarray, " rows"],
 ) -> Float[np.ndarray, "rows columns"]:
-    """Computes the objective with two coefficients held and the others fitted.
+    """Returns the objective with two coefficients fixed and the remaining ones fitted.
 
     Args:
       result: a fit.
-      data: what it was fitted to, all weights 1.
-      names: the two coefficients, as `choose_pair` chooses them.
+      data: columns of the fit, with weights of 1.
+      names: the two coefficients, as from `choose_pair`.
       x: values of the first.
       y: values of the second.
 
     Returns:
-      The sum of the losses.
+      Sums of the losses.
     """
     law = result.find_law()
     seen = observations.make_observations(

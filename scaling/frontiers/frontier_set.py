@@ -1,7 +1,7 @@
-"""What a log of runs says of the compute optimum before any law is fitted to it.
+"""Compute-optimal frontiers of a log of runs, before any law is fitted.
 
-Approach 2 wherever runs share budgets, by every method, and approach 1 where there are
-training curves: their exponents stand beside the fitted law's.
+Approach 2 if runs share budgets, by every method, and approach 1 if there are training
+curves. Reports list their exponents next to those of the fitted law.
 """
 
 import functools
@@ -26,10 +26,10 @@ ENVELOPE = "envelope"
 PARABOLA = "parabola"
 CORRECTED = "parabola, corrected"
 ROBUST_RESAMPLES = 4 * CHUNK
-"""Of the robust projection at most, since each takes several fits; the first ones of
-every method's."""
+"""Largest number of resamples of the robust projection, which takes several fits each;
+they are the first ones of the other methods."""
 MAX_GROUPED = 2048
-"""Runs in isoFLOP groups; of more, so many drawn at random, from every group alike."""
+"""Largest number of runs in isoFLOP groups; of more, a random sample of every group."""
 _NO_GROUPS = IsoflopGroups((), np.empty(0, int), 0)
 
 
@@ -37,13 +37,13 @@ class FrontierSet(NamedTuple):
     """Frontiers of a log.
 
     Attributes:
-      groups: its isoFLOP groups; there may be none.
-      frontiers: by method.
-      windows: of parabolas through 3, 5 and 7 sizes, without intervals.
-      exponents: alpha and beta of the surface by projection; None if there is none, a
-        term of it vanishes, or it is in doubt.
-      notes: why something is not there, in sentences.
-      doubts: about the surface and between methods, in sentences.
+      groups: isoFLOP groups, possibly none.
+      frontiers: frontiers by method.
+      windows: frontiers of parabolas through 3, 5 and 7 sizes, without intervals.
+      exponents: alpha and beta of the surface by projection; None without a surface, if
+        one of its terms vanishes, or if it has warnings.
+      notes: reasons for missing parts, in sentences.
+      doubts: warnings about the surface and between methods, in sentences.
     """
 
     groups: IsoflopGroups
@@ -55,7 +55,7 @@ class FrontierSet(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """What the methods warn of."""
+        """Warnings of all methods."""
         messages = [
             line
             for each in self.frontiers
@@ -77,16 +77,16 @@ def find_frontiers(
     seed: int = 0,
     progress: Progress = QUIET,
 ) -> FrontierSet:
-    """Finds the frontiers that a log has.
+    """Finds the frontiers of a log.
 
     Args:
       log: the runs.
-      tolerance: of budgets in a group, as `groups.find_groups` has it.
-      smoothing: of training curves, decades of FLOPs.
-      resamples: of every bootstrap.
-      level: of every bootstrap, as `frontier.bootstrap_frontier` has it.
-      seed: of every bootstrap.
-      progress: receives the state of every bootstrap.
+      tolerance: tolerance of budgets in a group, as in `groups.find_groups`.
+      smoothing: smoothing of training curves in decades of FLOPs.
+      resamples: number of resamples of every bootstrap.
+      level: probability of intervals, as in `frontier.bootstrap_frontier`.
+      seed: seed of every bootstrap.
+      progress: receives the progress of every bootstrap.
     """
     names = ("num_params", "num_tokens", "loss")
     if missing := [LETTERS[x] for x in names if x not in log.columns]:
@@ -130,7 +130,7 @@ def _by_groups(
     resamples: int,
     bootstrapped: Callable[..., Frontier],
 ) -> FrontierSet:
-    """Approach 2 by every method; adds to the notes."""
+    """Computes approach 2 by every method; adds to the notes."""
     if num := groups.num_merged:
         sizes = "size is" if num == 1 else "sizes are"
         notes.append(
@@ -166,8 +166,8 @@ def _by_groups(
     exponents = None
     if doubts:
         notes.append(
-            "the bias of parabolas is not told or taken out: the surface that it "
-            "is computed from is in doubt"
+            "the bias of parabolas is not computed or corrected: the surface that "
+            "it depends on is in doubt"
         )
     elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
         exponents = float(surface.alpha[0]), float(surface.beta[0])
@@ -177,7 +177,7 @@ def _by_groups(
 
 
 def _groups(log: Log, tolerance: float, notes: list[str]) -> IsoflopGroups:
-    """Groups what runs ended at: of several rows of a run, the last."""
+    """Groups the final rows of runs; of several rows of a run, the last."""
     order = np.argsort(log.columns["flops"], kind="stable")
     last = {log.runs[i]: int(i) for i in order}
     names = ("num_params", "num_tokens", "flops", "loss")

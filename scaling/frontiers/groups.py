@@ -1,4 +1,4 @@
-"""Runs of one budget: what approach 2 takes its minima from."""
+"""IsoFLOP groups: runs of one budget, for approach 2."""
 
 from typing import NamedTuple
 
@@ -6,23 +6,24 @@ import numpy as np
 from jaxtyping import Float, Int
 
 MIN_SIZES = 3
-"""Different sizes that a group needs."""
+"""Least number of different sizes in a group."""
 SAME_SIZE = 0.01
-"""Sizes that differ by less are one: a curve through both would follow their noise."""
+"""Relative difference below which sizes are merged: a curve through both would follow
+their noise."""
 
 
 class IsoflopGroup(NamedTuple):
     """Runs of one budget.
 
     Attributes:
-      flops: the budget, the geometric mean of the runs', FLOPs.
-      places: where its runs stand among all grouped runs, by rising size.
-      num_params: of each run.
-      num_tokens: of each run.
-      loss: of each run.
-      sizes: the different sizes, rising; those that `merge_sizes` takes for one, once.
-      tokens: the tokens that go with each, geometric means.
-      size_id: which of them each run has.
+      flops: budget in FLOPs, the geometric mean over the runs.
+      places: indices of its runs among all grouped runs, by rising size.
+      num_params: size of each run.
+      num_tokens: tokens of each run.
+      loss: loss of each run.
+      sizes: different sizes, rising, after `merge_sizes`.
+      tokens: tokens of each size, geometric means.
+      size_id: index of the size of each run.
     """
 
     flops: float
@@ -36,13 +37,13 @@ class IsoflopGroup(NamedTuple):
 
 
 class IsoflopGroups(NamedTuple):
-    """A log's isoFLOP groups.
+    """The isoFLOP groups of a log.
 
     Attributes:
-      groups: by rising budget.
-      rows: the log's row of each grouped run, in the order of `Group.places`.
-      num_left: runs in no group: their budget has fewer than `MIN_SIZES` sizes.
-      num_merged: sizes that were taken for another one.
+      groups: groups by rising budget.
+      rows: row of each grouped run in the log, in the order of `IsoflopGroup.places`.
+      num_left: runs in no group, whose budget has fewer than `MIN_SIZES` sizes.
+      num_merged: sizes that were merged into another one.
     """
 
     groups: tuple[IsoflopGroup, ...]
@@ -52,12 +53,12 @@ class IsoflopGroups(NamedTuple):
 
     @property
     def flops(self) -> Float[np.ndarray, " budgets"]:
-        """The budgets."""
+        """Budgets of the groups."""
         return np.array([group.flops for group in self.groups], float)
 
     @property
     def strata(self) -> Int[np.ndarray, " grouped"]:
-        """The group of each grouped run: what a bootstrap draws within."""
+        """Group of each grouped run, the strata of a bootstrap."""
         lengths = [group.places.size for group in self.groups]
         return np.repeat(np.arange(len(lengths)), lengths)
 
@@ -70,17 +71,17 @@ def find_groups(
     *,
     tolerance: float = 0.1,
 ) -> IsoflopGroups:
-    """Finds the runs that share a budget.
+    """Groups the runs that share a budget.
 
     Args:
       num_params: sizes.
       num_tokens: tokens.
       flops: budgets.
       loss: nats per token.
-      tolerance: a group's largest budget is at most this share above its smallest.
+      tolerance: largest relative excess of a group's largest budget over its smallest.
 
     Returns:
-      The groups; there may be none.
+      The groups, possibly none.
 
     Raises:
       ValueError: `tolerance` is not in [0, 1).
@@ -123,22 +124,22 @@ def find_groups(
 def merge_sizes(
     num_params: Float[np.ndarray, " runs"],
 ) -> tuple[Float[np.ndarray, " sizes"], Int[np.ndarray, " runs"]]:
-    """Finds the different sizes: neighbours closer than `SAME_SIZE` become one.
+    """Merges neighbouring sizes that are closer than `SAME_SIZE`.
 
     Args:
-      num_params: of each run, in any order.
+      num_params: size of each run, in any order.
 
     Returns:
-      The sizes, rising, each at least that far from the next, a merged one being the
-      geometric mean of those in it; and which of them each run has.
+      The sizes, rising, each at least that far from the next, with the geometric mean
+      for merged ones; and the index of the size of each run.
     """
     exact, size_id, count = np.unique(
         num_params, return_inverse=True, return_counts=True
     )
     size_id, x, weight = size_id.reshape(-1), np.log(exact), count.astype(float)
-    places = np.arange(exact.size)  # the merged size that each exact one is in
+    places = np.arange(exact.size)  # index of the merged size of each exact one
     while (np.diff(x) < np.log1p(SAME_SIZE)).any():
-        # Into the first one within reach; their means may be close again.
+        # Each size is merged into the first one within reach; means may be close again.
         into, first = np.zeros(x.size, int), 0
         for i in range(1, x.size):
             is_new = x[i] - x[first] >= np.log1p(SAME_SIZE)
@@ -159,10 +160,10 @@ def average_by_size(
 
     Args:
       group: the runs.
-      weights: how often each counts, in the order of the group.
+      weights: weight of each run, in the order of the group.
 
     Returns:
-      The mean loss of each size, 0 where no run counts, and the weight of its runs.
+      The mean loss of each size, 0 without weight, and the weight of its runs.
     """
     first = np.searchsorted(group.size_id, np.arange(group.sizes.size))
     weight = np.add.reduceat(weights, first, axis=1)

@@ -1,10 +1,10 @@
-"""Approach 2 of Chinchilla: the best size at each of some budgets, three ways.
+"""Approach 2 of Chinchilla: the best size at each of some budgets, by three methods.
 
 Runs of one budget form a group. Its minimum is that of a parabola in log N, of Akima's
 curve in log-log, or of the surface fitted to all groups together by variable
-projection. The parabola is biased on surfaces that are not symmetric (`parabola`), and
-its window matters; Akima's curve follows the noise of single runs; the surface uses all
-of the runs and the assumption that the Chinchilla form holds.
+projection. The parabola is biased on asymmetric surfaces (`parabola`), and its window
+matters; Akima's curve follows the noise of single runs; the surface uses all of the
+runs and assumes the Chinchilla form.
 
 Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2 and figure 3.
 """
@@ -24,7 +24,7 @@ from scaling.frontiers.groups import (
 )
 
 WINDOWS = (3, 5, 7)
-"""Points around the lowest one through which parabolas are compared."""
+"""Numbers of points around the lowest one for which parabolas are compared."""
 
 
 def by_parabola(
@@ -32,19 +32,19 @@ def by_parabola(
     window: int | None = None,
     exponents: tuple[float, float] | None = None,
 ) -> Find:
-    """Minima of parabolas through the loss against log N.
+    """Returns a finder of minima of parabolas through the loss against log N.
 
     Args:
       groups: the groups.
-      window: sizes around the lowest one that the parabola goes through, odd, at least
-        3; None for all.
+      window: number of sizes around the lowest one that are fitted, odd, at least 3;
+        None for all.
       exponents: alpha and beta of the surface, with which the bias of the vertex is
-        taken out of the runs as they are (`parabola.correct_vertex`); None for the
-        vertex.
+        corrected without resampling (`parabola.correct_vertex`); None for no
+        correction.
 
     Returns:
-      A finder. It refuses a group whose lowest loss is at an edge, whose parabola opens
-      downward, and whose vertex lies outside of the sizes in its window or well below
+      The finder. It rejects a group whose lowest loss is at an edge, whose parabola
+      opens downward, or whose vertex is outside the sizes of its window or well below
       all runs.
 
     Raises:
@@ -83,7 +83,7 @@ def by_parabola(
 
 
 def by_akima(groups: IsoflopGroups) -> Find:
-    """Minima of Akima's curves through log L against log N."""
+    """Returns a finder of minima of Akima's curves through log L against log N."""
 
     def minimum(
         group: IsoflopGroup, loss: np.ndarray, weight: np.ndarray
@@ -99,14 +99,14 @@ def by_akima(groups: IsoflopGroups) -> Find:
 def fit_group_surface(
     groups: IsoflopGroups, *, robust: bool = False
 ) -> variable_projection.Surface:
-    """Fits `E + A/N^alpha + B/D^beta` to all groups at once; one fit, at least a group.
+    """Fits `E + A/N^alpha + B/D^beta` to all groups together; needs at least one group.
 
-    Its exponents are what `by_parabola` may be corrected with.
+    Its exponents are those for the correction in `by_parabola`.
 
     Args:
       groups: the groups.
-      robust: whether by Huber's loss of relative residuals, not by least squares of the
-        loss.
+      robust: True for Huber's loss of relative residuals, False for least squares of
+        the loss.
     """
     points, ones = _points(groups), np.ones((1, groups.rows.size))
     found = variable_projection.fit_surface(points, ones)
@@ -118,7 +118,7 @@ def fit_group_surface(
 
 
 FEW_DECIDE = 0.1
-"""Between the exponents of N of a surface by squares and of a robust one."""
+"""Difference of exponents of N between least squares and robust fit for a warning."""
 
 
 def surface_warnings(
@@ -126,19 +126,19 @@ def surface_warnings(
     whole: variable_projection.Surface,
     robust: variable_projection.Surface,
 ) -> list[str]:
-    """Says where the surface does not follow the runs of some groups.
+    """Returns warnings about runs that the surface does not follow.
 
-    Of 240 sound sets of 54 and 28 runs, with normal or heavy-tailed noise, none was
-    doubted.
+    Of 240 sound sets of 54 and 28 runs, with normal or heavy-tailed noise, none had a
+    warning.
 
     Args:
       groups: the groups.
-      whole: their `fit_group_surface`.
-      robust: the robust one.
+      whole: the surface by least squares, of `fit_group_surface`.
+      robust: the robust surface.
 
     Returns:
-      Sentences; none where residuals are small, a robust surface is the same, and
-      parabolas, one for each group, do not leave less than chance explains.
+      Sentences; empty if residuals are small, the robust surface agrees, and parabolas,
+      one for each group, do not fit significantly better.
     """
     points = _points(groups)
     residuals, messages = whole.log_residuals(points)[0], []
@@ -176,17 +176,17 @@ def surface_warnings(
 
 
 def by_projection(groups: IsoflopGroups, whole: variable_projection.Surface) -> Find:
-    """Minima of the surface that is fitted to all groups at once.
+    """Returns a finder of minima of the surface that is fitted to all groups.
 
-    Along a group `C = k N D`, with the k of its runs (6 where C = 6ND).
+    Along a group `C = k N D`, with the k of its runs (6 if C = 6ND).
 
     Args:
       groups: the groups.
-      whole: their `fit_group_surface`, where resamples start.
+      whole: surface of `fit_group_surface`, the start of resampled fits.
 
     Returns:
-      A finder. It refuses a budget whose minimum lies outside of the sizes that were
-      run there or well below all runs, and every one if a term of the surface vanishes.
+      The finder. It rejects a budget whose minimum is outside the trained sizes or well
+      below all runs, and every budget if a term of the surface vanishes.
     """
     points = _points(groups)
     start = float(whole.alpha[0]), float(whole.beta[0])
@@ -222,7 +222,7 @@ def by_projection(groups: IsoflopGroups, whole: variable_projection.Surface) -> 
 
 
 def _points(groups: IsoflopGroups) -> variable_projection.SurfacePoints:
-    """Log N, log D and the loss of all grouped runs."""
+    """Returns log N, log D and the loss of all grouped runs."""
     return variable_projection.SurfacePoints(
         np.log(np.concatenate([group.num_params for group in groups.groups])),
         np.log(np.concatenate([group.num_tokens for group in groups.groups])),
@@ -233,11 +233,11 @@ def _points(groups: IsoflopGroups) -> variable_projection.SurfacePoints:
 _Minimum = Callable[
     [IsoflopGroup, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
 ]
-"""From a group, its losses and weights by size, to log10 N*, L* and a reason."""
+"""From a group and its losses and weights by size to log10 N*, L* and a reason."""
 
 
 def _each(groups: IsoflopGroups, minimum: _Minimum) -> Find:
-    """A finder that looks at every group by itself."""
+    """Returns a finder that treats every group separately."""
 
     def find(weights: np.ndarray) -> Minima:
         minima = Minima.nowhere(len(weights), len(groups.groups), frontier.FEW)
@@ -258,7 +258,7 @@ def _each(groups: IsoflopGroups, minimum: _Minimum) -> Find:
             good = minima.reason[:, i] == frontier.FINE
             n, value = np.full((2, len(weights)), np.nan)
             n[rows], value[rows] = place * np.log(10), low
-            # Along the group log D is a line in log N, or close to one.
+            # Along the group log D is nearly a line in log N.
             d = np.interp(n, np.log(group.sizes), np.log(group.tokens))
             _put(minima, good, i, n, d, value)
         return minima
@@ -267,11 +267,11 @@ def _each(groups: IsoflopGroups, minimum: _Minimum) -> Find:
 
 
 def _depth(group: IsoflopGroup) -> float:
-    """Gives the loss below which a minimum is no interpolation of a group's runs.
+    """Returns the loss below which a minimum is not supported by a group's runs.
 
-    Between sizes a minimum may lie an eighth of the runs' spread below the lowest where
-    sizes are even. Half of the spread, or a tenth of the loss, is invented by the
-    curve; half a percent of the loss may be noise.
+    Between evenly spaced sizes a minimum may be an eighth of the runs' spread below the
+    lowest run. Half of the spread, or a tenth of the loss, is an artifact of the curve;
+    half a percent of the loss may be noise.
     """
     loss = average_by_size(group, np.ones((1, group.loss.size)))[0]
     least, spread = float(loss.min()), float(np.ptp(loss))
@@ -286,7 +286,7 @@ def _put(
     log_d: np.ndarray,
     loss: np.ndarray,
 ) -> None:
-    """Notes the minima of one budget in the resamples that have one."""
+    """Stores the minima of one budget in the resamples that have one."""
     minima.num_params[good, column] = np.exp(log_n[good])
     minima.num_tokens[good, column] = np.exp(log_d[good])
     minima.loss[good, column] = loss[good]

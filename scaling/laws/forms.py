@@ -1,4 +1,4 @@
-"""Laws that are no plain sums of powers; their derivatives are found by JAX."""
+"""Laws that are not sums of powers; JAX computes their derivatives."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ _KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
 
 
 def _single(name: str, column: str, letter: str, equation: str) -> Law:
-    """Makes `(Xc / X)^alpha`, whose size Xc counts in units of the input."""
+    """Makes `(Xc / X)^alpha`, whose size Xc is in units of the input."""
 
     def log_loss(x: Any, logs: Any) -> Any:
         return x[1] * (x[0] - logs[0])
@@ -92,7 +92,7 @@ ROSENFELD_ERROR = Law(
         exponent_coordinate("beta"),
         Coordinate("e0", -2.0, 8.0, (0.7, 2.0), log=True, relative=True),
     ),
-    # The paper's eta is the unit of x: one of the two is enough.
+    # The paper's eta is the unit of x, and redundant.
     source="Rosenfeld et al. 2020, arXiv:1909.12673, with x counted in units of eta",
     log_loss=_rosenfeld_error,
     shift=lambda x, centre: jnp.stack(
@@ -103,7 +103,7 @@ ROSENFELD_ERROR = Law(
 
 
 def _log_saturating(log_unique: Any, log_total: Any, log_half_life: Any) -> Any:
-    """What `total` of something is worth if only `unique` of it is not repeated."""
+    """Returns the log effective amount of `total`, of which `unique` is unique."""
     half_life = jnp.exp(log_half_life)
     repeats = jnp.expm1(jnp.maximum(log_total - log_unique, 0.0))
     return log_unique + jnp.log1p(-half_life * jnp.expm1(-repeats / half_life))
@@ -113,7 +113,7 @@ def _data_constrained(x: Any, logs: Any) -> Any:
     A, B, E, alpha, beta, half_life_D, half_life_N = x
     n, d, u = logs
     u = jnp.minimum(u, d)
-    # The parameters that suit the unique tokens, (U G)^(beta/alpha) G, G put in.
+    # Parameters optimal for the unique tokens, (U G)^(beta/alpha) G, with G inserted.
     suited = (beta * u + A + jnp.log(alpha) - B - jnp.log(beta)) / alpha
     n = _log_saturating(jnp.minimum(n, suited), n, half_life_N)
     d = _log_saturating(u, d, half_life_D)
@@ -135,7 +135,7 @@ DATA_CONSTRAINED = Law(
     ),
     source="Muennighoff et al. 2023, arXiv:2305.16264, section 3",
     log_loss=_data_constrained,
-    # Tokens and unique tokens keep one unit.
+    # Tokens and unique tokens have one unit.
     shift=lambda x, centre: jnp.stack(
         [x[0] - x[3] * centre[0], x[1] - x[4] * centre[1], *x[2:]]
     ),
@@ -149,7 +149,7 @@ def _clark(x: Any, logs: Any) -> Any:
     n, experts = logs
     gap = 1 / (jnp.exp(-start) - jnp.exp(-end))
     effective = -jnp.log(1 / (jnp.expm1(experts) + gap) + jnp.exp(-end))
-    # Base-10 logarithms are the paper's; the unit of c is one over a decade.
+    # The paper uses base-10 logarithms; the unit of c is one over a decade.
     return a * n + b * effective + c / _DECADE * n * effective + d * _DECADE
 
 

@@ -1,7 +1,7 @@
 """Laws that are sums of powers: a size for each term, shared or separate exponents.
 
-The logarithm of such a sum is a log-sum-exp of forms that are linear in the
-coordinates, so the derivatives are the terms' shares of the sum, times logarithms.
+The logarithm of such a sum is a log-sum-exp of linear functions of the coordinates, so
+its derivatives are the terms' shares of the sum, times log inputs.
 """
 
 import math
@@ -37,7 +37,7 @@ class Power(NamedTuple):
 
 
 class PowerTerm(NamedTuple):
-    """A size times powers; a floor has none."""
+    """A size times powers; a floor has no powers."""
 
     scale: str
     powers: tuple[Power, ...] = ()
@@ -54,7 +54,7 @@ def power_sum(
     target: str = "loss",
     two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None,
 ) -> Law:
-    """Makes the law of a sum of terms; `target` and `two_powers` are fields of it."""
+    """Makes the law of a sum of terms; `target` and `two_powers` are its fields."""
     place = {coordinate.name: i for i, coordinate in enumerate(coordinates)}
     row = {column: i for i, column in enumerate(inputs)}
 
@@ -80,8 +80,8 @@ def power_sum(
         return total
 
     def linearise(x: Any, logs: Any) -> tuple[Any, list[Any]]:
-        # Fits stay in a box, so no term overflows and none needs a common factor out;
-        # a floor is one exponential for all points.
+        # Fits stay in a box, so no term overflows without a common factor; a floor
+        # takes one exponential for all points.
         sizes = [jnp.exp(form) for form in forms(x, logs)]
         total = sum(sizes[1:], sizes[0])
         rows = [jnp.zeros_like(total) for _ in coordinates]

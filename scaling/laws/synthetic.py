@@ -8,7 +8,7 @@ import numpy as np
 Noise = Literal["normal", "student"]
 COEFFICIENTS = {"A": 420.0, "B": 1500.0, "E": 1.8, "alpha": 0.34, "beta": 0.36}
 NOISE = 0.005
-"""Of the logarithm of the loss; a factor on the standard distribution."""
+"""Scale of the noise of the log loss, a factor on the standard distribution."""
 
 SOUND = "sound"
 ILL_POSED = {
@@ -22,7 +22,7 @@ ILL_POSED = {
     "weak term": "A = 20: 1 % of the loss",
     "one budget": "all runs within a factor of 2 in compute, 1.6 in size",
 }
-"""What is wrong with each kind of data, by name."""
+"""Ill-posed kinds of data, with their defects."""
 
 
 def simulate_isoflop_runs(
@@ -34,9 +34,10 @@ def simulate_isoflop_runs(
     objective is 0.00122400645673 there, with delta 0.001.
 
     Args:
-      num: of runs, at least 1.
-      seed: of sizes and noise.
-      noise: of the logarithms: Student's t with 3 degrees of freedom, or normal.
+      num: number of runs, at least 1.
+      seed: seed of sizes and noise.
+      noise: distribution of log noise: Student's t with 3 degrees of freedom, or
+        normal.
 
     Returns:
       Columns `num_params`, `num_tokens` and `loss`.
@@ -47,12 +48,12 @@ def simulate_isoflop_runs(
 def simulate_runs(
     kind: str, num: int, *, seed: int, noise: Noise = "student"
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Simulates runs that are sound, or say too little, or say it wrongly.
+    """Simulates sound or ill-posed runs.
 
     Args:
-      kind: `SOUND`, or from `ILL_POSED`.
-      num: of runs, where the kind does not say.
-      seed: of sizes and noise.
+      kind: `SOUND`, or a key of `ILL_POSED`.
+      num: number of runs, unless the kind has its own.
+      seed: seed of sizes and noise.
       noise: see `simulate_isoflop_runs`.
 
     Returns:
@@ -95,6 +96,6 @@ def simulate_runs(
 def surface_loss(
     params: Any, tokens: Any, coefficients: Mapping[str, float] = COEFFICIENTS
 ) -> Any:
-    """Computes the loss of a run without noise."""
+    """Returns the loss of a run without noise."""
     A, B, E, alpha, beta = (coefficients[x] for x in COEFFICIENTS)
     return E + A / params**alpha + B / tokens**beta

@@ -1,8 +1,8 @@
-"""What a log has that nobody asked for: columns that matter and units that cannot be.
+"""Warnings about a log: unused columns that matter, and implausible units.
 
-Nothing here changes a number. A column that parts the runs, marks some of them or
-counts unique tokens is pointed at if nothing uses it, with the option that would; and
-numbers that are hardly parameters, tokens, FLOPs or nats are doubted.
+No number is changed. A column that divides the runs into groups, marks some of them or
+counts unique tokens gives a warning if it is unused, with the option that uses it; so
+do implausible numbers of parameters, tokens, FLOPs or nats.
 """
 
 import math
@@ -19,14 +19,14 @@ _GROUPS = re.compile(
     r"experiment|(^|_)data(_?set)?(_|$)|dataset|corpus|famil|arch|variant|setting|sweep|optimi[sz]er"
     r"|schedule|source|study|group|tokenizer"
 )
-"""Names of what parts runs that no one law may describe."""
+"""Names of columns that divide runs into groups with different laws."""
 _MARKS = re.compile(
     r"outlier|exclud|discard|drop(?!out)|ignore|skip|invalid|diverged|failed|unstable"
     r"|crash"
 )
-"""Names of what marks runs that are not to be fitted."""
+"""Names of columns that mark runs to exclude."""
 _COMPLETE = re.compile(r"(is_?|has_?)?(finished|completed?|converged|succe(ss|eded))")
-"""Names of what marks runs that are to be fitted."""
+"""Names of columns that mark runs to include."""
 _RATES = ("learning_rate", "lr", "max_lr", "peak_lr", "base_lr", "batch_size", "batch")
 _TRUE = {"1", "true", "yes", "y", "t", "1.0", "x"}
 _FALSE = {"0", "false", "no", "n", "f", "0.0"}
@@ -37,27 +37,27 @@ _PERPLEXITY = re.compile(r"perplexity|(^|_)ppl(_|$)")
 _LARGE = re.compile(
     r"(?P<M>(_|\(|\[|\b)m(\)|\]|$)|million)|(?P<B>(_|\(|\[|\b)b(\)|\]|$)|billion)"
 )
-"""How a name says that it counts millions or billions."""
+"""Parts of names that mean millions or billions."""
 _UNITS = {"M": 1e6, "B": 1e9}
 
 _MOST_LOSS = 16.0
-"""Nats per token: the logarithm of a vocabulary of nine million."""
+"""Largest plausible loss in nats per token: the log of a vocabulary of nine million."""
 _SIZES = {
     "num_params": ("parameters", 1e3, 1e6),
     "num_tokens": ("tokens", 1e5, 1e9),
     "flops": ("FLOPs", 1e8, 1e18),
 }
-"""What is counted; the least that the largest run has; a usual unit."""
+"""Unit of the count, least plausible value of the largest run, and a usual unit."""
 _FAR = 30.0
-"""How far C may be from 6 N D by the way that it is counted."""
+"""Largest plausible ratio of C to 6 N D, or of 6 N D to C."""
 
 
 def find_doubts(log: Log, columns: LogColumns, used: Collection[str] = ()) -> list[str]:
-    """Says what of a log looks unused, or in another unit.
+    """Returns warnings about unused columns and implausible units of a log.
 
     Args:
       log: the runs.
-      columns: how they were read.
+      columns: names and units with which they were read.
       used: rules and names that mention columns.
 
     Returns:
@@ -72,7 +72,7 @@ def find_doubts(log: Log, columns: LogColumns, used: Collection[str] = ()) -> li
     messages = [line for name, line in log.doubtful.items() if name in taken]
     for kind in (_groups, _marks, _states):
         found = {name: line for name in free for line in kind(log, name)}
-        if found:  # one line for each kind of doubt
+        if found:  # one line for each kind of warning
             first, *others = found
             same = f"; the same holds for {', '.join(others)}" if others else ""
             messages.append(found[first] + same)
@@ -86,7 +86,7 @@ def find_doubts(log: Log, columns: LogColumns, used: Collection[str] = ()) -> li
 
 
 def _cells(log: Log, name: str) -> list[str]:
-    """A column as text; empty where a row has nothing there."""
+    """Returns a column as text; empty for a missing cell."""
     found = (row.cells.get(name) for row in log.raw)
     return ["" if cell is None else str(cell) for cell in found]
 
@@ -97,8 +97,8 @@ def _groups(log: Log, name: str) -> Iterator[str]:
         return
     some = ", ".join(values[:3]) + (", ..." if len(values) > 3 else "")
     yield (
-        f"{name} is not used, and parts the runs ({some}): --by {_shell(name)} fits "
-        f"each alone, --where {_rule(name, values[0])} one of them"
+        f"{name} is not used, and groups the runs ({some}): --by {_shell(name)} fits "
+        f"each group, --where {_rule(name, values[0])} one of them"
     )
 
 
@@ -114,13 +114,13 @@ def _marks(log: Log, name: str) -> Iterator[str]:
             "1 run, which is" if len(marked) == 1 else f"{len(marked)} runs, which are"
         )
         yield (
-            f"{name} is not used, and marks {verb} fitted with the others: --ignore "
+            f"{name} is not used, and marks {verb} fitted like the rest: --ignore "
             f"{_rule(name, marked[0])} leaves such out"
         )
 
 
 def _states(log: Log, name: str) -> Iterator[str]:
-    """Points at runs that did not complete, by a column of any name."""
+    """Warns of runs that did not complete, by a column of any name."""
     cells = _cells(log, name)
     words = [
         *dict.fromkeys(x for x in cells if NOT_COMPLETED.fullmatch(normalize_name(x)))
@@ -137,7 +137,7 @@ def _states(log: Log, name: str) -> Iterator[str]:
 
 
 def _repeated(log: Log, free: Sequence[str]) -> Iterator[str]:
-    """Points at a number of unique tokens, above all where some are repeated."""
+    """Warns of an unused column of unique tokens, above all if tokens are repeated."""
     for name in free:
         words = name.lower()
         if name != "U" and not (
@@ -159,7 +159,7 @@ def _repeated(log: Log, free: Sequence[str]) -> Iterator[str]:
 
 
 def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
-    """Points at tries of one size, of which the best should count."""
+    """Warns of several runs of one size, of which only the best should be used."""
     names = [log.roles.get(x) for x in ("num_params", "num_tokens")]
     if not all(names):
         return
@@ -206,7 +206,7 @@ def _units(log: Log, columns: LogColumns) -> Iterator[str]:
 
 
 def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
-    """Doubts numbers that are too small, or broken, to be what they are read as."""
+    """Warns of numbers that are too small, or not whole, for their meaning."""
     name, values = log.roles[meaning], log.columns[meaning]
     what, least, usual = _SIZES[meaning]
     match = _LARGE.search(name.lower())
@@ -223,7 +223,7 @@ def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
 
 
 def _rule(name: str, cell: str) -> str:
-    """A rule that selects what has a cell, quoted for a shell."""
+    """Returns a rule that selects rows with a cell, quoted for a shell."""
     value = f'"{cell}"' if parse(cell, None) is None else cell
     return f"'{rules.quote_column(name)} == {value}'"
 

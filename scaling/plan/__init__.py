@@ -1,4 +1,4 @@
-"""From a budget and a law to a design: sizes, tokens, prices."""
+"""Plans: from a budget and a law to model size, tokens and price."""
 
 from scaling.plan.budgets import DataLimit as DataLimit
 from scaling.plan.budgets import HalfLives as HalfLives

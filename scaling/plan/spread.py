@@ -1,4 +1,4 @@
-"""How sure the optimum of a budget is: the same question to every resample of a fit."""
+"""Intervals of a budget's optimum, from the resamples of a fit."""
 
 import math
 from typing import Any, Literal, NamedTuple
@@ -11,21 +11,21 @@ from scaling.laws import Optimum
 from scaling.plan.case import PlanCase, make_loss_model
 
 _MAX_RESAMPLES = 200
-"""Of those that need a search each."""
+"""Number of resamples if each needs a search."""
 _NEVER = 2000.0
-"""As the logarithm of a budget: more than any."""
+"""Log budget that is larger than any real one."""
 
 
 class OptimumSpread(NamedTuple):
-    """Where the optimum lies by the resamples of a fit.
+    """Intervals of the optimum over the resamples of a fit.
 
     Attributes:
-      params: interval of its parameters.
-      tokens: interval of its tokens.
-      flops: interval of the budget that reaches the loss that is asked for, with
-        infinity where resamples have none that does; None where no loss is.
-      num_resamples: how many were asked.
-      num_without: how many of them have no optimum, and count for nothing.
+      params: interval of the optimal parameters.
+      tokens: interval of the optimal tokens.
+      flops: interval of the budget for the target loss, infinite for resamples that do
+        not reach it; None without a target loss.
+      num_resamples: number of resamples.
+      num_without: number of resamples without an optimum, which are not used.
     """
 
     params: tuple[float, float]
@@ -38,7 +38,7 @@ class OptimumSpread(NamedTuple):
 def loss_interval(
     case: PlanCase, optimum: Optimum, kind: Literal["confidence", "prediction"]
 ) -> tuple[float, float] | None:
-    """Interval of the loss at the optimum; none for published constants."""
+    """Returns the interval of the loss at the optimum; None for published constants."""
     fit = case.loss_model.fit
     if fit is None:
         return None
@@ -53,7 +53,7 @@ def loss_interval(
 
 
 def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
-    """Allocates the budget by every resample; None where there are fewer than two."""
+    """Allocates the budget by each resample; None if fewer than two have optima."""
     fit, law = case.loss_model.fit, case.loss_model.law
     if fit is None or fit.samples is None:
         return None
@@ -70,7 +70,7 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
             if case.target_loss is not None:
                 try:
                     needed.append([math.log(changed.needed())])
-                except ValueError:  # no budget is enough
+                except ValueError:  # no budget reaches the loss
                     needed.append([_NEVER])
             optima.append([math.log(found.num_params), math.log(found.num_tokens)])
         except (ValueError, OverflowError):  # a resample without an optimum

@@ -1,4 +1,4 @@
-"""Shapes of models: from a configuration, a folder, a paper."""
+"""Shapes of models: from model configs, Hugging Face folders, and papers."""
 
 from scaling.shapes.description import HeadAttention as HeadAttention
 from scaling.shapes.description import LatentAttention as LatentAttention

@@ -1,6 +1,6 @@
-"""Published models by name, each as the `config.json` that describes it.
+"""Published models by name, each as its `config.json`.
 
-Numbers are those of the published checkpoints, or of the papers where there is none.
+Numbers are those of the published checkpoints, or of the papers without checkpoints.
 """
 
 from collections.abc import Mapping
@@ -173,13 +173,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def describe(name: str) -> ModelShape:
-    """Describes a published model.
+    """Returns the shape of a published model.
 
     Args:
       name: a key of `CONFIGS`.
 
     Raises:
-      ValueError: it is none of them.
+      ValueError: the name is unknown.
     """
     if name not in CONFIGS:
         raise ValueError(f"unknown model {name!r}; one of: {', '.join(CONFIGS)}")

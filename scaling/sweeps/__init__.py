@@ -1,4 +1,4 @@
-"""Many training runs: grids, plans, executors, folders."""
+"""Sweeps of training runs: grids, plans, executors, folders."""
 
 from scaling.sweeps.branching import FinishedRun
 from scaling.sweeps.grid import ADAMW, SweepConfig

@@ -1,8 +1,8 @@
-"""Carries out runs of one model: a trunk at a constant rate, and branches that cool it.
+"""Training of runs of one model: a trunk at a constant rate, and cooldown branches.
 
-Until its rate falls, a run of so many steps is the beginning of every longer one, so
-runs that differ in their length share a trunk; under a cosine that is the warm-up. A
-branch is bit for bit the run that would have been trained alone.
+Until its learning rate falls, a run is the beginning of every longer one, so runs that
+differ in length share a trunk; with a cosine schedule the trunk is the warm-up. A
+branch equals the separately trained run bit for bit.
 
 Source: Hägele et al. 2024, arXiv:2405.18392, section 4.
 """
@@ -24,26 +24,26 @@ from scaling.training.step import TrainState, compiled_steps, init_train_state
 
 Status = Literal["done", "diverged", "failed"]
 SPACING = 1.1
-"""Ratio of the steps at which the training loss is noted."""
+"""Ratio of successive steps at which the training loss is recorded."""
 _FIRST_REPORT = 10
 
 
 type Scorer = Callable[[TrainConfig, transformer.Params], Any]
-"""Scores the parameters that a run ended with. What it returns has a `loss` of held-out
-text, in nats per token, not finite if the run broke down."""
+"""Scores the final parameters of a run. The result has a `loss` on held-out text, in
+nats per token, which is not finite if the run diverged."""
 
 
 class FinishedRun(NamedTuple):
-    """A run that is over.
+    """A completed run.
 
     Attributes:
-      run: what it was.
-      status: what became of it.
-      score: what the scorer made of it; None unless done.
-      curve: middle of a stretch of steps, and the mean loss of the stretch.
-      seconds: of training, what it shares with other runs included.
-      params: as NumPy arrays; None unless done.
-      error: why it failed.
+      run: config of the run.
+      status: done, diverged or failed.
+      score: result of the scorer; None unless done.
+      curve: pairs of the middle of a range of steps and its mean loss.
+      seconds: training time, shared parts included.
+      params: parameters as NumPy arrays; None unless done.
+      error: error message of a failed run.
     """
 
     run: TrainConfig
@@ -56,12 +56,12 @@ class FinishedRun(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Of held-out text, in nats per token; not a number unless done."""
+        """Held-out loss in nats per token; NaN unless done."""
         return math.nan if self.score is None else self.score.loss
 
 
 class BatchedRuns(NamedTuple):
-    """Where some runs side by side stand, after `step` steps."""
+    """State of a batch of runs after `step` steps."""
 
     state: TrainState
     step: int
@@ -71,12 +71,12 @@ class BatchedRuns(NamedTuple):
 
 
 class PausedRuns(NamedTuple):
-    """Where runs stand that were stopped, for another call to go on from.
+    """State of stopped runs, from which a later call continues.
 
     Attributes:
-      horizon: index of the length that was under way.
-      trunk: where the trunk stands.
-      branch: where the branch off it stands; None if it is not begun.
+      horizon: index of the length in progress.
+      trunk: state of the trunk.
+      branch: state of the current branch; None before its start.
     """
 
     horizon: int
@@ -85,10 +85,10 @@ class PausedRuns(NamedTuple):
 
 
 class StopRequested(Exception):
-    """Somebody asked to stop.
+    """Raised when `advance` requests a stop.
 
     Attributes:
-      half: where the runs stand.
+      half: state of the runs.
     """
 
     def __init__(self, half: PausedRuns):
@@ -108,21 +108,20 @@ def train_branches(
     """Trains runs of one model that differ in rate, seed and length.
 
     Args:
-      horizons: for each length, rising, the runs of that length: the same rates and
-        seeds every time, in the same order. Runs that are not to be side by side come
-        one at a time.
-      corpus: the text, its stream on the device.
-      is_vmapped: whether the runs of a length are one program over all of them.
-      score: is asked what each run is worth that did not diverge in training.
-      advance: is told how many steps were taken, over all runs, and says whether to
-        go on.
-      half: where an earlier call with the same runs was stopped.
+      horizons: runs of each length, lengths rising: the same rates and seeds for every
+        length, in the same order; one run per length unless vmapped.
+      corpus: the corpus, with its stream on the device.
+      is_vmapped: True if the runs of a length are one vmapped program.
+      score: scores each run that did not diverge in training.
+      advance: called with the number of steps taken, over all runs; returns False to
+        stop.
+      half: state of an earlier stopped call with the same runs.
 
     Yields:
-      The runs, length by length, from that on which was under way.
+      The runs, length by length, from the length in progress.
 
     Raises:
-      Stopped: `advance` said so.
+      StopRequested: `advance` returned False.
     """
     trunk = horizons[-1]
     if len(trunk) > 1 and not is_vmapped:
@@ -133,7 +132,7 @@ def train_branches(
         lanes, end = half.trunk, half.branch
         schedules = [_schedules(runs, is_vmapped) for runs in horizons]
         call = _call(trunk, corpus, is_vmapped)
-        # Compiled before a clock runs.
+        # Compiled before any time is measured.
         jax.block_until_ready(call(lanes.state, schedules[-1], jnp.int32(0)))
         for i, runs in enumerate(horizons[half.horizon :], half.horizon):
             branch_at = runs[0].num_steps - runs[0].cooldown_steps
@@ -162,7 +161,7 @@ def train_branches(
                 done += 1
             end = None
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        # Out of memory, mostly: the other models of a sweep may still fit.
+        # Mostly out of memory: smaller models of a sweep may still fit.
         line = str(error).strip().partition("\n")[0] or type(error).__name__
         for each in [each for runs in horizons for each in runs][done:]:
             yield FinishedRun(each, "failed", None, [], 0.0, None, line)
@@ -171,9 +170,9 @@ def train_branches(
 def measure_speed(
     runs: Sequence[TrainConfig], corpus: Corpus, *, is_vmapped: bool, patience_s: float
 ) -> float:
-    """Measures steps of a run per second, over all runs, for a moment.
+    """Measures the steps per second, over all runs, in a short trial.
 
-    Without compilation, which a sweep pays once for a model.
+    Excludes compilation, which a sweep pays once for a model.
     """
     call, schedules = _call(runs, corpus, is_vmapped), _schedules(runs, is_vmapped)
     lanes, num_steps = init_runs(runs, is_vmapped), 4
@@ -185,14 +184,14 @@ def measure_speed(
         return time.monotonic() - started
 
     while True:
-        spent_s = min(spend(), spend())  # a machine that paused decides nothing
+        spent_s = min(spend(), spend())  # one of two may have been interrupted
         if spent_s > patience_s / 2 or num_steps > 1_000_000:
             return num_steps * len(runs) / spent_s
         num_steps *= 2
 
 
 def init_runs(runs: Sequence[TrainConfig], is_vmapped: bool) -> BatchedRuns:
-    """Where runs of one model stand before their first step."""
+    """Returns the initial state of runs of one model."""
     model, optimizer = runs[0].model, runs[0].optimizer
     states = [init_train_state(model, optimizer, jnp.int32(x.seed)) for x in runs]
     return BatchedRuns(
@@ -207,7 +206,7 @@ def _go(
     until: int,
     advance: Callable[[int], bool] = lambda steps: True,
 ) -> tuple[BatchedRuns, bool]:
-    """Trains up to a step, noting the loss on the way; and whether to go on."""
+    """Trains up to a step and records losses; returns the state and False to stop."""
     num_runs = len(lanes.alive)
     if not lanes.alive.any():
         return lanes._replace(step=max(until, lanes.step)), True
@@ -240,7 +239,7 @@ def _go(
 def _call(
     runs: Sequence[TrainConfig], corpus: Corpus, is_vmapped: bool
 ) -> Callable[..., Any]:
-    """The program, as a function of the state, the schedule and the number of steps."""
+    """Returns the program as a function of state, schedule and number of steps."""
     first = runs[0]
     program = _program(
         first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
@@ -252,7 +251,7 @@ def _call(
 
 
 def _reports(step: int, until: int) -> Iterator[int]:
-    """The steps at which the loss is noted, the same ones for runs of any length."""
+    """Yields the steps at which the loss is recorded, equal for runs of any length."""
     at = float(_FIRST_REPORT)
     while (end := math.ceil(at)) < until:
         if end > step:
@@ -274,6 +273,6 @@ def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
 
 @functools.cache
 def _program(model, optimizer, batch_size, seq_len, is_vmapped):
-    """One program for a model, whatever the rates, seeds and numbers of steps."""
+    """Returns the program of a model, for any rates, seeds and numbers of steps."""
     call = compiled_steps(model, optimizer, batch_size, seq_len)
     return jax.jit(jax.vmap(call, (0, None, 0, 0, None))) if is_vmapped else call

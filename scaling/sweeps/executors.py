@@ -1,6 +1,7 @@
-"""Where a sweep's runs are carried out: in this process, or on a Ray cluster.
+"""Executors of a sweep: this process, or a Ray cluster.
 
-The only door to ray, an extra. Whoever carries a run out, its record is made here.
+The only module that imports ray, an optional dependency. Both executors make the same
+records.
 """
 
 import functools
@@ -26,18 +27,18 @@ from scaling.sweeps.paused import load_paused, save_paused
 from scaling.training import TrainConfig, objectives
 
 _PATIENCE_S = 2.0
-"""How long each way of carrying out several runs is tried."""
+"""Duration of the trial of each mode, in seconds."""
 _CONNECT_S = 10.0
 
 
 class RunRecord(NamedTuple):
-    """A run that is over, as a sweep's folder keeps it.
+    """A completed run, in the form of a sweep's folder.
 
     Attributes:
-      record: as `folder.RECORD` describes it, but for the commit.
+      record: record with the columns of `folder.RECORD`, without the commit.
       curve: lines of `curves.jsonl`.
-      model: its shape.
-      params: as NumPy arrays; None unless done.
+      model: config of the model.
+      params: parameters as NumPy arrays; None unless done.
     """
 
     record: dict[str, Any]
@@ -47,11 +48,11 @@ class RunRecord(NamedTuple):
 
 
 class ExecutionMode(NamedTuple):
-    """How runs of one model are carried out.
+    """Mode of execution for runs of one model.
 
     Attributes:
       mode: `loop` or `vmap`.
-      reason: why, in words.
+      reason: reason for the choice, in words.
     """
 
     mode: str
@@ -59,7 +60,7 @@ class ExecutionMode(NamedTuple):
 
 
 def open_on_device(config: corpora.AnyCorpus) -> Corpus:
-    """Opens the text and puts its stream on the device."""
+    """Opens the corpus and puts its stream on the device."""
     corpus = corpora.open_corpus(config)
     return corpus._replace(stream=jnp.asarray(corpus.stream))
 
@@ -67,9 +68,9 @@ def open_on_device(config: corpora.AnyCorpus) -> Corpus:
 def choose_mode(
     config: SweepConfig, groups: list[RunGroup], corpus: Corpus
 ) -> ExecutionMode:
-    """Decides between running one after another and side by side, by a short trial.
+    """Chooses between sequential and vmapped runs, by a short trial.
 
-    The trial is of the middle group that has several lanes.
+    The trial uses the middle group among those with several lanes.
     """
     if config.mode != "auto":
         return ExecutionMode(config.mode, "asked for")
@@ -104,16 +105,16 @@ def run_local(
     advance: Callable[[int, Any], bool],
     paused: Path,
 ) -> Iterator[RunRecord]:
-    """Carries out groups in this process, by the mode `loop` or `vmap`.
+    """Executes groups in this process, in mode `loop` or `vmap`.
 
-    `advance` is told how many steps of which model were taken; false stops. `paused` is
-    a folder for what is under way then, to go on from there.
+    `advance` is called with a number of steps and their model; it returns False to
+    stop. `paused` is a folder for the state of stopped runs, from which they continue.
 
     Yields:
-      The runs, until they end or somebody stops them.
+      The runs, until all are complete or `advance` stops them.
 
     Raises:
-      ValueError: what is under way cannot be written or read.
+      ValueError: the state of stopped runs cannot be written or read.
     """
     for group in groups:
         parts = [group.lanes]
@@ -124,7 +125,7 @@ def run_local(
             return advance(steps, model)
 
         for lanes in parts:
-            if not advance_model(0):  # before a program is compiled for nothing
+            if not advance_model(0):  # stops before compiling a program
                 return
             part = group._replace(lanes=lanes)
             place = paused / grid.group_id(config, part, corpus.digest)
@@ -170,7 +171,7 @@ def _run(
 def score_run(
     config: SweepConfig, corpus: Corpus, run: TrainConfig, params: transformer.Params
 ) -> objectives.StreamScore:
-    """Scores a run as all of a sweep are scored."""
+    """Scores a run on the sweep's held-out windows."""
     return objectives.score_stream(
         params,
         corpus.held_out,
@@ -181,13 +182,13 @@ def score_run(
 
 
 def connect_ray(config: SweepConfig) -> Any:
-    """Joins the cluster of a sweep that is to be carried out on one.
+    """Connects to the Ray cluster of a sweep.
 
     Returns:
-      Ray, the module; None for another executor.
+      The module ray; None for another executor.
 
     Raises:
-      ValueError: ray is not installed, or the cluster cannot be reached.
+      ValueError: ray is not installed, or the cluster is not reachable.
     """
     if config.executor != "ray":
         return None
@@ -198,10 +199,10 @@ def connect_ray(config: SweepConfig) -> Any:
         return ray
     try:
         host, colon, port = config.ray_address.rpartition("//")[2].rpartition(":")
-        if colon and port.isdigit():  # where there is no cluster Ray tries for minutes
+        if colon and port.isdigit():  # without a cluster Ray retries for minutes
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         with warnings.catch_warnings():
-            # Jax warns of every fork; what Ray forks is another program at once.
+            # JAX warns of every fork; Ray's forks execute another program at once.
             warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
             ray.init(
                 address=config.ray_address or None,
@@ -219,17 +220,18 @@ def run_on_ray(
     groups: list[RunGroup],
     advance: Callable[[int, Any], bool],
 ) -> Iterator[RunRecord]:
-    """Carries out groups on a Ray cluster, a lane of a group on one worker at a time.
+    """Executes groups on a Ray cluster, each lane of a group as one task.
 
-    Every worker opens the text for itself, so all of them must see it. `advance` is
-    told how many steps of which model were taken; false stops.
+    Every worker opens the corpus itself, so its files must exist on all of them.
+    `advance` is called with a number of steps and their model; it returns False to
+    stop.
 
     Yields:
-      The runs in the order in which they end; a task whose worker died is tried again
-      elsewhere by Ray, three times.
+      The runs in the order of completion; Ray retries a task whose worker died up to
+      three times.
 
     Raises:
-      ValueError: as `connect_ray` does.
+      ValueError: see `connect_ray`.
     """
     ray = connect_ray(config)
     task = ray.remote(
@@ -266,7 +268,7 @@ def _opened(config: SweepConfig) -> Corpus:
 def make_record(
     config: SweepConfig, corpus: Corpus, finished: FinishedRun
 ) -> RunRecord:
-    """Writes down a run that is over, and its curve."""
+    """Makes the record and the curve of a completed run."""
     run, score = finished.run, finished.score
     params, per_token = grid.count_cost(run.model, run.seq_len)
     batch_tokens = run.batch_size * run.seq_len

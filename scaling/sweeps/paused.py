@@ -1,8 +1,8 @@
-"""Runs of a sweep that were stopped on their way: where they stand, in a folder.
+"""State of the stopped runs of a sweep, in a folder.
 
-trunk, branch   states, as `training.save` writes them
-half.json       what else `branching.PausedRuns` holds
-SHA256SUMS      the digest of each file, checked before any is read
+trunk, branch   states, as `training.save_checkpoint` writes them
+half.json       further fields of `branching.PausedRuns`
+SHA256SUMS      digest of each file, checked before any is read
 """
 
 import json
@@ -20,10 +20,10 @@ _REST = "half.json"
 
 
 def save_paused(folder: Path, half: PausedRuns) -> None:
-    """Writes where runs stand, in place of what the folder holds.
+    """Writes the state of stopped runs, and replaces the content of the folder.
 
     Raises:
-      ValueError: there is no room.
+      ValueError: the disk is full.
     """
     rest: dict[str, Any] = {"horizon": half.horizon}
     with files.aside(folder) as new:
@@ -37,12 +37,12 @@ def save_paused(folder: Path, half: PausedRuns) -> None:
 
 
 def load_paused(folder: Path, like: TrainState) -> PausedRuns | None:
-    """Reads where runs stand, as `save_paused` wrote it; None if nothing is there.
+    """Reads the output of `save_paused`; None if the folder does not exist.
 
     `like` is a state of the same runs.
 
     Raises:
-      ValueError: it cannot be read; without it, the runs begin anew.
+      ValueError: the folder cannot be read; without the folder, the runs start again.
     """
     if not folder.is_dir():
         return None

@@ -1,8 +1,8 @@
-"""Many training runs from one config, into a folder that survives anything.
+"""Sweeps: many training runs from one config, in a folder that can be resumed.
 
-`run_sweep` asks `planning` what is missing, has `executors` carry it out, and keeps
-each run with `folder`. Calling it again with the same folder goes on where it
-stood; runs that are there are not made again.
+`run_sweep` gets the missing runs from `planning`, executes them with `executors`, and
+stores each with `folder`. A further call with the same folder continues the sweep;
+existing runs are not repeated.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import RunGroup, SweepConfig
 from scaling.training import architectures
 
-# What all runs of a folder have in common; the rest of a config may grow.
+# Fields that all runs of a folder share; the remaining fields may change.
 _COMMON = (
     "corpus",
     "optimizer",
@@ -38,20 +38,20 @@ _COMMON = (
 )
 
 MODELS = "models"
-"""Where in a sweep's folder trained models lie."""
+"""Subfolder of a sweep with the trained models."""
 PAUSED = "paused"
-"""And the runs that were under way when somebody stopped it."""
+"""Subfolder of a sweep with the state of stopped runs."""
 
 
 class SweepOutcome(NamedTuple):
-    """What a sweep left.
+    """Result of a call of `run_sweep`.
 
     Attributes:
-      log: its folder.
-      records: every run in it, in the order in which they ended.
-      skipped: how many of them were there before.
-      is_stopped: whether it was asked to stop before its end.
-      duration_s: of this call.
+      log: folder of the sweep.
+      records: records of all runs in it, in the order of completion.
+      skipped: number of runs that existed before.
+      is_stopped: True if the sweep was stopped before its end.
+      duration_s: duration of this call.
     """
 
     log: Path
@@ -61,7 +61,7 @@ class SweepOutcome(NamedTuple):
     duration_s: float
 
     def num(self, status: str) -> int:
-        """Counts the runs of a status."""
+        """Returns the number of runs with a status."""
         return sum(record["status"] == status for record in self.records)
 
 
@@ -74,31 +74,32 @@ def run_sweep(
     progress: Progress = QUIET,
     report: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> SweepOutcome:
-    """Carries out a sweep, or what is left of it.
+    """Runs a sweep, or its missing runs.
 
-    A killed sweep loses the runs that had not ended, and makes them again bit for bit.
-    One that `progress` stops keeps what it has, in this process also the runs that had
-    not ended, which the next call takes up.
+    A killed sweep loses its unfinished runs, and repeats them bit for bit. A sweep that
+    `progress` stops keeps its completed runs, and on the local executor also the state
+    of unfinished ones, from which the next call continues.
 
     Args:
       config: the sweep.
-      out: its folder, as `folder` describes it.
-      commit: of the program, for the records.
-      environment: what else the folder's header should say.
-      progress: who is told how far it is, and may stop it.
-      report: is called with all records whenever there is a new one.
+      out: its folder, as described in `folder`.
+      commit: commit of the program, for the records.
+      environment: further fields of the folder's header.
+      progress: receives the progress, and may stop the sweep.
+      report: called with all records after each new one.
 
     Returns:
-      What there is now.
+      The result, with all records of the folder.
 
     Raises:
-      ValueError: the text cannot be read or is too short, the folder cannot be written
-        or holds a sweep of another recipe, or ray is missing. What was done is kept.
+      ValueError: the corpus cannot be read or is too short, the folder cannot be
+        written or holds a sweep of another config, or ray is missing. Completed runs
+        are kept.
     """
     started = time.monotonic()
-    executors.connect_ray(config)  # before jax has threads, which a fork may not like
+    executors.connect_ray(config)  # before JAX starts threads, which a fork may break
     corpus = executors.open_on_device(config.corpus)
-    for run in grid.list_cells(config)[:1]:  # refuses what no run of it could be
+    for run in grid.list_cells(config)[:1]:  # validates the training config
         lane = grid.Lane(config.learning_rates[0], config.seeds[0])
         grid.train_config(config, run, lane)
     streams.check_lengths(corpus, config.seq_len)
@@ -115,7 +116,7 @@ def run_sweep(
             if len(folder.known) == failed_round:
                 raise RuntimeError("a round of runs left no record")
             failed_round = len(folder.known)
-            if "mode" in header:  # when the folder began: other sums round otherwise
+            if "mode" in header:  # fixed at the start: other modes round differently
                 choice = ExecutionMode(header["mode"], header["reason"])
             else:
                 choice = executors.choose_mode(config, groups, corpus)
@@ -125,7 +126,7 @@ def run_sweep(
                 groups = planning.unfinished(
                     config, groups, folder.known, corpus.digest
                 )
-            for made in _made(config, groups, corpus, choice, paused, progress):
+            for made in _run_groups(config, groups, corpus, choice, paused, progress):
                 _keep(config, folder, made, commit)
                 report([*folder.known.values()])
         else:
@@ -138,12 +139,12 @@ def run_sweep(
 
 
 def run_model_folder(out: Path, run_id: str) -> Path:
-    """The place of a run's model in a sweep's folder."""
+    """Returns the folder of a run's model in a sweep's folder."""
     return Path(out) / MODELS / run_id
 
 
 def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[str, Any]:
-    """Describes the sweep, and makes sure that the folder's is of its kind."""
+    """Returns the header of the sweep, and checks it against that of the folder."""
     described = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     before = folder.header()
     if before:
@@ -166,7 +167,7 @@ def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[st
     }
 
 
-def _made(
+def _run_groups(
     config: SweepConfig,
     groups: list[RunGroup],
     corpus: Corpus,
@@ -174,7 +175,7 @@ def _made(
     paused: Path,
     progress: Progress,
 ) -> Iterator[RunRecord]:
-    """Carries out a round under a bar that counts operations."""
+    """Executes a round of groups with a progress bar in GFLOP."""
     total = sum(grid.group_flops(config, groups))
     update = progress.bar("runs", total / 1e9, "GFLOP")
     done = 0.0
@@ -199,7 +200,7 @@ def _keep(
     if record["run_id"] in folder.known:
         return
     model = made.model
-    # Rivals, which the engine does not serve, are not written.
+    # Recurrent models, which the engine does not serve, are not written.
     if (
         config.keep_models
         and made.params is not None

@@ -1,7 +1,7 @@
-"""Runs that are planned as they go and kept in memory: in threads, under one bar.
+"""Training of runs that are chosen adaptively and kept in memory, in threads.
 
-Whoever compares models chooses what is trained next from what was, and wants its own
-score of each; the training is that of a sweep (`branching`).
+A comparison of models chooses its next runs from the results so far, and scores them
+itself; the training is that of a sweep (`branching`).
 """
 
 import concurrent.futures
@@ -19,12 +19,12 @@ class Workers:
     """Trains chains of runs, several at a time.
 
     Args:
-      corpus: what all learn, its stream on the device.
-      score: what each run is worth.
-      progress: who is told how far all are, and may stop them.
-      num_steps: of all runs together, what they share counted once.
-      num_threads: chains at a time: while one is compiled on a core another has work
-        for the next. No number depends on it.
+      corpus: corpus of all runs, with its stream on the device.
+      score: scores a run.
+      progress: receives the progress of all runs, and may stop them.
+      num_steps: steps of all runs, with shared steps counted once.
+      num_threads: number of concurrent chains: one may train while another compiles.
+        The results do not depend on it.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class Workers:
     def train(
         self, runs: Sequence[TrainConfig], shown: Callable[[FinishedRun], str]
     ) -> Iterator[FinishedRun]:
-        """Trains runs of one model, rate and seed, bit for bit as each alone.
+        """Trains runs of one model, rate and seed, bit for bit as if separate.
 
         Args:
-          runs: of rising length; a longer one is the trunk that a shorter leaves.
-          shown: what a person sees when one is over.
+          runs: runs of rising length; a longer one is the trunk of the shorter ones.
+          shown: formats a completed run for display.
 
         Yields:
           The runs; one that diverged has no score.
 
         Raises:
-          branching.StopRequested: the person said so.
-          RuntimeError: one failed, as for want of memory.
+          branching.StopRequested: `progress` was stopped.
+          RuntimeError: a run failed, for example out of memory.
         """
 
         def advance(num_steps: int) -> bool:
@@ -79,10 +79,10 @@ class Workers:
             yield finished
 
     def map[J, R](self, work: Callable[[J], R], jobs: Iterable[J]) -> Iterator[R]:
-        """Does work that trains, in threads.
+        """Runs jobs that train, in threads.
 
         Yields:
-          Results in the order of the jobs, without those that were stopped.
+          Results in the order of the jobs, without stopped ones.
         """
 
         def one(job: J) -> tuple[R] | None:

@@ -1,4 +1,4 @@
-"""Training one small model, resumable to the bit."""
+"""Training of one small model, resumable bit for bit."""
 
 from scaling.training.architectures import Architecture
 from scaling.training.recipes import (

@@ -1,7 +1,7 @@
-"""How a training state lies on a mesh: parameters by a `Layout`, moments like them.
+"""Sharding of a training state: parameters by a `Layout`, moments like them.
 
-A state is whole, as one device has it, wherever it is kept or handed out; it is divided
-to be trained, and put together again. So a run can be taken up under another layout.
+A state is stored and returned whole, as on one device; it is divided for training and
+gathered again. So a run can continue with another layout.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,15 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 
 DATA, PIPELINE = "data", "pipeline"
-"""Axes of the mesh that divide a batch, and the layers."""
+"""Mesh axes that divide a batch, and the layers."""
 
 
 def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None:
-    """Refuses what cannot be trained so.
+    """Checks that a model can be trained with a layout.
 
     Raises:
-      ValueError: names what does not divide, or what is not implemented.
+      ValueError: a degree does not divide its size, or a combination is not
+        implemented.
     """
     if layout.pages > 1:
         raise ValueError(
@@ -41,7 +42,7 @@ def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None
     if not isinstance(model, ModelConfig):
         if layout != Layout(data=layout.data, zero=layout.zero):
             raise ValueError(
-                f"{layout=} must divide data alone for a {type(model).__name__}"
+                f"{layout=} must divide only the data for a {type(model).__name__}"
             )
         return
     if layout.pipeline > 1 and layout.context > 1:
@@ -49,7 +50,7 @@ def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None
     if layout.pipeline > 1 and (mixed := model.experts) and mixed.num_dense_layers:
         raise ValueError(f"{mixed.num_dense_layers=} must be 0 with pipeline stages")
     if model.num_kv_heads % layout.tensor:
-        # Copies of a head would be trained apart.
+        # Replicated KV heads would be trained separately.
         raise ValueError(
             f"{model.num_kv_heads=} must be a multiple of tensor={layout.tensor}"
         )
@@ -63,7 +64,7 @@ def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None
         if layout.capacity is None and not layout.gather:
             raise ValueError(
                 f"expert={layout.expert} needs gather, or a capacity such as 1.25: "
-                "what is sent to an expert must have a size that is known beforehand"
+                "the number of rows sent to an expert must be fixed"
             )
     parallelism.check_layout(
         from_model.describe_config(model), layout, sequence=sequence_length
@@ -72,10 +73,10 @@ def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None
 
 
 def make_training_mesh(layout: Layout) -> Mesh:
-    """The first devices, by axes of the degrees above 1; tensor varies fastest.
+    """Returns a mesh of the first devices; the tensor axis varies fastest.
 
     Raises:
-      ValueError: there are not so many devices.
+      ValueError: there are fewer devices than the layout needs.
     """
     axes = {
         DATA: layout.data // layout.expert,
@@ -100,7 +101,7 @@ def make_training_mesh(layout: Layout) -> Mesh:
 
 
 def batch_axes(layout: Layout) -> tuple[str, ...]:
-    """The axes whose devices have different tokens, those of a batch first."""
+    """Returns the axes whose devices have different tokens, those of a batch first."""
     degrees = {
         DATA: layout.data // layout.expert,
         experts.EXPERT: layout.expert,
@@ -111,7 +112,7 @@ def batch_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
-    """How each parameter is divided: of a tree like that of `model`'s on the mesh."""
+    """Returns the partition specs of a tree of the model's parameters."""
     if not isinstance(model, ModelConfig):
         return jax.tree.map(lambda _: PartitionSpec(), params)
     axes = transformer.param_axes(model, stacked=PIPELINE in mesh.shape)
@@ -123,15 +124,15 @@ def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
             found = found[key.key]
         return found
 
-    # Moments may lack parameters, as Muon's do that has none of the tables.
+    # Moments may lack parameters: Muon has none for embeddings.
     return jax.tree_util.tree_map_with_path(own, params)
 
 
 def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
-    """How a tree is divided that has parameters, or what is like them, somewhere.
+    """Returns the partition specs of a tree that contains parameters or moments.
 
-    With `layout.zero` every leaf is divided over those devices, too, that have the same
-    parameters, along its first axis that they divide.
+    With `layout.zero` every leaf is also divided over devices that replicate it, along
+    its first axis that their number divides.
     """
 
     def of_params(params: Params) -> Params:
@@ -156,9 +157,9 @@ def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
 
 
 def place_tree(model: Any, layout: Layout, tree: Any) -> Any:
-    """Divides a tree that has parameters, or what is like them, as `tree_specs` says.
+    """Divides a tree that contains parameters or moments, by `tree_specs`.
 
-    A vocabulary that does not divide ends in zeros; layers are stacked where stages
+    A vocabulary that does not divide is padded with zeros; layers are stacked if stages
     divide them.
     """
     if layout.num_devices == 1:
@@ -181,7 +182,7 @@ def place_tree(model: Any, layout: Layout, tree: Any) -> Any:
 
 
 def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
-    """Puts a divided tree together: what `place_tree` was given, on every process."""
+    """Gathers a tree that `place_tree` divided, on every process."""
     if layout.num_devices == 1:
         return tree
     whole = NamedSharding(make_training_mesh(layout), PartitionSpec())
@@ -199,12 +200,12 @@ def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
 
 
 def zero_like(x: Int[Array, "..."]) -> Float[Array, ""]:
-    """A zero that differs over the axes over which `x` does."""
+    """Returns a zero that varies over the same mesh axes as `x`."""
     return x.reshape(-1)[0].astype(jnp.float32) * 0
 
 
 def _over_params(change: Callable[[Params], Params], model: Any, tree: Any) -> Any:
-    """Changes what a tree has of a transformer's parameters, or like them."""
+    """Applies a function to all parameter trees, or trees like them, in a tree."""
     if not isinstance(model, ModelConfig):
         return tree
     return jax.tree.map(

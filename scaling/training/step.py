@@ -1,8 +1,7 @@
-"""Steps of training: pure, many of them one compiled program.
+"""Training steps as a pure function, many of them in one compiled program.
 
-The program is compiled once for a model, an optimizer and the sizes of a batch. What a
-sweep varies, the learning rate, the schedule, the seed, the number of steps, are
-arrays.
+The program is compiled once for a model, an optimizer and a batch shape. The variables
+of a sweep (learning rate, schedule, seed, number of steps) are arrays.
 """
 
 import dataclasses
@@ -34,12 +33,12 @@ from scaling.training.recipes import (
 
 
 class TrainState(NamedTuple):
-    """All that a run carries from step to step.
+    """State of a run between steps.
 
     Attributes:
       params: the model's parameters, float32.
-      moments: what the optimizer remembers.
-      step: how many steps have been taken.
+      moments: state of the optimizer.
+      step: number of steps so far.
     """
 
     params: transformer.Params
@@ -50,7 +49,7 @@ class TrainState(NamedTuple):
 def init_train_state(
     model: architectures.Architecture, optimizer: OptimizerConfig, seed: Int[Array, ""]
 ) -> TrainState:
-    """Makes the state before the first step."""
+    """Returns the state before the first step."""
     params = architectures.init_model_params(model, jax.random.key(seed))
     return TrainState(
         params, optimizers.make_optimizer(optimizer).init(params), jnp.int32(0)
@@ -66,23 +65,22 @@ def compiled_steps(
     how: StepConfig = PLAIN,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> Any:
-    """Makes the program of some steps, the same one whenever the arguments are equal.
+    """Returns the compiled program of training steps, cached by its arguments.
 
     Args:
-      model: shape of the model.
-      optimizer: as the state was made for.
+      model: config of the model.
+      optimizer: optimizer of the state.
       batch_size: windows per step.
       seq_len: predictions per window.
-      how: what to keep, in which type, on which devices.
-      objective: what is minimised.
+      how: dtype, rematerialization and layout of a step.
+      objective: the training objective.
 
     Returns:
-      A function of a state, as `divide_train_state` divides it if `how` has a layout;
-      of the tokens
-      to learn, such as `Corpus.stream`; of the schedule of the learning rate; of the
-      seed of the order of the text; and of the number of steps, at least 1. It returns
-      the new state, and the mean loss of the steps in nats per token. However a run is
-      divided into calls, its states are the same.
+      A function of a state (divided by `divide_train_state` if `how` has a layout), of
+      the training tokens such as `Corpus.stream`, of the learning rate schedule, of the
+      seed of the order of windows, and of the number of steps, at least 1. It returns
+      the new state, and the mean loss of the steps in nats per token. The states of a
+      run do not depend on its division into calls.
     """
     update = optimizers.make_optimizer(optimizer).update
 
@@ -112,7 +110,7 @@ def compiled_steps(
             rate = schedule.at(step)
             params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
             state = TrainState(params, moments, step + 1)
-            return _kept_divided(state, model, how.layout), total + loss
+            return _constrain_sharding(state, model, how.layout), total + loss
 
         state, total = jax.lax.fori_loop(0, num_steps, step, (state, jnp.float32(0)))
         return state, total / num_steps.astype(jnp.float32)
@@ -123,7 +121,7 @@ def compiled_steps(
 def divide_train_state(
     state: TrainState, model: architectures.Architecture, layout: Layout
 ) -> TrainState:
-    """Divides a state over the devices of a layout, ready for `steps`."""
+    """Divides a state over the devices of a layout, for `compiled_steps`."""
     whole = dataclasses.replace(layout, zero=0)
     return TrainState(
         params=meshes.place_tree(model, whole, state.params),
@@ -132,7 +130,7 @@ def divide_train_state(
     )
 
 
-def _kept_divided(
+def _constrain_sharding(
     state: TrainState, model: architectures.Architecture, layout: Layout
 ) -> TrainState:
     """Constrains a state to the sharding of `divide_train_state`."""

@@ -130,8 +130,8 @@ def _division(case: PlanCase, told: Told) -> str:
     said = (
         f"The law {loss_model.name}: L = {loss_model.law.formula}, with "
         f"{_numbers(loss_model)}.{_plain(loss_model)} Training takes C = 6 N D, "
-        "so D = C / (6 N), and dL/dN = 0 where alpha A / N^alpha = beta B / D^beta. In closed "
-        "form N* = G (C/6)^a with a = beta / (alpha + beta) = "
+        "so D = C / (6 N), and dL/dN = 0 where alpha A / N^alpha = beta B / D^beta. In "
+        "closed form N* = G (C/6)^a with a = beta / (alpha + beta) = "
         f"{p.beta:.4g} / {p.alpha + p.beta:.4g} = {a:.4g} and G = (alpha A / (beta "
         f"B))^(1 / (alpha + beta)) = {ratio:.4g}: N* = {free['num_params']:.4g}, D* = "
         f"{free['num_tokens']:.4g}, {free['tokens_per_param']:.3g} tokens per "

@@ -289,9 +289,9 @@ def model_card(
         f"""{about} {row["num_params"]:,} weights in bfloat16, which were trained for
         this model and fit no other.""",
         "## Data",
-        f"""The {len(split.train)} files of {corpora.describe_source(text)} that the model
-        was trained on; the {len(split.held_out)} files held out are those that were held
-        out from it.""",
+        f"""The {len(split.train)} files of {corpora.describe_source(text)} that the
+        model was trained on; the {len(split.held_out)} files held out are those that
+        were held out from it.""",
         "## Result",
         "\n".join(table),
         f"""How often a guess is the token that the model will say, in greedy answers of

@@ -3,8 +3,8 @@
     p(x | context) = sum over k of mixture[k] q_k(x | last k tokens)
 
 Each q_k of each k tokens has four atoms, drawn from a base distribution by a hash of
-what they follow. So a reader of more tokens always gains something, rare contexts share
-nothing with frequent ones, and the mixture never lets any token be certain.
+the k tokens. So longer contexts always reduce the loss, rare contexts have nothing in
+common with frequent ones, and no token is certain.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ ATOM_WEIGHTS = (0.5, 0.25, 0.15, 0.1)
 def make_kgram_chain(
     base: Float[np.ndarray, " tokens"], mixture: Sequence[float], *, seed: int
 ) -> markov.Chain:
-    """Builds the language as a Markov chain of as many tokens as the mixture has parts.
+    """Makes the language as a Markov chain whose order is the number of parts.
 
-    Atoms are drawn from `base`, by a hash with this seed; `mixture` is the share of
-    each range, from one token on.
+    Atoms are drawn from `base`, by a hash with this seed; `mixture` has the weight of
+    each context length, from 1 token on.
     """
     size, order = len(base), len(mixture)
     context = np.arange(size**order, dtype=np.uint64)
@@ -42,7 +42,7 @@ def make_kgram_chain(
 def hashed_uniform(
     keys: UInt64[np.ndarray, " keys"], salt: Sequence[int]
 ) -> Float[np.ndarray, " keys"]:
-    """Numbers in [0, 1) that keys and salt alone decide.
+    """Returns numbers in [0, 1) that depend on keys and salt only.
 
     Source: the finalizer of splitmix64, Steele, Lea and Flood 2014 (OOPSLA), figure 15.
     """

@@ -184,7 +184,7 @@ def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Command) -> None:
     assert found["frontiers"] == []
     assert "no isoFLOP groups, no envelope: the log has no D" in found["notes"]
     assert "parameters" in Path("o/figure.svg").read_text()
-    line = "kaplan-n does not say how loss falls with parameters and with"
+    line = "kaplan-n does not define how loss falls with parameters and with"
     assert_refused(jaxkv, "plan --flops 1e20 --law o", line)
 
 
@@ -202,8 +202,8 @@ def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
                     lines.append(f"{n:.17g},{d:.17g},{data},{seen:.17g}")
     Path("log.csv").write_text("\n".join(lines) + "\n")
     alone = document(jaxkv, "fit", "log.csv", "--bootstrap", "0")
-    (said,) = [x for x in alone["warnings"] if "parts the runs" in x]
-    assert said.startswith("data is not used, and parts the runs (web, code, few)")
+    (said,) = [x for x in alone["warnings"] if "groups the runs" in x]
+    assert said.startswith("data is not used, and groups the runs (web, code, few)")
     args = ("log.csv", "--by", "data", "--bootstrap", "50", "--out", "o")
     found = document(jaxkv, "fit", *args)
     fits = found["fits"]
