@@ -1,4 +1,4 @@
-"""Compiling for a GPU that is not there; without the compiler, saying why not."""
+"""Compilation for an absent GPU, and the errors without the compiler."""
 
 import dataclasses
 import importlib.util
@@ -34,17 +34,17 @@ def ids(num: int) -> Any:
     return shape(num, dtype=jnp.int32)
 
 
-def test_without_the_plugin_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plugin_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "CUDA plugin is not installed" in str(deviceless.unavailable_reason())
     with pytest.raises(RuntimeError, match="CUDA plugin is not installed"):
         deviceless.compile_function(jnp.sin, shape(3))
 
 
-def test_without_libdevice_it_says_so(
+def test_a_missing_libdevice_raises_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With ptxas alone the compiler would take the process with it."""
+    """Without libdevice the compiler would abort the process."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ptxas").touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -57,8 +57,8 @@ def test_without_libdevice_it_says_so(
 
 
 @needs_compiler
-def test_the_page_copy_takes_next_to_nothing() -> None:
-    # 32 layers of 1000 pages of 16 tokens, all layers of 64 pages copied at once.
+def test_the_page_copy_needs_little_memory() -> None:
+    # 32 layers of 1000 pages of 16 tokens; 64 pages of all layers are copied at once.
     pool, before = shape(32 * 1000, 8, 16, 128), dict(os.environ)
     report = deviceless.compile_function(
         copy_mosaic_gpu.copy_pages_mosaic_gpu,
@@ -75,14 +75,14 @@ def test_the_page_copy_takes_next_to_nothing() -> None:
     assert kernel.smem_bytes == 32_768
     assert kernel.instructions["tma_load"] == kernel.instructions["tma_store"] == 1
     assert kernel.instructions["wgmma"] == 0
-    # In place, without memory of its own.
+    # In place, without temporary memory.
     assert report.temp_bytes == 0
     assert report.alias_bytes == 32 * 1000 * 8 * 16 * 128 * 2
     assert " copy(" not in report.text
 
 
 @needs_compiler
-def test_the_door_knows_what_it_is_traced_for() -> None:
+def test_the_implementation_depends_on_the_target() -> None:
     seen = []
 
     def copy(pages: Any, source: Any, target: Any) -> Any:
@@ -110,7 +110,7 @@ def test_pages_of_more_than_two_to_the_31_numbers() -> None:
 
 @needs_compiler
 def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
-    """The twin of the kernel: what is measured above could have been otherwise."""
+    """The kernel's reference shows that the measurement above can differ."""
     pool = shape(32 * 1000, 8, 16, 128)
     report = deviceless.compile_function(
         lambda *args: copy_pages(*args, implementation="reference"),
@@ -124,8 +124,8 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
 
 
 @needs_compiler
-def test_several_devices_have_parts_and_exchange() -> None:
-    """What has a sharding is divided, the rest is whole, and gathering is seen."""
+def test_sharded_programs_exchange_data() -> None:
+    """Arguments with a sharding are divided, others replicated; gathers are counted."""
     mesh = deviceless.make_h200_mesh({"row": 2, "column": 2})
     spec = PartitionSpec("row", "column")
     x = jax.ShapeDtypeStruct((64, 6), "float32", sharding=NamedSharding(mesh, spec))
@@ -141,7 +141,7 @@ def test_several_devices_have_parts_and_exchange() -> None:
     ).text
     reduce = re.findall(r"= (\S+) all-reduce(?:-start)?\(", text)
     assert [each.partition("{")[0] for each in reduce] == ["f32[32,3]"]
-    # A whole argument is everywhere; the compiler divides by itself what is not.
+    # Replicated arguments are whole on every device; the compiler divides the rest.
     whole = jax.ShapeDtypeStruct((64, 6), "float32")
     text = deviceless.compile_function(lambda x: x * 2, whole, mesh=mesh).text
     assert "f32[64,6]" in text
@@ -158,14 +158,14 @@ def test_several_devices_have_parts_and_exchange() -> None:
 
 
 @needs_compiler
-def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
+def test_copies_in_a_loop_are_in_place() -> None:
     def run(pages: kv_pages.Pages, source: Any, target: Any) -> kv_pages.Pages:
         def step(_: Any, pages: kv_pages.Pages) -> kv_pages.Pages:
             return kv_pages.copy(pages, source, target)
 
         return jax.lax.fori_loop(0, 5, step, pages)
 
-    # Pages of 128 bytes are for the kernel, those of 64 for the reference.
+    # The kernel copies pages of 128 bytes, the reference pages of 64.
     for page_size, num_kernels in ((16, 2), (1, 0)):
         leaf = shape(4, 4096 * 16, 1, page_size, 32)
         pages = kv_pages.Pages(leaf, leaf, FULL)
@@ -218,9 +218,9 @@ def test_an_engine_that_speculates_keeps_its_pages_in_place_on_an_h200(
 def test_the_engine_keeps_its_pages_in_place_on_an_h200(
     dtype: str, head_dim: int, token_budget: int, attends: set[str]
 ) -> None:
-    """The reference serves float32, the kernels for Hopper what they take.
+    """The reference serves float32, the Hopper kernels the types that they support.
 
-    64 rows of two query heads a KV head are few; more may hold a chunk.
+    64 rows of two query heads per KV head are few; more may hold a chunk.
     """
     model = dataclasses.replace(engine_programs.MODEL, head_dim=head_dim)
     config = dataclasses.replace(engine_programs.CONFIG, token_budget=token_budget)

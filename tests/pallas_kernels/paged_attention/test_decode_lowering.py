@@ -1,4 +1,4 @@
-"""The decode kernel lowers for a Hopper GPU, with none at hand, and says what not."""
+"""The decode kernel lowers for an absent Hopper GPU, and explains its refusals."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Decode's states merged in the prefill kernel's launch, emulated, races watched."""
+"""Decode's states merged within the prefill kernel's launch, emulated."""
 
 from typing import Any, NamedTuple
 
@@ -17,22 +17,22 @@ from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from tests.support import emulating, kernel_cases, merge_cases
 from tests.support.emulating import TILES
 
-# (Places before, rows) of each slot: long keys that several programs share; rows that
-# see nothing, as those of an empty tree; none; a chunk; a short one; rows of nobody.
+# (Context, rows) of each slot: long keys that several programs share; rows without
+# keys, as in an empty tree; no rows; a chunk; a short one; rows without a slot.
 SLOTS, EMPTY, CHUNK = [(1700, 1), (5, 3), (0, 0), (20, 12), (2, 1), (640, 1)], 1, 3
 PADDING = 5
 WHY_NOT = deviceless.unavailable_reason()
 
 
 class Mixed(NamedTuple):
-    """A chunk to attend from, and states of other rows to merge before."""
+    """A chunk for prefill, and states of other rows to merge."""
 
     case: kernel_cases.Case
     few: merge_cases.Case
 
 
 def make(*, group: int, head_dim: int, dtype: str = "float16") -> Mixed:
-    """Draws both; pages of the other rows are there, and nobody reads them."""
+    """Draws both; the kernel does not read the pages of the other rows."""
     sizes: dict[str, Any] = dict(group=group, head_dim=head_dim)
     case = kernel_cases.make_case(
         SLOTS, page_size=64, padding=PADDING, dtype=dtype, **sizes
@@ -78,20 +78,20 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
 
 
 def check(mixed: Mixed) -> None:
-    """Rows of the chunk against float64, all others against the twin."""
+    """Checks rows of the chunk against float64, all others against the reference."""
     case, few = mixed
     out, lse = (np.asarray(x, np.float64) for x in emulate(mixed))
-    wanted, wanted_lse = kernel_cases.exact(case)
+    expected, expected_lse = kernel_cases.exact(case)
     chunk = np.asarray(case.slots == CHUNK)
-    np.testing.assert_allclose(out[chunk], wanted[chunk], atol=0.02)
-    np.testing.assert_allclose(lse[chunk], wanted_lse[chunk], atol=1e-5)
-    (wanted, wanted_lse), others = few.by_twin(), np.logical_not(chunk)
+    np.testing.assert_allclose(out[chunk], expected[chunk], atol=0.02)
+    np.testing.assert_allclose(lse[chunk], expected_lse[chunk], atol=1e-5)
+    (expected, expected_lse), others = few.by_twin(), np.logical_not(chunk)
     packing = few.plan.packing
-    wanted_lse = row_packing.unpack_rows(
-        wanted_lse, packing, group=few.group, fill=-np.inf
+    expected_lse = row_packing.unpack_rows(
+        expected_lse, packing, group=few.group, fill=-np.inf
     )
-    np.testing.assert_allclose(out[others], wanted[others], atol=2e-3)
-    np.testing.assert_allclose(lse[others], wanted_lse[others] / LOG2E, atol=1e-5)
+    np.testing.assert_allclose(out[others], expected[others], atol=2e-3)
+    np.testing.assert_allclose(lse[others], expected_lse[others] / LOG2E, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -99,7 +99,7 @@ def check(mixed: Mixed) -> None:
     "sizes",
     [
         dict(group=4, head_dim=64),
-        # Blocks that are not full; results that leave in four pieces of columns.
+        # Partly filled blocks; results stored in four pieces of columns.
         pytest.param(dict(group=3, head_dim=128), marks=pytest.mark.slow),
         pytest.param(dict(group=4, head_dim=256), marks=pytest.mark.slow),
     ],
@@ -107,7 +107,7 @@ def check(mixed: Mixed) -> None:
 )
 def test_it_equals_its_twin(sizes: dict[str, Any]) -> None:
     mixed = make(**sizes)
-    # An item of several parts, one that is whole, one of nothing.
+    # An item of several parts, one of a single part, one without parts.
     assert {-1, 0}.issubset(np.diff(mixed.few.parts, axis=1).flat)
     assert np.max(np.diff(mixed.few.parts, axis=1)) > 1
     check(mixed)
@@ -130,7 +130,7 @@ BUGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = emulating.mutant(merge_fused, dict([BUGS[bug]]))
     monkeypatch.setattr(merge_fused, "run_fused_merge", changed.merge_and_unpack)
     noticed = rf"{emulating.NOTICED}|CpuCallback|Not equal to tolerance"
@@ -139,7 +139,7 @@ def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_equal_a_separate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [(300, 1), (5, 3), (0, 0), (30, 66), (64, 1)]
     case = kernel_cases.make_case(slots, page_size=64, padding=PADDING)
 
@@ -171,17 +171,17 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
             return jax.block_until_ready(call(case.arrays(), races))
 
     monkeypatch.setattr(plgpu, "wgmma", emulating.watched_product)
-    beside = run()
-    kernel_cases.assert_within_rule(case, *beside)
+    fused = run()
+    kernel_cases.assert_within_rule(case, *fused)
     monkeypatch.setattr(merge_fused, "supports_fused_merge", lambda *_, **__: False)
-    for one, other in zip(beside, run(), strict=True):
+    for one, other in zip(fused, run(), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def attend(
     *, group: int, head_dim: int, sinks: bool = False, softcap: float | None = None
 ) -> tuple[Any, Any]:
-    """A call of all kernels in a step with both, and the shapes of its arguments."""
+    """A call of all kernels in a step with both, and its arguments' shapes."""
     num_slots, rows, kv_heads = 4, 256, 2
 
     def call(q: Any, pages: Any, page_ids: Any, positions: Any, slots: Any) -> Any:
@@ -215,14 +215,14 @@ def attend(
             dict(group=4, head_dim=64, sinks=True), 3, marks=pytest.mark.thorough
         ),
         pytest.param(dict(group=11, head_dim=64), 3, marks=pytest.mark.thorough),
-        # Registers are full.
+        # No register is free.
         pytest.param(
             dict(group=2, head_dim=256, softcap=50.0), 3, marks=pytest.mark.thorough
         ),
     ],
     ids=str,
 )
-def test_where_it_serves(features: dict[str, Any], launches: int) -> None:
+def test_the_number_of_launches(features: dict[str, Any], launches: int) -> None:
     call, arguments = attend(**features)
     lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == launches

@@ -1,4 +1,4 @@
-"""The prefill kernel made for a Hopper GPU, with none at hand, and what it refuses."""
+"""The prefill kernel lowered for an absent Hopper GPU, and its refusals."""
 
 import re
 from collections.abc import Callable
@@ -115,8 +115,8 @@ def check_compiled(*, spills: int = 0, **options: Any) -> None:
     assert kernel.smem_bytes <= devices.SMEM_BYTES
     # All registers at launch, for three warpgroups of 128 threads.
     assert kernel.registers <= 65_536 // 384
-    # Both loops of both warpgroups' code: head_dim / 16 for the scores of a tile, and
-    # for the values one for each 16 keys.
+    # Both loops of both warpgroups' code: head_dim / 16 products for the scores of a
+    # tile, and one for each 16 keys of the values.
     tiling = prefill_plan.default_prefill_tiling(head_dim=options.get("head_dim", 128))
     per_tile = options.get("head_dim", 128) // 16 + tiling.tile // 16
     assert kernel.instructions["wgmma"] == 2 * per_tile
@@ -143,15 +143,15 @@ def test_every_size_fits_an_h200(head_dim: int, page_size: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        # 128 of the registers hold the output: a dozen numbers find no place.
+        # The output takes 128 of the registers: a dozen numbers spill.
         {**GEMMA_2, "spills": 48},
         GPT_OSS,
-        # More than any model asks for.
+        # More than any model needs.
         {"alibi": True, "sinks": True, "softcap": 30.0, "window": 99, "spills": 64},
         {"dtype": "float16", "group": 1},
         {"group": 8, "page_size": 128},
     ],
     ids=str,
 )
-def test_what_models_ask_for_fits_an_h200(options: dict[str, Any]) -> None:
+def test_features_of_models_fit_an_h200(options: dict[str, Any]) -> None:
     check_compiled(**options)

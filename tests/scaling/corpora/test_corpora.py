@@ -1,4 +1,4 @@
-"""Documents, their split, their tokens, the order of training, and scores."""
+"""Documents, their split and tokens, the order of training, and scores."""
 
 import dataclasses
 import hashlib
@@ -50,7 +50,7 @@ def test_whole_documents_are_held_out_by_name(folder: Path) -> None:
         assert (place < 0.25) == (name in held_out)
 
 
-def test_documents_that_teach_nothing_are_left_out(folder: Path) -> None:
+def test_uninformative_documents_are_left_out(folder: Path) -> None:
     (folder / "a_copy.txt").write_text((folder / "deep" / "3.txt").read_text())
     (folder / "empty.txt").touch()
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
@@ -106,7 +106,7 @@ def test_order_is_a_permutation(size: int) -> None:
     place = jax.vmap(lambda i: streams._shuffled(i, rounds, size))
     order = np.asarray(place(jnp.arange(size, dtype=jnp.uint32)))
     assert sorted(order) == list(range(size))
-    if size > 90:  # shuffled: neighbours are as far apart as chance would have it
+    if size > 90:  # shuffled: neighbours are as far apart as at random
         distance = np.abs(np.diff(order.astype(int))).mean()
         assert 0.25 < distance / size < 0.42
 
@@ -138,7 +138,7 @@ def test_each_epoch_reads_every_window_once_in_a_new_order() -> None:
 
 
 @pytest.mark.thorough
-def test_a_step_depends_on_seed_and_step_alone() -> None:
+def test_a_step_depends_only_on_seed_and_step() -> None:
     stream = jnp.arange(1000, dtype=jnp.uint16)
     found = corpora.draw_windows(
         stream, jnp.int32(0), jnp.int32(3), batch_size=4, seq_len=16
@@ -165,7 +165,7 @@ def byte_pairs(folder: Path, **fields) -> corpora.CorpusConfig:
 
 
 def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path) -> None:
-    # A text that spells the end of a document out, and bytes that no other text has.
+    # Text with the end-of-document string, and bytes that occur nowhere else.
     odd = "naïve <|endoftext|> \x00 文\n"
     (folder / "odd.txt").write_text(odd)
     config, cache = byte_pairs(folder), tmp_path / "cache"
@@ -181,7 +181,7 @@ def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path) -> None:
             tokenizer.decode(part[:-1].tolist()).encode() for part in parts[:-1]
         ] == [document.text for document in documents]
         assert stream.max() < corpus.vocab_size == 270
-    # Frequent pairs are one token: fewer than bytes, and as many bytes for each.
+    # Frequent pairs are one token: fewer tokens than bytes, with the same byte count.
     num_bytes = corpora.count_bytes(split.held_out)
     assert corpus.bytes_per_token == num_bytes / len(corpus.held_out) > 1.5
 
@@ -196,12 +196,12 @@ def test_byte_pairs_are_kept_whole_or_not_at_all(folder: Path, tmp_path: Path) -
     first = corpora.open_corpus(config, cache=cache)
     (kept,) = cache.iterdir()
     assert isinstance(corpora.open_corpus(config, cache=cache).stream, np.memmap)
-    # Learnt again, and where nothing can be kept, they are the same.
+    # Learnt again, or without a writable cache, they are the same.
     (kept / "train.npy").unlink()
     assert corpora.open_corpus(config, cache=cache).digest == first.digest
     (tmp_path / "file").touch()
     assert corpora.open_corpus(config, cache=tmp_path / "file").digest == first.digest
-    # Another text has a place of its own.
+    # Another text has another file.
     (folder / "new.txt").write_text("something new")
     assert corpora.open_corpus(config, cache=cache).digest != first.digest
     assert len([*cache.iterdir()]) == 2
@@ -225,7 +225,7 @@ def test_fewer_unique_tokens_are_part_of_more(
 
     everything = some(len(whole.stream))
     assert some(1000).tolist() == everything[:1000].tolist()
-    # The same documents in another order: not those of the first names.
+    # The same documents in another order, not in order of their names.
     assert sorted(everything) == sorted(whole.stream)
     assert everything.tolist() != whole.stream.tolist()
     with pytest.raises(ValueError, match="are more than its"):
@@ -252,7 +252,7 @@ def test_documentation_is_text_of_its_folders() -> None:
         ({"vocab_size": 300}, "vocab_size=300 of bytes must be 257"),
         ({"tokenizer": "bpe"}, r"vocab_size=257 of byte pairs must be in \(257"),
         ({"num_unique_tokens": -1}, "num_unique_tokens=-1 must be at least 0"),
-        # The split must leave two sides.
+        # Both sides of the split must have text.
         ({"held_out": 0.0}, r"held_out=.* must be in"),
         ({"held_out": 1.0}, r"held_out=.* must be in"),
         ({"held_out": -1.0}, r"held_out=.* must be in"),
@@ -284,13 +284,13 @@ def test_score_of_a_stream() -> None:
         sizes = {"seq_len": 8, "num_windows": 20} | sizes
         return objectives.score_stream(params, held_out, model=model, **sizes)
 
-    # A model that knows nothing has the same loss everywhere.
+    # An untrained uniform model has the same loss everywhere.
     nothing = score(jax.tree.map(jnp.zeros_like, params))
     assert nothing.num_tokens == 160
     assert nothing.loss == pytest.approx(math.log(7), rel=1e-6)
     assert nothing.loss_se < 1e-6
-    # Of one that guesses, the first predictions can be left out, and the batches say
-    # nothing.
+    # With another model, the first predictions can be excluded, and the batch size has
+    # no effect.
     whole = score(jax.tree.map(lambda p: 30 * p, params))
     late = score(jax.tree.map(lambda p: 30 * p, params), carry=3, batch_size=7)
     assert whole.loss_se == pytest.approx(whole.windows.std(ddof=1) / math.sqrt(20))
@@ -316,7 +316,7 @@ SCORE = objectives.StreamScore
         (objectives, "_losses", "[: len(batch)]", ""),
     ],
 )
-def test_a_seeded_bug_of_a_streams_score_is_noticed(
+def test_a_seeded_bug_of_a_streams_score_is_detected(
     owner: Any, name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug = Bug(owner, name, removed, added, test_score_of_a_stream)

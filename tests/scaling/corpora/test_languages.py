@@ -22,7 +22,7 @@ TINY = {
 
 
 def brute_force(chain: markov.Chain) -> list[float]:
-    """The ladder, by a dense matrix over contexts and its eigenvector."""
+    """Conditional entropies, by a dense matrix over contexts and its eigenvector."""
     size, order = chain.vocab_size, chain.order
     contexts = list(itertools.product(range(size), repeat=order))
     move = np.zeros((len(contexts), size))
@@ -70,7 +70,7 @@ def test_known_entropies() -> None:
     np.testing.assert_allclose(
         markov.chain_conditional_entropies(chain), [math.log(2), coin], rtol=1e-12
     )
-    # A chain that goes round has no entropy, and its period is no obstacle.
+    # A periodic deterministic chain has entropy 0.
     ring = markov.make_chain(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
     np.testing.assert_allclose(
         markov.chain_conditional_entropies(ring), [math.log(3), 0], atol=1e-12
@@ -98,7 +98,7 @@ def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
         context = (context * 3 + token) % 9
         expected.append(token)
     assert markov.sample_chain(chain, 7, uniforms).tolist() == expected
-    # And of a chain that never forgets where it began.
+    # Also for a chain that never forgets its start.
     ring = markov.make_chain(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
     assert markov.sample_chain(ring, 0, uniforms).tolist() == [*np.arange(1, 5001) % 3]
 
@@ -117,7 +117,7 @@ def test_texts_are_in_the_language(kind: str) -> None:
     assert corpus.stream.dtype == corpus.held_out.dtype == np.uint16
     assert (len(corpus.stream), len(corpus.held_out)) == (200_000, 20_000)
     nats = language.code_lengths(config, corpus.stream)
-    # Of the tokens' code lengths the mean is the entropy; 128 blocks give its error.
+    # The mean code length of tokens is the entropy; 128 blocks give its error.
     blocks = nats[: len(nats) // 128 * 128].reshape(128, -1).mean(1)
     error = blocks.std() / math.sqrt(128)
     assert 0 < error < 0.01
@@ -131,8 +131,8 @@ def bounds(hidden: hidden_markov.HiddenChain, length: int) -> tuple[float, float
     """Bounds of the entropy rate by all texts of a length: exact, and costly.
 
     Returns:
-      The entropy of the token after so many, given them, and given the first state as
-      well for the lower one.
+      The entropy of the token after so many, given them; for the lower bound also
+      given the first state.
 
     Source: Cover and Thomas, Elements of Information Theory, theorem 4.5.1.
     """
@@ -155,7 +155,7 @@ def expected_entropy(hidden: hidden_markov.HiddenChain, rows: np.ndarray) -> flo
 
 
 @pytest.mark.slow
-def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
+def test_filter_is_between_the_bounds_of_all_short_texts() -> None:
     hidden = language._hidden(TINY["hidden_markov"])
     lower, upper = bounds(hidden, 9)
     rate = hidden_markov.entropy_rate(
@@ -164,11 +164,11 @@ def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
     assert 1e-4 < upper - lower < 4e-3
     assert 0 < rate.se < 1e-3
     assert lower - 4 * rate.se < rate.mean < upper + 4 * rate.se
-    # Exact blocks, from the top: each token seen helps, none below the bounds.
+    # Exact blocks, longest first: each token helps, none is below the bounds.
     steps = hidden_markov.hidden_conditional_entropies(hidden, most=9)
     assert (np.diff(steps)[:4] < 0).all()
     assert steps[-1] == pytest.approx(upper, abs=1e-12)
-    # States that show themselves make a Markov chain of the tokens.
+    # States that determine the token make a Markov chain of the tokens.
     seen = hidden_markov.make_hidden_chain(hidden.moves, np.eye(2))
     chain = hidden_markov._states(hidden.moves)
     np.testing.assert_allclose(
@@ -178,7 +178,7 @@ def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
 
 
 def test_the_reference_language() -> None:
-    """Four atoms after one, two and three tokens: as hard as it was meant to be."""
+    """Four atoms after one, two and three tokens, with the intended entropy."""
     found = language.optimal_loss(LanguageConfig(kind="kgram"))
     assert len(found.by_order) == 4
     assert (np.diff(found.by_order) < -0.15).all()

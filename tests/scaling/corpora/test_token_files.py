@@ -1,4 +1,4 @@
-"""Users' token files: mapped, checked, and refused in one clear line."""
+"""Users' token files: memory mapping, checks, and one-line errors."""
 
 import dataclasses
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_files_are_mapped(tmp_path: Path, suffix: str, dtype) -> None:
     assert len(corpus.held_out) == 50
     assert np.isnan(corpus.bytes_per_token)
     assert corpus.floor is None
-    # The same tokens are the same corpus, however they are written.
+    # The same tokens are the same corpus, in any file format.
     other = write(tmp_path / "other.bin", TOKENS.astype(np.uint16))
     assert corpora.open_corpus(TokenFileConfig(train=other, vocab_size=300)).digest == (
         corpus.digest
@@ -57,7 +57,7 @@ def test_a_file_of_its_own_is_held_out(tmp_path: Path) -> None:
     assert corpus.epochs(250) == 2.5
 
 
-def test_what_no_model_can_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_token_files_are_refused(tmp_path: Path) -> None:
     good = write(tmp_path / "good.bin", TOKENS.astype(np.uint16))
     config = TokenFileConfig(train=good, vocab_size=300)
 

@@ -1,4 +1,4 @@
-"""Parameters and bytes of keys and values: published integers, and our own models."""
+"""Parameters and bytes of keys and values: published integers, and bundled models."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ PUBLISHED = {
     "gpt3-175b": (174_604_259_328, 4_718_592),
     "opt-13b": (12_853_473_280, 819_200),
     "deepseek-v3": (671_026_419_200, 70_272),
-    # As the published checkpoints say.
+    # From the published checkpoints.
     "deepseek-v2": (235_741_434_880, 69_120),
     "smollm2-135m": (134_515_008, 23_040),
     "gpt2-xl": (1_557_611_200, 307_200),
@@ -103,7 +103,7 @@ def test_a_mixture_counts_the_experts_a_token_uses() -> None:
     found = parameters.count_parameters(published.describe("mixtral-8x7b"))
     assert found.active == 12_879_925_248
     assert found.active_non_embedding == 12_748_853_248
-    # Llama-2-7B's head: 32,000 x 4,096; the router is multiplied with, too.
+    # Llama-2-7B's head: 32,000 x 4,096; the router is a matrix product, too.
     attention, expert, head = 41_943_040, 3 * 4096 * 14336, 131_072_000
     layer = attention + 2 * expert + 8 * 4096
     assert found.matmul == 32 * layer + head
@@ -127,7 +127,7 @@ def test_latent_attention_and_layers_that_look_ahead() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_models_hold_as_many(name: str) -> None:
+def test_models_have_the_counted_parameters(name: str) -> None:
     config = dataclasses.replace(GROUPED, **OURS[name])
     shapes = jax.tree.leaves(transformer.param_shapes(config))
     made = jax.eval_shape(
@@ -139,13 +139,13 @@ def test_our_own_models_hold_as_many(name: str) -> None:
 
 
 COUNTED = json.loads((GOLDEN / "hf_parameter_counts.json").read_text())
-"""Models of every family that transformers 5.23 built on its meta device: the keys of
-their config.json that matter, and the sizes of all tensors. Buffers are the routing
+"""Models of every family, built by transformers 5.23 on its meta device: the relevant
+keys of their config.json, and the sizes of all tensors. Buffers are the routing
 corrections."""
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case["config"]["model_type"])
-def test_transformers_builds_as_many(case: dict[str, Any]) -> None:
+def test_counts_equal_those_of_transformers(case: dict[str, Any]) -> None:
     model = huggingface.describe_huggingface(case["config"])
     assert (
         parameters.count_parameters(model).total == case["parameters"] + case["buffers"]
@@ -156,7 +156,7 @@ def test_transformers_builds_as_many(case: dict[str, Any]) -> None:
         assert huggingface.describe_huggingface(without) == model
 
 
-def test_a_window_bounds_what_a_sequence_holds() -> None:
+def test_a_window_bounds_the_cache_of_a_sequence() -> None:
     model = published.describe("gemma-2-2b")
     per_layer = 2 * model.attention.cached_numbers
     found = serving.sequence_kv_bytes(model, 5000)
@@ -173,7 +173,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def test_keys_that_are_left_out_mean_what_transformers_takes_them_to_mean() -> None:
+def test_missing_keys_have_the_defaults_of_transformers() -> None:
     plain = huggingface.describe_huggingface(LLAMA)
     assert plain.attention == HeadAttention(num_q_heads=4, num_kv_heads=4, head_dim=8)
     assert not plain.tie_embeddings
@@ -223,7 +223,7 @@ QWEN2_MOE: dict[str, Any] = {
         (OPT, 26_008),
         (OPT | {"enable_bias": False}, 25_408),
         (QWEN2_MOE | {"qkv_bias": False}, 77_504),
-        (QWEN2_MOE | {"num_attention_heads": 32}, 69_568),  # of 16 KV heads
+        (QWEN2_MOE | {"num_attention_heads": 32}, 69_568),  # for 16 KV heads
     ],
 )
 def test_keys_that_change_biases_and_heads(raw: dict[str, Any], count: int) -> None:
@@ -237,7 +237,7 @@ def test_keys_that_change_biases_and_heads(raw: dict[str, Any], count: int) -> N
 def test_another_name_of_a_key_is_read() -> None:
     raw = dict(published.CONFIGS["deepseek-v3"])
     del raw["num_nextn_predict_layers"], raw["n_routed_experts"]
-    names = {"num_mtp_layers": 3, "num_local_experts": 12}  # as transformers 5.24 has
+    names = {"num_mtp_layers": 3, "num_local_experts": 12}  # names of transformers 5.24
     found = huggingface.describe_huggingface(raw | names)
     assert found.num_ahead_layers == 3
     assert found.experts is not None
@@ -250,8 +250,8 @@ def test_the_bundled_model_reads_as_both() -> None:
 
     path = bundled.folder_of("stdlib-bytes")
     raw = json.loads((path / "config.json").read_text())
-    ours = from_model.describe_config(configs.from_hf(raw), name="stdlib-bytes")
-    assert huggingface.load_shape(path) == ours
+    actual = from_model.describe_config(configs.from_hf(raw), name="stdlib-bytes")
+    assert huggingface.load_shape(path) == actual
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_the_bundled_model_reads_as_both() -> None:
         ),
     ],
 )
-def test_what_cannot_be_counted_is_refused(
+def test_unsupported_configs_are_refused(
     change: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"

@@ -1,6 +1,6 @@
-"""Operations and the time they take: published numbers and closed forms.
+"""Operations and their time: published numbers and closed forms.
 
-What XLA counts in our own models is in `test_cost_check`.
+`test_cost_check` compares models with XLA's counts.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def test_causal_is_half_of_full_and_windows_are_less() -> None:
     pairs = 512 * 128 - 128 * 128 // 2
     found = scores(narrow, sequence=512, attention="causal")
     assert found == 32 * 4 * 4096 * pairs
-    # In chunks, the triangle is as large.
+    # In chunks, the triangle has the same size.
     how: dict[str, Any] = {"attention": "causal"}
     for model in (LLAMA, narrow):
         chunks = [scores(model, sequence=100, past=x, **how) for x in (0, 100, 200)]
@@ -69,7 +69,7 @@ def test_megatron_with_everything_recomputed() -> None:
     selective = training_step_flops(
         model, batch=b, sequence=s, checkpointing="selective"
     )
-    # What is recomputed is s / 6h of the layers' products: 2.78 % at their sizes.
+    # The recomputed part is s / 6h of the layers' products: 2.78 % at their sizes.
     layers = 24 * b * n * s * h**2
     assert selective.recomputed / layers == pytest.approx(s / 6 / h)
 
@@ -85,7 +85,7 @@ def test_latent_attention_has_two_widths() -> None:
     by_name = {x.name: x.flops for x in forward_terms(model, sequence=10)}
     assert by_name["scores"] == 61 * 2 * 100 * 128 * (128 + 64)
     assert by_name["values"] == 61 * 2 * 100 * 128 * 128
-    # Decoding works on the latents, at the same price outside the scores.
+    # Decoding uses the latents, at the same cost outside the scores.
     found = {x.name: x.flops for x in decode_terms(model, context=10)}
     assert found["scores"] == 61 * 2 * 10 * 128 * (512 + 64)
     assert found["values"] == 61 * 2 * 10 * 128 * 512
@@ -145,13 +145,13 @@ def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:
     def decodes(batch: int, context: int) -> float:
         return serving.decode_work(LLAMA, batch=batch, context=context).intensity
 
-    # Two operations per weight and sequence against two bytes: about the batch.
+    # Two operations per weight and sequence, two bytes per weight: about the batch.
     assert decodes(64, 1) == pytest.approx(64, rel=0.02)
     bound = serving.find_compute_bound_size(lambda b: decodes(b, 1) > a100.ridge())
     assert bound is not None
     assert decodes(bound, 1) > a100.ridge() > decodes(bound - 1, 1)
-    # With 4,096 tokens kept, K and V alone hold it below 2 x 6.6e9 / 2.1e9 = 6.2, and
-    # a few operations on them.
+    # With a context of 4,096, K and V limit it to 2 x 6.6e9 / 2.1e9 = 6.2 at most, plus
+    # their few operations.
     never = serving.find_compute_bound_size(lambda b: decodes(b, 4096) > a100.ridge())
     assert never is None
 
@@ -168,7 +168,7 @@ def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
     assert read(1000) - dense == pytest.approx(8 * expert, rel=1e-3)
 
 
-def test_sequences_that_fit_beside_the_weights() -> None:
+def test_sequences_that_fit_next_to_the_weights() -> None:
     model, a100 = published.describe("llama-2-13b"), devices.find("a100-40gb")
     left = 40e9 - 2 * 13_015_864_320
     fit = serving.max_batch(model, a100, context=2048)

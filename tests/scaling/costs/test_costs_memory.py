@@ -1,4 +1,4 @@
-"""Training memory: published numbers, and what `jax.vjp` keeps of our models."""
+"""Training memory: published numbers, and the residuals of `jax.vjp`."""
 
 import dataclasses
 from typing import Any
@@ -40,8 +40,8 @@ def test_zero_divides_the_model_state(zero: int, gigabytes: float) -> None:
 DIVIDED = Layout(tensor=8, sequence=True)
 
 
-# Korthikanti et al. 2022, section 5: s b h (34 + 5 a s / h), and 70.2 % less when the
-# weights of attention are computed again.
+# Korthikanti et al. 2022, section 5: s b h (34 + 5 a s / h), and 70.2 % less if the
+# attention weights are recomputed.
 @pytest.mark.parametrize(
     ("checkpointing", "layout", "num_bytes"),
     [
@@ -65,7 +65,7 @@ def test_a_llama_layer_in_tiles() -> None:
     tensors = activations.stored_tensors(LLAMA, sequence=4096)
     dense, _ = activations.per_token(tensors, LLAMA)
     assert dense == 131_584 + 128
-    # With attention's weights kept: two bytes per head and pair more, no log-sum-exp.
+    # With stored attention weights: two more bytes per head and pair, no log-sum-exp.
     tensors = activations.stored_tensors(LLAMA, sequence=4096, flash=False)
     dense, _ = activations.per_token(tensors, LLAMA)
     assert dense == 131_584 + 2 * 32 * 4096
@@ -84,7 +84,7 @@ def test_checkpoints_at_layer_boundaries(sequence: int) -> None:
 def test_a_pipelines_first_stage_keeps_most_batches() -> None:
     layout = Layout(pipeline=4)
     found = training_memory(LLAMA, sequence=128, layout=layout)
-    # Four batches of a quarter of the layers: what one device would keep.
+    # Four batches of a quarter of the layers, as many as one device would keep.
     assert found.activations == training_memory(LLAMA, sequence=128).activations
     few = training_memory(LLAMA, sequence=128, layout=layout, micro_batches=2)
     assert few.activations == found.activations / 2
@@ -96,7 +96,7 @@ def test_parameters_of_a_device_add_up() -> None:
     stages = [device_params(mixtral, layout, stage=stage) for stage in range(4)]
     experts = 32 * 8 * 3 * 4096 * 14336
     assert sum(stage.experts for stage in stages) * 4 == experts
-    # Every stage has the tables: of tokens, of the head, and the last norm.
+    # Every stage has both tables, tokens and head, and the last norm.
     tables = (2 * 32_000 + 1) * 4096
     rest = 46_702_792_704 - experts - tables
     assert sum(stage.shared for stage in stages) == rest + 4 * tables
@@ -120,11 +120,11 @@ def test_parameters_of_a_device_add_up() -> None:
 
 CONFIG = dataclasses.replace(GROUPED, num_layers=2)
 SEQ = 130
-"""More than a tile: of shorter sequences the weights of attention are kept, too."""
+"""More than a tile: for shorter sequences attention weights are stored, too."""
 
 
 def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
-    """Bytes of everything that the vjp holds, parameters included; runs nothing."""
+    """Bytes of all residuals of the vjp, parameters included; runs nothing."""
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
 
     def pull(params: Any, tokens: Any) -> Any:
@@ -148,16 +148,18 @@ def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
     ],
     ids=["llama", "llama-float32", "qwen3", "gpt2", "opt", "gelu"],
 )
-def test_what_vjp_keeps_of_our_models(change: dict[str, Any], dtype: str) -> None:
+def test_residuals_equal_those_of_vjp(change: dict[str, Any], dtype: str) -> None:
     config = dataclasses.replace(CONFIG, **change)
-    # The difference of two batches: weights, and reshaped copies, are in both.
+    # The difference of two batches: both have the weights, and reshaped copies.
     more, less = kept(config, 3, SEQ, dtype), kept(config, 1, SEQ, dtype)
     number_bytes = jnp.dtype(dtype).itemsize
     listed = residuals.list_residuals(config, number_bytes=number_bytes)
     assert more - less == residuals.total_residual_bytes(listed, 2 * SEQ)
 
 
-def test_what_vjp_keeps_of_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residuals_of_checkpointed_layers_equal_those_of_vjp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = layers.Layer.__call__
 
     def again(self: Any, index: int, x: Any, *more: Any) -> Any:
@@ -170,7 +172,7 @@ def test_what_vjp_keeps_of_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(layers.Layer, "__call__", again)
     four, two = (dataclasses.replace(CONFIG, num_layers=x) for x in (4, 2))
-    # What two layers more keep is the 2 b s h of the formula, for each of them.
+    # Two more layers keep the 2 b s h of the formula each.
     assert boundary(four) - boundary(two) == 2 * (2 * 20 * CONFIG.hidden_size)
 
 

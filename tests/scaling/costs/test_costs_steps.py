@@ -1,4 +1,4 @@
-"""The cost model of a step: the same numbers as for one size, as arrays."""
+"""The cost model of a step, for one size and for arrays."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def test_a_step_of_decoding(name: str) -> None:
     found = work(cost, ints(1, 1, 1, 0), ints(5999, 5999, 5999, 70), jnp.int32(3))
     exact = serving.decode_work(model, batch=3, context=6000)
     assert found.flops == pytest.approx(exact.flops, rel=1e-5)
-    # A looked-up row of the embedding is left in the weights: a few kB.
+    # An embedding row counts as part of the weights: a few kB.
     assert found.bytes == pytest.approx(exact.bytes, rel=1e-5)
     time_s = serving.roofline(exact, A100, num_devices=2).time_s
     assert found.time_s == pytest.approx(time_s, rel=1e-5)
@@ -40,7 +40,7 @@ def test_a_prompt_read_in_chunks() -> None:
     ]
     assert sum(chunks) == pytest.approx(whole, rel=1e-6)
     exact = serving.prefill_work(model, batch=1, prompt=300)
-    # The diagonal, half a key for each query, is what `causal` leaves out.
+    # `causal` leaves out the diagonal, half a key for each query.
     assert whole == pytest.approx(exact.flops, rel=1e-3)
 
 

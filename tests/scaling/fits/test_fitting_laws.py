@@ -1,4 +1,4 @@
-"""Every law is found again from points on it; what is doubtful is doubted."""
+"""Every law is recovered from its own points; doubtful fits give warnings."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 # The others compile as long and add little; they run with the slow tests.
 QUICK = ("chinchilla", "kaplan")
-# Beyond rounding, their coefficients may be exchanged for one another.
+# Their coefficients may be exchanged for one another, beyond rounding.
 FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")
 
 
@@ -33,23 +33,23 @@ def test_points_on_a_law(name: str) -> None:
 
 @pytest.mark.parametrize("kind", synthetic.ILL_POSED)
 def test_ill_posed_runs_are_doubted(kind: str) -> None:
-    # Shares over many surfaces are counted by `fit_coverage`.
+    # `fit_coverage` counts shares over many surfaces.
     data, _ = synthetic.simulate_runs(kind, 32, seed=3)
     assert fits_fit.fit(published.CHINCHILLA, data, bootstrap=100).warnings
 
 
-def test_doubts_are_in_words() -> None:
+def test_texts_of_warnings() -> None:
     kind = "collinear: D = 20 N"
     data, _ = synthetic.simulate_runs(kind, 32, seed=0)
     found = fits_fit.fit(published.CHINCHILLA, data)
     assert found.warnings[0] == (
         "num_tokens follows from num_params in these runs, so their terms cannot be "
-        "told apart: vary them separately"
+        "separated: vary them separately"
     )
     assert found.condition_number > 1e6
     (flat,) = found.flat_directions
     assert sum(x * x for x in flat.values()) == pytest.approx(1)
-    # And what is free has no narrow interval.
+    # A free coefficient has no narrow interval.
     low, high = found.intervals["A"]
     assert high > 1000 * low
     data, _ = synthetic.simulate_runs("one wild outlier", 32, seed=0)
@@ -74,7 +74,7 @@ def test_compute_to_equal_loss() -> None:
     worse = {
         x: y.copy() for x, y in synthetic.simulate_isoflop_runs(100, seed=1).items()
     }
-    # The second needs three times the tokens for everything.
+    # The second needs three times the tokens for every loss.
     worse["num_tokens"] *= 3
     fits = [
         fits_fit.fit(published.CHINCHILLA, x, bootstrap=100) for x in (better, worse)
@@ -85,7 +85,7 @@ def test_compute_to_equal_loss() -> None:
     assert np.mean((found.low < 3) & (found.high > 3)) > 0.9
     again = compare(fits[1], fits[0])
     np.testing.assert_allclose(again.ratio, 1 / found.ratio, rtol=1e-9)
-    # Only where both have been.
+    # Only for losses that both reached.
     for fit in fits:
         ends = [
             published.compute_optimum(published.CHINCHILLA, fit.coefficients, x).loss
@@ -124,17 +124,15 @@ def test_compute_to_equal_loss_of_curves() -> None:
         (lambda x, y: 0.8 * (np.arange(len(x)) % 2), "the law misses one run in ten"),
     ],
 )
-def test_runs_that_a_law_does_not_follow_are_told(
-    change: Callable[..., np.ndarray], doubt: str
-) -> None:
+def test_misfit_gives_a_warning(change: Callable[..., np.ndarray], doubt: str) -> None:
     runs = synthetic.simulate_isoflop_runs(60, noise="normal")
     x, y = (np.log10(runs[name]) for name in ("num_params", "num_tokens"))
     off = change((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
     result = fits_fit.fit(
         published.CHINCHILLA, runs | {"loss": runs["loss"] * np.exp(off)}
     )
-    said = [line for line in result.warnings if "the law" in line]
-    assert [line[: len(doubt)] for line in said[:1]] == ([doubt] if doubt else [])
+    warnings = [line for line in result.warnings if "the law" in line]
+    assert [line[: len(doubt)] for line in warnings[:1]] == ([doubt] if doubt else [])
 
 
 def test_residuals_are_measured() -> None:
@@ -144,7 +142,7 @@ def test_residuals_are_measured() -> None:
     assert goodness.f_test_p_value(2.71, 4, 23) == pytest.approx(0.0552, abs=1e-4)
     few = np.random.default_rng(0).normal(size=9)
     assert goodness.find_arch(few, np.ones((9, 1)), few[None], 9) == 0
-    # Copies of runs are no more runs.
+    # Copies of runs do not count as runs.
     line = np.linspace(-1, 1, 12)
     noisy = line**3 + np.random.default_rng(0).normal(0, 0.5, 12)
     copies, again = np.repeat(noisy, 20), np.repeat(line, 20)
@@ -161,9 +159,9 @@ def test_intervals_that_held_out_runs_leave_are_doubted(
     covered: float, num_points: int, doubted: bool
 ) -> None:
     score = HeldOut(num_points, 0.01, 0.02, 0.01, covered)
-    said = diagnostics.held_out_warnings(score)
-    assert said == doubted * [
-        f"of {num_points} held-out runs {covered:.0%} lie inside of their 90 % "
+    warnings = diagnostics.held_out_warnings(score)
+    assert warnings == doubted * [
+        f"of {num_points} held-out runs {covered:.0%} are inside their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
     assert diagnostics.held_out_warnings(score._replace(covered=None)) == []

@@ -1,4 +1,4 @@
-"""Laws say what their papers say, in whatever units fitting counts."""
+"""Laws equal the formulas of their papers, in any units."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_a_law_in_any_units(name: str) -> None:
     np.testing.assert_allclose(back, EXAMPLES[name], rtol=1e-12)
     np.testing.assert_allclose(value, np.log(expected), rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(rows, slow, rtol=1e-9, atol=1e-12)
-    # Where fits may go holds the example, and every start.
+    # The box of fits contains the example and every start.
     low, high = law.box(float(np.median(np.log(expected))))
     assert np.all((low < y) & (y < high))
     starts = law.starts(float(np.median(np.log(expected))))
@@ -74,10 +74,10 @@ def _fill(n: int) -> dict[str, np.ndarray]:
 
 
 def test_refusals() -> None:
-    said = r"no law 'chinchila'; there are mean-.*; did you mean chinchilla or"
-    with pytest.raises(ValueError, match=said):
+    message = r"no law 'chinchila'; there are mean-.*; did you mean chinchilla or"
+    with pytest.raises(ValueError, match=message):
         published.find_law("chinchila")
-    with pytest.raises(ValueError, match="power does not say how loss falls"):
+    with pytest.raises(ValueError, match="power does not define how loss falls"):
         published.optimal_exponents(published.find_law("power"), {"a": 1.0, "b": 0.1})
     with pytest.raises(ValueError, match="chinchilla needs a column num_tokens"):
         published.CHINCHILLA.predict(jnp.ones(5), {"num_params": [1.0]})

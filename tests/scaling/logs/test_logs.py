@@ -1,4 +1,4 @@
-"""Logs: columns found and converted, every row accounted for, bad input named."""
+"""Logs: columns found and converted, every row accounted for, invalid input named."""
 
 import gzip
 import json
@@ -51,7 +51,7 @@ def test_a_mapped_csv_becomes_si_columns(tmp_path: Path) -> None:
     assert [row.line for row in log.raw] == [2, 4]
 
 
-def test_a_foreign_file_is_read_by_its_names_aloud(tmp_path: Path) -> None:
+def test_a_foreign_file_is_read_by_its_names(tmp_path: Path) -> None:
     text = "N;C;c4_loss;run\n70M;2.52e18;3.5;a\n0.125B;4.5e18;3.4;b\n"
     log = read_log(write(tmp_path, text), LogColumns(count="non-embedding"))
     np.testing.assert_allclose(log.columns["num_params"], [70e6, 125e6], rtol=1e-15)
@@ -70,7 +70,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
     twice = {"run_id": "r9", "status": "diverged", "loss": float("nan")}
     write_lines(tmp_path, [*RUNS, diverged, twice])
     with (tmp_path / "runs.jsonl").open("a") as file:
-        file.write('{"run_id": "r1')  # killed while it wrote
+        file.write('{"run_id": "r1')  # killed while writing
     points = [
         {"run_id": run, "step": s, "num_tokens": s * 10, "flops": s * 1e6, "loss": 5.0}
         for run in ("r0", "r2", "r8")
@@ -159,7 +159,7 @@ def test_only_files_of_a_size_are_read(
     for name in ("/dev/zero", "/dev/null"):
         with pytest.raises(ValueError, match="it is a device, not a file"):
             read_log(Path(name))
-    os.mkfifo(tmp_path / "pipe")  # that nobody writes to
+    os.mkfifo(tmp_path / "pipe")  # without a writer
     with pytest.raises(ValueError, match="pipe: holds no runs"):
         read_log(tmp_path / "pipe")
     monkeypatch.setattr(files, "MAX_BYTES", 2**20)
@@ -184,7 +184,7 @@ def test_a_law_of_one_input_needs_one_column(tmp_path: Path) -> None:
         read_log(path)
     both = write(tmp_path, "D,C,loss\n1e9,6e15,3\n", "both.csv")
     assert read_log(both, needs=("num_params", "loss")).columns["num_params"] == 1e6
-    # A law of a rate reads no loss.
+    # A law of the learning rate reads no loss.
     rates = write(tmp_path, "N,D,lr\n1e6,1e9,1e-3\n", "rates.csv")
     columns = LogColumns(others={"learning_rate": "lr"})
     needs = ("num_params", "num_tokens", "learning_rate")
@@ -212,7 +212,7 @@ d,2M,2e9,1e-3,3.2
         read_log(path, last_of=["run"])
     with pytest.raises(ValueError, match="--best-of x: no such column; there is run"):
         read_log(path, best_of=["x"])
-    # The later of equals; and steps tell which row is last, from 0.
+    # The later of equals; steps determine the last row, from 0.
     steps = write(tmp_path, "run,N,step,loss\na,1e6,0,3\na,1e6,0,2\n", "steps.csv")
     picked = read_log(steps, needs=["num_params", "loss"], last_of=["run"])
     assert [row.number for row in picked.raw] == [2]
@@ -233,7 +233,7 @@ def test_losses_in_bits_are_scaled(tmp_path: Path) -> None:
 UNNAMED: dict[str, tuple[str, ...]] = {
     "N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n": (),
     "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n": (
-        "experiment is not used, and parts the runs (a, b): --by experiment ",
+        "experiment is not used, and groups the runs (a, b): --by experiment ",
         """--where 'experiment == "a"' one of them""",
     ),
     "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n": (
@@ -255,7 +255,7 @@ UNNAMED: dict[str, tuple[str, ...]] = {
     "N,C,loss\n1e7,300,3\n": ("C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if",),
     "N,D,C,loss\n1e7,1e9,6e20,3\n": ("C is 1e+04 times 6 N D: is one of them",),
 }
-"""Logs without flags, and what is said of them."""
+"""Logs without flags, and their warnings."""
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ UNNAMED: dict[str, tuple[str, ...]] = {
         ("s_m,D,loss\n70,1e9,3\n", (), {"n": "s_m", "n_unit": 1e6}),
     ],
 )
-def test_what_nobody_asked_for_is_pointed_at(
+def test_unused_columns_are_reported(
     tmp_path: Path, text: str, lines: tuple[str, ...], flags: dict[str, Any]
 ) -> None:
     columns = LogColumns(**flags)
@@ -276,7 +276,7 @@ def test_what_nobody_asked_for_is_pointed_at(
     assert len(found) == bool(lines)
     for line in lines:
         assert line in found[0]
-    if log.names[-1] not in log.roles.values():  # a rule that names it has seen it
+    if log.names[-1] not in log.roles.values():  # a rule uses the column
         assert not doubts.find_doubts(log, columns, [f"`{log.names[-1]}` == 1"])
 
 
@@ -332,7 +332,7 @@ def test_a_sweep_with_a_run_twice_is_refused(tmp_path: Path) -> None:
         read_log(tmp_path)
 
 
-def test_rows_that_agree_in_numbers_are_told_of(tmp_path: Path) -> None:
+def test_rows_with_equal_numbers_are_reported(tmp_path: Path) -> None:
     text = "N,D,loss,seed\n1,2,3,0\n1,2,3,1\n1,2,4,2\n"
     log = read_log(write(tmp_path, text))
     assert "equal numbers in rows 1 and 2: one run twice?" in log.notes
@@ -346,8 +346,8 @@ def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
         columns = LogColumns(others={"num_unique_tokens": name}, d="D", d_unit=1e9)
         log = read_log(path, columns, needs=["num_unique_tokens"])
         np.testing.assert_array_equal(log.columns["num_unique_tokens"], [value])
-        told = "num_unique_tokens is unique as it stands" in "".join(log.notes)
-        assert told == (value == 1e9)
+        is_reported = "num_unique_tokens is unique without a unit" in "".join(log.notes)
+        assert is_reported == (value == 1e9)
     columns = LogColumns(others={"num_unique_tokens": "unique*-1"})
     with pytest.raises(ValueError, match="unit must be above 0"):
         read_log(path, columns, needs=["num_unique_tokens"])
@@ -374,10 +374,10 @@ def test_bad_rules_are_named(rule: str, line: str) -> None:
         rules.parse_rule(rule, ["a"])
 
 
-def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:
+def test_cells_without_a_number_have_no_order(tmp_path: Path) -> None:
     test = rules.parse_rule("a < 1", ["a"])
-    for cell, said in (("x", "a is 'x', not a number"), (None, "a is missing")):
-        with pytest.raises(ValueError, match=said):
+    for cell, message in (("x", "a is 'x', not a number"), (None, "a is missing")):
+        with pytest.raises(ValueError, match=message):
             test({"a": cell})
     assert rules.parse_rule("a == 1", ["a"])({"a": True})
     assert rules.parse_rule("a != 1", ["a"])({"a": None})
@@ -454,11 +454,13 @@ def test_runs_that_did_not_complete_are_left_out(tmp_path: Path, name: str) -> N
     rows = [f"{s},{n},{d},{x}" for s, (n, d, x) in zip(states, GRID, strict=False)]
     log = read_log(write(tmp_path, "\n".join([f"{name},N,D,loss", *rows]) + "\n"))
     assert len(log.runs) == 2
-    said = f"4 rows left out by {name.strip()}: 1 crashed, 1 running, 1 failed, 1 kill"
-    assert any(said in note for note in log.notes)
+    message = (
+        f"4 rows left out by {name.strip()}: 1 crashed, 1 running, 1 failed, 1 kill"
+    )
+    assert any(message in note for note in log.notes)
 
 
-def test_other_columns_of_states_are_pointed_at(tmp_path: Path) -> None:
+def test_other_columns_of_states_are_reported(tmp_path: Path) -> None:
     places = write(tmp_path, "State,N,D,loss\nCA,1,2,3\nNY,2,3,4\n")
     assert len(read_log(places).runs) == 2
     text = "N,D,loss,outcome\n1e7,2e9,3,converged\n2e7,3e9,2,Crashed\n"
@@ -487,7 +489,7 @@ def test_bad_rows_are_counted_in_a_line_with_one_rule(tmp_path: Path) -> None:
     assert [row.number for row in read_log(path, ignore=rule).raw] == [1, 6]
     missing = read_log(path, ignore="`val loss` is missing or row > 2")
     assert [row.number for row in missing.raw] == [1]
-    # Where a suffix may not be, the rows are listed.
+    # Where a suffix is not allowed, the rows are listed.
     units = write(tmp_path, "N,D,loss\n1M,2,3\n2M,3,4\n3,4,5\n")
     with refused("--ignore 'row == 1 or row == 2' leaves them out"):
         read_log(units, LogColumns(n="N", n_unit=1e6))
@@ -537,7 +539,7 @@ def test_a_kind_of_doubt_is_one_line(tmp_path: Path) -> None:
     groups, marks, sizes = doubts.find_doubts(
         read_log(write(tmp_path, text)), LogColumns()
     )
-    assert groups.startswith("dataset is not used, and parts the runs (a, b)")
+    assert groups.startswith("dataset is not used, and groups the runs (a, b)")
     assert groups.endswith("; the same holds for arch")
     assert marks.startswith("failed is not used, and marks 1 run")
     assert marks.endswith("; the same holds for outlier")

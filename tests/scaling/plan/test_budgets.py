@@ -1,4 +1,4 @@
-"""Optima in closed form against searches, and against what papers print."""
+"""Optima in closed form against searches, and against published numbers."""
 
 import math
 from typing import Any
@@ -69,7 +69,7 @@ def test_serving_at_equal_loss_and_for_a_budget(served: float) -> None:
     found = budgets.cheapest_model(LECTURE, free.loss, inference_tokens=served)
     assert found.loss == pytest.approx(free.loss, rel=1e-14)
     whole = budgets.lifetime_flops(*found[:2], served)
-    # Every other model of this loss takes more.
+    # Every other model with this loss takes more.
     sizes = found.num_params * np.exp(np.linspace(-0.3, 0.3, 601))
     left = found.loss - LECTURE.floor - LECTURE.A * sizes**-LECTURE.alpha
     tokens = (LECTURE.B / left) ** (1 / LECTURE.beta)
@@ -145,7 +145,7 @@ def test_enough_data_leaves_the_closed_form() -> None:
     free = budgets.allocate_budget(C4, 1e22)
     enough = DataLimit(free.num_tokens * (1 + 1e-9))
     assert budgets.allocate_budget(C4, 1e22, repeating=enough) == free
-    # A little less, and the search takes over without a jump.
+    # With slightly less data, the search takes over without a jump.
     fewer = DataLimit(free.num_tokens * 0.999)
     near = budgets.allocate_budget(C4, 1e22, repeating=fewer)
     assert near.num_params == pytest.approx(free.num_params, rel=1e-2)
@@ -180,7 +180,7 @@ def test_the_cheapest_model_under_a_limit_on_unique_tokens(unique: float) -> Non
 @pytest.mark.parametrize(
     ("name", "coefficients", "line"),
     [
-        ("power", dict(a=1.0, b=0.1), "does not say how loss falls"),
+        ("power", dict(a=1.0, b=0.1), "does not define how loss falls"),
         ("chinchilla", published.CONSTANTS["lecture"] | {"alpha": -0.1}, "alpha=-0.1"),
         ("chinchilla", published.CONSTANTS["lecture"] | {"B": math.nan}, "B=nan"),
         ("chinchilla", published.CONSTANTS["lecture"] | {"E": -1.0}, "floor of -1"),
@@ -200,7 +200,7 @@ def test_offers() -> None:
     assert best.flops_per_usd(0.4) == pytest.approx(1.1232e17, rel=1e-12)
     assert pricing.parse_offer("h100:2").flops_per_s == 989.4e12
     assert pricing.parse_offer("mine:2:100").memory_bytes is None
-    # Two that are equally good: the first.
+    # Two equally good offers: the first.
     same = [pricing.parse_offer("x:1:10"), pricing.parse_offer("y:2:20")]
     assert pricing.best_offer(same, 1.0).name == "x"
     with pytest.raises(ValueError, match="h100 has no price"):

@@ -1,4 +1,4 @@
-"""The grid of architectures: exact counts, the nearest, the best."""
+"""The grid of architectures: exact counts, the nearest design, the best design."""
 
 import dataclasses
 from typing import Any
@@ -93,7 +93,7 @@ def test_the_best_where_every_operation_counts() -> None:
     assert least < loss(float(near.num_params), 1e20 / near.flops_per_token)
     every = loss(GRID.num_params.astype(float), 1e20 / GRID.flops_per_token)
     assert least == every.min()
-    # To serve as well takes a third of the operations for every token.
+    # With serving, a token takes a third of the operations.
     served = designs.best_design(FAMILY, loss, 1e20, inference_tokens=1e11)
     spent = (served[1] + 1e11 / 3) * served[0].flops_per_token
     assert spent == pytest.approx(1e20, rel=1e-12)

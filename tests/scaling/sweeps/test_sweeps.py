@@ -1,4 +1,4 @@
-"""Sweeps: every run once, the same bits whatever happens, a log that can be fitted."""
+"""Sweeps: every run once, bit-identical after interruptions, with logs to fit."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def test_every_run_is_made_and_described(whole: sweep.SweepOutcome, config) -> N
         assert row["loss_se"] > 0
     points = lines(whole.log / "curves.jsonl")
     assert {p["run_id"] for p in points} == {r["run_id"] for r in whole.records}
-    # Rates that were best at the edge were extended, in the cells where they were.
+    # If the best rate was at the edge, the rates were extended, in that cell only.
     rates = {row["learning_rate"] for row in whole.records if row["hidden_size"] == 8}
     assert len(rates) > 2
     known = {row["run_id"]: row for row in whole.records}
@@ -72,7 +72,9 @@ def test_every_run_is_made_and_described(whole: sweep.SweepOutcome, config) -> N
     assert planning.next_groups(config, known, digest) == []
 
 
-def test_a_branch_is_the_run_alone(whole: sweep.SweepOutcome, config, tmp_path) -> None:
+def test_a_branch_equals_the_separate_run(
+    whole: sweep.SweepOutcome, config, tmp_path
+) -> None:
     alone = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
     found = losses(sweep.run_sweep(alone, tmp_path / "alone").log)
     assert len(found) >= 4
@@ -109,13 +111,13 @@ def test_cosines_of_two_lengths_share_the_warm_up(
 
 
 @pytest.mark.thorough
-def test_a_stopped_sweep_goes_on(whole: sweep.SweepOutcome, config, tmp_path) -> None:
+def test_a_stopped_sweep_continues(whole: sweep.SweepOutcome, config, tmp_path) -> None:
     out = tmp_path / "sweep"
     stopped = sweep.run_sweep(config, out, progress=Stopping(20))
     assert stopped.is_stopped
     assert 0 < len(stopped.records) < len(whole.records)
     with (out / "runs.jsonl").open("a") as file:
-        file.write('{"run_id": "half a li')  # as a killed one leaves it
+        file.write('{"run_id": "half a li')  # a line of a killed process
     with (out / "curves.jsonl").open("a") as file:
         file.write('{"run_id": "no record", "step": 1.0}\n')
     rest = sweep.run_sweep(config, out)
@@ -126,7 +128,7 @@ def test_a_stopped_sweep_goes_on(whole: sweep.SweepOutcome, config, tmp_path) ->
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["loop", pytest.param("vmap", marks=pytest.mark.slow)])
-def test_runs_under_way_are_taken_up(small, tmp_path, monkeypatch, mode) -> None:
+def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
     small = dataclasses.replace(small, mode=mode, cooldown=0.7)
     unbroken = sweep.run_sweep(small, tmp_path / "unbroken")
     taken, real = [], branching._go
@@ -143,7 +145,7 @@ def test_runs_under_way_are_taken_up(small, tmp_path, monkeypatch, mode) -> None
         calls += 1
     assert calls > 1
     assert not (out / "paused").exists()
-    # No step twice, and the same bits.
+    # No repeated step, and the same bits.
     ((low, high), lanes) = (20, 40), 2
     assert sum(taken) == lanes * grid.group_steps(small, (low, high))
     assert losses(out) == losses(unbroken.log)
@@ -155,7 +157,7 @@ def test_runs_under_way_are_taken_up(small, tmp_path, monkeypatch, mode) -> None
         assert taken_up == whole
 
 
-def test_a_pause_that_is_broken_says_what_to_do(small, tmp_path) -> None:
+def test_a_damaged_pause_raises_an_error_with_advice(small, tmp_path) -> None:
     out = tmp_path / "sweep"
     assert sweep.run_sweep(small, out, progress=Stopping(1)).is_stopped
     (place,) = (out / "paused").iterdir()
@@ -211,10 +213,10 @@ def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
 @pytest.mark.slow
 def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
     found = sweep.run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
-    ours, theirs = losses(found.log), losses(whole.log)
-    for run_id in ours.keys() & theirs.keys():
-        assert ours[run_id][0] == pytest.approx(theirs[run_id][0], rel=1e-3)
-    assert len(ours.keys() & theirs.keys()) >= 8
+    vmapped, looped = losses(found.log), losses(whole.log)
+    for run_id in vmapped.keys() & looped.keys():
+        assert vmapped[run_id][0] == pytest.approx(looped[run_id][0], rel=1e-3)
+    assert len(vmapped.keys() & looped.keys()) >= 8
     assert json.loads((found.log / "sweep.json").read_text())["mode"] == "vmap"
 
 
@@ -283,7 +285,7 @@ def test_budgets_become_steps(config) -> None:
         ({"seeds": (1, 1)}, "different"),
     ],
 )
-def test_a_grid_that_is_none_is_refused(config, change, message) -> None:
+def test_invalid_grids_are_refused(config, change, message) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **change)
 
@@ -323,28 +325,28 @@ sweep.run_sweep(config, Path(sys.argv[2]), progress=Slow())
 
 
 def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
-    """Begins or goes on with a sweep in a process, and kills it amid its runs.
+    """Starts or continues a sweep in a process, and kills it during its runs.
 
-    It has so many new runs by then, and some time for the next. Returns how many runs
-    there are.
+    The kill is a short time after `num_new` new runs. Returns the number of runs in the
+    folder.
     """
 
     def count() -> int:
         log = out / "runs.jsonl"
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
-    wanted = count() + num_new
+    expected = count() + num_new
     path = out.with_suffix(".json")
     path.write_text(config_json.config_dumps(config))
     args = [sys.executable, "-c", _CHILD, str(path), str(out)]
     with subprocess.Popen(args, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"begun\n"
-        while count() < wanted and child.poll() is None:
+        while count() < expected and child.poll() is None:
             time.sleep(0.01)
         time.sleep(after_s)
         child.kill()
-    assert child.returncode == -signal.SIGKILL  # it had not ended
+    assert child.returncode == -signal.SIGKILL  # still running when killed
     return count()
 
 
@@ -377,7 +379,7 @@ def test_the_best_rate_of_each_cell_wins() -> None:
     rows = [
         row("a", 1.0, 0, 3.0),
         row("a", 2.0, 0, 2.9),
-        row("a", 2.0, 1, 3.3),  # its mean is worse, but the other has no seed 1
+        row("a", 2.0, 1, 3.3),  # a worse mean, but the other rate has no seed 1
         row("b", 1.0, 0, 2.0),
         row("b", 0.5, 0, 2.0),
         row("c", 4.0, 7, 1.0),

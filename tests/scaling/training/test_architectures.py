@@ -1,4 +1,4 @@
-"""The rivals of the transformer: their equations, their gradients, what they cost."""
+"""Alternatives to the transformer: their equations, gradients, and costs."""
 
 import dataclasses
 import functools
@@ -116,7 +116,7 @@ def test_the_equations_and_gradients_are_those_of_pytorch(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", NUM_GATES)
 def test_operations_are_those_that_xla_counts(kind: Any, monkeypatch) -> None:
-    # The body of a loop is counted once, so there is none.
+    # XLA counts the body of a loop once, so there is no loop here.
     unrolled = functools.partial(jax.lax.scan, unroll=True)
     monkeypatch.setattr(jax.lax, "scan", unrolled)
     config = RecurrentConfig(
@@ -131,8 +131,8 @@ def test_operations_are_those_that_xla_counts(kind: Any, monkeypatch) -> None:
     windows = jax.ShapeDtypeStruct((batch, sequence + 1), jnp.int32)
     program = jax.jit(step).lower(param_shapes(config), windows).compile()
     counted: Any = program.cost_analysis()
-    ours = architectures.training_flops(config, batch=batch, sequence=sequence)
-    assert ours == pytest.approx(counted["flops"], rel=0.02)
+    actual = architectures.training_flops(config, batch=batch, sequence=sequence)
+    assert actual == pytest.approx(counted["flops"], rel=0.02)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 4, 6])

@@ -1,4 +1,4 @@
-"""Training: it learns, it counts right, and whatever ends it costs little."""
+"""Training: it learns, counts correctly, and survives interruptions."""
 
 import contextlib
 import dataclasses
@@ -96,7 +96,7 @@ def assert_same_run(found: train.TrainResult, expected: train.TrainResult) -> No
 
 
 NUM_TOKENS = 50_000
-"""Of the streams that are made up here, so that one program reads all of them."""
+"""Vocabulary of the synthetic streams, the same so that one program reads all."""
 
 
 @pytest.mark.thorough
@@ -114,7 +114,7 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_taken_up_ends_as_the_unbroken_one(
+def test_a_resumed_run_equals_the_uninterrupted_one(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     unbroken = train.train(config, tmp_path / "unbroken")
@@ -122,7 +122,7 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
     first = train.train(config, out, progress=Stopping(2, "show"))
     assert first.status == "stopped"
     assert int(first.curve[-1]["step"]) == 4
-    # Interrupted within a report, not asked: the state is the report's, and is saved.
+    # Interrupted within a report, without a request: the report's state is saved.
     second = train.train(config, out, progress=Stopping(2, "show", KeyboardInterrupt()))
     assert second.status == "stopped"
     assert second.checkpoint == out / "checkpoints" / "8"
@@ -134,7 +134,7 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
 
 
 @pytest.mark.thorough
-def test_what_a_killed_run_left_half_is_put_right(
+def test_incomplete_output_of_a_killed_run_is_repaired(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     unbroken = train.train(config, tmp_path / "unbroken")
@@ -153,7 +153,7 @@ def test_what_a_killed_run_left_half_is_put_right(
 
 @contextlib.contextmanager
 def files_no_larger_than(num_bytes: int) -> Generator[None]:
-    """Has the system refuse to write more into a file, as on a full disk."""
+    """Makes the system refuse larger files, like a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
@@ -163,7 +163,7 @@ def files_no_larger_than(num_bytes: int) -> Generator[None]:
 
 
 @pytest.mark.thorough
-def test_without_room_a_line_says_so_and_nothing_is_broken(
+def test_a_full_disk_raises_an_error_and_keeps_the_checkpoints(
     config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -201,7 +201,7 @@ def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_a_run_on_a_mesh_is_kept_whole(config: TrainConfig, tmp_path: Path) -> None:
-    """So it is taken up to the bit there, and under another layout as well."""
+    """A mesh resumes it bit for bit, and another layout does, too."""
     model = dataclasses.replace(MODEL, num_kv_heads=2)
     config = dataclasses.replace(config, model=model)
     layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
@@ -229,7 +229,7 @@ def test_a_run_in_memory_is_the_one_on_disk(
     in_memory = train.train_in_memory(config, corpus)
     assert in_memory.checkpoint is None
     assert equal(in_memory.state, on_disk.state)
-    # It stops at the steps of no checkpoint.
+    # It stops at steps without a checkpoint.
     assert [line["step"] for line in in_memory.curve] == [3, 6, 9, 12]
     known = {line["step"]: line["loss"] for line in on_disk.curve}
     assert in_memory.curve[0]["loss"] == known[3]
@@ -286,12 +286,12 @@ def test_muon_takes_matrices_and_adam_the_rest() -> None:
     )
     updates: Any = update(grads, state.moments, state.params)[0]
     layer = updates["layers"][0]
-    # Every head's query is a matrix of its own with singular values near one.
+    # Every head's query is a separate matrix with singular values near one.
     queries = np.asarray(layer["qkv"]["weight"]).reshape(-1, 8, 16)
     singular = np.linalg.svd(queries, compute_uv=False) / (0.2 * math.sqrt(16))
     assert singular.shape == (4, 8)
     assert ((0.5 < singular) & (singular < 1.5)).all()
-    # Adam's first step is as large for each parameter.
+    # Adam's first step has the same size for each parameter.
     for found in (layer["qkv"]["bias"], updates["embed"]["weight"]):
         size = np.abs(np.asarray(found))
         np.testing.assert_allclose(size, np.full_like(size, size.mean()), rtol=1e-2)
@@ -305,7 +305,7 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
     assert seen.tolist() == corpora.encode_documents(documents).tolist()
     assert windows[0, 0] == windows[1, 0] == windows[2, 0] == corpora.END
     assert windows[3, 0] == ord("7")
-    # A model that knows nothing needs log2(257) bits for each.
+    # A uniform model needs log2(257) bits for each.
     nothing = jax.tree.map(
         jnp.zeros_like, transformer.init_params(MODEL, jax.random.key(0))
     )
@@ -339,7 +339,7 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
                 "optimizer": OptimizerConfig(kind="adafactor"),
                 "how": StepConfig(layout=Layout(ulysses=2)),
             },
-            "looks at whole parameters",
+            "needs whole parameters",
         ),
     ],
 )
@@ -407,14 +407,14 @@ def test_a_killed_process_loses_at_most_the_interval(
 @pytest.mark.parametrize(
     ("name", "removed", "added"),
     [
-        ("score", "losses * counts[start:end]", "losses"),
-        ("score", "nats / num_tokens", "nats / counts.size"),
-        ("score", "corpora.num_bytes(documents)", "num_tokens"),
-        ("cut", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
-        ("cut", "[np.int32(corpora.END)], text]", "text[:1], text]"),
+        ("score_documents", "losses * counts[start:end]", "losses"),
+        ("score_documents", "nats / num_tokens", "nats / counts.size"),
+        ("score_documents", "corpora.count_bytes(documents)", "num_tokens"),
+        ("cut_windows", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
+        ("cut_windows", "[np.int32(corpora.END)], text]", "text[:1], text]"),
     ],
 )
-def test_a_seeded_bug_of_a_score_is_noticed(
+def test_a_seeded_bug_of_a_score_is_detected(
     name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = test_score_counts_every_byte_and_end_once
