@@ -216,7 +216,7 @@ def sweep(name: str, options: SweepOptions) -> Output:
       SIGTERM, 75 if by the clock.
 
     Raises:
-      ValueError: there is no such config, or `sweep.sweep` refuses it.
+      ValueError: there is no such config, or `sweep.run_sweep` refuses it.
     """
     config = find(name, SweepConfig, SWEEPS)
     given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}
