@@ -163,7 +163,9 @@ def seed_bug(
     patch: pytest.MonkeyPatch, warpgroups: types.ModuleType, removed: str, added: str
 ) -> None:
     """Changes one place of a kernel's warpgroups, or of what they share with others."""
-    homes = {warpgroups: ("consume", "produce"), kv_ring: ("copy_tile",)}
+    kind = warpgroups.__name__.rpartition(".")[2].removesuffix("_body")
+    bodies = (f"run_{kind}_consumer", f"run_{kind}_producer")
+    homes = {warpgroups: bodies, kv_ring: ("copy_tile",)}
     [home] = (x for x in homes if removed in inspect.getsource(x))
     changed = mutant(home, {removed: added})
     for name in homes[home]:

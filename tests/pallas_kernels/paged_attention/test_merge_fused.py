@@ -132,7 +132,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = emulating.mutant(merge_fused, dict([BUGS[bug]]))
-    monkeypatch.setattr(merge_fused, "run_fused_merge", changed.merge_and_unpack)
+    monkeypatch.setattr(merge_fused, "run_fused_merge", changed.run_fused_merge)
     noticed = rf"{emulating.NOTICED}|CpuCallback|Not equal to tolerance"
     with pytest.raises((AssertionError, RuntimeError), match=noticed):
         check(make(group=4, head_dim=64))
