@@ -192,7 +192,7 @@ def _feed(
             f"{kv_dtype=} has no gradient; kv_dtype must be 'model', "
             "K and V in the model's type"
         )
-    elif devices.current().platform == "gpu" and dtype.itemsize < 4:
+    elif devices.current_target().platform == "gpu" and dtype.itemsize < 4:
         why = (
             f"dtype={dtype.name!r} of K and V must be 'float32' for a gradient on a "
             "GPU, whose kernels of 16 bits have none"

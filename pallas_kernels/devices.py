@@ -1,4 +1,4 @@
-"""What a function that is being traced will run on."""
+"""The device that a traced function will run on, and choice of implementations."""
 
 import re
 from collections.abc import Callable
@@ -9,21 +9,21 @@ from jax import lax
 from jaxtyping import Array
 
 HOPPER = "9.0"
-"""Compute capability of GPUs that the Mosaic kernels are for: H100 and H200."""
+"""Compute capability of H100 and H200, the GPUs of the Mosaic kernels."""
 NUM_CORES = 132
 """Multiprocessors of an H100 or H200."""
 SMEM_BYTES = 232_448
-"""Shared memory that a kernel may ask for there."""
+"""Shared memory that a block may use on Hopper."""
 L2_BYTES = {"NVIDIA H200": 62_914_560, "NVIDIA H100 80GB HBM3": 52_428_800}
-"""Last cache before memory: a cold measurement passes over several times as much."""
+"""L2 cache; a cold measurement moves several times as much between two calls."""
 WGMMA_ROWS = 64
-"""Rows of one product of the tensor cores."""
+"""Rows of one tensor-core product (wgmma)."""
 LINE_BYTES = 128
-"""A line of the layout in which the tensor cores read and the copy engine moves."""
+"""Line of the swizzled layout that tensor cores read and TMA copies."""
 GROUP_THREADS = 128
-"""Threads of a warpgroup, each with as many elements of an array."""
+"""Threads of a warpgroup."""
 ROW_ALIGNMENT = 8
-"""Rows that the copy engine counts in."""
+"""Row granularity of TMA copies."""
 
 COMPILER_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
@@ -32,9 +32,9 @@ COMPILER_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_enable_triton_gemm": False,
 }
-"""What a program asks of the compiler on a GPU: everything captured as a CUDA graph,
-loops and branches whose trips are data, too, from one launch on; and products by
-cuBLASLt, which adds residuals. Elsewhere they mean nothing."""
+"""XLA flags for programs on a GPU: everything is captured in CUDA graphs, including
+loops and branches with data-dependent trip counts, from one launch on; products use
+cuBLASLt, which fuses the addition of residuals. Other platforms ignore the flags."""
 
 _HOPPER_NAMES = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
@@ -44,9 +44,9 @@ class Target(NamedTuple):
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      kind: as the device calls itself, for example "NVIDIA H200".
-      num_cores: multiprocessors of a GPU; 1 where it does not say.
-      capability: CUDA compute capability of a GPU, "" where it is not known.
+      kind: the device's own name, such as "NVIDIA H200".
+      num_cores: multiprocessors of a GPU; 1 if unknown.
+      capability: CUDA compute capability of a GPU, "" if unknown.
     """
 
     platform: str
@@ -55,11 +55,11 @@ class Target(NamedTuple):
     capability: str
 
 
-def current() -> Target:
-    """Tells the target of a trace: a device of the mesh that is set, else the default.
+def current_target() -> Target:
+    """Returns the target of a trace: a device of the set mesh, or the default device.
 
-    So a program that is lowered for a device which is not there asks for the right one.
-    A mesh knows names only, and of those only Hopper's are known here.
+    A program that is lowered for an absent device thus gets that device. A mesh has
+    device names only, and only those of Hopper GPUs imply a compute capability.
     """
     there = jax.sharding.get_abstract_mesh().abstract_device
     if there is not None and there.platform is not None:
@@ -75,24 +75,24 @@ def current() -> Target:
     )
 
 
-def choose(
+def choose_implementation(
     implementation: str | None, refusal: Callable[[], str | None]
 ) -> Literal["reference", "mosaic_gpu"]:
-    """Names the implementation that serves a call of an operation that has two.
+    """Returns the implementation that computes a call.
 
     Args:
-      implementation: "reference", "mosaic_gpu", or None for the best that works.
-      refusal: says in a clause why the Mosaic kernel does not take the call on a
-        Hopper GPU, or None.
+      implementation: "reference", "mosaic_gpu", or None for the best supported one.
+      refusal: returns why the Mosaic kernel does not support the call on a Hopper GPU,
+        or None.
 
     Raises:
-      ValueError: one is asked for that is unknown, or that cannot serve the call.
+      ValueError: the requested implementation is unknown or does not support the call.
     """
     if implementation not in (None, "reference", "mosaic_gpu"):
         raise ValueError(f"{implementation=} must be None, 'reference' or 'mosaic_gpu'")
     if implementation == "reference":
         return "reference"
-    reason = why_not_hopper(current()) or refusal()
+    reason = hopper_unsupported_reason(current_target()) or refusal()
     if reason is None:
         return "mosaic_gpu"
     if implementation == "mosaic_gpu":
@@ -100,8 +100,8 @@ def choose(
     return "reference"
 
 
-def why_not_hopper(target: Target) -> str | None:
-    """Says in a clause why kernels for Hopper do not run on it, or None."""
+def hopper_unsupported_reason(target: Target) -> str | None:
+    """Returns why the Hopper kernels do not run on a target, or None if they do."""
     if target.platform != "gpu":
         return f"the device is a {target.platform}, not a GPU"
     if target.capability != HOPPER:
@@ -110,9 +110,9 @@ def why_not_hopper(target: Target) -> str | None:
 
 
 def varying_like(x: Array, *others: Array) -> Array:
-    """The same numbers, typed as if they differed wherever `others` do on a mesh.
+    """Returns x with the type of an array that varies over the mesh axes of `others`.
 
-    Inside `jax.shard_map` what a loop carries must be of one type from the start.
+    Inside `jax.shard_map` the carry of a loop must have one type from the start.
     """
     axes = frozenset[str]().union(*(_axes(each) for each in others))
     missing = tuple(sorted(axes - _axes(x)))

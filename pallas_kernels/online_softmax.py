@@ -1,8 +1,8 @@
-"""From products of queries and keys to weights: what every implementation computes.
+"""Online softmax: from products of queries and keys to attention weights.
 
 A score is `scale * q.k`, then `softcap * tanh(score / softcap)`, then plus
-`slope * (place - position)`, then masked. Weights and sums are those of the online
-softmax, so blocks of keys can come one after the other.
+`slope * (place - position)`, then masked. The softmax is computed online, one block of
+keys after another.
 
 Sources: the cap, Gemma 2, arXiv:2408.00118, section 2; linear biases, Press et al.
 2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925, section 2; the
@@ -17,57 +17,61 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 
-class Scoring(NamedTuple):
-    """What makes scores of products; numbers of heads by query head or KV head."""
+class ScoreTransform(NamedTuple):
+    """Transform from products to scores, by query head or KV head."""
 
     scale: float
     """Factor on the products."""
     softcap: float | None = None
-    """Bound of the scores; None means none."""
+    """Bound of the scores; None means no bound."""
     slopes: Float[Array, "*heads"] | None = None
-    """What a score gains by each place nearer to the query; None means nothing."""
+    """ALiBi slopes: factor on the key's position minus the query's; None means none."""
     sinks: Float[Array, "*heads"] | None = None
-    """One more score, that takes weight and brings no value; None means none."""
+    """Score of one more key with value 0 in each head; None means none."""
 
 
-class Softmax(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Running state of the online softmax of some queries."""
 
     top: Float[Array, "*queries"]
-    """Highest score so far; the lowest number where there was none."""
+    """Highest score so far; the lowest finite number before the first key."""
     total: Float[Array, "*queries"]
     """Sum of exp(score - top)."""
     out: Float[Array, "*queries value_width"]
-    """Sum of the values under the same weights."""
+    """Sum of exp(score - top) times values."""
 
 
-def start(shape: tuple[int, ...], value_width: int, dtype: DTypeLike) -> Softmax:
-    """Makes the state of queries of one type that have seen no key.
+def init_softmax(
+    shape: tuple[int, ...], value_width: int, dtype: DTypeLike
+) -> SoftmaxState:
+    """Returns the initial state of queries.
 
-    `shape` is that of the queries without head_dim; the state is in float32 at least.
+    `shape` is that of the queries without head_dim; the state has at least float32.
     """
     wide = np.promote_types(dtype, np.float32)
-    # Not -inf: the difference of two of them would be NaN.
+    # Not -inf: the difference of two infinities would be NaN.
     top = jnp.full(shape, jnp.finfo(wide).min, wide)
-    return Softmax(top, jnp.zeros(shape, wide), jnp.zeros((*shape, value_width), wide))
+    return SoftmaxState(
+        top, jnp.zeros(shape, wide), jnp.zeros((*shape, value_width), wide)
+    )
 
 
-def score(
+def transform_scores(
     products: Float[Array, "*queries places"],
-    scoring: Scoring,
+    scoring: ScoreTransform,
     *,
     slopes: Float[Array, "..."] | None,
     distance: Int[Array, "..."],
     k_scales: Float[Array, "..."] | None,
 ) -> Float[Array, "*queries places"]:
-    """Turns products into scores, not yet masked.
+    """Turns products into scores, without a mask.
 
     Args:
-      products: of queries and keys.
-      scoring: what to do with them.
-      slopes: its slopes, laid out to be broadcast over the products.
-      distance: place of the key minus position of the query, likewise.
-      k_scales: factor on each key, of 8-bit pages, likewise.
+      products: products of queries and keys.
+      scoring: the transform.
+      slopes: slopes of the transform, broadcastable to the products.
+      distance: position of the key minus that of the query, broadcastable.
+      k_scales: scale of each key of 8-bit pages, broadcastable.
     """
     scores = products * scoring.scale
     if k_scales is not None:
@@ -79,14 +83,14 @@ def score(
     return scores
 
 
-def reweigh(
-    state: Softmax,
+def update_softmax(
+    state: SoftmaxState,
     scores: Float[Array, "*queries places"],
     seen: Bool[Array, "..."] | None,
-) -> tuple[Float[Array, "*queries places"], Softmax]:
-    """Weights of a block under the new maximum, and the old state scaled to it.
+) -> tuple[Float[Array, "*queries places"], SoftmaxState]:
+    """Returns the weights of a block and the state rescaled to the new maximum.
 
-    `seen` None: every query sees every place.
+    `seen` is the mask of keys; None means that every query attends to every key.
     """
     if seen is not None:
         lowest = jnp.asarray(jnp.finfo(scores.dtype).min, scores.dtype)
@@ -97,28 +101,28 @@ def reweigh(
         weights = jnp.where(seen, weights, jnp.zeros((), scores.dtype))
     decay = jnp.exp(state.top - top)
     total = state.total * decay + weights.sum(-1)
-    return weights, Softmax(top, total, state.out * decay[..., None])
+    return weights, SoftmaxState(top, total, state.out * decay[..., None])
 
 
-def scaled(
+def scale_weights(
     weights: Float[Array, "*queries places"], v_scales: Float[Array, "..."] | None
 ) -> Float[Array, "*queries places"]:
-    """Weights times the factor on each value, of 8-bit pages; 0 stays 0."""
+    """Multiplies weights by the scale of each 8-bit value; 0 stays 0."""
     if v_scales is None:
         return weights
     worth = weights * v_scales.astype(weights.dtype)
     return jnp.where(weights > 0, worth, jnp.zeros((), weights.dtype))
 
 
-def finish(
-    state: Softmax, sinks: Float[Array, "..."] | None, dtype: DTypeLike
+def normalize_softmax(
+    state: SoftmaxState, sinks: Float[Array, "..."] | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "*queries value_width"], Float[Array, "*queries"]]:
-    """Turns the state after the last block into the output and the natural log-sum-exp.
+    """Returns the output and the natural log-sum-exp of the final state.
 
-    Sinks are laid out to be broadcast over the queries.
+    Sinks must be broadcastable to the queries.
 
     Returns:
-      Both, 0 and -inf where no key was seen, sink or not.
+      Both; 0 and -inf for queries without a key, even with a sink.
     """
     some, top, total, out = state.total > 0, state.top, state.total, state.out
     if sinks is not None:

@@ -1,9 +1,10 @@
-"""Packed rows: the queries that read the same keys, side by side in blocks.
+"""Packed rows: blocks of queries that read the same keys.
 
-A matrix product of the tensor cores has 64 rows, and a decode step has one query a
-sequence. So all that read the same keys of a KV head are packed: `tokens` rows of one
-slot (a tree's nodes, a chunk, or one) times the `group` query heads of the KV head.
-Row `token * group + head_in_group` of a block; the rest of its rows is padding.
+A matrix product of the tensor cores has 64 rows, and a decoding step has one query a
+sequence. So queries that read the same keys of a KV head are packed: `tokens` rows of
+one slot (nodes of a tree, a chunk, or one row) times the `group` query heads of the KV
+head. They are at row `token * group + head_in_group` of a block; other rows are
+padding.
 
 Source: the packing of token x group in FlashInfer, Ye et al. 2025, arXiv:2501.01005.
 """
@@ -19,44 +20,44 @@ from pallas_kernels.devices import ROW_ALIGNMENT, WGMMA_ROWS
 
 
 class Packing(NamedTuple):
-    """Where each row lies in the blocks, and which row lies at each place of them."""
+    """Block and index of each row, and the row at each index of each block."""
 
     row: Int32[Array, "blocks tokens"]
-    """Row at each place; `rows`, one past the end, where there is none."""
+    """Row at each index; `rows`, one past the end, for padding."""
     slot: Int32[Array, " blocks"]
-    """Slot whose keys the block reads; 0 where the block has no rows."""
+    """Slot whose keys the block reads; 0 for a block without rows."""
     block: Int32[Array, " rows"]
-    """Block of each row; `blocks`, one past the end, for rows that are left out."""
+    """Block of each row; `blocks`, one past the end, for rows that are not packed."""
     token: Int32[Array, " rows"]
-    """Place of the row in its block; 0 for rows that are left out."""
+    """Index of the row in its block; 0 for rows that are not packed."""
 
 
-class Runs(NamedTuple):
-    """Of each row, what all live rows of its slot are; of no meaning where not live."""
+class SlotRuns(NamedTuple):
+    """The live rows of each row's slot; undefined for rows that are not live."""
 
     count: Int32[Array, " rows"]
-    """How many they are."""
+    """Number of live rows of the slot."""
     nth: Int32[Array, " rows"]
-    """How many of them come before this row."""
+    """Number of live rows of the slot before this row."""
     begin: Int32[Array, " rows"]
-    """The first of them."""
+    """First live row of the slot."""
     end: Int32[Array, " rows"]
-    """One past the last of them."""
+    """One past the last live row of the slot."""
 
 
-def runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Runs:
-    """Compares all rows with all, in one kernel.
+def find_slot_runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> SlotRuns:
+    """Finds the live rows of each slot, by comparing all rows in one kernel.
 
     Args:
       slots: slot of each row.
-      live: whether the row counts at all.
+      live: mask of the rows that count.
 
     Returns:
       The runs.
     """
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    # Made before, so that a pair takes one comparison: what takes more XLA may write
-    # to memory in a kernel of its own.
+    # Computed before, so that a pair takes one comparison: XLA may write a longer
+    # expression to memory in a separate kernel.
     slots = lax.optimization_barrier(jnp.where(live, slots, -1).astype(jnp.int32))
     same = slots[None, :] == slots[:, None]
     nth = same & (index[None, :] < index[:, None])
@@ -68,7 +69,7 @@ def runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Runs:
         (lax.min, slots.shape[0], begin),
         (lax.max, 0, end),
     )
-    return Runs(*found)
+    return SlotRuns(*found)
 
 
 def reduce_together(
@@ -76,15 +77,15 @@ def reduce_together(
 ) -> list[Int32[Array, "*lead"]]:
     """Reduces along the last axis, in one kernel on a GPU.
 
-    Reductions that share what they reduce XLA may divide: a kernel for that, and one
-    for each of them.
+    XLA may compile reductions with a common operand to one kernel for the operand and
+    one for each reduction.
 
     Args:
-      *parts: of each reduction how two numbers become one, what changes none, and the
-        numbers, all of one shape; taken as int32.
+      *parts: binary function, neutral element and operand of each reduction, all
+        operands of one shape; converted to int32.
 
     Returns:
-      Their results.
+      Results of the reductions.
     """
     joins, starts, values = zip(*parts, strict=True)
     values = jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in values))
@@ -97,17 +98,17 @@ def reduce_together(
 
 
 def num_block_rows(*, tokens: int, group: int) -> int:
-    """Counts the packed rows of a block, padding included; both are at least 1.
+    """Returns the packed rows of a block, padding included; both are at least 1.
 
-    Memory holds multiples of what a transfer can move. Beyond one matrix product they
-    are whole ones, a warpgroup each: a multiple of 8 up to 64, else of 64.
+    A multiple of 8, the granularity of TMA, up to 64 rows; beyond them a multiple of
+    64, one matrix product of a warpgroup each.
     """
     unit = ROW_ALIGNMENT if tokens * group <= WGMMA_ROWS else WGMMA_ROWS
     return -(-tokens * group // unit) * unit
 
 
-def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
-    """Bounds the blocks that rows of so many slots can fill, whatever their split.
+def max_query_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
+    """Returns a bound on the blocks of `num_rows` rows of `num_slots` slots.
 
     A slot with n rows fills ceil(n / tokens) <= 1 + (n - 1) / tokens blocks. All counts
     are at least 1. 10 rows of 3 slots in blocks of 4: 3 + 7 // 4 = 4.
@@ -116,8 +117,8 @@ def max_blocks(*, num_rows: int, num_slots: int, tokens: int) -> int:
     return used + (num_rows - used) // tokens
 
 
-def one_row_a_slot(live: Bool[Array, " rows"]) -> Packing:
-    """Packs row i, which is slot i, into block i, of one token; if it sees any key."""
+def pack_one_row_per_slot(live: Bool[Array, " rows"]) -> Packing:
+    """Packs row i, of slot i, into block i, of one token, if it is live."""
     num_rows = live.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     kept = jnp.where(live, row, num_rows)
@@ -133,27 +134,26 @@ def pack_rows(
     max_rows: int | None = None,
     nth: Int32[Array, " rows"] | None = None,
 ) -> Packing:
-    """Packs the rows of each slot, in their order, into blocks of `tokens`.
+    """Packs the rows of each slot, in order, into blocks of `tokens` rows.
 
     Args:
-      slots: slot of each row, in [0, num_slots) where live; the live rows of a slot
-        side by side.
-      live: whether the row is packed at all.
-      num_slots: slots, static.
+      slots: slot of each row, in [0, num_slots) if live; the live rows of a slot are
+        contiguous.
+      live: mask of the rows to pack.
+      num_slots: number of slots, static.
       tokens: rows of one slot in a block, static.
-      max_rows: live rows that no slot has more of, static; None means any number.
-      nth: of each live row, how many live rows of its slot come before it; None where
-        that is not known yet.
+      max_rows: bound on the live rows of a slot, static; None means no bound.
+      nth: number of live rows of the slot before each live row; None computes it.
 
     Returns:
-      The packing, of at most `max_blocks` blocks; those in use come first.
+      The packing, of at most `max_query_blocks` blocks; used blocks come first.
     """
     num_rows = slots.shape[0]
-    num_blocks = max_blocks(num_rows=num_rows, num_slots=num_slots, tokens=tokens)
+    num_blocks = max_query_blocks(num_rows=num_rows, num_slots=num_slots, tokens=tokens)
     if max_rows is not None:
         num_blocks = min(num_blocks, num_slots * -(-max_rows // tokens))
-    # Comparisons of all with all: XLA has a kernel for each of their three sums, and
-    # one or two for any running sum or scatter.
+    # Comparisons of all with all: XLA has one kernel for each of their three sums, and
+    # one or two for any cumulative sum or scatter.
     index = jnp.arange(num_rows, dtype=jnp.int32)
     slots = jnp.where(live, slots, -1).astype(jnp.int32)
     if nth is None:
@@ -162,7 +162,7 @@ def pack_rows(
         nth = jnp.sum(same, axis=1, dtype=jnp.int32)
     token = jnp.where(live, lax.rem(nth, jnp.int32(tokens)), 0)
     opens = live & (token == 0)
-    # The sum is the result as it stands, or another kernel would make it so.
+    # The sum is directly the result; any change would be another kernel.
     is_first = (index == 0).astype(jnp.int32)[None, :]
     passed = (opens[None, :] & (index[None, :] <= index[:, None])).astype(jnp.int32)
     passed = jnp.where(live[:, None], passed - is_first, is_first * num_blocks)
@@ -171,7 +171,8 @@ def pack_rows(
     place = jnp.arange(num_blocks * tokens, dtype=jnp.int32)
     row = jnp.where(at[None, :] == place[:, None], index[None, :], num_rows)
     row = jnp.min(row, axis=1).reshape(num_blocks, tokens)
-    # All rows of a block have the same; a maximum, as `decode_plan` takes of others.
+    # All rows of a block have the same slot; a maximum fuses with those of
+    # `decode_plan`.
     slot = jnp.max(slots.at[row].get(mode="fill", fill_value=0), axis=1)
     return Packing(row, slot, block, token)
 
@@ -179,9 +180,9 @@ def pack_rows(
 def pack_queries(
     q: Float[Array, "rows q_heads head_dim"], packing: Packing, *, kv_heads: int
 ) -> Float[Array, "blocks {kv_heads} block_rows head_dim"]:
-    """Lays the queries out in blocks, one of each for every KV head.
+    """Packs queries into blocks, one block for every KV head.
 
-    Query head h reads KV head `h // (q_heads // kv_heads)`. Zeros where no row is.
+    Query head h reads KV head `h // (q_heads // kv_heads)`. Padding is zero.
     """
     (num_blocks, tokens), (_, q_heads, head_dim) = packing.row.shape, q.shape
     group = q_heads // kv_heads
@@ -195,16 +196,16 @@ def pack_queries(
 def pack_values(
     values: Shaped[Array, " rows"], packing: Packing, *, fill: int
 ) -> Shaped[Array, "blocks tokens"]:
-    """Brings one number a row to its block; `fill` where no row is."""
+    """Packs one number a row into blocks; `fill` for padding."""
     return values.at[packing.row].get(mode="fill", fill_value=fill)
 
 
-def spread(
+def expand_to_packed_rows(
     packed: Shaped[Array, "blocks tokens"], *, group: int
 ) -> Shaped[Array, "blocks wgmma_rows"]:
-    """Spreads numbers of rows over the packed rows, padded to whole matrix products.
+    """Repeats numbers of rows over packed rows, padded to whole matrix products.
 
-    Each of the `group` query heads of a KV head gets it; padding gets 0.
+    Each of the `group` query heads of a KV head gets the row's number; padding gets 0.
     """
     num_blocks, tokens = packed.shape
     # Not `repeat`, which is a scatter.
@@ -213,19 +214,20 @@ def spread(
     return jnp.pad(found, [(0, 0), (0, -tokens * group % WGMMA_ROWS)])
 
 
-def unpack(
+def unpack_rows(
     blocks: Shaped[Array, "blocks kv_heads block_rows *rest"],
     packing: Packing,
     *,
     group: int,
     fill: float,
 ) -> Shaped[Array, "rows q_heads *rest"]:
-    """Brings packed results back to rows and query heads; rows left out get `fill`."""
+    """Unpacks results to rows and query heads; rows that are not packed get `fill`."""
     num_blocks, kv_heads, _, *rest = blocks.shape
     tokens = packing.row.shape[1]
     blocks = blocks[:, :, : tokens * group]
     blocks = blocks.reshape(num_blocks, kv_heads, tokens, group, *rest)
-    # Padding may hold anything, so that rows left out are chosen, not multiplied, away.
+    # Padding is undefined, so rows that are not packed are selected, not multiplied by
+    # 0.
     kept = packing.block < num_blocks
     index = jnp.where(kept, packing.block, 0), slice(None), packing.token
     found = blocks[index].reshape(kept.shape[0], kv_heads * group, *rest)

@@ -1,1 +1,1 @@
-"""Which model to build: costs, laws, training and the budgets between them."""
+"""Scaling laws: costs, fits, training runs, sweeps and compute-optimal budgets."""

@@ -1,4 +1,4 @@
-"""One writer per folder: a lock that ends with its process, however that ends."""
+"""A lock for one writer per folder, released when its process ends in any way."""
 
 import contextlib
 import errno
@@ -12,23 +12,24 @@ from typing import IO
 from jaxkv import files
 
 NAME = ".lock"
-"""The file in the folder that the system's lock is on; it says who has it."""
+"""Name of the locked file in the folder; it holds the writer's process id and host."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class WriterLock:
-    """Takes a folder until `close`, making it where it is missing.
+    """Exclusive right to write to a folder until `close`; creates a missing folder.
 
-    A file that a killed process left behind holds nobody up: the lock is the system's,
-    and went with the process. On a file system without locks a warning says so.
+    A lock file that a killed process left does not block: the lock is the operating
+    system's, and ended with the process. On a file system without locks there is a
+    warning instead.
 
     Args:
       folder: the folder.
 
     Raises:
-      ValueError: another process writes there, or this one does already; or the folder
-        cannot be written.
+      ValueError: this or another process holds the lock, or the folder is not
+        writable.
     """
 
     def __init__(self, folder: Path):
@@ -37,7 +38,7 @@ class WriterLock:
             self._file = self._take(folder)
 
     def close(self) -> None:
-        """Lets another process in."""
+        """Releases the lock."""
         if self._file.closed:
             return
         with contextlib.suppress(OSError):
@@ -59,7 +60,7 @@ class WriterLock:
             except BaseException:
                 file.close()
                 raise
-            file.close()  # who had it deleted it in between: once more
+            file.close()  # deleted by its previous holder in between: try again
 
     def _is_current(self, file: IO[str]) -> bool:
         try:
@@ -69,14 +70,14 @@ class WriterLock:
 
 
 def _lock(file: IO[str], folder: Path) -> None:
-    """Locks the file at once or not at all."""
+    """Locks a file without waiting."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         number, _, host = file.read().strip().partition(" ")
         who = "another process"
-        if number.isdigit():  # else it is just about to write its number
+        if number.isdigit():  # else the holder has not written its number yet
             elsewhere = f" on {host}" if host != socket.gethostname() else ""
             who = f"process {number}{elsewhere}"
         raise ValueError(f"{folder}: {who} is writing here; one at a time") from None

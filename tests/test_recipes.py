@@ -32,7 +32,7 @@ from scaling.fits import fit
 from scaling.laws import base, powers
 from scaling.plan import budgets
 from scaling.shapes import huggingface
-from scaling.training import OptimizerConfig, Schedule, architectures, step
+from scaling.training import LearningRateSchedule, OptimizerConfig, architectures, step
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
 from tests.support.folders import ROOT
 
@@ -268,12 +268,12 @@ def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert again.config == found
     jax.tree.map(np.testing.assert_array_equal, again.params, weights)
 
-    counted = parameters.parameters(huggingface.load(tmp_path / "toy"))
+    counted = parameters.count_parameters(huggingface.load_shape(tmp_path / "toy"))
     assert counted.total == sum(x.size for x in jax.tree.leaves(weights))
     only_counted = toy._replace(architecture="Toy2LM", servable=False)
     monkeypatch.setitem(families.FAMILIES, "toy2", only_counted)
     raw |= {"model_type": "toy2", "architectures": ["Toy2LM"]}
-    assert parameters.parameters(huggingface.describe(raw)) == counted
+    assert parameters.count_parameters(huggingface.describe_huggingface(raw)) == counted
     with pytest.raises(ValueError, match="architecture 'Toy2LM' is not supported"):
         configs.from_hf(raw)
 
@@ -329,7 +329,7 @@ def test_a_norm_and_an_activation_are_written_once(invented: Invented) -> None:
     again = checkpoints.load_model(folder)
     assert again.config == shape
     size = sum(x.size for x in jax.tree.leaves(params))
-    assert architectures.parameters(shape).total == size
+    assert architectures.count_model_parameters(shape).total == size
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 30, (2, 7)), jnp.int32)
     columns = transformer.logits(params, tokens, config=shape)
     rows = architectures.forward(params, tokens, config=shape).logits
@@ -351,12 +351,12 @@ def test_a_norm_and_an_activation_are_served_and_trained(invented: Invented) -> 
     assert np.argmax(trained[0, 2:], axis=-1).tolist() == list(found.tokens)
 
     optimizer = OptimizerConfig(kind="adamw")
-    state = step.init(shape, optimizer, jnp.int32(0))
+    state = step.init_train_state(shape, optimizer, jnp.int32(0))
     stream = jnp.asarray(np.tile(np.arange(20), 40), jnp.uint16)
     losses = []
-    run = step.compiled(shape, optimizer, 4, 16)
+    run = step.compiled_steps(shape, optimizer, 4, 16)
     for _ in range(2):
-        rate = Schedule.constant(1e-2)
+        rate = LearningRateSchedule.constant(1e-2)
         state, loss = run(state, stream, rate, jnp.int32(0), jnp.int32(20))
         losses.append(float(loss))
     assert losses[1] < 0.5 * losses[0]
@@ -364,7 +364,7 @@ def test_a_norm_and_an_activation_are_served_and_trained(invented: Invented) -> 
 
 # A kernel tiling
 
-MINE = dispatch.Tilings(
+MINE = dispatch.KernelTilings(
     decode=stream_k.Tiling(num_programs=5, tile=128, stages=2, q_stages=1),
     prefill=stream_k.Tiling(num_programs=2, stages=2, block_rows=128),
 )
@@ -390,10 +390,10 @@ def test_a_tiling_goes_from_the_call_to_the_plan(
     assert programs[0] == programs[1]
 
     h200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: h200)
+    monkeypatch.setattr(devices, "current_target", lambda: h200)
     q, k = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays[:2])
 
-    def planned(tiling: dispatch.Tilings | None) -> dispatch.StepPlan:
+    def planned(tiling: dispatch.KernelTilings | None) -> dispatch.StepPlan:
         plan = functools.partial(api.make_plan, q, k, tiling=tiling)
         return jax.eval_shape(plan, *arrays[3:6])
 
@@ -404,7 +404,7 @@ def test_a_tiling_goes_from_the_call_to_the_plan(
         api.paged_attention(*narrow, *arrays[3:], plan=planned(None), tiling=MINE)
     with pytest.raises(ValueError, match="must be a multiple of 64"):
         stream_k.Tiling(tile=96)
-    assert prefill_plan.default_tiling(head_dim=64).block_rows == 128
+    assert prefill_plan.default_prefill_tiling(head_dim=64).block_rows == 128
 
 
 @pytest.mark.thorough
@@ -424,14 +424,14 @@ def test_a_law_is_fitted_and_plans() -> None:
         "A / N^alpha + B / D^beta",
         (n, d),
         (
-            base.scale("A"),
-            base.scale("B"),
-            base.exponent("alpha"),
-            base.exponent("beta"),
+            base.scale_coordinate("A"),
+            base.scale_coordinate("B"),
+            base.exponent_coordinate("alpha"),
+            base.exponent_coordinate("beta"),
         ),
         (
-            powers.Term("A", (powers.Power(n, "alpha"),)),
-            powers.Term("B", (powers.Power(d, "beta"),)),
+            powers.PowerTerm("A", (powers.Power(n, "alpha"),)),
+            powers.PowerTerm("B", (powers.Power(d, "beta"),)),
         ),
         "made up",
         two_powers=lambda c: base.TwoPowers(c["A"], c["B"], c["alpha"], c["beta"]),
@@ -448,7 +448,9 @@ def test_a_law_is_fitted_and_plans() -> None:
     found = fit.fit(law, data)
     assert found.coefficients == pytest.approx(made_of, rel=1e-4)
 
-    best = budgets.allocate(budgets.two_powers(law, found.coefficients), 6e20)
+    best = budgets.allocate_budget(
+        budgets.law_two_powers(law, found.coefficients), 6e20
+    )
     assert best.num_params * best.num_tokens == pytest.approx(1e20)
     # At the optimum both terms have the same slope along the budget.
     terms = made_of["A"] / best.num_params**0.35, made_of["B"] / best.num_tokens**0.3

@@ -373,7 +373,7 @@ def mesh_degrees(parallel: str) -> dict[str, int]:
     """
     from scaling.costs import parallelism
 
-    layout = parallelism.parse(parallel)
+    layout = parallelism.parse_layout(parallel)
     served: dict[str, Any] = {"tensor": layout.tensor, "pages": layout.pages}
     if layout.gather:
         served |= {"expert": layout.expert, "data": layout.expert, "gather": True}

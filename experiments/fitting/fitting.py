@@ -13,11 +13,11 @@ from experiments.fitting.parts import ROLLOUT, Part, fit_parts
 from experiments.framework import config_json
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import goodness
-from scaling.fits.fit import abridged, predict, to_json
+from scaling.fits.fit import describe_thinning, predict, to_json
 from scaling.laws import Law, published
 from scaling.logs import SIZES, Log, doubts, rules
-from scaling.logs.columns import Columns
-from scaling.logs.log import read
+from scaling.logs.columns import LogColumns
+from scaling.logs.log import read_log
 from scaling.sweeps import folder
 
 
@@ -30,7 +30,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the log, a rule or a law cannot be used.
     """
-    chosen = [published.find(name) for name in config.laws]
+    chosen = [published.find_law(name) for name in config.laws]
     if len({law.target for law in chosen}) > 1:
         raise ValueError(f"{config.law}: laws of different targets")
     log = _read(config, chosen)
@@ -84,7 +84,7 @@ def _read(config: Config, chosen: list[Law]) -> Log:
         if name not in needs:
             line = config_json.format_unknown_name("input", name, needs)
             raise ValueError(f"--columns {name}: no law here reads it: {line}")
-    return read(
+    return read_log(
         Path(config.log),
         columns,
         needs=needs,
@@ -94,9 +94,9 @@ def _read(config: Config, chosen: list[Law]) -> Log:
     )
 
 
-def _columns(config: Config) -> Columns:
+def _columns(config: Config) -> LogColumns:
     names = ("n", "d", "c", "loss", "run", "n_unit", "d_unit", "c_unit", "loss_unit")
-    return Columns(
+    return LogColumns(
         **{name: getattr(config, name) for name in (*names, "count")},
         others=dict(pair.split("=", 1) for pair in config.columns),
     )
@@ -115,7 +115,7 @@ def _document(
         | {
             "formula": fit.find_law().formula,
             "source": fit.find_law().source,
-            "residual_sizes": goodness.measure(fit.residuals)._asdict(),
+            "residual_sizes": goodness.measure_goodness(fit.residuals)._asdict(),
             **({"group": part.label} if config.by else {}),
         }
         for part in parts
@@ -151,9 +151,9 @@ def _document(
         "others": others,
         **({"by": config.by} if config.by else {}),
         "log": config.log,
-        "log_warnings": [*unfitted, *doubts.find(seen, _columns(config), used)],
+        "log_warnings": [*unfitted, *doubts.find_doubts(seen, _columns(config), used)],
         "count": log.count,
-        "shape": folder.shape(Path(config.log)),
+        "shape": folder.shared_shape(Path(config.log)),
         "notes": [*log.notes, *_choices(config, log, is_fitted), *notes],
         "scored": scored,
         "frontiers": frontiers,
@@ -165,7 +165,7 @@ def _document(
 def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
     """Says what follows from the options and sizes, and may surprise."""
     num_fitted, num_rows = int(is_fitted.sum()), is_fitted.size
-    if line := abridged(num_fitted):
+    if line := describe_thinning(num_fitted):
         yield line
     if num_fitted > (most := grids.MAX_ROWS):
         yield f"the objective over the plane is not drawn: above {most:,} rows"

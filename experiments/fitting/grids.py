@@ -11,8 +11,8 @@ from experiments.fitting.parts import Part
 from scaling.fits import FitResult, profile
 from scaling.fits.fit import predict
 from scaling.frontiers import parabola
-from scaling.frontiers.find import PARABOLA, Found
-from scaling.frontiers.groups import by_size
+from scaling.frontiers.frontier_set import PARABOLA, FrontierSet
+from scaling.frontiers.groups import average_by_size
 from scaling.laws import Optimum, published
 from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
 
@@ -107,7 +107,7 @@ def optimum(
     C is not 6 N D of all parameters: attention and the head count, norms do not.
     """
     by_6nd = flops * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(columns)
-    return published.optimum(fit.find_law(), fit.coefficients, by_6nd)
+    return published.compute_optimum(fit.find_law(), fit.coefficients, by_6nd)
 
 
 def _per_param_and_token(columns: Columns) -> float:
@@ -148,15 +148,15 @@ def parabolas_of(parts: Sequence[Part], is_fitted: np.ndarray) -> Grouped:
     )
 
 
-def _parabolas(found: Found, num_runs: int) -> Grouped:
+def _parabolas(found: FrontierSet, num_runs: int) -> Grouped:
     groups = found.groups.groups
     group = np.full(num_runs, -1)
     x = np.full((len(groups), NUM_POINTS), np.nan)
     y = x.copy()
     for i, each in enumerate(groups):
         group[found.groups.rows[each.places]] = i
-        loss, weight = by_size(each, np.ones((1, each.places.size)))
-        vertex = parabola.fit(np.log10(each.sizes), loss, weight)
+        loss, weight = average_by_size(each, np.ones((1, each.places.size)))
+        vertex = parabola.fit_parabola(np.log10(each.sizes), loss, weight)
         x[i] = np.geomspace(each.sizes[0], each.sizes[-1], NUM_POINTS)
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
     plain = [each for each in found.frontiers if each.method == PARABOLA]
@@ -168,7 +168,7 @@ def _parabolas(found: Found, num_runs: int) -> Grouped:
 
 def contour(fit: FitResult, columns: Columns) -> Contour:
     """The objective over the plane of two coefficients; not of very many rows."""
-    names = profile.pair(fit)
+    names = profile.choose_pair(fit)
     if names is None:
         none = np.empty(0)
         return Contour("", "", none, none, np.empty((0, 0)), none, none)
@@ -189,7 +189,7 @@ def contour(fit: FitResult, columns: Columns) -> Contour:
     if fit.num_points > MAX_ROWS:
         none = np.empty((0, 0))
         return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
-    objective = profile.profile(fit, columns, names, x, y)
+    objective = profile.profile_objective(fit, columns, names, x, y)
     # Where a law is exact the least objective is rounding.
     over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
     return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])

@@ -9,7 +9,7 @@ from experiments.fitting.config import Config
 from jaxkv.progress import Progress
 from scaling.fits import FitResult, diagnostics, prediction
 from scaling.fits import fit as fits_fit
-from scaling.frontiers.find import Found, find
+from scaling.frontiers.frontier_set import FrontierSet, find_frontiers
 from scaling.laws import Law
 from scaling.logs import Log
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     label: str
     rows: Bool[np.ndarray, " runs"]
     fits: list[FitResult]
-    found: Found
+    found: FrontierSet
 
     def say(self, line: str) -> str:
         """Says which group a sentence is about."""
@@ -102,7 +102,7 @@ def _part(
         curves = seen.curves.take(np.array([x in mine for x in seen.curves.runs]))
         seen = seen._replace(curves=curves if curves.runs else None)
     fits = [_fit(config, law, seen, others, progress) for law in chosen]
-    found = find(
+    found = find_frontiers(
         seen,
         tolerance=config.tolerance,
         smoothing=config.smoothing,
@@ -133,8 +133,8 @@ def _fit(
     }
     fit = _resampled(law, seen, config.bootstrap, options, progress)
     if others.runs:
-        return fits_fit.scored(fit, others.columns)
-    flops = prediction.compute(law, seen.columns)
+        return fits_fit.score_held_out(fit, others.columns)
+    flops = prediction.run_flops(law, seen.columns)
     is_large = flops > ROLLOUT * flops.max()
     if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
         return fit
@@ -146,7 +146,7 @@ def _fit(
     except ValueError:  # such as one size among the small runs
         return fit
     assert held_out is not None
-    doubts = diagnostics.held_out(held_out, fit.warnings)
+    doubts = diagnostics.held_out_warnings(held_out, fit.warnings)
     return fit._replace(held_out=held_out, warnings=[*fit.warnings, *doubts])
 
 

@@ -12,7 +12,7 @@ from experiments.fitting.outcomes import Result
 from experiments.framework import Part, Sheet, units
 from experiments.framework.report import numbered
 from scaling.fits import FitResult, goodness
-from scaling.frontiers import Frontier, find, parabola
+from scaling.frontiers import Frontier, frontier_set, parabola
 
 MAX_ROWS = 25
 """Held-out runs in a table; the largest by compute where there are more."""
@@ -241,7 +241,7 @@ def frontier_json(each: Frontier) -> dict[str, Any]:
     }
 
 
-def expected_shift(found: find.Found) -> str:
+def expected_shift(found: frontier_set.FrontierSet) -> str:
     """Says how far the parabola's vertices lie from the minima of the fitted surface.
 
     Returns:
@@ -252,7 +252,8 @@ def expected_shift(found: find.Found) -> str:
         return ""
     with np.errstate(invalid="ignore"):
         ratio = (
-            by_name[find.PARABOLA].num_params[0] / by_name[find.CORRECTED].num_params[0]
+            by_name[frontier_set.PARABOLA].num_params[0]
+            / by_name[frontier_set.CORRECTED].num_params[0]
         )
     ratio = ratio[np.isfinite(ratio)]
     if not ratio.size:
@@ -267,7 +268,7 @@ def expected_shift(found: find.Found) -> str:
     )
 
 
-def disjoint(fits: Sequence[FitResult], found: find.Found) -> list[str]:
+def disjoint(fits: Sequence[FitResult], found: frontier_set.FrontierSet) -> list[str]:
     """Warns where methods give the optimum's growth intervals that do not overlap.
 
     Args:
@@ -283,7 +284,9 @@ def disjoint(fits: Sequence[FitResult], found: find.Found) -> list[str]:
     methods = [
         (each.method, each.num_params.exponent, each.num_params.interval)
         for each in found.frontiers
-        if each.num_params and each.num_params.interval and each.method != find.ENVELOPE
+        if each.num_params
+        and each.num_params.interval
+        and each.method != frontier_set.ENVELOPE
     ]
     if any("contradict each other" in line for line in found.doubts):
         pairs = [*itertools.combinations(laws, 2), *itertools.product(laws, methods)]

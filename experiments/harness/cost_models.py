@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.simulation import Cost, Work
 from scaling.costs import devices, serving, steps
-from scaling.shapes import Description
+from scaling.shapes import ModelShape
 
 PAGE_SIZE = 16
 """Token places in a page: vLLM's default."""
@@ -21,7 +21,7 @@ MEMORY_SHARE = 0.9
 """Of the GPUs' memory, weights and pages together: vLLM's default."""
 
 
-def num_pages(model: Description, device: str, num_devices: int) -> int:
+def num_pages(model: ModelShape, device: str, num_devices: int) -> int:
     """Pages that fit beside the weights.
 
     OPT-13B on an A100: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
@@ -218,7 +218,7 @@ def distserve(name: str) -> CostModel[Linear]:
 
 
 def roofline(
-    model: Description,
+    model: ModelShape,
     device: devices.Device,
     *,
     num_devices: int = 1,

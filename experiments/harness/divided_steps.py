@@ -37,12 +37,12 @@ def counted(
     shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
 ) -> Counted:
     """Compiles a step's gradient, `batch` sequences over all devices."""
-    mesh, whole = meshes.make_mesh(layout), transformer.param_shapes(shape)
+    mesh, whole = meshes.make_training_mesh(layout), transformer.param_shapes(shape)
     params = jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         ),
-        meshes.specs(shape, layout, mesh, whole),
+        meshes.tree_specs(shape, layout, mesh, whole),
         whole,
     )
     windows = jax.ShapeDtypeStruct(
@@ -50,7 +50,7 @@ def counted(
         jnp.int32,
         sharding=NamedSharding(mesh, PartitionSpec()),
     )
-    gradient = parallel.gradient(shape, StepConfig(layout=layout))
+    gradient = parallel.divided_gradient(shape, StepConfig(layout=layout))
     program: Any = jax.jit(gradient).lower(params, windows).compile()
     memory = program.memory_analysis()
     given = memory.argument_size_in_bytes - 4 * windows.size
@@ -72,8 +72,8 @@ def sent(
     shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
 ) -> tuple[traffic.Traffic, ...]:
     """What it sends by the formulas, `batch` sequences over all devices."""
-    return traffic.training(
-        from_model.describe(shape),
+    return traffic.training_traffic(
+        from_model.describe_config(shape),
         layout,
         batch=batch // layout.data,
         sequence=sequence,

@@ -120,7 +120,7 @@ def held_out(
       samplings: how each answer is drawn.
       rng: picks the files, and the line at which each prompt begins.
     """
-    documents = corpora.load(corpora.STANDARD_LIBRARY).held_out
+    documents = corpora.load_documents(corpora.STANDARD_LIBRARY).held_out
     requests = []
     for size, sampling in zip(sizes, samplings, strict=True):
         text = documents[rng.integers(len(documents))].text.decode()

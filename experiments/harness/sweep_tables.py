@@ -14,16 +14,16 @@ MAX_COLUMNS = 8
 """Numbers of tokens that stand beside one another."""
 
 
-def run(config: SweepConfig, out: Path, progress: Progress) -> sweep.Outcome:
+def run(config: SweepConfig, out: Path, progress: Progress) -> sweep.SweepOutcome:
     """Carries out a sweep under bars and a table of losses."""
     described = environment.describe()
-    return sweep.sweep(
+    return sweep.run_sweep(
         config,
         out,
         commit=described["commit"] or "",
         environment={"environment": described},
         progress=progress,
-        tell=lambda records: progress.show(table(records)),
+        report=lambda records: progress.show(table(records)),
     )
 
 

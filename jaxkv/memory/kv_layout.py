@@ -26,7 +26,7 @@ from pallas_kernels.layered import Layer, flat_ids
 from pallas_kernels.page_ops import rotary_write
 from pallas_kernels.page_ops.write import write_rows
 from pallas_kernels.paged_attention import api, dispatch
-from pallas_kernels.quantizing import Quantized
+from pallas_kernels.quantizing import QuantizedArray
 from pallas_kernels.row_packing import Packing
 
 
@@ -60,7 +60,7 @@ class KVLayout:
                 return jnp.zeros(shape, dtype)
             scales = jnp.zeros(shape[:4], np.promote_types(dtype, np.float32))
             numbers = jnp.zeros(shape, quantizing.NUMBERS[self.kv_dtype])
-            return Quantized(numbers, scales)
+            return QuantizedArray(numbers, scales)
 
         return Pages(leaf(), leaf() if self.value_width is None else None, self)
 
@@ -92,12 +92,12 @@ class KVLayout:
         ids = flat_ids(page, layer, **sizes)
 
         def put(leaf: Any, new: Array) -> Any:
-            numbers, scales = quantizing.parts(flatten_layers(leaf))
+            numbers, scales = quantizing.split_quantized(flatten_layers(leaf))
             found = write_rows(numbers, ids, offset, new, scales=scales)
             return jax.tree.map(
                 lambda old, new: unflatten_layers(new, old.shape),
                 leaf,
-                quantizing.whole(*found),
+                quantizing.join_quantized(*found),
             )
 
         new_v = None if v is None else put(pages.v, v)
@@ -119,7 +119,7 @@ class KVLayout:
         """
 
         def one(leaf: Any) -> Array:
-            numbers, scales = quantizing.parts(leaf)
+            numbers, scales = quantizing.split_quantized(leaf)
             found = arrays.take(numbers, (layer, page_ids), fill=0)
             if scales is not None:
                 worth = arrays.take(scales, (layer, page_ids), fill=0)
@@ -189,8 +189,8 @@ class KVLayout:
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
         """
-        k_pages, k_scales = quantizing.parts(flatten_layers(pages.k))
-        v_pages, v_scales = quantizing.parts(flatten_layers(pages.v))
+        k_pages, k_scales = quantizing.split_quantized(flatten_layers(pages.k))
+        v_pages, v_scales = quantizing.split_quantized(flatten_layers(pages.v))
         state = api.paged_attention(
             q,
             k_pages,
@@ -316,7 +316,7 @@ def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:
     """Returns True if `rotate_and_write` supports a projection of this shape."""
     return (
         pages.layout == DEFAULT_LAYOUT
-        and rotary_write.choose(qkv, pages.k) != "reference"
+        and rotary_write.choose_rotary_write(qkv, pages.k) != "reference"
     )
 
 
@@ -324,11 +324,11 @@ def rotate_and_write(
     pages: Pages,
     layer: Layer,
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    turns: rotary_write.Turns,
+    cos_sin: rotary_write.RotaryCosSin,
     page: Int32[Array, " rows"],
     offset: Int32[Array, " rows"],
     packing: Packing | None = None,
-) -> tuple[rotary_write.Rotated, Pages]:
+) -> tuple[rotary_write.RotaryWriteOutput, Pages]:
     """Encodes the rows' positions and writes one layer's K and V, in one kernel.
 
     Equals `DEFAULT_LAYOUT.write`, in place, and requires `can_rotate_and_write`.
@@ -337,7 +337,7 @@ def rotate_and_write(
       pages: the pages, donated or carried.
       layer: index of the layer.
       qkv: projection of every row: queries, key, value of each KV head.
-      turns: cosines and sines of every query's angles.
+      cos_sin: cosines and sines of every query's angles.
       page: page of each row's K and V, see `locate`.
       offset: place of each row in its page.
       packing: how attention packs the queries; None if it does not.
@@ -345,9 +345,9 @@ def rotate_and_write(
     Returns:
       The queries, also packed; and the pages.
     """
-    written = rotary_write.rotate_and_write(
+    written = rotary_write.write_rotated_kv(
         qkv,
-        turns,
+        cos_sin,
         flatten_layers(pages.k),
         flatten_layers(pages.v),
         page,

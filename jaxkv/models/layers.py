@@ -55,7 +55,7 @@ def multiply(
     """
     num_rows = x.shape[1]
     is_few = 2 < num_rows <= 16 or 24 < num_rows <= 32
-    if devices.current().platform == "cpu" and is_few:
+    if devices.current_target().platform == "cpu" and is_few:
         liked = 1 << (num_rows - 1).bit_length()
         x = jnp.pad(x, ((0, 0), (0, liked - num_rows)))
     return jnp.matmul(weight, x, preferred_element_type=dtype)[:, :num_rows]
@@ -84,7 +84,7 @@ class Orientation:
 
         A norm is then one kernel. CPUs multiply faster with the other layout.
         """
-        if self.axis == -1 or devices.current().platform != "gpu":
+        if self.axis == -1 or devices.current_target().platform != "gpu":
             return x
         return with_layout_constraint(x, Layout((1, 0)))
 
@@ -136,7 +136,7 @@ class Orientation:
         """
         if then is None:
             return linear(x, self)
-        if devices.current().platform != "cpu" or x.shape[1] < MANY_ROWS:
+        if devices.current_target().platform != "cpu" or x.shape[1] < MANY_ROWS:
             return then(linear(x, self), -2)
         # Otherwise XLA transposes the product.
         rows = jax.lax.optimization_barrier(x.T) @ linear.matrix.T

@@ -222,14 +222,16 @@ class PagedForward:
         turned = rotary.angles(c, jnp.maximum(rows.position[row], 0), dtype)
         assert turned is not None
         shape = num_rows, num_kv_heads, c.group_size, -1
-        turns = rotary_write.Turns(*(x.T.reshape(shape) for x in turned))
+        cos_sin = rotary_write.RotaryCosSin(*(x.T.reshape(shape) for x in turned))
 
         few = None if plan is None else plan.few
         places = page, offset, None if few is None else few.packing
 
         def write(layer, qkv, angles, pages):
             qkv = qkv.transpose(3, 0, 1, 2)
-            found, pages = kv_layout.rotate_and_write(pages, layer, qkv, turns, *places)
+            found, pages = kv_layout.rotate_and_write(
+                pages, layer, qkv, cos_sin, *places
+            )
             q = found.q.reshape(found.q.shape[0], -1, found.q.shape[3])
             return q, found.packed_q, pages
 

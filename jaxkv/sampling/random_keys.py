@@ -83,7 +83,7 @@ def draw_key(
     data = jnp.stack([sample, position, jnp.full_like(position, purpose)])
     # A loop on the CPU, so that one fold is compiled; a GPU would launch kernels per
     # trip.
-    unroll = 1 if devices.current().platform == "cpu" else 3
+    unroll = 1 if devices.current_target().platform == "cpu" else 3
     return lax.scan(fold, key, data.astype(jnp.uint32), unroll=unroll)[0]
 
 

@@ -57,7 +57,7 @@ def argmax_checked(
 
     On a CPU several simple passes are fastest. A GPU reads the row once, in one launch.
     """
-    if devices.current().platform != "cpu":
+    if devices.current_target().platform != "cpu":
         return argmax_checked_in_one_pass(logits, raw)
     top, token = argmax(logits)
     return top, token, is_invalid(logits, top, raw)

@@ -221,7 +221,7 @@ def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
     numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
     leaves = jax.tree.leaves(model.params)
     pays = (
-        devices.current().platform == "cpu"
+        devices.current_target().platform == "cpu"
         and any(number in FEW_ROWS for number in numbers)
         and bounds.numerics == "fast"
         and model.config.experts is None

@@ -1,21 +1,21 @@
-"""What kernels are measured on, with which clock, and compiled for without a device."""
+"""Benchmark shapes, problems and timing, and compilation without a GPU."""
 
+from pallas_kernels.bench.problems import AttentionProblem as AttentionProblem
 from pallas_kernels.bench.problems import CopyProblem as CopyProblem
 from pallas_kernels.bench.problems import GroupedProblem as GroupedProblem
-from pallas_kernels.bench.problems import Problem as Problem
 from pallas_kernels.bench.specs import GroupedSpec as GroupedSpec
-from pallas_kernels.bench.specs import Heads as Heads
+from pallas_kernels.bench.specs import HeadShape as HeadShape
 from pallas_kernels.bench.specs import Spec as Spec
 from pallas_kernels.bench.timing import Ceilings as Ceilings
 from pallas_kernels.bench.timing import Timing as Timing
 
 __all__ = [
+    "AttentionProblem",
     "Ceilings",
     "CopyProblem",
     "GroupedProblem",
     "GroupedSpec",
-    "Heads",
-    "Problem",
+    "HeadShape",
     "Spec",
     "Timing",
     "deviceless",

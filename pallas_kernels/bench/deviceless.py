@@ -1,9 +1,9 @@
-"""Compiling for H200s that are not there: what a kernel takes, what a program copies.
+"""Compiles programs for H200s without a GPU: kernel resources, memory, copies.
 
 The compiler is the one that a GPU machine runs, so registers, spills, shared memory,
-instructions and XLA's memory plan are those of the real thing. Speed is not: matrix
-products outside the kernels are left untuned. What the compiler says of nvdisasm on
-standard error is harmless: nobody here reads machine code.
+instructions and XLA's memory plan are exact. Speed is not measured: matrix products
+outside the kernels are not autotuned. Warnings about nvdisasm on standard error are
+harmless, because no machine code is read.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _TARGET = Path(__file__).parents[1] / "h200.txtpb"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
 _TOOLKITS = ("/usr/local/cuda",)
 _DRIVER = Path("/dev/nvidiactl")
-"""A file that is there where NVIDIA's driver runs."""
+"""Device file that exists where NVIDIA's driver is loaded."""
 _LIBDEVICE = Path("nvvm", "libdevice", "libdevice.10.bc")
 _INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async\b",
@@ -37,17 +37,17 @@ _INSTRUCTIONS = {
 }
 
 
-class Kernel(NamedTuple):
-    """What one Mosaic GPU kernel takes.
+class KernelReport(NamedTuple):
+    """Resources of one compiled Mosaic GPU kernel.
 
     Attributes:
-      name: its name and a number.
-      registers: of every thread at the launch.
-      spill_stores: bytes of registers that a thread writes to memory for want of room.
-      spill_loads: bytes that it reads back.
+      name: name of the kernel and a number.
+      registers: registers of each thread at the launch.
+      spill_stores: bytes of registers that a thread spills to memory.
+      spill_loads: bytes of spilled registers that a thread reads back.
       smem_bytes: shared memory of a block, at most `devices.SMEM_BYTES`.
-      instructions: how often some stand in the code: `wgmma` (matrix products),
-        `tma_load` and `tma_store` (bulk copies), `barrier_wait`.
+      instructions: numbers of selected instructions in the code: `wgmma` (matrix
+        products), `tma_load` and `tma_store` (bulk copies), `barrier_wait`.
     """
 
     name: str
@@ -58,28 +58,28 @@ class Kernel(NamedTuple):
     instructions: dict[str, int]
 
 
-class Report(NamedTuple):
-    """What a program takes on an H200, on each of them where there are several.
+class CompileReport(NamedTuple):
+    """Resources of a compiled program, per device.
 
     Attributes:
       kernels: its Mosaic GPU kernels, each once however often it is called.
-      temp_bytes: memory beside arguments and results.
-      alias_bytes: results that lie where a donated argument lay.
-      text: the optimised program, in which a copy is a line with ` copy(`.
+      temp_bytes: memory for temporaries, without arguments and results.
+      alias_bytes: results that reuse the memory of a donated argument.
+      text: the optimized HLO; a copy is a line with ` copy(`.
     """
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelReport, ...]
     temp_bytes: int
     alias_bytes: int
     text: str
 
 
-def prepare() -> None:
-    """Finds the compiler in `.venv/deviceless`, and has JAX load it without a GPU.
+def load_compiler() -> None:
+    """Makes JAX load the CUDA compiler of `.venv/deviceless` without a GPU.
 
-    Changes `sys.path`, and on a machine without a GPU JAX's settings: call it before
-    JAX has started its devices. Where the compiler is installed among the other
-    packages, or the settings are made already, they stay as they are.
+    Changes `sys.path`, and on a machine without a GPU also JAX's configuration, so it
+    must be called before JAX initializes its devices. A compiler that is installed in
+    the environment itself, and settings that are already made, are left unchanged.
     """
     folder = Path(sys.prefix, "deviceless")
     if not _is_installed(_PLUGINS[0]) and folder.is_dir():
@@ -91,10 +91,10 @@ def prepare() -> None:
             jax.config.update("jax_platforms", "cpu")
 
 
-def available() -> str | None:
-    """Says why nothing can be compiled here, or None where it can.
+def unavailable_reason() -> str | None:
+    """Returns why this machine cannot compile for an H200, or None if it can.
 
-    Only files are looked at. Without libdevice the compiler would end the process.
+    Checks files only. Without libdevice the compiler would end the process.
     """
     if any(not _is_installed(name) for name in _PLUGINS):
         return (
@@ -109,13 +109,13 @@ def available() -> str | None:
     return None
 
 
-def make_mesh(axes: Mapping[str, int]) -> Mesh:
-    """H200s of one host, by names and sizes of a mesh's axes; the last varies fastest.
+def make_h200_mesh(axes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of the H200s of one host; the last axis varies fastest.
 
     Raises:
-      RuntimeError: nothing can be compiled here, see `available`.
+      RuntimeError: the compiler is not available, see `unavailable_reason`.
     """
-    if (reason := available()) is not None:
+    if (reason := unavailable_reason()) is not None:
         raise RuntimeError(f"cannot compile for an H200: {reason}")
     sizes = tuple(axes.values())
     try:
@@ -128,35 +128,35 @@ def make_mesh(axes: Mapping[str, int]) -> Mesh:
     except NotImplementedError:
         raise RuntimeError(
             "cannot compile for an H200: JAX started its devices without the CUDA "
-            "plugin; call deviceless.prepare() before, in a new process"
+            "plugin; call deviceless.load_compiler() before, in a new process"
         ) from None
     return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=tuple(axes))
 
 
-def compile(
+def compile_function(
     function: Callable[..., Any],
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
-) -> Report:
+) -> CompileReport:
     """Compiles a function for one H200, or for several.
 
     Args:
-      function: takes arrays; jitted here.
-      args: its arguments, trees of anything with shape and dtype; on a mesh, what has a
-        `NamedSharding` is divided so, and the rest is the same on all devices.
-      donate_argnums: arguments whose memory the results may take.
-      options: flags of the compiler.
-      mesh: of `make_mesh`; None means one device.
+      function: function of arrays; it is jitted here.
+      args: its arguments, pytrees of objects with a shape and a dtype. On a mesh, an
+        argument with a `NamedSharding` is sharded, and any other is replicated.
+      donate_argnums: arguments whose memory the results may reuse.
+      options: compiler flags.
+      mesh: a mesh of `make_h200_mesh`; None means one device.
 
     Returns:
-      What the program takes.
+      Resources of the program.
 
     Raises:
-      RuntimeError: nothing can be compiled here, see `available`.
+      RuntimeError: the compiler is not available, see `unavailable_reason`.
     """
-    mesh = make_mesh({"device": 1}) if mesh is None else mesh
+    mesh = make_h200_mesh({"device": 1}) if mesh is None else mesh
     whole = NamedSharding(mesh, PartitionSpec())
 
     def there(x: Any) -> jax.ShapeDtypeStruct:
@@ -166,16 +166,18 @@ def compile(
 
     shapes = jax.tree.map(there, args)
     jitted = jax.jit(function, donate_argnums=donate_argnums)
-    # Doors ask the mesh what they are traced for.
-    with _dumping() as folder, _nothing_kept(), jax.set_mesh(mesh):
+    # `devices.current_target` reads the mesh that is set.
+    with _dumping() as folder, _without_program_cache(), jax.set_mesh(mesh):
         program = jitted.lower(*shapes).compile(dict(options or {}))
         kernels = tuple(_read_kernel(path) for path in sorted(folder.glob("*.ptxas")))
     text, memory = program.as_text(), program.memory_analysis()
     assert text is not None
     assert memory is not None
     if "mosaic_gpu" in text and not kernels:
-        raise RuntimeError("the compiler told nothing of the kernels in the program")
-    return Report(kernels, memory.temp_size_in_bytes, memory.alias_size_in_bytes, text)
+        raise RuntimeError("the compiler dumped no report of the program's kernels")
+    return CompileReport(
+        kernels, memory.temp_size_in_bytes, memory.alias_size_in_bytes, text
+    )
 
 
 def _is_installed(module: str) -> bool:
@@ -186,7 +188,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _toolkit() -> Path | None:
-    """Folder of a CUDA toolkit that has all that is needed."""
+    """Returns the folder of a CUDA toolkit with ptxas and libdevice, or None."""
     folders = [os.environ["CUDA_HOME"]] if "CUDA_HOME" in os.environ else []
     if _is_installed("nvidia.cu13"):
         spec = importlib.util.find_spec("nvidia.cu13")
@@ -201,9 +203,9 @@ def _toolkit() -> Path | None:
 
 @contextlib.contextmanager
 def _dumping() -> Generator[Path]:
-    """Lets the compiler write what it knows of each kernel into a fresh folder.
+    """Sets the variables that make the compiler dump kernel reports to a new folder.
 
-    It reads these variables whenever it compiles, and takes nothing else.
+    Mosaic reads these variables at each compilation; it has no other interface.
     """
     with tempfile.TemporaryDirectory() as folder:
         wanted = {
@@ -217,8 +219,8 @@ def _dumping() -> Generator[Path]:
 
 
 @contextlib.contextmanager
-def _nothing_kept() -> Generator[None]:
-    """Keeps programs out of the persistent cache: without a GPU none is read back."""
+def _without_program_cache() -> Generator[None]:
+    """Disables the persistent cache, which cannot be read back without a GPU."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, float("inf"))
@@ -228,8 +230,8 @@ def _nothing_kept() -> Generator[None]:
         jax.config.update(name, before)
 
 
-def _read_kernel(path: Path) -> Kernel:
-    """Reads what the assembler and Mosaic said of a kernel."""
+def _read_kernel(path: Path) -> KernelReport:
+    """Reads the reports of the assembler and of Mosaic about one kernel."""
     said = path.read_text("utf-8")
     resources = path.with_suffix(".resources.txt").read_text("utf-8")
     ptx = path.with_suffix(".ptx").read_text("utf-8")
@@ -237,7 +239,7 @@ def _read_kernel(path: Path) -> Kernel:
     def total(pattern: str, text: str) -> int:
         return sum(int(number) for number in re.findall(pattern, text))
 
-    return Kernel(
+    return KernelReport(
         name=path.stem,
         registers=max(int(x) for x in re.findall(r"Used (\d+) registers", said)),
         spill_stores=total(r"(\d+) bytes spill stores", said),

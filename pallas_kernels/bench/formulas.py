@@ -1,4 +1,4 @@
-"""Formulas written out, in the type of their arguments: float64 by `in_float64`."""
+"""Reference formulas in the type of their arguments; `in_float64` for float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Softmax over whole sequences, as `flash_attention`: output and log-sum-exp."""
+    """Returns softmax attention over whole sequences: output and log-sum-exp."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.asarray(

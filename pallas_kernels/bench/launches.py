@@ -1,9 +1,9 @@
-"""What a program launches on a GPU, read off the compiler's plan for one not there.
+"""Reads the launches of a GPU program from the compiler's dump, without a GPU.
 
 XLA runs a program as a sequence of thunks: kernels, products, copies, loops, branches,
-and command buffers, which are CUDA graphs launched as one. The compiler's last dump of
-them says what is captured, which the optimised program's text does not; its names lead
-back to that text, and there to the named scopes of the source.
+and command buffers, which are CUDA graphs. The last dump of the thunks shows which are
+captured in a command buffer; the text of the optimized program does not. Names of
+thunks lead to instructions of that text, and these to the named scopes of the source.
 """
 
 import re
@@ -21,12 +21,12 @@ class Thunk(NamedTuple):
     """One entry of the compiler's plan.
 
     Attributes:
-      kind: as XLA names it, without the k: `CustomKernel`, `CublasLtMatmul`, `Copy`.
-      name: its instruction in the optimised program; empty where it has none.
-      scope: the source's named scopes around it, joined by slashes.
-      trips: of a `While`, where the compiler knows them.
-      regions: what runs inside, by the region's name: `condition`, `body`,
-        `true_branch`, `branch_0`; "" of a command buffer.
+      kind: XLA's name without the leading k: `CustomKernel`, `CublasLtMatmul`, `Copy`.
+      name: instruction in the optimized program; empty if there is none.
+      scope: named scopes of the source, joined by slashes.
+      trips: trip count of a `While`, if the compiler knows it.
+      regions: nested thunks by the region's name: `condition`, `body`, `true_branch`,
+        `branch_0`; "" for a command buffer.
     """
 
     kind: str
@@ -37,15 +37,15 @@ class Thunk(NamedTuple):
 
     @property
     def launches(self) -> bool:
-        """Whether it puts something of its own on the device."""
+        """True if the thunk itself launches work on the device."""
         return self.kind not in _NO_LAUNCH
 
 
-def read(folder: Path) -> list[Thunk]:
-    """Reads the plan of the one program whose dump lies in a folder.
+def read_plan(folder: Path) -> list[Thunk]:
+    """Reads the plan of the program that was dumped to a folder.
 
     Raises:
-      ValueError: there is none, or more than one.
+      ValueError: the folder holds no dump, or more than one.
     """
     metadata = _one(folder, "*.thunk_metadata.txt")
     text = _one(folder, "*gpu_after_optimizations.txt")
@@ -53,14 +53,14 @@ def read(folder: Path) -> list[Thunk]:
     return _parse(plan, _annotations(metadata), _instructions(text))
 
 
-def walk(
+def walk_thunks(
     thunks: Sequence[Thunk], inside: tuple[Thunk, ...] = ()
 ) -> Iterator[tuple[Thunk, tuple[Thunk, ...]]]:
-    """Every thunk with those around it, the outermost first."""
+    """Yields every thunk with its enclosing thunks, the outermost first."""
     for thunk in thunks:
         yield thunk, inside
         for held in thunk.regions.values():
-            yield from walk(held, (*inside, thunk))
+            yield from walk_thunks(held, (*inside, thunk))
 
 
 def _one(folder: Path, pattern: str) -> str:
@@ -71,7 +71,7 @@ def _one(folder: Path, pattern: str) -> str:
 
 
 def _annotations(metadata: str) -> dict[int, str]:
-    """Instructions' names by the numbers of thunks."""
+    """Returns instruction names by thunk number."""
     found = {}
     for block in metadata.split("thunk_metadata {")[1:]:
         number = re.search(r"thunk_id: (\d+)", block)
@@ -82,7 +82,7 @@ def _annotations(metadata: str) -> dict[int, str]:
 
 
 def _instructions(text: str) -> dict[str, str]:
-    """Instructions of an optimised program by name."""
+    """Returns the instructions of an optimized program by name."""
     lines = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", text, re.MULTILINE)
     return dict(lines)
 
@@ -90,11 +90,11 @@ def _instructions(text: str) -> dict[str, str]:
 def _parse(
     plan: str, names: Mapping[int, str], instructions: Mapping[str, str]
 ) -> list[Thunk]:
-    """Nests lines by their indentation; headers of regions stand between them."""
+    """Builds the tree of thunks from the indentation and the region headers."""
     top: list[Thunk] = []
     open_thunks: list[tuple[int, Thunk, str]] = []
-    """Indentation, thunk, and the region of it that lines go to now."""
-    # An empty region says so, and the next header follows on the same line.
+    """Indentation, thunk, and its current region."""
+    # An empty region reads "No thunks.", and the next header follows on the same line.
     for line in plan.replace("No thunks.", "\n").splitlines():
         if match := _THUNK.match(line):
             indent = len(match[1])
@@ -133,22 +133,22 @@ def _thunk(kind: str, name: str, instruction: str) -> Thunk:
 
 
 class Route(NamedTuple):
-    """Which way a program goes where data decides.
+    """Assumed trip counts and branches of a program whose control flow is data.
 
     Attributes:
-      name: of the route.
-      choices: trips of each loop, and the branch of each condition (0 where it is
-        false), by the named scope it stands in; a thunk's innermost one counts.
+      name: name of the route.
+      choices: trips of each loop, and branch of each condition (0 for false), by named
+        scope; the innermost scope of a thunk that is a key applies.
     """
 
     name: str
     choices: Mapping[str, int]
 
     def choice(self, thunk: Thunk) -> int:
-        """Trips of a loop, or the branch of a condition.
+        """Returns the trips of a loop, or the branch of a condition.
 
         Raises:
-          ValueError: no scope around it is among the choices.
+          ValueError: no scope of the thunk is a key of `choices`.
         """
         for scope in reversed(thunk.scope.split("/")):
             if scope in self.choices:
@@ -156,30 +156,32 @@ class Route(NamedTuple):
         raise ValueError(f"{thunk.kind} {thunk.name} in {thunk.scope} has no choice")
 
 
-def executed(
+def executed_launches(
     thunks: Sequence[Thunk],
     route: Route,
     times: int = 1,
     inside: tuple[Thunk, ...] = (),
 ) -> Iterator[tuple[Thunk, int, tuple[Thunk, ...]]]:
-    """Everything that one run launches, with how often, and what is around it.
+    """Yields the launches of one run, with their counts and enclosing thunks.
 
-    A loop whose trips the compiler knows, as it does a scan's, counts once, and nobody
-    asks for its condition: the counts are those of one step, and of one layer if the
-    layers are scanned.
+    The body of a loop with a known trip count, such as a scan, counts once, and its
+    condition not at all: counts are those of one step, and of one layer if the layers
+    are scanned.
 
     Args:
       thunks: the plan.
-      route: which way it goes.
-      times: how often the plan runs.
-      inside: what is around it, the outermost first.
+      route: trip counts and branches.
+      times: executions of the plan.
+      inside: enclosing thunks, the outermost first.
     """
     for thunk in thunks:
         if thunk.launches:
             yield thunk, times, inside
         for region, held in thunk.regions.items():
             if often := _trips(thunk, region, route):
-                yield from executed(held, route, times * often, (*inside, thunk))
+                yield from executed_launches(
+                    held, route, times * often, (*inside, thunk)
+                )
 
 
 def _trips(thunk: Thunk, region: str, route: Route) -> int:
@@ -194,15 +196,15 @@ def _trips(thunk: Thunk, region: str, route: Route) -> int:
 
 
 def _branch(thunk: Thunk, region: str) -> int:
-    """The branch of `lax.cond` that a region is, which its instructions' scopes tell.
+    """Returns the branch of `lax.cond` of a region, read from instruction scopes.
 
-    XLA turns an index of two branches into a predicate, either way round.
+    XLA turns an index of two branches into a predicate, in either order.
     """
     others = [name for name in thunk.regions if name != region]
     for name in (region, *others):
-        for held, _ in walk(thunk.regions[name]):
+        for held, _ in walk_thunks(thunk.regions[name]):
             found = re.match(rf"{re.escape(thunk.scope)}/branch_(\d+)_fun", held.scope)
             if found:
                 own = int(found[1])
                 return own if name == region else 1 - own
-    raise ValueError(f"{thunk.name} does not tell its branches apart")
+    raise ValueError(f"{thunk.name} has no instruction that identifies a branch")

@@ -1,8 +1,8 @@
-"""Arrays of a shape to measure, and what must come of them.
+"""Input arrays of a benchmark shape, and the expected results.
 
-Keys, values and queries are normal, pages stand in the pool in random order, and every
-place that nobody may look at holds NaN. Several tables over one pool let calls follow
-one another without finding their keys in a cache.
+Keys, values and queries are normally distributed, pages have a random order in the
+pool, and every position that must not be read holds NaN. Several page tables over one
+pool let successive calls read different keys, so none of them is in the cache.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from pallas_kernels import quantizing
 from pallas_kernels.bench.specs import GroupedSpec, Spec
 
 NUM_SPARE = 3
-"""Pages that belong to nobody."""
+"""Pages of the pool that belong to no sequence."""
 NUM_CHECKED = 4
-"""Pairs of a sequence and a KV head that are looked at."""
+"""Pairs of a sequence and a KV head that are checked."""
 MAX_CHECKED_ROWS = 16
-"""Rows of each that are."""
+"""Rows that are checked in each pair."""
 NUM_CHECKED_PRODUCTS = 64
-"""Rows and columns of grouped products that are."""
+"""Rows and columns of a grouped product that are checked."""
 FEATURES = ("window", "softcap", "alibi", "sinks", "int8", "fp8")
-"""Options of attention that a problem can have; the last two are kinds of pages."""
+"""Options of attention that a problem can have; the last two are 8-bit page types."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Arguments of attention over pages; `page_ids` leads with one more axis."""
+class AttentionProblem:
+    """Arguments of paged attention; `page_ids` has one more leading axis."""
 
     spec: Spec
     q: jax.Array
@@ -40,30 +40,30 @@ class Problem:
     v_pages: jax.Array
     """`[pages, kv_heads, page_size, head_dim]`."""
     page_ids: jax.Array
-    """`[turns, batch, pages_per_slot]`; the tables have no page in common."""
+    """`[turns, batch, pages_per_slot]`; no two tables share a page."""
     positions: jax.Array
     """`[batch * rows]`."""
     slots: jax.Array | None
-    """`[batch * rows]`, None where every sequence has one row, or a tree."""
+    """`[batch * rows]`; None if every sequence has one row, or a tree."""
     context: jax.Array | None
-    """`[batch]`, of trees alone."""
+    """`[batch]`; None without trees."""
     ancestors: jax.Array | None
-    """`[batch * rows, rows]`, of trees alone."""
+    """`[batch * rows, rows]`; None without trees."""
     options: dict[str, Any]
-    """Those of its feature, by the names that `paged_attention` has for them."""
+    """Keyword arguments of `paged_attention` for the problem's feature."""
 
     @property
     def num_turns(self) -> int:
-        """Tables that calls take in turns."""
+        """Number of page tables, which calls use in turn."""
         return self.page_ids.shape[0]
 
     def lengths(self) -> np.ndarray:
-        """Places in use of each sequence, those of its rows included: `[batch]`."""
+        """Returns the length of each sequence, its query rows included: `[batch]`."""
         return self.spec.contexts() + self.spec.rows
 
     @functools.cached_property
     def samples(self) -> list[tuple[np.ndarray, int, np.ndarray]]:
-        """Some rows, a KV head, and attention with the first table, in float64."""
+        """Rows, a KV head, and attention with the first table in float64."""
         spec, rng, found = self.spec, np.random.default_rng(1), []
         # The longest sequence is always among them.
         others = rng.integers(0, spec.batch, NUM_CHECKED - 1)
@@ -75,7 +75,7 @@ class Problem:
         return found
 
     def seen(self, sequence: int, rows: np.ndarray, length: int) -> np.ndarray:
-        """Which of the first places some rows of a sequence see: `[rows, length]`."""
+        """Returns a mask of the keys that rows attend to: `[rows, length]`."""
         context, place = self.spec.contexts()[sequence], np.arange(length)
         back = context + rows[:, None] - place
         if self.ancestors is None:
@@ -87,13 +87,14 @@ class Problem:
         return seen & (back < self.options.get("window", np.inf))
 
     def error(self, out: jax.Array) -> float:
-        """Compares a result with attention in float64, at some sequences, heads, rows.
+        """Returns the relative error of a result against float64, on samples.
 
         Args:
           out: attention with the first table, `[batch * rows, q_heads, head_dim]`.
 
         Returns:
-          The norm of the difference by that of the right result; NaN if any is NaN.
+          Norm of the difference over the norm of the expected result; NaN if any is
+          NaN.
         """
         off = norm = 0.0
         for row, head, wanted in self.samples:
@@ -112,14 +113,14 @@ class CopyProblem:
     pages: jax.Array
     """`[2 * batch, kv_heads, page_size, head_dim]`."""
     source: jax.Array
-    """`[batch]`; none of them is a target."""
+    """`[batch]`; disjoint from the targets."""
     target: jax.Array
     """`[batch]`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedProblem:
-    """Arguments of a grouped product; `group_sizes` leads with one more axis."""
+    """Arguments of a grouped product; `group_sizes` has one more leading axis."""
 
     spec: GroupedSpec
     x: jax.Array
@@ -127,14 +128,14 @@ class GroupedProblem:
     w: jax.Array
     """`[groups, width, columns]`."""
     group_sizes: jax.Array
-    """`[turns, groups]`: tokens draw their experts anew in every turn."""
+    """`[turns, groups]`: expert choices are drawn independently in each turn."""
 
     @functools.cached_property
     def samples(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Some rows and columns, and their products in the first turn, in float64."""
         rng, spec = np.random.default_rng(1), self.spec
         ends = np.cumsum(np.asarray(self.group_sizes[0]))
-        # At the edges of groups, and anywhere.
+        # At the edges of groups, and at random rows.
         edges = np.concatenate([ends - 1, ends, rng.integers(0, spec.num_rows, 99)])
         rows = np.unique(rng.permutation(edges)[:NUM_CHECKED_PRODUCTS])
         rows = rows[(rows >= 0) & (rows < spec.num_rows)]
@@ -145,29 +146,30 @@ class GroupedProblem:
         return rows, columns, np.stack(wanted)
 
     def error(self, out: jax.Array) -> float:
-        """Compares a result with the product in float64, at some rows and columns.
+        """Returns the relative error of a result against float64, on samples.
 
         Args:
-          out: the products of its first turn, `[rows, columns]`.
+          out: products of the first turn, `[rows, columns]`.
 
         Returns:
-          The norm of the difference by that of the right result; NaN if any is NaN.
+          Norm of the difference over the norm of the expected result; NaN if any is
+          NaN.
         """
         rows, columns, wanted = self.samples
         off = _wide(out[rows][:, columns]) - wanted
         return float(np.linalg.norm(off) / np.linalg.norm(wanted))
 
 
-def make(
+def make_attention(
     spec: Spec, *, num_turns: int = 1, seed: int = 0, feature: str = ""
-) -> Problem:
+) -> AttentionProblem:
     """Draws the arrays of an attention spec.
 
     Args:
-      spec: the shape, no copy.
-      num_turns: tables over different pages.
-      seed: of all that is random.
-      feature: one of `FEATURES`, or none.
+      spec: a spec of any kind but "copy".
+      num_turns: number of page tables over disjoint pages.
+      seed: seed of all random numbers.
+      feature: one of `FEATURES`, or "".
     """
     rng, heads = np.random.default_rng(seed), spec.heads
     lengths = spec.contexts() + spec.rows
@@ -197,7 +199,7 @@ def make(
     if spec.kind == "tree":
         context = jnp.asarray(spec.contexts(), jnp.int32)
         ancestors = jnp.asarray(_random_trees(spec, rng))
-    return Problem(
+    return AttentionProblem(
         spec=spec,
         q=q,
         k_pages=k,
@@ -215,8 +217,8 @@ def make_copy(spec: Spec, *, seed: int = 0) -> CopyProblem:
     """Draws the arrays of a copy spec.
 
     Args:
-      spec: the shape, a copy.
-      seed: of all that is random.
+      spec: a spec of kind "copy".
+      seed: seed of all random numbers.
     """
     ids = np.random.default_rng(seed).permutation(2 * spec.batch).astype(np.int32)
     shape = (spec.heads.kv_heads, spec.page_size, spec.heads.head_dim)
@@ -232,12 +234,12 @@ def make_copy(spec: Spec, *, seed: int = 0) -> CopyProblem:
 def make_grouped(
     spec: GroupedSpec, *, num_turns: int = 1, seed: int = 0
 ) -> GroupedProblem:
-    """Draws the arrays of a spec: rows are normal, products too.
+    """Draws the arrays of a grouped spec; rows and products have unit variance.
 
     Args:
       spec: the shape.
-      num_turns: draws of experts.
-      seed: of rows and weights.
+      num_turns: number of draws of experts.
+      seed: seed of rows and weights.
     """
     keys, dtype = jax.random.split(jax.random.key(seed)), jnp.dtype(spec.dtype)
     shape = (spec.experts.groups, spec.width, spec.columns)
@@ -252,26 +254,30 @@ def make_grouped(
     )
 
 
-def of(
+def make_problem(
     spec: Spec | GroupedSpec, *, num_turns: int
-) -> Problem | CopyProblem | GroupedProblem:
-    """Makes the problem of a spec of any kind; a copy needs no turns."""
+) -> AttentionProblem | CopyProblem | GroupedProblem:
+    """Makes the problem of a spec of any kind; copies ignore `num_turns`."""
     if isinstance(spec, GroupedSpec):
         return make_grouped(spec, num_turns=num_turns)
-    return make_copy(spec) if spec.kind == "copy" else make(spec, num_turns=num_turns)
+    return (
+        make_copy(spec)
+        if spec.kind == "copy"
+        else make_attention(spec, num_turns=num_turns)
+    )
 
 
 def _lay_out(
     spec: Spec, lengths: np.ndarray, num_turns: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gives every sequence its pages: tables, and which places are used."""
+    """Assigns pages to every sequence; returns tables and a mask of used positions."""
     num_shared = spec.shared // spec.page_size
     counts = -(-lengths // spec.page_size)
     width = int(counts.max())
     own = counts - num_shared
     num_pages = num_turns * (num_shared + int(own.sum())) + NUM_SPARE
     free = iter(rng.permutation(num_pages))
-    # Past its end a table names no page.
+    # Entries past the end of a sequence are out of range.
     page_ids = np.full((num_turns, spec.batch, width), num_pages)
     used = np.zeros((num_pages, spec.page_size), bool)
     for turn in page_ids:
@@ -291,7 +297,7 @@ def _poisoned(key: jax.Array, used: Any, shape: tuple[int, ...], dtype: Any):
 
 
 def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
-    """Ancestors of every row, itself among them: `[batch * rows, rows]`."""
+    """Returns the ancestors of every row, itself included: `[batch * rows, rows]`."""
     masks = np.zeros((spec.batch, spec.rows, spec.rows), bool)
     for mask in masks:
         for row in range(spec.rows):
@@ -301,8 +307,10 @@ def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
     return masks.reshape(-1, spec.rows)
 
 
-def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.ndarray:
-    """Attention of some rows of a sequence and a KV head: `[rows, group, head_dim]`."""
+def _attend(
+    problem: AttentionProblem, sequence: int, head: int, rows: np.ndarray
+) -> np.ndarray:
+    """Returns attention of rows of a KV head: `[rows, group, head_dim]`."""
     spec, options = problem.spec, problem.options
     length = int(problem.lengths()[sequence])
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
@@ -329,7 +337,7 @@ def _attend(problem: Problem, sequence: int, head: int, rows: np.ndarray) -> np.
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    if "sinks" in options:  # one more key, whose value is 0
+    if "sinks" in options:  # a sink is one more key, with value 0
         total += np.exp(_wide(options["sinks"][mine])[:, None] - top)
     return np.einsum("rgt,td->rgd", weights, v) / total
 

@@ -1,7 +1,7 @@
-"""Named shapes, shared by tests and benchmarks, by the name of the occasion.
+"""Named sets of shapes, shared by tests and benchmarks.
 
-Batches, contexts, trees and prefixes are those that others publish their kernels' times
-for; tokens of grouped products are those of a step of decoding, and of a prompt.
+Batches, contexts, trees and prefixes are those of published kernel benchmarks; token
+counts of grouped products are those of a decoding step and of a prompt.
 """
 
 import itertools
@@ -12,23 +12,23 @@ from pallas_kernels.bench import specs
 from pallas_kernels.bench.specs import GroupedSpec, Spec
 
 MAX_BYTES = 60_000_000_000
-"""Larger ones are not in the grid: an H200 has 150 GB, peers need a second layout."""
+"""Largest shape of the grid: an H200 has 150 GB, and peers need a second layout."""
 
 
-def every[S](make: Callable[..., S], **values: Any) -> list[S]:
-    """Makes a shape for every combination of those values that are lists."""
+def expand_specs[S](make: Callable[..., S], **values: Any) -> list[S]:
+    """Makes a spec for every combination of the values that are lists."""
     lists = [x if isinstance(x, list) else [x] for x in values.values()]
     rows = itertools.product(*lists)
     return [make(**dict(zip(values, row, strict=True))) for row in rows]
 
 
 def _both(**values: Any) -> list[GroupedSpec]:
-    return every(GroupedSpec, **values, direction=["up", "down"])
+    return expand_specs(GroupedSpec, **values, direction=["up", "down"])
 
 
 def _all(kind: str, **values: Any) -> list[Spec]:
     values.setdefault("batch", 1)
-    return every(Spec, kind=kind, **values)
+    return expand_specs(Spec, kind=kind, **values)
 
 
 K = 1024
@@ -38,7 +38,7 @@ _TINY: dict[str, Any] = {"heads": specs.TINY, "page_size": 8, "dtype": "float32"
 _SMALL: dict[str, Any] = {"dtype": "float32"}
 
 SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
-    # What the tests run.
+    # The shapes of the tests.
     "tiny": (
         *_all("decode", batch=3, context=40, lengths="uniform", **_TINY),
         *_all("tree", batch=2, context=21, rows=5, **_TINY),
@@ -46,7 +46,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
         *_all("copy", batch=4, **_TINY),
         GroupedSpec(tokens=9, experts=specs.TINY_EXPERTS, dtype="float32"),
     ),
-    # What a processor does in a minute.
+    # The shapes that a CPU computes in a minute.
     "small": (
         *_all("decode", batch=1, context=K, heads=specs.SMOLLM2_135M, **_SMALL),
         *_all("decode", batch=8, context=K, **_SMALL),
@@ -56,7 +56,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
         *_all("chunk", context=K, rows=128, **_SMALL),
         *_all("prefill", rows=512, **_SMALL),
         *_all("copy", batch=512, **_SMALL),
-        *every(
+        *expand_specs(
             GroupedSpec,
             tokens=[1, 8, 512],
             experts=[specs.SMALL_EXPERTS, specs.SMALL_MANY_EXPERTS],
@@ -72,7 +72,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
         *_all("chunk", context=8 * K, rows=512),
         *_all("prefill", rows=2 * K),
         *_all("copy", batch=64 * 32),
-        *every(GroupedSpec, tokens=[32, 8192], experts=specs.MIXTRAL_8X7B),
+        *expand_specs(GroupedSpec, tokens=[32, 8192], experts=specs.MIXTRAL_8X7B),
         GroupedSpec(tokens=64, experts=specs.DEEPSEEK_V2_LITE),
     ),
     "real": (

@@ -1,6 +1,6 @@
-"""Shapes of attention, of page copies and of grouped products, with names and counts.
+"""Shapes of attention, page copies and grouped products, with names and costs.
 
-Heads and experts are those of models that people serve.
+Head and expert shapes are those of published models.
 """
 
 import dataclasses
@@ -12,30 +12,30 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by type."""
 
 
-class Heads(NamedTuple):
-    """Heads of a model's attention."""
+class HeadShape(NamedTuple):
+    """Shape of a model's attention heads."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
 
     def __str__(self) -> str:
-        """Writes the counts, and the size where it is not the usual 128."""
+        """Returns the head counts, and the head size if it is not 128."""
         size = "" if self.head_dim == 128 else f"d{self.head_dim}"
         return f"{self.q_heads}x{self.kv_heads}{size}"
 
 
-LLAMA_2_7B = Heads(32, 32, 128)
-LLAMA_3_8B = Heads(32, 8, 128)
-LLAMA_3_70B = Heads(64, 8, 128)
-MULTI_QUERY = Heads(16, 1, 128)
-SMOLLM2_135M = Heads(9, 3, 64)
-GEMMA_2_2B = Heads(8, 4, 256)
-TINY = Heads(4, 2, 16)
+LLAMA_2_7B = HeadShape(32, 32, 128)
+LLAMA_3_8B = HeadShape(32, 8, 128)
+LLAMA_3_70B = HeadShape(64, 8, 128)
+MULTI_QUERY = HeadShape(16, 1, 128)
+SMOLLM2_135M = HeadShape(9, 3, 64)
+GEMMA_2_2B = HeadShape(8, 4, 256)
+TINY = HeadShape(4, 2, 16)
 
 
-class Experts(NamedTuple):
-    """Experts of a layer; a token goes to `top` of them."""
+class ExpertShape(NamedTuple):
+    """Shape of a mixture-of-experts layer; a token is routed to `top` experts."""
 
     groups: int
     top: int
@@ -43,46 +43,47 @@ class Experts(NamedTuple):
     hidden: int
 
     def __str__(self) -> str:
-        """Writes the counts, as 2of8."""
+        """Returns the counts, such as 2of8."""
         return f"{self.top}of{self.groups}"
 
 
 # Jiang et al. 2024, arXiv:2401.04088, table 1.
-MIXTRAL_8X7B = Experts(8, 2, 4096, 14336)
-# DeepSeek-AI 2024, arXiv:2405.04434, appendix B, without the two that all tokens share.
-DEEPSEEK_V2_LITE = Experts(64, 6, 2048, 1408)
-# DeepSeek-AI 2024, arXiv:2412.19437, section 4.2, without the one that all share.
-DEEPSEEK_V3 = Experts(256, 8, 7168, 2048)
-# Of a processor's size, and of the tests'.
-SMALL_EXPERTS = Experts(8, 2, 512, 1792)
-SMALL_MANY_EXPERTS = Experts(64, 8, 512, 256)
-TINY_EXPERTS = Experts(4, 2, 24, 40)
+MIXTRAL_8X7B = ExpertShape(8, 2, 4096, 14336)
+# DeepSeek-AI 2024, arXiv:2405.04434, appendix B, without the two shared experts.
+DEEPSEEK_V2_LITE = ExpertShape(64, 6, 2048, 1408)
+# DeepSeek-AI 2024, arXiv:2412.19437, section 4.2, without the shared expert.
+DEEPSEEK_V3 = ExpertShape(256, 8, 7168, 2048)
+# For a CPU, and for the tests.
+SMALL_EXPERTS = ExpertShape(8, 2, 512, 1792)
+SMALL_MANY_EXPERTS = ExpertShape(64, 8, 512, 256)
+TINY_EXPERTS = ExpertShape(4, 2, 24, 40)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One shape."""
+    """One benchmark shape of attention or of a page copy."""
 
     kind: Literal["decode", "tree", "prefix", "chunk", "prefill", "copy"]
-    """One row a sequence; a tree of rows; one row behind a shared prefix; a causal
-    chunk behind a context; one without; copies of whole pages."""
+    """decode: one row a sequence; tree: a tree of rows; prefix: one row after a shared
+    prefix; chunk: a causal chunk after a context; prefill: a chunk without a context;
+    copy: copies of whole pages."""
     batch: int
-    """Sequences; for copies, pages that are copied."""
+    """Number of sequences; for copies, number of pages to copy."""
     context: int = 0
-    """Tokens before the rows, the longest sequence's; of them `shared` are shared."""
+    """Tokens before the rows in the longest sequence, the shared ones included."""
     rows: int = 1
-    """Query rows of each sequence; they see themselves, too."""
+    """Query rows of each sequence; their own keys follow the context."""
     shared: int = 0
-    """Leading tokens that all sequences have in common, whole pages."""
-    heads: Heads = LLAMA_3_8B
+    """Length in tokens of the prefix of all sequences, a multiple of `page_size`."""
+    heads: HeadShape = LLAMA_3_8B
     page_size: int = 16
-    """Token places in a page."""
+    """Tokens of a page."""
     lengths: Literal["equal", "uniform", "lognormal", "one_long"] = "equal"
-    """How contexts spread over the sequences."""
+    """Distribution of context lengths over the sequences."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        """Refuses shapes without sense."""
+        """Validates the sizes."""
         for name in ("batch", "rows", "page_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
@@ -94,7 +95,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """Says all of it in a word, as decode-b8-8k-32x8-p16."""
+        """Name with all fields, such as decode-b8-8k-32x8-p16."""
         words = [self.kind, f"b{self.batch}"]
         if self.kind in ("tree", "chunk", "prefill"):
             words.append(f"t{_thousands(self.rows)}")
@@ -112,7 +113,7 @@ class Spec:
         return places * self.heads.head_dim * ITEMSIZES[self.dtype]
 
     def contexts(self) -> np.ndarray:
-        """Tokens before the rows of each sequence: `[batch]`, reproducibly random."""
+        """Returns the tokens before the rows of each sequence: `[batch]`."""
         rng, free = np.random.default_rng(0), self.context - self.shared
         draw = {
             "equal": np.ones,
@@ -126,7 +127,7 @@ class Spec:
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes to be moved: keys, values and queries read, results written.
+        """Least bytes moved: keys, values and queries read, results written.
 
         decode-b1-1k-32x8-p16: 1025 tokens of 2 * 8 * 128 numbers of 2 bytes and 2 * 32
         * 128 more numbers, 4.21 MB.
@@ -140,9 +141,9 @@ class Spec:
 
     @property
     def flops(self) -> int:
-        """Operations of both matrix products, over the keys that are seen.
+        """Operations of both matrix products, over the keys that are attended to.
 
-        A row of a tree is taken to see the context and half of the rows.
+        A row of a tree is counted with the context and half of the tree's rows.
         """
         if self.kind == "copy":
             return 0
@@ -157,18 +158,18 @@ def _thousands(number: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedSpec:
-    """One shape; every token draws its experts at random."""
+    """One benchmark shape of a grouped product; tokens draw experts at random."""
 
     tokens: int
-    experts: Experts
+    experts: ExpertShape
     direction: Literal["up", "down"] = "up"
-    """From the width of the model to that of an expert, or back."""
+    """up: from the model's width to the expert's; down: back."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
     kind = "grouped"
 
     def __post_init__(self) -> None:
-        """Refuses shapes without sense."""
+        """Validates the sizes."""
         if self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be above 0")
         if not 1 <= self.experts.top <= self.experts.groups:
@@ -178,28 +179,28 @@ class GroupedSpec:
 
     @property
     def name(self) -> str:
-        """Says all of it in a word, as grouped-t64-2of8-4096x14336."""
+        """Name with all fields, such as grouped-t64-2of8-4096x14336."""
         dtype = "" if self.dtype == "bfloat16" else f"-{self.dtype}"
         size = f"{self.width}x{self.columns}"
         return f"{self.kind}-t{self.tokens}-{self.experts}-{size}{dtype}"
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """Features of an input row."""
         return getattr(self.experts, "width" if self.direction == "up" else "hidden")
 
     @property
     def columns(self) -> int:
-        """Numbers of a row's product."""
+        """Features of an output row."""
         return getattr(self.experts, "hidden" if self.direction == "up" else "width")
 
     @property
     def num_rows(self) -> int:
-        """Rows: a token is one at each of its experts."""
+        """Number of rows: one for each expert of each token."""
         return self.tokens * self.experts.top
 
     def group_sizes(self, turn: int = 0) -> np.ndarray:
-        """Rows of each group in a turn: `[groups]`, reproducibly random."""
+        """Returns the rows of each group in a turn: `[groups]`, deterministic."""
         rng, (groups, top, *_) = np.random.default_rng(turn), self.experts
         draws = rng.random((self.tokens, groups))
         chosen = np.argpartition(draws, top - 1, axis=1)[:, :top]
@@ -207,7 +208,7 @@ class GroupedSpec:
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes to be moved: rows, weights of groups with rows, and products.
+        """Least bytes moved: rows, weights of groups that have rows, and products.
 
         Mixtral, one token up: 2 * 4096 * 14336 weights, 2 rows of 4096 and 14336
         numbers, all of 2 bytes: 234.96 MB.
@@ -219,5 +220,5 @@ class GroupedSpec:
 
     @property
     def flops(self) -> int:
-        """Operations, of rows with the weights of their own group alone."""
+        """Operations of the product of each row with the weights of its own group."""
         return 2 * self.num_rows * self.width * self.columns

@@ -1,7 +1,7 @@
-"""Device time of calls, and the ceilings of the device that they are held against.
+"""Device time of calls, and the measured ceilings of the device.
 
-On a GPU the time is that of the kernels alone, as CUPTI records them; on a CPU it is
-that of calls that are waited for. Both are medians.
+On a GPU the time is the sum of the kernel times that CUPTI records; on a CPU it is the
+wall time of blocking calls. Both are medians.
 """
 
 import functools
@@ -17,20 +17,20 @@ import jax.numpy as jnp
 from pallas_kernels import devices
 
 COLD = 4
-"""Calls pass over so many times the last cache before they come back to a page."""
+"""Bytes that calls move before a page is read again, as a multiple of the L2 cache."""
 
 
 class Timing(NamedTuple):
-    """How long a call takes.
+    """Device time of a call.
 
     Attributes:
       seconds: median.
-      spread: from the tenth to the ninetieth of a hundred, by the median; None where
-        only the mean is known.
-      num_kernels: that one call launches; None where nobody counts.
-      longest_s: median of the longest of them; None where nobody counts.
-      clock: "cupti", the time of its kernels; "wall", of a call waited for; "queue",
-        of one among calls that are waited for together.
+      spread: difference of the 90th and 10th percentiles over the median; None if only
+        the mean is known.
+      num_kernels: kernels that one call launches; None if they are not counted.
+      longest_s: median time of the longest kernel; None if kernels are not timed.
+      clock: "cupti" sums kernel times; "wall" times a blocking call; "queue" is the
+        mean over calls that are enqueued together.
     """
 
     seconds: float
@@ -41,14 +41,14 @@ class Timing(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What the device reaches, measured as the calls are.
+    """Highest rates that the device reaches, measured with the same clock as calls.
 
     Attributes:
-      copy_bytes_per_s: bytes read and written by a pass that changes an array.
+      copy_bytes_per_s: bytes read and written by an elementwise pass over an array.
       read_bytes_per_s: bytes read by a sum.
-      flops_per_s: of a square matrix product.
-      empty_call_s: a call that does next to nothing: the fixed cost of a kernel.
-      clock: as that of a timing.
+      flops_per_s: rate of a square matrix product.
+      empty_call_s: time of a call with one trivial kernel, the fixed cost of a kernel.
+      clock: clock of the measurements, as in `Timing`.
     """
 
     copy_bytes_per_s: float
@@ -58,32 +58,33 @@ class Ceilings(NamedTuple):
     clock: str
 
     def floor_s(self, num_bytes: int, flops: int) -> float:
-        """Least time in which bytes are moved and operations done, side by side."""
+        """Returns the least time for bytes and operations that overlap fully."""
         bytes_per_s = max(self.copy_bytes_per_s, self.read_bytes_per_s)
         return max(num_bytes / bytes_per_s, flops / self.flops_per_s)
 
     def target_s(
         self, num_bytes: int, flops: int, fixed_s: float | None = None
     ) -> float:
-        """Time that a good kernel takes: nine tenths of the rates, and its fixed cost.
+        """Returns the target time of a kernel: 90 % of the rates, plus its fixed cost.
 
         With 4.3 TB/s and an empty call of 5 us, 33.6 MB take 7.8 / 0.9 + 5 = 13.7 us.
 
         Args:
-          num_bytes: to be moved.
-          flops: to be done.
-          fixed_s: `measure_empty` of as many kernels; None means an empty call.
+          num_bytes: bytes to move.
+          flops: operations to do.
+          fixed_s: `measure_empty` with the same number of kernels; None means
+            `empty_call_s`.
         """
         fixed_s = self.empty_call_s if fixed_s is None else fixed_s
         return self.floor_s(num_bytes, flops) / 0.9 + fixed_s
 
 
 def num_turns(num_bytes: int, kind: str) -> int:
-    """Calls over different pages, after which the first ones have left the cache.
+    """Returns the number of page tables with which no call finds its keys in the cache.
 
     Args:
-      num_bytes: that one call moves.
-      kind: of device; one whose cache is not known is measured warm.
+      num_bytes: bytes that one call moves.
+      kind: device kind; a device of unknown cache size is measured warm.
     """
     return max(1, -(-COLD * devices.L2_BYTES.get(kind, 0) // num_bytes))
 
@@ -92,27 +93,27 @@ def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:
     """Times calls on the default device.
 
     Args:
-      call: makes call number i, jitted, and returns its arrays. Arrays that a later
-        call takes away may not be returned.
-      num_calls: calls that are timed, at least 2; fewer where they are slow.
+      call: makes call number i, jitted, and returns its arrays. It must not return
+        arrays that a later call donates.
+      num_calls: number of timed calls, at least 2; fewer are timed if they are slow.
 
     Returns:
-      The times; a GPU without CUPTI gets the clock "queue".
+      The timing; on a GPU without CUPTI its clock is "queue".
     """
     jax.block_until_ready(call(0))
     once_s = _stopwatch(lambda: call(1))
     num_calls = max(2, min(num_calls, int(1 / once_s)))
-    if devices.current().platform != "gpu":
+    if devices.current_target().platform != "gpu":
         return _wall(call, num_calls)
     return _cupti(call, num_calls) or _queue(call, num_calls)
 
 
 def measure_empty(*, num_kernels: int = 1, num_calls: int = 10) -> Timing:
-    """Times a call that does next to nothing, with so many kernels one by one.
+    """Times a call of trivial kernels that run one after another.
 
     Args:
-      num_kernels: at least 1; each waits for the one before.
-      num_calls: calls that are timed.
+      num_kernels: kernels of a call, at least 1; each depends on the one before.
+      num_calls: number of timed calls.
     """
     one, plus = jnp.zeros((1,), jnp.float32), jax.jit(lambda x: x + 1)
 
@@ -131,10 +132,10 @@ def measure_ceilings(
     """Measures the ceilings of the default device, on random numbers.
 
     Args:
-      num_elements: of the arrays that are read and written, 4 bytes each.
-      width: of the matrices that are multiplied.
-      dtype: of those.
-      num_calls: calls of each.
+      num_elements: elements of the arrays that are read and written, 4 bytes each.
+      width: width of the square matrices.
+      dtype: type of the matrices.
+      num_calls: number of timed calls of each measurement.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     words = [jax.random.bits(keys[0], (num_elements,), jnp.uint32)]
@@ -167,7 +168,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _stopwatch(work: Callable[[], Any]) -> float:
-    """Seconds until the arrays that work returns are there."""
+    """Returns the seconds until the arrays that `work` returns are ready."""
     start_s = time.perf_counter()
     jax.block_until_ready(work())
     return time.perf_counter() - start_s
@@ -186,7 +187,7 @@ def _queue(call: Callable[[int], Any], num_calls: int) -> Timing:
 
 
 def _cupti(call: Callable[[int], Any], num_calls: int) -> Timing | None:
-    """Sums the times of each call's kernels; None where CUPTI tells nothing."""
+    """Returns the sums of kernel times, or None if CUPTI is not available."""
     from jax.experimental.mosaic.gpu import profiler
 
     run = profiler.measure(_Turns(call), aggregate=False, iterations=num_calls)
@@ -203,10 +204,10 @@ def _cupti(call: Callable[[int], Any], num_calls: int) -> Timing | None:
 
 
 class _Turns:
-    """Calls with a number, in the shape of a jitted function.
+    """A counter of calls with the interface of a jitted function.
 
-    The profiler would jit anything else; these are several calls of jitted functions,
-    each with arguments of its own.
+    The profiler jits any other callable; one call here is several jitted functions with
+    their own arguments.
     """
 
     def __init__(self, call: Callable[[int], Any]) -> None:
@@ -216,7 +217,7 @@ class _Turns:
         return next(self._calls)
 
     def lower(self) -> Any:
-        """Makes it a `jax.stages.Wrapped`, which is all that the profiler asks."""
+        """Makes the object a `jax.stages.Wrapped`, the profiler's only requirement."""
         raise TypeError("several calls have no one program to lower")
 
     trace = lower

@@ -1,8 +1,8 @@
-"""Attention over sequences so short that one tile holds them: no loop, no padding.
+"""Attention over sequences that fit into one tile, without a loop or padding.
 
-The same function as the tiled one in `flash`, and its gradient. The weights of the one
-tile are kept for the gradient rather than computed again: at 64 tokens this and the
-absence of loops made a prototype of a training step on a CPU up to 1.6 times as fast.
+Computes the same function and gradient as `tiled`. The weights of the tile are kept for
+the gradient instead of recomputed: at 64 tokens this, and the absence of loops, made a
+prototype of a training step on a CPU up to 1.6 times as fast.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(
+def attend_single_tile(
     q: Float[Array, "batch kv_heads group queries head_dim"],
     k: Float[Array, "batch kv_heads keys head_dim"],
     v: Float[Array, "batch kv_heads keys head_dim"],
@@ -24,9 +24,9 @@ def attend(
     Float[Array, "batch kv_heads group queries head_dim"],
     Float[Array, "batch kv_heads group queries"],
 ]:
-    """Output, in the type of q, and log-sum-exp of every query.
+    """Returns the output, in the type of q, and the log-sum-exp of every query.
 
-    `seen` says which keys a query attends to; with none, its output is zero and its
+    `seen` masks the keys of each query; a query without keys has output zero and
     log-sum-exp -inf. `scale` is the factor on the scores.
     """
     return _forward(q, k, v, seen, scale)[0]
@@ -38,7 +38,7 @@ def _forward(q, k, v, seen, scale):
     scores = scores * jnp.asarray(scale, wide)
     scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
     highest = scores.max(-1, initial=-jnp.inf)
-    # A query without keys: any finite number will do, its weights are zero.
+    # A query without keys has zero weights, so any finite maximum is correct.
     highest = jnp.where(jnp.isneginf(highest), jnp.zeros_like(highest), highest)
     weights = jnp.exp(scores - highest[..., None])
     total = weights.sum(-1)
@@ -67,4 +67,4 @@ def _backward(scale, saved, grads):
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-attend.defvjp(_forward, _backward)
+attend_single_tile.defvjp(_forward, _backward)

@@ -1,9 +1,8 @@
-"""Attention over contiguous keys and values, with its gradient, in tiles.
+"""Flash attention over contiguous keys and values, with its gradient.
 
-For training and for prompts that are not in pages. Scores exist for one tile of queries
-and one of keys at a time; the gradient computes them again from the log-sum-exp, so
-memory grows with the length and not with its square. Decoding is another matter: its
-single query leaves nothing to tile but the keys, see `api.paged_attention`.
+For training, and for prompts that are not in pages. Scores exist for one tile of
+queries and one tile of keys at a time, and the gradient recomputes them from the
+log-sum-exp, so memory is linear in the length. For decoding see `api.paged_attention`.
 
 Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; the loop over keys inside
 that over queries: Dao 2023, arXiv:2307.08691, section 3.1.
@@ -21,17 +20,17 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import devices, online_softmax
 from pallas_kernels.flash_attention import single_tile
-from pallas_kernels.online_softmax import Softmax
+from pallas_kernels.online_softmax import SoftmaxState
 
 type FlashImplementation = Literal["reference", "cudnn"]
-"""Implementations by name; `None` takes the best one for platform and type."""
+"""Names of implementations; `None` means the best one for platform and type."""
 
 TILE = 128
-"""Queries, and keys, of a tile."""
+"""Queries of a tile, and keys of a tile."""
 
 
 class _Sizes(NamedTuple):
-    """What is static: hashable, so an argument of a function with its own gradient."""
+    """Static arguments of a function with a custom gradient; hashable."""
 
     num_queries: int
     num_keys: int
@@ -58,30 +57,31 @@ def flash_attention(
     Float[Array, "batch queries q_heads head_dim"],
     Float[Array, "batch queries q_heads"],
 ]:
-    """Attends from every query to the keys that it sees.
+    """Attends from every query to its keys.
 
     Args:
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
       k: keys.
       v: values.
-      causal: whether a query sees no later keys; the last query is aligned with the
-        last key, so fewer queries than keys are the end of a sequence.
-      window: latest keys seen, at least 1, the query's own included; None means all.
-        Needs `causal`.
+      causal: True if a query attends to no later keys. The last query is aligned with
+        the last key, so fewer queries than keys are the end of a sequence.
+      window: number of latest keys of a query, its own included, at least 1; None
+        means all. Needs `causal`.
       scale: factor on the scores; None means head_dim ** -0.5.
-      tile: keys of a tile, and at most as many queries, at least 1; the reference's
-        alone.
-      implementation: None, or a name that must serve this call. "cudnn" needs a GPU,
-        bfloat16 or float16, and `causal` with as many queries as keys, or neither.
+      tile: keys of a tile, and at most as many queries, at least 1; used by the
+        reference only.
+      implementation: None, or the name of a required one. "cudnn" needs a GPU,
+        bfloat16 or float16, and either `causal` with equal numbers of queries and keys,
+        or no `causal`.
 
     Returns:
-      The output in the type of q; and the natural log of the sum of exponentials of the
-      scores in float32 (float64 if q is), -inf where a query sees no key. Both have
-      gradients; that of the log-sum-exp takes the reference's way, whoever serves.
+      The output in the type of q, and the natural log-sum-exp of the scores in float32
+      (float64 if q is), -inf for a query without keys. Both have gradients; that of the
+      log-sum-exp is always the reference's.
 
     Raises:
-      ValueError: shapes, types or bounds that do not fit, or an implementation that
-        cannot serve the call.
+      ValueError: shapes, types or bounds do not match, or the requested implementation
+        does not support the call.
     """
     q_heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if q_heads % kv_heads:
@@ -112,7 +112,7 @@ def flash_attention(
 
 
 def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """Attends tile by tile, for arrays as the door takes them."""
+    """Attends tile by tile; arrays are laid out as for `flash_attention`."""
     (batch, _, q_heads, head_dim), kv_heads = q.shape, k.shape[2]
     group = q_heads // kv_heads
     # Heads first: a tile's products are then one matrix product a KV head.
@@ -121,7 +121,9 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
     if max(sizes.num_queries, sizes.num_keys) <= sizes.tile:
         query = jnp.arange(sizes.num_queries, dtype=jnp.int32)[:, None]
         key = jnp.arange(sizes.num_keys, dtype=jnp.int32)[None, :]
-        out, lse = single_tile.attend(q, k, v, _seen(query, key, sizes), sizes.scale)
+        out, lse = single_tile.attend_single_tile(
+            q, k, v, _seen(query, key, sizes), sizes.scale
+        )
     else:
         out, lse = _attend(q, k, v, sizes)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, q_heads, head_dim)
@@ -129,7 +131,7 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
 
 
 def _cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """Attends in cuDNN; of the two results only the output has a gradient."""
+    """Attends with cuDNN; only the output has a gradient."""
     window = sizes.window
     return jax.nn.dot_product_attention(
         q,
@@ -145,7 +147,7 @@ def _cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend_cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """Attends in cuDNN, with gradients of both results."""
+    """Attends with cuDNN, with gradients of both results."""
     return _cudnn(q, k, v, sizes)
 
 
@@ -166,7 +168,7 @@ def _backward_cudnn(
     )
     if isinstance(grads[1], SymbolicZero):
         return pull(full)
-    # cuDNN would drop the gradient of the log-sum-exp without a word.
+    # cuDNN would drop the gradient of the log-sum-exp silently.
     _, pull = jax.vjp(functools.partial(_attend_tiles, sizes=sizes), *given)
     return pull(full)
 
@@ -175,8 +177,8 @@ _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn, symbolic_zeros=True)
 
 
 def _not_cudnn(q: Array, sizes: _Sizes) -> str:
-    """Why cuDNN cannot serve a call; empty if it can."""
-    target = devices.current()
+    """Returns why cuDNN does not support a call, or an empty string if it does."""
+    target = devices.current_target()
     if target.platform != "gpu":
         return f"the device is a {target.platform}, not a GPU"
     if target.capability and float(target.capability) < 8:
@@ -192,7 +194,7 @@ def _not_cudnn(q: Array, sizes: _Sizes) -> str:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """Output and log-sum-exp of `[batch, kv_heads, group, queries, head_dim]`."""
+    """Returns output and log-sum-exp; q is `[batch, kv_heads, group, queries, dim]`."""
     return _forward(q, k, v, sizes)[0]
 
 
@@ -206,9 +208,9 @@ def _forward(
     def row(index: Array) -> tuple[Array, Array]:
         queries = _cut(padded[0], index, 3, sizes.rows)
 
-        def column(other: Array, state: Softmax) -> Softmax:
+        def column(other: Array, state: SoftmaxState) -> SoftmaxState:
             scores, seen = _scores(queries, padded[1], index, other, sizes)
-            weights, state = online_softmax.reweigh(state, scores, seen)
+            weights, state = online_softmax.update_softmax(state, scores, seen)
             values = _cut(padded[2], other, 2, sizes.tile)
             part = jnp.einsum(
                 "bhgqk,bhkd->bhgqd",
@@ -218,9 +220,9 @@ def _forward(
             )
             return state._replace(out=state.out + part)
 
-        state = online_softmax.start((*lead, sizes.rows), head_dim, q.dtype)
+        state = online_softmax.init_softmax((*lead, sizes.rows), head_dim, q.dtype)
         state = jax.tree.map(lambda x: devices.varying_like(x, *padded), state)
-        # The tiles of keys, first and end, that this tile of queries sees anything of.
+        # First and end of the tiles of keys that this tile of queries attends to.
         last = jnp.asarray(-(-sizes.num_keys // sizes.tile), jnp.int32)
         first = jnp.zeros((), jnp.int32)
         if sizes.causal:
@@ -232,7 +234,7 @@ def _forward(
                 oldest = index * sizes.rows + ahead - sizes.window + 1
                 first = jnp.maximum(oldest, 0) // sizes.tile
         state = lax.fori_loop(first, last, column, state)
-        return online_softmax.finish(state, None, q.dtype)
+        return online_softmax.normalize_softmax(state, None, q.dtype)
 
     num = padded[0].shape[3] // sizes.rows
     out, lse = lax.map(row, jnp.arange(num, dtype=jnp.int32))
@@ -246,7 +248,7 @@ def _backward(
     q, k, v, out, lse = saved
     wide = lse.dtype
     d_out, d_lse = grads
-    # A query without keys has no weights: any finite log-sum-exp will do for it.
+    # A query without keys has zero weights, so any finite log-sum-exp is correct.
     lse = jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
     q, d_out, lse, delta = (_pad(x, 3, sizes.rows) for x in (q, d_out, lse, delta))
@@ -283,7 +285,7 @@ def _backward(
             return lax.dynamic_update_slice_in_dim(d_q, part, at, axis=3), d_k, d_v
 
         zero = devices.varying_like(jnp.zeros(keys.shape, wide), q, k, v, d_out)
-        # The tiles of queries, first and end, that see anything of this tile of keys.
+        # First and end of the tiles of queries that attend to this tile of keys.
         last = jnp.asarray(-(-sizes.num_queries // sizes.rows), jnp.int32)
         first = jnp.zeros((), jnp.int32)
         if sizes.causal:
@@ -309,7 +311,7 @@ _attend.defvjp(_forward, _backward)
 def _scores(
     queries: Array, k: Array, index: Array, other: Array, sizes: _Sizes
 ) -> tuple[Array, Array]:
-    """Scores of a tile, and which of them count."""
+    """Returns the scores of a tile and their mask."""
     wide = np.promote_types(queries.dtype, np.float32)
     keys = _cut(k, other, 2, sizes.tile)
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", queries, keys, preferred_element_type=wide)
@@ -320,7 +322,7 @@ def _scores(
 
 
 def _seen(query: Array, key: Array, sizes: _Sizes) -> Array:
-    """Which pairs of a query, in rows, and a key, in columns, count."""
+    """Returns the mask of pairs of a query (rows) and a key (columns)."""
     seen = (key < sizes.num_keys) & (query < sizes.num_queries)
     if sizes.causal:
         behind = query + sizes.num_keys - sizes.num_queries - key
@@ -341,6 +343,6 @@ def _pad(x: Array, axis: int, tile: int) -> Array:
 
 
 def _joined(x: Array, axis: int) -> Array:
-    """Tiles stacked in front, side by side along `axis` again."""
+    """Concatenates tiles, stacked on the leading axis, along `axis`."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

@@ -1,4 +1,4 @@
-"""The product of rows with the weights of their group, as experts need it."""
+"""Product of rows with the weights of their group, for mixtures of experts."""
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 

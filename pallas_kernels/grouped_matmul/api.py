@@ -1,7 +1,7 @@
-"""The door to grouped matrix products: checks shapes, then picks an implementation.
+"""Grouped matrix products: checks shapes and chooses an implementation.
 
-A mixture of experts sends every token to a few of many weights. Sorted by expert the
-tokens are runs of rows, and one call multiplies each run by its expert's weights.
+A mixture of experts sends every token to a few experts. Tokens that are sorted by
+expert form runs of rows, and one call multiplies each run by its expert's weights.
 """
 
 import functools
@@ -17,15 +17,15 @@ from pallas_kernels import devices
 from pallas_kernels.grouped_matmul import blocks, reference
 
 type GroupedImplementation = Literal["reference", "mosaic_gpu"]
-"""Implementations by name; `None` takes the best one for platform and shape."""
+"""Names of implementations; `None` means the best one for platform and shape."""
 
 TILE = 64
-"""Both sides of the weights must be a multiple of it for the Mosaic GPU kernel; rows
-that are multiplied at a time under reproducible numerics."""
+"""Width and columns must be multiples of it for the Mosaic GPU kernel; also the rows of
+a block under reproducible numerics."""
 
 
-class _Way(NamedTuple):
-    """How a product is made; static."""
+class _ProductConfig(NamedTuple):
+    """Static settings of a product."""
 
     implementation: GroupedImplementation
     dtype: Any
@@ -43,19 +43,19 @@ def grouped_matmul(
 ) -> Float[Array, "rows columns"]:
     """Multiplies each row by the weights of its group.
 
-    Differentiable in `x` and `w`, once and backwards. The gradient of `x` is a grouped
-    product again and made by the same implementation; that of `w` is made by the
-    reference. Both take the gradient of the result in the type of `x`.
+    Differentiable once, in reverse mode, in `x` and `w`. The gradient of `x` is a
+    grouped product of the same implementation; that of `w` is the reference's. Both
+    take the gradient of the result in the type of `x`.
 
     Args:
-      x: rows sorted by group: those of group 0 first.
-      w: weights of each group, of the type of `x`.
-      group_sizes: rows of each group, 0 or more, together at most `rows`. The rest of
-        the rows belong to no group and may hold anything, NaN included.
+      x: rows sorted by group, group 0 first.
+      w: weights of each group, in the type of `x`.
+      group_sizes: rows of each group, 0 or more, with a sum of at most `rows`. Further
+        rows belong to no group and may hold any value, NaN included.
       preferred_element_type: floating type of the result; None means that of `x`. Sums
         have at least 32 bits.
-      numerics: "reproducible" gives a row the same bits in any batch.
-      implementation: None, or a name that must serve this call. "reference" takes any
+      numerics: "reproducible" makes the bits of a row independent of the batch.
+      implementation: None, or the name of a required one. "reference" takes any
         sizes and floating types; "mosaic_gpu" needs a Hopper GPU, fast numerics, `x`
         and `w` in bfloat16 or both in float16, width and columns that are multiples of
         64, at least one group, and a result of 16 or 32 bits.
@@ -64,8 +64,8 @@ def grouped_matmul(
       The products; 0 in rows of no group.
 
     Raises:
-      ValueError: shapes or types that do not fit each other, or an implementation that
-        is unknown or cannot serve the call.
+      ValueError: shapes or types do not match, or the requested implementation is
+        unknown or does not support the call.
 
     Source: Gale et al. 2022, arXiv:2211.15841, section 4: experts as one product.
     """
@@ -89,7 +89,7 @@ def grouped_matmul(
         raise ValueError(f"{preferred_element_type=} must be a floating type, or None")
     if numerics not in ("fast", "reproducible"):
         raise ValueError(f"{numerics=} must be 'fast' or 'reproducible'")
-    chosen = choose(
+    chosen = choose_grouped_matmul(
         x,
         w,
         preferred_element_type=dtype,
@@ -97,12 +97,12 @@ def grouped_matmul(
         implementation=implementation,
     )
     block_rows = TILE if numerics == "reproducible" else None
-    # Where one differs between devices of a mesh so does its gradient.
+    # If one operand varies over a mesh axis, so do the gradients of both.
     x, w = (devices.varying_like(each, x, w, group_sizes) for each in (x, w))
-    return _product(x, w, group_sizes, _Way(chosen, dtype, block_rows))
+    return _product(x, w, group_sizes, _ProductConfig(chosen, dtype, block_rows))
 
 
-def choose(
+def choose_grouped_matmul(
     x: Float[Array, "rows width"] | jax.ShapeDtypeStruct,
     w: Float[Array, "groups width columns"] | jax.ShapeDtypeStruct,
     *,
@@ -110,13 +110,13 @@ def choose(
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: GroupedImplementation | None = None,
 ) -> GroupedImplementation:
-    """Names the implementation that serves a call, as `grouped_matmul` takes it.
+    """Returns the implementation that computes a call of `grouped_matmul`.
 
     Raises:
-      ValueError: one is asked for that is unknown, or that cannot serve the call.
+      ValueError: the requested implementation is unknown or does not support the call.
     """
     wanted = x.dtype if preferred_element_type is None else preferred_element_type
-    return devices.choose(
+    return devices.choose_implementation(
         implementation, lambda: _why_not_mosaic(x, w, wanted, numerics)
     )
 
@@ -124,7 +124,7 @@ def choose(
 def _why_not_mosaic(
     x: Any, w: Any, preferred_element_type: DTypeLike, numerics: str
 ) -> str | None:
-    """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
+    """Returns why the Mosaic GPU kernel does not support a call, or None if it does."""
     dtype = jnp.dtype(preferred_element_type)
     if numerics != "fast":
         return f"{numerics=} needs blocks that do not depend on the other rows"
@@ -141,15 +141,19 @@ def _why_not_mosaic(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x: Array, w: Array, group_sizes: Array, way: _Way) -> Array:
+def _product(x: Array, w: Array, group_sizes: Array, way: _ProductConfig) -> Array:
     return _multiply(x, w, group_sizes, way)
 
 
 def _multiply(
-    x: Array, w: Array, group_sizes: Array, way: _Way, transposed: bool = False
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    way: _ProductConfig,
+    transposed: bool = False,
 ) -> Array:
     if way.implementation == "reference":
-        return reference.multiply(
+        return reference.multiply_reference(
             x,
             w,
             group_sizes,
@@ -157,18 +161,17 @@ def _multiply(
             dtype=way.dtype,
             block_rows=way.block_rows,
         )
-    from pallas_kernels.grouped_matmul import (
-        mosaic_gpu,  # Pallas loads only where it runs
-    )
+    # Pallas is imported only where it runs.
+    from pallas_kernels.grouped_matmul import mosaic_gpu
 
-    num_cores = devices.current().num_cores
+    num_cores = devices.current_target().num_cores
     tiling = blocks.choose_tiling(
         num_rows=x.shape[0],
         num_groups=w.shape[0],
         num_columns=w.shape[1 if transposed else 2],
         num_cores=num_cores,
     )
-    return mosaic_gpu.multiply(
+    return mosaic_gpu.multiply_mosaic_gpu(
         x,
         w,
         group_sizes,
@@ -179,12 +182,14 @@ def _multiply(
     )
 
 
-def _backward(way: _Way, kept: Any, gradient: Array) -> tuple[Array, Array, Any]:
+def _backward(
+    way: _ProductConfig, kept: Any, gradient: Array
+) -> tuple[Array, Array, Any]:
     x, w, group_sizes = kept
     gradient = gradient.astype(x.dtype)
     back = way._replace(dtype=x.dtype)
     of_x = _multiply(gradient, w, group_sizes, back, transposed=True)
-    of_w = reference.multiply_rows(x, gradient, group_sizes, dtype=w.dtype)
+    of_w = reference.sum_outer_products(x, gradient, group_sizes, dtype=w.dtype)
     return of_x, of_w, np.zeros(group_sizes.shape, jax.dtypes.float0)
 
 

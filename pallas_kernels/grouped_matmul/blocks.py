@@ -1,8 +1,8 @@
-"""Rows of groups, cut into blocks that each belong to one group.
+"""Rows of groups, split into blocks of one group each.
 
-Rows are sorted by group, so a group is a run of rows; blocks tile every run, and one
-more, the rest, which belongs to nobody. A block of rows and a stretch of columns is
-what a program of the kernel multiplies at a time.
+Rows are sorted by group, so a group is a run of rows. Blocks tile every run, and one
+more run of the rows that belong to no group. A program of the kernel multiplies one
+block of rows by one range of columns at a time.
 """
 
 from typing import NamedTuple
@@ -13,20 +13,20 @@ from jaxtyping import Array, Int, Int32
 from pallas_kernels import devices
 
 DEPTH = 64
-"""Numbers of a row that are multiplied at a time: 128 bytes, a line of the layout in
-which the tensor cores read."""
+"""Features of a row that are multiplied at a time: 128 bytes, one line of the swizzled
+layout that the tensor cores read."""
 _BARRIER_BYTES = 2048
-"""Shared memory that is left for barriers."""
+"""Shared memory reserved for barriers."""
 
 
-class Tiling(NamedTuple):
-    """Sizes that change the kernel's speed and nothing of its meaning.
+class GroupedTiling(NamedTuple):
+    """Sizes of the grouped kernel; they change its speed and not its results.
 
     Attributes:
-      block_rows: rows of a block, 64 for each warpgroup that multiplies.
+      block_rows: rows of a block, 64 for each multiplying warpgroup.
       columns: columns of an item.
-      stages: tiles of rows and weights in shared memory.
-      panel: stretches of columns that programs side by side go through together.
+      stages: tiles of rows and weights in the ring in shared memory.
+      panel: column ranges of a panel, the unit that concurrent programs share.
     """
 
     block_rows: int
@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
     panel: int = 8
 
     def smem_bytes(self) -> int:
-        """Shared memory of rows, weights and results, barriers aside.
+        """Returns the shared memory of rows, weights and results, without barriers.
 
         (128, 256, 4): 4 * 384 * 64 * 2 + 2 * 128 * 128 = 229,376.
         """
@@ -45,16 +45,16 @@ class Tiling(NamedTuple):
 
 def choose_tiling(
     *, num_rows: int, num_groups: int, num_columns: int, num_cores: int
-) -> Tiling:
-    """Chooses sizes by what there is to multiply. Unmeasured: reasoned.
+) -> GroupedTiling:
+    """Chooses sizes from the shape of the product. Not measured: derived.
 
-    Two warpgroups where groups have more than 64 rows on average, else one. Columns as
-    wide as leaves an item for every multiprocessor; then as many stages as fit.
+    Two warpgroups if groups have more than 64 rows on average, else one. Columns are
+    the widest that leave an item for every multiprocessor; stages are as many as fit.
 
     Args:
       num_rows: rows of all groups.
-      num_groups: groups, 1 or more.
-      num_columns: of the result, a multiple of 64.
+      num_groups: number of groups, 1 or more.
+      num_columns: columns of the result, a multiple of 64.
       num_cores: multiprocessors.
     """
     block_rows = 128 if num_rows > 64 * num_groups else 64
@@ -66,33 +66,33 @@ def choose_tiling(
         fitting[-1],
     )
     for stages in (8, 7, 6, 5, 4):
-        tiling = Tiling(block_rows, columns, stages)
+        tiling = GroupedTiling(block_rows, columns, stages)
         if tiling.smem_bytes() <= devices.SMEM_BYTES - _BARRIER_BYTES:
             return tiling
     raise AssertionError("4 stages of any of these sizes fit")
 
 
-class Blocks(NamedTuple):
-    """Blocks in the order of their rows; those after the last are to be ignored."""
+class RowBlocks(NamedTuple):
+    """Blocks in the order of their rows; entries from `num` on are unused."""
 
     group: Int32[Array, " blocks"]
-    """Group of the rows; the number of groups for the rest."""
+    """Group of the rows; the number of groups for rows without a group."""
     first: Int32[Array, " blocks"]
-    """Where the block lies: a multiple of what was asked for, at most `begin`."""
+    """First row of the aligned block: a multiple of `align`, at most `begin`."""
     begin: Int32[Array, " blocks"]
-    """First row of the block that is its own."""
+    """First row that belongs to the block."""
     end: Int32[Array, " blocks"]
-    """One past the last; the block is as many rows long as asked for, or fewer."""
+    """One past the last row that belongs to the block."""
     num_grouped: Int32[Array, ""]
-    """Blocks of groups, which come first."""
+    """Number of blocks of groups, which come first."""
     num: Int32[Array, ""]
-    """Blocks, those of the rest with them."""
+    """Number of blocks, those of rows without a group included."""
 
 
-def max_blocks(
+def max_row_blocks(
     *, num_rows: int, num_groups: int, block_rows: int, align: int = 1
 ) -> int:
-    """Most blocks that rows can be cut into, the rest counted as one more group.
+    """Returns the largest number of blocks, with ungrouped rows as one more group.
 
     A run of n rows that starts at most align - 1 rows into its first block needs
     ceil((n + align - 1) / block_rows) blocks, and runs without rows none. 100 rows of 4
@@ -102,21 +102,21 @@ def max_blocks(
     return (num_rows + num_runs * (block_rows + align - 2)) // block_rows
 
 
-def cut(
+def split_row_blocks(
     group_sizes: Int[Array, " groups"],
     *,
     num_rows: int,
     block_rows: int,
     align: int = 1,
-) -> Blocks:
-    """Cuts rows into as many blocks as `max_blocks` says.
+) -> RowBlocks:
+    """Splits rows into `max_row_blocks` blocks.
 
-    Groups have 0 rows or more, together at most `num_rows`. A block starts at a
+    Groups have 0 rows or more, with a sum of at most `num_rows`. A block starts at a
     multiple of `align`, which divides its length: a run starts up to align - 1 rows
     into its first block.
     """
     num_groups = group_sizes.shape[0]
-    most = max_blocks(
+    most = max_row_blocks(
         num_rows=num_rows, num_groups=num_groups, block_rows=block_rows, align=align
     )
     ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
@@ -126,12 +126,12 @@ def cut(
     counts = jnp.where(ends > begins, -((firsts - ends) // block_rows), 0)
     last = jnp.cumsum(counts, dtype=jnp.int32)
     block = jnp.arange(most, dtype=jnp.int32)
-    # Which of the runs is it? All compared at once: a search would be a loop.
+    # Group of each block. All runs are compared at once: a search would be a loop.
     passed = last[None, :] <= block[:, None]
     group = jnp.minimum(jnp.sum(passed, axis=1, dtype=jnp.int32), num_groups)
     nth = block - (last - counts)[group]
     first = firsts[group] + nth * block_rows
-    return Blocks(
+    return RowBlocks(
         group=group,
         first=first,
         begin=jnp.maximum(first, begins[group]),

@@ -1,14 +1,15 @@
 """The grouped matrix product for Hopper GPUs: persistent programs, TMA, wgmma.
 
-Rows are cut into blocks of one group each (`grouping`); a block of rows and a stretch
-of columns is an item, and each program takes every so-manieth item. One warpgroup asks
-the copy engine (TMA) for tiles of rows and weights, one or two multiply, 64 rows each;
-a ring of stages lies between them. A block may begin within a neighbour's rows: what it
-reads of them it multiplies in vain, and never writes.
+Rows are split into blocks of one group each (`blocks`). A block of rows and a range of
+columns is an item, and program p of P takes items p, p + P, p + 2 P and so on. One
+producer warpgroup copies tiles of rows and weights by TMA, and one or two consumer
+warpgroups multiply 64 rows each, with a ring of stages in between. A block may begin
+within the rows of the previous group; their products are computed and not written.
 
-Few rows are not turned around (weights as the left side, 8 to 64 rows as the right):
-64 padded rows by 256 columns take 512 clocks of a multiprocessor's tensor cores for a
-step of 64, whose 32 KB of weights take 1,760 clocks to come at 4.3 TB/s.
+Products of few rows are not transposed (weights as the left operand, 8 to 64 rows as
+the right one): 64 padded rows by 256 columns take 512 clocks of a multiprocessor's
+tensor cores for a step of 64, whose 32 KB of weights take 1,760 clocks to load at 4.3
+TB/s.
 
 Source: persistent programs with a copying and multiplying warpgroups, CUTLASS 3's
 "warp-specialised persistent cooperative" kernels.
@@ -24,14 +25,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.devices import LINE_BYTES, ROW_ALIGNMENT, WGMMA_ROWS
-from pallas_kernels.grouped_matmul.blocks import DEPTH, Tiling, cut
+from pallas_kernels.grouped_matmul.blocks import DEPTH, GroupedTiling, split_row_blocks
 
 type Ref = Any
 """A reference to memory, or a barrier, inside a kernel."""
 
 
 class _Inputs(NamedTuple):
-    """References to global memory that are read: see `blocks.Blocks`."""
+    """References to global memory that the kernel reads, see `blocks.RowBlocks`."""
 
     x: Ref
     w: Ref
@@ -43,46 +44,46 @@ class _Inputs(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Shared memory of a program, and its barriers."""
+    """Shared memory and barriers of a program."""
 
     x: Ref  # [stages, warpgroups, 64, depth]
     w: Ref  # [stages, depth, columns], or [stages, columns, depth] if transposed
-    whole: Ref  # [warpgroups, 64, line], as the tensor cores would read it
-    part: Ref  # [warpgroups, 64, line], row after row
+    whole: Ref  # [warpgroups, 64, line], swizzled
+    part: Ref  # [warpgroups, 64, line], row-major
     full: Ref
     free: Ref
 
 
 class _Item(NamedTuple):
-    """A block of rows and a stretch of columns."""
+    """A block of rows and a range of columns."""
 
     block: Any
     column: Any
     group: Any
     first: Any
     steps: Any  # 0 for rows of no group
-    ring: Any  # steps of this program before it
+    ring: Any  # number of earlier steps of this program
 
 
-def multiply(
+def multiply_mosaic_gpu(
     x: Float[Array, "rows width"],
     w: Float[Array, "groups before after"],
     group_sizes: Int[Array, " groups"],
     *,
     transposed: bool = False,
     dtype: Any,
-    tiling: Tiling,
+    tiling: GroupedTiling,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> Float[Array, "rows columns"]:
-    """Multiplies each row by the weights of its group, as `reference.multiply` does.
+    """Multiplies each row by the weights of its group.
 
     Rows and weights are in bfloat16 or float16, the result has 16 or 32 bits. There is
-    a program for each multiprocessor; `interpret` says how to emulate the kernel on a
-    CPU, False compiles it.
+    one program for each multiprocessor. `interpret` emulates the kernel on a CPU; False
+    compiles it.
 
     Raises:
-      ValueError: a tiling that does not divide the weights.
+      ValueError: the tiling does not divide the weights.
     """
     depth, (num_rows, width) = DEPTH, x.shape
     num_columns = w.shape[1 if transposed else 2]
@@ -95,7 +96,7 @@ def multiply(
         return jnp.zeros((0, num_columns), dtype)
     padded = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
     x = jnp.pad(x, [(0, padded - num_rows), (0, 0)])
-    blocks = cut(
+    blocks = split_row_blocks(
         group_sizes,
         num_rows=num_rows,
         block_rows=tiling.block_rows,
@@ -126,7 +127,7 @@ def multiply(
             _produce(inputs, shared, num_columns // tiling.columns, **options)
 
     def tiled(dtype: Any) -> Any:
-        """The layout in which the tensor cores read."""
+        """Returns the transforms of the swizzled layout that the tensor cores read."""
         line = LINE_BYTES // jnp.dtype(dtype).itemsize
         return [plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(LINE_BYTES)]  # ty: ignore[abstract-class-instantiation]
 
@@ -154,11 +155,11 @@ def multiply(
 
 
 def _walk(inputs: _Inputs, num_stretches: int, panel: int, visit) -> Any:
-    """Visits the items of this program; returns how many steps they have.
+    """Visits the items of this program; returns their number of steps.
 
-    All warpgroups walk alike, so that they agree on the stages of the ring. Items go
-    through panels of a few stretches of columns, so that programs that run side by
-    side share both rows and weights in the cache.
+    All warpgroups visit the same items, so that they agree on the stages of the ring.
+    Items are ordered by panels of a few column ranges, so that concurrent programs
+    share both rows and weights in the cache.
     """
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     num_groups, num_blocks = inputs.w.shape[0], inputs.num[0]
@@ -198,7 +199,7 @@ def _produce(
     panel: int,
     transposed: bool,
 ) -> None:
-    """Copies: what the last warpgroup does."""
+    """Runs the producer warpgroup, which copies tiles to shared memory."""
     stages, num_warpgroups, _, depth = shared.x.shape
     moved = min(WGMMA_ROWS, inputs.x.shape[0])
 
@@ -224,7 +225,7 @@ def _produce(
 
     total = _walk(inputs, num_stretches, panel, visit)
 
-    # All that arrives must have been waited for when the kernel ends.
+    # All copies must have been waited for when the kernel ends.
     @pl.loop(jnp.maximum(0, total - stages), total)
     def _(i):
         plgpu.barrier_wait(shared.free.at[lax.rem(i, jnp.int32(stages))])
@@ -239,7 +240,7 @@ def _consume(
     panel: int,
     transposed: bool,
 ) -> None:
-    """Multiplies: what a compute warpgroup does."""
+    """Runs a consumer warpgroup, which multiplies 64 rows."""
     warpgroup, stages = lax.axis_index("warpgroup"), shared.x.shape[0]
 
     def visit(item: _Item) -> None:
@@ -255,7 +256,7 @@ def _consume(
                 weights = shared.w.at[stage]
                 weights = weights.T if transposed else weights
                 plgpu.wgmma(sums, shared.x.at[stage, warpgroup], weights)
-                # The product before this one is done, and its stage can go.
+                # The product before this one is complete, so its stage can be released.
                 plgpu.wgmma_wait(1)
 
                 @pl.when(i > 0)
@@ -282,10 +283,10 @@ def _consume(
 
 
 def _send(sums, out: Ref, shared: _Shared, first, column, low, high) -> None:
-    """Writes rows low to high of a warpgroup's 64, some columns at a time.
+    """Writes rows low to high of a warpgroup's 64, in groups of columns.
 
-    The last of them are still on their way when this returns. A copy has as many rows
-    as its instruction says, so fewer than 64 go in powers of two.
+    The last copies are still in flight when this returns. The row count of a copy is
+    static, so fewer than 64 rows are written in powers of two.
     """
     warpgroup, width = lax.axis_index("warpgroup"), shared.whole.shape[2]
     num_rows = high - low
@@ -304,7 +305,7 @@ def _send(sums, out: Ref, shared: _Shared, first, column, low, high) -> None:
             shared.part[warpgroup] = _part(sums, begin, shared.part)
             plgpu.commit_smem()
             for moved in powers:
-                # The rows of larger powers have gone before.
+                # Rows of larger powers precede these.
                 row = low + num_rows - lax.rem(num_rows, jnp.int32(2 * moved))
 
                 @pl.when(num_rows & moved != 0)
@@ -319,5 +320,5 @@ def _send(sums, out: Ref, shared: _Shared, first, column, low, high) -> None:
 
 
 def _part(sums, begin: int, target: Ref):
-    """Some columns of the sums, in the type of the result."""
+    """Returns some columns of the sums in the type of the result."""
     return sums[:, begin : begin + target.shape[2]].astype(target.dtype)

@@ -1,8 +1,9 @@
-"""The grouped matrix product in plain jnp: what it means, and how a CPU does it.
+"""The grouped matrix product in plain JAX: the reference, used on CPUs.
 
-`lax.ragged_dot` multiplies every row by the weights of all groups where there is no
-kernel for it, as on CPUs: as many times too much work as there are groups. Here blocks
-of rows of one group are multiplied one after the other, each by its own weights alone.
+Without a kernel for it, as on CPUs, `lax.ragged_dot` multiplies every row by the
+weights of all groups, so its work grows with the number of groups. Here each block of
+rows of one group is multiplied by the weights of that group only, one block after
+another.
 """
 
 from typing import Any
@@ -13,11 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import devices
-from pallas_kernels.grouped_matmul.blocks import cut
+from pallas_kernels.grouped_matmul.blocks import split_row_blocks
 
 MAX_BLOCK = 64
-"""Rows that a CPU multiplies at a time, where groups have as many on average. Fewer
-than in a group costs passes over its weights, more costs rows of zeros."""
+"""Largest block on a CPU. Blocks smaller than a group reread its weights; larger ones
+multiply rows of zeros."""
 
 _ROWS_APART = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -26,7 +27,7 @@ _ROWS_APART = lax.RaggedDotDimensionNumbers(
 )
 
 
-def multiply(
+def multiply_reference(
     x: Float[Array, "rows width"],
     w: Float[Array, "groups before after"],
     group_sizes: Int[Array, " groups"],
@@ -40,34 +41,34 @@ def multiply(
     Args:
       x: rows sorted by group.
       w: weights, `[groups, width, columns]`; `[groups, columns, width]` if transposed.
-      group_sizes: rows of each group, 0 or more, together at most `rows`.
-      transposed: how the weights lie.
-      dtype: of the result; sums have at least 32 bits.
-      block_rows: rows that are multiplied at a time, for bits that do not depend on
-        the other rows; None takes what is fast.
+      group_sizes: rows of each group, 0 or more, with a sum of at most `rows`.
+      transposed: True if the last two axes of `w` are swapped.
+      dtype: type of the result; sums have at least 32 bits.
+      block_rows: fixed number of rows of a block, which makes the bits of a row
+        independent of the batch; None chooses the fastest.
 
     Returns:
-      The products; 0 in rows past the last group, whatever `x` holds there.
+      The products; 0 in rows past the last group, for any content of `x`.
     """
     num_rows, num_groups = x.shape[0], w.shape[0]
     if num_rows == 0 or num_groups == 0:
         return jnp.zeros((num_rows, w.shape[1 if transposed else 2]), dtype)
     wide = _wide(dtype)
-    if block_rows is None and devices.current().platform != "cpu":
+    if block_rows is None and devices.current_target().platform != "cpu":
         right = w.swapaxes(1, 2) if transposed else w
         out = lax.ragged_dot(
             x, right, group_sizes.astype(jnp.int32), preferred_element_type=wide
         )
-        return _grouped_alone(out, group_sizes).astype(dtype)
+        return _zero_ungrouped_rows(out, group_sizes).astype(dtype)
     padding = max(0, (block_rows or 1) - num_rows)
     x = jnp.pad(x, [(0, padding), (0, 0)])
     size = block_rows or block_size(num_rows, num_groups)
-    blocks = cut(group_sizes, num_rows=num_rows, block_rows=size)
+    blocks = split_row_blocks(group_sizes, num_rows=num_rows, block_rows=size)
     over = ((1,), (1 if transposed else 0,)), ((), ())
 
     def one_block(i: Array, out: Array) -> Array:
         weights = lax.dynamic_index_in_dim(w, blocks.group[i], keepdims=False)
-        # The last block may be shorter: it begins earlier and keeps what is there.
+        # The last block may be shorter: it begins earlier and keeps their products.
         first = jnp.minimum(blocks.first[i], x.shape[0] - size)
         rows = lax.dynamic_slice_in_dim(x, first, size)
         product = lax.dot_general(rows, weights, over, preferred_element_type=wide)
@@ -82,7 +83,7 @@ def multiply(
     return lax.fori_loop(0, blocks.num_grouped, one_block, out)[:num_rows]
 
 
-def multiply_rows(
+def sum_outer_products(
     x: Float[Array, "rows width"],
     y: Float[Array, "rows columns"],
     group_sizes: Int[Array, " groups"],
@@ -91,13 +92,13 @@ def multiply_rows(
 ) -> Float[Array, "groups width columns"]:
     """Sums x[row] y[row]^T over the rows of each group: the gradient of the weights.
 
-    Rows are sorted by group; sums have at least 32 bits, and are 0 for groups without
-    rows. Rows past the last group are in none.
+    Rows are sorted by group. Sums have at least 32 bits, and are 0 for groups without
+    rows. Rows past the last group are ignored.
     """
     num_rows, num_groups = x.shape[0], group_sizes.shape[0]
     wide = _wide(dtype)
-    x, y = (_grouped_alone(rows, group_sizes) for rows in (x, y))
-    if devices.current().platform != "cpu":
+    x, y = (_zero_ungrouped_rows(rows, group_sizes) for rows in (x, y))
+    if devices.current_target().platform != "cpu":
         sums = lax.ragged_dot_general(
             x,
             y,
@@ -111,7 +112,7 @@ def multiply_rows(
         return out.astype(dtype)
     out = devices.varying_like(out, x, y, group_sizes)
     size = block_size(num_rows, num_groups)
-    blocks = cut(group_sizes, num_rows=num_rows, block_rows=size)
+    blocks = split_row_blocks(group_sizes, num_rows=num_rows, block_rows=size)
 
     def one_block(i: Array, out: Array) -> Array:
         first = jnp.minimum(blocks.first[i], num_rows - size)
@@ -129,20 +130,20 @@ def multiply_rows(
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
-    """Rows that are multiplied at a time: about as many as a group has on average."""
+    """Returns the rows of a block: about the average group size."""
     average = -(-num_rows // num_groups)
     return min(num_rows, MAX_BLOCK, 1 << (average - 1).bit_length())
 
 
 def _wide(dtype: Any) -> Any:
-    """The type of sums."""
+    """Returns the type of sums."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _grouped_alone(
+def _zero_ungrouped_rows(
     rows: Float[Array, "rows width"], group_sizes: Int[Array, " groups"]
 ) -> jax.Array:
-    """Puts 0 into rows past the last group."""
+    """Sets rows past the last group to 0."""
     num_grouped = jnp.sum(group_sizes, dtype=jnp.int32)
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     return jnp.where((row < num_grouped)[:, None], rows, jnp.zeros_like(rows))

@@ -1,7 +1,7 @@
-"""Copies of whole pages, for Hopper GPUs: in place, all layers in one launch.
+"""Copies of whole pages for Hopper GPUs: in place, all layers in one launch.
 
-Every program moves a part of a page through shared memory by bulk copies, so that no
-thread handles the data and nothing is set aside but what is on its way.
+Every program moves a part of a page through shared memory by bulk copies (TMA): threads
+do not touch the data, and the only buffer is the part in flight.
 """
 
 import math
@@ -16,13 +16,13 @@ from jaxtyping import Array, Int, Shaped
 from pallas_kernels.devices import LINE_BYTES
 
 MAX_LINES = 256
-"""Lines that one transfer can move."""
+"""Lines of 128 bytes of one bulk copy."""
 PART_BYTES = 32_768
-"""Most that one program moves. Unmeasured: seven programs share a multiprocessor, 29 MB
-on their way on an H200, of which 4.3 TB/s at 1 us need 4.3."""
+"""Bytes that one program moves. Not measured: seven programs share a multiprocessor, so
+29 MB are in flight on an H200, where 4.3 TB/s at 1 us of latency need 4.3 MB."""
 
 
-def copy_pages(
+def copy_pages_mosaic_gpu(
     pages: Shaped[Array, "pages ..."],
     source: Int[Array, " n"],
     target: Int[Array, " n"],
@@ -31,14 +31,14 @@ def copy_pages(
     part_bytes: int = PART_BYTES,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> Shaped[Array, "pages ..."]:
-    """Makes some pages equal to others, in place where the pages are donated.
+    """Copies pages onto pages, in place if the pages are donated.
 
-    As `copy.copy_pages`, but programs run in any order: no page may be both a source
-    and a target. One moves `part_bytes` at most, at least `LINE_BYTES`; `interpret`
-    says how to emulate the kernel on a CPU, False compiles it.
+    Arguments are those of `copy.copy_pages`, but programs run in any order: no page may
+    be both a source and a target. A program moves at most `part_bytes`, at least
+    `LINE_BYTES`. `interpret` emulates the kernel on a CPU; False compiles it.
 
     Raises:
-      ValueError: pages or parts of a size that cannot be moved.
+      ValueError: the size of pages or parts is not supported.
     """
     page_bytes = math.prod(pages.shape[1:]) * pages.dtype.itemsize
     if page_bytes == 0 or page_bytes % LINE_BYTES:
@@ -69,7 +69,7 @@ def copy_pages(
             plgpu.copy_smem_to_gmem(buffer, written.at[end, index])
             plgpu.wait_smem_to_gmem(0)
 
-    # A reference to donated pages is the pages themselves.
+    # A reference to a donated array aliases it.
     written = jax.new_ref(pages.reshape(shape))
     given = [] if origin is None else [origin.reshape(shape)]
     ids = (source.astype(jnp.int32), target.astype(jnp.int32))

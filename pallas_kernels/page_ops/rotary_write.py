@@ -1,8 +1,8 @@
-"""The door to rotary positions and the write of K and V: one pass over a projection.
+"""Rotary positions and the write of K and V to pages, fused.
 
-What a layer's product for queries, keys and values gives is read once: queries and keys
-turn with their positions, keys and values go to their pages, in place, and the queries
-come back. On a GPU it is one launch where XLA takes eight.
+Reads the output of a layer's QKV projection once: rotates queries and keys by their
+positions, writes keys and values to their pages in place, and returns the queries. On a
+GPU it is one launch, where XLA takes eight.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -17,33 +17,33 @@ from pallas_kernels.page_ops.write import write_rows
 from pallas_kernels.row_packing import Packing
 
 type RotaryWriteImplementation = Literal["reference", "mosaic_gpu"]
-"""Implementations by name; `None` takes the best one for platform and shape.
+"""Names of implementations; `None` means the best one for platform and shape.
 
 "mosaic_gpu" needs a Hopper GPU, 16-bit pages of the projection's type, and KV heads
-times half of head_dim a multiple of 128.
+times half of head_dim that is a multiple of 128.
 """
 
 
-class Rotated(NamedTuple):
-    """A layer's queries, and the pages with its keys and values."""
+class RotaryWriteOutput(NamedTuple):
+    """Queries of a layer, and the pages with the new keys and values."""
 
     q: Float[Array, "rows kv_heads group head_dim"]
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None
-    """The same where a packing is given; between them anything."""
+    """The queries packed into blocks, if a packing is given; padding is undefined."""
     k_pages: Float[Array, "pages kv_heads page_size head_dim"]
     v_pages: Float[Array, "pages kv_heads page_size head_dim"]
 
 
-class Turns(NamedTuple):
-    """By how much the pairs of features of every query turn: all heads alike."""
+class RotaryCosSin(NamedTuple):
+    """Cosines and sines of the rotary angles, repeated over heads."""
 
     cos: Float32[Array, "rows kv_heads group half"]
     sin: Float32[Array, "rows kv_heads group half"]
 
 
-def rotate_and_write(
+def write_rotated_kv(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    turns: Turns,
+    cos_sin: RotaryCosSin,
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, " rows"],
@@ -53,31 +53,31 @@ def rotate_and_write(
     layer: Layer = 0,
     num_layers: int = 1,
     implementation: RotaryWriteImplementation | None = None,
-) -> Rotated:
-    """Turns queries and keys by their angles; writes keys and values to their places.
+) -> RotaryWriteOutput:
+    """Rotates queries and keys, and writes keys and values to pages.
 
-    Feature i of a head's first half turns with feature i of its second.
+    Feature i of the first half of a head is rotated with feature i of the second half.
 
     Args:
-      qkv: of each row and KV head the group's queries, the key, the value.
-      turns: their cosines and sines, worked out once for all layers.
-      k_pages: keys of one layer, or of `num_layers` one after another.
-      v_pages: values, likewise.
-      page_ids: page that each row's key and value go to, counted from the layer's
-        first.
-      offsets: their place there, in [0, page_size). No two rows may name the same
-        place; a row whose page or offset is out of range is dropped.
-      packing: blocks that queries are laid out in, too, as decode reads them.
-      layer: which of the layers in the pages, in [0, num_layers).
-      num_layers: how many these are.
-      implementation: None, or a name that must serve this call.
+      qkv: queries of the group, key and value of each row and KV head.
+      cos_sin: cosines and sines, computed once for all layers.
+      k_pages: keys of one layer, or of `num_layers` layers concatenated.
+      v_pages: values in the same layout.
+      page_ids: page of each row's key and value, relative to the layer.
+      offsets: position in that page, in [0, page_size). No two rows may have the same
+        page and offset; a row with either out of range is dropped.
+      packing: blocks to which queries are also written, as the decode kernel reads
+        them.
+      layer: index of the layer in the pages, in [0, num_layers).
+      num_layers: number of layers in the pages.
+      implementation: None, or the name of a required one.
 
     Returns:
-      Queries in the type of `qkv`; the pages, all else in them bit for bit as before.
+      Queries in the type of `qkv`, and the pages, unchanged elsewhere.
 
     Raises:
-      ValueError: pages of keys or values of another width than the projection's heads,
-        or an implementation that is unknown or does not take this call.
+      ValueError: the width of pages is not that of the projection's heads, or the
+        requested implementation is unknown or does not support the call.
 
     Source: Su et al. 2021, arXiv:2104.09864, eq. 34; the halves are GPT-NeoX's.
     """
@@ -85,13 +85,13 @@ def rotate_and_write(
         raise ValueError(
             f"{k_pages.shape[3]=} and {v_pages.shape[3]=} must be {qkv.shape[3]=}"
         )
-    if choose(qkv, k_pages, implementation) == "mosaic_gpu":
+    if choose_rotary_write(qkv, k_pages, implementation) == "mosaic_gpu":
         from pallas_kernels.page_ops import rotary_write_mosaic_gpu as kernel
 
-        return Rotated(
-            *kernel.rotate_and_write(
+        return RotaryWriteOutput(
+            *kernel.write_rotated_kv_mosaic_gpu(
                 qkv,
-                turns,
+                cos_sin,
                 k_pages,
                 v_pages,
                 page_ids,
@@ -101,7 +101,7 @@ def rotate_and_write(
                 num_layers=num_layers,
             )
         )
-    turned = rotate(qkv[:, :, :-1], turns)
+    turned = apply_rotary(qkv[:, :, :-1], cos_sin)
     q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
     num_pages = k_pages.shape[0] // num_layers
     ids = layered.flat_ids(page_ids, layer, num_layers=num_layers, num_pages=num_pages)
@@ -112,47 +112,50 @@ def rotate_and_write(
         (rows, kv_heads, _, head_dim) = q.shape
         by_head = q.reshape(rows, -1, head_dim)
         packed = row_packing.pack_queries(by_head, packing, kv_heads=kv_heads)
-    return Rotated(q, packed, k_pages, v_pages)
+    return RotaryWriteOutput(q, packed, k_pages, v_pages)
 
 
 def query_rows(num_rows: int, q_heads: int) -> Int32[Array, " queries"]:
-    """Row of every query, whose angles `Turns` has, row by row.
+    """Returns the row of every query, the index of its angles in `RotaryCosSin`.
 
-    A warpgroup's registers know no broadcast over heads: they read the angles from the
-    cache. Whoever works them out query by query from positions taken at these rows has
-    one kernel; heads that share an angle would have it worked out before, in another.
+    Registers of a warpgroup cannot broadcast over heads, so the kernel reads an angle
+    for every query from the cache. Computing the angles from positions gathered at
+    these rows takes one XLA kernel; broadcasting angles over heads would take another
+    one.
     """
     return jnp.arange(num_rows * q_heads, dtype=jnp.int32) // q_heads
 
 
-def rotate(
-    x: Float[Array, "rows kv_heads heads head_dim"], turns: Turns
+def apply_rotary(
+    x: Float[Array, "rows kv_heads heads head_dim"], cos_sin: RotaryCosSin
 ) -> Float[Array, "rows kv_heads heads head_dim"]:
-    """Turns every pair of features, in float32."""
-    cos, sin = (turn[:, :1, :1] for turn in turns)
+    """Rotates every pair of features, in float32."""
+    cos, sin = (values[:, :1, :1] for values in cos_sin)
     low, high = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     turned = [low * cos - high * sin, high * cos + low * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def choose(
+def choose_rotary_write(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Any,
     implementation: RotaryWriteImplementation | None = None,
 ) -> RotaryWriteImplementation:
-    """Names the implementation that serves a call; pages may be of 8 bits.
+    """Returns the implementation that computes a call; pages may have 8 bits.
 
     Raises:
-      ValueError: one is asked for that is unknown, or that cannot serve the call.
+      ValueError: the requested implementation is unknown or does not support the call.
     """
-    return devices.choose(implementation, lambda: why_not(qkv, k_pages))
+    return devices.choose_implementation(
+        implementation, lambda: rotary_write_unsupported_reason(qkv, k_pages)
+    )
 
 
-def why_not(
+def rotary_write_unsupported_reason(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Any,
 ) -> str | None:
-    """Says in a clause why the Mosaic GPU kernel does not take a call, or None."""
+    """Returns why the Mosaic GPU kernel does not support a call, or None if it does."""
     if str(qkv.dtype) not in ("bfloat16", "float16") or qkv.dtype != k_pages.dtype:
         return (
             f"{qkv.dtype=} and {k_pages.dtype=} must both be bfloat16, or both float16"

@@ -1,9 +1,9 @@
-"""Rotary positions and the write of K and V, for Hopper GPUs: one launch, in place.
+"""Rotary positions and the write of K and V for Hopper GPUs: one launch, in place.
 
-A program has one row. The copy engine brings the halves of its queries and keys into
-shared memory apart, a warpgroup turns them there, and the copy engine takes keys and
-values to their places in the pages, which it can stride through. Queries go to where
-decode reads them as well, side by side with others that read the same keys.
+A program handles one row. TMA loads the two halves of its queries and keys into
+separate shared memory, a warpgroup rotates them, and strided TMA copies write keys and
+values to their pages. Queries are also written to the packed blocks that the decode
+kernel reads.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ from pallas_kernels.layered import Layer
 from pallas_kernels.row_packing import Packing
 
 
-def rotate_and_write(
+def write_rotated_kv_mosaic_gpu(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    turns: tuple[
+    cos_sin: tuple[
         Float32[Array, "rows kv_heads group half"],
         Float32[Array, "rows kv_heads group half"],
     ],
@@ -36,22 +36,22 @@ def rotate_and_write(
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> tuple[Array, Array | None, Array, Array]:
-    """As `rotary_write.rotate_and_write`, which says what it takes.
+    """Rotates queries and keys, and writes keys and values to pages.
 
     Args:
-      qkv: as there, like all that follow.
-      turns: cosines and sines.
-      k_pages: donated or carried, else they are copied.
-      v_pages: likewise.
-      page_ids: those out of range are dropped.
-      offsets: likewise.
-      packing: blocks that queries go to as well, whose padding may hold anything.
-      layer: which one of those in the pages.
-      num_layers: how many these are.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
+      qkv: as for `rotary_write.write_rotated_kv`, like all arguments but `interpret`.
+      cos_sin: cosines and sines.
+      k_pages: pages of keys; copied unless donated or carried.
+      v_pages: pages of values; copied unless donated or carried.
+      page_ids: rows with an id out of range are dropped.
+      offsets: rows with an offset out of range are dropped.
+      packing: blocks to which queries are also written; their padding is undefined.
+      layer: index of the layer in the pages.
+      num_layers: number of layers in the pages.
+      interpret: emulates the kernel on a CPU; False compiles it.
 
     Returns:
-      Queries, packed ones, pages of keys, pages of values.
+      Queries, packed queries or None, pages of keys, pages of values.
     """
     rows, kv_heads, wide, head_dim = qkv.shape
     (num_pages, _, page_size, _), group = k_pages.shape, wide - 2
@@ -75,8 +75,8 @@ def rotate_and_write(
         ):
             plgpu.copy_gmem_to_smem(read.at[:, heads, features], part, arrived)
         plgpu.barrier_wait(arrived)
-        _turn(q_low, q_high, cos[row], sin[row])
-        _turn(k_low, k_high, cos[row, :, 0], sin[row, :, 0])
+        _rotate_pairs(q_low, q_high, cos[row], sin[row])
+        _rotate_pairs(k_low, k_high, cos[row, :, 0], sin[row, :, 0])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_low, q.at[row, :, :, low])
         plgpu.copy_smem_to_gmem(q_high, q.at[row, :, :, high])
@@ -102,7 +102,7 @@ def rotate_and_write(
 
         plgpu.wait_smem_to_gmem(0)
 
-    # A reference to donated pages is the pages themselves.
+    # A reference to a donated array aliases it.
     written = jax.new_ref(k_pages), jax.new_ref(v_pages)
     ids = [x.astype(jnp.int32) for x in (page_ids, offsets)]
     halves = [(kv_heads, group, half)] * 2 + [(kv_heads, half)] * 2
@@ -122,13 +122,13 @@ def rotate_and_write(
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
-    )(qkv, *turns, *ids, layered.operand(layer), *places, *written)
+    )(qkv, *cos_sin, *ids, layered.layer_operand(layer), *places, *written)
     k_pages, v_pages = (jax.freeze(reference) for reference in written)
     return q, packed[0] if packed else None, k_pages, v_pages
 
 
-def _turn(low: Any, high: Any, cos: Array, sin: Array) -> None:
-    """Turns pairs of features where they lie."""
+def _rotate_pairs(low: Any, high: Any, cos: Array, sin: Array) -> None:
+    """Rotates pairs of features in shared memory."""
     first, second = low[...].astype(jnp.float32), high[...].astype(jnp.float32)
     low[...] = (first * cos - second * sin).astype(low.dtype)
     high[...] = (second * cos + first * sin).astype(high.dtype)

@@ -1,6 +1,6 @@
-"""The door to writes of single tokens into pages: checks shapes, then scatters.
+"""Writes of single tokens into pages: checks shapes and scatters.
 
-XLA's scatter is in place where the pages are donated or carried, on CPUs and GPUs.
+XLA's scatter is in place if the pages are donated or carried, on CPUs and GPUs.
 """
 
 import jax.numpy as jnp
@@ -20,37 +20,37 @@ def write_rows(
     Num[Array, "pages heads page_size width"],
     Float[Array, "pages heads page_size"] | None,
 ]:
-    """Writes the numbers of every row, such as a key, to a place of a page.
+    """Writes the key or value of every row to a position of a page, in place.
 
-    In place. No two rows may name the same place. Rows whose page or offset is out of
+    No two rows may have the same page and offset. Rows whose page or offset is out of
     range, sentinels included, are dropped.
 
     Args:
       pages: pages of one layer, or of all layers with ids offset by the layer.
-      page_ids: page that each row goes to.
-      offsets: its place there, in [0, page_size).
-      new: rows, cast to the type of floating pages, quantised for 8-bit ones.
-      scales: of 8-bit pages, one for each token and head; written with the numbers.
-        Scales of whole pages cannot be kept while rows are added, see `quantizing`.
+      page_ids: page of each row.
+      offsets: position in that page, in [0, page_size).
+      new: rows, cast to the type of floating pages, quantized for 8-bit ones.
+      scales: scales of 8-bit pages, one for each token and head, written with the
+        numbers. Scales of whole pages do not allow adding rows, see `quantizing`.
 
     Returns:
-      The pages and scales with the rows written; the rest bit for bit as before.
+      The pages and scales with the rows written, unchanged elsewhere.
 
     Raises:
-      ValueError: scales that do not fit the pages.
+      ValueError: the scales do not match the pages.
     """
-    kind = quantizing.kind_of(pages.dtype)
+    kind = quantizing.quantization_kind(pages.dtype)
     if (kind is None) != (scales is None):
         raise ValueError(
-            f"scales must be given for 8-bit pages, and for those alone: {pages.dtype=}"
+            f"scales must be given for 8-bit pages, and only for them: {pages.dtype=}"
         )
     if scales is not None and scales.shape != pages.shape[:3]:
         raise ValueError(
             f"{scales.shape=} must be {pages.shape[:3]}, one for each token and head"
         )
     if page_ids.shape[0] == 1:
-        # XLA makes an update of one row a select between the row and the old content,
-        # reads the pages once more for it, and copies all of them on a CPU.
+        # XLA turns an update of one row into a select between the row and the old
+        # content, which reads the pages once more, and copies all of them on a CPU.
         page_ids, offsets, new = (
             jnp.concatenate([x, jnp.full_like(x, -1)]) for x in (page_ids, offsets, new)
         )
@@ -64,5 +64,5 @@ def write_rows(
         return put(pages, new), None
     numbers, worth = quantizing.quantize(new, kind)
     if pages.dtype == quantizing.FP8:
-        numbers = quantizing.meaning(numbers)
+        numbers = quantizing.as_number_type(numbers)
     return put(pages, numbers), put(scales, worth)

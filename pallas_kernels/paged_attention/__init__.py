@@ -1,4 +1,4 @@
-"""Attention over paged K and V: plans, reference, and kernels behind one door."""
+"""Attention over paged K and V: plans, reference, and kernels."""
 
 from pallas_kernels.paged_attention.api import (
     AttentionState,

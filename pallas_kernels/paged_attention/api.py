@@ -1,9 +1,9 @@
-"""The door to attention over pages: checks shapes, then picks an implementation.
+"""Attention over pages: checks shapes and chooses an implementation.
 
-A row is one query token: its slot names the table row with its keys, its position how
-many of them it sees. Decode (one row a slot), chunks of prompts and drafts to verify
-are all just rows. Kernels know pages and nothing above them: a layer is an offset that
-the caller has added to the page ids, a request does not exist.
+A row is one query token: its slot is the row of the page table with its keys, and its
+position the number of keys before its own. Decoding (one row a slot), chunks of prompts
+and drafts to verify are all rows. Kernels know pages only: a layer is an offset of page
+ids, and requests do not exist here.
 """
 
 import functools
@@ -17,21 +17,21 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import devices, layered
 from pallas_kernels.layered import Layer
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import checks, decode_plan, dispatch, reference
-from pallas_kernels.paged_attention.page_blocks import Memory
+from pallas_kernels.paged_attention.page_blocks import PagedKV
 
 type AttentionImplementation = Literal["reference", "mosaic_gpu"]
-"""Implementations by name; `None` takes the best one for platform and shape."""
+"""Names of implementations; `None` means the best one for platform and shape."""
 
 
 class AttentionState(NamedTuple):
-    """Attention of rows over some keys, ready to be merged with that over others."""
+    """Attention of rows over some keys, mergeable with attention over other keys."""
 
     out: Float[Array, "rows q_heads value_width"]
-    """Softmax-weighted values; 0 where a row saw no key."""
+    """Softmax-weighted values; 0 for a row without keys."""
     lse: Float[Array, "rows q_heads"]
-    """Natural log of the sum of exponentials of the scores; -inf where no key."""
+    """Natural log-sum-exp of the scores; -inf for a row without keys."""
 
 
 def paged_attention(
@@ -58,63 +58,64 @@ def paged_attention(
     implementation: AttentionImplementation | None = None,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     plan: dispatch.StepPlan | None = None,
-    tiling: dispatch.Tilings | None = None,
+    tiling: dispatch.KernelTilings | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
 
-    A row sees the keys at places 0 to its position, the last `window` of them if one is
-    given. With `ancestors` it sees instead all places below `context` of its slot, and
-    place `context + j` where `ancestors[row, j]`: a token tree's branches stand side
-    by side there, and a chain is the lower triangle. A slot whose context is -1 has no
-    tree, and its rows no ancestors.
+    A row attends to the keys at positions 0 to its own, or to the last `window` of
+    them. With `ancestors` it attends instead to all positions below `context` of its
+    slot, and to position `context + j` if `ancestors[row, j]`: the branches of a token
+    tree are stored one after another there, and a chain is the lower triangle. A slot
+    whose context is -1 has no tree, and its rows no ancestors.
 
     Args:
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of `num_layers` one after another; of a floating
+      k_pages: keys of one layer, or of `num_layers` layers concatenated; of a floating
         type, or of 8 bits as `quantizing` makes them.
-      v_pages: values of the same type, of any width; None where the values are the
-        first `value_width` numbers of the keys, with the scales of the keys.
-      page_ids: page of every place / page_size, counted from the layer's first; an id
-        that none of its pages has is unmapped and must hold no place that any row sees.
-      positions: position of each row; -1 for a padding row, which sees nothing.
-      slots: slot of each row, the rows of a slot side by side and in ascending order;
-        None where all slots have as many rows, in order: one each to decode, several
-        to verify drafts.
-      value_width: width of the values in [1, head_dim] where `v_pages` is None.
-      context: places that every row of the slot sees, or -1; needed with `ancestors`.
-      ancestors: see above.
+      v_pages: values of the same type, of any width; None if the values are the first
+        `value_width` numbers of the keys, with the scales of the keys.
+      page_ids: page table, with ids relative to the layer. An id that is no page of the
+        layer is unmapped; no row may attend to a position of it.
+      positions: position of each row; -1 for a padding row, which attends to no key.
+      slots: slot of each row; rows of a slot are contiguous and in ascending order.
+        None if all slots have the same number of rows, in order: one each to decode,
+          several to verify drafts.
+      value_width: width of the values in [1, head_dim], if `v_pages` is None.
+      context: positions that every row of the slot attends to, or -1; required with
+        `ancestors`.
+      ancestors: mask of the slot's tree positions, see above.
       scale: factor on the scores; None means head_dim ** -0.5.
-      window: latest keys seen, at least 1; None means all. On a GPU places between two
-        windows of a slot, that no row sees, must hold numbers.
+      window: number of latest keys of a row, at least 1; None means all. On a GPU,
+        positions between two windows of a slot must not hold NaN.
       softcap: bound of the scores, above 0: softcap * tanh(score / softcap), after the
         scale and before `alibi`; None means none.
-      alibi: slope of each query head: a score gains slope * (place - position).
-      sinks: one more score a head, that takes weight and brings no value. Of states to
-        be merged only one may have it.
-      k_scales: of 8-bit pages alone, the factor on the keys of a page and head, or with
-        an axis of page_size more on each of them.
-      v_scales: likewise on the values.
-      layer: which of the layers in the pages, in [0, num_layers).
-      num_layers: how many these are, a divisor of their number.
-      numerics: "reproducible" gives a row the same bits in any batch.
-      implementation: None, or a name that must serve this call. "reference" takes any
+      alibi: slope of each query head: adds slope * (place - position) to a score.
+      sinks: score of one more key with value 0 in each head. Of states that will be
+        merged only one may have it.
+      k_scales: only for 8-bit pages, scale of the keys of a page and head, or with one
+        more axis of page_size, of each key.
+      v_scales: only for 8-bit pages, scales of the values.
+      layer: index of the layer in the pages, in [0, num_layers).
+      num_layers: number of layers in the pages, a divisor of the number of pages.
+      numerics: "reproducible" makes the bits of a row independent of the batch.
+      implementation: None, or the name of a required one. "reference" takes any
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
         bfloat16 or both in float16, head_dim 64, 128 or 256, values of the same width,
-        pages of 16, 32, 64, 128 or 256 places, and at most 64 query heads for a KV
+        pages of 16, 32, 64, 128 or 256 positions, and at most 64 query heads for a KV
         head.
-      packed_q: the queries as the plan's few rows are packed, by whoever wrote them;
-        None packs them where it is needed.
-      plan: `make_plan` of the same rows, so that the layers of a model share it; None
-        makes one where one is needed.
-      tiling: sizes that change the speed of "mosaic_gpu" and nothing of the meaning;
-        None takes the plan's, else `dispatch.default_tilings`.
+      packed_q: queries of the plan's few rows in packed form, if they are already
+        written; None packs them here.
+      plan: `make_plan` of the same rows, to share it among layers; None makes one if
+        the implementation needs it.
+      tiling: sizes that change the speed of "mosaic_gpu" and not its results; None
+        means the plan's, else `dispatch.default_tilings`.
 
     Returns:
       Output in the type of q, and the log-sum-exp in float32 (float64 if q is).
 
     Raises:
-      ValueError: shapes that do not fit each other, or an implementation that is
-        unknown or cannot serve the call.
+      ValueError: shapes do not match, or the requested implementation is unknown or
+        does not support the call.
 
     Sources: Kwon et al. 2023, arXiv:2309.06180, eq. 4; trees, Miao et al. 2024,
     arXiv:2305.09781, section 4; softcap, Gemma 2, arXiv:2408.00118, section 2; ALiBi,
@@ -139,8 +140,8 @@ def paged_attention(
     if num_layers < 1 or k_pages.shape[0] % num_layers:
         raise ValueError(f"{num_layers=} must divide {k_pages.shape[0]=}")
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    scoring = Scoring(scale, softcap, alibi, sinks)
-    chosen = choose(
+    scoring = ScoreTransform(scale, softcap, alibi, sinks)
+    chosen = choose_attention(
         q,
         k_pages,
         value_width=value_width,
@@ -164,7 +165,7 @@ def paged_attention(
                 tiling=tiling,
             )
         assert plan is not None
-        out, lse = dispatch.attend(
+        out, lse = dispatch.dispatch_attention(
             q,
             k_pages,
             k_pages if v_pages is None else v_pages,
@@ -194,7 +195,7 @@ def paged_attention(
         attend = functools.partial(
             attend,
             block_size=size,
-            one_by_one=devices.current().platform == "cpu"
+            one_by_one=devices.current_target().platform == "cpu"
             and q.dtype == jnp.float32
             and few_queries
             and page_ids.shape[0] <= reference.FEW_SLOTS,
@@ -204,7 +205,7 @@ def paged_attention(
     out, lse = reference.differentiable(
         attend,
         q.reshape(rows, *by_head, head_dim),
-        Memory(k_pages, v_pages, k_scales, v_scales, value_width),
+        PagedKV(k_pages, v_pages, k_scales, v_scales, value_width),
         reference.View(page_ids, positions, slots, context, ancestors, window),
         scoring._replace(
             slopes=None if alibi is None else alibi.reshape(by_head),
@@ -228,21 +229,21 @@ def make_plan(
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
-    tiling: dispatch.Tilings | None = None,
+    tiling: dispatch.KernelTilings | None = None,
 ) -> dispatch.StepPlan | None:
-    """Prepares what a kernel needs once a step, whatever the layer.
+    """Makes the plan of a step, which all layers share.
 
-    Arguments are those of `paged_attention`; of `q` and `k_pages` only shape and type
-    matter, of `page_ids` the shape; a `value_width` of None is that of the keys. The
-    plan keeps `tiling`, the sizes of the kernels.
+    Arguments are those of `paged_attention`; only shape and type of `q` and `k_pages`
+    matter, and the shape of `page_ids`. A `value_width` of None is that of the keys.
+    The plan keeps `tiling`, the sizes of the kernels.
 
     Returns:
-      The plan; None where the reference will serve the call, which needs none.
+      The plan; None if the reference computes the call, which needs none.
 
     Raises:
-      ValueError: an implementation that is unknown or cannot serve the call.
+      ValueError: the requested implementation is unknown or does not support the call.
     """
-    chosen = choose(
+    chosen = choose_attention(
         q,
         k_pages,
         value_width=value_width,
@@ -252,7 +253,7 @@ def make_plan(
     if chosen != "mosaic_gpu":
         return None
     kv_heads = k_pages.shape[1]
-    return dispatch.plan_step(
+    return dispatch.make_step_plan(
         positions,
         slots,
         num_slots=len(page_ids),
@@ -266,7 +267,7 @@ def make_plan(
     )
 
 
-def choose(
+def choose_attention(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
     *,
@@ -274,34 +275,34 @@ def choose(
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
 ) -> AttentionImplementation:
-    """Names the implementation that serves a call.
+    """Returns the implementation that computes a call.
 
     A `value_width` of None is that of the keys.
 
     Raises:
-      ValueError: one is asked for that is unknown, or that cannot serve the call.
+      ValueError: the requested implementation is unknown or does not support the call.
     """
 
     def refusal() -> str | None:
         if numerics != "fast":
             return f"{numerics=} needs sums that do not depend on the other rows"
-        return decode_plan.why_not(q, k_pages, value_width)
+        return decode_plan.decode_unsupported_reason(q, k_pages, value_width)
 
-    return devices.choose(implementation, refusal)
+    return devices.choose_implementation(implementation, refusal)
 
 
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:
-    """Attention over the keys of both states, which must be disjoint.
+    """Merges attention over two disjoint sets of keys.
 
     Associative and commutative up to rounding, so any number of states merge in any
-    order. A state without keys is neutral, whatever its output holds.
+    order. A state without keys is neutral, for any content of its output.
 
     Args:
       first: state of some rows.
       second: state of the same rows over other keys.
 
     Returns:
-      The state over all of these keys, its output in the type of the first one's.
+      The state over all keys, with the output in the type of the first state's.
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
     """
@@ -321,12 +322,12 @@ def merge_states(first: AttentionState, second: AttentionState) -> AttentionStat
 
 
 def merge_devices(state: AttentionState, axis: str) -> AttentionState:
-    """Attention over the keys of all devices of a mesh's axis, on each of them.
+    """Merges attention over the keys of all devices of a mesh axis; all get the result.
 
-    For functions inside `jax.shard_map`. Each of p devices has a state of the same rows
-    over keys of its own, none of them there twice, and sends 2 (p - 1) / p of
-    `rows * q_heads * (value_width + 2)` numbers of the type of the log-sum-exp: in two
-    all-reduces, of the greatest one and of the weighted sums.
+    For use inside `jax.shard_map`. Each of p devices has a state of the same rows over
+    its own disjoint keys, and sends 2 (p - 1) / p of `rows * q_heads *
+    (value_width + 2)` numbers of the type of the log-sum-exp, in two all-reduces: of
+    the maximum, and of the weighted sums.
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
     """
@@ -335,11 +336,11 @@ def merge_devices(state: AttentionState, axis: str) -> AttentionState:
 
 
 def merge_own_rows(state: AttentionState, axis: str) -> AttentionState:
-    """As `merge_devices`, but each device gets its part of the rows alone.
+    """Merges attention as `merge_devices`, but each device gets its part of the rows.
 
-    Device d of p gets the `rows / p` from d `rows / p` on. It sends (p - 1) / p of its
-    state, outputs and log-sum-exps in their types: in two all-to-alls, as a
-    reduce-scatter would need the greatest log-sum-exp of all before.
+    Device d of p gets `rows / p` rows, from row d `rows / p` on. It sends (p - 1) / p
+    of its state, outputs and log-sum-exps in their own types, in two all-to-alls: a
+    reduce-scatter would need the maximum of the log-sum-exps first.
 
     Source: Yang et al. 2024, arXiv:2411.01783, section 3 (pass-Q).
     """
@@ -362,7 +363,7 @@ def _merge(
     most: Callable[[Array], Array],
     add_up: Callable[[Array], Array],
 ) -> AttentionState:
-    """Merges states by what finds the greatest of all, and what adds all up."""
+    """Merges states, given the functions for the maximum and the sum over states."""
     top = most(lse)
     top = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
     weight = jnp.exp(lse - top)[..., None]

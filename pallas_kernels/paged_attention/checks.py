@@ -1,4 +1,4 @@
-"""What the door to attention refuses: arrays that do not fit each other."""
+"""Validation of the arrays of paged attention."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -14,13 +14,13 @@ def check_arrays(
     v_scales: Array | None,
     value_width: int | None,
 ) -> int:
-    """Checks that arrays fit each other, as `api.paged_attention` takes them.
+    """Checks that the arrays of `api.paged_attention` match.
 
     Returns:
       Width of the values.
 
     Raises:
-      ValueError: shapes or types do not fit.
+      ValueError: shapes or types do not match.
     """
     q_heads, kv_heads, head_dim = q.shape[1], k_pages.shape[1], q.shape[2]
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
@@ -42,13 +42,13 @@ def check_arrays(
         )
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
-    narrow = quantizing.kind_of(k_pages.dtype) is not None
+    narrow = quantizing.quantization_kind(k_pages.dtype) is not None
     if not narrow and not jnp.issubdtype(k_pages.dtype, jnp.floating):
         raise ValueError(f"{k_pages.dtype=} must be a floating type, int8 or uint8")
     for name, pages, scales in (("k", k_pages, k_scales), ("v", v_pages, v_scales)):
         if (narrow and pages is not None) != (scales is not None):
             raise ValueError(
-                f"{name}_scales must be given for 8-bit pages, and for those alone: "
+                f"{name}_scales must be given for 8-bit pages, and only for them: "
                 f"{name}_pages is {pages if pages is None else pages.dtype}"
             )
         if scales is not None and scales.shape not in (
@@ -63,10 +63,10 @@ def check_arrays(
 
 
 def check_heads(q: Array, **values: Array | None) -> None:
-    """Refuses what is not one number for each query head, or None.
+    """Checks that values have one number for each query head, or are None.
 
     Raises:
-      ValueError: a shape is another; the line has its name.
+      ValueError: a shape is wrong; the message has the value's name.
     """
     for name, given in values.items():
         if given is not None and given.shape != (q.shape[1],):

@@ -1,8 +1,8 @@
-"""The plan of a step: which program attends from which rows to which keys.
+"""The plan of a decoding step: which program attends from which rows to which keys.
 
-The plan packs the rows (`row_packing`), says which places each of them sees, and cuts
-the work into equal stretches (`stream_k`). It knows no layer: it is made once a step.
-All shapes are static, so that new lengths compile nothing.
+The plan packs the rows (`row_packing`), has the range of positions of each row, and
+splits the work into equal parts (`stream_k`). It does not depend on the layer, so it is
+made once a step. All shapes are static, so new lengths do not recompile.
 """
 
 from typing import NamedTuple
@@ -14,23 +14,23 @@ from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from pallas_kernels import row_packing
 from pallas_kernels.paged_attention import stream_k
-from pallas_kernels.paged_attention.stream_k import Schedule, Tiling
+from pallas_kernels.paged_attention.stream_k import StreamKSchedule, Tiling
 from pallas_kernels.row_packing import Packing
 
 FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
-"""Lines of `DecodePlan.rows`; the words of ancestors fill the lines from `WORDS` on."""
+"""Lines of `DecodePlan.rows`; words of ancestors are the lines from `WORDS` on."""
 
 
-def why_not(
+def decode_unsupported_reason(
     q: Array | jax.ShapeDtypeStruct,
     k_pages: Array | jax.ShapeDtypeStruct,
     value_width: int | None = None,
 ) -> str | None:
-    """Says in a clause why the kernels do not take a call, or None.
+    """Returns why the Mosaic GPU kernels do not support a call, or None if they do.
 
     Args:
       q: queries, `[rows, q_heads, head_dim]`, or only their shape and type.
-      k_pages: keys, `[pages, kv_heads, page_size, head_dim]`, likewise.
+      k_pages: keys, `[pages, kv_heads, page_size, head_dim]`, or shape and type.
       value_width: width of the values; None means that of the keys.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype:
@@ -51,21 +51,21 @@ def why_not(
 
 
 class DecodePlan(NamedTuple):
-    """What the decode kernel needs besides arrays of a layer."""
+    """Inputs of the decode kernel that do not depend on the layer."""
 
     packing: Packing
     rows: Int32[Array, "blocks lines wgmma_rows"]
-    """Of each packed row, padded to whole matrix products: the first place it sees; the
-    place from which on it sees only ancestors; its position; and words whose bit j
-    stands for the j-th place from there, the lowest first."""
+    """Four lines for each packed row, padded to whole matrix products: first position
+    attended to; position from which on only ancestors are; the row's position; and
+    words whose bit j is the mask of the j-th position from there, lowest bit first."""
     low: Int32[Array, " blocks"]
-    """First place that any row of the block sees; past `high` where none sees any."""
+    """First position that any row of the block attends to; past `high` if none."""
     high: Int32[Array, " blocks"]
-    """Place after the last that any sees, 0 where none does."""
+    """One past the last position that any row attends to; 0 if none."""
     inner_low: Int32[Array, " blocks"]
-    """First place that all rows see, up to `inner_high`."""
+    """First position of the range, up to `inner_high`, that all rows attend to."""
     inner_high: Int32[Array, " blocks"]
-    schedule: Schedule
+    schedule: StreamKSchedule
 
 
 def plan_decode(
@@ -82,38 +82,37 @@ def plan_decode(
     max_rows_per_slot: int | None = None,
     nth: Int32[Array, " rows"] | None = None,
 ) -> DecodePlan:
-    """Packs the rows and cuts the work.
+    """Packs the rows and splits the work among programs.
 
-    A row sees the places up to its position; with a `context` of at least 0 instead
-    those below that of its slot, and with `ancestors` also place `context + j` where
-    `ancestors[row, j]`, which only rows of such slots may have.
+    A row attends to the positions up to its own. If its slot has a `context` of at
+    least 0, it attends instead to those below the context, and to position `context +
+    j` if `ancestors[row, j]`. Only rows of such slots may have ancestors.
 
     Args:
       positions: position of each row; -1 for a padding row.
-      slots: slot of each row, the rows of a slot side by side; None where row i is
-        slot i.
-      num_slots: slots, static.
-      kv_heads: KV heads, static.
-      group: query heads that share a KV head, at most `tiling.block_rows`, static.
+      slots: slot of each row; rows of a slot are contiguous. None if row i is slot i.
+      num_slots: number of slots, static.
+      kv_heads: number of KV heads, static.
+      group: query heads of a KV head, at most `tiling.block_rows`, static.
       tiling: sizes; the same for plan and kernel.
-      context: see above.
-      ancestors: see above.
-      window: a row sees places above its position - window; None means all.
-      max_rows_per_slot: live rows that no slot has more of, so that fewer blocks are
-        enough. None means any number.
-      nth: place of each row among those of its slot, see `row_packing.pack_rows`.
+      context: positions below the tree, see above.
+      ancestors: mask of tree positions, see above.
+      window: a row attends to positions above its own - window; None means all.
+      max_rows_per_slot: bound on the live rows of a slot, which reduces the number of
+        blocks. None means no bound.
+      nth: index of each row among those of its slot, see `row_packing.pack_rows`.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: a group that a block does not hold.
+      ValueError: the group is larger than a block.
     """
     if not 1 <= group <= tiling.block_rows:
         raise ValueError(f"{group=} must be in [1, {tiling.block_rows=}]")
     live = positions >= 0
     if slots is None:
-        packed = row_packing.one_row_a_slot(live)
+        packed = row_packing.pack_one_row_per_slot(live)
     else:
         live &= slots >= 0
         tokens = min(tiling.block_rows // group, positions.shape[0])
@@ -142,15 +141,15 @@ def plan_decode(
     def pack(values, fill):
         return row_packing.pack_values(values.astype(jnp.int32), packed, fill=fill)
 
-    # A row may see nothing, as under a window with all ancestors before it.
+    # A row may have no key, as under a window with all ancestors before it.
     sees, big = live & (start < past), jnp.iinfo(jnp.int32).max
     low = jnp.min(pack(jnp.where(sees, start, big), big), axis=1)
     high = jnp.max(pack(jnp.where(sees, past, 0), 0), axis=1)
-    # Padding is seen by nobody: it may see anything.
+    # Padding rows are ignored, so they may attend to any position.
     inner_low = jnp.max(pack(start, 0), axis=1)
     inner_high = jnp.min(pack(limit, big), axis=1)
     lines = [pack(x, 0) for x in (start, limit, positions, *lines)]
-    rows = [row_packing.spread(x, group=group) for x in lines]
+    rows = [row_packing.expand_to_packed_rows(x, group=group) for x in lines]
     return DecodePlan(
         packing=packed,
         rows=jnp.stack(rows, axis=1),
@@ -158,7 +157,7 @@ def plan_decode(
         high=high,
         inner_low=inner_low,
         inner_high=inner_high,
-        schedule=stream_k.cut(low, high, kv_heads=kv_heads, tiling=tiling),
+        schedule=stream_k.split_tiles(low, high, kv_heads=kv_heads, tiling=tiling),
     )
 
 

@@ -1,7 +1,7 @@
-"""Attention states put together: parts of items that were cut, and sinks.
+"""Merges of attention states: partial states of shared items, and sinks.
 
-A state is the softmax-weighted values over some keys and the log of the sum of
-exponentials of their scores.
+A state is the softmax-weighted values over some keys and the log-sum-exp of their
+scores.
 
 Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
 """
@@ -19,17 +19,17 @@ from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
 type MergeImplementation = Literal["reference", "mosaic_gpu"]
-"""Implementations by name; `None` takes the best one for the platform."""
+"""Names of implementations; `None` means the best one for the platform."""
 
 
-class CutStates(NamedTuple):
-    """What the programs of decode leave of packed rows, log-sum-exps in base 2."""
+class PartialStates(NamedTuple):
+    """Output of the decode kernel for packed rows, with log-sum-exps in base 2."""
 
     out: Float32[Array, "blocks kv_heads block_rows head_dim"]
-    """Results of the items that no cut went through; the others hold anything."""
+    """Results of items of a single program; undefined for other items."""
     lse: Float32[Array, "blocks kv_heads block_rows"]
     part_out: Float32[Array, "programs 2 block_rows head_dim"]
-    """Partial states of every program; unused ones hold anything."""
+    """Partial states of every program; unused ones are undefined."""
     part_lse: Float32[Array, "programs 2 block_rows"]
 
 
@@ -38,10 +38,10 @@ def add_sinks(
     lse: Float32[Array, "rows q_heads"],
     sinks: Float[Array, " q_heads"],
 ) -> tuple[Float32[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
-    """Adds one score a head, its sink, that takes weight and brings no value.
+    """Adds a sink to each head: the score of one more key with value 0.
 
-    Output and log-sum-exp, a natural one, are those over the keys, then over keys and
-    sink; 0 and -inf where there was no key, sink or not.
+    Output and natural log-sum-exp are over the keys, and then over keys and sink; 0 and
+    -inf for rows without a key, even with a sink.
     """
     total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, :])
     total = jnp.where(jnp.isneginf(lse), -jnp.inf, total)
@@ -50,7 +50,7 @@ def add_sinks(
 
 
 def merge_and_unpack(
-    states: CutStates,
+    states: PartialStates,
     ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
@@ -62,53 +62,56 @@ def merge_and_unpack(
     Float[Array, "rows q_heads head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
 ]:
-    """Merges what was cut, and brings the output of packed rows back to rows.
+    """Merges partial states, and unpacks the output to rows.
 
     Args:
-      states: of all items.
-      ends: those of `stream_k.Schedule`, which say whose they are.
-      packing: where the rows lie.
-      group: query heads that share a KV head, static.
-      tiling: that of the schedule, static.
-      dtype: of the output.
-      implementation: None, or a name that must serve this call.
+      states: states of all items.
+      ends: `ends` of the `stream_k.StreamKSchedule`, from which the programs of an item
+        follow.
+      packing: packing of the rows.
+      group: query heads of a KV head, static.
+      tiling: tiling of the schedule, static.
+      dtype: type of the output.
+      implementation: None, or the name of a required one.
 
     Returns:
-      The output of each row, 0 where it sees nothing; log-sum-exps of packed rows,
-      -inf there.
+      The output of each row, 0 without a key, and log-sum-exps of packed rows, -inf
+      without a key.
 
     Raises:
-      ValueError: an implementation that is unknown or does not run here.
+      ValueError: the requested implementation is unknown or does not run here.
     """
-    if devices.choose(implementation, lambda: None) == "mosaic_gpu":
+    if devices.choose_implementation(implementation, lambda: None) == "mosaic_gpu":
         from pallas_kernels.paged_attention.hopper import merge
 
-        return merge.merge_and_unpack(
+        return merge.merge_and_unpack_mosaic_gpu(
             states, ends, packing, group=group, tiling=tiling, dtype=dtype
         )
-    parts = stream_k.parts(ends, kv_heads=states.out.shape[1], tiling=tiling)
+    parts = stream_k.all_item_programs(
+        ends, kv_heads=states.out.shape[1], tiling=tiling
+    )
     out, lse = merge_parts(states, parts)
-    merged = row_packing.unpack(out, packing, group=group, fill=0.0)
+    merged = row_packing.unpack_rows(out, packing, group=group, fill=0.0)
     return merged.astype(dtype), lse
 
 
 def merge_parts(
-    states: CutStates, parts: Int32[Array, "items 2"]
+    states: PartialStates, parts: Int32[Array, "items 2"]
 ) -> tuple[
     Float32[Array, "blocks kv_heads block_rows head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
 ]:
-    """Merges the partial states of items that were cut: what `hopper.merge` means.
+    """Merges the partial states of items: the reference of `hopper.merge`.
 
-    The sums are products with a matrix of zeros and ones: a scatter-add would sum in
-    another order each time. log-sum-exps are in base 2, -inf where nothing was seen.
+    The sums are products with a 0-1 matrix: a scatter-add would sum in a
+    nondeterministic order. Log-sum-exps are in base 2, -inf for rows without a key.
 
     Args:
-      states: of all items.
-      parts: whose they are, see `stream_k.parts`.
+      states: states of all items.
+      parts: programs of each item, see `stream_k.all_item_programs`.
 
     Returns:
-      Results of all items: 0 and -inf of those without tiles.
+      Results of all items; 0 and -inf for those without tiles.
     """
     out, lse, part_out, part_lse = states
     (programs, _, rows, head_dim), shape = part_out.shape, out.shape
@@ -130,7 +133,7 @@ def merge_parts(
     total = sum_parts(weight)
     mixed = sum_parts(weight[..., None] * part_out)
     mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
-    # Of items without tiles, the sums are those over no parts.
+    # Items without tiles have empty sums.
     is_whole = (first == last).reshape(*shape[:2], 1)
     lse = jnp.where(is_whole, lse, (jnp.log2(total) + top).reshape(shape[:3]))
     return jnp.where(is_whole[..., None], out, mixed.reshape(shape)), lse

@@ -1,7 +1,7 @@
-"""Blocks of keys and values out of their pages, for the reference.
+"""Gather of blocks of keys and values from their pages, for the reference.
 
-A block is so many places in token order, wherever their pages lie. Indexed by (page,
-head, part of a page), so that it needs no transposition.
+A block is a range of positions of every row. Pages are indexed by (page, head, part of
+a page), so that the gather needs no transposition.
 """
 
 import math
@@ -16,22 +16,22 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from pallas_kernels import quantizing
 
 
-class Memory(NamedTuple):
-    """Keys and values in pages; of 8-bit pages also what their numbers are worth."""
+class PagedKV(NamedTuple):
+    """Keys and values in pages, with scales of 8-bit pages."""
 
     k: Num[Array, "pages kv_heads page_size head_dim"]
     v: Num[Array, "pages kv_heads page_size value_width"] | None
-    """None where the values are the first numbers of the keys."""
+    """None if the values are the first numbers of the keys."""
     k_scales: Float[Array, "pages kv_heads *places"] | None
-    """Factor on the keys of a page and head, or with one more axis on each of them."""
+    """Scale of the keys of a page and head, or with one more axis of each key."""
     v_scales: Float[Array, "pages kv_heads *places"] | None
-    """Likewise on the values; None where these are part of the keys."""
+    """Scales of the values; None if the values are part of the keys."""
     value_width: int
     """Width of the values."""
 
 
-class Block(NamedTuple):
-    """Keys and values of one block of places, of every row."""
+class KVBlock(NamedTuple):
+    """Keys and values of one block of positions, for every row."""
 
     k: Float[Array, "rows kv_heads places head_dim"]
     v: Float[Array, "rows kv_heads places value_width"]
@@ -39,11 +39,11 @@ class Block(NamedTuple):
     v_scales: Float[Array, "rows kv_heads places"] | None
 
 
-def type_of_products(q_type: DTypeLike, memory: Memory) -> np.dtype:
-    """Type that queries, keys, weights and values are multiplied in.
+def product_dtype(q_type: DTypeLike, memory: PagedKV) -> np.dtype:
+    """Returns the type in which queries, keys, weights and values are multiplied.
 
-    8-bit numbers fit exactly into every type. But weights times the scales of values
-    are often too small for float16.
+    8-bit numbers are exact in every type. But weights times the scales of values are
+    often too small for float16.
     """
     q_type, page_type = np.dtype(q_type), np.dtype(memory.k.dtype)
     narrow = page_type.itemsize == 1 and q_type != np.float16
@@ -53,33 +53,33 @@ def type_of_products(q_type: DTypeLike, memory: Memory) -> np.dtype:
     return wide if page_type.itemsize == 1 else np.promote_types(wide, page_type)
 
 
-def read(
-    memory: Memory,
+def read_block(
+    memory: PagedKV,
     page_ids: Int[Array, "rows pages_per_slot"],
     index: Int[Array, ""],
     used: Bool[Array, "rows places"],
     dtype: DTypeLike,
     *,
     clean_keys: bool = False,
-) -> Block:
-    """Reads one block of every row's keys and values.
+) -> KVBlock:
+    """Reads one block of keys and values for every row.
 
     Args:
       memory: the pages.
-      page_ids: page of every place / page_size of each row.
-      index: of the block.
-      used: which of its places any query of the row sees; the size of a block. Pages
-        without such a place are not followed.
-      dtype: to read the numbers in.
-      clean_keys: whether keys of places that are not used are 0, too, so that they have
-        no part in derivatives.
+      page_ids: page table, one line for each row.
+      index: index of the block.
+      used: mask of the block's positions that any query of the row attends to. Pages
+        without such a position are not read.
+      dtype: type of the result.
+      clean_keys: True if keys of masked positions must be 0, so that they do not
+        contribute to derivatives.
 
     Returns:
-      The block; values of places that are not used are 0, all else of them anything.
+      The block; values of masked positions are 0, their keys and scales undefined.
     """
     num_pages, kv_heads, page_size, _ = memory.k.shape
     (rows, size), (_, width) = used.shape, page_ids.shape
-    # A block is so many equal parts of pages.
+    # A block is a whole number of equal parts of pages.
     part = math.gcd(page_size, size)
     parts_per_page, parts = page_size // part, size // part
     used = used.reshape(rows, parts, part)
@@ -93,7 +93,7 @@ def read(
     address = page * parts_per_page + (which % parts_per_page)[None, None, :]
 
     def take(pages: Array, *, clean: bool = False) -> Array:
-        """Rows of a matrix until they are whole: what a CPU copies fastest."""
+        """Gathers whole rows of a matrix, which is fastest on a CPU."""
         flat = pages.reshape(num_pages * kv_heads * parts_per_page, -1)
         found = flat.at[address.reshape(-1)].get(mode="promise_in_bounds")
         if clean:
@@ -113,9 +113,9 @@ def read(
         return jnp.repeat(found, part, axis=2)
 
     clean_keys |= memory.v is None
-    k = quantizing.meaning(take(memory.k, clean=clean_keys)).astype(dtype)
+    k = quantizing.as_number_type(take(memory.k, clean=clean_keys)).astype(dtype)
     k_scales = scale(memory.k_scales)
     if memory.v is None:
-        return Block(k, k[..., : memory.value_width], k_scales, k_scales)
-    v = quantizing.meaning(take(memory.v, clean=True)).astype(dtype)
-    return Block(k, v, k_scales, scale(memory.v_scales))
+        return KVBlock(k, k[..., : memory.value_width], k_scales, k_scales)
+    v = quantizing.as_number_type(take(memory.v, clean=True)).astype(dtype)
+    return KVBlock(k, v, k_scales, scale(memory.v_scales))

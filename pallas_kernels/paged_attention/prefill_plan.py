@@ -1,13 +1,13 @@
-"""The plan of a step's long chunks: tiles of queries, the longest first.
+"""The prefill plan of a step: tiles of queries, the longest first.
 
-A tile is 128 rows of one slot, whatever the query head: its queries and results are
-read and written where they lie. Packing the heads of a KV head side by side, as decode
-does, reads the same keys a tile, and passes over queries and results twice more: 4,096
-rows of 32 heads of 128, 134 MB. Only chunks shorter than a tile would be better off. A
-tile starts at a multiple of 8 rows, which the copy engine asks for, so it may hold rows
-of others: their results are not written.
+A tile is 128 rows of one slot and any query head, so queries are read and results
+written in their own layout. Packing the heads of a KV head, as decode does, reads the
+same keys for a tile, and costs two more passes over queries and results: for 4,096 rows
+of 32 heads of 128, 134 MB. Packing would be better only for chunks shorter than a tile.
+A tile starts at a multiple of 8 rows, the granularity of TMA, so it may hold rows of
+other slots, whose results are not written.
 
-The plan knows no layer, and its shapes are static.
+The plan does not depend on the layer, and its shapes are static.
 """
 
 from typing import NamedTuple
@@ -21,40 +21,39 @@ from pallas_kernels.devices import ROW_ALIGNMENT, WGMMA_ROWS
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 TILE_ROWS = 2 * WGMMA_ROWS
-"""Rows of a tile of queries: a warpgroup has half of them."""
+"""Rows of a tile of queries; each warpgroup has half of them."""
 
 
 SLOT, ROW, BEGIN, END, WHOLE, _ = range(6)
 LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = range(6, 12)
-"""Lines of `PrefillPlan.tiles`; `WHOLE` has one for each half."""
+"""Lines of `PrefillPlan.tiles`; `WHOLE` has one line for each half of a tile."""
 
 ALL_KV = NUM_KV + 1
-"""Line of `_lines_of_rows`."""
+"""Last line of `_lines_of_rows`."""
 
 
 class PrefillPlan(NamedTuple):
-    """What the prefill kernel needs besides arrays of a layer."""
+    """Inputs of the prefill kernel that do not depend on the layer."""
 
     position: Int32[Array, " padded_rows"]
-    """Position of each row; -1 for padding and for rows that are left out."""
+    """Position of each row; -1 for padding rows and rows that are not in the plan."""
     tiles: Int32[Array, "lines tiles"]
-    """Of each tile, the tiles with most keys first: its slot; the row at which it
-    starts, a multiple of 8; its own rows, from one to another, not included; for each
-    half of it 1 where that is its own rows only; the first place that any of its rows
-    sees, and the place after the last; the first of the tiles of keys that any row
-    sees; the first of those that all rows see every place of, and how many these are;
-    how many tiles of keys in all, 0 where the tile has no rows."""
+    """Lines for each tile, those with most keys first: slot; first row, a multiple of
+    8; begin and end of the rows of the slot; for each half, 1 if it has rows of the
+    slot only; first position that any row attends to, and one past the last; first tile
+    of keys that any row attends to; first tile of keys that needs no mask, and number
+    of such tiles; number of tiles of keys, 0 if the tile has no rows."""
     tile_of: Int32[Array, " rows"]
-    """Tile of each row; `tiles`, past the end, for rows that are left out."""
+    """Tile of each row; `tiles`, one past the end, for rows not in the plan."""
 
 
 def num_padded(num_rows: int) -> int:
-    """Rows that the queries are padded to: a tile, or a multiple of the alignment."""
+    """Returns the padded number of query rows: at least a tile, aligned."""
     return max(TILE_ROWS, -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT)
 
 
 def max_tiles(*, num_rows: int, num_slots: int, few: int) -> int:
-    """Bounds the tiles that slots of more than `few` rows can fill; at least 1.
+    """Returns a bound on the tiles of slots of more than `few` rows; at least 1.
 
     A slot whose rows span n places fills at most (n + 7 + 127) // 128 tiles, the 7 for
     its start. 512 rows, 4 slots, few 32: (512 + 4 * 134) // 128 = 8.
@@ -64,17 +63,20 @@ def max_tiles(*, num_rows: int, num_slots: int, few: int) -> int:
     return max(1, (num_rows + used * slack) // TILE_ROWS)
 
 
-def default_tiling(*, head_dim: int, num_programs: int = devices.NUM_CORES) -> Tiling:
-    """Fills the shared memory of a Hopper multiprocessor: 224 of 227 KiB at 128.
+def default_prefill_tiling(
+    *, head_dim: int, num_programs: int = devices.NUM_CORES
+) -> Tiling:
+    """Returns a tiling that fills shared memory on Hopper: 224 of 227 KiB at 128.
 
-    Unmeasured: reasoned.
+    Not measured: derived.
 
     Args:
       head_dim: 64, 128 or 256.
       num_programs: multiprocessors of the device; an H200 has 132.
 
     Returns:
-      The tiling: two stages of 128 keys; of wide heads 64 keys and one tile of queries.
+      The tiling: two stages of 128 keys; for wide heads 64 keys and one tile of
+        queries.
     """
     return Tiling(
         tile=64 if head_dim > 128 else 128,
@@ -93,12 +95,13 @@ def plan_prefill(
     few: int,
     tiling: Tiling,
     window: int | None = None,
-    runs: row_packing.Runs | None = None,
+    runs: row_packing.SlotRuns | None = None,
 ) -> PrefillPlan:
-    """Cuts the chunks of slots with many rows into tiles; as `decode_plan.plan_decode`.
+    """Splits the chunks of slots with many rows into tiles.
 
-    Slots of `few` rows or fewer are left out. `runs` are those of these rows, and may
-    count slots of which `positions` has none; None where they are not known yet.
+    Slots of at most `few` rows are not in the plan. `runs` are the runs of these rows,
+    and may count slots without a row in `positions`; None computes them. The remaining
+    arguments are those of `decode_plan.plan_decode`.
 
     Returns:
       The plan, of `max_tiles` tiles.
@@ -107,17 +110,17 @@ def plan_prefill(
     num_tiles = max_tiles(num_rows=num_rows, num_slots=num_slots, few=few)
     live, positions = (positions >= 0) & (slots >= 0), positions.astype(jnp.int32)
     if runs is None:
-        runs = row_packing.runs(slots, live)
+        runs = row_packing.find_slot_runs(slots, live)
     many = live & (runs.count > few)
     lines = _lines_of_rows(
         positions, slots, many, runs, keys=tiling.tile, window=window
     )
-    # Those with most keys first, then those of the first rows.
+    # Tiles with most keys first, then in the order of rows.
     index = jnp.arange(num_rows, dtype=jnp.int32)
     is_after = (index[None, :] >= lines[BEGIN][:, None]).astype(jnp.int32)
     goes_before = lines[NUM_KV][None, :] >= lines[ALL_KV][:, None] + is_after
     rank = jnp.sum(goes_before, axis=1, dtype=jnp.int32)
-    # Of each tile what the first of its rows says.
+    # The lines of each tile are those of its first row.
     number = jnp.arange(num_tiles, dtype=jnp.int32)
     place = jnp.where(lines[NUM_KV] > 0, rank, num_tiles)
     says = place[None, None, :] == number[None, :, None]
@@ -135,15 +138,15 @@ def _lines_of_rows(
     positions: Int32[Array, " rows"],
     slots: Int[Array, " rows"],
     many: Bool[Array, " rows"],
-    runs: row_packing.Runs,
+    runs: row_packing.SlotRuns,
     *,
     keys: int,
     window: int | None,
 ) -> Int32[Array, "lines rows"]:
-    """Lines of `PrefillPlan.tiles` of each row's tile: all rows are compared with all.
+    """Returns the lines of `PrefillPlan.tiles` of each row's tile, plus line `ALL_KV`.
 
-    Only the first row of each tile has its `NUM_KV`, all others have 0; line `ALL_KV`
-    has it for all rows.
+    All rows are compared with all. `NUM_KV` is 0 except in the first row of each tile;
+    `ALL_KV` has the number of tiles of keys in all rows.
     """
     num_rows = positions.shape[0]
     index = jnp.arange(num_rows, dtype=jnp.int32)
@@ -151,11 +154,11 @@ def _lines_of_rows(
     cut = index - lax.rem(index - start, jnp.int32(TILE_ROWS))
     row = jnp.clip(cut, 0, num_padded(num_rows) - TILE_ROWS)
     begin, end = jnp.maximum(cut, runs.begin), jnp.minimum(cut + TILE_ROWS, runs.end)
-    # No two tiles begin their own rows at the same one.
+    # The first row of a slot identifies a tile.
     tile, half = jnp.where(many, begin, -1), row + WGMMA_ROWS
     tile, half = lax.optimization_barrier((tile, half))
     own, is_second = tile[None, :] == tile[:, None], index[None, :] >= half[:, None]
-    # Rows of both halves in one sum: neither has more than 64.
+    # Both counts are packed into one sum: neither half has more than 64 rows.
     unit, big = jnp.where(is_second, TILE_ROWS, 1), jnp.iinfo(jnp.int32).max
     first, owned, lowest, highest = row_packing.reduce_together(
         (lax.min, num_rows, jnp.where(own, index[None, :], num_rows)),
@@ -170,7 +173,7 @@ def _lines_of_rows(
     opens = many & (first == index)
     lines = [slots.astype(jnp.int32), row, begin, end, *whole, *spans]
     lines += [jnp.where(opens, num_kv, 0), num_kv]
-    # Chosen by the line: `stack` would be a kernel besides that of its operands.
+    # Selected line by line: `stack` would be one more kernel.
     number = jnp.arange(len(lines), dtype=jnp.int32)[:, None]
     found = lines[0][None, :]
     for i, line in enumerate(lines[1:], 1):
@@ -185,12 +188,12 @@ def _spans(
     keys: int,
     window: int | None,
 ) -> list[Int32[Array, " rows"]]:
-    """Lines of `PrefillPlan.tiles` from `LOW` on: what is seen from these positions."""
+    """Returns the lines of `PrefillPlan.tiles` from `LOW` on, for these positions."""
     low, inner_low, high = jnp.zeros_like(highest), jnp.zeros_like(highest), highest + 1
     if window is not None:
         low = jnp.maximum(jnp.minimum(lowest, highest) - window + 1, 0)
         inner_low = jnp.maximum(high - window, 0)
-    # Of numbers of at least 0, which spares the kernel the roundings of others.
+    # All numbers are at least 0, so that the kernel needs no floor division.
     size = jnp.full_like(high, keys)
     first = lax.div(low, size)
     num_kv = jnp.where(high > 0, lax.div(high + (keys - 1), size) - first, 0)

@@ -1,13 +1,12 @@
-"""What each kernel means, in plain jnp. Also what runs on a CPU.
+"""Reference attention over pages in plain JAX, also the implementation on CPUs.
 
-Both ways of attending walk over blocks of `BLOCK` absolute positions with the online
-softmax, stop at the last block that any row sees and start at the first. A block that
-a row does not see changes none of its bits. Places that no row sees may hold anything,
-NaN included, and table entries of which no row sees a place are not followed.
+Both functions loop over blocks of `BLOCK` positions with the online softmax, from the
+first to the last block that any row attends to. A block that a row does not attend to
+changes none of its bits. Masked positions may hold any value, NaN included, and pages
+without a position that a row attends to are not read.
 
-Where those blocks begin and end is known on the device alone, and reverse-mode
-differentiation needs loops of a static length: derivatives, and they alone, come from
-the same blocks in loops over all places that a table has.
+The range of blocks is known only on the device, and reverse-mode differentiation needs
+loops of static length: derivatives are those of loops over all positions of the table.
 """
 
 import functools
@@ -22,25 +21,25 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import online_softmax
-from pallas_kernels.online_softmax import Scoring, Softmax
+from pallas_kernels.online_softmax import ScoreTransform, SoftmaxState
 from pallas_kernels.paged_attention import page_blocks
-from pallas_kernels.paged_attention.page_blocks import Memory
+from pallas_kernels.paged_attention.page_blocks import PagedKV
 
 BLOCK = 64
 """Positions that are gathered and summed together."""
 MAX_BLOCK = 256
-"""The same for few rows, where starting an operation costs more than its work, and for
-many, of places that all of them see: nothing is masked."""
+"""Block size for few rows, where starting an operation costs more than its work, and
+for many rows over positions that all of them attend to, without a mask."""
 FEW_SLOTS, FEW_QUERIES = 4, 6
-"""Slots, and queries of a KV head, up to which a CPU multiplies keys and values with
-query after query faster than with all at once."""
+"""Numbers of slots, and of queries of a KV head, up to which a CPU is faster with
+matrix-vector products than with matrix products."""
 TILE, MAX_TILE = 64, 128
-"""Rows of one slot that share a gather in `attend_per_tile`, and where slots have so
-many rows each as the other. Only there are blocks wide; else bits are the same."""
+"""Rows of one slot that share a gather in `attend_per_tile`; `MAX_TILE` if slots have
+on average so many rows. Wide blocks are used with `MAX_TILE` only."""
 
 
 class View(NamedTuple):
-    """Which keys each row sees: the door's arguments, unpacked."""
+    """Arguments of `paged_attention` that define the keys of each row."""
 
     page_ids: Int[Array, "slots pages_per_slot"]
     positions: Int[Array, " rows"]
@@ -51,9 +50,9 @@ class View(NamedTuple):
 
 
 def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
-    """Calls `attend`, with derivatives by its form with loops of static length.
+    """Calls `attend`; its derivatives are those of its form with static loops.
 
-    It takes the trees, and `is_bounded`, True only where it is differentiated.
+    `attend` takes the trees and `is_bounded`, which is True under differentiation.
     """
     leaves, kind = jax.tree.flatten(trees)
     is_array = [isinstance(x, Array | np.ndarray) for x in leaves]
@@ -84,7 +83,7 @@ def _loop(
     at_most: int,
     is_bounded: bool,
 ) -> Any:
-    """`lax.fori_loop`; if `is_bounded`, a scan over `at_most` trips, static."""
+    """Runs `lax.fori_loop`; if `is_bounded`, a scan over `at_most` trips, static."""
     if not is_bounded:
         return lax.fori_loop(begin, end, body, carry)
 
@@ -98,9 +97,9 @@ def _loop(
 
 def attend_per_slot(
     q: Float[Array, "rows kv_heads group head_dim"],
-    memory: Memory,
+    memory: PagedKV,
     view: View,
-    terms: Scoring,
+    terms: ScoreTransform,
     *,
     block_size: int = BLOCK,
     one_by_one: bool = False,
@@ -108,10 +107,10 @@ def attend_per_slot(
 ) -> tuple[
     Float[Array, "rows kv_heads group value_width"], Float[Array, "rows kv_heads group"]
 ]:
-    """Gathers the pages of each slot for its rows, of which all have as many.
+    """Attends with one gather of pages for each slot; slots have equally many rows.
 
-    With slots given, every row gathers pages of its own, which is batch-invariant.
-    Query after query if `one_by_one`.
+    If slots are given, every row gathers its own pages, which is batch-invariant. If
+    `one_by_one`, queries are multiplied one after another.
 
     Returns the output and the log-sum-exp.
     """
@@ -127,16 +126,16 @@ def attend_per_slot(
     last, first = _last_seen(view), _first_seen(view)
     slopes = None if terms.slopes is None else terms.slopes[None, :, None, :, None]
     sinks = None if terms.sinks is None else terms.sinks[None, :, None, :]
-    dtype = page_blocks.type_of_products(q.dtype, memory)
+    dtype = page_blocks.product_dtype(q.dtype, memory)
     queries = q.astype(dtype).reshape(num_slots, each, kv_heads, group, head_dim)
     queries = queries.swapaxes(1, 2).reshape(num_slots, kv_heads, -1, head_dim)
     multiply = _one_by_one if one_by_one else _at_once
 
-    def block(index: Array, state: Softmax) -> Softmax:
+    def block(index: Array, state: SoftmaxState) -> SoftmaxState:
         places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
         seen = _visible(places, view).reshape(num_slots, each, block_size)
         used = jnp.any(seen, axis=1)
-        read = page_blocks.read(
+        read = page_blocks.read_block(
             memory, view.page_ids, index, used, dtype, clean_keys=is_bounded
         )
         scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
@@ -144,13 +143,13 @@ def attend_per_slot(
         products = products.reshape(*state.top.shape, block_size)
         distance = places[None, :] - view.positions[:, None]
         distance = distance.reshape(num_slots, 1, each, 1, block_size)
-        scores = online_softmax.score(
+        scores = online_softmax.transform_scores(
             products, terms, slopes=slopes, distance=distance, k_scales=scales[0]
         )
-        weights, state = online_softmax.reweigh(
+        weights, state = online_softmax.update_softmax(
             state, scores, seen[:, None, :, None, :]
         )
-        weights = online_softmax.scaled(weights, scales[1]).astype(dtype)
+        weights = online_softmax.scale_weights(weights, scales[1]).astype(dtype)
         weights = weights.reshape(num_slots, kv_heads, -1, block_size)
         out = multiply("shqt,shtd->shqd", weights, read.v, state.out.dtype)
         return state._replace(out=state.out + out.reshape(state.out.shape))
@@ -161,26 +160,26 @@ def attend_per_slot(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
         jnp.max(last) // block_size + 1,
         block,
-        online_softmax.start(shape, memory.value_width, q.dtype),
+        online_softmax.init_softmax(shape, memory.value_width, q.dtype),
         at_most=-(-num_places // block_size),
         is_bounded=is_bounded,
     )
-    out, lse = online_softmax.finish(state, sinks, q.dtype)
+    out, lse = online_softmax.normalize_softmax(state, sinks, q.dtype)
     out, lse = out.swapaxes(1, 2), lse.swapaxes(1, 2)
     return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
 def attend_per_tile(
     q: Float[Array, "rows kv_heads group head_dim"],
-    memory: Memory,
+    memory: PagedKV,
     view: View,
-    terms: Scoring,
+    terms: ScoreTransform,
     *,
     is_bounded: bool = False,
 ) -> tuple[
     Float[Array, "rows kv_heads group value_width"], Float[Array, "rows kv_heads group"]
 ]:
-    """Gathers a slot's pages once for each tile of its rows: chunks of prompts.
+    """Attends with one gather of pages for each tile of rows of a slot: prompt chunks.
 
     Returns the output and the log-sum-exp.
     """
@@ -190,7 +189,7 @@ def attend_per_tile(
     is_wide = size == MAX_TILE and view.window is None
     num_places = view.page_ids.shape[1] * memory.k.shape[2]
     starts, num_tiles = _tiles(view.slots, size)
-    # Padding lets the last tile read as many; padded rows have slot -1, seen by none.
+    # Padding lets the last tile read a full one; padded rows have slot -1.
     pad = lambda x, fill: jnp.pad(  # noqa: E731
         x,
         [(0, size)] + [(0, 0)] * (x.ndim - 1),
@@ -198,14 +197,14 @@ def attend_per_tile(
     )
     q, slots, positions = pad(q, 0), pad(view.slots, -1), pad(view.positions, -1)
     ancestors = None if view.ancestors is None else pad(view.ancestors, False)
-    # Queries of a KV head lie on one axis: XLA's loops over two are slower.
+    # Queries of a KV head are on one axis: XLA's loops over two axes are slower.
     slopes, sinks = terms.slopes, terms.sinks
     slopes = None if slopes is None else jnp.repeat(slopes, size, axis=1)[:, :, None]
     sinks = None if sinks is None else jnp.repeat(sinks, size, axis=1)
-    dtype = page_blocks.type_of_products(q.dtype, memory)
+    dtype = page_blocks.product_dtype(q.dtype, memory)
     factor = 1.0
     if math.frexp(terms.scale)[0] == 0.5 and dtype != np.float16:
-        # A power of two gives the same bits, and queries are fewer than products.
+        # Scaling by a power of two is exact, and queries are fewer than products.
         factor, terms = terms.scale, terms._replace(scale=1.0)
 
     def tile(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -220,21 +219,23 @@ def attend_per_tile(
             window=view.window,
         )
         last = jnp.max(_last_seen(here))
-        # Rows that see nothing would have places before the first one seen.
+        # Rows without a key would have positions before the first one.
         first = jnp.min(jnp.where(mine, _first_seen(here), positions.max()))
         first = jnp.maximum(first, 0)
         queries = cut(q).astype(dtype).transpose(1, 2, 0, 3)
         queries = queries.reshape(kv_heads, group * size, head_dim)
         queries = queries * jnp.asarray(factor, dtype)
 
-        def block(width: int, all_see: bool, index: Array, state: Softmax) -> Softmax:
+        def block(
+            width: int, all_see: bool, index: Array, state: SoftmaxState
+        ) -> SoftmaxState:
             places = index * width + jnp.arange(width, dtype=jnp.int32)
             seen, used = None, jnp.ones((1, width), jnp.bool_)
             if not all_see:
                 seen = _visible(places, here)
                 used = jnp.any(seen, axis=0, keepdims=True)
                 seen = jnp.tile(seen, (group, 1))[None]
-            read = page_blocks.read(
+            read = page_blocks.read_block(
                 memory, here.page_ids, index, used, dtype, clean_keys=is_bounded
             )
             scales = [_expand(x, 2) for x in (read.k_scales, read.v_scales)]
@@ -245,16 +246,16 @@ def attend_per_tile(
                 preferred_element_type=state.top.dtype,
             )
             distance = places[None, :] - jnp.tile(here.positions, group)[:, None]
-            scores = online_softmax.score(
+            scores = online_softmax.transform_scores(
                 products,
                 terms,
                 slopes=slopes,
                 distance=distance[None],
                 k_scales=None if scales[0] is None else scales[0][0],
             )
-            weights, state = online_softmax.reweigh(state, scores, seen)
+            weights, state = online_softmax.update_softmax(state, scores, seen)
             v_scales = None if scales[1] is None else scales[1][0]
-            weights = online_softmax.scaled(weights, v_scales).astype(dtype)
+            weights = online_softmax.scale_weights(weights, v_scales).astype(dtype)
             out = jnp.einsum(
                 "hqt,htd->hqd",
                 weights,
@@ -264,10 +265,10 @@ def attend_per_tile(
             return state._replace(out=state.out + out)
 
         shape = kv_heads, group * size
-        state = online_softmax.start(shape, memory.value_width, q.dtype)
+        state = online_softmax.init_softmax(shape, memory.value_width, q.dtype)
         begin, end = first // BLOCK, last // BLOCK + 1
         if is_wide:
-            # How many places, from the first on, each row sees.
+            # Number of leading positions that each row attends to.
             if here.ancestors is None or here.context is None:
                 own = here.positions + 1
             else:
@@ -287,7 +288,7 @@ def attend_per_tile(
             at_most=-(-num_places // BLOCK),
             is_bounded=is_bounded,
         )
-        out, lse = online_softmax.finish(state, sinks, q.dtype)
+        out, lse = online_softmax.normalize_softmax(state, sinks, q.dtype)
         out, lse = (x.reshape(kv_heads, group, size, *x.shape[2:]) for x in (out, lse))
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
@@ -314,7 +315,7 @@ def _at_once(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:
 
 
 def _one_by_one(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:
-    """The same as products of a matrix and a vector, which pack nothing."""
+    """Multiplies as `_at_once`, by matrix-vector products, which pack no operands."""
     dims = dims.replace("q", "")
     each = [
         _at_once(dims, queries[:, :, i], block, dtype) for i in range(queries.shape[2])
@@ -325,12 +326,12 @@ def _one_by_one(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Arr
 def _tiles(
     slots: Int[Array, " rows"], size: int
 ) -> tuple[Int[Array, " rows"], Int[Array, ""]]:
-    """First rows of the tiles, in order, and how many tiles there are."""
+    """Returns the first rows of the tiles, in order, and the number of tiles."""
     rows = slots.shape[0]
     row = jnp.arange(rows, dtype=jnp.int32)
     previous = jnp.concatenate([jnp.full((1,), -1, slots.dtype), slots[:-1]])
     begin = lax.cummax(jnp.where(slots != previous, row, 0))
-    # Not by positions: a tile's first rows may see nothing, and those behind something.
+    # Not by positions: rows before the first with a key may be padding rows.
     starts = (slots >= 0) & ((row - begin) % size == 0)
     place = jnp.where(starts, jnp.cumsum(starts, dtype=jnp.int32) - 1, rows)
     order = jnp.zeros((rows,), jnp.int32).at[place].set(row, mode="drop")
@@ -338,7 +339,7 @@ def _tiles(
 
 
 def _last_seen(view: View) -> Int[Array, " rows"]:
-    """Last place each row may see; -1 for padding rows."""
+    """Returns the last position each row may attend to; -1 for padding rows."""
     if view.ancestors is None or view.context is None:
         return view.positions
     columns = jnp.arange(1, view.ancestors.shape[1] + 1, dtype=jnp.int32)
@@ -354,7 +355,7 @@ def _first_seen(view: View) -> Int[Array, " rows"]:
 
 
 def _visible(places: Int[Array, " places"], view: View) -> Bool[Array, "rows places"]:
-    """Whether each row sees each place; `context` may be the same for all rows."""
+    """Returns the mask of each row's positions; `context` may have one entry."""
     place, position = places[None, :], view.positions[:, None]
     seen = place <= position
     if view.ancestors is not None and view.context is not None:

@@ -1,10 +1,11 @@
-"""The work of attention as a line of tiles, cut into equal stretches.
+"""Stream-K: the tiles of attention in one sequence, split into equal parts.
 
-One KV head of a block of packed rows is an item; the keys it sees are cut into tiles.
-The tiles of all items form one line, block after block and head after head, and every
-program takes an equal stretch of it: no mix of lengths leaves a program idle. A program
-that holds an item whole writes its result, one that holds a part of it a partial state,
-of which a stretch has at most two: of the item it begins in and of the one it ends in.
+An item is one KV head of a block of packed rows; its keys are divided into tiles. The
+tiles of all items form one sequence, ordered by block and head, and every program
+takes an equal part, its stretch: no mix of lengths leaves a program idle. A program
+that has all tiles of an item writes its result; a program that has some of them writes
+a partial state. A stretch has at most two partial states: of its first and its last
+item.
 
 Source of the cut: Osama et al. 2023, arXiv:2301.03598 (Stream-K), section 4.
 """
@@ -23,26 +24,26 @@ from pallas_kernels import devices
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Sizes that change a kernel's speed and nothing of its meaning.
+    """Sizes of a kernel; they change its speed and not its results.
 
-    In a pytree it is no leaf but part of the structure: a plan holds its own.
+    In a pytree it is static, part of the structure: a plan holds its own.
     """
 
     tile: int = 64
-    """Keys that are multiplied together, a multiple of 64."""
+    """Keys of a tile, a multiple of 64."""
     stages: int = 4
-    """Tiles of keys, and of values, in shared memory."""
+    """Stages of the rings of keys and values in shared memory, one tile each."""
     q_stages: int = 2
-    """Blocks of queries in shared memory."""
+    """Stages of the ring of queries in shared memory, one block each."""
     block_rows: int = 64
-    """Packed rows of a block at most, 64 a warpgroup: 64 or 128."""
+    """Largest number of packed rows of a block, 64 for each warpgroup: 64 or 128."""
     num_programs: int = devices.NUM_CORES
-    """Programs, one on each of the device's multiprocessors."""
+    """Number of programs, one for each multiprocessor."""
     min_tiles: int = 1
-    """Fewest tiles worth a program; where there are fewer, some stay idle."""
+    """Least number of tiles of a program; with fewer tiles, some programs are idle."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Validates the fields."""
         if self.tile < 64 or self.tile % 64:
             raise ValueError(f"tile={self.tile} must be a multiple of 64")
         if self.block_rows not in (64, 128):
@@ -52,19 +53,18 @@ class Tiling:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-def default_tiling(
+def default_decode_tiling(
     *, head_dim: int, block_rows: int = 64, num_programs: int = devices.NUM_CORES
 ) -> Tiling:
-    """Fills the shared memory of a Hopper multiprocessor. Unmeasured: reasoned.
+    """Returns a tiling that fills shared memory on Hopper. Not measured: derived.
 
-    Of its 227 KiB, 220 go to queries, results on their way out, and the stages of keys
-    and values, all but the results in 16 bits. 64 rows of 128: 2 * 16 + 32 KiB, and 4
-    stages of 32.
+    Of 227 KiB, 220 hold queries, results in flight, and the stages of keys and values,
+    all but the results in 16 bits. 64 rows of 128: 2 * 16 + 32 KiB, and 4 stages of 32.
 
     Args:
       head_dim: 64, 128 or 256.
-      block_rows: packed rows of a block at most: 128 read long keys that many rows
-        share half as often. Of heads of 256 there is room for 64 only.
+      block_rows: largest number of packed rows of a block: 128 halve the reads of long
+        keys that many rows share. With heads of 256 only 64 fit.
       num_programs: multiprocessors of the device; an H200 has 132.
 
     Returns:
@@ -82,21 +82,21 @@ def default_tiling(
     )
 
 
-class Schedule(NamedTuple):
-    """The line of tiles and its stretches."""
+class StreamKSchedule(NamedTuple):
+    """The sequence of tiles and its division among programs."""
 
     ends: Int32[Array, " blocks"]
-    """Tiles of the line up to the end of each block, those of all its items."""
+    """Number of tiles up to the end of each block, over all its items."""
     after: Int32[Array, " blocks"]
-    """The block with tiles that comes next; any where none does."""
+    """Next block that has tiles; undefined for the last."""
     begin: Int32[Array, " programs"]
-    """Block with the first tile of each program's stretch, see `stretch`."""
+    """Block with the first tile of each program, see `stretch_begin`."""
 
 
-def tiles_of(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
-    """First tile of the places from `low` to `high`, and how many there are.
+def tile_range(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
+    """Returns the first tile of positions in [low, high), and the number of tiles.
 
-    Also in kernels: any integers, or arrays of them.
+    Also used in kernels: for integers, or arrays of them.
     """
     size = jnp.int32(tile)
     first = lax.div(low, jnp.full_like(low, size))
@@ -104,31 +104,31 @@ def tiles_of(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
     return first, jnp.where(high > low, past - first, 0)
 
 
-def stretch(total: Any, program: Any, tiling: Tiling) -> Any:
-    """First place in the line of a program's stretch; the next one's is its end.
+def stretch_begin(total: Any, program: Any, tiling: Tiling) -> Any:
+    """Returns the first tile of a program's stretch; that of the next one is its end.
 
-    The stretches differ by one tile at most, but for those left empty because there
-    are fewer than `tiling.min_tiles` tiles a program.
+    The lengths of stretches differ by at most one tile, except for stretches that are
+    empty because there are fewer than `tiling.min_tiles` tiles a program.
     """
     busy = _num_busy(total, tiling)
     index = jnp.minimum(program, busy)
     return index * lax.div(total, busy) + jnp.minimum(index, lax.rem(total, busy))
 
 
-def holders(
+def item_programs(
     ends: Any, block: Any, head: Any, *, kv_heads: int, tiling: Tiling
 ) -> tuple[Any, Any]:
-    """First and last program that hold a part of an item.
+    """Returns the first and the last program with tiles of an item.
 
-    They hold it one after the other, or are the same if one holds it whole; 0 and -1 of
-    an item without tiles. Also in kernels, which spares the plan a launch.
+    All programs in between have tiles of the item, too; 0 and -1 for an item without
+    tiles. Also used in kernels, which saves a launch for the plan.
 
     Args:
-      ends: those of a `Schedule`.
-      block: of the item; or of many, an array.
-      head: likewise, the KV head.
+      ends: `ends` of a `StreamKSchedule`.
+      block: block of the item, or an array of blocks.
+      head: KV head of the item, or an array of heads.
       kv_heads: items of each block, static.
-      tiling: that of the schedule, static.
+      tiling: tiling of the schedule, static.
     """
     end, before = ends[block], ends[jnp.maximum(block - 1, 0)]
     begin = jnp.where(block > 0, before, 0)
@@ -141,21 +141,23 @@ def holders(
     return first, last
 
 
-def parts(
+def all_item_programs(
     ends: Int32[Array, " blocks"], *, kv_heads: int, tiling: Tiling
 ) -> Int32[Array, "items 2"]:
-    """`holders` of all items: of every head of a block, block after block."""
+    """Returns `item_programs` of all items, ordered by block and head."""
     item = jnp.arange(ends.shape[0] * kv_heads, dtype=jnp.int32)
     block, head = item // kv_heads, item % kv_heads
-    return jnp.stack(holders(ends, block, head, kv_heads=kv_heads, tiling=tiling), 1)
+    return jnp.stack(
+        item_programs(ends, block, head, kv_heads=kv_heads, tiling=tiling), 1
+    )
 
 
 def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
-    """Program that holds a place of the line: the inverse of `stretch`."""
+    """Returns the program of a tile of the sequence: the inverse of `stretch_begin`."""
     busy = _num_busy(total, tiling)
     size, longer = lax.div(total, busy), lax.rem(total, busy)
     behind = place - longer * (size + 1)
-    # Of two quotients one is asked for; the other may be any.
+    # One of the two quotients is used; the other may have any value.
     early = lax.div(place, jnp.full_like(place, size + 1))
     late = lax.div(behind, jnp.full_like(behind, jnp.maximum(size, 1)))
     return jnp.where(behind < 0, early, longer + late)
@@ -166,29 +168,29 @@ def _num_busy(total: Any, tiling: Tiling) -> Any:
     return jnp.minimum(jnp.maximum(most, 1), tiling.num_programs)
 
 
-def cut(
+def split_tiles(
     low: Int32[Array, " blocks"],
     high: Int32[Array, " blocks"],
     *,
     kv_heads: int,
     tiling: Tiling,
-) -> Schedule:
-    """Cuts the line of all tiles into equal stretches.
+) -> StreamKSchedule:
+    """Splits the sequence of all tiles into equal stretches.
 
-    Sums and searches compare all with all, of which XLA makes two kernels. In all
-    there must be fewer than 2 ** 31 tiles.
+    Sums and searches compare all with all, which XLA compiles to two kernels. The
+    number of tiles must be less than 2 ** 31.
 
     Args:
-      low: first place that a block sees.
-      high: place after the last, at most `low` where it sees nothing.
+      low: first position that a block attends to.
+      high: one past the last position, at most `low` for a block without keys.
       kv_heads: items of each block, static.
-      tiling: the size of a tile and the number of programs.
+      tiling: size of a tile and number of programs.
 
     Returns:
       The schedule.
     """
     num_blocks = low.shape[0]
-    _, size = tiles_of(low, high, tiling.tile)
+    _, size = tile_range(low, high, tiling.tile)
     index = jnp.arange(num_blocks, dtype=jnp.int32)
     is_later = index[None, :] > index[:, None]
     ends = jnp.where(is_later, 0, size[None, :] * kv_heads)
@@ -196,8 +198,8 @@ def cut(
     after = jnp.where(is_later & (size > 0)[None, :], index[None, :], num_blocks - 1)
     total = ends[-1]
     program = jnp.arange(tiling.num_programs, dtype=jnp.int32)
-    place = stretch(total, program, tiling)
-    # Past the end nobody looks: the last block is not asked for its end.
+    place = stretch_begin(total, program, tiling)
+    # Past the end the block is unused, so the end of the last block is not compared.
     passed = (ends[None, :] <= place[:, None]) & (index < num_blocks - 1)[None, :]
     begin = jnp.sum(passed, axis=1, dtype=jnp.int32)
-    return Schedule(ends, jnp.min(after, axis=1), begin)
+    return StreamKSchedule(ends, jnp.min(after, axis=1), begin)

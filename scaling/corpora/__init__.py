@@ -1,4 +1,4 @@
-"""What models learn from: texts as tokens, and synthetic languages."""
+"""Training corpora: tokenized texts, token files, synthetic languages."""
 
 from scaling.corpora.corpora import CorpusConfig
 from scaling.corpora.streams import Corpus

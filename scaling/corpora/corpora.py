@@ -1,14 +1,14 @@
-"""Token streams: real text, files of tokens, languages whose entropy is known.
+"""Token streams of texts, token files and languages of known entropy.
 
-`open` makes a `Corpus` of any of their configs: a stream to train on, one to score, and
-what is known of them. Training reads the stream in the order that `draw` computes.
+`open_corpus` makes a `Corpus` from any corpus config: a training stream, a held-out
+stream, and their known properties. `draw_windows` computes the order of training.
 """
 
 from pathlib import Path
 
 from scaling.corpora import token_files, tokenizing_texts
 from scaling.corpora.languages import LanguageConfig, language
-from scaling.corpora.streams import Corpus, draw, windows_per_epoch
+from scaling.corpora.streams import Corpus, draw_windows, windows_per_epoch
 from scaling.corpora.texts import (
     DOCUMENTATION,
     END,
@@ -16,14 +16,14 @@ from scaling.corpora.texts import (
     VOCAB_SIZE,
     CorpusConfig,
     Document,
-    Split,
-    describe,
+    TextSplit,
+    count_bytes,
+    describe_source,
     held_out_files,
-    load,
-    num_bytes,
+    load_documents,
 )
 from scaling.corpora.token_files import TokenFileConfig
-from scaling.corpora.tokenizing_texts import tokenizer, tokens
+from scaling.corpora.tokenizing_texts import corpus_tokenizer, encode_documents
 
 __all__ = [
     "DOCUMENTATION",
@@ -35,41 +35,41 @@ __all__ = [
     "CorpusConfig",
     "Document",
     "LanguageConfig",
-    "Split",
+    "TextSplit",
     "TokenFileConfig",
-    "describe",
-    "draw",
+    "corpus_tokenizer",
+    "count_bytes",
+    "describe_source",
+    "draw_windows",
+    "encode_documents",
     "held_out_files",
-    "load",
-    "num_bytes",
-    "open",
-    "tokenizer",
-    "tokens",
+    "load_documents",
+    "open_corpus",
     "windows_per_epoch",
 ]
 
 AnyCorpus = CorpusConfig | TokenFileConfig | LanguageConfig
-"""Whatever `open` takes; each has `vocab_size` and `num_unique_tokens`."""
+"""Configs of `open_corpus`; each has `vocab_size` and `num_unique_tokens`."""
 
 
-def open(config: AnyCorpus, *, cache: Path | None = None) -> Corpus:
-    """Makes the streams that a config describes, the same ones every time.
+def open_corpus(config: AnyCorpus, *, cache: Path | None = None) -> Corpus:
+    """Opens the corpus of a config; the streams are deterministic.
 
     Args:
-      config: of text, of files of tokens, or of a language.
-      cache: folder for what is costly to make again (byte pairs and what they make of
-        a text); by default `tokenizing_texts.CACHE`. Deleting it costs time only.
+      config: config of a text, of token files, or of a language.
+      cache: folder for byte pairs and tokenized texts, which are slow to compute;
+        `tokenizing_texts.CACHE` by default. It can be deleted at any time.
 
     Returns:
-      The corpus. Text is held out by document, each document ended by a token of its
-      own; of a language the floor is known.
+      The corpus. Text is held out by document, and every document ends with an end
+      token; a language has a known floor.
 
     Raises:
-      ValueError: no text is found, a file cannot be read or holds what no model of
-        `vocab_size` tokens takes, or there are fewer than `num_unique_tokens`.
+      ValueError: no text is found, a file cannot be read or holds an id that is not
+        below `vocab_size`, or there are fewer than `num_unique_tokens` tokens.
     """
     if isinstance(config, CorpusConfig):
-        return tokenizing_texts.open(config, cache=cache)
+        return tokenizing_texts.open_text_corpus(config, cache=cache)
     if isinstance(config, TokenFileConfig):
-        return token_files.open(config)
-    return language.open(config)
+        return token_files.open_token_files(config)
+    return language.open_language(config)

@@ -1,7 +1,7 @@
-"""A stream of tokens to train on, one to score, and the order in which training reads.
+"""Corpora of a training stream and a held-out stream, and the order of training.
 
-Training reads windows of its stream at places that `draw` computes from (seed, step)
-alone, so a run can be taken up anywhere without having stored an order.
+`draw_windows` computes the windows of a step from (seed, step) only, so a run resumes
+at any step without a stored order.
 """
 
 import hashlib
@@ -14,26 +14,26 @@ from jaxtyping import Array, Int, Int32, UInt, UInt32
 
 _NUM_ROUNDS = 24
 MAX_TOKENS = 2**31 - 1
-"""Tokens that `draw` can tell apart."""
-# Of a longer stream, the digest reads evenly spaced pieces.
+"""Largest number of tokens of a stream that `draw_windows` can index."""
+# The digest of a longer stream reads evenly spaced pieces.
 _DIGESTED_WHOLE = 2**28
 _NUM_PIECES, _PIECE = 256, 2**20
 
 
 class Corpus(NamedTuple):
-    """What a model learns from, and what it is scored on.
+    """A training stream, a held-out stream, and their properties.
 
     Attributes:
-      stream: the training side, uint16, or uint32 where the vocabulary needs it;
-        possibly a memory map.
-      held_out: the other side, of the same type; never trained on.
-      vocab_size: above every token id of both.
-      bytes_per_token: of the held-out text, so that nats per token become bits per
-        byte: `loss / log(2) / bytes_per_token`; NaN where a token has no bytes.
-      floor: least loss possible, in nats per token, if it is known.
-      floor_se: standard error of that; 0 if it was computed, not sampled.
-      name: for a person.
-      digest: SHA-256 of both streams' tokens.
+      stream: training tokens, uint16, or uint32 if the vocabulary needs it; possibly a
+        memory map.
+      held_out: held-out tokens of the same type, never trained on.
+      vocab_size: upper bound of the token ids.
+      bytes_per_token: mean bytes of a held-out token; nats per token become bits per
+        byte by `loss / log(2) / bytes_per_token`; NaN for tokens without bytes.
+      floor: lowest possible loss in nats per token, if known.
+      floor_se: standard error of the floor; 0 if it is computed, not sampled.
+      name: description of the corpus.
+      digest: SHA-256 of the tokens of both streams.
     """
 
     stream: Any
@@ -46,11 +46,11 @@ class Corpus(NamedTuple):
     digest: str
 
     def epochs(self, num_tokens: int) -> float:
-        """How often training on so many tokens reads the stream."""
+        """Returns the passes over the stream of a run of `num_tokens` tokens."""
         return num_tokens / len(self.stream)
 
 
-def make(
+def make_corpus(
     stream: np.ndarray,
     held_out: np.ndarray,
     *,
@@ -61,10 +61,10 @@ def make(
     floor: float | None = None,
     floor_se: float = 0.0,
 ) -> Corpus:
-    """Makes a corpus of two streams, cut to the tokens asked for.
+    """Makes a corpus of two streams; keeps the first `num_unique_tokens` to train on.
 
     Raises:
-      ValueError: a stream is empty, too long, or shorter than asked for.
+      ValueError: a stream is empty, too long, or shorter than `num_unique_tokens`.
     """
     for side, tokens in {"training": stream, "held-out": held_out}.items():
         if len(tokens) == 0:
@@ -86,14 +86,15 @@ def make(
         floor=floor,
         floor_se=floor_se,
         name=name,
-        digest=digest(stream, held_out),
+        digest=digest_streams(stream, held_out),
     )
 
 
-def digest(*streams: np.ndarray) -> str:
-    """The SHA-256 of streams of tokens, so that a run knows its data again.
+def digest_streams(*streams: np.ndarray) -> str:
+    """Returns the SHA-256 of streams of tokens, which identifies the data of a run.
 
-    Of a stream beyond 2**28 tokens its length and 256 evenly spaced pieces count.
+    Of a stream of more than 2**28 tokens, only the length and 256 evenly spaced pieces
+    are hashed.
     """
     found = hashlib.sha256()
     for stream in streams:
@@ -109,10 +110,10 @@ def digest(*streams: np.ndarray) -> str:
 
 
 def check_lengths(corpus: Corpus, seq_len: int) -> None:
-    """Refuses a corpus of which a side is shorter than a window and the token after it.
+    """Checks that both streams have a window of `seq_len` tokens and one token more.
 
     Raises:
-      ValueError: it says which.
+      ValueError: a stream is too short.
     """
     sides = {"training": corpus.stream, "held-out": corpus.held_out}
     for side, tokens in sides.items():
@@ -124,7 +125,7 @@ def check_lengths(corpus: Corpus, seq_len: int) -> None:
 
 
 def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
-    """Counts the windows of one pass over a stream.
+    """Returns the windows of one pass over a stream.
 
     Raises:
       ValueError: the stream is shorter than one window.
@@ -137,7 +138,7 @@ def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
     return num_tokens // seq_len
 
 
-def draw(
+def draw_windows(
     stream: UInt[Array, " tokens"],
     seed: Int[Array, ""],
     step: Int[Array, ""],
@@ -146,26 +147,26 @@ def draw(
     seq_len: int,
     aligned: bool = False,
 ) -> Int32[Array, "batch_size {seq_len}+1"]:
-    """Takes the windows of one training step.
+    """Returns the windows of one training step.
 
-    The stream is a ring, cut into windows at an offset that is new in each epoch; every
-    epoch visits each window once, in an order of its own. The order is computed, not
-    stored, so a step's windows depend on nothing but the arguments.
+    The stream is circular, and divided into windows at a random offset in each epoch;
+    every epoch visits each window once, in a random order. The order is computed, not
+    stored, so the windows of a step depend on the arguments only.
 
     Args:
-      stream: the tokens of the training side.
-      seed: of the order.
-      step: how many batches came before this one, from 0.
+      stream: training tokens.
+      seed: seed of the order.
+      step: number of earlier steps.
       batch_size: number of windows.
-      seq_len: predictions per window; a window has one token more.
-      aligned: whether windows begin at multiples of `seq_len` alone, which the stream's
-        length must be: for a stream of records, each as long.
+      seq_len: predictions of a window; a window has one token more.
+      aligned: True if windows must begin at multiples of `seq_len`, for a stream of
+        records of that length; its length must be a multiple.
 
     Returns:
-      The windows' tokens.
+      The tokens of the windows.
 
     Raises:
-      ValueError: the stream is shorter than a window, or holds part of a record.
+      ValueError: the stream is shorter than a window, or is not whole records.
 
     Source: the order is the swap-or-not shuffle of Hoang, Morris and Rogaway 2012
     (arXiv:1208.1176), with a murmur finalizer as its round function.
@@ -189,7 +190,7 @@ def draw(
         place = _shuffled(window.astype(jnp.uint32), rounds, num_windows)
         return place * jnp.uint32(seq_len) + offset.astype(jnp.uint32)
 
-    # Without a sign the sum of two places, each below 2**31, fits in 32 bits.
+    # Unsigned: the sum of two positions, each below 2**31, fits in 32 bits.
     starts = jax.vmap(start)(epoch, window)[:, None] % jnp.uint32(num_tokens)
     place = starts + jnp.arange(seq_len + 1, dtype=jnp.uint32)[None]
     return stream[place % jnp.uint32(num_tokens)].astype(jnp.int32)
@@ -198,7 +199,7 @@ def draw(
 def _shuffled(
     index: UInt32[Array, ""], rounds: UInt32[Array, "rounds 2"], size: int
 ) -> UInt32[Array, ""]:
-    """Maps an index to its place in a permutation of `size` elements."""
+    """Returns the image of an index under a permutation of `size` elements."""
     size_ = jnp.uint32(size)
 
     def swap(index, round_):

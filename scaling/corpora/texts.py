@@ -1,7 +1,7 @@
-"""Text found on the machine: documents, in a fixed order, and which are held out.
+"""Text corpora from files of this machine, and their held-out documents.
 
 Whole documents are held out, chosen by a hash of their names, so a file is on the same
-side on every machine that has it, whatever lies beside it.
+side on every machine, for any set of other files.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from jaxkv import validation
 from jaxkv.text import NUM_BYTES
 
 END = NUM_BYTES
-"""The byte tokens' last: it ends a document, and is the only one that is no byte."""
+"""Last byte token: ends a document, and is the only token that is no byte."""
 VOCAB_SIZE = NUM_BYTES + 1
-"""Of tokens that are bytes."""
+"""Vocabulary size of byte tokens."""
 MAX_VOCAB_SIZE = 2**16
 
-# Not typical text: test suites (half of the library, much of it data), installed
-# packages, code tables, generated help texts, a retired grammar's fixtures; and what
-# describes one build of Python, its paths included.
+# Excluded as atypical: test suites (half of the library, much of it data), installed
+# packages, code tables, generated help texts, fixtures of a retired grammar; and
+# descriptions of one build of Python, with its paths.
 _LIBRARY_EXCLUDES = (
     "test/*",
     "tests/*",
@@ -46,12 +46,12 @@ _DOCUMENTATION_SUFFIXES = (".txt", ".md", ".rst")
 
 
 class Document(NamedTuple):
-    """One text.
+    """One text file.
 
     Attributes:
-      name: its path relative to the corpus, with `/`: what the split goes by.
-      path: where it lies.
-      text: its bytes, valid UTF-8, at least one.
+      name: path relative to the corpus, with `/`; decides the side of the split.
+      path: location of the file.
+      text: bytes of the file, valid UTF-8, at least one.
     """
 
     name: str
@@ -61,23 +61,23 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Which text, and how much of it is never trained on."""
+    """A text corpus, its tokenizer, and its held-out share."""
 
     pattern: str = ""
-    """A glob of text files (`**` crosses folders); empty: Python's standard library;
-    `documentation`: what lies in the documentation folders of this machine."""
+    """Glob of text files (`**` matches folders); "" means Python's standard library,
+    `documentation` the documentation folders of this machine."""
     held_out: float = 0.05
-    """Share of the documents that is held out, in (0, 1)."""
+    """Share of documents that is held out, in (0, 1)."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """`bpe`: byte pairs, merged as is best for the training side."""
+    """Tokenizer; `bpe` learns byte pairs from the training side."""
     vocab_size: int = VOCAB_SIZE
-    """Token ids there may be: 257 for bytes, in (257, 65536] for byte pairs."""
+    """Vocabulary size: 257 for bytes, in (257, 65536] for byte pairs."""
     num_unique_tokens: int = 0
-    """Training reads so many tokens, again and again; 0: all there are. The documents
-    are taken in an order of their own, so that a smaller number is part of a larger."""
+    """Training repeats `num_unique_tokens` tokens; 0 means all. The order of documents
+    is hashed, and a smaller number is the beginning of a larger one."""
 
     def __post_init__(self):
-        """Refuses a split that leaves a side empty, and impossible tokens."""
+        """Validates the fields."""
         validation.within(self, "held_out", low=0, high=1, ends="()")
         if self.tokenizer == "bytes" and self.vocab_size != VOCAB_SIZE:
             raise ValueError(
@@ -97,17 +97,17 @@ STANDARD_LIBRARY = CorpusConfig()
 DOCUMENTATION = CorpusConfig(pattern="documentation")
 
 
-class Split(NamedTuple):
-    """The two sides of a corpus, each in order of names."""
+class TextSplit(NamedTuple):
+    """The two sides of a corpus, each sorted by name."""
 
     train: list[Document]
     held_out: list[Document]
 
 
-def load(config: CorpusConfig) -> Split:
+def load_documents(config: CorpusConfig) -> TextSplit:
     """Reads a corpus and splits it by document.
 
-    Empty files, files that are not UTF-8, and copies of a text are left out.
+    Empty files, files that are not UTF-8, and duplicates are skipped.
 
     Raises:
       ValueError: no file matches, one cannot be read, or a side of the split has no
@@ -137,9 +137,9 @@ def load(config: CorpusConfig) -> Split:
             f"no text files in {what}"
             + (f": {len(found)} files, all empty or not UTF-8" if found else "")
         )
-    split = Split([], [])
+    split = TextSplit([], [])
     for document in documents:
-        split[place(document.name) < config.held_out].append(document)
+        split[document_position(document.name) < config.held_out].append(document)
     if not all(split):
         raise ValueError(
             f"{len(documents)} documents in {what} are too few to hold out "
@@ -148,18 +148,18 @@ def load(config: CorpusConfig) -> Split:
     return split
 
 
-def place(name: str) -> float:
-    """Where a document stands, in [0, 1), by its name alone; low ones are held out."""
+def document_position(name: str) -> float:
+    """Returns the hash of a name, in [0, 1); documents with a low hash are held out."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
 
 
 def held_out_files(config: CorpusConfig = STANDARD_LIBRARY) -> list[Path]:
-    """Lists the files that are never trained on."""
-    return [document.path for document in load(config).held_out]
+    """Lists the held-out files."""
+    return [document.path for document in load_documents(config).held_out]
 
 
-def describe(config: CorpusConfig) -> str:
-    """Names the text, with the version of Python where it depends on it."""
+def describe_source(config: CorpusConfig) -> str:
+    """Returns a description of the text, with the version of Python if it matters."""
     if config.pattern == DOCUMENTATION.pattern:
         return "the documentation folders of a machine"
     if config.pattern:
@@ -167,8 +167,8 @@ def describe(config: CorpusConfig) -> str:
     return f"the source of the standard library of Python {platform.python_version()}"
 
 
-def num_bytes(documents: Iterable[Document]) -> int:
-    """Counts the bytes of the texts, document ends not included."""
+def count_bytes(documents: Iterable[Document]) -> int:
+    """Returns the bytes of the texts, without document ends."""
     return sum(len(document.text) for document in documents)
 
 
@@ -193,7 +193,7 @@ def _documentation() -> Iterator[tuple[str, Path]]:
 
 
 def _matching(pattern: str) -> Iterator[tuple[str, Path]]:
-    """Yields the files of a glob, named relative to its part without wildcards."""
+    """Yields the files of a glob, with names relative to its part without wildcards."""
     parts = PurePath(pattern).parts
     fixed = next((i for i, p in enumerate(parts) if glob.has_magic(p)), len(parts) - 1)
     root = Path(*parts[:fixed])

@@ -1,7 +1,7 @@
-"""Files of tokens that somebody else made: `.bin` and `.npy`, mapped, not read.
+"""Memory-mapped files of token ids, `.bin` and `.npy`.
 
-A `.bin` file is nothing but token ids, little-endian, as nanoGPT and its kin write it;
-a `.npy` file is a NumPy array of one axis.
+A `.bin` file has only token ids, little-endian, the format of nanoGPT; a `.npy` file is
+a NumPy array of one axis.
 """
 
 import dataclasses
@@ -18,25 +18,25 @@ _SCANNED = 2**24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenFileConfig:
-    """Which files, and what their numbers mean."""
+    """Token files and their vocabulary."""
 
     train: str
     """File of the tokens to train on, `.bin` or `.npy`."""
     vocab_size: int
-    """Token ids there may be; every token of the files is below it."""
+    """Upper bound of the token ids of all files."""
     held_out: str = ""
-    """File of the held-out tokens; empty: the end of the other one is held out."""
+    """File of the held-out tokens; "" holds out the end of the training file."""
     held_out_share: float = 0.05
-    """How much of it, in (0, 1)."""
+    """Share of the training file that is held out, in (0, 1)."""
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """Of a `.bin` file; a `.npy` file says it itself."""
+    """Type of a `.bin` file; a `.npy` file has its own."""
     bytes_per_token: float = 0.0
-    """Mean bytes of text behind a token, for bits per byte; 0: not known."""
+    """Mean bytes of text of a token, for bits per byte; 0 means unknown."""
     num_unique_tokens: int = 0
-    """Training reads the first so many tokens, again and again; 0: all there are."""
+    """Training repeats the first `num_unique_tokens` tokens; 0 means all."""
 
     def __post_init__(self):
-        """Refuses what no file can hold."""
+        """Validates the fields."""
         for path in filter(None, (self.train, self.held_out)):
             if Path(path).suffix not in (".bin", ".npy"):
                 raise ValueError(f"{path}: a file of tokens ends in .bin or .npy")
@@ -46,12 +46,12 @@ class TokenFileConfig:
         validation.at_least(self, "bytes_per_token", "num_unique_tokens", low=0)
 
 
-def open(config: TokenFileConfig) -> streams.Corpus:
+def open_token_files(config: TokenFileConfig) -> streams.Corpus:
     """Maps the files and checks every token.
 
     Raises:
-      ValueError: a file cannot be read, is no array of tokens, or holds an id that is
-        not below `vocab_size`; or there are too few tokens.
+      ValueError: a file cannot be read, is no array of tokens, or has an id that is not
+        below `vocab_size`; or there are too few tokens.
     """
     train = _mapped(Path(config.train), config)
     if config.held_out:
@@ -60,8 +60,8 @@ def open(config: TokenFileConfig) -> streams.Corpus:
         cut = len(train) - int(len(train) * config.held_out_share)
         train, held_out = train[:cut], train[cut:]
     dtype = np.uint16 if config.vocab_size <= 2**16 else np.uint32
-    # Maps of the right type stay maps.
-    return streams.make(
+    # A map of the right type is not copied.
+    return streams.make_corpus(
         train.astype(dtype, copy=False),
         held_out.astype(dtype, copy=False),
         vocab_size=config.vocab_size,

@@ -1,7 +1,7 @@
-"""From documents to streams of tokens, by bytes or by byte pairs.
+"""Tokenization of documents into streams, by bytes or by byte pairs.
 
-Byte pairs and what they make of a text are kept in a cache, in a folder named by the
-digest of all that decides them, which is written aside and renamed.
+Byte pairs and the streams that they give are cached, in a folder named by the digest of
+its inputs. The folder is written under another name and then renamed.
 """
 
 import contextlib
@@ -16,47 +16,54 @@ from jaxtyping import UInt16
 from jaxkv import files
 from jaxkv.text import ByteTokenizer, Tokenizer, byte_pairs
 from scaling.corpora import streams, texts
-from scaling.corpora.texts import END, CorpusConfig, Document, Split
+from scaling.corpora.texts import END, CorpusConfig, Document, TextSplit
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "jaxkv").expanduser()
-"""Where byte pairs are kept that nobody gave a place."""
+"""Default cache folder of byte pairs."""
 
 
-def open(config: CorpusConfig, *, cache: Path | None = None) -> streams.Corpus:
-    """Makes the streams of a text; `cache` is where byte pairs are kept.
+def open_text_corpus(
+    config: CorpusConfig, *, cache: Path | None = None
+) -> streams.Corpus:
+    """Makes the streams of a text; `cache` is the folder of byte pairs.
 
     Raises:
-      ValueError: see `texts.load` and `streams.make`.
+      ValueError: see `texts.load_documents` and `streams.make_corpus`.
     """
-    split = texts.load(config)
+    split = texts.load_documents(config)
     if config.tokenizer == "bytes":
-        both, end = (tokens(split.train), tokens(split.held_out)), END
+        both, end = (
+            (encode_documents(split.train), encode_documents(split.held_out)),
+            END,
+        )
     else:
         _, *both = _byte_pairs(split, config.vocab_size, cache or CACHE)
         end = byte_pairs.END
     train, held_out = both
     if config.num_unique_tokens:
         train = _reordered(train, split.train, end)
-    return streams.make(
+    return streams.make_corpus(
         train,
         held_out,
         vocab_size=config.vocab_size,
-        name=texts.describe(config),
+        name=texts.describe_source(config),
         num_unique_tokens=config.num_unique_tokens,
-        bytes_per_token=texts.num_bytes(split.held_out) / len(held_out),
+        bytes_per_token=texts.count_bytes(split.held_out) / len(held_out),
     )
 
 
-def tokenizer(
+def corpus_tokenizer(
     config: CorpusConfig, *, cache: Path | None = None
 ) -> ByteTokenizer | Tokenizer:
-    """Returns the tokenizer that a text's tokens are of."""
+    """Returns the tokenizer of a text corpus."""
     if config.tokenizer == "bytes":
         return ByteTokenizer(config.vocab_size)
-    return _byte_pairs(texts.load(config), config.vocab_size, cache or CACHE)[0]
+    return _byte_pairs(texts.load_documents(config), config.vocab_size, cache or CACHE)[
+        0
+    ]
 
 
-def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
+def encode_documents(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
     """Concatenates the documents' bytes, each document followed by `END`."""
     end = np.array([END], np.uint16)
     parts = []
@@ -66,9 +73,9 @@ def tokens(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
 
 
 def _byte_pairs(
-    split: Split, vocab_size: int, cache: Path
+    split: TextSplit, vocab_size: int, cache: Path
 ) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
-    """Reads byte pairs from the cache, or learns them and tries to keep them there.
+    """Reads byte pairs from the cache, or learns them and tries to cache them.
 
     Returns:
       The tokenizer, and the streams of both sides.
@@ -84,7 +91,7 @@ def _byte_pairs(
         settings = {"eos_token": byte_pairs.END_TEXT}
         read = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
         train, held_out = (
-            np.load(folder / f"{x}.npy", mmap_mode="r") for x in Split._fields
+            np.load(folder / f"{x}.npy", mmap_mode="r") for x in TextSplit._fields
         )
         return read, train, held_out
     learnt = byte_pairs.train_tokenizer(
@@ -97,8 +104,8 @@ def _byte_pairs(
         return np.concatenate(ended)
 
     train, held_out = stream(split.train), stream(split.held_out)
-    # Without a place to keep them they are learnt again: slower, not wrong. If another
-    # run was faster, it has written the same.
+    # A failed write is ignored: byte pairs are learned again next time. If another
+    # process was faster, it has written the same files.
     with contextlib.suppress(ValueError), files.aside(folder) as new:
         for name, text in learnt.files().items():
             (new / name).write_text(text, encoding="utf-8")
@@ -110,13 +117,14 @@ def _byte_pairs(
 def _reordered(
     stream: np.ndarray, documents: Sequence[Document], end: int
 ) -> np.ndarray:
-    """Puts the documents of a stream into the order of their places.
+    """Sorts the documents of a stream by their hashed positions.
 
-    By names the first ones would be one folder's; their places are as good as random.
+    Sorted by name, the first ones would all be of one folder.
     """
     after = np.flatnonzero(stream == end) + 1
     parts = np.split(stream, after[:-1])
     pairs = sorted(
-        zip(documents, parts, strict=True), key=lambda pair: texts.place(pair[0].name)
+        zip(documents, parts, strict=True),
+        key=lambda pair: texts.document_position(pair[0].name),
     )
     return np.concatenate([part for _, part in pairs])

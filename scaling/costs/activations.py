@@ -1,14 +1,14 @@
-"""What a forward pass keeps for the backward pass: a list of tensors, not a constant.
+"""Activations that a forward pass keeps for the backward pass, tensor by tensor.
 
-The list is that of good kernels: a norm keeps its input, a product its input, an
+The list assumes good kernels: a norm keeps its input, a product its input, an
 activation function its input, attention its queries, keys and values and either all
-weights or, in tiles, the log-sum-exp of each row. Their sum for a GPT layer with
-dropout is the well-known `s b h (34 + 5 a s / h)`; a Llama layer has another.
+weights or, with flash attention, the log-sum-exp of each row. The sum for a GPT layer
+with dropout is the well-known `s b h (34 + 5 a s / h)`; a Llama layer has another.
 
-What `jax.vjp` keeps of our own models is in `residuals`.
+Tensors that `jax.vjp` keeps for the models of this package are in `residuals`.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1 and 4.2 (the list, and
-what tensor and sequence parallelism divide); Dao et al. 2022, arXiv:2205.14135 (no
+its division by tensor and sequence parallelism); Dao et al. 2022, arXiv:2205.14135 (no
 weights kept, one log-sum-exp a row).
 """
 
@@ -16,25 +16,25 @@ import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from scaling.costs.flops import check
+from scaling.costs.flops import check_sizes
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 type Divided = Literal["sequence", "heads", "kv_heads", "no"]
-"""What divides a tensor over tensor-parallel devices: `sequence` only with Megatron's
-sequence parallelism."""
+"""Axis by which tensor parallelism divides a tensor; `sequence` applies only with
+Megatron's sequence parallelism."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor that one layer keeps.
 
     Attributes:
-      part: what it belongs to: norms, attention, scores, mlp, experts.
-      name: what it is.
-      formula: its bytes per token, in the letters of `shapes.description`.
-      bytes: the same as a number.
-      place: the layers that have it: every, dense or mixture.
-      divided: by what tensor parallelism divides it.
+      part: part of the layer: norms, attention, scores, mlp, experts.
+      name: description of the tensor.
+      formula: bytes per token, in the letters of `shapes.description`.
+      bytes: bytes per token.
+      place: layers that have the tensor: every, dense or mixture.
+      divided: axis by which tensor parallelism divides it.
     """
 
     part: Literal["norms", "attention", "scores", "mlp", "experts"]
@@ -45,32 +45,32 @@ class Stored(NamedTuple):
     divided: Divided
 
 
-def stored(
-    model: Description,
+def stored_tensors(
+    model: ModelShape,
     *,
     sequence: int,
     flash: bool = True,
     dropout: bool = False,
     number_bytes: int = 2,
-) -> tuple[Stored, ...]:
+) -> tuple[StoredTensor, ...]:
     """Lists the tensors that each layer keeps, in bytes per token.
 
-    Llama-7B in 16 bits with attention in tiles: 131,584 + 128 bytes.
+    Llama-7B in 16 bits with flash attention: 131,584 + 128 bytes.
 
     Args:
-      model: its shape.
-      sequence: tokens of a sequence; matters where attention's weights are kept.
-      flash: whether attention works in tiles and keeps no weights.
-      dropout: whether attention weights and both branches are dropped out of; a mask
-        is one byte a number.
-      number_bytes: of a number, 2 or 4.
+      model: shape of the model.
+      sequence: tokens of a sequence; matters if attention weights are kept.
+      flash: True for flash attention, which keeps no attention weights.
+      dropout: True if attention weights and both branches have dropout; a mask has one
+        byte a number.
+      number_bytes: bytes of a number, 2 or 4.
 
     Raises:
-      ValueError: a size out of range.
+      ValueError: a size is out of range.
     """
-    check(sequence=sequence, number_bytes=number_bytes)
+    check_sizes(sequence=sequence, number_bytes=number_bytes)
     e, h, n = number_bytes, model.hidden_size, model.attention.num_q_heads
-    norm = functools.partial(Stored, "norms", place="every", divided="sequence")
+    norm = functools.partial(StoredTensor, "norms", place="every", divided="sequence")
     size = model.norms_per_layer * e
     found = [
         norm("inputs of the norms", f"{size} h", size * h),
@@ -79,7 +79,7 @@ def stored(
     if dropout:
         found.append(norm("dropout masks of the branches", "2 h", 2 * h))
     found += _attention(model, e)
-    scores = functools.partial(Stored, "scores", place="every", divided="heads")
+    scores = functools.partial(StoredTensor, "scores", place="every", divided="heads")
     if flash:
         found.append(scores("log-sum-exp", "4 n", 4 * n))
     else:
@@ -91,23 +91,23 @@ def stored(
         inner = e * (2 + model.gated)
         name = "gate, up and their product" if model.gated else "up, before and after"
         width = inner * model.mlp_size
-        found.append(Stored("mlp", name, f"{inner} i", width, "dense", "heads"))
+        found.append(StoredTensor("mlp", name, f"{inner} i", width, "dense", "heads"))
     return (*found, *_experts(model, e))
 
 
 def per_token(
-    tensors: Iterable[Stored], model: Description, layout: Layout | None = None
+    tensors: Iterable[StoredTensor], model: ModelShape, layout: Layout | None = None
 ) -> tuple[float, float]:
-    """Adds up a dense and a mixed layer.
+    """Sums the tensors of a dense layer and of a layer with experts.
 
     Args:
-      tensors: as `stored` lists them.
-      model: whose they are.
-      layout: what divides them, nothing by default; the part of a sequence that a
-        device of a ring has is not its matter.
+      tensors: as `stored_tensors` lists them.
+      model: shape of the model.
+      layout: division over devices, one device by default; context parallelism is
+        not applied here.
 
     Returns:
-      Bytes per token of a dense layer and of a mixed one, on one device.
+      Bytes per token on one device of a dense layer and of a layer with experts.
     """
     layout = layout or Layout()
     sums = {"every": 0.0, "dense": 0.0, "mixture": 0.0}
@@ -123,12 +123,14 @@ def per_token(
     return sums["every"] + sums["dense"], sums["every"] + sums["mixture"]
 
 
-def _attention(model: Description, e: int) -> Iterable[Stored]:
+def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     a, n = model.attention, model.attention.num_q_heads
 
-    def tensor(name: str, formula: str, numbers: int, divided: Divided) -> Stored:
+    def tensor(name: str, formula: str, numbers: int, divided: Divided) -> StoredTensor:
         made = e * numbers
-        return Stored("attention", name, f"{e} · {formula}", made, "every", divided)
+        return StoredTensor(
+            "attention", name, f"{e} · {formula}", made, "every", divided
+        )
 
     if isinstance(a, HeadAttention):
         m, d = a.num_kv_heads, a.head_dim
@@ -147,13 +149,13 @@ def _attention(model: Description, e: int) -> Iterable[Stored]:
     yield tensor("values and output", "2 n dv", 2 * n * a.value_dim, "heads")
 
 
-def _experts(model: Description, e: int) -> Iterable[Stored]:
-    """A mixture without dropped tokens, its inputs gathered by expert."""
+def _experts(model: ModelShape, e: int) -> Iterable[StoredTensor]:
+    """Tensors of a mixture of experts without dropped tokens."""
     if (x := model.experts) is None or not model.num_mixture_layers:
         return
 
-    def tensor(name: str, formula: str, size: int, divided: Divided) -> Stored:
-        return Stored("experts", name, formula, size, "mixture", divided)
+    def tensor(name: str, formula: str, size: int, divided: Divided) -> StoredTensor:
+        return StoredTensor("experts", name, formula, size, "mixture", divided)
 
     h, k, inner = model.hidden_size, x.top_k, 2 + model.gated
     yield tensor("routing weights", "4 e", 4 * x.num_experts, "sequence")

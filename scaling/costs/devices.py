@@ -1,8 +1,8 @@
-"""Accelerators: what their data sheets promise, and what was measured of it.
+"""Accelerators: peak rates of data sheets, and measured rates.
 
-Rates are of dense products (the larger figures of some sheets suppose that half of the
-numbers are zero). Bandwidths are bytes per second; that of the link counts one
-direction, half of what sheets print for NVLink. Sizes are in bytes, a GB being 1e9.
+Rates are of dense products, without sparsity. Bandwidths are bytes per second; that of
+the link counts one direction, half of the figure that data sheets print for NVLink.
+Sizes are in bytes; a GB is 1e9 bytes.
 """
 
 from collections.abc import Mapping
@@ -11,25 +11,25 @@ from typing import Literal, NamedTuple
 type Precision = Literal["float32", "bfloat16", "float8"]
 
 BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
-"""Of one number."""
+"""Bytes of one number."""
 
 
 class Device(NamedTuple):
     """One accelerator.
 
     Attributes:
-      name: as the tables call it.
-      memory_bytes: of its own memory.
-      bandwidth: of that memory, bytes per second.
-      bfloat16: dense products of 16-bit numbers, operations per second; float16 on
-        those that know no bfloat16.
-      float8: the same of 8-bit ones, 0 where there are none.
-      float32: the same in float32 without tensor cores.
+      name: name in tables.
+      memory_bytes: size of its memory.
+      bandwidth: memory bandwidth in bytes per second.
+      bfloat16: dense 16-bit products, operations per second; float16 on devices without
+        bfloat16.
+      float8: dense 8-bit products, operations per second; 0 if not supported.
+      float32: float32 products without tensor cores, operations per second.
       link: bytes per second to a neighbour, one direction.
       source: the data sheet.
-      measured_products: the best 16-bit products that somebody measured, 0: unknown.
-      measured_bandwidth: the same of memory.
-      measured_source: who.
+      measured_products: highest measured rate of 16-bit products; 0 if unknown.
+      measured_bandwidth: highest measured memory bandwidth; 0 if unknown.
+      measured_source: source of the measurements.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Device(NamedTuple):
     measured_source: str = ""
 
     def rate(self, precision: Precision) -> float:
-        """Operations per second at a precision.
+        """Returns the operations per second at a precision.
 
         Raises:
-          ValueError: the device has no units for it.
+          ValueError: the device does not support the precision.
         """
         if not (rate := getattr(self, precision)):
             raise ValueError(f"{self.name} has no units for {precision}")
         return rate
 
     def ridge(self, precision: Precision = "bfloat16") -> float:
-        """Operations per byte from which on products, not memory, take the time.
+        """Returns the ridge point: operations per byte from which products limit.
 
         An A100 of 40 GB: 312e12 / 1555e9 = 200.6.
 
@@ -111,7 +111,7 @@ _MEASURED = {
     "h100": (794.5e12, 0.0, _BEKMAN),
     "b200": (1745e12, 0.0, _BEKMAN),
 }
-"""16-bit products and bytes of memory a second that somebody reached, and who."""
+"""Measured rates of 16-bit products and of memory in bytes/s, and their sources."""
 
 
 def _device(name: str, *sizes: str) -> Device:
@@ -123,7 +123,7 @@ def _device(name: str, *sizes: str) -> Device:
 DEVICES: Mapping[str, Device] = {
     line.split()[0]: _device(*line.split()) for line in _SIZES.split("\n")[1:-1]
 }
-"""All that are known, by name."""
+"""Known devices by name."""
 
 _OTHER_NAMES = {
     "a100": "a100-80gb",
@@ -135,10 +135,10 @@ _OTHER_NAMES = {
 
 
 def find(name: str) -> Device:
-    """Finds a device; case does not matter, and `a100` is the one of 80 GB.
+    """Finds a device; case is ignored, and `a100` is the A100 of 80 GB.
 
     Raises:
-      ValueError: it is not known; the line lists those that are.
+      ValueError: the device is unknown; the message lists the known ones.
     """
     key = name.lower().replace("_", "-")
     key = _OTHER_NAMES.get(key, key)

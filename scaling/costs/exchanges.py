@@ -1,25 +1,25 @@
-"""What one exchange sends, and those of tensor parallelism, which every step has."""
+"""Bytes of one communication, and the communication of tensor parallelism."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from scaling.costs import memory
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 
 class Traffic(NamedTuple):
-    """One kind of exchange, over a step.
+    """One kind of communication, over a step.
 
     Attributes:
       scheme: tensor, vocabulary, sequence, pipeline, scatter_gather, idle, tables,
         ulysses, ring, pages, expert, balance or data.
-      name: what is exchanged, and how.
+      name: data and operation.
       formula: bytes sent per device, in the letters of `shapes.description`
         with u bytes a number and the degree p, for one of g micro-batches unless g is
         in it; T are a pipeline's ticks.
-      forward: those of all layers that the device has, forward.
-      backward: the same, backward.
+      forward: bytes of all layers on the device, forward pass.
+      backward: bytes of all layers on the device, backward pass.
     """
 
     scheme: str
@@ -29,17 +29,17 @@ class Traffic(NamedTuple):
     backward: float
 
 
-class Pass(NamedTuple):
-    """What goes through the layers of a pipeline's stage at once.
+class StagePass(NamedTuple):
+    """One pass of a micro-batch through the layers of a pipeline stage.
 
     Attributes:
-      model: its shape.
-      layout: how it is divided.
-      tokens: of a micro-batch on a device.
-      u: bytes of a number on the wire.
+      model: shape of the model.
+      layout: division over devices.
+      tokens: tokens of a micro-batch on a device.
+      u: bytes of a number that is sent.
     """
 
-    model: Description
+    model: ModelShape
     layout: Layout
     tokens: int
     u: int
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
 
     @property
     def mixtures(self) -> int:
-        """Layers with experts, of the stage that has most of them."""
+        """Layers with experts, in the stage that has the most."""
         return max(
             sum(self.model.mixture_layers[first : first + self.layers])
             for first in range(0, self.model.num_layers, self.layers)
@@ -64,17 +64,17 @@ class Pass(NamedTuple):
 
 
 def ring_share(p: int) -> float:
-    """What of its data a device sends in an all-gather over p devices."""
+    """Returns the share of its data that a device sends in an all-gather over p."""
     return (p - 1) / p
 
 
-def tensor(sent_in: Pass) -> Iterable[Traffic]:
-    """After attention and after the FFN; backward, before them.
+def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
+    """Returns the traffic after attention and the FFN, and before them backward.
 
     Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.2.2: an all-gather and a reduce-scatter in place of an
-    all-reduce send as much, but of what is kept in parts the products' inputs are
-    gathered once more for the gradients of weights.
+    arXiv:2205.05198, section 4.2.2: an all-gather and a reduce-scatter send as much as
+    an all-reduce, but inputs of products that are kept in parts are gathered once more
+    for the gradients of weights.
     """
     model, layout, block = sent_in.model, sent_in.layout, sent_in.block
     p, num_mixtures = layout.tensor, sent_in.mixtures
@@ -85,7 +85,7 @@ def tensor(sent_in: Pass) -> Iterable[Traffic]:
     formula = "2 · 2 (p-1)/p · b s h u · L"
     yield Traffic("tensor", f"{name} of a layer", formula, once, once)
     if layout.sequence:
-        # What goes into experts is kept.
+        # Inputs of experts are kept whole.
         inputs = 2 * sent_in.layers - num_mixtures
         again = ring_share(p) * block * inputs
         name = "inputs gathered again for weights' gradients"
@@ -98,14 +98,17 @@ def tensor(sent_in: Pass) -> Iterable[Traffic]:
         yield Traffic("tensor", name, "2 (p-1)/p · 4 k b s · L", 0.0, shares)
 
 
-def undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
-    """Norms and biases that work on a part of the sequence each: gradients added up.
+def norm_gradient_traffic(
+    model: ModelShape, layout: Layout, gradient: int
+) -> Iterable[Traffic]:
+    """Returns the traffic of gradients of norms and biases that see part of a sequence.
 
-    Norms of queries and keys, which work on a device's heads, need it without, too.
+    Norms of queries and keys, which see the heads of a device, need it with tensor
+    parallelism alone.
     """
     a, layers = model.attention, model.num_layers // layout.pipeline
     if layout.sequence:
-        scheme, size = "sequence", memory.most_undivided(model, layout)
+        scheme, size = "sequence", memory.max_undivided_params(model, layout)
         what = "norms and biases"
     elif layout.tensor > 1 and isinstance(a, HeadAttention) and a.qk_norm:
         scheme, size = "tensor", 2 * a.head_dim * layers
@@ -117,19 +120,21 @@ def undivided(model: Description, layout: Layout, gradient: int) -> Iterable[Tra
     yield Traffic(scheme, name, "2 (p-1)/p · N u of norms", 0.0, sent)
 
 
-def vocabulary(sent_in: Pass) -> Iterable[Traffic]:
-    """The table and the head divided by vocabulary, on the stages that have them.
+def vocabulary_traffic(sent_in: StagePass) -> Iterable[Traffic]:
+    """Returns the traffic of embedding and head, which are divided by vocabulary.
 
-    Each device looks up its own words, and the sums make the embedding; the loss needs
-    of all logits the greatest, the sum of exponentials and the target's, in float32.
+    Each device looks up its own tokens, and the sum is the embedding. The loss needs
+    the maximum of all logits, the sum of exponentials and the target's logit, in
+    float32.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     p = sent_in.layout.tensor
     if p == 1:
         return
-    # Forward the looked-up parts are added, backward those of the head's input; with
-    # sequence parallelism both are half of that, and gathered in the other direction.
+    # Forward, embeddings are summed; backward, gradients of the head's input. With
+    # sequence parallelism both are a reduce-scatter and an all-gather, half of that
+    # each.
     reduce = 2 * ring_share(p) * sent_in.block
     formula = "2 (p-1)/p · b s h u"
     if sent_in.layout.sequence:

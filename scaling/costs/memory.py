@@ -1,4 +1,4 @@
-"""Memory of training on the fullest device, term by term.
+"""Memory of training on the device with the most, term by term.
 
 Weights, gradients and optimizer state: Rajbhandari et al. 2019 (ZeRO),
 arXiv:1910.02054, sections 3.1 and 5. Activations: `activations`, with
@@ -16,60 +16,60 @@ from scaling.costs import activations as costs_activations
 from scaling.costs import parallelism, parameters
 from scaling.costs.activations import per_token
 from scaling.costs.flops import Checkpointing
-from scaling.costs.flops import check as check_sizes
+from scaling.costs.flops import check_sizes as check_sizes
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description
+from scaling.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bytes:
+class BytesPerParam:
     """Bytes per parameter; the defaults are mixed-precision Adam's 16."""
 
     weight: int = 2
     gradient: int = 2
     master: int = 4
-    """Of the copy that is updated; 0 where the weights are."""
+    """Bytes of the float32 copy that is updated; 0 if the weights are updated."""
     moments: int = 8
-    """Adam's two in float32; 0 for plain gradient descent."""
+    """Bytes of Adam's two moments in float32; 0 for plain gradient descent."""
 
     def __post_init__(self):
-        """Refuses negative sizes."""
+        """Validates the fields."""
         validation.at_least(self, "weight", "gradient", "master", "moments", low=0)
 
 
-MIXED = Bytes()
+MIXED = BytesPerParam()
 """bfloat16 weights and gradients, float32 master copy and moments."""
-MIXED_WIDE = Bytes(gradient=4)
-"""The same with gradients added up in float32: 18 bytes."""
-SINGLE = Bytes(weight=4, gradient=4, master=0, moments=8)
+MIXED_WIDE = BytesPerParam(gradient=4)
+"""As `MIXED`, with gradients accumulated in float32: 18 bytes."""
+SINGLE = BytesPerParam(weight=4, gradient=4, master=0, moments=8)
 """Everything in float32."""
 
 
-class Held(NamedTuple):
+class DeviceParams(NamedTuple):
     """Parameters on one device.
 
     Attributes:
-      shared: those that `Layout.copies` devices hold alike.
-      experts: those of routed experts, which fewer do.
+      shared: parameters that `Layout.copies` devices replicate.
+      experts: parameters of routed experts, which fewer devices replicate.
     """
 
     shared: int
     experts: int
 
 
-class Memory(NamedTuple):
-    """Bytes on one device while a training step is at its fullest.
+class TrainingMemory(NamedTuple):
+    """Peak bytes on one device during a training step.
 
     Attributes:
-      weights: as they are computed with.
-      gradients: of all of them.
-      master: the copy that is updated.
-      moments: the optimizer's.
-      activations: what layers keep, of all batches in flight.
-      recomputed: one layer's tensors while they are computed again.
-      ends: input of the final norm and of the head, and an embedding's dropout mask.
-      logits: in float32.
-      logits_gradient: of the same size.
+      weights: weights in the type of the computation.
+      gradients: gradients of all weights.
+      master: float32 copy of the weights.
+      moments: optimizer state.
+      activations: tensors that layers keep, of all micro-batches in flight.
+      recomputed: tensors of one layer during its recomputation.
+      ends: inputs of the final norm and of the head, and an embedding's dropout mask.
+      logits: logits in float32.
+      logits_gradient: gradient of the logits.
     """
 
     weights: float
@@ -84,51 +84,51 @@ class Memory(NamedTuple):
 
     @property
     def model_state(self) -> float:
-        """What does not depend on the batch."""
+        """Bytes that do not depend on the batch."""
         return self.weights + self.gradients + self.master + self.moments
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all terms."""
         return sum(self)
 
 
-def training(
-    model: Description,
+def training_memory(
+    model: ModelShape,
     *,
     batch: int = 1,
     sequence: int,
     layout: Layout | None = None,
-    bytes_per_param: Bytes = MIXED,
+    bytes_per_param: BytesPerParam = MIXED,
     checkpointing: Checkpointing = "none",
     flash: bool = True,
     dropout: bool = False,
     micro_batches: int | None = None,
-) -> Memory:
-    """Adds up what one device holds, at worst over pipeline stages.
+) -> TrainingMemory:
+    """Returns the memory of one device, of the pipeline stage with the most.
 
     Llama-2-7B on one device: 107.81 GB of weights, gradients and optimizer.
 
     Args:
-      model: its shape.
-      batch: sequences of one micro-batch on one data-parallel device, at least 1.
-      sequence: tokens of each, at least 1.
-      layout: how it is divided; one device by default.
-      bytes_per_param: of weights, gradients and optimizer.
+      model: shape of the model.
+      batch: sequences of a micro-batch on one data-parallel device, at least 1.
+      sequence: tokens of each sequence, at least 1.
+      layout: division over devices; one device by default.
+      bytes_per_param: bytes of weights, gradients and optimizer state.
       checkpointing: `none` keeps all; `selective` all but attention's weights, masks
-        or log-sum-exp; `full` the input of every layer; `boundary` the same, with the
-        one layer that is being computed again on top.
-      flash: whether attention works in tiles.
-      dropout: whether there is any.
-      micro_batches: per step, at least 1; as many as stages by default. The first
-        stage keeps activations of up to `pipeline` of them.
+        or log-sum-exp; `full` the input of every layer; `boundary` the same, plus the
+        tensors of the layer that is recomputed.
+      flash: True for flash attention.
+      dropout: True if the model has dropout.
+      micro_batches: micro-batches of a step, at least 1; `layout.pipeline` by default.
+        The first stage keeps activations of up to `pipeline` of them.
 
     Raises:
-      ValueError: a size out of range, or a degree that does not divide.
+      ValueError: a size is out of range, or a degree does not divide its size.
     """
     check_sizes(batch=batch, sequence=sequence)
     layout = layout or Layout()
-    parallelism.check(model, layout, sequence=sequence)
+    parallelism.check_layout(model, layout, sequence=sequence)
     micro_batches = layout.pipeline if micro_batches is None else micro_batches
     check_sizes(micro_batches=micro_batches)
     how = {"flash": flash, "dropout": dropout, "number_bytes": bytes_per_param.weight}
@@ -140,49 +140,51 @@ def training(
     return max(stages, key=lambda memory: memory.total)
 
 
-def held(model: Description, layout: Layout, *, stage: int = 0) -> Held:
-    """Parameters of one device, before ZeRO divides them.
+def device_params(model: ModelShape, layout: Layout, *, stage: int = 0) -> DeviceParams:
+    """Returns the parameters of one device, before ZeRO divides them.
 
-    Norms, routers and biases of h numbers are held by every tensor-parallel device;
-    the vocabulary is rounded up to a multiple of them. Tables, head and last norm lie
-    on every stage of a pipeline, as `scaling.training.pipeline` has them.
+    Norms, routers and biases of h numbers are replicated on all tensor-parallel
+    devices; the vocabulary is rounded up to a multiple of them. Embeddings, head and
+    last norm are on every pipeline stage, as in `scaling.training.pipeline`.
 
     Args:
-      model: its shape.
-      layout: how it is divided.
-      stage: which pipeline stage, counted from 0.
+      model: shape of the model.
+      layout: division over devices.
+      stage: index of the pipeline stage.
     """
     times = _times(model, layout, stage)
     counts: Counter[bool] = Counter()
-    for weight in parameters.weights(model):
+    for weight in parameters.list_weights(model):
         is_expert = weight.split == "experts"
         counts[is_expert] += (
             _part(weight, model, layout) * weight.stored * times[weight.place]
         ) // (layout.expert if is_expert else 1)
-    return Held(counts[False], counts[True])
+    return DeviceParams(counts[False], counts[True])
 
 
-def tables(model: Description, layout: Layout) -> int:
-    """Parameters of one device that belong to no layer: tables, head and last norm."""
+def vocabulary_params(model: ModelShape, layout: Layout) -> int:
+    """Returns the parameters of one device outside layers: tables, head, last norm."""
     return sum(
         _part(weight, model, layout) * weight.stored
-        for weight in parameters.weights(model)
+        for weight in parameters.list_weights(model)
         if weight.place in ("first", "last")
     )
 
 
-def most_undivided(model: Description, layout: Layout) -> int:
-    """Parameters that all tensor-parallel devices have alike, norms and biases.
+def max_undivided_params(model: ModelShape, layout: Layout) -> int:
+    """Returns the parameters that tensor-parallel devices replicate: norms, biases.
 
-    Of the pipeline stage that has most.
+    The number is that of the pipeline stage with the most.
     """
-    found = [w for w in parameters.weights(model) if w.split == "none" and w.stored]
+    found = [
+        w for w in parameters.list_weights(model) if w.split == "none" and w.stored
+    ]
     stages = (_times(model, layout, stage) for stage in range(layout.pipeline))
     return max(sum(w.size * times[w.place] for w in found) for times in stages)
 
 
-def _times(model: Description, layout: Layout, stage: int) -> dict[str, int]:
-    """How often a pipeline stage has a weight, by its place."""
+def _times(model: ModelShape, layout: Layout, stage: int) -> dict[str, int]:
+    """Returns the number of copies of a weight in a pipeline stage, by its place."""
     layers = _layers_of(model, layout, stage)
     return {
         "first": 1,
@@ -194,15 +196,15 @@ def _times(model: Description, layout: Layout, stage: int) -> dict[str, int]:
     }
 
 
-def most_held(model: Description, layout: Layout) -> Held:
-    """Parameters of the device that has most, as `held`."""
+def max_device_params(model: ModelShape, layout: Layout) -> DeviceParams:
+    """Returns `device_params` of the device with the most."""
     stages = range(layout.pipeline)
-    return max((held(model, layout, stage=stage) for stage in stages), key=sum)
+    return max((device_params(model, layout, stage=stage) for stage in stages), key=sum)
 
 
-def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
+def _stage(model, stage, sizes, layout, each, checkpointing, how) -> TrainingMemory:
     batch, sequence, micro_batches = sizes
-    params, last = held(model, layout, stage=stage), layout.pipeline - 1
+    params, last = device_params(model, layout, stage=stage), layout.pipeline - 1
     copies = layout.copies, layout.copies // layout.expert
 
     def state(size: int, divided_from: int) -> float:
@@ -210,7 +212,7 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
         return size * sum(x / y for x, y in zip(params, parts, strict=True))
 
     tokens = batch * sequence // layout.context
-    tensors = costs_activations.stored(model, sequence=sequence, **how)
+    tensors = costs_activations.stored_tensors(model, sequence=sequence, **how)
     whole = per_token(tensors, model, layout)
     kept = whole
     if checkpointing == "selective":
@@ -218,7 +220,7 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
         kept = per_token(left, model, layout)
     width = model.hidden_size * each.weight
     if checkpointing in ("full", "boundary"):
-        # Kept whole by every tensor-parallel device: Korthikanti et al. 2022, table 2.
+        # Kept whole on every tensor-parallel device: Korthikanti et al. 2022, table 2.
         kept = width, width
     layers = _layers_of(model, layout, stage)
     activations = tokens * sum(kept[model.mixture_layers[x]] for x in layers)
@@ -228,7 +230,7 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
     ends = 2 * tokens * width / parts if stage == last else 0.0
     if how["dropout"] and stage == 0:
         ends += tokens * model.hidden_size / parts
-    return Memory(
+    return TrainingMemory(
         weights=state(each.weight, 3),
         gradients=state(each.gradient, 2),
         master=state(each.master, 1),
@@ -241,17 +243,17 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> Memory:
     )
 
 
-def _layers_of(model: Description, layout: Layout, stage: int) -> range:
+def _layers_of(model: ModelShape, layout: Layout, stage: int) -> range:
     each = model.num_layers // layout.pipeline
     return range(stage * each, (stage + 1) * each)
 
 
-def _vocab_part(model: Description, layout: Layout) -> int:
+def _vocab_part(model: ModelShape, layout: Layout) -> int:
     return -(-model.vocab_size // layout.tensor)
 
 
-def _part(weight: parameters.Weight, model: Description, layout: Layout) -> int:
-    """Numbers of a weight on one tensor-parallel device."""
+def _part(weight: parameters.Weight, model: ModelShape, layout: Layout) -> int:
+    """Returns the numbers of a weight on one tensor-parallel device."""
     if weight.split == "none":
         return weight.size
     if weight.split == "vocab":

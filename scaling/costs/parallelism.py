@@ -1,52 +1,52 @@
-"""How a model is divided over devices: degrees of each kind of parallelism."""
+"""Layouts of a model over devices: degrees of each kind of parallelism."""
 
 import dataclasses
 import math
 from typing import Any
 
 from jaxkv import validation
-from scaling.shapes import Description, LatentAttention
+from scaling.shapes import LatentAttention, ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism; 1 means that nothing is divided that way.
+    """Degrees of parallelism; 1 means no division of that kind.
 
-    Devices are `tensor x pipeline x ring x ulysses x data x pages`. Experts are spread
-    over some of the devices that otherwise hold copies: `expert` divides
+    Devices are `tensor x pipeline x ring x ulysses x data x pages`. Experts are divided
+    over devices that replicate the other weights: `expert` divides
     `data x ring x ulysses`.
     """
 
     tensor: int = 1
-    """Heads, FFN columns and vocabulary are divided."""
+    """Tensor parallelism: heads, FFN columns and vocabulary are divided."""
     sequence: bool = False
-    """Whether norms and dropout between tensor-parallel products work on a part of the
-    sequence each (Megatron's sequence parallelism)."""
+    """True for Megatron's sequence parallelism: norms and dropout between
+    tensor-parallel products are divided by sequence."""
     pipeline: int = 1
-    """Layers are divided into so many stages."""
+    """Pipeline parallelism: number of stages into which layers are divided."""
     ulysses: int = 1
-    """The sequence is divided; attention exchanges it for heads."""
+    """DeepSpeed-Ulysses: the sequence is divided; attention exchanges it for heads."""
     ring: int = 1
-    """The sequence is divided; keys and values go round."""
+    """Ring attention: the sequence is divided; keys and values pass round the ring."""
     pages: int = 1
-    """Serving alone: every page is divided, each device attends over its part, and the
-    states are merged (decode context parallelism)."""
+    """Decode context parallelism, for serving only: every page is divided, each device
+    attends over its part, and the states are merged."""
     expert: int = 1
-    """Experts are divided."""
+    """Expert parallelism: experts are divided."""
     capacity: float | None = None
-    """Rows that a device sends to an expert at most, over the even share; the choices
-    that are left over are dropped (GShard). None: nothing is dropped."""
+    """GShard's capacity factor: largest number of rows that a device sends to an
+    expert, over the even share; further choices are dropped. None: no limit."""
     gather: bool = False
-    """Whether the devices that divide experts gather all their tokens, rather than send
-    each to the experts that it chose."""
+    """True if devices that divide experts gather all their tokens, instead of sending
+    each token to its experts."""
     data: int = 1
-    """Batches are divided."""
+    """Data parallelism: batches are divided."""
     zero: int = 0
-    """What data-parallel devices divide: 1 optimizer state, 2 also gradients, 3 also
-    weights (Rajbhandari et al. 2019, arXiv:1910.02054)."""
+    """ZeRO stage: data-parallel devices divide 1 optimizer state, 2 also gradients, 3
+    also weights (Rajbhandari et al. 2019, arXiv:1910.02054)."""
 
     def __post_init__(self):
-        """Refuses degrees that cannot be."""
+        """Validates the degrees."""
         validation.at_least(
             self, "tensor", "pipeline", "ulysses", "ring", "expert", "data", "pages"
         )
@@ -61,7 +61,7 @@ class Layout:
             validation.above(self, "capacity")
         how = [x for x in ("capacity", "gather") if getattr(self, x)]
         if how and self.expert == 1:
-            raise ValueError(f"{how[0]} says how tokens reach experts, and expert=1")
+            raise ValueError(f"{how[0]} is for expert parallelism, and expert=1")
         if len(how) > 1:
             raise ValueError(f"capacity={self.capacity} and gather exclude each other")
         if self.copies % self.expert:
@@ -70,9 +70,9 @@ class Layout:
             )
 
     def places(self, num_rows: int, *, top_k: int, num_experts: int) -> int:
-        """Rows that a device sends to an expert at most, of `num_rows` that it has.
+        """Returns the most rows that a device with `num_rows` rows sends to an expert.
 
-        `capacity` times the even share, rounded up; never more than there are, as a row
+        `capacity` times the even share, rounded up, and at most `num_rows`, since a row
         chooses an expert once.
         """
         if self.capacity is None:
@@ -82,23 +82,23 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.tensor * self.pipeline * self.copies * self.pages
 
     @property
     def copies(self) -> int:
-        """Devices that hold the same weights outside experts; ZeRO divides by it."""
+        """Devices that replicate weights outside experts, which ZeRO divides."""
         return self.data * self.context
 
     @property
     def sharing(self) -> int:
-        """Devices over which one copy of the model is spread when it serves."""
+        """Devices of one copy of the model in serving."""
         spread = max(self.context, self.expert)
         return self.tensor * self.pipeline * spread * self.pages
 
     @property
     def context(self) -> int:
-        """Parts of a sequence."""
+        """Number of parts of a sequence."""
         return self.ring * self.ulysses
 
 
@@ -112,19 +112,18 @@ _SHORT = {
 }
 
 
-def parse(text: str, *, zero: int = 0) -> Layout:
-    """Reads a layout such as `tp=8,sp,pp=2,dp=4`.
+def parse_layout(text: str, *, zero: int = 0) -> Layout:
+    """Parses a layout such as `tp=8,sp,pp=2,dp=4`.
 
     Args:
-      text: names, or tp, sp, pp, ep and dp for the first letters, and cp for pages,
-        with degrees; `sequence` and `gather` have none. Empty: one device. Experts that
-        no data-parallel devices are named for bring their own: `ep=8` alone is 8
-        devices.
-      zero: the ZeRO stage.
+      text: names of fields, or tp, sp, pp, ep, dp and cp (pages), with degrees;
+        `sequence` and `gather` have none. "" means one device. Without `data`, `expert`
+        sets the number of data-parallel devices: `ep=8` alone is 8 devices.
+      zero: ZeRO stage.
 
     Raises:
-      ValueError: an unknown name, one that is given twice, a degree that is not a
-        whole number of at least 1, or `sequence` without `tensor`.
+      ValueError: a name is unknown or repeated, a degree is not a whole number of at
+        least 1, or `sequence` is set without `tensor`.
     """
     names = {field.name for field in dataclasses.fields(Layout)} - {"zero"}
     degrees: dict[str, Any] = {}
@@ -163,18 +162,21 @@ def parse(text: str, *, zero: int = 0) -> Layout:
     return Layout(**(degrees | flags), zero=zero)
 
 
-def check(model: Description, layout: Layout, *, sequence: int | None = None) -> None:
-    """Refuses a layout that does not divide a model evenly.
+def check_layout(
+    model: ModelShape, layout: Layout, *, sequence: int | None = None
+) -> None:
+    """Checks that a layout divides a model evenly.
 
-    KV heads fewer than devices are copied, as engines do, if they divide them.
+    If there are fewer KV heads than devices, they are replicated, as in serving
+    engines; their number must divide the degree.
 
     Args:
-      model: its shape.
+      model: shape of the model.
       layout: the degrees.
-      sequence: tokens of a sequence, where the layout divides them.
+      sequence: tokens of a sequence, if the layout divides them.
 
     Raises:
-      ValueError: names the first size that a degree does not divide.
+      ValueError: a degree does not divide its size; the message has the first one.
     """
     heads, experts = model.attention.num_q_heads, model.experts
     kv_heads = model.attention.num_kv_heads

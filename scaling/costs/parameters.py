@@ -1,40 +1,38 @@
-"""How many parameters a model has: weight by weight, and by every convention.
+"""Parameter counts of a model: weight by weight, and by every convention.
 
-The weights are a list, and everything else about them is a sum over it: who counts
-embeddings, who counts each expert once, what a token is multiplied with, what lies on
-one of many devices.
+The weights are a list, and every count is a sum over it: with or without embeddings,
+with all experts or the active ones, of matrix products only, of one device of many.
 """
 
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 type Place = Literal["first", "every", "dense", "mixture", "last", "ahead"]
-"""Before the layers; in every layer, or those with a plain or mixed FFN; after them; in
-the layers that predict further ahead."""
+"""Position in the model: before the layers; in every layer, or in those with a dense or
+an expert FFN; after them; in layers for multi-token prediction."""
 
 type Split = Literal["none", "heads", "kv_heads", "mlp", "vocab", "experts"]
-"""What tensor (or expert) parallelism divides a weight by, if anything."""
+"""Axis by which tensor (or expert) parallelism divides a weight."""
 
 
 class Weight(NamedTuple):
     """One parameter tensor.
 
     Attributes:
-      part: what it belongs to: embedding, positions, attention, mlp, experts, norms,
+      part: part of the model: embedding, positions, attention, mlp, experts, norms,
         head.
-      name: what it is.
-      formula: its size in the letters of `shapes.description`.
-      size: its size.
-      place: where in the model it is.
-      stored: how many of it there are in such a place: e routed experts; 0 for a head
-        that is tied to the embedding.
-      active: how many of those a token uses: k of e.
-      applied: how many matrix products a token makes with it; 0 for norms, biases and
-        tables that are looked up.
-      split: how it is divided over devices.
+      name: description of the weight.
+      formula: size in the letters of `shapes.description`.
+      size: number of parameters.
+      place: position in the model.
+      stored: copies in such a place: e routed experts; 0 for a head that is tied to the
+        embedding.
+      active: copies that a token uses: k of e.
+      applied: matrix products of a token with it; 0 for norms, biases and embeddings.
+      split: axis of division over devices.
     """
 
     part: str
@@ -48,21 +46,21 @@ class Weight(NamedTuple):
     split: Split = "none"
 
 
-class Parameters(NamedTuple):
-    """Parameter counts; papers mean any of these by N.
+class ParameterCounts(NamedTuple):
+    """Parameter counts; papers use each of them as N.
 
     Attributes:
-      total: all that the model has, a tied head counted once.
-      non_embedding: without the tables of tokens and positions, and without the head
+      total: all parameters, a tied head counted once.
+      non_embedding: without token and position embeddings, and without the head
         (Kaplan et al. 2020, arXiv:2001.08361, section 1.3).
       matmul: weights that a token is multiplied with: the head, tied or not, and of a
-        mixture the experts that it uses; no table, norm or bias.
-      active: those of the total that a token uses.
-      active_non_embedding: of these all but the tables of tokens and positions, as
-        mixtures are quoted: a head of its own stays, one that is the table goes.
+        mixture of experts the active ones; no embedding, norm or bias.
+      active: parameters of the total that a token uses.
+      active_non_embedding: `active` without token and position embeddings, as mixtures
+        of experts are quoted; includes an untied head, not a tied one.
       matmul_total: as `matmul`, with every expert.
-      ahead: of the layers for multi-token prediction, which the total leaves out; the
-        embedding and head that they share with the model are not counted again.
+      ahead: parameters of the layers for multi-token prediction, which the total
+        excludes; embedding and head that they share are not counted.
     """
 
     total: int
@@ -74,23 +72,25 @@ class Parameters(NamedTuple):
     ahead: int
 
 
-def parameters(model: Description) -> Parameters:
+def count_parameters(model: ModelShape) -> ParameterCounts:
     """Counts a model's parameters.
 
     Llama-2-7B: 6,738,415,616 in total, 6,476,271,616 of them outside embeddings, and
     6,607,077,376 that a token is multiplied with.
     """
-    return count(weights(model), copies(model))
+    return count_weights(list_weights(model), place_counts(model))
 
 
-def count(listed: Iterable[Weight], places: Mapping[Place, int]) -> Parameters:
-    """Counts listed weights by every convention, each as often as its place occurs."""
+def count_weights(
+    listed: Iterable[Weight], places: Mapping[Place, int]
+) -> ParameterCounts:
+    """Counts weights by every convention, each times the number of its places."""
     found = [(w, w.size * places[w.place]) for w in listed]
     inside = [(w, size) for w, size in found if w.place != "ahead"]
     tables = ("embedding", "positions", "head")
     looked_up = sum(s for w, s in inside if w.part in ("embedding", "positions"))
     active = sum(s * w.active for w, s in inside)
-    return Parameters(
+    return ParameterCounts(
         total=sum(s * w.stored for w, s in inside),
         non_embedding=sum(s * w.stored for w, s in inside if w.part not in tables),
         matmul=sum(s * w.applied for w, s in inside),
@@ -101,8 +101,8 @@ def count(listed: Iterable[Weight], places: Mapping[Place, int]) -> Parameters:
     )
 
 
-def copies(model: Description) -> dict[Place, int]:
-    """How often each place occurs in the model."""
+def place_counts(model: ModelShape) -> dict[Place, int]:
+    """Returns the number of each place in the model."""
     return {
         "first": 1,
         "every": model.num_layers,
@@ -114,7 +114,7 @@ def copies(model: Description) -> dict[Place, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def weights(model: Description) -> tuple[Weight, ...]:
+def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     """Lists every weight of a model, once per place.
 
     Sources: Touvron et al. 2023, arXiv:2302.13971, section 2.2 (Llama); Brown et al.
@@ -137,7 +137,7 @@ def weights(model: Description) -> tuple[Weight, ...]:
     head = Weight("head", "head", "v h", v * h, "last", stored, stored, 1, "vocab")
     found.append(head)
     if model.num_ahead_layers:
-        # A layer like the last one, and what joins it to the model: DeepSeek-AI 2024,
+        # A layer like the last one, and a projection that joins it: DeepSeek-AI 2024,
         # arXiv:2412.19437, section 2.2.
         kinds = ("every", "mixture" if model.mixture_layers[-1] else "dense")
         found += [x._replace(place="ahead") for x in layers if x.place in kinds]
@@ -147,7 +147,7 @@ def weights(model: Description) -> tuple[Weight, ...]:
     return tuple(found)
 
 
-def _attention(model: Description) -> Iterable[Weight]:
+def _attention(model: ModelShape) -> Iterable[Weight]:
     plain = functools.partial(Weight, "attention", place="every")
     weight = functools.partial(plain, applied=1)
     a, h, n = model.attention, model.hidden_size, model.attention.num_q_heads
@@ -179,7 +179,7 @@ def _attention(model: Description) -> Iterable[Weight]:
     yield weight("output", "n dv h", n * a.value_dim * h, split="heads")
 
 
-def _mlp(model: Description) -> Iterable[Weight]:
+def _mlp(model: ModelShape) -> Iterable[Weight]:
     h, i, up = model.hidden_size, model.mlp_size, 1 + model.gated
     weight = functools.partial(Weight, "mlp", place="dense")
     times = "2 " if model.gated else ""
@@ -191,9 +191,9 @@ def _mlp(model: Description) -> Iterable[Weight]:
         yield weight("down bias", "h", h)
 
 
-def _experts(model: Description) -> Iterable[Weight]:
+def _experts(model: ModelShape) -> Iterable[Weight]:
     x, h = model.experts, model.hidden_size
-    assert x is not None  # a Description with mixture layers has them
+    assert x is not None  # a ModelShape with mixture layers has experts
     e, k, matrices = x.num_experts, x.top_k, 2 + model.gated
     plain = functools.partial(Weight, "experts", place="mixture")
     weight = functools.partial(plain, applied=1)
@@ -208,7 +208,7 @@ def _experts(model: Description) -> Iterable[Weight]:
         yield weight("shared gate", "h", h)
 
 
-def _norms(model: Description, name: str, count: int, place: Place) -> Weight:
+def _norms(model: ModelShape, name: str, count: int, place: Place) -> Weight:
     vectors = count * (2 if model.norm == "layer" else 1)
     formula = "h" if vectors == 1 else f"{vectors} h"
     return Weight("norms", name, formula, vectors * model.hidden_size, place)

@@ -1,10 +1,10 @@
-"""What `jax.vjp` keeps of our own models, tensor by tensor.
+"""Tensors that `jax.vjp` keeps for the models of this package.
 
-The kernels' list of `activations` is what could be kept; this is what is. JAX
-keeps what each operation's derivative rule asks for: of a norm its input widened to
-float32, the normed numbers and the inverse deviation; of an activation function its
-partial products; cosines and sines once per use. Under `jit` XLA may compute some of it
-again and lay out the rest as it likes, so a compiled step's buffers are another number.
+`activations` lists the tensors that good kernels keep; this list is the actual one. JAX
+keeps the inputs of each operation's derivative rule: of a norm its input in float32,
+the normalized numbers and the inverse deviation; of an activation function its partial
+products; cosines and sines once per use. Under `jit` XLA may recompute some of them and
+choose other layouts, so the buffers of a compiled step differ.
 """
 
 from typing import NamedTuple
@@ -16,9 +16,9 @@ class Residual(NamedTuple):
     """A tensor that is kept for the backward pass.
 
     Attributes:
-      part: where it comes from: ends, norms, rope, attention, mlp.
-      name: what it is.
-      bytes: per token, over the whole model.
+      part: part of the model: ends, norms, rope, attention, mlp.
+      name: description of the tensor.
+      bytes: bytes per token, over the whole model.
     """
 
     part: str
@@ -27,25 +27,27 @@ class Residual(NamedTuple):
 
 
 _KEPT_OF_ACTIVATION = {"silu": 4, "gelu": 4, "gelu_tanh": 5, "relu": 2}
-"""Tensors of the FFN's width that an activation function and the product after it need:
-its input, what its rule multiplies with, and its output."""
+"""Tensors of the FFN's width that an activation function and the next product need: its
+input, factors of its derivative rule, and its output."""
 
 
-def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, ...]:
-    """Lists what the forward pass up to the logits keeps per token.
+def list_residuals(
+    config: ModelConfig, *, number_bytes: int = 4
+) -> tuple[Residual, ...]:
+    """Lists the tensors that the forward pass up to the logits keeps per token.
 
-    Attention is `flash_attention`: no weights. Copies of weights that are reshaped for
-    a product do not grow with the batch, and are left out.
+    Attention is `flash_attention`, which keeps no weights. Reshaped copies of weights
+    do not grow with the batch, and are not listed.
 
     Args:
       config: the model.
-      number_bytes: of an activation: 4 in float32, 2 in bfloat16.
+      number_bytes: bytes of an activation: 4 in float32, 2 in bfloat16.
 
     Raises:
-      ValueError: the model is a mixture.
+      ValueError: the model has experts.
     """
     if config.experts is not None:
-        raise ValueError("what a mixture keeps is not listed, only dense models")
+        raise ValueError("residuals of mixtures of experts are not listed")
     c, e = config, number_bytes
     heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found = [Residual("ends", "token", 4)]
@@ -62,7 +64,7 @@ def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, 
     layers = c.num_layers
     norm("block norms", c.hidden_size, 2 * layers, output=True)
     norm("final norm", c.hidden_size, 1, output=True)
-    if c.qk_norm:  # what they give is rotated, and not kept itself
+    if c.qk_norm:  # their outputs are rotated, and not kept themselves
         num_heads = (c.num_q_heads + c.num_kv_heads) * layers
         norm("query and key norms", c.head_dim, num_heads, output=False)
     if c.positions == "rope":
@@ -85,6 +87,6 @@ def residuals(config: ModelConfig, *, number_bytes: int = 4) -> tuple[Residual, 
     return tuple(found)
 
 
-def total(found: tuple[Residual, ...], tokens: int) -> int:
-    """Adds residuals up over the tokens of a batch."""
+def total_residual_bytes(found: tuple[Residual, ...], tokens: int) -> int:
+    """Returns the bytes of residuals over the tokens of a batch."""
     return tokens * sum(residual.bytes for residual in found)

@@ -1,10 +1,10 @@
-"""What serving a model costs: keys and values kept, work of a step, time on a device.
+"""Costs of serving a model: KV cache, work of a step, time on a device.
 
-A step reads every weight once however many tokens it works on, and of each sequence the
-keys and values kept. So operations per byte grow with the tokens of a step, and what
-decides the time, products or memory, with them: the roofline of Williams et al. 2009
+A step reads every weight once, for any number of tokens, and the KV cache of each
+sequence. So operations per byte grow with the number of tokens, and decide whether
+products or memory take the time: the roofline model of Williams et al. 2009
 (doi:10.1145/1498765.1498785), for decoding as in Pope et al. 2022, arXiv:2211.05102,
-sections 2 and 3. Activations are left out: they stay near the products.
+sections 2 and 3. Activations are not counted: they stay in caches.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from typing import Literal, NamedTuple
 from scaling.costs import flops as costs_flops
 from scaling.costs import parameters
 from scaling.costs.devices import Device, Precision
-from scaling.costs.flops import Attention, forward, total
-from scaling.shapes import Description
+from scaling.costs.flops import Attention, forward_terms, total_flops
+from scaling.shapes import ModelShape
 
 
-class Work(NamedTuple):
-    """One step of serving.
+class ServingWork(NamedTuple):
+    """Work of one serving step.
 
     Attributes:
-      flops: operations of its products.
-      weight_bytes: weights read.
-      kv_bytes: keys and values read and written.
+      flops: operations of matrix products.
+      weight_bytes: bytes of weights read.
+      kv_bytes: bytes of keys and values read and written.
     """
 
     flops: float
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """All that is read and written."""
+        """Bytes read and written."""
         return self.weight_bytes + self.kv_bytes
 
     @property
@@ -42,13 +42,13 @@ class Work(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """What work takes on a device at best.
+    """Least time of a step on a device.
 
     Attributes:
-      compute_s: time of the products at the device's peak.
-      memory_s: time to read and write at its bandwidth.
-      time_s: the longer of the two, as if they overlapped wholly.
-      bound: which it is.
+      compute_s: time of the products at the device's peak rate.
+      memory_s: time of reads and writes at the device's bandwidth.
+      time_s: the larger of the two, assuming full overlap.
+      bound: the resource that takes the larger time.
     """
 
     compute_s: float
@@ -57,40 +57,41 @@ class Roofline(NamedTuple):
     bound: Literal["compute", "memory"]
 
 
-def kv_bytes_per_token(model: Description, *, kv_bytes: int | float = 2) -> int | float:
-    """Bytes of keys and values that one more token takes in all layers.
+def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int | float:
+    """Returns the bytes of keys and values of one token in all layers.
 
-    Llama-2-7B in 16 bits: 524,288. Latent attention keeps a latent and a rotary key
+    Llama-2-7B in 16 bits: 524,288. Latent attention caches a latent and a rotary key
     instead: DeepSeek-V3 70,272.
 
     Args:
-      model: its shape.
-      kv_bytes: of one number.
+      model: shape of the model.
+      kv_bytes: bytes of one number.
     """
     return model.num_layers * model.attention.cached_numbers * kv_bytes
 
 
-def kv_bytes_of(
-    model: Description, tokens: int, *, kv_bytes: int | float = 2
+def sequence_kv_bytes(
+    model: ModelShape, tokens: int, *, kv_bytes: int | float = 2
 ) -> int | float:
-    """Bytes that a sequence holds; a layer with a window forgets what is behind it.
+    """Returns the KV cache bytes of a sequence; windowed layers keep their window only.
 
-    (A pool that does not give pages behind windows back holds more.)
+    A page pool that does not release pages outside windows holds more.
     """
     kept = model.over_layers(lambda window: min(tokens, window or tokens))
     return kept * model.attention.cached_numbers * kv_bytes
 
 
 def weight_bytes_read(
-    model: Description, tokens: int, *, weight_bytes: int | float = 2
+    model: ModelShape, tokens: int, *, weight_bytes: int | float = 2
 ) -> int | float:
-    """Bytes of weights that a step on some tokens reads.
+    """Returns the bytes of weights that a step on some tokens reads.
 
-    Tables are read where they are looked up alone. Of a mixture's e experts a step of x
-    tokens meets e (1 - (1 - k/e)^x) on average, if they are drawn alike.
+    Of embeddings, only the rows of the tokens are read. Of e experts, a step of x
+    tokens reads e (1 - (1 - k/e)^x) on average, if they are drawn with equal
+    probability.
     """
-    places, numbers = parameters.copies(model), 0.0
-    for weight in parameters.weights(model):
+    places, numbers = parameters.place_counts(model), 0.0
+    for weight in parameters.list_weights(model):
         if weight.place == "ahead":
             continue
         copies = weight.size * places[weight.place]
@@ -104,35 +105,35 @@ def weight_bytes_read(
     return numbers * weight_bytes
 
 
-def decode(
-    model: Description,
+def decode_work(
+    model: ModelShape,
     *,
     batch: int,
     context: int,
     weight_bytes: int | float = 2,
     kv_bytes: int | float = 2,
-) -> Work:
-    """A step of decoding: one token of each sequence.
+) -> ServingWork:
+    """Returns the work of a decoding step: one token of each sequence.
 
     Args:
-      model: its shape.
+      model: shape of the model.
       batch: sequences, at least 1.
-      context: keys that each meets, its own included, at least 1.
-      weight_bytes: of one weight.
-      kv_bytes: of one number of K or V.
+      context: keys of each query, its own included, at least 1.
+      weight_bytes: bytes of one weight.
+      kv_bytes: bytes of one number of K or V.
     """
-    terms = costs_flops.decode(model, batch=batch, context=context)
-    return Work(
-        flops=total(terms),
+    terms = costs_flops.decode_terms(model, batch=batch, context=context)
+    return ServingWork(
+        flops=total_flops(terms),
         weight_bytes=weight_bytes_read(model, batch, weight_bytes=weight_bytes),
-        # The context is read, its newest token was written just before.
-        kv_bytes=batch * kv_bytes_of(model, context, kv_bytes=kv_bytes)
+        # The context is read; the key of the newest token was written just before.
+        kv_bytes=batch * sequence_kv_bytes(model, context, kv_bytes=kv_bytes)
         + batch * kv_bytes_per_token(model, kv_bytes=kv_bytes),
     )
 
 
-def prefill(
-    model: Description,
+def prefill_work(
+    model: ModelShape,
     *,
     batch: int,
     prompt: int,
@@ -140,26 +141,26 @@ def prefill(
     attention: Attention = "causal",
     weight_bytes: int | float = 2,
     kv_bytes: int | float = 2,
-) -> Work:
-    """Reads prompts, or chunks of them, with the logits of each last token.
+) -> ServingWork:
+    """Returns the work of prompts, or chunks of them, with logits of the last token.
 
     Args:
-      model: its shape.
+      model: shape of the model.
       batch: sequences, at least 1.
-      prompt: new tokens of each, at least 1.
-      past: tokens before them that are kept already.
-      attention: how pairs of query and key are counted.
-      weight_bytes: of one weight.
-      kv_bytes: of one number of K or V.
+      prompt: new tokens of each sequence, at least 1.
+      past: earlier tokens of each sequence in the KV cache.
+      attention: convention for pairs of query and key.
+      weight_bytes: bytes of one weight.
+      kv_bytes: bytes of one number of K or V.
     """
     sizes = {"batch": batch, "sequence": prompt, "past": past}
-    terms = forward(model, **sizes, attention=attention, logits="last")
-    # Written once and read once; how often tiles of K and V are read again is a
-    # matter of the kernel.
+    terms = forward_terms(model, **sizes, attention=attention, logits="last")
+    # K and V are written once and read once; further reads of tiles depend on the
+    # kernel.
     written = batch * prompt * kv_bytes_per_token(model, kv_bytes=kv_bytes)
-    read = batch * kv_bytes_of(model, past + prompt, kv_bytes=kv_bytes)
-    return Work(
-        flops=total(terms),
+    read = batch * sequence_kv_bytes(model, past + prompt, kv_bytes=kv_bytes)
+    return ServingWork(
+        flops=total_flops(terms),
         weight_bytes=weight_bytes_read(
             model, batch * prompt, weight_bytes=weight_bytes
         ),
@@ -168,31 +169,31 @@ def prefill(
 
 
 def roofline(
-    work: Work,
+    work: ServingWork,
     device: Device,
     *,
     precision: Precision = "bfloat16",
     num_devices: int = 1,
 ) -> Roofline:
-    """Time that work takes at least, divided evenly over devices that never wait."""
+    """Returns the least time of work, divided evenly over devices without waiting."""
     compute_s = work.flops / device.rate(precision) / num_devices
     memory_s = work.bytes / device.bandwidth / num_devices
     bound = "compute" if compute_s > memory_s else "memory"
     return Roofline(compute_s, memory_s, max(compute_s, memory_s), bound)
 
 
-def turning_point(
+def find_compute_bound_size(
     is_compute_bound: Callable[[int], bool], *, most: int = 1 << 24
 ) -> int | None:
-    """The smallest size, such as a batch, from which on products take the time.
+    """Returns the smallest size, such as a batch, that is compute-bound.
 
     Args:
-      is_compute_bound: whether they do at a size; once true it stays so.
-      most: the largest size tried.
+      is_compute_bound: predicate of a size; monotone, true from some size on.
+      most: largest size to try.
 
     Returns:
-      The size, or None if they do not up to `most`: each more sequence then brings more
-      bytes of keys and values than its products can hide.
+      The size, or None if none up to `most` is compute-bound: each further sequence
+      then adds more bytes of keys and values than its products can hide.
     """
     high = 1
     while not is_compute_bound(high):
@@ -207,7 +208,7 @@ def turning_point(
 
 
 def max_batch(
-    model: Description,
+    model: ModelShape,
     device: Device,
     *,
     context: int,
@@ -216,22 +217,23 @@ def max_batch(
     kv_bytes: int | float = 2,
     memory_share: float = 1.0,
 ) -> int:
-    """Sequences whose keys and values fit beside the weights, nothing else kept there.
+    """Returns the largest batch whose KV cache fits next to the weights.
 
-    With a context of 1 these are the tokens that fit, with one of 16 the pages of 16.
+    With a context of 1 this is the number of tokens that fit, with a context of 16 the
+    number of pages of 16.
 
     Args:
-      model: its shape.
-      device: one of those that share it.
+      model: shape of the model.
+      device: the device.
       context: tokens of each sequence.
-      num_devices: how many share weights, keys and values evenly.
-      weight_bytes: of each parameter.
-      kv_bytes: of each number kept.
-      memory_share: of the devices' memory that is used at all, in (0, 1].
+      num_devices: devices that share weights, keys and values evenly.
+      weight_bytes: bytes of each parameter.
+      kv_bytes: bytes of each number in the KV cache.
+      memory_share: usable share of the devices' memory, in (0, 1].
 
     Returns:
-      0 if the weights themselves do not fit.
+      The number of sequences; 0 if the weights do not fit.
     """
-    weights = parameters.parameters(model).total * weight_bytes
+    weights = parameters.count_parameters(model).total * weight_bytes
     left = memory_share * device.memory_bytes * num_devices - weights
-    return max(0, int(left // kv_bytes_of(model, context, kv_bytes=kv_bytes)))
+    return max(0, int(left // sequence_kv_bytes(model, context, kv_bytes=kv_bytes)))

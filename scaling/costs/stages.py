@@ -1,27 +1,27 @@
-"""What stages of a pipeline send beside what their layers do.
+"""Traffic of pipeline stages, in addition to that of their layers.
 
-Formulas of `scaling.training.pipeline`: in every tick all stages pass on, whether there
-is something or not, and all have the tables, whose gradients are added up once a step.
-That stages run their layers again is in `recomputation`.
+Formulas of `scaling.training.pipeline`: in every tick all stages send, even if idle,
+and all replicate the embeddings, whose gradients are summed once a step. Recomputation
+in stages is in `recomputation`.
 """
 
 from collections.abc import Iterable
 from typing import Literal
 
 from scaling.costs import exchanges, memory
-from scaling.costs.exchanges import Pass, Traffic
+from scaling.costs.exchanges import StagePass, Traffic
 from scaling.costs.parallelism import Layout
-from scaling.shapes import Description
+from scaling.shapes import ModelShape
 
 type Schedule = Literal["1f1b", "gpipe"]
 
 
-def ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
-    """Ticks of a step, in each of which a stage may run forward and backward.
+def count_ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
+    """Returns the ticks of a step; a stage may run forward and backward in each.
 
-    A micro-batch needs p - 1 ticks to the last stage and p - 1 back. 1F1B begins one in
-    every tick and goes back from the last stage in the tick in which it got there;
-    GPipe has a phase of g + p - 1 ticks for each direction.
+    A micro-batch needs p - 1 ticks to reach the last stage and p - 1 to return. 1F1B
+    starts one in every tick, and the last stage runs forward and backward in the same
+    tick; GPipe has a phase of g + p - 1 ticks for each direction.
 
     Sources: Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021,
     arXiv:2104.04473, section 2.2.
@@ -31,12 +31,12 @@ def ticks(num_stages: int, num_micro: int, schedule: Schedule) -> int:
     return num_micro + 2 * (num_stages - 1)
 
 
-def hops(sent_in: Pass) -> Iterable[Traffic]:
-    """One activation to the next stage, one gradient back: what an inner stage sends.
+def hop_traffic(sent_in: StagePass) -> Iterable[Traffic]:
+    """Returns the traffic of an inner stage: activations forward, gradients back.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, sections 3.2 and 4.1: with tensor
-    parallelism each device sends its part, and the stage that receives gathers them
-    over its faster links; with sequence parallelism they are parts anyway.
+    parallelism each device sends its part, and the receiving stage gathers the parts
+    over its faster links; with sequence parallelism they are already parts.
     """
     layout = sent_in.layout
     if layout.pipeline == 1:
@@ -51,24 +51,28 @@ def hops(sent_in: Pass) -> Iterable[Traffic]:
         yield Traffic("scatter_gather", name, formula, gathered, gathered)
 
 
-def idle(sent_in: Pass, *, micro_batches: int, schedule: Schedule) -> Iterable[Traffic]:
-    """What is passed on in ticks in which nothing was made: T - g hops each way."""
-    num = ticks(sent_in.layout.pipeline, micro_batches, schedule) - micro_batches
-    for each in hops(sent_in):
+def idle_traffic(
+    sent_in: StagePass, *, micro_batches: int, schedule: Schedule
+) -> Iterable[Traffic]:
+    """Returns the traffic of ticks without a micro-batch: T - g hops each way."""
+    num = count_ticks(sent_in.layout.pipeline, micro_batches, schedule) - micro_batches
+    for each in hop_traffic(sent_in):
         name, formula = f"{each.name}, idle ticks", f"(T - g) · {each.formula}"
         sent = num * each.forward, num * each.backward
         yield Traffic("idle", name, formula, *sent)
 
 
-def tables(model: Description, layout: Layout, gradient: int) -> Iterable[Traffic]:
-    """Gradients of embeddings, head and last norm, added up over stages.
+def table_gradient_traffic(
+    model: ModelShape, layout: Layout, gradient: int
+) -> Iterable[Traffic]:
+    """Returns the traffic of gradients of embeddings, head and last norm over stages.
 
-    Megatron has each table where it is used, and adds up those of a tied one over the
-    two ends.
+    Megatron keeps embedding and head on the stages that use them, and sums the
+    gradients of a tied one over two stages.
     """
     if (p := layout.pipeline) == 1:
         return
-    size = memory.tables(model, layout)
+    size = memory.vocabulary_params(model, layout)
     sent = 2 * exchanges.ring_share(p) * size * gradient
     name = "gradients of tables and last norm, all-reduce over stages"
     yield Traffic("tables", name, "2 (p-1)/p · N u of tables", 0.0, sent)

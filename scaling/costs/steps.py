@@ -1,9 +1,9 @@
-"""The time of one serving step from its counts alone, as arrays: a cost model.
+"""Time of a serving step as a function of arrays: a cost model.
 
-`serving` answers for one size; a simulator asks a million times, under `jit` and
-`vmap`, for steps that read parts of prompts and decode at once. So the model's numbers
-are drawn together into a few coefficients, a pytree of scalars, and a step is a handful
-of sums over its slots.
+`serving` computes one size; a simulator evaluates millions of steps, under `jit` and
+`vmap`, with chunks of prompts and decoding in the same step. So the counts of a model
+are reduced to a few coefficients, a pytree of scalars, and a step is a few sums over
+its slots.
 """
 
 from typing import NamedTuple
@@ -13,26 +13,26 @@ from jaxtyping import Array, Float, Int
 
 from scaling.costs import parameters, serving
 from scaling.costs.devices import Device, Precision
-from scaling.costs.flops import check, decode
-from scaling.shapes import Description
+from scaling.costs.flops import check_sizes, decode_terms
+from scaling.shapes import ModelShape
 
 
 class StepCost(NamedTuple):
     """Coefficients of a model on devices; every leaf may be batched by `vmap`.
 
     Attributes:
-      flops_per_token: products of a token outside attention's scores and the head.
-      flops_per_logit: those of the head.
+      flops_per_token: products of a token, without attention scores and the head.
+      flops_per_logit: products of the head.
       flops_per_key: scores and values of a query and a key, in one layer.
-      weight_bytes: weights that every step reads.
-      expert_bytes: routed experts, all of them; 0 without.
-      expert_share: k / e, the share of them that a token meets.
-      kv_bytes: keys and values of one token in one layer.
-      window: latest tokens that layers of a kind see; a huge number for all.
-      layers: layers of that kind.
-      flops_per_s: rate of all devices together.
-      bytes_per_s: bandwidth of all together.
-      overhead_s: of a step, whatever is in it.
+      weight_bytes: bytes of weights that every step reads.
+      expert_bytes: bytes of all routed experts; 0 without experts.
+      expert_share: k / e, the share of experts that a token uses.
+      kv_bytes: bytes of keys and values of one token in one layer.
+      window: window of each kind of layer; a huge number without one.
+      layers: number of layers of each kind.
+      flops_per_s: operations per second of all devices.
+      bytes_per_s: memory bandwidth of all devices.
+      overhead_s: fixed time of a step.
     """
 
     flops_per_token: Float[Array, ""]
@@ -50,12 +50,13 @@ class StepCost(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What a step does.
+    """Work and time of a step.
 
     Attributes:
       flops: operations.
-      bytes: weights, keys and values read and written.
-      time_s: the longer of both times, and the overhead; 0 for a step without tokens.
+      bytes: bytes of weights, keys and values read and written.
+      time_s: the larger of compute and memory time, plus the overhead; 0 for a step
+        without tokens.
     """
 
     flops: Float[Array, ""]
@@ -64,7 +65,7 @@ class StepWork(NamedTuple):
 
 
 def step_cost(
-    model: Description,
+    model: ModelShape,
     device: Device,
     *,
     num_devices: int = 1,
@@ -75,39 +76,39 @@ def step_cost(
     bandwidth_share: float = 1.0,
     overhead_s: float = 0.0,
 ) -> StepCost:
-    """Draws a model's numbers together.
+    """Computes the coefficients of a model on devices.
 
     Latent attention is counted as in decoding, on the latents.
 
     Args:
-      model: its shape.
-      device: what it runs on.
-      num_devices: that share the work evenly, without waiting.
-      precision: of the products.
-      weight_bytes: of a weight.
-      kv_bytes: of a number of K or V.
-      compute_share: of the device's rate that is reached, in (0, 1].
-      bandwidth_share: of its bandwidth, in (0, 1].
-      overhead_s: of every step, at least 0.
+      model: shape of the model.
+      device: the device.
+      num_devices: devices that share the work evenly, without waiting.
+      precision: precision of the products.
+      weight_bytes: bytes of a weight.
+      kv_bytes: bytes of a number of K or V.
+      compute_share: reached share of the device's rate, in (0, 1].
+      bandwidth_share: reached share of the device's bandwidth, in (0, 1].
+      overhead_s: fixed time of a step, at least 0.
 
     Raises:
-      ValueError: a share or count out of range.
+      ValueError: a share or count is out of range.
     """
-    check(num_devices=num_devices)
+    check_sizes(num_devices=num_devices)
     shares = {"compute_share": compute_share, "bandwidth_share": bandwidth_share}
     for name, share in shares.items():
         if not 0 < share <= 1:
             raise ValueError(f"{name}={share} must be in (0, 1]")
     if overhead_s < 0:
         raise ValueError(f"{overhead_s=} must be at least 0")
-    terms = decode(model, context=1)
+    terms = decode_terms(model, context=1)
     head = sum(x.flops for x in terms if x.part == "head")
     keys = sum(x.flops for x in terms if x.growth == "s^2") / model.num_layers
     routed = 0
     if (experts := model.experts) is not None:
         routed = sum(
-            x.size * x.stored * parameters.copies(model)[x.place]
-            for x in parameters.weights(model)
+            x.size * x.stored * parameters.place_counts(model)[x.place]
+            for x in parameters.list_weights(model)
             if x.stored > 1 and x.place != "ahead"
         )
     whole = serving.weight_bytes_read(model, 1, weight_bytes=weight_bytes)
@@ -131,7 +132,7 @@ def step_cost(
 
 
 _ALL = 1 << 24
-"""More tokens than any sequence has, and exact in float32."""
+"""More tokens than any sequence has; exact in float32."""
 
 
 def work(
@@ -140,18 +141,17 @@ def work(
     past: Int[Array, " slots"],
     num_logits: Int[Array, ""],
 ) -> StepWork:
-    """Counts one step.
+    """Computes work and time of one step.
 
     Args:
       cost: the coefficients.
-      new: tokens that the step feeds of each slot: 1 in decoding, a chunk of a prompt,
-        or 0.
-      past: tokens of the slot whose keys and values are kept already.
-      num_logits: tokens whose logits are wanted.
+      new: new tokens of each slot: 1 in decoding, a chunk of a prompt, or 0.
+      past: tokens of each slot in the KV cache.
+      num_logits: number of tokens that need logits.
 
     Returns:
-      Its operations, bytes and time. The queries of a chunk meet what lies before them
-      and themselves, within the layer's window.
+      Operations, bytes and time. A query of a chunk attends to earlier tokens and to
+      its own, within the layer's window.
     """
     fed, before = new.astype(jnp.float32), past.astype(jnp.float32)
     after = before + fed
@@ -185,6 +185,6 @@ def work(
 def _keys_below(
     length: Float[Array, "1 slots"], window: Float[Array, "kinds 1"]
 ) -> Float[Array, "kinds slots"]:
-    """Keys that the queries before `length` meet: the sum of min(place, window)."""
+    """Returns the keys of queries before `length`: the sum of min(position, window)."""
     inside = jnp.minimum(length, window)
     return inside * (inside + 1) / 2 + (length - inside) * window

@@ -1,23 +1,23 @@
-"""Bytes that each device sends in one training step, scheme by scheme.
+"""Bytes that each device sends in a step, by scheme.
 
 An all-reduce of x bytes over p devices in a ring sends `2 (p-1)/p x` bytes per device,
-an all-gather or reduce-scatter half of that, an all-to-all of x bytes held by each
-`(p-1)/p x`. Forward and backward stand apart; a transfer that is hidden behind products
+an all-gather or reduce-scatter half of that, an all-to-all of x bytes on each device
+`(p-1)/p x`. Forward and backward are separate; a transfer that overlaps with products
 is counted like any other.
 """
 
 from collections.abc import Iterable
 
 from scaling.costs import exchanges, memory, parallelism, recomputation, stages
-from scaling.costs.exchanges import Pass, Traffic
-from scaling.costs.flops import check as check_sizes
+from scaling.costs.exchanges import StagePass, Traffic
+from scaling.costs.flops import check_sizes as check_sizes
 from scaling.costs.parallelism import Layout
 from scaling.costs.stages import Schedule
-from scaling.shapes import Description, HeadAttention
+from scaling.shapes import HeadAttention, ModelShape
 
 
-def training(
-    model: Description,
+def training_traffic(
+    model: ModelShape,
     layout: Layout,
     *,
     batch: int = 1,
@@ -29,66 +29,70 @@ def training(
     schedule: Schedule = "1f1b",
     remat: bool = False,
 ) -> tuple[Traffic, ...]:
-    """Lists what a device sends in a training step, of its pipeline stage's layers.
+    """Lists the traffic of a device in a training step, for its pipeline stage.
 
-    Ends of a pipeline exchange what they alone have: a device is counted as both.
+    A device is counted as both the first and the last stage of a pipeline.
 
     Llama-7B, 1 x 4,096 tokens, tensor parallel over 8: 3,758,096,384 bytes forward
     and as many backward.
 
     Args:
-      model: its shape.
-      layout: how it is divided.
+      model: shape of the model.
+      layout: division over devices.
       batch: sequences of a micro-batch on one data-parallel device, at least 1.
-      sequence: tokens of each, at least 1.
-      number_bytes: of an activation or weight on the wire.
-      dispatch_bytes: of a number on its way to an expert; the same by default, 1 if
-        it is sent in 8 bits.
-      gradient_bytes: of a number of a weight's gradient.
-      micro_batches: of the step, at least 1: gradients of weights are summed over
-        copies once a step, all else goes for each.
-      schedule: of a pipeline, for how long its stages are idle.
-      remat: whether all but the results of products is computed again for the
-        gradient, as `StepConfig.remat` does; stages do so anyway, in their own way.
+      sequence: tokens of each sequence, at least 1.
+      number_bytes: bytes of an activation or weight that is sent.
+      dispatch_bytes: bytes of a number that is sent to an expert; `number_bytes` by
+        default, 1 for dispatch in 8 bits.
+      gradient_bytes: bytes of a number of a weight's gradient.
+      micro_batches: micro-batches of the step, at least 1: gradients of weights are
+        summed over copies once a step, other data is sent for each micro-batch.
+      schedule: pipeline schedule, which determines the idle ticks.
+      remat: True if only results of products are kept and the rest is recomputed, as
+        with `StepConfig.remat`; pipeline stages recompute in any case.
 
     Raises:
-      ValueError: a size out of range, a degree that does not divide, or `remat` of
-        stages.
+      ValueError: a size is out of range, a degree does not divide its size, or `remat`
+        is used with stages.
     """
     if remat and layout.pipeline > 1:
         raise ValueError(f"{remat=} must be False with pipeline={layout.pipeline}")
     check_sizes(batch=batch, sequence=sequence, number_bytes=number_bytes)
     check_sizes(micro_batches=micro_batches)
-    parallelism.check(model, layout, sequence=sequence)
-    sent_in = Pass(model, layout, batch * sequence // layout.context, number_bytes)
+    parallelism.check_layout(model, layout, sequence=sequence)
+    sent_in = StagePass(model, layout, batch * sequence // layout.context, number_bytes)
     dispatch = number_bytes if dispatch_bytes is None else dispatch_bytes
     inside = (
-        *exchanges.tensor(sent_in),
+        *exchanges.tensor_traffic(sent_in),
         *_ulysses(sent_in),
         *_ring(sent_in),
         *_expert(sent_in, dispatch),
     )
-    again = recomputation.between_products if remat else recomputation.of_stages
+    again = (
+        recomputation.product_recomputation_traffic
+        if remat
+        else recomputation.stage_recomputation_traffic
+    )
     each = (
         *inside,
         *again(sent_in, inside),
-        *exchanges.undivided(model, layout, gradient_bytes),
-        *exchanges.vocabulary(sent_in),
-        *stages.hops(sent_in),
+        *exchanges.norm_gradient_traffic(model, layout, gradient_bytes),
+        *exchanges.vocabulary_traffic(sent_in),
+        *stages.hop_traffic(sent_in),
     )
     n = micro_batches
     return (
         *(x._replace(forward=n * x.forward, backward=n * x.backward) for x in each),
-        *stages.idle(sent_in, micro_batches=micro_batches, schedule=schedule),
-        *stages.tables(model, layout, gradient_bytes),
+        *stages.idle_traffic(sent_in, micro_batches=micro_batches, schedule=schedule),
+        *stages.table_gradient_traffic(model, layout, gradient_bytes),
         *_data(model, layout, number_bytes, gradient_bytes),
     )
 
 
-def _ulysses(sent_in: Pass) -> Iterable[Traffic]:
-    """Queries, keys, values and output change between sequence and heads.
+def _ulysses(sent_in: StagePass) -> Iterable[Traffic]:
+    """Returns the all-to-alls of DeepSpeed-Ulysses: Q, K, V and outputs.
 
-    KV heads fewer than devices are copied first.
+    If there are fewer KV heads than devices, they are replicated first.
 
     Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.
     """
@@ -108,10 +112,10 @@ def _ulysses(sent_in: Pass) -> Iterable[Traffic]:
     yield Traffic("ulysses", "4 all-to-alls of a layer", formula, sent, sent)
 
 
-def _ring(sent_in: Pass) -> Iterable[Traffic]:
-    """Keys and values go round in p - 1 hops; backward again, with their gradients.
+def _ring(sent_in: StagePass) -> Iterable[Traffic]:
+    """Returns the traffic of ring attention: keys and values in p - 1 hops, and back.
 
-    The gradients make p hops, the last one home.
+    Gradients of keys and values make p hops, the last one to their own device.
 
     Source: Liu et al. 2023, arXiv:2310.01889, section 3.
     """
@@ -128,12 +132,12 @@ def _ring(sent_in: Pass) -> Iterable[Traffic]:
     yield Traffic("ring", name, formula, float(forward), float(back))
 
 
-def _expert(sent_in: Pass, dispatch: int) -> Iterable[Traffic]:
-    """Each token to its k experts and back, or all tokens to all devices.
+def _expert(sent_in: StagePass, dispatch: int) -> Iterable[Traffic]:
+    """Returns the traffic of tokens to their k experts and back, or of all tokens.
 
-    Sent directly, as many bytes as experts that are drawn alike make on average. With a
-    capacity, buffers of one size whether full or not. Gathered, every token once, with
-    the numbers and shares of its experts, and the sums back.
+    Without a capacity, the bytes are those of uniformly drawn experts on average. With
+    a capacity, buffers have one size, full or not. With `gather`, every token is sent
+    once, with the indices and shares of its experts, and the sums are sent back.
 
     Sources: Lepikhin et al. 2020, arXiv:2006.16668, section 3; bytes in 8 bits:
     DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2.
@@ -156,7 +160,7 @@ def _expert(sent_in: Pass, dispatch: int) -> Iterable[Traffic]:
         sent = float(block * (dispatch + u) + 2 * shares)
         yield Traffic("expert", name, formula, sent, float(block * 2 * u + shares))
         return
-    # Tensor-parallel devices hold the same tokens; each sends its part.
+    # Tensor-parallel devices have the same tokens; each sends its part.
     width = exchanges.ring_share(p) * model.hidden_size / layout.tensor * layers
     if layout.capacity is None:
         rows, many = tokens * x.top_k, "k b s"
@@ -170,13 +174,13 @@ def _expert(sent_in: Pass, dispatch: int) -> Iterable[Traffic]:
 
 
 def _data(
-    model: Description, layout: Layout, u: int, gradient: int
+    model: ModelShape, layout: Layout, u: int, gradient: int
 ) -> Iterable[Traffic]:
-    """Gradients of all copies added up, weights gathered where they are divided.
+    """Returns the traffic of gradients of replicas, and of weights that ZeRO divides.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
     """
-    most = memory.most_held(model, layout)
+    most = memory.max_device_params(model, layout)
     groups = (
         ("weights", most.shared, layout.copies),
         ("experts", most.experts, layout.copies // layout.expert),
@@ -198,26 +202,26 @@ def _data(
             yield Traffic("data", name, "2 (p-1)/p · N u", 0.0, 2 * reduce)
 
 
-def decode(
-    model: Description, layout: Layout, *, batch: int, number_bytes: int = 2
+def decode_traffic(
+    model: ModelShape, layout: Layout, *, batch: int, number_bytes: int = 2
 ) -> tuple[Traffic, ...]:
-    """Lists what a device sends in a step of decoding.
+    """Lists the traffic of a device in a decoding step.
 
-    The logits are gathered on every device, each of which draws. With `gather` all
-    devices that divide experts have all rows; otherwise `batch` is of each. `backward`
-    is 0.
+    The logits are gathered on every device, which all sample. With `gather` all
+    devices that divide experts have all rows; otherwise each has `batch` rows.
+    `backward` is 0.
 
     Args:
-      model: its shape.
-      layout: how it is divided; of ring, Ulysses and data nothing is sent.
-      batch: rows, one of each sequence when decoding, at least 1.
-      number_bytes: of a number on the wire.
+      model: shape of the model.
+      layout: division over devices; ring, Ulysses and data send no bytes.
+      batch: rows, one for each sequence in decoding, at least 1.
+      number_bytes: bytes of a number that is sent.
 
     Raises:
-      ValueError: a size out of range, or a degree that does not divide.
+      ValueError: a size is out of range, or a degree does not divide its size.
     """
     check_sizes(batch=batch, number_bytes=number_bytes)
-    sent_in = Pass(model, layout, batch, number_bytes)
+    sent_in = StagePass(model, layout, batch, number_bytes)
     return (
         *_of_rows(sent_in),
         *_pages(sent_in),
@@ -225,8 +229,8 @@ def decode(
     )
 
 
-def prefill(
-    model: Description,
+def prefill_traffic(
+    model: ModelShape,
     layout: Layout,
     *,
     rows: int,
@@ -234,25 +238,25 @@ def prefill(
     num_taps: int = 0,
     number_bytes: int = 2,
 ) -> tuple[Traffic, ...]:
-    """Lists what a device sends in a mixed pass, of chunks of prompts beside others.
+    """Lists the traffic of a device in a mixed step of prompt chunks and decoding.
 
-    Devices that divide pages divide the rows as well, if each has as many: it then
-    sends no more of anything than its rows ask for, but attention. Else all have all of
-    them, as in decoding.
+    Devices that divide pages divide the rows as well, if the number of rows is a
+    multiple: each then sends the data of its own rows only, except for attention.
+    Otherwise all have all rows, as in decoding.
 
     Args:
-      model: its shape.
-      layout: as for `decode`.
-      rows: those of the pass, at least 1: an engine's `token_budget`.
-      logit_rows: how many of them give logits, at least 1.
-      num_taps: states of all rows that are kept for heads that draft.
-      number_bytes: of a number on the wire.
+      model: shape of the model.
+      layout: as for `decode_traffic`.
+      rows: rows of the pass, at least 1: an engine's `token_budget`.
+      logit_rows: rows that give logits, at least 1.
+      num_taps: hidden states of all rows that are kept for draft heads.
+      number_bytes: bytes of a number that is sent.
 
     Raises:
-      ValueError: as for `decode`.
+      ValueError: as for `decode_traffic`.
     """
     check_sizes(rows=rows, logit_rows=logit_rows, number_bytes=number_bytes)
-    sent_in = Pass(model, layout, rows, number_bytes)
+    sent_in = StagePass(model, layout, rows, number_bytes)
     if layout.pages == 1 or rows % layout.pages:
         each, attention = _of_rows(sent_in), _pages(sent_in)
     else:
@@ -263,16 +267,16 @@ def prefill(
     return (*each, *attention, *_logits(model, layout, logit_rows))
 
 
-def _of_rows(sent_in: Pass) -> Iterable[Traffic]:
-    """What a pass over rows sends but for attention and logits."""
-    parallelism.check(sent_in.model, sent_in.layout)
+def _of_rows(sent_in: StagePass) -> Iterable[Traffic]:
+    """Returns the traffic of a pass over rows without attention and logits."""
+    parallelism.check_layout(sent_in.model, sent_in.layout)
     found = [
-        *exchanges.tensor(sent_in),
-        *exchanges.vocabulary(sent_in),
-        *stages.hops(sent_in),
+        *exchanges.tensor_traffic(sent_in),
+        *exchanges.vocabulary_traffic(sent_in),
+        *stages.hop_traffic(sent_in),
     ]
     if sent_in.layout.gather:
-        # What experts answer to rows that every device has, added up.
+        # Outputs of experts for rows that every device has are summed.
         sent = 2 * exchanges.ring_share(sent_in.layout.expert) * sent_in.block
         sent *= sent_in.mixtures
         name, formula = "experts' answers, all-reduce", "2 (p-1)/p · b s h u · L"
@@ -284,15 +288,15 @@ def _of_rows(sent_in: Pass) -> Iterable[Traffic]:
             yield traffic._replace(backward=0.0)
 
 
-def _logits(model: Description, layout: Layout, rows: int) -> Iterable[Traffic]:
-    """Those of all words, for rows that are drawn from on every device."""
+def _logits(model: ModelShape, layout: Layout, rows: int) -> Iterable[Traffic]:
+    """Returns the traffic of logits, gathered for sampling on every device."""
     if layout.tensor > 1:
         sent = exchanges.ring_share(layout.tensor) * rows * model.vocab_size * 4
         name = "logits, all-gather"
         yield Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0)
 
 
-def _heads(model: Description, layout: Layout) -> HeadAttention:
+def _heads(model: ModelShape, layout: Layout) -> HeadAttention:
     if not isinstance(model.attention, HeadAttention):
         raise ValueError(
             f"pages={layout.pages} needs keys and values by heads: {model.name}"
@@ -300,10 +304,10 @@ def _heads(model: Description, layout: Layout) -> HeadAttention:
     return model.attention
 
 
-def _pages(sent_in: Pass) -> Iterable[Traffic]:
-    """States of attention over parts of the pages, merged by log-sum-exp in float32.
+def _pages(sent_in: StagePass) -> Iterable[Traffic]:
+    """Returns the traffic of attention states over parts of pages, merged in float32.
 
-    Of every row and query head an all-reduce of the greatest log-sum-exp, and one of
+    For every row and query head: an all-reduce of the maximum log-sum-exp, and one of
     the weighted values with the sum of the weights.
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1, for the merge.
@@ -318,14 +322,15 @@ def _pages(sent_in: Pass) -> Iterable[Traffic]:
     yield Traffic("pages", "states of attention, all-reduces", formula, sent, 0.0)
 
 
-def _row_parts(sent_in: Pass, logit_rows: int, taps: int) -> Iterable[Traffic]:
-    """Rows in parts: those of all attend everywhere, and each device gets its own back.
+def _row_parts(sent_in: StagePass, logit_rows: int, taps: int) -> Iterable[Traffic]:
+    """Returns the traffic of attention if devices divide both pages and rows.
 
     Every device has 1/p of the queries, keys and values, which all need: an all-gather.
-    It then has a state of attention for each row, and sends those of others to them:
-    an all-to-all, of outputs as they are and log-sum-exps in float32. KV heads fewer
-    than tensor-parallel devices are copied. Last states of single rows are added up in
-    float32, all devices but one having zeros.
+    It then has a state of attention for each row, and sends those of the rows of other
+    devices to them: an all-to-all, of outputs in their type and log-sum-exps in
+    float32. If there are fewer KV heads than tensor-parallel devices, they are
+    replicated. Last hidden states of single rows are summed in float32, with zeros on
+    all devices but one.
 
     Source: Yang et al. 2024, arXiv:2411.01783, section 3 (pass-Q).
     """

@@ -1,6 +1,6 @@
-"""Fitting laws to runs: optimisers, intervals, diagnostics, predictions."""
+"""Fits of scaling laws to runs: optimizers, intervals, diagnostics, predictions."""
 
-from scaling.fits.observations import observe as observe
+from scaling.fits.observations import make_observations as make_observations
 from scaling.fits.result import FitResult as FitResult
 from scaling.fits.result import HeldOut as HeldOut
 
@@ -12,7 +12,7 @@ __all__ = [
     "goodness",
     "intervals",
     "levenberg_marquardt",
-    "observe",
+    "make_observations",
     "prediction",
     "profile",
     "result",

@@ -1,4 +1,4 @@
-"""Puts a fit's result together: natural units, intervals, exponents, doubts."""
+"""Assembles the result of a fit: natural units, intervals, exponents, warnings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling.fits import diagnostics, intervals
-from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.result import FitResult
 from scaling.laws import Law, evaluation, published
 
 
-def report(
-    problem: Problem,
+def assemble_result(
+    problem: FitProblem,
     data: Mapping[str, Any],
-    found: diagnostics.Starts,
+    found: diagnostics.StartSummary,
     best: Float[np.ndarray, " k"],
     objective: float,
     samples: Float[np.ndarray, "resamples k"] | None,
@@ -24,12 +24,12 @@ def report(
     """Describes an optimum.
 
     Args:
-      problem: what was minimised.
-      data: the columns it came from.
-      found: how the starts ended.
-      best: the optimum's coordinates.
-      objective: its sum of losses.
-      samples: the resamples' coordinates.
+      problem: the fit problem.
+      data: columns of the runs.
+      found: summary of the starts.
+      best: coordinates of the optimum.
+      objective: sum of losses at the optimum.
+      samples: coordinates of the resamples.
       level: probability of the intervals.
     """
     law, seen = problem.law, problem.seen
@@ -37,18 +37,18 @@ def report(
     n, k = seen.num_points, int(problem.free.sum())
     matrix, covariance = intervals.curvature(problem, best)
     slopes = evaluation.coefficient_slopes(law, best, centre)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is free has no variance
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite variances
         covariance = slopes @ covariance @ slopes.T
     natural = evaluation.coefficients(law, best[None], centre)[0]
     residuals = evaluation.values(law, best[None], seen.logs)[0] - seen.target
-    condition_number, flat_directions = diagnostics.shape(problem, matrix)
+    condition_number, flat_directions = diagnostics.curvature_shape(problem, matrix)
 
     def interval(value: Any, spread: Any, sampled: Any) -> Any:
         if samples is None:
-            half = intervals.student(level, max(1, n - k)) * spread
+            half = intervals.student_t(level, max(1, n - k)) * spread
             return value - half, value + half
         size = {"loss": problem.loss, "num_points": n, "k": k}
-        return intervals.from_samples(value, sampled, level, **size)
+        return intervals.percentile_intervals(value, sampled, level, **size)
 
     sampled = None
     if samples is not None:
@@ -59,7 +59,7 @@ def report(
         logged = np.array([c.log for c in law.coordinates])
         share = (ends[1] - natural) / np.where(logged, natural, 1.0)
         ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
-        with np.errstate(over="ignore"):  # what has no upper end ends at infinity
+        with np.errstate(over="ignore"):  # infinite upper ends
             low, high = natural / ratio, natural * ratio
         ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
     exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
@@ -79,7 +79,7 @@ def report(
         samples=samples,
         condition_number=condition_number,
         flat_directions=flat_directions,
-        bounds_hit=diagnostics.bounds_hit(problem, best),
+        bounds_hit=diagnostics.find_bounds_hit(problem, best),
         warnings=[],
         num_points=n,
         residuals=residuals,
@@ -95,19 +95,21 @@ def report(
         noise=residuals * np.sqrt(n / max(1, n - k)),
         ranges={x: (float(y.min()), float(y.max())) for x, y in columns.items()},
     )
-    return result._replace(warnings=diagnostics.warnings(problem, result))
+    return result._replace(warnings=diagnostics.list_warnings(problem, result))
 
 
 def _exponents(
     law: Law, natural: Any, covariance: Any, sampled: Any, interval: Any
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """The exponents of the compute optimum and their intervals."""
+    """Returns the exponents of the compute optimum and their intervals."""
     if law.two_powers is None:
         return {}, {}
 
     def compute(x: np.ndarray) -> np.ndarray:
         return np.stack(
-            published.exponents(law, dict(zip(law.coefficients, x, strict=True)))
+            published.optimal_exponents(
+                law, dict(zip(law.coefficients, x, strict=True))
+            )
         )
 
     value = compute(natural)

@@ -1,4 +1,4 @@
-"""What is doubtful about a fit: starts that disagree, walls, free directions."""
+"""Warnings about a fit: disagreeing starts, bounds, flat directions, misfit."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,37 +7,37 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling.fits import goodness, intervals
-from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.multistart import Solution
 from scaling.fits.result import FitResult, HeldOut
 from scaling.laws import evaluation
 
-# Where doubt begins. Simulated surfaces set these: of sound ones, with 32 or 240 runs
-# and normal or heavy-tailed noise, fewer than one in twenty is doubted; of ill-posed
-# ones, nearly all whose intervals miss the truth (experiment `fit_coverage`).
+# Thresholds of the warnings, set on simulated surfaces: of sound ones, with 32 or 240
+# runs and normal or heavy-tailed noise, fewer than one in twenty has a warning; of
+# ill-posed ones, nearly all whose intervals miss the truth (experiment `fit_coverage`).
 _FREE = 1e-8
-"""Share of the largest scaled curvature below which a direction is free."""
+"""Share of the largest scaled curvature below which a direction is flat."""
 _ILL = 1e6
-"""Condition number from which combinations of coefficients are free."""
+"""Condition number from which combinations of coefficients are flat."""
 _SAME = 1e-4
-"""Optima whose predictions differ by less, in logarithms, are one."""
+"""Difference of log predictions below which two optima count as one."""
 _FEW = 3
 """Points for each coefficient below which there are few."""
 _COLLINEAR = 0.15
 """Spread of one input, given another, over its whole spread."""
 _WALL_SHARE = 0.05
-"""Share of the resamples that may end at a wall."""
+"""Share of the resamples that may end at a bound."""
 _SMALL_FLOOR = 0.15
-"""Floor over the smallest target seen, below which it may be none."""
+"""Floor over the smallest target, below which the floor may be zero."""
 _WIDE_RATIO = 5.0
 """Ratio of the ends of an exponent's interval."""
 _ENOUGH = 2**16
-"""Rows that tell a curve in the residuals."""
+"""Rows that are enough to detect a curve in the residuals."""
 _WIDE_SHARE = 0.4
 """Width of the interval of an exponent of the optimum, which is in (0, 1)."""
 
 
-class Starts(NamedTuple):
+class StartSummary(NamedTuple):
     """How the starts ended: the best one, a status each, how many different optima."""
 
     best: int
@@ -45,8 +45,8 @@ class Starts(NamedTuple):
     distinct_minima: int
 
 
-def compare_starts(problem: Problem, ends: Solution) -> Starts:
-    """Says how every start ended; counts optima that differ in what they predict."""
+def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
+    """Returns the status of every start, and counts optima of different predictions."""
     low, high = problem.box
     walls = _at_walls(ends.coordinates, low, high)[:, problem.free].any(1)
     settled = (ends.promise < 1e-9) & (ends.damping < 1) & np.isfinite(ends.objective)
@@ -67,19 +67,21 @@ def compare_starts(problem: Problem, ends: Solution) -> Starts:
         for value in evaluation.values(law, ends.coordinates[order], logs):
             if all(np.abs(value - other).max() > _SAME for other in found):
                 found.append(value)
-    return Starts(best, statuses, max(1, len(found)))
+    return StartSummary(best, statuses, max(1, len(found)))
 
 
-def bounds_hit(problem: Problem, coordinates: Float[np.ndarray, " k"]) -> list[str]:
-    """Names the coefficients at a wall of the box, those that are given aside."""
+def find_bounds_hit(
+    problem: FitProblem, coordinates: Float[np.ndarray, " k"]
+) -> list[str]:
+    """Returns the free coefficients at a bound of the search box."""
     walls = _at_walls(coordinates, *problem.box) & problem.free
     return [n for n, w in zip(problem.law.coefficients, walls, strict=True) if w]
 
 
-def shape(
-    problem: Problem, matrix: Float[np.ndarray, "free free"]
+def curvature_shape(
+    problem: FitProblem, matrix: Float[np.ndarray, "free free"]
 ) -> tuple[float, list[dict[str, float]]]:
-    """Condition number of the curvature, and its flat directions: see `FitResult`."""
+    """Returns the condition number of the curvature and its flat directions."""
     size, bends, directions = intervals.scaled_bends(matrix)
     ratio = bends / max(bends[-1], 1e-300)
     names = np.array(problem.law.coefficients)[problem.free].tolist()
@@ -92,15 +94,15 @@ def shape(
     return 1 / max(float(ratio[0]), 1e-17), flat
 
 
-def collinear(
-    problem: Problem, share_left: float = _COLLINEAR
+def find_collinear(
+    problem: FitProblem, share_left: float = _COLLINEAR
 ) -> tuple[str, str] | None:
-    """Names two inputs of which one follows from the other in these runs.
+    """Returns two inputs that are collinear in these runs, or None.
 
     Args:
-      problem: with the runs.
+      problem: problem with the runs.
       share_left: spread of one input, given the other, over its whole spread, below
-        which it follows.
+        which the inputs are collinear.
     """
     logs, names = problem.seen.logs, problem.law.inputs
     for i in range(len(logs)):
@@ -113,62 +115,64 @@ def collinear(
     return None
 
 
-def warnings(problem: Problem, result: FitResult) -> list[str]:
-    """Puts the doubts about a fit into words; none where it is sound."""
+def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
+    """Returns the warnings about a fit; empty for a sound one."""
     n, k = result.num_points, int(problem.free.sum())
-    said = []
+    messages = []
     if n < _FEW * k:
-        said.append(f"{n} points are few for {k} coefficients: intervals are rough")
-    if names := rising(problem):
+        messages.append(f"{n} points are few for {k} coefficients: intervals are rough")
+    if names := rising_inputs(problem):
         return [
-            *said,
+            *messages,
             f"{problem.law.target} rises with {' and '.join(names)}, and "
             f"{problem.law.name} only falls: is it a loss?",
         ]
     if result.status in ("max_iter", "abnormal"):
-        said.append(f"the best start ended as {result.status}: this may be no optimum")
-    if pair := collinear(problem):
-        said.append(
-            f"{pair[1]} follows from {pair[0]} in these runs, so their terms cannot be "
-            "told apart: vary them separately"
+        messages.append(
+            f"the best start ended as {result.status}: this may be no optimum"
         )
-    said += _walls(problem, result)
+    if pair := find_collinear(problem):
+        messages.append(
+            f"{pair[1]} follows from {pair[0]} in these runs, so their terms cannot be "
+            "separated: vary them separately"
+        )
+    messages += _walls(problem, result)
     if result.condition_number > _ILL and not result.bounds_hit:
-        said.append(
+        messages.append(
             f"condition number {result.condition_number:.0e}: "
             "combinations of coefficients are free"
         )
-    said += _wide(problem, result)
+    messages += _wide(problem, result)
     given = {*problem.given}
     floor, target = problem.law.floor, problem.seen.target
     if floor in given:
         num_below = int(np.sum(target < np.log(result.coefficients[floor])))
         if num_below:
-            said.append(
+            messages.append(
                 f"{floor}={result.coefficients[floor]:.4g} is given, and above "
                 f"{num_below} of {n} {problem.law.target} values"
             )
     if floor and floor not in {*result.bounds_hit, *given}:
         least = result.ranges[problem.law.target][0]
         if result.intervals[floor][0] < _SMALL_FLOOR * least:
-            said.append(
-                f"{floor} may be next to nothing beside the smallest {least:.4g} seen: "
-                "the data hardly tells a floor from none"
+            messages.append(
+                f"{floor} may be negligible against the smallest value, {least:.4g}: "
+                "the data hardly shows whether there is a floor"
             )
-    said += _misfit(problem, result)
+    messages += _misfit(problem, result)
     if num_far := _num_outliers(result.residuals):
         points = "point is" if num_far == 1 else "points are"
-        said.append(
+        messages.append(
             f"{num_far} of {n} {points} far off the law: outliers, or another law"
         )
-    return said
+    return messages
 
 
-def rising(problem: Problem) -> list[str]:
-    """Names the inputs of a law that only falls, if its target rises with all of them.
+def rising_inputs(problem: FitProblem) -> list[str]:
+    """Returns the inputs with which the target rises, if the law can only fall.
 
-    It does where least squares of logarithms give no input a falling slope, and explain
-    half of the target's variance.
+    The list is empty unless least squares of logarithms give no input a falling slope
+    and explain half of the target's variance.
     """
     law, seen = problem.law, problem.seen
     falls = any(c.low > 0 and not c.log for c in law.coordinates)
@@ -183,9 +187,9 @@ def rising(problem: Problem) -> list[str]:
     return list(law.inputs) if is_rising else []
 
 
-def _walls(problem: Problem, result: FitResult) -> list[str]:
-    """Names coefficients that ended at a wall, and those that do in resamples."""
-    names, said = problem.law.coefficients, []
+def _walls(problem: FitProblem, result: FitResult) -> list[str]:
+    """Returns warnings about coefficients at bounds, in the fit or in resamples."""
+    names, messages = problem.law.coefficients, []
     ends = {
         False: ("where the search ends", "the data does not identify"),
         True: ("at the bound that was set", "the data asks for another value"),
@@ -195,9 +199,11 @@ def _walls(problem: Problem, result: FitResult) -> list[str]:
         listed = ", ".join(f"{x}={result.coefficients[x]:.4g}" for x in hit)
         are, them = ("is", "it") if len(hit) == 1 else ("are", "them")
         if hit:
-            said.append(f"{listed} {are} {where}: {why}{'' if is_set else f' {them}'}")
+            messages.append(
+                f"{listed} {are} {where}: {why}{'' if is_set else f' {them}'}"
+            )
     if result.samples is None:
-        return said
+        return messages
     at_walls = _at_walls(result.samples, *problem.box) & problem.free
     shares = dict(zip(names, at_walls.mean(0), strict=True))
     for is_set, (where, _) in ends.items():
@@ -209,25 +215,25 @@ def _walls(problem: Problem, result: FitResult) -> list[str]:
             and (x in problem.limits) is is_set
         ]
         if len(hit) == 1:
-            said.append(
+            messages.append(
                 f"{hit[0]} is {where} in {shares[hit[0]]:.0%} of the resamples: the "
                 "data hardly identifies it"
             )
         elif hit:
             listed = ", ".join(f"{x} in {shares[x]:.0%}" for x in hit)
-            said.append(
+            messages.append(
                 f"{where} are, of the resamples, {listed}: the data hardly identifies "
                 "them"
             )
-    return said
+    return messages
 
 
-def _misfit(problem: Problem, result: FitResult) -> list[str]:
-    """Says where the law does not follow the runs that it was fitted to."""
-    law, seen, said = problem.law, problem.seen, []
+def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
+    """Returns warnings about systematic residuals of the fitted runs."""
+    law, seen, messages = problem.law, problem.seen, []
     if law.target == "loss" and goodness.is_far(result.residuals, seen.target):
-        _, most, worst = goodness.measure(result.residuals)
-        said.append(
+        _, most, worst = goodness.measure_goodness(result.residuals)
+        messages.append(
             f"the law misses one run in ten by more than {most:.1%}, the worst by "
             f"{worst:.0%}: kinds of runs that do not belong together, or another law"
         )
@@ -235,35 +241,35 @@ def _misfit(problem: Problem, result: FitResult) -> list[str]:
     slopes = evaluation.slopes(law, result.coordinates, few.logs)
     value = evaluation.values(law, result.coordinates[None], few.logs)[0]
     num_runs = np.unique(few.cluster).size
-    if share := goodness.arch(value - few.target, slopes, few.logs, num_runs):
-        said.append(
-            f"residuals follow a curve that the law has not, with {share:.0%} of their "
-            "squares: beyond the runs it will be farther off than its intervals say"
+    if share := goodness.find_arch(value - few.target, slopes, few.logs, num_runs):
+        messages.append(
+            f"residuals follow a curve that the law lacks, with {share:.0%} of their "
+            "squares: extrapolation errors will exceed the intervals"
         )
-    return said
+    return messages
 
 
-def held_out(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
-    """Says where runs that were held out contradict the intervals.
+def held_out_warnings(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]:
+    """Returns a warning if held-out runs contradict the intervals.
 
     Args:
-      score: of those runs.
-      warnings: of the fit; with a target that rises, its intervals are in doubt.
+      score: score of the held-out runs.
+      warnings: warnings of the fit; if its target rises, its intervals are not judged.
     """
     covered = score.covered
     if any("only falls: is it a loss?" in line for line in warnings):
         return []
-    if covered is None or not goodness.coverage_in_doubt(covered, score.num_points):
+    if covered is None or not goodness.is_coverage_low(covered, score.num_points):
         return []
     return [
-        f"of {score.num_points} held-out runs {covered:.0%} lie inside of their 90 % "
+        f"of {score.num_points} held-out runs {covered:.0%} are inside their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
 
 
-def _wide(problem: Problem, result: FitResult) -> list[str]:
-    """Names exponents of which the intervals leave nearly everything open."""
-    said, open_ = [], []
+def _wide(problem: FitProblem, result: FitResult) -> list[str]:
+    """Returns warnings about exponents with very wide intervals."""
+    messages, open_ = [], []
     for coordinate in problem.law.coordinates:
         name = coordinate.name
         if coordinate.log or coordinate.low * coordinate.high <= 0:
@@ -277,23 +283,23 @@ def _wide(problem: Problem, result: FitResult) -> list[str]:
         ):
             open_.append(f"{name} may be {ends[0]:.3g} or {ends[1]:.3g}")
     if open_:
-        said.append(f"{', '.join(open_)}: hardly known")
+        messages.append(f"{', '.join(open_)}: hardly known")
     if "a" in result.exponent_intervals:
         low, high = result.exponent_intervals["a"]
         if high - low > _WIDE_SHARE:
-            said.append(
+            messages.append(
                 f"how the optimum grows is hardly known: N* ~ C^{low:.2f} or "
                 f"C^{high:.2f}"
             )
-    return said
+    return messages
 
 
 def _num_outliers(residuals: np.ndarray) -> int:
-    """Counts residuals that even Student's t with 3 degrees hardly ever has.
+    """Counts residuals that are improbable even under Student's t with 3 degrees.
 
-    Beyond 40 times the spread of the middle half that is one in 42,000, beyond 8 times
-    one in 340: several of those, in more than 3 % of the points, are no chance; nor are
-    three times as many of the former as there should be.
+    Beyond 40 times the spread of the middle half there is one in 42,000, beyond 8 times
+    one in 340. The latter count if they are more than 3 % of the points, the former if
+    they are three times as many as expected.
     """
     size = np.abs(residuals) / max(1.4826 * float(np.median(np.abs(residuals))), 1e-9)
     num_far = int(np.sum(size > 8))

@@ -1,4 +1,4 @@
-"""Compares two fitted laws the only fair way: compute to equal loss."""
+"""Comparison of two fitted laws: ratio of compute to reach equal loss."""
 
 from typing import NamedTuple
 
@@ -10,17 +10,17 @@ from scaling.laws import evaluation, published
 
 _GRID = 2001
 _BEYOND = 10.0
-"""Resampled curves are followed this factor of compute beyond the runs."""
+"""Factor of compute beyond the runs to which resampled curves are extrapolated."""
 
 
 class Comparison(NamedTuple):
-    """How much more compute the second needs for the same loss.
+    """Compute of the second fit over that of the first, for equal losses.
 
     Attributes:
-      loss: losses that both reached, falling.
-      ratio: compute of the second over that of the first, for these losses.
-      low: lower end of its interval; not a number without resamples of both.
-      high: upper end.
+      loss: losses that both fits reach, in descending order.
+      ratio: compute of the second fit over that of the first.
+      low: lower end of the interval of the ratio; NaN without resamples of both.
+      high: upper end of the interval.
     """
 
     loss: Float[np.ndarray, " losses"]
@@ -32,21 +32,21 @@ class Comparison(NamedTuple):
 def compare(
     first: FitResult, second: FitResult, *, num_losses: int = 50, level: float = 0.9
 ) -> Comparison:
-    """Computes the ratio of compute to equal loss, as a function of loss.
+    """Computes the ratio of compute to reach equal loss, as a function of loss.
 
-    A law of parameters and tokens stands for its compute optimum (C = 6 N D), one of a
-    single input for itself. The curves are read between the smallest and the largest
-    compute that each was fitted to, where both have the loss, and nowhere else.
+    For a law of parameters and tokens, compute is that of the compute optimum (C = 6 N
+    D); for a law of a single input, it is the input. The curves are compared within the
+    range of compute of each fit, at losses that both have.
 
     Args:
       first: a fit.
-      second: another.
-      num_losses: in the result, at least 2.
+      second: another fit.
+      num_losses: number of losses of the result, at least 2.
       level: probability of the intervals, in (0, 1).
 
     Raises:
-      ValueError: a law has neither optimum nor single input, the two count different
-        inputs, or no loss was reached by both.
+      ValueError: a law has neither an optimum nor a single input, the inputs differ, or
+        the fits have no loss in common.
     """
     names = []
     for law in (first.find_law(), second.find_law()):
@@ -69,7 +69,7 @@ def compare(
     loss = np.geomspace(high, low, num_losses)
     needed = []
     for result, span in fits:
-        # The logarithm of the compute at which each curve reaches each loss.
+        # Log compute at which each curve reaches each loss.
         compute = np.geomspace(span[0] / _BEYOND, span[1] * _BEYOND, _GRID)
         rows = []
         for curve in _losses(result, compute):
@@ -84,7 +84,7 @@ def compare(
         nothing = np.full(num_losses, np.nan)
         return Comparison(loss, ratio, nothing, nothing)
     several = sampled[1][:count] - sampled[0][:count]
-    # A resampled curve that never reaches the loss needs more than any number.
+    # A resampled curve that never reaches the loss needs infinite compute.
     several = np.where(np.isnan(several), np.inf, several)
     shares = [(1 - level) / 2, (1 + level) / 2]
     ends = np.quantile(several, shares, axis=0, method="nearest")
@@ -94,7 +94,7 @@ def compare(
 def _losses(
     result: FitResult, compute: Float[np.ndarray, " grid"]
 ) -> Float[np.ndarray, "curves grid"]:
-    """The fit's curve of loss against compute, then those of its resamples."""
+    """Returns the fit's curve of loss against compute, then those of its resamples."""
     law = result.find_law()
     if law.two_powers is None:
         points = result.coordinates[None]
@@ -105,4 +105,4 @@ def _losses(
     fitted = np.array([[*result.coefficients.values()]])
     rows = np.concatenate([fitted, result.sampled()])
     columns = dict(zip(law.coefficients, rows.T[:, :, None], strict=True))
-    return np.asarray(published.optimum(law, columns, compute[None]).loss)
+    return np.asarray(published.compute_optimum(law, columns, compute[None]).loss)

@@ -1,6 +1,7 @@
-"""Fits scaling laws robustly, from many starts, and says how far to trust the result.
+"""Robust fits of scaling laws from many starts, with intervals and warnings.
 
-The doors: `fit`; then `predict`, `score` and `compare`; `to_json` and `from_json`.
+Public functions: `fit`; then `predict`, `score_fit` and `compare`; `to_json` and
+`from_json`.
 """
 
 import functools
@@ -22,14 +23,14 @@ from scaling.fits import (
 from scaling.fits.equal_loss import Comparison, compare
 from scaling.fits.levenberg_marquardt import (
     DELTA,
+    FitProblem,
     Loss,
-    Problem,
     Report,
     Solution,
     Space,
 )
-from scaling.fits.observations import Observations, observe
-from scaling.fits.prediction import Prediction, predict, score
+from scaling.fits.observations import Observations, make_observations
+from scaling.fits.prediction import Prediction, predict, score_fit
 from scaling.fits.result import FitResult, HeldOut, from_json, to_json
 from scaling.laws import Law, evaluation
 
@@ -42,8 +43,8 @@ __all__ = [
     "fit",
     "from_json",
     "predict",
-    "score",
-    "scored",
+    "score_fit",
+    "score_held_out",
     "to_json",
 ]
 
@@ -68,37 +69,37 @@ def fit(
 ) -> FitResult:
     """Fits a law to runs.
 
-    Minimises the sum of `loss` over the residuals, from every start, and polishes the
-    best end until rounding stops it. Where an input nearly follows from another, starts
-    from all over the box are tried too, and reported where one of them is better.
+    Minimizes the sum of `loss` over the residuals from every start, and refines the
+    best end until rounding stops it. If two inputs are nearly collinear, starts from
+    the whole box are tried too, and reported if one of them is better.
 
     Args:
-      law: from `published.LAWS`.
+      law: a law of `published.LAWS`.
       data: a column for each of the law's inputs, and one for its target; positive.
-      loss: of a residual: `huber`, half its square up to `delta` and linear beyond;
-        `lad`, its size; `mse`, half its square.
-      delta: of `huber`, above 0.
-      space: whether residuals are of logarithms or of the target itself.
-      weights: of the rows, at least 0; 1 by default.
-      starts: coefficients to start from, beside the law's own.
-      fixed: coefficients that are given, by name; they count as known in intervals and
-        degrees of freedom.
-      bounds: the least and the largest value of coefficients, by name.
-      bootstrap: number of resamples for the intervals, fitted from the optimum; with
-        none they come from the curvature. Of more than 4,096 rows they are drawn from
-        a normal law (`intervals.draw_normal`).
+      loss: loss of a residual: `huber`, half its square up to `delta` and linear
+        beyond; `lad`, its absolute value; `mse`, half its square.
+      delta: threshold of `huber`, above 0.
+      space: `log` for residuals of logarithms, `linear` for those of the target itself.
+      weights: weights of the rows, at least 0; 1 by default.
+      starts: coefficients of further starts, in addition to the law's own.
+      fixed: given coefficients by name; they count as known in intervals and degrees of
+        freedom.
+      bounds: smallest and largest value of coefficients, by name.
+      bootstrap: number of resamples for the intervals, fitted from the optimum; with 0
+        the intervals come from the curvature. With more than 4,096 rows resamples are
+        drawn from a normal distribution (`intervals.draw_normal`).
       cluster: labels; rows with equal labels are resampled together.
       level: probability of the intervals, in (0, 1).
-      seed: of the resamples.
-      held_out: a mask of the rows that are not fitted; the fit is scored on them.
-      progress: called with the number of resamples done.
+      seed: seed of the resamples.
+      held_out: mask of the rows that are not fitted; the fit is scored on them.
+      progress: called with the number of completed resamples.
 
     Returns:
-      The fit, with all that is doubtful about it in `warnings`.
+      The fit, with its problems in `warnings`.
 
     Raises:
-      ValueError: the data cannot be fitted (see `observations.observe`), an argument
-        is outside its range, or `held_out` has no row.
+      ValueError: the data cannot be fitted (see `observations.make_observations`), an
+        argument is outside its range, or `held_out` has no row.
 
     Source: the objective is that of Hoffmann et al. 2022, arXiv:2203.15556,
     section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
@@ -115,7 +116,7 @@ def fit(
     if held_out is not None:
         mask = np.asarray(held_out, bool)
         if not mask.any():
-            raise ValueError("no run is held out: there is nothing to score")
+            raise ValueError("held_out has no row: at least one run must be scored")
         columns = {name: np.asarray(column) for name, column in data.items()}
         larger = {name: column[mask] for name, column in columns.items()}
         data = {name: column[~mask] for name, column in columns.items()}
@@ -123,20 +124,20 @@ def fit(
             None if x is None else np.asarray(x)[~mask] for x in (weights, cluster)
         )
     fixed, bounds = dict(fixed or {}), dict(bounds or {})
-    limits = restrictions.limits(law, fixed, bounds)
-    seen = observe(law, data, weights, cluster, num_given=len(fixed))
+    limits = restrictions.coordinate_limits(law, fixed, bounds)
+    seen = make_observations(law, data, weights, cluster, num_given=len(fixed))
     restrictions.refuse_high_floor(law, limits, seen.target)
-    form = restrictions.restrict(law, limits, seen.centre)
-    problem = Problem(form, seen, loss, float(delta), space, limits)
+    form = restrictions.restrict_law(law, limits, seen.centre)
+    problem = FitProblem(form, seen, loss, float(delta), space, limits)
     first = law.starts(seen.level)
     if starts:
         first = np.concatenate([first, _coordinates(law, starts, seen)])
-    first = restrictions.inward(law, form, first, seen.centre)
+    first = restrictions.to_restricted(law, form, first, seen.centre)
     few = problem._replace(seen=seen.thinned(levenberg_marquardt.MANY_ROWS))
-    ends = levenberg_marquardt.solve(few, _repeat(few, len(first)), first)
+    ends = levenberg_marquardt.solve_weightings(few, _repeat(few, len(first)), first)
     found = diagnostics.compare_starts(few, ends)
     best, objective = _polish(problem, ends.coordinates[found.best])
-    if diagnostics.collinear(problem, _NEARLY_COLLINEAR):
+    if diagnostics.find_collinear(problem, _NEARLY_COLLINEAR):
         wide = _search_widely(problem)
         other, reached = _polish(problem, wide.coordinates[np.argmin(wide.objective)])
         if reached < objective * (1 - _BETTER):
@@ -146,9 +147,11 @@ def fit(
     samples = None
     if bootstrap:
         samples = _resample(problem, best, bootstrap, seed, progress)
-    result = assemble.report(problem, data, found, best, objective, samples, level)
-    # In the law's own coordinates, and what was given to the bit.
-    own = functools.partial(restrictions.outward, law, form, centre=seen.centre)
+    result = assemble.assemble_result(
+        problem, data, found, best, objective, samples, level
+    )
+    # In the law's own coordinates, with fixed values exact to the bit.
+    own = functools.partial(restrictions.from_restricted, law, form, centre=seen.centre)
     ends = {name: (value, value) for name, value in fixed.items()}
     result = result._replace(
         coefficients=result.coefficients | fixed,
@@ -158,24 +161,24 @@ def fit(
         fixed=fixed,
         bounds=bounds,
     )
-    return result if larger is None else scored(result, larger)
+    return result if larger is None else score_held_out(result, larger)
 
 
-def scored(result: FitResult, data: Mapping[str, Any]) -> FitResult:
-    """Scores a fit on runs that it has not seen, and doubts it where they contradict.
+def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
+    """Scores a fit on held-out runs; adds a warning if they contradict its intervals.
 
     Args:
       result: the fit.
       data: columns of at least one run.
     """
-    held_out = prediction.score(result, data)
-    doubts = diagnostics.held_out(held_out, result.warnings)
+    held_out = prediction.score_fit(result, data)
+    doubts = diagnostics.held_out_warnings(held_out, result.warnings)
     warnings = [*result.warnings, *doubts]
     return result._replace(held_out=held_out, warnings=warnings)
 
 
-def abridged(num_rows: int) -> str:
-    """Says what is done on a part of so many rows; nothing where all is on all."""
+def describe_thinning(num_rows: int) -> str:
+    """Describes the steps that use a part of `num_rows` rows; "" if none does."""
     most = levenberg_marquardt.MANY_ROWS
     if num_rows <= most:
         return ""
@@ -187,20 +190,20 @@ def abridged(num_rows: int) -> str:
 
 
 def _resample(
-    problem: Problem,
+    problem: FitProblem,
     best: np.ndarray,
     num_resamples: int,
     seed: int,
     progress: Report | None,
 ) -> np.ndarray:
-    """Fits resamples from the optimum; of very many rows, draws what they would be."""
+    """Fits resamples from the optimum; for many rows, draws them from a normal."""
     rng, seen = np.random.default_rng(seed), problem.seen
     report = progress or (lambda done: None)
     if seen.num_points > levenberg_marquardt.MANY_ROWS:
         samples = intervals.draw_normal(problem, best, num_resamples, rng)
         report(num_resamples)
         return samples
-    resampled = levenberg_marquardt.solve(
+    resampled = levenberg_marquardt.solve_weightings(
         problem,
         lambda count: levenberg_marquardt.draw_weights(seen, count, rng),
         np.tile(best, (num_resamples, 1)),
@@ -213,27 +216,27 @@ _NEARLY_COLLINEAR = 0.3
 """Spread of one input, given another, over its whole spread, below which starts are
 drawn from the whole box."""
 _BETTER = 1e-8
-"""Share by which such a start must lower the objective to count."""
+"""Relative decrease of the objective by which such a start is better."""
 _NUM_DRAWN, _NUM_KEPT, _MAX_ROUNDS, _MAX_DRAWN_ROWS = 256, 32, 6, 512
 
 
-def _search_widely(problem: Problem) -> Solution:
-    """Fits from starts all over the box, and goes on from the best ends.
+def _search_widely(problem: FitProblem) -> Solution:
+    """Fits from starts in the whole box, and continues from the best ends.
 
-    Where one input follows from another, optima lie in long valleys and at walls (a
-    floor of nothing, a steep term of one run), which the law's own starts miss: on 5 of
-    24 sets of 8 to 24 runs, by up to 2.9 %. These starts miss none of them.
+    If inputs are collinear, optima lie in long valleys and at bounds (a floor of zero,
+    a steep term of one run), which the law's own starts miss: on 5 of 24 sets of 8 to
+    24 runs, by up to 2.9 %. These starts miss none of them.
     """
     few = problem._replace(seen=problem.seen.thinned(_MAX_DRAWN_ROWS))
     low, high = few.box
     rng = np.random.default_rng(0)
     starts = rng.uniform(low, high, (_NUM_DRAWN, low.size))
-    ends = levenberg_marquardt.solve(few, _repeat(few, _NUM_DRAWN), starts)
+    ends = levenberg_marquardt.solve_weightings(few, _repeat(few, _NUM_DRAWN), starts)
     ends = Solution(*(x[np.argsort(ends.objective)[:_NUM_KEPT]] for x in ends))
     for _ in range(_MAX_ROUNDS):  # of 300 steps each
         before = ends.objective.min()
         weights = _repeat(few, _NUM_KEPT)
-        again = levenberg_marquardt.solve(
+        again = levenberg_marquardt.solve_weightings(
             few, weights, ends.coordinates, tolerance=1e-16
         )
         ends = again._replace(num_steps=ends.num_steps + again.num_steps)
@@ -242,19 +245,19 @@ def _search_widely(problem: Problem) -> Solution:
     return ends
 
 
-def _repeat(problem: Problem, num_problems: int) -> np.ndarray:
+def _repeat(problem: FitProblem, num_problems: int) -> np.ndarray:
     return np.tile(problem.seen.weights, (num_problems, 1))
 
 
-def _polish(problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float]:
-    """Steps on until the objective falls no more, or hardly, where a step is long."""
+def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
+    """Continues until the objective stops falling; more loosely for many rows."""
     weights = problem.seen.weights[None]
     is_long = problem.seen.num_points > levenberg_marquardt.MANY_ROWS
-    end = levenberg_marquardt.solve(
+    end = levenberg_marquardt.solve_weightings(
         problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
     )
     best, objective = end.coordinates[0], float(end.objective[0])
-    if problem.loss == "lad":  # which was rounded off at its corner
+    if problem.loss == "lad":  # the optimizer rounds its corner off
         objective = float(weights[0] @ np.abs(problem.residuals(best)))
     return best, objective
 
@@ -262,7 +265,7 @@ def _polish(problem: Problem, start: np.ndarray) -> tuple[np.ndarray, float]:
 def _coordinates(
     law: Law, starts: Sequence[Mapping[str, float]], seen: Observations
 ) -> np.ndarray:
-    """Turns a caller's starts into centred coordinates."""
+    """Turns the caller's starts into centred coordinates."""
     rows = []
     for start in starts:
         if set(start) != set(law.coefficients):

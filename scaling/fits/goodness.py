@@ -1,4 +1,4 @@
-"""Whether a law follows its runs: how far residuals reach, and whether they arch."""
+"""Goodness of fit: sizes of residuals, and smooth curves in them."""
 
 import itertools
 import math
@@ -9,27 +9,27 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
-# Where doubt begins: of sound surfaces (the experiment `fit_coverage`), of 32 and 240
-# runs with normal or heavy-tailed noise, fewer than one in a hundred is beyond these.
+# Thresholds: of sound surfaces (the experiment `fit_coverage`) of 32 and 240 runs with
+# normal or heavy-tailed noise, fewer than one in a hundred exceeds them.
 _LARGE = 0.05
-"""Residual, of logarithms, beyond which one run in ten is far off."""
+"""Log residual exceeded by one run in ten that counts as large."""
 _LARGE_SHARE = 0.1
-"""The same, of how far the runs' losses lie apart: of noisy ones it may be larger."""
+"""The same as a share of the spread of the runs' losses; the larger limit applies."""
 _ARCH_SHARE = 0.1
-"""Share of the residuals' squares that smooth curves may take."""
+"""Share of the residuals' squares that smooth curves may explain."""
 _EXACT = 1e-5
-"""Residual below which runs lie on the law, whatever is left."""
+"""Residual below which runs follow the law exactly."""
 CHANCE = 1e-3
-"""Probability below which a finding is not taken for chance."""
+"""Significance level of the F test."""
 
 
 class Goodness(NamedTuple):
-    """Sizes of residuals, of logarithms.
+    """Quantiles of the absolute log residuals.
 
     Attributes:
-      half: half of them are smaller.
-      most: nine tenths are.
-      worst: the largest.
+      half: median.
+      most: 90th percentile.
+      worst: maximum.
     """
 
     half: float
@@ -37,44 +37,45 @@ class Goodness(NamedTuple):
     worst: float
 
 
-def measure(residuals: Float[np.ndarray, " n"]) -> Goodness:
-    """Measures residuals of logarithms."""
+def measure_goodness(residuals: Float[np.ndarray, " n"]) -> Goodness:
+    """Returns quantiles of log residuals."""
     size = np.abs(residuals)
     return Goodness(*(float(np.quantile(size, share)) for share in (0.5, 0.9, 1.0)))
 
 
 def is_far(residuals: Float[np.ndarray, " n"], target: Float[np.ndarray, " n"]) -> bool:
-    """Tells whether one run in ten is farther off than a law of losses should be.
+    """Returns True if one run in ten has a large residual for a law of losses.
 
     Args:
-      residuals: of logarithms.
-      target: logarithms of what was seen.
+      residuals: log residuals.
+      target: logarithms of the observed target.
     """
     low, high = np.quantile(target, (0.05, 0.95))
-    return measure(residuals).most > max(_LARGE, _LARGE_SHARE * float(high - low))
+    return measure_goodness(residuals).most > max(
+        _LARGE, _LARGE_SHARE * float(high - low)
+    )
 
 
-def arch(
+def find_arch(
     residuals: Float[np.ndarray, " n"],
     slopes: Float[np.ndarray, "n k"],
     inputs: Float[np.ndarray, "inputs n"],
     num_runs: int,
 ) -> float:
-    """Looks for a smooth curve in residuals that the law itself cannot follow.
+    """Tests residuals for a smooth curve that the law itself cannot follow.
 
-    An F test of squares, cubes and products of the inputs' logarithms beside the law's
-    own slopes; residuals are clipped at three spreads, so that no outlier bends them.
+    An F test of squares, cubes and products of the log inputs in addition to the law's
+    own slopes; residuals are clipped at three spreads, so that no outlier dominates.
 
     Args:
-      residuals: of logarithms.
-      slopes: of the law, by coefficient.
-      inputs: logarithms.
-      num_runs: how many rows tell of their own; fewer than there are where runs have
-        several.
+      residuals: log residuals.
+      slopes: derivatives of the law by its coefficients.
+      inputs: log inputs.
+      num_runs: number of independent rows; fewer than all if runs have several rows.
 
     Returns:
-      The share of the residuals' squares that the curve takes; 0 where it may be
-      chance, or there are too few rows to tell.
+      The share of the residuals' squares that the curve explains; 0 if it is not
+      significant, or if there are too few rows.
     """
     x = inputs - inputs.mean(1, keepdims=True)
     x = x / np.maximum(x.std(1, keepdims=True), 1e-300)
@@ -95,43 +96,43 @@ def arch(
     if share < _ARCH_SHARE or spread < _EXACT:
         return 0.0
     ratio = (plain - curved) / len(powers) / max(curved / freedom, 1e-300)
-    return share if chance(ratio, len(powers), freedom) < CHANCE else 0.0
+    return share if f_test_p_value(ratio, len(powers), freedom) < CHANCE else 0.0
 
 
-def chance(ratio: float, freedom: int, freedom_below: int) -> float:
-    """Gives the probability of a larger F; 0.0552 for 2.71 with 4 and 23 degrees.
+def f_test_p_value(ratio: float, freedom: int, freedom_below: int) -> float:
+    """Returns the probability of a larger F; 0.0552 for 2.71 with 4 and 23 degrees.
 
     Args:
-      ratio: of two mean squares.
-      freedom: of the upper one, at least 1.
-      freedom_below: of the lower one, at least 1.
+      ratio: ratio of two mean squares.
+      freedom: degrees of freedom of the numerator, at least 1.
+      freedom_below: degrees of freedom of the denominator, at least 1.
     """
     return float(special.fdtrc(freedom, freedom_below, max(ratio, 0.0)))
 
 
 def _left(y: np.ndarray, columns: np.ndarray) -> float:
-    """The sum of squares that least squares on some columns leave."""
+    """Returns the residual sum of squares of least squares on some columns."""
     basis = np.linalg.qr(columns)[0]
     rest = y - basis @ (basis.T @ y)
     return float(rest @ rest)
 
 
-def coverage_in_doubt(covered: float, num_points: int) -> bool:
-    """Tells whether 90 % intervals hold too few of the runs to be believed.
+def is_coverage_low(covered: float, num_points: int) -> bool:
+    """Returns True if 90 % intervals have too few of the held-out runs inside.
 
     Args:
-      covered: the share of runs inside.
-      num_points: of them.
+      covered: share of runs inside.
+      num_points: number of runs.
 
     Returns:
-      Whether it is below 80 % and three standard errors short; errors of runs beyond
-      the fitted ones have much in common, so that less says nothing.
+      True if the share is below 80 % and more than three standard errors too low.
+      Errors of runs beyond the fitted range are correlated, so the limit is wide.
     """
     error = math.sqrt(0.9 * (1 - 0.9) / num_points)
     return covered < min(0.9 - 0.1, 0.9 - 3 * error)
 
 
 def percentages(sizes: Sequence[float]) -> str:
-    """Writes sizes of residuals, such as "0.42, 1.9 and 12 %"."""
+    """Formats sizes of residuals, such as "0.42, 1.9 and 12 %"."""
     first = ", ".join(f"{100 * x:.2g}" for x in sizes[:-1])
     return f"{first} and {100 * sizes[-1]:.2g} %"

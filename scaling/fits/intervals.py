@@ -1,14 +1,14 @@
-"""How far a fitted number may be off.
+"""Confidence intervals of fitted numbers.
 
 Resampling draws whole runs (Efron's percentile interval of pairs), because runs differ
 in more than noise. On simulated Chinchilla surfaces with normal or Student's noise,
-400 each, its 90 % intervals hold the truth in 94-97 % for 32 runs and in 90-94 % for
-240 (experiment `fit_coverage`). A Huber optimum of few runs jumps between them,
-which makes its resamples wider than the truth, so nothing is widened there: with
+400 each, the 90 % intervals cover the truth in 94-97 % for 32 runs and in 90-94 % for
+240 (experiment `fit_coverage`). A Huber optimum of few runs jumps between runs, which
+makes its resamples wider than the truth, so these intervals are not widened: with
 Student's t in place of the normal, 96-98 %. Least squares do not jump; their resamples
-are too narrow by what the coefficients fitted take (87 %), and are widened (90-94 %).
-Dropped, 32 runs, 200 surfaces each: BCa intervals 88-93 %, basic ones 83-92 %, those
-from the curvature 82-87 %.
+are too narrow by the degrees of freedom of the coefficients (87 %), and are widened
+(90-94 %). Rejected alternatives, 32 runs, 200 surfaces each: BCa intervals 88-93 %,
+basic ones 83-92 %, those from the curvature 82-87 %.
 """
 
 import math
@@ -19,21 +19,21 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
-from scaling.fits.levenberg_marquardt import Loss, Problem
+from scaling.fits.levenberg_marquardt import FitProblem, Loss
 from scaling.laws import evaluation
 
 
-def from_samples(
+def percentile_intervals(
     estimate: Any, samples: Any, level: float, *, loss: Loss, num_points: int, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes percentile intervals.
 
     Args:
-      estimate: of the fit itself, any shape.
-      samples: of the resamples, which are the leading axis.
-      level: probability.
-      loss: that was fitted; intervals of `mse` are widened around the estimate.
-      num_points: that were fitted.
+      estimate: value of the fit, of any shape.
+      samples: values of the resamples, along the leading axis.
+      level: probability of the interval.
+      loss: loss of the fit; intervals of `mse` are widened around the estimate.
+      num_points: number of fitted runs.
       k: number of coefficients.
 
     Returns:
@@ -47,14 +47,14 @@ def from_samples(
 
 
 def widening(level: float, num_points: int, k: int) -> float:
-    """Gives the factor from a resampled spread of least squares to an interval."""
+    """Returns the factor from a resampled spread of least squares to an interval."""
     freedom = max(1, num_points - k)
     normal = statistics.NormalDist().inv_cdf((1 + level) / 2)
-    return math.sqrt(num_points / freedom) * student(level, freedom) / normal
+    return math.sqrt(num_points / freedom) * student_t(level, freedom) / normal
 
 
-def student(level: float, freedom: int) -> float:
-    """Gives t with P(|T| < t) = level, for Student's distribution.
+def student_t(level: float, freedom: int) -> float:
+    """Returns t with P(|T| < t) = level, for Student's distribution.
 
     With 27 degrees of freedom and a level of 0.9, 1.7033.
     """
@@ -62,15 +62,15 @@ def student(level: float, freedom: int) -> float:
 
 
 def curvature(
-    problem: Problem, coordinates: Float[np.ndarray, " k"]
+    problem: FitProblem, coordinates: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, "free free"], Float[np.ndarray, "k k"]]:
     """Estimates the covariance of coordinates from the slopes at the optimum.
 
     Returns:
-      The Gauss-Newton matrix of the residuals in the k coordinates that are free, and
-      the covariance of all: its inverse times E[psi^2] / E[psi']^2, psi being the
-      derivative of the loss, times n / (n - k); squared where the loss is robust,
-      because such fits pass through points. What is given does not vary.
+      The Gauss-Newton matrix of the residuals in the k free coordinates, and the
+      covariance of all: its inverse times E[psi^2] / E[psi']^2, with psi the derivative
+      of the loss, times n / (n - k); squared for robust losses, because such fits pass
+      through points. Fixed coordinates have no variance.
 
     Source: Huber 1981, Robust Statistics, section 7.6.
     """
@@ -85,9 +85,9 @@ def curvature(
     else:
         delta = problem.deltas()[-1]
         clipped = np.clip(residuals, -delta, delta)
-        # How probable a residual below delta is, also where few are: counting those
-        # would count the points that the fit passes through. Half of the residuals are
-        # within their median, and the density is taken as level up to there.
+        # Probability of a residual below delta: counting residuals below delta would
+        # count the points that the fit passes through. Half of the residuals are below
+        # the median, and the density is taken as constant up to there.
         size = np.abs(residuals)
         window = max(delta, float(np.median(size)), 1e-300)
         share = max(float(np.mean(size <= window)) * delta / window, 1e-300)
@@ -99,23 +99,23 @@ def curvature(
 
 
 def draw_normal(
-    problem: Problem,
+    problem: FitProblem,
     coordinates: Float[np.ndarray, " k"],
     num_draws: int,
     rng: np.random.Generator,
 ) -> Float[np.ndarray, "draws k"]:
-    """Draws coordinates as resamples of very many rows would scatter.
+    """Draws coordinates from the normal limit of resampling, for many rows.
 
-    The optimum of a resample is, to first order, the optimum less the inverse
-    curvature times the slopes of the runs drawn; of many runs their sum is normal. On
+    The optimum of a resample is, to first order, the optimum minus the inverse
+    curvature times the slopes of the drawn runs; for many runs their sum is normal. On
     4,096 rows of simulated Chinchilla surfaces the widths are within 10 % of those of
-    resamples, and no row is read more than once.
+    resamples, and every row is read once.
 
     Args:
-      problem: what was minimised.
+      problem: the fit problem.
       coordinates: its optimum.
-      num_draws: at least 1.
-      rng: draws them.
+      num_draws: number of draws, at least 1.
+      rng: random generator.
 
     Source: the clustered sandwich of Liang & Zeger 1986, Biometrika 73(1), with
     Huber's curvature 1981, Robust Statistics, section 7.6.
@@ -126,8 +126,8 @@ def draw_normal(
     if problem.loss != "mse":
         delta = problem.deltas()[-1]
         pull = np.clip(residuals, -delta, delta)
-        # The share of residuals within delta is their density times its width; where
-        # delta is tiny the density is read off a tenth of them.
+        # The share of residuals within delta is their density times its width; for a
+        # tiny delta the density is estimated from a tenth of them.
         size = np.abs(residuals)
         window = max(delta, float(np.quantile(size, 0.1)), 1e-300)
         bend = (size <= window) * (delta / window)
@@ -141,9 +141,9 @@ def draw_normal(
 
 
 def _linearised(
-    problem: Problem, coordinates: Float[np.ndarray, " k"]
+    problem: FitProblem, coordinates: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, "n k"]]:
-    """Residuals in the problem's space, and their slopes."""
+    """Returns residuals in the problem's space, and their slopes."""
     seen, residuals = problem.seen, problem.residuals(coordinates)
     slopes = evaluation.slopes(problem.law, coordinates, seen.logs)
     if problem.space == "linear":
@@ -152,13 +152,13 @@ def _linearised(
 
 
 def scaled_bends(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sizes of coordinates of unit curvature; in these the bends, and directions."""
+    """Returns scales of unit curvature, scaled eigenvalues, and directions."""
     size = np.sqrt(np.maximum(np.diagonal(matrix), 1e-300))
     return size, *np.linalg.eigh(matrix / np.outer(size, size))
 
 
 def _inverse(matrix: np.ndarray) -> np.ndarray:
-    """Inverts a curvature; a free direction gets a huge variance, not none."""
+    """Inverts a curvature; a flat direction gets a huge, finite variance."""
     size, bends, directions = scaled_bends(matrix)
     bends = np.maximum(bends, 1e-14 * bends[-1])
     return (directions / bends) @ directions.T / np.outer(size, size)

@@ -1,4 +1,4 @@
-"""Runs the optimiser on observations: in float64, in pieces, from many starts."""
+"""Fits of observations with the optimizer: in float64, in batches, from many starts."""
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -19,31 +19,31 @@ Report = Callable[[float], None]
 
 DELTA = 1e-3
 LAST_DELTA = 1e-8
-"""Below it Huber's loss is, to rounding, the absolute value times delta."""
+"""Delta at which Huber's loss equals the absolute value times delta, up to rounding."""
 _PIECE, _LEAST_PIECE = 1024, 64
-"""Problems in one call: one compiled program, and pauses in which to report."""
+"""Problems of one call: one compiled program, with progress reports in between."""
 _MAX_WEIGHTS = 2**24
-"""Weights in one call: with more points, a call has fewer problems."""
+"""Weights of one call: with more points, a call has fewer problems."""
 MANY_ROWS = 4096
-"""With more rows problems are solved one after the other: the memory of a row is then
-that of one problem. Starts are compared on so many rows, and intervals are not drawn
-from resamples (`intervals.draw_normal`)."""
+"""Number of rows above which problems are solved one after another, to limit memory.
+Starts are then compared on so many rows, and intervals are not resampled
+(`intervals.draw_normal`)."""
 _POINTS = 16
-"""Points are padded to a multiple of it, so that similar sizes share a program;
-few ones to twice that."""
+"""Points are padded to a multiple of it, so that similar sizes share a program; small
+numbers of points to twice that."""
 
 
-class Problem(NamedTuple):
-    """What is minimised, over which runs.
+class FitProblem(NamedTuple):
+    """A fit problem: law, runs and objective.
 
     Attributes:
-      law: what is fitted.
+      law: law to fit.
       seen: the runs.
-      loss: of a residual: `huber`, quadratic up to `delta` and linear beyond; `lad`,
-        its size; `mse`, half its square.
-      delta: see there.
-      space: whether residuals are of logarithms or of the target itself.
-      limits: of coordinates that are given or bounded, as `restrictions` has them.
+      loss: loss of a residual: `huber`, quadratic up to `delta` and linear beyond;
+        `lad`, its absolute value; `mse`, half its square.
+      delta: threshold of `huber`.
+      space: `log` for residuals of logarithms, `linear` for those of the target.
+      limits: limits of fixed or bounded coordinates, see `restrictions`.
     """
 
     law: Law
@@ -55,22 +55,22 @@ class Problem(NamedTuple):
 
     @property
     def box(self) -> tuple[np.ndarray, np.ndarray]:
-        """Least and largest coordinates."""
-        return restrictions.box(self.law, self.seen.level, self.limits)
+        """Smallest and largest coordinates."""
+        return restrictions.coordinate_box(self.law, self.seen.level, self.limits)
 
     @property
     def free(self) -> Bool[np.ndarray, " k"]:
-        """Which coordinates are fitted: all that are not given."""
+        """Mask of the fitted coordinates."""
         ends = [self.limits.get(name, (0, 1)) for name in self.law.coefficients]
         return np.array([low < high for low, high in ends])
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the coefficients that are not fitted."""
+        """Names of the fixed coefficients."""
         return tuple(name for name, (low, high) in self.limits.items() if low == high)
 
     def deltas(self) -> list[float]:
-        """The deltas to go through: a small one is approached from larger ones."""
+        """Returns a falling sequence of deltas, which ends at the problem's."""
         if self.loss == "mse":
             return [np.inf]
         last = LAST_DELTA if self.loss == "lad" else self.delta
@@ -80,15 +80,15 @@ class Problem(NamedTuple):
     def residuals(
         self, coordinates: Float[np.ndarray, " k"]
     ) -> Float[np.ndarray, " n"]:
-        """Computes prediction minus what was seen, in the problem's space."""
+        """Returns prediction minus observation, in the problem's space."""
         value = evaluation.values(self.law, coordinates[None], self.seen.logs)[0]
         if self.space == "log":
             return value - self.seen.target
         return np.exp(value) - np.exp(self.seen.target)
 
 
-def solve(
-    problem: Problem,
+def solve_weightings(
+    problem: FitProblem,
     weights: Float[np.ndarray, "problems n"] | Callable[[int], np.ndarray],
     starts: Float[np.ndarray, "problems k"],
     *,
@@ -99,16 +99,17 @@ def solve(
     """Fits many weightings of the same runs, each from its own start.
 
     Args:
-      problem: what is minimised.
-      weights: of the runs, instead of those in `problem.seen`; or what makes the next
-        so many problems' weights, where all together are too large.
+      problem: the fit problem.
+      weights: weights of the runs, instead of those in `problem.seen`; or a function
+        that returns the weights of the next problems, if all are too large.
       starts: coordinates.
-      box: least and largest coordinates of each problem; by default those of `problem`.
-      tolerance: see `multistart.Settings`; a stage of a small delta scales it.
-      report: called with the number of problems done.
+      box: smallest and largest coordinates of each problem; by default those of
+        `problem`.
+      tolerance: see `multistart.SolverSettings`; scaled down with a small delta.
+      report: called with the number of completed problems.
 
     Returns:
-      The ends, on the host, in float64.
+      The solutions, on the host, in float64.
     """
     size = _PIECE
     while size > _LEAST_PIECE and size * problem.seen.num_points > _MAX_WEIGHTS:
@@ -128,14 +129,14 @@ def solve(
 
 
 def _solve_piece(
-    problem: Problem,
+    problem: FitProblem,
     weights: np.ndarray,
     starts: np.ndarray,
     box: Sequence[np.ndarray],
     size: int,
     tolerance: float,
 ) -> Solution:
-    """Solves at most `size` problems in a call of that many."""
+    """Solves at most `size` problems, padded to `size`."""
     seen, count = problem.seen, len(starts)
     unit = _POINTS if seen.num_points > 8 * _POINTS else 2 * _POINTS
     room = -seen.num_points % unit
@@ -145,7 +146,7 @@ def _solve_piece(
         box = [np.pad(x, ((0, size - count), (0, 0)), "edge") for x in box]
     with jax.enable_x64(True):
         lanes = min(size, _LEAST_PIECE)
-        call = multistart.compiled(problem.law, problem.space, lanes)
+        call = multistart.compiled_minimize(problem.law, problem.space, lanes)
         full = np.zeros((size, seen.num_points + room))
         full[:count, : seen.num_points] = weights
         x = np.zeros((size, starts.shape[1]))
@@ -156,7 +157,9 @@ def _solve_piece(
         for delta in problem.deltas():
             scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
             least = jnp.float64(tolerance * scale)
-            settings = multistart.Settings(jnp.float64(delta), jnp.int32(count), least)
+            settings = multistart.SolverSettings(
+                jnp.float64(delta), jnp.int32(count), least
+            )
             end = call(*arrays, jnp.asarray(x), walls, settings)
             x = np.asarray(end.coordinates)
             steps += np.asarray(end.num_steps)[:count]
@@ -167,14 +170,14 @@ def _solve_piece(
 def draw_weights(
     seen: Observations, num_resamples: int, rng: np.random.Generator
 ) -> Float[np.ndarray, "resamples n"]:
-    """Draws runs with replacement, as many as there are; counts how often each came.
+    """Draws runs with replacement; returns weights times the counts of the draws.
 
     Rows of one cluster are drawn together.
 
     Args:
       seen: the runs.
-      num_resamples: how many times.
-      rng: draws them.
+      num_resamples: number of resamples.
+      rng: random generator.
     """
     num_runs = int(seen.cluster.max()) + 1
     share = np.full(num_runs, 1 / num_runs)

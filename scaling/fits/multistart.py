@@ -1,14 +1,14 @@
 """Robust nonlinear least squares, thousands of problems at a time, in float64.
 
 Levenberg-Marquardt on Huber's objective. The curvature of a residual beyond delta is
-zero in Newton's method, which then jumps too far, and delta / |r| in reweighted least
-squares, which then creeps. Here it is `caution * delta / |r|`: caution starts at 1,
-falls while steps succeed and rises when one fails, so the last steps are Newton's.
-Bootstrap resamples of the surface in `tests/scaling/fits/test_fitting.py` take 6 steps
-in place of 17 of reweighting.
+zero in Newton's method, whose steps are then too long, and delta / |r| in reweighted
+least squares, whose steps are then too short. Here it is `caution * delta / |r|`:
+caution starts at 1, falls while steps succeed and rises when one fails, so the last
+steps are Newton's. Bootstrap resamples of the surface in
+`tests/scaling/fits/test_fitting.py` take 6 steps, and 17 with reweighting.
 
-Problems differ in weights and starts only. A fixed number of lanes works on them; a
-lane whose problem is done takes the next, so nobody waits for the slowest.
+Problems differ in weights and starts only. A fixed number of lanes solves them; a lane
+whose problem is done takes the next, so that no lane waits for the slowest problem.
 """
 
 import functools
@@ -27,14 +27,14 @@ _LAST_DAMPING = 1e12
 _LEAST_CAUTION = 1e-6
 
 
-class Settings(NamedTuple):
-    """When residuals count as outliers, and when to stop; numbers or arrays.
+class SolverSettings(NamedTuple):
+    """Threshold of outliers and stopping criteria; numbers or arrays.
 
     Attributes:
-      delta: residuals beyond it count linearly; infinite for least squares.
-      tolerance: stop when the next step promises to lower the objective by less.
-      max_steps: evaluations that a problem has at most.
-      num_problems: how many of the problems to solve, the first ones.
+      delta: residual beyond which the loss is linear; infinite for least squares.
+      tolerance: expected decrease of the objective at which a problem stops.
+      max_steps: largest number of evaluations of a problem.
+      num_problems: number of problems to solve, the first ones.
     """
 
     delta: Any
@@ -44,14 +44,14 @@ class Settings(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Where the problems ended, on the device or the host.
+    """Solutions of the problems, on the device or the host.
 
     Attributes:
-      coordinates: the best found.
-      objective: the sum of weighted losses there.
-      promise: by how much the next step would have lowered it.
-      damping: of the next step; large where no step helped.
-      num_steps: evaluations it took.
+      coordinates: best coordinates.
+      objective: sum of weighted losses.
+      promise: expected decrease of the objective by the next step.
+      damping: damping of the next step; large if no step succeeded.
+      num_steps: number of evaluations.
     """
 
     coordinates: Float[Any, "problems k"]
@@ -62,7 +62,7 @@ class Solution(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """A problem under way: where it stands, and the objective's slope and bend."""
+    """State of one problem: coordinates, objective, gradient, and curvature."""
 
     problem: Any
     x: Any
@@ -74,21 +74,21 @@ class _Lane(NamedTuple):
     num_steps: Any
 
 
-def residuals(
+def law_residuals(
     law: Law,
     coordinates: Float[Array, " k"],
     logs: Float[Array, "inputs n"],
     target: Float[Array, " n"],
     space: Space,
 ) -> tuple[Float[Array, " n"], Float[Array, "k n"]]:
-    """Computes prediction minus target, and its derivatives.
+    """Returns prediction minus target, and its derivatives.
 
     Args:
-      law: what predicts.
-      coordinates: the law's.
-      logs: logarithms of its inputs.
-      target: logarithms of what it should predict.
-      space: whether the difference is of logarithms or of the numbers themselves.
+      law: the law.
+      coordinates: coordinates of the law.
+      logs: log inputs.
+      target: log targets.
+      space: `log` for differences of logarithms, `linear` for those of the numbers.
     """
     value, rows = law.derivatives(coordinates, logs)
     slopes = jnp.stack(rows)
@@ -98,35 +98,35 @@ def residuals(
     return value - jnp.exp(target), slopes * value[None]
 
 
-def solve(
+def minimize(
     law: Law,
     logs: Float[Array, "inputs n"],
     target: Float[Array, " n"],
     weights: Float[Array, "problems n"],
     starts: Float[Array, "problems k"],
     box: tuple[Float[Array, "*problems k"], Float[Array, "*problems k"]],
-    settings: Settings,
+    settings: SolverSettings,
     *,
     space: Space = "log",
     num_lanes: int = 64,
 ) -> Solution:
-    """Minimises `sum(weights * huber(residuals))` for every problem.
+    """Minimizes `sum(weights * huber(residuals))` for every problem.
 
     Args:
-      law: what is fitted.
-      logs: logarithms of its inputs, centred (`Law.shift`).
-      target: logarithms of what it should predict.
-      weights: of the points, at least 0; a resample's are how often it drew each.
+      law: law to fit.
+      logs: log inputs, centred (`Law.shift`).
+      target: log targets.
+      weights: weights of the points, at least 0; for a resample, counts of its draws.
       starts: coordinates to start from, within the box.
-      box: least and largest coordinates, of all problems or of each; steps end at its
-        walls.
-      settings: see there.
-      space: see `residuals`.
-      num_lanes: problems worked on at once.
+      box: smallest and largest coordinates, of all problems or of each; steps end at
+        the bounds.
+      settings: see `SolverSettings`.
+      space: see `law_residuals`.
+      num_lanes: number of problems solved at once.
 
     Returns:
-      The end of every problem; where no step was finite it is its start, with an
-      infinite objective. So is that of problems not asked for.
+      The solution of every problem. If no step was finite, it is the start, with an
+      infinite objective; so are problems beyond `num_problems`.
     """
     width, k = starts.shape
     axis = None if box[0].ndim == 1 else 0
@@ -137,7 +137,7 @@ def solve(
         return box if axis is None else [x.at[problem].get(mode="clip") for x in box]
 
     def evaluate(x: Any, weight: Any, caution: Any) -> Any:
-        r, slopes = residuals(law, x, logs, target, space)
+        r, slopes = law_residuals(law, x, logs, target, space)
         return _objective(r, slopes, weight, settings.delta, caution)
 
     def fresh(problem: Any) -> _Lane:
@@ -202,13 +202,13 @@ def solve(
 
 
 def _objective(r: Any, slopes: Any, weight: Any, delta: Any, caution: Any) -> Any:
-    """The objective, its gradient, and a matrix between Newton's and reweighting's."""
+    """Returns objective, gradient, and a matrix between Newton's and reweighting's."""
     size = jnp.abs(r)
     inside = size <= delta
     shrink = delta / jnp.maximum(size, delta)
     shrink = jnp.where(inside, jnp.ones_like(shrink), shrink)
     loss = jnp.where(inside, 0.5 * r * r, delta * (size - 0.5 * delta))
-    # An infinite delta leaves inf - inf where the other branch is taken.
+    # An infinite delta gives inf - inf in the branch that is not selected.
     objective = jnp.sum(weight * loss)
     gradient = slopes @ (weight * shrink * r)
     bend = weight * jnp.where(inside, jnp.ones_like(shrink), caution * shrink)
@@ -219,7 +219,7 @@ def _objective(r: Any, slopes: Any, weight: Any, delta: Any, caution: Any) -> An
 
 
 def _step(lane: _Lane, low: Any, high: Any) -> tuple[Any, Any]:
-    """The next step, along the walls where the slope points into them."""
+    """Returns the next step, along the bounds that the slope points into."""
     x, gradient, hessian = lane.x, lane.gradient, lane.hessian
     stuck = ((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0))
     zero, one = jnp.zeros_like(x), jnp.ones_like(x)
@@ -234,9 +234,10 @@ def _step(lane: _Lane, low: Any, high: Any) -> tuple[Any, Any]:
 
 
 def _cholesky_solve(rows: list[list[Any]], b: Any) -> Any:
-    """Solves `A x = b`, A given by its lower triangle, written out for small A.
+    """Solves `A x = b` for small A, given by its lower triangle, written out.
 
-    A batched LAPACK call for every step takes ten times as long as all else together.
+    A batched LAPACK call for every step takes ten times as long as the rest of the
+    step.
     """
     k = len(rows)
     lower: list[list[Any]] = []
@@ -247,7 +248,7 @@ def _cholesky_solve(rows: list[list[Any]], b: Any) -> Any:
             for m in range(j):
                 value = value - line[m] * (lower[j][m] if j < i else line[m])
             if i == j:
-                # Rounding may leave nothing: such a direction is not moved along.
+                # Rounding may leave zero: the step is zero along such a direction.
                 positive = value > 1e-14 * rows[i][i]
                 line.append(jnp.where(positive, jnp.sqrt(jnp.abs(value)), jnp.inf))
             else:
@@ -269,7 +270,7 @@ def _cholesky_solve(rows: list[list[Any]], b: Any) -> Any:
 
 
 def _where(mask: Any, new: Any, old: Any) -> Any:
-    """Chooses lanes."""
+    """Selects lanes by a mask."""
 
     def choose(a: Any, b: Any) -> Any:
         return jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, b)
@@ -278,6 +279,6 @@ def _where(mask: Any, new: Any, old: Any) -> Any:
 
 
 @functools.cache
-def compiled(law: Law, space: Space, num_lanes: int = 64) -> Any:
-    """Returns `solve` for a law, compiled once for every shape of its arguments."""
-    return jax.jit(functools.partial(solve, law, space=space, num_lanes=num_lanes))
+def compiled_minimize(law: Law, space: Space, num_lanes: int = 64) -> Any:
+    """Returns `minimize` for a law, compiled once for every shape of its arguments."""
+    return jax.jit(functools.partial(minimize, law, space=space, num_lanes=num_lanes))

@@ -1,4 +1,4 @@
-"""Checks the runs to be fitted, and puts them into the coordinates of fitting."""
+"""Validation of runs, and their transform to the coordinates of fitting."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,18 +9,19 @@ from jaxtyping import Float, Int
 from scaling.laws import Law
 
 SAME = 1e-3
-"""An input that varies by less, of its size, does not vary."""
+"""Relative variation below which an input counts as constant."""
 
 
 class Observations(NamedTuple):
-    """Runs, ready to be fitted.
+    """Runs in the coordinates of fitting.
 
     Attributes:
-      logs: logarithms of the law's inputs, minus `centre`.
-      centre: logarithms of what the inputs were divided by.
-      target: logarithms of what the law should predict.
-      weights: of the runs, at least 0.
-      cluster: which runs are drawn together when resampling, numbered from 0.
+      logs: log inputs, minus `centre`.
+      centre: logarithms of the units of the inputs.
+      target: log targets.
+      weights: weights of the runs, at least 0.
+      cluster: index of the run of each row, from 0; rows of a run are resampled
+        together.
       level: logarithm of the target's median.
     """
 
@@ -37,7 +38,7 @@ class Observations(NamedTuple):
         return len(self.target)
 
     def thinned(self, most: int) -> "Observations":
-        """Keeps at most so many rows, drawn at random, always the same ones."""
+        """Returns at most `most` rows, drawn at random with a fixed seed."""
         n = self.num_points
         if n <= most:
             return self
@@ -50,7 +51,7 @@ class Observations(NamedTuple):
         )
 
 
-def observe(
+def make_observations(
     law: Law,
     data: Mapping[str, Any],
     weights: Any = None,
@@ -58,20 +59,20 @@ def observe(
     *,
     num_given: int = 0,
 ) -> Observations:
-    """Checks columns and takes their logarithms.
+    """Validates columns and takes their logarithms.
 
     Args:
-      law: says which columns are read.
+      law: law whose columns are read.
       data: columns of equal length, one row for each observation.
-      weights: of the rows; 1 by default.
-      cluster: labels; rows with equal labels come from one run. By default every row
-        is a run of its own.
-      num_given: coefficients that need not be fitted.
+      weights: weights of the rows; 1 by default.
+      cluster: labels; rows with equal labels are of one run. By default every row is
+        a run.
+      num_given: number of fixed coefficients.
 
     Raises:
-      ValueError: a column is missing, has another length, or holds something that is
-        no positive number; there are fewer rows than coefficients; a column never
-        varies; two rows are the same; or the weights are negative or all zero.
+      ValueError: a column is missing, has another length, or has a value that is not a
+        positive number; there are fewer rows than coefficients; a column is constant;
+        two rows are equal; or the weights are negative or all zero.
     """
     columns = [_column(law, data, name) for name in (*law.inputs, law.target)]
     if len({len(column) for column in columns}) > 1:

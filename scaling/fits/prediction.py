@@ -1,4 +1,4 @@
-"""What a fit says of runs that were not fitted: predictions, and how good they were."""
+"""Predictions of a fit for other runs, and their scores."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -12,18 +12,18 @@ from scaling.laws import Law, evaluation
 
 Kind = Literal["confidence", "prediction"]
 _MAX_NUMBERS = 2**24
-"""Of resamples and points at a time."""
+"""Numbers of resamples times points that are evaluated at a time."""
 MAX_SCORED = 4096
-"""Held-out runs whose intervals are looked at; of more, an even selection by place."""
+"""Held-out runs whose intervals are computed; evenly selected from more."""
 
 
 class Prediction(NamedTuple):
-    """A law's target at given inputs.
+    """Values of a law's target for given inputs.
 
     Attributes:
-      loss: in the target's units.
-      low: lower end of the interval; not a number where none was asked for.
-      high: upper end.
+      loss: predicted target.
+      low: lower end of the interval; NaN without an interval.
+      high: upper end of the interval.
     """
 
     loss: Float[np.ndarray, " n"]
@@ -42,13 +42,13 @@ def predict(
     Args:
       result: the fit.
       data: a positive column for each of its inputs.
-      interval: of the law's value (`confidence`), or of a run, with its residual
-        (`prediction`). From the resamples where there are some, else from the
+      interval: `confidence` for the law's value, `prediction` for a run, with its
+        residual. Computed from the resamples if there are some, else from the
         curvature.
       level: probability of the interval, in (0, 1).
 
     Raises:
-      ValueError: a column is missing or not positive, or an argument out of range.
+      ValueError: a column is missing or not positive, or an argument is out of range.
     """
     law = result.find_law()
     if not 0 < level < 1:
@@ -68,10 +68,10 @@ def predict(
         if interval == "prediction":
             variance = variance + np.mean(result.noise**2)
         freedom = max(1, result.num_points - result.num_free)
-        half = intervals.student(level, freedom) * np.sqrt(np.maximum(variance, 0))
+        half = intervals.student_t(level, freedom) * np.sqrt(np.maximum(variance, 0))
         return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
-    # A residual for every resample and point; drawn with a seed, so that asking twice
-    # gives one answer.
+    # A residual for every resample and point, drawn with a fixed seed, so that the
+    # result is deterministic.
     rng, ends = np.random.default_rng(0), []
     size: Any = {"num_points": result.num_points, "k": result.num_free}
     step = max(1, _MAX_NUMBERS // len(result.samples))
@@ -81,7 +81,7 @@ def predict(
         if interval == "prediction":
             samples = samples - rng.choice(result.noise, samples.shape)
         ends.append(
-            intervals.from_samples(
+            intervals.percentile_intervals(
                 value[some], samples, level, loss=result.loss, **size
             )
         )
@@ -89,8 +89,8 @@ def predict(
     return Prediction(np.exp(value), np.exp(low), np.exp(high))
 
 
-def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
-    """Scores a fit on runs that it has not seen.
+def score_fit(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
+    """Scores a fit on held-out runs.
 
     Args:
       result: the fit.
@@ -112,13 +112,13 @@ def score(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
         num_points=len(seen),
         mean_error=float(size.mean()),
         worst_error=float(size.max()),
-        last_error=float(error[np.argmax(compute(law, data))]),
+        last_error=float(error[np.argmax(run_flops(law, data))]),
         covered=covered,
     )
 
 
-def compute(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
-    """Gives the FLOPs of runs: a column of that name, 6 N D, or the first input."""
+def run_flops(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
+    """Returns the FLOPs of runs: the column `flops`, 6 N D, or the first input."""
     if "flops" in data:
         return np.asarray(data["flops"], float)
     if {"num_params", "num_tokens"} <= data.keys():

@@ -1,7 +1,7 @@
-"""How steep a fit's optimum is: the objective over the plane of two coefficients.
+"""Profile of a fit: its objective over the plane of two coefficients.
 
-At every point of the plane the other coefficients are fitted anew, so a valley that
-runs along the plane is a combination of the two that the data does not tell apart.
+At every point of the plane the remaining coefficients are fitted again, so a valley in
+the plane is a combination of the two coefficients that the data does not identify.
 """
 
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling.fits import levenberg_marquardt, observations
-from scaling.fits.levenberg_marquardt import Problem
+from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.result import FitResult
 
 
-def pair(result: FitResult) -> tuple[str, str] | None:
-    """Chooses the plane to look at: two exponents, or an exponent and the floor.
+def choose_pair(result: FitResult) -> tuple[str, str] | None:
+    """Chooses the plane of a profile: two exponents, or an exponent and the floor.
 
     Returns:
-      Names of coefficients whose values do not depend on the units of N, D and C; None
-      if there are not two, or coefficients were given or bounded.
+      Names of two coefficients whose values do not depend on the units of N, D and C;
+      None if there are not two, or if coefficients were fixed or bounded.
     """
     law = result.find_law()
     if result.fixed or result.bounds:
@@ -37,27 +37,29 @@ def pair(result: FitResult) -> tuple[str, str] | None:
     return (free[0].name, free[1].name) if len(free) > 1 else None
 
 
-def profile(
+def profile_objective(
     result: FitResult,
     data: Mapping[str, Any],
     names: tuple[str, str],
     x: Float[np.ndarray, " columns"],
     y: Float[np.ndarray, " rows"],
 ) -> Float[np.ndarray, "rows columns"]:
-    """Computes the objective with two coefficients held and the others fitted.
+    """Returns the objective with two coefficients fixed and the remaining ones fitted.
 
     Args:
       result: a fit.
-      data: what it was fitted to, all weights 1.
-      names: the two coefficients, as `pair` chooses them.
+      data: columns of the fit, with weights of 1.
+      names: the two coefficients, as from `choose_pair`.
       x: values of the first.
       y: values of the second.
 
     Returns:
-      The sum of the losses.
+      Sums of the losses.
     """
     law = result.find_law()
-    seen = observations.observe(law, data, None, np.arange(len(data[law.target])))
+    seen = observations.make_observations(
+        law, data, None, np.arange(len(data[law.target]))
+    )
     starts = np.tile(result.coordinates, (y.size * x.size, 1))
     low, high = (np.tile(wall, (len(starts), 1)) for wall in law.box(seen.level))
     for name, values in zip(names, np.meshgrid(x, y), strict=True):
@@ -65,8 +67,8 @@ def profile(
         held = np.log(values) if law.coordinates[place].log else values
         for each in (starts, low, high):
             each[:, place] = held.ravel()
-    found = levenberg_marquardt.solve(
-        Problem(law, seen, result.loss, result.delta, result.space),
+    found = levenberg_marquardt.solve_weightings(
+        FitProblem(law, seen, result.loss, result.delta, result.space),
         lambda count: np.tile(seen.weights, (count, 1)),
         starts,
         box=(low, high),

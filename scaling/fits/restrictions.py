@@ -1,9 +1,9 @@
-"""Coefficients that are given, or kept within bounds, while the others are fitted.
+"""Fixed and bounded coefficients.
 
-What is restricted is a coefficient in natural units, and fitting moves centred
-coordinates. Exponents and floors are the same in both. A size is not: its coordinate
-holds the exponents too (`Law.shift`), so a law that restricts one is fitted with that
-coordinate as it is in natural units.
+Restrictions apply to coefficients in natural units, while fitting uses centred
+coordinates. Exponents and floors are equal in both. A size is not: its coordinate
+depends on the exponents (`Law.shift`), so a law with a restricted size is fitted with
+that coordinate in natural units.
 """
 
 import dataclasses
@@ -21,37 +21,37 @@ from scaling.laws import Law, evaluation
 Bounds = Mapping[str, tuple[float, float]]
 
 _WIDE = 700.0
-"""As a logarithm, or as a number: what has no bound ends there."""
+"""End of a side without bound, as a logarithm or as a number."""
 
 
-def limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
-    """Checks restrictions, and turns them into limits of coordinates.
+def coordinate_limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
+    """Validates restrictions, and turns them into limits of coordinates.
 
     Args:
-      law: whose coefficients they are.
+      law: the law.
       fixed: values by name.
-      bounds: the least and the largest value by name; minus infinity or 0, and
-        infinity, for none.
+      bounds: smallest and largest value by name; minus infinity or 0, and infinity,
+        mean no bound.
 
     Returns:
-      The limits by name, logarithms where the coordinate is one; equal where the
-      coefficient is fixed.
+      The limits by name, logarithms for logarithmic coordinates; equal for a fixed
+      coefficient.
 
     Raises:
-      ValueError: there is no such coefficient, one is restricted twice, all are fixed,
-        or a value is outside of what the law allows; one line that says which.
+      ValueError: a coefficient does not exist or is restricted twice, all are fixed, or
+        a value is outside the law's range.
     """
     found = {}
     for name, value in fixed.items():
         _check(law, name, (value, value), f"{name}={value:g}")
         found[name] = (value, value)
     for name, (low, high) in bounds.items():
-        said = f"{name} in [{low:g}, {high:g}]"
+        message = f"{name} in [{low:g}, {high:g}]"
         if name in fixed:
-            raise ValueError(f"{said}: it is fixed")
+            raise ValueError(f"{message}: it is fixed")
         if not low < high:
-            raise ValueError(f"{said}: the first must be below the second")
-        _check(law, name, (low, high), said)
+            raise ValueError(f"{message}: the first must be below the second")
+        _check(law, name, (low, high), message)
         found[name] = (low, high)
     if fixed and {*fixed} == {*law.coefficients}:
         raise ValueError(f"{law.name}: all coefficients are fixed: nothing to fit")
@@ -62,35 +62,35 @@ def limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
     }
 
 
-def _check(law: Law, name: str, ends: tuple[float, float], said: str) -> None:
-    """Refuses what is no coefficient of a law, or cannot be one of its values."""
+def _check(law: Law, name: str, ends: tuple[float, float], message: str) -> None:
+    """Checks the name and the values of a restriction."""
     known = {coordinate.name: coordinate for coordinate in law.coordinates}
     if name not in known:
         raise ValueError(
-            f"{said}: {law.name} has no such coefficient; it has {', '.join(known)}"
+            f"{message}: {law.name} has no such coefficient; it has {', '.join(known)}"
         )
     given = [x for x in ends if not math.isinf(x)] if ends[0] != ends[1] else [*ends]
     if not all(map(math.isfinite, given)):
-        raise ValueError(f"{said}: must be finite")
+        raise ValueError(f"{message}: must be finite")
     coordinate, is_fixed = known[name], ends[0] == ends[1]
     if coordinate.log:
         if min(given, default=1) < 0 or (is_fixed and ends[0] == 0):
-            raise ValueError(f"{said}: must be above 0")
+            raise ValueError(f"{message}: must be above 0")
     elif not all(coordinate.low <= x <= coordinate.high for x in given):
         raise ValueError(
-            f"{said}: must be in [{coordinate.low:g}, {coordinate.high:g}]"
+            f"{message}: must be in [{coordinate.low:g}, {coordinate.high:g}]"
         )
 
 
 def refuse_high_floor(
     law: Law, limits: Bounds, target: Float[np.ndarray, " n"]
 ) -> None:
-    """Refuses a floor that is kept above everything that was seen.
+    """Checks that the floor may be below some of the data.
 
     Args:
-      law: whose floor it is, if it has one.
-      limits: of its coordinates, as `limits` gives them.
-      target: logarithms of what was seen.
+      law: the law.
+      limits: limits of its coordinates, as from `coordinate_limits`.
+      target: log targets.
 
     Raises:
       ValueError: no value of the target is above the floor.
@@ -107,37 +107,37 @@ def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 
 
-def box(
+def coordinate_box(
     law: Law, level: float, limits: Bounds
 ) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
-    """Gives the least and the largest coordinates within limits.
+    """Returns the smallest and the largest coordinates within limits.
 
     Args:
-      law: of `restrict`.
+      law: the law, as from `restrict_law`.
       level: logarithm of the target's typical value.
-      limits: of some coordinates.
+      limits: limits of some coordinates.
     """
     least, most = law.box(level)
     for name, (low, high) in limits.items():
         place = law.coefficients.index(name)
-        # A side that is open is the law's own, if the other leaves room for that.
+        # An open side is the law's own, if the other side allows it.
         bottom = min(least[place], high - 1) if math.isinf(low) else low
         top = max(most[place], bottom + 1) if math.isinf(high) else high
         least[place], most[place] = bottom, top
     return least, most
 
 
-def restrict(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> Law:
-    """Gives the law to fit: the same one, unless a size is restricted.
+def restrict_law(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> Law:
+    """Returns the law to fit: the same one, unless a size is restricted.
 
     Args:
       law: the law.
-      limits: of its coordinates.
-      centre: logarithms of what its inputs were divided by.
+      limits: limits of its coordinates.
+      centre: logarithms of the units of its inputs.
 
     Returns:
       The law, or one of the same coefficients whose restricted sizes are coordinates in
-      natural units; `Law.shift` of it leads from its coordinates to natural ones.
+      natural units; its `Law.shift` maps its coordinates to natural ones.
     """
     if not limits:
         return law
@@ -147,8 +147,8 @@ def restrict(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> 
 
 
 def _moved(law: Law, centre: Float[np.ndarray, " inputs"]) -> list[int]:
-    """Finds the coordinates that centring moves."""
-    rng = np.random.default_rng(0)  # that a shift adds up to nothing is no accident
+    """Returns the coordinates that centring changes."""
+    rng = np.random.default_rng(0)  # random values, so that no shift cancels by chance
     natural = np.exp(rng.uniform(0.1, 0.5, (1, len(law.coefficients))))
     moved = evaluation.coordinates(law, natural, centre + rng.uniform(1, 2))
     logged = np.array([coordinate.log for coordinate in law.coordinates])
@@ -158,11 +158,11 @@ def _moved(law: Law, centre: Float[np.ndarray, " inputs"]) -> list[int]:
 
 @functools.lru_cache(maxsize=16)
 def _with_natural(law: Law, places: tuple[int, ...], centre: tuple[float, ...]) -> Law:
-    """Makes the law whose coordinates at some places are natural ones."""
+    """Returns the law with the coordinates at some indices in natural units."""
 
     def centred(x: Any) -> Any:
-        # Each coordinate is itself plus what others make of it, and these chains are
-        # no longer than there are coordinates.
+        # Each coordinate is itself plus a function of other coordinates, and these
+        # chains are no longer than the number of coordinates.
         found = x
         for _ in places:
             natural = law.shift(found, -jnp.asarray(centre))
@@ -185,7 +185,7 @@ def _with_natural(law: Law, places: tuple[int, ...], centre: tuple[float, ...]) 
     )
 
 
-def inward(
+def to_restricted(
     law: Law,
     restricted: Law,
     coordinates: Float[np.ndarray, "problems k"],
@@ -203,13 +203,13 @@ def inward(
     return found
 
 
-def outward(
+def from_restricted(
     law: Law,
     restricted: Law,
     coordinates: Float[np.ndarray, "problems k"],
     centre: Float[np.ndarray, " inputs"],
 ) -> Float[np.ndarray, "problems k"]:
-    """Turns coordinates of a restricted law into those of the law itself."""
+    """Turns coordinates of a restricted law into those of the original law."""
     if restricted is law:
         return coordinates
     natural = evaluation.coefficients(restricted, coordinates, centre)

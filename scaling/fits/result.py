@@ -1,4 +1,4 @@
-"""What a fit returns, and the file that keeps it."""
+"""The result of a fit, and its JSON file."""
 
 import json
 import math
@@ -18,15 +18,15 @@ _MAX_SAMPLES, _MAX_RESIDUALS = 1_000, 10_000
 
 
 class HeldOut(NamedTuple):
-    """How well larger runs were predicted.
+    """Errors of the predictions of held-out runs.
 
     Attributes:
-      num_points: how many there are.
-      mean_error: mean of |ln(predicted / seen)| over them.
-      worst_error: the largest.
+      num_points: number of runs.
+      mean_error: mean of |ln(predicted / seen)|.
+      worst_error: largest |ln(predicted / seen)|.
       last_error: ln(predicted / seen) of the run with the most compute.
-      covered: the share of runs inside their 90 % prediction interval; nothing where
-        the fit has no resamples.
+      covered: share of runs inside their 90 % prediction interval; None if the fit has
+        no resamples.
     """
 
     num_points: int
@@ -37,45 +37,45 @@ class HeldOut(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """A fitted law, with its doubts.
+    """A fitted law, with its intervals and warnings.
 
     Attributes:
-      law: its name.
-      inputs: the columns it was fitted to.
-      coefficients: in natural units, by name.
-      objective: the sum of the losses at the optimum.
-      status: of the best start.
-      statuses: of every start: `converged`; `bound_hit`, converged at the wall of the
-        box; `max_iter`; or `abnormal`, where no step was finite.
-      distinct_minima: number of different optima that starts converged to.
-      covariance: of the coefficients, in their order, from the curvature; huge
-        where the curvature vanishes.
-      intervals: of the coefficients, at `level`; with resamples from them, else from
-        the covariance.
-      samples: centred coordinates of the resamples, or nothing.
-      condition_number: of the curvature, coordinates scaled to unit curvature: 1 is
-        perfect, beyond some 1e6 some directions are free.
-      flat_directions: directions in which the data says nothing, each the change of
+      law: name of the law.
+      inputs: columns of the inputs.
+      coefficients: coefficients in natural units, by name.
+      objective: sum of the losses at the optimum.
+      status: status of the best start.
+      statuses: status of every start: `converged`; `bound_hit`, converged at a bound of
+        the box; `max_iter`; or `abnormal`, without a finite step.
+      distinct_minima: number of different optima of the converged starts.
+      covariance: covariance of the coefficients, in their order, from the curvature;
+        huge along flat directions.
+      intervals: intervals of the coefficients at `level`; from resamples if there are
+        some, else from the covariance.
+      samples: centred coordinates of the resamples, or None.
+      condition_number: condition number of the curvature, coordinates scaled to unit
+        curvature: 1 is ideal, beyond about 1e6 some directions are flat.
+      flat_directions: directions that the data does not identify, each the change of
         coordinates by name, of length one.
-      bounds_hit: coefficients at the wall of the box.
-      warnings: doubts in words; none where the fit is sound.
-      num_points: how many observations were fitted.
-      residuals: of the logarithm of the target, predicted minus seen.
+      bounds_hit: coefficients at a bound of the box.
+      warnings: problems of the fit in words; empty for a sound fit.
+      num_points: number of fitted observations.
+      residuals: log predicted minus log observed target.
       exponents: `a` and `b` of the compute optimum `N* ~ C^a`, `D* ~ C^b`, for laws
         that have one.
-      exponent_intervals: of these.
-      held_out: the score on runs left out, where there is one.
-      loss: what was minimised: `huber`, `lad` or `mse`.
-      delta: of `huber`.
-      space: of the residuals: `log` or `linear`.
+      exponent_intervals: intervals of `a` and `b`.
+      held_out: score on held-out runs, or None.
+      loss: loss of a residual: `huber`, `lad` or `mse`.
+      delta: threshold of `huber`.
+      space: space of the residuals: `log` or `linear`.
       level: probability of the intervals.
       coordinates: the optimum in centred coordinates.
-      centre: logarithms of what the inputs were divided by.
-      noise: residuals to add to a prediction, widened for the coefficients fitted.
-      ranges: the least and the largest value of every input, of the target, and of
-        `flops` = 6 N D where there are both.
-      fixed: coefficients that were given, not fitted, by name.
-      bounds: the least and the largest value of those that were bounded.
+      centre: logarithms of the units of the inputs.
+      noise: residuals to add to a prediction, widened for the fitted coefficients.
+      ranges: smallest and largest value of every input, of the target, and of
+        `flops` = 6 N D if there are both.
+      fixed: fixed coefficients, by name.
+      bounds: smallest and largest value of bounded coefficients, by name.
     """
 
     law: str
@@ -110,15 +110,15 @@ class FitResult(NamedTuple):
 
     @property
     def num_free(self) -> int:
-        """Number of coefficients that were fitted."""
+        """Number of fitted coefficients."""
         return len(self.coefficients) - len(self.fixed)
 
     def find_law(self) -> Law:
-        """Returns the law, of the columns that it was fitted to."""
-        return published.find(self.law).over(*self.inputs)
+        """Returns the law, with the columns of the fit."""
+        return published.find_law(self.law).over(*self.inputs)
 
     def sampled(self) -> Float[np.ndarray, "resamples k"]:
-        """Returns the resamples' coefficients in natural units; none, if none."""
+        """Returns the resamples' coefficients in natural units, or an empty array."""
         law = self.find_law()
         if self.samples is None:
             return np.zeros((0, len(law.coefficients)))
@@ -126,10 +126,10 @@ class FitResult(NamedTuple):
 
 
 def to_json(result: FitResult) -> dict[str, Any]:
-    """Turns a result into what `fit.json` holds: plain numbers, lists and dicts.
+    """Turns a result into the content of `fit.json`: plain numbers, lists and dicts.
 
     Of more than 1,000 resamples, or 10,000 residuals, an even selection is kept.
-    Numbers that JSON has not become null.
+    Numbers that JSON does not have become null.
     """
     fields = result._replace(
         samples=None if result.samples is None else _some(result.samples, _MAX_SAMPLES),
@@ -142,13 +142,13 @@ def to_json(result: FitResult) -> dict[str, Any]:
 
 
 def from_json(document: Any) -> FitResult:
-    """Reads what `to_json` wrote.
+    """Reads the output of `to_json`.
 
     Args:
-      document: the text of a `fit.json`, or what is in it.
+      document: text of a `fit.json`, or its parsed content.
 
     Raises:
-      ValueError: it is no such object, or has another schema.
+      ValueError: the document is no such object, or has another schema.
     """
     try:
         fields = json.loads(document) if isinstance(document, str) else {**document}
@@ -168,7 +168,7 @@ def from_json(document: Any) -> FitResult:
                 raise ValueError(f"its {name} must be a count")
         if not 0 < (fields["level"] or 0) < 1:
             raise ValueError("its level must be in (0, 1)")
-        law = published.find(fields["law"])
+        law = published.find_law(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
             raise ValueError(f"its coefficients are not those of {law.name}")
@@ -190,7 +190,7 @@ def from_json(document: Any) -> FitResult:
             low, high = np.where(np.isnan(ends), open_ends, ends).tolist()
             fields["bounds"][name] = low, high
         if not {*fields["fixed"], *fields["bounds"]} <= {*law.coefficients}:
-            raise ValueError(f"what is fixed is no coefficient of {law.name}")
+            raise ValueError(f"a fixed name is no coefficient of {law.name}")
         if fields["held_out"] is not None:
             fields["held_out"] = HeldOut(**fields["held_out"])
         return FitResult(**fields)
@@ -200,14 +200,14 @@ def from_json(document: Any) -> FitResult:
 
 
 def _some(rows: np.ndarray, most: int) -> np.ndarray:
-    """Selects at most so many rows, evenly by their place."""
+    """Returns at most `most` rows, evenly selected."""
     if len(rows) <= most:
         return rows
     return rows[np.linspace(0, len(rows) - 1, most).round().astype(int)]
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or null for one that is not finite."""
+    """True for a number, or for null, which replaces a number that is not finite."""
     return value is None or (
         isinstance(value, int | float) and not isinstance(value, bool)
     )
@@ -243,11 +243,11 @@ _KINDS = {
         ),
     ),
 }
-"""What a field of a fit.json must be."""
+"""Checks of the fields of a fit.json, with descriptions."""
 
 
 def _array(values: Any) -> np.ndarray:
-    """Reads numbers; null is not a number."""
+    """Reads numbers; null becomes NaN."""
     return np.asarray(values, np.float64)
 
 

@@ -1,15 +1,15 @@
 """Compute-optimal frontiers: isoFLOP profiles, envelopes, projections."""
 
 from scaling.frontiers.frontier import Frontier as Frontier
-from scaling.frontiers.groups import Groups as Groups
+from scaling.frontiers.groups import IsoflopGroups as IsoflopGroups
 
 __all__ = [
     "Frontier",
-    "Groups",
+    "IsoflopGroups",
     "best_runs",
     "envelope",
-    "find",
     "frontier",
+    "frontier_set",
     "groups",
     "isoflop",
     "parabola",

@@ -1,9 +1,9 @@
-"""Compute to equal loss, read off the runs that were made and nothing beyond them.
+"""Compute to equal loss, from the frontier of the trained runs without extrapolation.
 
 The frontier is the best loss at or below each compute among finished runs. A curve
-through its points makes two sets of runs comparable at one loss. A law of size and
-tokens is not asked for its optimum here: of few and short runs that lies where nobody
-trained.
+through its points makes two sets of runs comparable at one loss. The optimum of a law
+of size and tokens is not used here: with few and short runs it is outside the trained
+range.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ import numpy as np
 from jaxtyping import Float, Int
 
 NUM_POINTS = 40
-"""Of every curve."""
+"""Points of every curve."""
 MIN_POINTS = 4
-"""Of a frontier: one more than its curve has coefficients."""
+"""Least number of frontier points: one more than the curve's coefficients."""
 MAX_MISS = 1.25
-"""By which factor of compute a curve may miss its runs; beyond it no ratio is given."""
+"""Largest residual of a curve, as a factor of compute, for which a ratio is given."""
 _EXPONENTS = np.geomspace(0.02, 4, 120)
 
 
-class Curve(NamedTuple):
-    """The least loss by compute, over the compute of the frontier.
+class FrontierCurve(NamedTuple):
+    """Lowest loss against compute, over the frontier's range of compute.
 
     Attributes:
-      flops: rising.
-      loss: at each.
+      flops: compute, rising.
+      loss: loss at each compute.
       residual: root mean square of the frontier about the curve, nats.
     """
 
@@ -35,15 +35,15 @@ class Curve(NamedTuple):
     residual: Float[np.ndarray, "..."]
 
 
-class Ratio(NamedTuple):
-    """Compute of the second runs over that of the first; not a number where unknown.
+class ComputeRatio(NamedTuple):
+    """Compute of the second runs over that of the first; NaN if unknown.
 
     Attributes:
-      loss: where both have it, falling.
-      ratio: there.
-      low: where its 90 % interval begins.
-      high: where it ends.
-      reason: why there is no ratio, in words; empty where one is.
+      loss: losses that both have, in descending order.
+      ratio: ratio at each loss.
+      low: lower end of the 90 % interval.
+      high: upper end of the 90 % interval.
+      reason: reason why there is no ratio; "" if there is one.
     """
 
     loss: Float[np.ndarray, "... points"]
@@ -53,17 +53,17 @@ class Ratio(NamedTuple):
     reason: np.ndarray
 
 
-class Fit(NamedTuple):
+class FrontierFit(NamedTuple):
     """`loss = floor + factor * (flops / unit) ** -exponent`, from first to last.
 
     Attributes:
-      floor: nats, at least 0.
-      factor: nats.
-      exponent: above 0.
-      unit: FLOPs.
+      floor: floor in nats, at least 0.
+      factor: factor in nats.
+      exponent: exponent, above 0.
+      unit: unit of compute in FLOPs.
       first: FLOPs of the frontier's cheapest run.
-      last: of its dearest.
-      residual: root mean square, nats, for the degrees of freedom that are left.
+      last: FLOPs of the frontier's most expensive run.
+      residual: root mean square in nats, corrected for degrees of freedom.
       miss: the residual as a factor of compute, by the mean slope from first to last.
     """
 
@@ -77,41 +77,41 @@ class Fit(NamedTuple):
     miss: float
 
     def loss(self, flops: Any) -> Any:
-        """Gives the loss at a compute, a number or an array."""
+        """Returns the loss at a compute, a number or an array."""
         return self.floor + self.factor * (flops / self.unit) ** -self.exponent
 
     def flops(self, loss: Any) -> Any:
-        """Gives the compute at a loss, alike; infinite at the floor and below."""
+        """Returns the compute at a loss; infinite at the floor and below."""
         above = np.maximum(loss - self.floor, 0.0)
         with np.errstate(divide="ignore"):
             return self.unit * (above / self.factor) ** (-1 / self.exponent)
 
 
-def find(
+def find_best_runs(
     flops: Float[np.ndarray, " runs"], loss: Float[np.ndarray, " runs"]
 ) -> Int[np.ndarray, " best"]:
-    """Indices, by rising compute, of runs better than all of no more compute."""
+    """Returns indices, by rising compute, of runs better than all cheaper runs."""
     order = np.lexsort((loss, flops))
     best = np.minimum.accumulate(loss[order])
     return order[np.diff(best, prepend=np.inf) < 0]
 
 
-def fit(
+def fit_best_runs(
     flops: Float[np.ndarray, " runs"], loss: Float[np.ndarray, " runs"]
-) -> Fit | None:
+) -> FrontierFit | None:
     """Fits the frontier of runs by least squares.
 
     Args:
-      flops: of the runs.
-      loss: of each; those that are not finite are left out.
+      flops: compute of the runs.
+      loss: loss of each run; runs whose loss is not finite are ignored.
 
     Returns:
-      A falling curve whose floor is at least 0; None if the frontier has fewer than
+      A falling curve with a floor of at least 0; None if the frontier has fewer than
       `MIN_POINTS` points.
     """
     finite = np.isfinite(loss)
     flops, loss = flops[finite], loss[finite]
-    best = find(flops, loss)
+    best = find_best_runs(flops, loss)
     flops, loss = flops[best], loss[best]
     if len(loss) < MIN_POINTS:
         return None
@@ -120,7 +120,7 @@ def fit(
     apart = power - power.mean(1, keepdims=True)
     factor = (apart * loss).sum(1) / (apart**2).sum(1)
     floor = loss.mean() - factor * power.mean(1)
-    # The best slope through the origin where the best line has a floor below it.
+    # If the best line has a floor below zero, the best slope through the origin.
     low = floor < 0
     factor = np.where(low, (power * loss).sum(1) / (power**2).sum(1), factor)
     floor = np.where(low, 0.0, floor)
@@ -128,7 +128,7 @@ def fit(
     at = int(np.argmin(squares))
     residual = float(np.sqrt(squares[at] / (len(loss) - 3)))
     slope = (loss[0] - loss[-1]) / np.log(flops[-1] / flops[0])
-    return Fit(
+    return FrontierFit(
         floor=float(floor[at]),
         factor=float(factor[at]),
         exponent=float(_EXPONENTS[at]),
@@ -140,64 +140,68 @@ def fit(
     )
 
 
-def resampled(
+def resample_fits(
     flops: Float[np.ndarray, " runs"],
     loss: Float[np.ndarray, " runs"],
     trunk: Int[np.ndarray, "runs names"],
     *,
     count: int,
     seed: int,
-) -> list[Fit | None]:
-    """Fits again and again trunks drawn with replacement, all branches of each.
+) -> list[FrontierFit | None]:
+    """Fits resamples of trunks drawn with replacement, with all branches of each.
 
     Args:
-      flops: of the runs.
-      loss: of each.
-      trunk: what names it, as a size and a seed; runs of one are drawn together.
-      count: of the draws.
-      seed: of them.
+      flops: compute of the runs.
+      loss: loss of each run.
+      trunk: key of each run's trunk, as a size and a seed; runs of one trunk are drawn
+        together.
+      count: number of resamples.
+      seed: seed of the draws.
     """
     trunks, label = np.unique(trunk, axis=0, return_inverse=True)
     rng, known, found = np.random.default_rng(seed), {}, []
     for _ in range(count if len(trunks) else 0):
         drawn = frozenset(rng.choice(len(trunks), len(trunks)).tolist())
-        # Of a frontier it matters which runs are there, not how often.
+        # The frontier depends on the set of drawn runs, not on their counts.
         if drawn not in known:
             here = np.isin(label, [*drawn])
-            known[drawn] = fit(flops[here], loss[here])
+            known[drawn] = fit_best_runs(flops[here], loss[here])
         found.append(known[drawn])
     return found
 
 
-def curve(found: Fit | None) -> Curve:
-    """Follows a fit where its runs are; not a number where there is none."""
+def evaluate_fit(found: FrontierFit | None) -> FrontierCurve:
+    """Evaluates a fit over its range of compute; NaN without a fit."""
     if found is None:
-        return Curve(*np.full((2, NUM_POINTS), np.nan), np.array(np.nan))
+        return FrontierCurve(*np.full((2, NUM_POINTS), np.nan), np.array(np.nan))
     flops = np.geomspace(found.first, found.last, NUM_POINTS)
-    return Curve(flops, found.loss(flops), np.array(found.residual))
+    return FrontierCurve(flops, found.loss(flops), np.array(found.residual))
 
 
-def compare(
-    first: Fit | None,
-    second: Fit | None,
-    resamples: tuple[Sequence[Fit | None], Sequence[Fit | None]] = ((), ()),
+def compare_best_runs(
+    first: FrontierFit | None,
+    second: FrontierFit | None,
+    resamples: tuple[Sequence[FrontierFit | None], Sequence[FrontierFit | None]] = (
+        (),
+        (),
+    ),
     *,
     names: tuple[str, str] = ("the first", "the second"),
-) -> Ratio:
-    """Compares two fits where the runs of both have the loss.
+) -> ComputeRatio:
+    """Compares two fits at the losses that both have.
 
     Args:
-      first: whose compute divides.
-      second: whose compute is divided.
-      resamples: fits of both to resampled runs. One that has no curve or does not
-        come down to the loss counts as beyond either end, so that an interval is
-        given only where 90 % are surely inside.
-      names: what to call them in a reason.
+      first: fit whose compute is the denominator.
+      second: fit whose compute is the numerator.
+      resamples: fits of both to resampled runs. A resample without a curve, or whose
+        curve does not reach the loss, counts as beyond either end of the interval, so
+        an interval is given only if 90 % are certainly inside.
+      names: names of both for a reason.
     """
     reason = _refusal((first, second), names)
     nothing = np.full(NUM_POINTS, np.nan)
     if reason or first is None or second is None:
-        return Ratio(nothing, nothing, nothing, nothing, np.array(reason))
+        return ComputeRatio(nothing, nothing, nothing, nothing, np.array(reason))
     losses = np.linspace(*_overlap(first, second), NUM_POINTS)
     with np.errstate(invalid="ignore"):
         ratios = [
@@ -209,7 +213,7 @@ def compare(
     low = np.quantile(np.where(known, drawn, 0.0), 0.05, 0, method="lower")
     high = np.quantile(np.where(known, drawn, np.inf), 0.95, 0, method="higher")
     bounded = (low > 0) & np.isfinite(high)
-    return Ratio(
+    return ComputeRatio(
         losses,
         second.flops(losses) / first.flops(losses),
         np.where(bounded, low, np.nan),
@@ -218,14 +222,16 @@ def compare(
     )
 
 
-def _overlap(first: Fit, second: Fit) -> tuple[float, float]:
-    """Highest and lowest loss that the curves of both have within their compute."""
+def _overlap(first: FrontierFit, second: FrontierFit) -> tuple[float, float]:
+    """Returns the highest and the lowest loss within the compute of both fits."""
     high = min(float(x.loss(x.first)) for x in (first, second))
     return high, max(float(x.loss(x.last)) for x in (first, second))
 
 
-def _refusal(fits: tuple[Fit | None, Fit | None], names: tuple[str, str]) -> str:
-    """Says why two have no ratio; empty if they have."""
+def _refusal(
+    fits: tuple[FrontierFit | None, FrontierFit | None], names: tuple[str, str]
+) -> str:
+    """Returns why two fits have no ratio, or "" if they have one."""
     found = []
     for name, each in zip(names, fits, strict=True):
         if each is None:

@@ -1,9 +1,9 @@
 """Approach 1 of Chinchilla: the lower envelope of training curves.
 
-At each of many budgets the best run is the one whose curve is lowest there; its size
-and the tokens that it had seen are N* and D*. The rate of a run that goes on is not yet
-decayed, so its losses are higher than those of a run that ends there: exponents are
-comparable with those of approach 2 only where every curve is.
+At each of many budgets the best run is the one with the lowest curve; its size and its
+tokens so far are N* and D*. Unless a run ends at the budget, its learning rate has not
+decayed, and its loss is higher than that of a run that ends there: exponents are
+comparable with those of approach 2 only with decayed runs at every point.
 
 Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.1 and figure 2.
 """
@@ -17,19 +17,18 @@ from scaling.frontiers.frontier import EDGE, FEW, FINE, Find, Minima
 from scaling.frontiers.groups import MIN_SIZES, merge_sizes
 
 NUM_BUDGETS = 500
-"""Evenly spaced in their logarithm; the published envelope has 1500, and more do not
-change its exponent in the third digit."""
+"""Number of budgets, evenly spaced in the logarithm; the published envelope has 1500,
+which changes the exponent by less than its third digit."""
 
 
-class Curves(NamedTuple):
-    """Training curves, read off at common budgets.
+class TrainingCurves(NamedTuple):
+    """Training curves, interpolated at common budgets.
 
     Attributes:
       flops: the budgets.
-      num_params: the size of each run.
-      log_tokens: what a run had seen, natural logarithm; not a number where its curve
-        has not begun or is over.
-      log_loss: its loss.
+      num_params: size of each run.
+      log_tokens: log tokens of a run at each budget; NaN outside its curve.
+      log_loss: log loss of a run at each budget.
     """
 
     flops: Float[np.ndarray, " budgets"]
@@ -38,7 +37,7 @@ class Curves(NamedTuple):
     log_loss: Float[np.ndarray, "runs budgets"]
 
 
-def read_off(
+def interpolate_curves(
     run: Int[np.ndarray, " points"],
     num_params: Float[np.ndarray, " points"],
     num_tokens: Float[np.ndarray, " points"],
@@ -47,22 +46,22 @@ def read_off(
     *,
     num_budgets: int = NUM_BUDGETS,
     smoothing: float = 0.0,
-) -> Curves:
-    """Reads training curves at common budgets, between their points on a log-log line.
+) -> TrainingCurves:
+    """Interpolates training curves at common budgets, linearly in log-log.
 
     Args:
-      run: the run of each point.
-      num_params: its size, the same for all points of a run.
-      num_tokens: seen so far.
-      flops: spent so far.
+      run: index of the run of each point.
+      num_params: size of the run, the same for all of its points.
+      num_tokens: tokens so far.
+      flops: FLOPs so far.
       loss: nats per token.
-      num_budgets: budgets, over the range of all curves, at least 2.
+      num_budgets: number of budgets over the range of all curves, at least 2.
       smoothing: decades of FLOPs over which a curve is averaged first, with a normal
-        weight of that standard deviation; a curve of raw training losses needs some,
-        or the envelope is that of the noise.
+        weight of that standard deviation; needed for curves of raw training losses,
+        whose envelope would follow the noise.
 
     Returns:
-      The curves, in the order of the runs' numbers.
+      The curves, in the order of the runs' indices.
 
     Raises:
       ValueError: fewer than three sizes have a run with two points at different FLOPs.
@@ -87,16 +86,18 @@ def read_off(
             f"curves of {num_sizes} {'sizes' if num_sizes > 1 else 'size'}: below "
             f"{MIN_SIZES}, the best one has no neighbour on either side"
         )
-    return Curves(np.exp(grid), np.array(sizes), np.stack(tokens), np.stack(losses))
+    return TrainingCurves(
+        np.exp(grid), np.array(sizes), np.stack(tokens), np.stack(losses)
+    )
 
 
-def envelope(curves: Curves) -> Find:
-    """Finds the best of the runs at each budget.
+def find_envelope(curves: TrainingCurves) -> Find:
+    """Returns a finder of the best run at each budget.
 
     Returns:
-      A finder. It refuses a budget at which no smaller or no larger run has a curve
-      than the best one (`groups.merge_sizes`): whether such a run would be better
-      still is not known.
+      The finder. It rejects a budget at which the best run is the smallest or the
+      largest with a curve (`groups.merge_sizes`), since a run beyond it might be
+      better.
     """
     size_id = merge_sizes(curves.num_params)[1]
     loss = np.where(np.isnan(curves.log_loss), np.inf, curves.log_loss)

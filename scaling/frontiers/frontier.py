@@ -1,7 +1,7 @@
-"""Compute-optimal frontiers: power laws through minima, and how sure they are.
+"""Compute-optimal frontiers: power laws through minima, with bootstrap intervals.
 
 Approaches 1 and 2 differ in how they find minima: the best N, D and loss at some
-budgets. What follows is the same: `N* = k C^a`, `D* = k C^b`, `L* = k C^-c` by least
+budgets. The next steps are the same: `N* = k C^a`, `D* = k C^b`, `L* = k C^-c` by least
 squares in logarithms, and intervals from a bootstrap that resamples whole runs and
 finds every minimum again.
 
@@ -18,33 +18,33 @@ from jaxtyping import Float, Int
 from jaxkv.progress import QUIET, Progress
 
 FINE, FEW, EDGE, DOWNWARD, OUTSIDE, DEEP = range(6)
-"""What became of the search for a minimum."""
+"""Outcomes of the search for a minimum."""
 
 REASONS = {
     FINE: "",
     FEW: "fewer than three sizes",
     EDGE: "the lowest loss is at the edge of the sizes that were run",
     DOWNWARD: "the parabola opens downward",
-    OUTSIDE: "the minimum lies outside of the sizes that were run",
-    DEEP: "the minimum lies well below the lowest run",
+    OUTSIDE: "the minimum is outside the range of the sizes",
+    DEEP: "the minimum is far below the lowest run",
 }
 
 CHUNK = 128
-"""Resamples at a time."""
+"""Resamples of one call."""
 NEAR, FAR = 0.05, 0.25
-"""Differences of exponents that never matter, and that always do."""
+"""Difference of exponents that is never a contradiction, and that always is one."""
 MIN_SHARE = 0.9
-"""Of the resamples that must have a frontier; less is a warning."""
+"""Least share of resamples with a frontier; a smaller one gives a warning."""
 
 
 class Minima(NamedTuple):
-    """Minima at some budgets, found anew for every resample.
+    """Minima at some budgets, for every resample.
 
     Attributes:
-      num_params: N*, not a number where there is none.
-      num_tokens: D*.
-      loss: L*.
-      reason: why there is none, a key of `REASONS`.
+      num_params: N*, NaN without a minimum.
+      num_tokens: D*, NaN without a minimum.
+      loss: L*, NaN without a minimum.
+      reason: reason for no minimum, a key of `REASONS`.
     """
 
     num_params: Float[np.ndarray, "resamples budgets"]
@@ -54,7 +54,7 @@ class Minima(NamedTuple):
 
     @classmethod
     def nowhere(cls, num_resamples: int, num_budgets: int, reason: int) -> "Minima":
-        """Minima none of which has been found, all for one reason."""
+        """Returns minima that are all missing for one reason."""
         shape = (num_resamples, num_budgets)
         numbers = (np.full(shape, np.nan) for _ in range(3))
         return cls(*numbers, reason=np.full(shape, reason))
@@ -65,8 +65,8 @@ class PowerLaw(NamedTuple):
 
     Attributes:
       coefficient: k.
-      exponent: the slope in logarithms.
-      interval: of the exponent, from the bootstrap; None without one.
+      exponent: slope in logarithms.
+      interval: bootstrap interval of the exponent, or None.
     """
 
     coefficient: float
@@ -74,24 +74,24 @@ class PowerLaw(NamedTuple):
     interval: tuple[float, float] | None = None
 
     def __call__(self, flops: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-        """The law at some budgets."""
+        """Evaluates the law at some budgets."""
         return self.coefficient * flops**self.exponent
 
 
 class Frontier(NamedTuple):
-    """What is best at each budget, by one method.
+    """Optimal sizes, tokens and losses at some budgets, by one method.
 
     Attributes:
-      method: its name.
-      flops: the budgets, FLOPs.
-      minima: what was found there, with one row for the runs as they are.
-      num_params: `N*(C)`; None with less than two minima at different budgets.
-      num_tokens: `D*(C)`.
-      loss: `L*(C)`, without a floor.
-      num_resamples: resamples behind the intervals.
-      warnings: what a reader must know, in sentences.
-      exponents: of N in each resample, not a number where it has no frontier. With one
-        seed the n-th resample is the same of all methods.
+      method: name of the method.
+      flops: budgets in FLOPs.
+      minima: minima at the budgets, one row for the runs without resampling.
+      num_params: `N*(C)`; None without minima at two different budgets.
+      num_tokens: `D*(C)`, or None.
+      loss: `L*(C)`, without a floor, or None.
+      num_resamples: number of resamples of the intervals.
+      warnings: problems, in sentences.
+      exponents: exponent of N in each resample, NaN without a frontier. With the same
+        seed the n-th resample is the same for all methods.
     """
 
     method: str
@@ -106,10 +106,10 @@ class Frontier(NamedTuple):
 
 
 Find = Callable[[Float[np.ndarray, "resamples runs"]], Minima]
-"""Finds minima, given how often each run counts: once, or as a resample drew it."""
+"""Finds minima, given the weight of each run: 1, or its count in a resample."""
 
 
-def frontier(
+def bootstrap_frontier(
     method: str,
     find: Find,
     flops: Float[np.ndarray, " budgets"],
@@ -120,25 +120,25 @@ def frontier(
     level: float = 0.9,
     progress: Progress = QUIET,
 ) -> Frontier:
-    """Finds minima, lays power laws through them, and bootstraps the exponents.
+    """Finds minima, fits power laws to them, and bootstraps the exponents.
 
     On 150 simulated sets each of five budgets with 7, 9 and 13 sizes the 90 % intervals
-    of the exponent of N covered it in 89 to 100 %, whatever the method.
+    of the exponent of N covered it in 89 to 100 %, for every method.
 
     Args:
-      method: what to call it.
+      method: name of the method.
       find: finds minima for given weights of the runs.
-      flops: the budgets that it finds them for.
-      strata: a label for each run; a resample draws as many runs of each label as there
-        are. For isoFLOP groups, the group: every budget keeps its number of runs.
-      resamples: of the bootstrap; 0 for no intervals.
-      seed: of its draws.
-      level: of the intervals, percentiles, in (0, 1).
-      progress: watches the bootstrap; what was drawn when it is stopped is used.
+      flops: the budgets.
+      strata: label of each run; a resample keeps the number of runs of each label. For
+        isoFLOP groups, the group: every budget keeps its number of runs.
+      resamples: number of bootstrap resamples; 0 for no intervals.
+      seed: seed of the draws.
+      level: probability of the percentile intervals, in (0, 1).
+      progress: reports the bootstrap; if it is stopped, the resamples so far are used.
 
     Returns:
-      The frontier. Without two minima at different budgets it has no laws, and a
-      warning says why.
+      The frontier. Without minima at two different budgets it has no laws, and a
+      warning gives the reason.
     """
     minima = find(np.ones((1, strata.size)))
     laws = {name: _power(flops, getattr(minima, name)) for name in _LAWS}
@@ -148,7 +148,7 @@ def frontier(
         if reason != FINE
     ]
     warnings = refused
-    if len(refused) > 4:  # many are told of by their number
+    if len(refused) > 4:  # summarized by number
         reasons = sorted({line.rpartition(": ")[2] for line in refused})
         warnings = [
             f"{method}: no minimum at {len(refused)} of {len(flops)} budgets: "
@@ -181,10 +181,10 @@ def frontier(
             interval = float(low), float(high)
             if not low <= slope[0] <= high:
                 warnings.append(
-                    f"{method}: the exponent of {name} lies outside of its own "
+                    f"{method}: the exponent of {name} is outside its own "
                     "interval: single runs decide it"
                 )
-        with np.errstate(over="ignore"):  # a slope beyond reason has no coefficient
+        with np.errstate(over="ignore"):  # an extreme slope has no coefficient
             coefficient = float(np.exp(intercept[0]))
         fits[name] = PowerLaw(coefficient, float(slope[0]), interval)
     exponents = drawn["num_params"]
@@ -192,7 +192,7 @@ def frontier(
     if num_failed > (1 - MIN_SHARE) * exponents.size:
         warnings.append(
             f"{method}: {num_failed} of {exponents.size} resamples had no frontier; "
-            "the interval is of the others"
+            "the interval is from the rest"
         )
     return Frontier(
         method=method,
@@ -211,7 +211,7 @@ _LAWS = ("num_params", "num_tokens", "loss")
 def _draw(
     draws: np.random.Generator, num: int, strata: Int[np.ndarray, " runs"]
 ) -> Float[np.ndarray, "resamples runs"]:
-    """How often each run is drawn, with replacement inside its stratum."""
+    """Returns counts of runs drawn with replacement within their strata."""
     weights = np.zeros((num, strata.size))
     for label in np.unique(strata):
         places = np.flatnonzero(strata == label)
@@ -224,7 +224,7 @@ def _draw(
 def _power(
     flops: Float[np.ndarray, " budgets"], y: Float[np.ndarray, "resamples budgets"]
 ) -> tuple[Float[np.ndarray, " resamples"], Float[np.ndarray, " resamples"]]:
-    """Slope and intercept of `log y` in `log C`; not numbers without two points."""
+    """Returns slope and intercept of `log y` in `log C`; NaN without two points."""
     x = np.log(flops)[None, :]
     present = ~np.isnan(y)
     count = np.maximum(present.sum(1), 1)
@@ -238,12 +238,12 @@ def _power(
     return slope, level - slope * centre
 
 
-def compare(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
-    """Warns where methods give exponents of N that their own intervals do not explain.
+def compare_exponents(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
+    """Returns a warning if exponents of N differ by more than their intervals.
 
     Args:
-      frontiers: with laws or without.
-      what: what differs between them, such as "windows".
+      frontiers: frontiers, with laws or without.
+      what: their difference, such as "windows".
     """
     laws = [x.num_params for x in frontiers if x.num_params is not None]
     if len(laws) < 2:
@@ -256,25 +256,25 @@ def compare(frontiers: Sequence[Frontier], *, what: str) -> list[str]:
 
 
 def _exponents(frontiers: Sequence[Frontier]) -> str:
-    """Lists the exponents of N by method."""
+    """Formats the exponents of N by method."""
     laws = ((x.method, x.num_params) for x in frontiers if x.num_params)
     return ", ".join(f"{method} {law.exponent:.3f}" for method, law in laws)
 
 
-def contradict(first: Frontier, second: Frontier) -> bool:
-    """Tells whether two methods give exponents of N that cannot both be right.
+def are_contradictory(first: Frontier, second: Frontier) -> bool:
+    """Returns True if the exponents of N of two methods are significantly different.
 
-    They see the same runs, so what noise does to their difference is read off resamples
-    that both have. Of 240 sound sets of 54 and 28 runs, with normal or heavy-tailed
+    Both methods use the same runs, so the error of their difference is that over
+    resamples of both. Of 240 sound sets of 54 and 28 runs, with normal or heavy-tailed
     noise, methods contradicted each other in 3.
 
     Args:
-      first: found with the same seed and strata as the second.
-      second: the other.
+      first: a frontier.
+      second: another frontier with the same seed and strata.
 
     Returns:
-      Whether they differ by 0.05 or more and by 3 standard errors; or by more than
-      0.25, whatever the noise, which then leaves the exponent open.
+      True if they differ by 0.05 or more and by 3 standard errors; or by more than
+      0.25, for any noise, which then leaves the exponent undetermined.
     """
     if first.num_params is None or second.num_params is None:
         return False
@@ -283,19 +283,19 @@ def contradict(first: Frontier, second: Frontier) -> bool:
     several = first.exponents[:both] - second.exponents[:both]
     several = several[np.isfinite(several)]
     error = np.inf
-    if several.size >= _ENOUGH:  # a normal law's 90 % are 3.29 errors wide
+    if several.size >= _ENOUGH:  # a normal distribution's 90 % are 3.29 errors wide
         error = float(np.diff(np.quantile(several, (0.05, 0.95)))[0]) / 3.29
     return apart > FAR or (apart > NEAR and apart > 3 * error)
 
 
 _ENOUGH = 20
-"""Resamples that tell an error."""
+"""Number of resamples that suffices to estimate an error."""
 
 
-def disagreement(found: Sequence[Frontier]) -> list[str]:
-    """Warns of methods that contradict each other (`contradict`), all in one line."""
+def disagreement_warning(found: Sequence[Frontier]) -> list[str]:
+    """Returns one warning line that lists the contradictory methods, if any."""
     pairs = itertools.combinations(found, 2)
-    if not any(contradict(*pair) for pair in pairs):
+    if not any(are_contradictory(*pair) for pair in pairs):
         return []
     return [
         "the methods contradict each other in the exponent of N: "

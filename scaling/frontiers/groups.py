@@ -1,4 +1,4 @@
-"""Runs of one budget: what approach 2 takes its minima from."""
+"""IsoFLOP groups: runs of one budget, for approach 2."""
 
 from typing import NamedTuple
 
@@ -6,23 +6,24 @@ import numpy as np
 from jaxtyping import Float, Int
 
 MIN_SIZES = 3
-"""Different sizes that a group needs."""
+"""Least number of different sizes in a group."""
 SAME_SIZE = 0.01
-"""Sizes that differ by less are one: a curve through both would follow their noise."""
+"""Relative difference below which sizes are merged: a curve through both would follow
+their noise."""
 
 
-class Group(NamedTuple):
+class IsoflopGroup(NamedTuple):
     """Runs of one budget.
 
     Attributes:
-      flops: the budget, the geometric mean of the runs', FLOPs.
-      places: where its runs stand among all grouped runs, by rising size.
-      num_params: of each run.
-      num_tokens: of each run.
-      loss: of each run.
-      sizes: the different sizes, rising; those that `merge_sizes` takes for one, once.
-      tokens: the tokens that go with each, geometric means.
-      size_id: which of them each run has.
+      flops: budget in FLOPs, the geometric mean over the runs.
+      places: indices of its runs among all grouped runs, by rising size.
+      num_params: size of each run.
+      num_tokens: tokens of each run.
+      loss: loss of each run.
+      sizes: different sizes, rising, after `merge_sizes`.
+      tokens: tokens of each size, geometric means.
+      size_id: index of the size of each run.
     """
 
     flops: float
@@ -35,29 +36,29 @@ class Group(NamedTuple):
     size_id: Int[np.ndarray, " runs"]
 
 
-class Groups(NamedTuple):
-    """A log's isoFLOP groups.
+class IsoflopGroups(NamedTuple):
+    """The isoFLOP groups of a log.
 
     Attributes:
-      groups: by rising budget.
-      rows: the log's row of each grouped run, in the order of `Group.places`.
-      num_left: runs in no group: their budget has fewer than `MIN_SIZES` sizes.
-      num_merged: sizes that were taken for another one.
+      groups: groups by rising budget.
+      rows: row of each grouped run in the log, in the order of `IsoflopGroup.places`.
+      num_left: runs in no group, whose budget has fewer than `MIN_SIZES` sizes.
+      num_merged: sizes that were merged into another one.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[IsoflopGroup, ...]
     rows: Int[np.ndarray, " grouped"]
     num_left: int
     num_merged: int = 0
 
     @property
     def flops(self) -> Float[np.ndarray, " budgets"]:
-        """The budgets."""
+        """Budgets of the groups."""
         return np.array([group.flops for group in self.groups], float)
 
     @property
     def strata(self) -> Int[np.ndarray, " grouped"]:
-        """The group of each grouped run: what a bootstrap draws within."""
+        """Group of each grouped run, the strata of a bootstrap."""
         lengths = [group.places.size for group in self.groups]
         return np.repeat(np.arange(len(lengths)), lengths)
 
@@ -69,18 +70,18 @@ def find_groups(
     loss: Float[np.ndarray, " runs"],
     *,
     tolerance: float = 0.1,
-) -> Groups:
-    """Finds the runs that share a budget.
+) -> IsoflopGroups:
+    """Groups the runs that share a budget.
 
     Args:
       num_params: sizes.
       num_tokens: tokens.
       flops: budgets.
       loss: nats per token.
-      tolerance: a group's largest budget is at most this share above its smallest.
+      tolerance: largest relative excess of a group's largest budget over its smallest.
 
     Returns:
-      The groups; there may be none.
+      The groups, possibly none.
 
     Raises:
       ValueError: `tolerance` is not in [0, 1).
@@ -104,7 +105,7 @@ def find_groups(
         num_merged += np.unique(num_params[runs]).size - sizes.size
         log_d = np.bincount(size_id, np.log(num_tokens[runs])) / np.bincount(size_id)
         groups.append(
-            Group(
+            IsoflopGroup(
                 flops=float(np.exp(np.log(flops[runs]).mean())),
                 places=np.arange(len(rows), len(rows) + runs.size),
                 num_params=num_params[runs],
@@ -117,28 +118,28 @@ def find_groups(
         )
         rows += [int(i) for i in runs]
     rows = np.array(rows, int)
-    return Groups(tuple(groups), rows, flops.size - rows.size, num_merged)
+    return IsoflopGroups(tuple(groups), rows, flops.size - rows.size, num_merged)
 
 
 def merge_sizes(
     num_params: Float[np.ndarray, " runs"],
 ) -> tuple[Float[np.ndarray, " sizes"], Int[np.ndarray, " runs"]]:
-    """Finds the different sizes: neighbours closer than `SAME_SIZE` become one.
+    """Merges neighbouring sizes that are closer than `SAME_SIZE`.
 
     Args:
-      num_params: of each run, in any order.
+      num_params: size of each run, in any order.
 
     Returns:
-      The sizes, rising, each at least that far from the next, a merged one being the
-      geometric mean of those in it; and which of them each run has.
+      The sizes, rising, each at least that far from the next, with the geometric mean
+      for merged ones; and the index of the size of each run.
     """
     exact, size_id, count = np.unique(
         num_params, return_inverse=True, return_counts=True
     )
     size_id, x, weight = size_id.reshape(-1), np.log(exact), count.astype(float)
-    places = np.arange(exact.size)  # the merged size that each exact one is in
+    places = np.arange(exact.size)  # index of the merged size of each exact one
     while (np.diff(x) < np.log1p(SAME_SIZE)).any():
-        # Into the first one within reach; their means may be close again.
+        # Each size is merged into the first one within reach; means may be close again.
         into, first = np.zeros(x.size, int), 0
         for i in range(1, x.size):
             is_new = x[i] - x[first] >= np.log1p(SAME_SIZE)
@@ -152,17 +153,17 @@ def merge_sizes(
     return sizes, places[size_id]
 
 
-def by_size(
-    group: Group, weights: Float[np.ndarray, "resamples runs"]
+def average_by_size(
+    group: IsoflopGroup, weights: Float[np.ndarray, "resamples runs"]
 ) -> tuple[Float[np.ndarray, "resamples sizes"], Float[np.ndarray, "resamples sizes"]]:
     """Averages the runs of each size (seeds, rates).
 
     Args:
       group: the runs.
-      weights: how often each counts, in the order of the group.
+      weights: weight of each run, in the order of the group.
 
     Returns:
-      The mean loss of each size, 0 where no run counts, and the weight of its runs.
+      The mean loss of each size, 0 without weight, and the weight of its runs.
     """
     first = np.searchsorted(group.size_id, np.arange(group.sizes.size))
     weight = np.add.reduceat(weights, first, axis=1)

@@ -1,10 +1,10 @@
-"""Approach 2 of Chinchilla: the best size at each of some budgets, three ways.
+"""Approach 2 of Chinchilla: the best size at each of some budgets, by three methods.
 
 Runs of one budget form a group. Its minimum is that of a parabola in log N, of Akima's
 curve in log-log, or of the surface fitted to all groups together by variable
-projection. The parabola is biased on surfaces that are not symmetric (`parabola`), and
-its window matters; Akima's curve follows the noise of single runs; the surface uses all
-of the runs and the assumption that the Chinchilla form holds.
+projection. The parabola is biased on asymmetric surfaces (`parabola`), and its window
+matters; Akima's curve follows the noise of single runs; the surface uses all of the
+runs and assumes the Chinchilla form.
 
 Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2 and figure 3.
 """
@@ -16,29 +16,35 @@ import numpy as np
 from scaling.fits import goodness
 from scaling.frontiers import akima, frontier, parabola, variable_projection
 from scaling.frontiers.frontier import Find, Minima
-from scaling.frontiers.groups import MIN_SIZES, Group, Groups, by_size
+from scaling.frontiers.groups import (
+    MIN_SIZES,
+    IsoflopGroup,
+    IsoflopGroups,
+    average_by_size,
+)
 
 WINDOWS = (3, 5, 7)
-"""Points around the lowest one through which parabolas are compared."""
+"""Numbers of points around the lowest one for which parabolas are compared."""
 
 
 def by_parabola(
-    groups: Groups,
+    groups: IsoflopGroups,
     window: int | None = None,
     exponents: tuple[float, float] | None = None,
 ) -> Find:
-    """Minima of parabolas through the loss against log N.
+    """Returns a finder of minima of parabolas through the loss against log N.
 
     Args:
       groups: the groups.
-      window: sizes around the lowest one that the parabola goes through, odd, at least
-        3; None for all.
+      window: number of sizes around the lowest one that are fitted, odd, at least 3;
+        None for all.
       exponents: alpha and beta of the surface, with which the bias of the vertex is
-        taken out of the runs as they are (`parabola.correct`); None for the vertex.
+        corrected without resampling (`parabola.correct_vertex`); None for no
+        correction.
 
     Returns:
-      A finder. It refuses a group whose lowest loss is at an edge, whose parabola opens
-      downward, and whose vertex lies outside of the sizes in its window or well below
+      The finder. It rejects a group whose lowest loss is at an edge, whose parabola
+      opens downward, or whose vertex is outside the sizes of its window or well below
       all runs.
 
     Raises:
@@ -48,19 +54,19 @@ def by_parabola(
         raise ValueError(f"{window=} must be odd and at least 3")
 
     def minimum(
-        group: Group, loss: np.ndarray, weight: np.ndarray
+        group: IsoflopGroup, loss: np.ndarray, weight: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         x = np.log10(group.sizes)
         present = weight > 0
         used = present
         if window is not None:
-            used = parabola.nearest(loss, present, window)
-        vertex = parabola.fit(x, loss, weight * used)
+            used = parabola.select_window(loss, present, window)
+        vertex = parabola.fit_parabola(x, loss, weight * used)
         place = vertex.place
         if exponents is not None:
             place = np.array(
                 [
-                    parabola.correct(float(p), x[mask], *exponents)
+                    parabola.correct_vertex(float(p), x[mask], *exponents)
                     if np.isfinite(p)
                     else p
                     for p, mask in zip(place, used, strict=True)
@@ -76,103 +82,111 @@ def by_parabola(
     return _each(groups, minimum)
 
 
-def by_akima(groups: Groups) -> Find:
-    """Minima of Akima's curves through log L against log N."""
+def by_akima(groups: IsoflopGroups) -> Find:
+    """Returns a finder of minima of Akima's curves through log L against log N."""
 
     def minimum(
-        group: Group, loss: np.ndarray, weight: np.ndarray
+        group: IsoflopGroup, loss: np.ndarray, weight: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         present = weight > 0
         log_loss = np.log(np.where(present, loss, 1.0))
-        place, low = akima.lowest(np.log10(group.sizes), log_loss, present)
+        place, low = akima.find_lowest(np.log10(group.sizes), log_loss, present)
         return place, np.exp(low), np.full(len(loss), frontier.FINE)
 
     return _each(groups, minimum)
 
 
-def surface(groups: Groups, *, robust: bool = False) -> variable_projection.Surface:
-    """Fits `E + A/N^alpha + B/D^beta` to all groups at once; one fit, at least a group.
+def fit_group_surface(
+    groups: IsoflopGroups, *, robust: bool = False
+) -> variable_projection.Surface:
+    """Fits `E + A/N^alpha + B/D^beta` to all groups together; needs at least one group.
 
-    Its exponents are what `by_parabola` may be corrected with.
+    Its exponents are those for the correction in `by_parabola`.
 
     Args:
       groups: the groups.
-      robust: whether by Huber's loss of relative residuals, not by least squares of the
-        loss.
+      robust: True for Huber's loss of relative residuals, False for least squares of
+        the loss.
     """
     points, ones = _points(groups), np.ones((1, groups.rows.size))
-    found = variable_projection.fit(points, ones)
-    return variable_projection.fit_robustly(points, ones, found) if robust else found
+    found = variable_projection.fit_surface(points, ones)
+    return (
+        variable_projection.fit_surface_robustly(points, ones, found)
+        if robust
+        else found
+    )
 
 
 FEW_DECIDE = 0.1
-"""Between the exponents of N of a surface by squares and of a robust one."""
+"""Difference of exponents of N between least squares and robust fit for a warning."""
 
 
-def doubts(
-    groups: Groups,
+def surface_warnings(
+    groups: IsoflopGroups,
     whole: variable_projection.Surface,
     robust: variable_projection.Surface,
 ) -> list[str]:
-    """Says where the surface does not follow the runs of some groups.
+    """Returns warnings about runs that the surface does not follow.
 
-    Of 240 sound sets of 54 and 28 runs, with normal or heavy-tailed noise, none was
-    doubted.
+    Of 240 sound sets of 54 and 28 runs, with normal or heavy-tailed noise, none had a
+    warning.
 
     Args:
       groups: the groups.
-      whole: their `surface`.
-      robust: the robust one.
+      whole: the surface by least squares, of `fit_group_surface`.
+      robust: the robust surface.
 
     Returns:
-      Sentences; none where residuals are small, a robust surface is the same, and
-      parabolas, one for each group, do not leave less than chance explains.
+      Sentences; empty if residuals are small, the robust surface agrees, and parabolas,
+      one for each group, do not fit significantly better.
     """
     points = _points(groups)
-    residuals, said = whole.log_residuals(points)[0], []
+    residuals, messages = whole.log_residuals(points)[0], []
     a, a_robust = (float(x.beta[0] / (x.alpha[0] + x.beta[0])) for x in (whole, robust))
     if abs(a - a_robust) > FEW_DECIDE:
-        said.append(
+        messages.append(
             f"a few runs decide the surface: by squares N* grows as C^{a:.2f}, "
             f"robustly as C^{a_robust:.2f}"
         )
     if goodness.is_far(residuals, np.log(points.loss)):
-        _, most, worst = goodness.measure(residuals)
-        said.append(
+        _, most, worst = goodness.measure_goodness(residuals)
+        messages.append(
             f"the surface misses one run in ten by more than {most:.1%}, the worst by "
             f"{worst:.0%}"
         )
     apart = [
-        np.log(parabola.value(np.log10(each.num_params), each.loss) / each.loss)
+        np.log(
+            parabola.evaluate_parabola(np.log10(each.num_params), each.loss) / each.loss
+        )
         for each in groups.groups
     ]
     left = sum(float(each @ each) for each in apart)
     num = len(groups.groups)
     freedom, below = 3 * num - 5, residuals.size - 3 * num
     if freedom < 1 or below < 1:
-        return said
+        return messages
     ratio = (float(residuals @ residuals) - left) / freedom / max(left / below, 1e-18)
-    if goodness.chance(ratio, freedom, below) < goodness.CHANCE:
-        said.append(
+    if goodness.f_test_p_value(ratio, freedom, below) < goodness.CHANCE:
+        messages.append(
             f"the surface leaves {residuals.std() / np.std(np.concatenate(apart)):.1f} "
             "times the residuals of a parabola for each budget: these runs do not have "
             "its form"
         )
-    return said
+    return messages
 
 
-def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
-    """Minima of the surface that is fitted to all groups at once.
+def by_projection(groups: IsoflopGroups, whole: variable_projection.Surface) -> Find:
+    """Returns a finder of minima of the surface that is fitted to all groups.
 
-    Along a group `C = k N D`, with the k of its runs (6 where C = 6ND).
+    Along a group `C = k N D`, with the k of its runs (6 if C = 6ND).
 
     Args:
       groups: the groups.
-      whole: their `surface`, where resamples start.
+      whole: surface of `fit_group_surface`, the start of resampled fits.
 
     Returns:
-      A finder. It refuses a budget whose minimum lies outside of the sizes that were
-      run there or well below all runs, and every one if a term of the surface vanishes.
+      The finder. It rejects a budget whose minimum is outside the trained sizes or well
+      below all runs, and every budget if a term of the surface vanishes.
     """
     points = _points(groups)
     start = float(whole.alpha[0]), float(whole.beta[0])
@@ -182,9 +196,9 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
         if is_whole:
             fits = whole
         elif np.isfinite(whole.delta):
-            fits = variable_projection.fit_robustly(points, weights, whole)
+            fits = variable_projection.fit_surface_robustly(points, weights, whole)
         else:
-            fits = variable_projection.fit(points, weights, start)
+            fits = variable_projection.fit_surface(points, weights, start)
         minima = Minima.nowhere(len(weights), len(groups.groups), frontier.OUTSIDE)
         both = np.isfinite(fits.log_a) & np.isfinite(fits.log_b)
         log_a, log_b = (np.where(both, x, 0.0) for x in (fits.log_a, fits.log_b))
@@ -207,9 +221,9 @@ def by_projection(groups: Groups, whole: variable_projection.Surface) -> Find:
     return find
 
 
-def _points(groups: Groups) -> variable_projection.Points:
-    """Log N, log D and the loss of all grouped runs."""
-    return variable_projection.Points(
+def _points(groups: IsoflopGroups) -> variable_projection.SurfacePoints:
+    """Returns log N, log D and the loss of all grouped runs."""
+    return variable_projection.SurfacePoints(
         np.log(np.concatenate([group.num_params for group in groups.groups])),
         np.log(np.concatenate([group.num_tokens for group in groups.groups])),
         np.concatenate([group.loss for group in groups.groups]),
@@ -217,18 +231,18 @@ def _points(groups: Groups) -> variable_projection.Points:
 
 
 _Minimum = Callable[
-    [Group, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
+    [IsoflopGroup, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]
 ]
-"""From a group, its losses and weights by size, to log10 N*, L* and a reason."""
+"""From a group and its losses and weights by size to log10 N*, L* and a reason."""
 
 
-def _each(groups: Groups, minimum: _Minimum) -> Find:
-    """A finder that looks at every group by itself."""
+def _each(groups: IsoflopGroups, minimum: _Minimum) -> Find:
+    """Returns a finder that treats every group separately."""
 
     def find(weights: np.ndarray) -> Minima:
         minima = Minima.nowhere(len(weights), len(groups.groups), frontier.FEW)
         for i, group in enumerate(groups.groups):
-            loss, weight = by_size(group, weights[:, group.places])
+            loss, weight = average_by_size(group, weights[:, group.places])
             rank = np.cumsum(weight > 0, 1)
             best = np.argmin(np.where(weight > 0, loss, np.inf), 1)
             at = np.take_along_axis(rank, best[:, None], 1)[:, 0]
@@ -244,7 +258,7 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
             good = minima.reason[:, i] == frontier.FINE
             n, value = np.full((2, len(weights)), np.nan)
             n[rows], value[rows] = place * np.log(10), low
-            # Along the group log D is a line in log N, or close to one.
+            # Along the group log D is nearly a line in log N.
             d = np.interp(n, np.log(group.sizes), np.log(group.tokens))
             _put(minima, good, i, n, d, value)
         return minima
@@ -252,14 +266,14 @@ def _each(groups: Groups, minimum: _Minimum) -> Find:
     return find
 
 
-def _depth(group: Group) -> float:
-    """Gives the loss below which a minimum is no interpolation of a group's runs.
+def _depth(group: IsoflopGroup) -> float:
+    """Returns the loss below which a minimum is not supported by a group's runs.
 
-    Between sizes a minimum may lie an eighth of the runs' spread below the lowest where
-    sizes are even. Half of the spread, or a tenth of the loss, is invented by the
-    curve; half a percent of the loss may be noise.
+    Between evenly spaced sizes a minimum may be an eighth of the runs' spread below the
+    lowest run. Half of the spread, or a tenth of the loss, is an artifact of the curve;
+    half a percent of the loss may be noise.
     """
-    loss = by_size(group, np.ones((1, group.loss.size)))[0]
+    loss = average_by_size(group, np.ones((1, group.loss.size)))[0]
     least, spread = float(loss.min()), float(np.ptp(loss))
     return least - max(0.005 * least, min(0.5 * spread, 0.1 * least))
 
@@ -272,7 +286,7 @@ def _put(
     log_d: np.ndarray,
     loss: np.ndarray,
 ) -> None:
-    """Notes the minima of one budget in the resamples that have one."""
+    """Stores the minima of one budget in the resamples that have one."""
     minima.num_params[good, column] = np.exp(log_n[good])
     minima.num_tokens[good, column] = np.exp(log_d[good])
     minima.loss[good, column] = loss[good]

@@ -2,8 +2,8 @@
 
 A parabola is an approximation: along an isoFLOP curve of the Chinchilla form `L - E` is
 proportional to `10^(-alpha w)/alpha + 10^(beta w)/beta`, with `w = log10(N / N*)`.
-Unless alpha = beta, its vertex is not the minimum. On samples that are centred alike at
-every budget the shift is a constant, and exponents stay exact.
+Unless alpha = beta, its vertex is not the minimum. If samples are centred in the same
+way at every budget, the shift is a constant, and exponents stay exact.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,17 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 _NUM_ROUNDS = 100
-"""Of the fixed point in `correct`; each shrinks the error at least tenfold on the
-surfaces tried."""
+"""Largest number of fixed-point rounds in `correct_vertex`; each reduced the error at
+least tenfold on the tested surfaces."""
 
 
 class Vertex(NamedTuple):
     """Lowest or highest points of parabolas.
 
     Attributes:
-      place: where, on the axis of the samples.
-      height: the value there.
-      curvature: the coefficient of the square; it opens upward where this is above 0.
+      place: position on the axis of the samples.
+      height: value at that position.
+      curvature: quadratic coefficient; above 0 for a parabola that opens upward.
     """
 
     place: Float[np.ndarray, " curves"]
@@ -30,7 +30,7 @@ class Vertex(NamedTuple):
     curvature: Float[np.ndarray, " curves"]
 
 
-def fit(
+def fit_parabola(
     x: Float[np.ndarray, " points"],
     y: Float[np.ndarray, "curves points"],
     weights: Float[np.ndarray, "curves points"],
@@ -38,14 +38,14 @@ def fit(
     """Fits a parabola to each curve by weighted least squares.
 
     Args:
-      x: places of the samples.
-      y: their values.
-      weights: at least 0; points without weight do not count. A curve needs three.
+      x: positions of the samples.
+      y: values of the samples.
+      weights: weights, at least 0; a curve needs three points with weight.
 
     Returns:
-      The vertices; not a number for a curve with less than three points.
+      The vertices; NaN for a curve with fewer than three points.
     """
-    y = np.where(weights > 0, y, 0.0)  # absent values become harmless ones
+    y = np.where(weights > 0, y, 0.0)  # absent values must be finite
     # Centred on the weighted mean and scaled: the normal equations stay well
     # conditioned, and a symmetric curve has its vertex at the centre to rounding.
     total = weights.sum(1, keepdims=True)
@@ -73,26 +73,26 @@ def fit(
     )
 
 
-def value(
+def evaluate_parabola(
     x: Float[np.ndarray, " points"], y: Float[np.ndarray, " points"]
 ) -> Float[np.ndarray, " points"]:
-    """Evaluates the parabola through some samples at their own places."""
-    vertex = fit(x, y[None], np.ones((1, x.size)))
+    """Evaluates the parabola through some samples at their own positions."""
+    vertex = fit_parabola(x, y[None], np.ones((1, x.size)))
     return vertex.height[0] + vertex.curvature[0] * (x - vertex.place[0]) ** 2
 
 
-def nearest(
+def select_window(
     y: Float[np.ndarray, "curves points"],
     present: Bool[np.ndarray, "curves points"],
     window: int,
 ) -> Bool[np.ndarray, "curves points"]:
-    """Selects so many neighbours of the lowest point of each curve, itself included.
+    """Selects `window` points around the lowest point of each curve, itself included.
 
     Args:
-      y: values, in the order of their places.
-      present: which of them there are.
-      window: points to select, odd; where the curve ends before, the points beyond are
-        taken on its other side.
+      y: values, in the order of their positions.
+      present: mask of the values.
+      window: number of points, odd; at an end of the curve, more points of its other
+        side are selected.
     """
     rank = np.cumsum(present, 1) - 1
     lowest = np.argmin(np.where(present, y, np.inf), 1)
@@ -106,17 +106,17 @@ def nearest(
 def vertex_shift(
     alpha: float, beta: float, half_width: float, num_points: int
 ) -> float:
-    """How far the vertex lies from the minimum, in decades of N, in closed form.
+    """Returns the distance of vertex and minimum in decades of N, in closed form.
 
     Args:
       alpha: exponent of N, above 0.
       beta: exponent of D, above 0.
       half_width: W, decades of N on each side of the minimum, above 0.
-      num_points: samples, evenly spaced over [-W, W], at least 3.
+      num_points: number of samples, evenly spaced over [-W, W], at least 3.
 
     Returns:
-      `-a1 / 2 a2`: 0.016974194774109 for (0.34, 0.28, 1, 9), so that N* comes out 4.0 %
-      high; 0 where alpha = beta.
+      `-a1 / 2 a2`: 0.016974194774109 for (0.34, 0.28, 1, 9), which makes N* 4.0 % too
+      high; 0 if alpha = beta.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -138,27 +138,27 @@ def vertex_shift(
     return float(-a1 / (2 * a2))
 
 
-def correct(
+def correct_vertex(
     place: float, x: Float[np.ndarray, " points"], alpha: float, beta: float
 ) -> float:
-    """Takes the bias out of a vertex, given the exponents of the surface.
+    """Corrects the bias of a vertex, given the exponents of the surface.
 
     Args:
-      place: the vertex of the parabola through the samples at `x`, `log10 N`.
-      x: where the samples lie, `log10 N`; not necessarily centred or evenly spaced.
+      place: vertex of the parabola through the samples at `x`, `log10 N`.
+      x: positions of the samples, `log10 N`; need not be centred or evenly spaced.
       alpha: exponent of N.
       beta: exponent of D.
 
     Returns:
-      The place of the minimum for which the same parabola, through samples of the
-      Chinchilla form, has this vertex; not a number if there is none near.
+      The minimum for which the same parabola, through samples of the Chinchilla form,
+      has this vertex; NaN if there is none nearby.
     """
     minimum = place
     ones = np.ones((1, x.size))
     for _ in range(_NUM_ROUNDS):
-        with np.errstate(over="ignore", invalid="ignore"):  # where it runs away
+        with np.errstate(over="ignore", invalid="ignore"):  # if it diverges
             curve = _along(x - minimum, alpha, beta)
-            vertex = float(fit(x, curve[None], ones).place[0])
+            vertex = float(fit_parabola(x, curve[None], ones).place[0])
         step = place - vertex
         minimum += step
         if not abs(step) > 1e-14:

@@ -1,9 +1,10 @@
 """The surface `E + A/N^alpha + B/D^beta` by variable projection, for many resamples.
 
-With the exponents held, the loss is linear in E, A and B, which are then found exactly
-and not below 0; the search is over the plane of the two exponents alone, where it is
-well conditioned. Least squares on the loss itself; or, robust, Huber's loss of the
-residual over the loss, by least squares that are reweighted until they rest.
+For fixed exponents the loss is linear in E, A and B, which are then solved exactly
+under the constraint that none is below 0; the search is over the plane of the two
+exponents, where it is well conditioned. The objective is least squares of the loss; or,
+robust, Huber's loss of the residual over the loss, by iteratively reweighted least
+squares.
 
 Source: Golub & Pereyra 1973, SIAM J. Numer. Anal. 10(2), with Kaufman's 1975 Jacobian.
 Used for scaling laws by the Open-Athena study of Chinchilla's approaches.
@@ -16,18 +17,18 @@ import numpy as np
 from jaxtyping import Float
 
 BOUNDS = (0.01, 3.0)
-"""Of both exponents."""
+"""Bounds of both exponents."""
 _STARTS = tuple(itertools.product((0.1, 0.2, 0.35, 0.6, 1.0), repeat=2))
 _NUM_STEPS = 60
 _NUM_ROUNDS = 30
-"""Of reweighting; each shrinks what is left of the way several times."""
+"""Largest number of rounds of reweighting; each reduces the error several times."""
 _CUTOFF = 1.345
 """Spreads beyond which a residual counts linearly: 95 % of the efficiency of least
-squares where noise is normal. Huber 1964, Ann. Math. Statist. 35(1)."""
+squares for normal noise. Huber 1964, Ann. Math. Statist. 35(1)."""
 
 
-class Points(NamedTuple):
-    """Runs that a surface is fitted to.
+class SurfacePoints(NamedTuple):
+    """Runs of a surface fit.
 
     Attributes:
       log_n: natural logarithms of the parameters.
@@ -45,12 +46,12 @@ class Surface(NamedTuple):
 
     Attributes:
       alpha: exponent of N, within `BOUNDS`.
-      beta: exponent of D.
-      log_a: logarithm of A; minus infinity where the term vanishes.
-      log_b: logarithm of B.
+      beta: exponent of D, within `BOUNDS`.
+      log_a: logarithm of A; minus infinity if the term vanishes.
+      log_b: logarithm of B; minus infinity if the term vanishes.
       floor: E, at least 0.
       objective: half of the weighted sum of squares; of a robust fit, of the reweighted
-        one of residuals over the loss.
+        sum for residuals over the loss.
       delta: residual over the loss beyond which it counts linearly; infinite for least
         squares of the loss itself.
     """
@@ -63,8 +64,8 @@ class Surface(NamedTuple):
     objective: Float[np.ndarray, " fits"]
     delta: float = np.inf
 
-    def log_residuals(self, points: Points) -> Float[np.ndarray, "fits points"]:
-        """Computes ln(fitted / seen) of some runs."""
+    def log_residuals(self, points: SurfacePoints) -> Float[np.ndarray, "fits points"]:
+        """Returns ln(fitted / observed) of some runs."""
         terms = (
             np.exp(size[:, None] - exponent[:, None] * x)
             for size, exponent, x in (
@@ -75,8 +76,8 @@ class Surface(NamedTuple):
         return np.log((self.floor[:, None] + sum(terms)) / points.loss)
 
 
-def fit(
-    points: Points,
+def fit_surface(
+    points: SurfacePoints,
     weights: Float[np.ndarray, "fits points"],
     start: tuple[float, float] | Float[np.ndarray, "fits 2"] | None = None,
     num_steps: int = _NUM_STEPS,
@@ -85,17 +86,17 @@ def fit(
 
     Args:
       points: the runs.
-      weights: at least 0, as a bootstrap draws them.
-      start: alpha and beta to begin at, for all or for each set of weights; by default
-        25 places.
-      num_steps: at most, in the plane of the exponents.
+      weights: weights of the runs, at least 0, as of a bootstrap.
+      start: alpha and beta to start from, for all or for each set of weights; by
+        default 25 starts.
+      num_steps: largest number of steps in the plane of the exponents.
 
     Returns:
-      The best surface found for each set of weights.
+      The best surface for each set of weights.
     """
     n0, d0 = float(points.log_n.mean()), float(points.log_d.mean())
-    # A and B are then of the size of their terms.
-    centred = Points(points.log_n - n0, points.log_d - d0, points.loss)
+    # A and B then have the size of their terms.
+    centred = SurfacePoints(points.log_n - n0, points.log_d - d0, points.loss)
     starts = _STARTS if start is None else (start,)
     found = [_descend(centred, weights, np.array(x), num_steps) for x in starts]
     best = np.argmin([each[2] for each in found], 0)
@@ -109,20 +110,20 @@ def fit(
     return Surface(theta[:, 0], theta[:, 1], log_a, log_b, linear[:, 0], objective)
 
 
-def fit_robustly(
-    points: Points, weights: Float[np.ndarray, "fits points"], whole: Surface
+def fit_surface_robustly(
+    points: SurfacePoints, weights: Float[np.ndarray, "fits points"], whole: Surface
 ) -> Surface:
     """Fits the surface by Huber's loss of residuals over the loss.
 
     Args:
       points: the runs.
-      weights: at least 0.
-      whole: one surface of all points, where to begin. If it is not robust, the spread
-        of the residuals is measured, once more at its own optimum; else its `delta`
-        stays.
+      weights: weights of the runs, at least 0.
+      whole: surface of all points, the start. If it is not robust, `delta` is set from
+        the spread of its residuals, and once more at the robust optimum; else its
+        `delta` is kept.
 
     Returns:
-      The surface found for each set of weights, with the `delta`.
+      The surface for each set of weights, with the `delta`.
     """
     if not np.isfinite(whole.delta):
         for _ in range(2):
@@ -130,9 +131,12 @@ def fit_robustly(
             spread = 1.4826 * float(np.median(size))
             ones = np.ones((1, points.loss.size))
             delta = max(_CUTOFF * spread, 1e-9)
-            whole = fit_robustly(points, ones, whole._replace(delta=delta))
-        return whole if len(weights) == 1 else fit_robustly(points, weights, whole)
-    # Squares of outliers may have led far away; resamples begin where all points ended.
+            whole = fit_surface_robustly(points, ones, whole._replace(delta=delta))
+        return (
+            whole if len(weights) == 1 else fit_surface_robustly(points, weights, whole)
+        )
+    # Least squares may be far off because of outliers; resamples start at the robust
+    # fit.
     near = (float(whole.alpha[0]), float(whole.beta[0]))
     starts = (near, (0.35, 0.35)) if len(weights) == 1 else (near,)
     found = [_reweight(points, weights, start, whole.delta) for start in starts]
@@ -143,16 +147,16 @@ def fit_robustly(
 
 
 def _reweight(
-    points: Points,
+    points: SurfacePoints,
     weights: Float[np.ndarray, "fits points"],
     start: tuple[float, float],
     delta: float,
 ) -> tuple[Surface, Float[np.ndarray, " fits"]]:
-    """Repeats least squares with lower weights for large residuals; and their costs."""
+    """Iterates reweighted least squares; returns the surface and its costs."""
     shrink = np.ones_like(weights)
     theta = np.tile(np.array(start, float), (len(weights), 1))
-    for _ in range(_NUM_ROUNDS):  # a step or two is as good as weights that will change
-        found = fit(points, weights * shrink / points.loss**2, theta, 2)
+    for _ in range(_NUM_ROUNDS):  # two steps suffice, since weights change again
+        found = fit_surface(points, weights * shrink / points.loss**2, theta, 2)
         size = np.abs(np.expm1(found.log_residuals(points)))
         shrink = np.minimum(1.0, delta / np.maximum(size, 1e-300))
         before, theta = theta, np.stack([found.alpha, found.beta], 1)
@@ -163,7 +167,7 @@ def _reweight(
 
 
 def _descend(
-    points: Points,
+    points: SurfacePoints,
     weights: Float[np.ndarray, "fits points"],
     start: Float[np.ndarray, "*fits 2"],
     num_steps: int,
@@ -172,14 +176,14 @@ def _descend(
     Float[np.ndarray, "fits 3"],
     Float[np.ndarray, " fits"],
 ]:
-    """Gauss-Newton on the projected problem, damped (Levenberg-Marquardt)."""
+    """Levenberg-Marquardt on the projected problem."""
     (x, y, _), root = points, np.sqrt(weights)
     theta = np.broadcast_to(start, (len(weights), 2))
     damping = np.full(len(weights), 1e-3)
     state = _project(theta, points, root)
     for _ in range(num_steps):
         basis, residual, linear, objective = state
-        # d(X c)/d(alpha), d(X c)/d(beta), less what X itself can follow.
+        # d(X c)/d(alpha), d(X c)/d(beta), minus their projection onto X.
         slopes = np.stack(
             [
                 -x * np.exp(-theta[:, :1] * x) * linear[:, 1:2],
@@ -191,7 +195,7 @@ def _descend(
         slopes -= basis @ (basis.transpose(0, 2, 1) @ slopes)
         gradient = -(slopes * residual[:, :, None]).sum(1)
         normal = slopes.transpose(0, 2, 1) @ slopes
-        # Damped normal equations; no step where both slopes vanish.
+        # Damped normal equations; no step if both slopes vanish.
         a, d = (normal[:, i, i] * (1 + damping) + 1e-300 for i in (0, 1))
         b, (g, h) = normal[:, 0, 1], gradient.T
         determinant = a * d - b**2
@@ -217,7 +221,7 @@ def _descend(
 
 def _project(
     theta: Float[np.ndarray, "fits 2"],
-    points: Points,
+    points: SurfacePoints,
     root: Float[np.ndarray, "fits points"],
 ) -> tuple[
     Float[np.ndarray, "fits points 3"],
@@ -225,11 +229,11 @@ def _project(
     Float[np.ndarray, "fits 3"],
     Float[np.ndarray, " fits"],
 ]:
-    """Finds E, A and B, none below 0, for exponents that are held.
+    """Solves E, A and B, none below 0, for fixed exponents.
 
     Returns:
-      An orthonormal basis of what the terms span, the weighted residuals, the
-      coefficients, and half of the sum of squares.
+      An orthonormal basis of the terms, the weighted residuals, the coefficients, and
+      half of the sum of squares.
     """
     design = np.stack(
         [
@@ -242,8 +246,8 @@ def _project(
     design *= root[:, :, None]
     target = root * points.loss
     basis, linear = _least_squares(design, target)
-    # Where one is negative the best of the faces is the answer: with three terms
-    # there are few enough to look at them all.
+    # If one is negative, the solution is on a face: with three terms all faces are
+    # tried.
     for i in np.flatnonzero((linear < 0).any(1)):
         faces = []
         for kept in ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
@@ -260,7 +264,7 @@ def _project(
 def _least_squares(
     design: Float[np.ndarray, "fits points 3"], target: Float[np.ndarray, "fits points"]
 ) -> tuple[Float[np.ndarray, "fits points 3"], Float[np.ndarray, "fits 3"]]:
-    """Orthogonalises the terms one after the other, twice; absent ones become 0."""
+    """Orthogonalizes the terms one after another, twice; absent terms become 0."""
     basis = np.zeros_like(design)
     upper = np.zeros((len(design), 3, 3))
     for k in range(3):
@@ -270,7 +274,7 @@ def _least_squares(
             upper[:, :k, k] += part
             v -= (basis[:, :, :k] * part[:, None, :]).sum(2)
         norm = np.sqrt((v**2).sum(1))
-        # A term that those before it can follow says nothing of its own.
+        # A term in the span of earlier ones is dropped.
         alive = norm > 1e-13 * np.sqrt((design[:, :, k] ** 2).sum(1))
         basis[:, :, k] = np.where(
             alive[:, None], v / np.where(alive, norm, 1.0)[:, None], 0.0

@@ -1,4 +1,4 @@
-"""Scaling laws: published ones, and the forms that fits choose among."""
+"""Scaling laws: published ones, and the functional forms of fits."""
 
 from scaling.laws.base import Law as Law
 from scaling.laws.base import TwoPowers as TwoPowers

@@ -1,10 +1,10 @@
-"""What a scaling law is: a formula, its coefficients, and the coordinates to fit it in.
+"""A scaling law: formula, coefficients, and coordinates for fitting.
 
 A law predicts one number from a few positive inputs, mostly a loss in nats per token.
-People read its *coefficients*, in natural units. Fitting moves *coordinates*: the
-logarithm of every coefficient that must be positive, the others as they are. And
-because inputs span decades, fitting divides each by its geometric mean first; `shift`
-says what that does to the coordinates, exactly.
+Reports have its *coefficients*, in natural units. Fits use *coordinates*: the logarithm
+of every coefficient that must be positive, and other coefficients unchanged. Because
+inputs span decades, fits divide each by its geometric mean first; `shift` is the exact
+effect of that on the coordinates.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ Linearise = Callable[[Any, Any], tuple[Any, list[Any]]]
 
 
 class Coordinate(NamedTuple):
-    """One coefficient as fitting sees it.
+    """Coordinate of one coefficient in a fit.
 
     Attributes:
-      name: of the coefficient.
-      low: least value fitted, as the logarithm where `log`.
+      name: name of the coefficient.
+      low: smallest value, a logarithm if `log`.
       high: largest value.
       starts: values from which fits start.
-      log: whether the coordinate is the logarithm of the coefficient.
-      relative: whether low, high and starts count from the logarithm of the target's
-        typical value, so that they suit losses near 3 and rates near 0.001 alike.
+      log: True if the coordinate is the logarithm of the coefficient.
+      relative: True if low, high and starts are relative to the logarithm of the
+        target's typical value, so that they suit losses near 3 and rates near 0.001.
     """
 
     name: str
@@ -42,23 +42,25 @@ class Coordinate(NamedTuple):
     relative: bool = False
 
 
-def scale(name: str, *starts: float) -> Coordinate:
-    """A term's size where the data is: between a millionth of the target and it."""
+def scale_coordinate(name: str, *starts: float) -> Coordinate:
+    """Returns the size of a term: from a millionth of the target to above it."""
     return Coordinate(name, -14.0, 7.0, starts or (-1.2,), log=True, relative=True)
 
 
-def exponent(name: str, *starts: float) -> Coordinate:
-    """An exponent of decay, in (0, 2]."""
+def exponent_coordinate(name: str, *starts: float) -> Coordinate:
+    """Returns an exponent of decay, in (0, 2]."""
     return Coordinate(name, 1e-3, 2.0, starts or (0.1, 0.3, 0.7))
 
 
-def real(name: str, low: float, high: float, *starts: float) -> Coordinate:
-    """A coefficient of either sign."""
+def real_coordinate(name: str, low: float, high: float, *starts: float) -> Coordinate:
+    """Returns a coefficient of either sign."""
     return Coordinate(name, low, high, starts)
 
 
-def positive(name: str, low: float, high: float, *starts: float) -> Coordinate:
-    """A positive coefficient that is no size of the target; limits as logarithms."""
+def positive_coordinate(
+    name: str, low: float, high: float, *starts: float
+) -> Coordinate:
+    """Returns a positive coefficient, not relative to the target; log limits."""
     return Coordinate(name, low, high, starts, log=True)
 
 
@@ -78,23 +80,23 @@ class Law:
     """A law that can be evaluated and fitted.
 
     Attributes:
-      name: as the command line has it.
-      formula: for reports, in the coefficients' names.
-      inputs: names of the columns it takes, all positive.
+      name: name on the command line.
+      formula: formula in the coefficients' names, for reports.
+      inputs: names of the input columns, all positive.
       coordinates: one for each coefficient, in order.
-      source: where it comes from.
+      source: reference of the law.
       log_loss: (coordinates [k], logarithms of the inputs ["inputs n"]) -> logarithm
         of the target [n].
       shift: (coordinates, centre ["inputs"]) -> the coordinates c with
         `log_loss(c, logs - centre) == log_loss(coordinates, logs)`.
-      target: name of the column it predicts.
-      linearise: `log_loss` with its derivatives, one [n] for each coordinate; where it
-        is not given, automatic differentiation finds them.
+      target: name of the predicted column.
+      linearise: `log_loss` with its derivatives, one [n] for each coordinate; None for
+        automatic differentiation.
       two_powers: natural coefficients -> the sum of powers of parameters and tokens
-        that decides the compute optimum, for laws that have one.
-      floor: the coefficient that the target approaches, for laws that have one.
-      units: which inputs, by place, are divided by one common mean before fitting;
-        each by its own where nothing is given, and one that is in no group by none.
+        that determines the compute optimum, for laws that have one.
+      floor: coefficient that the target approaches, for laws that have one.
+      units: groups of inputs, by index, that are divided by one common mean before
+        fitting; None for one group each; an input in no group is not divided.
     """
 
     name: str
@@ -123,9 +125,9 @@ class Law:
         Differentiable, and in float64 under `jax.enable_x64(True)`.
 
         Args:
-          coefficients: in the order of `self.coefficients`; those that are fitted as
-            logarithms must be positive.
-          data: has a column, positive, for each of `self.inputs`.
+          coefficients: coefficients in the order of `self.coefficients`; those with
+            logarithmic coordinates must be positive.
+          data: a positive column for each of `self.inputs`.
 
         Raises:
           ValueError: a column is missing.
@@ -157,7 +159,7 @@ class Law:
         return value, list(rows)
 
     def box(self, level: float) -> tuple[np.ndarray, np.ndarray]:
-        """Gives the least and the largest coordinates.
+        """Returns the smallest and the largest coordinates.
 
         Args:
           level: logarithm of the target's typical value.
@@ -170,7 +172,7 @@ class Law:
     def centre(
         self, logs: Float[np.ndarray, "inputs n"]
     ) -> Float[np.ndarray, " inputs"]:
-        """Computes the logarithms of what the inputs are divided by before fitting."""
+        """Returns the logarithms of the units of the inputs in a fit."""
         groups = self.units
         if groups is None:
             groups = tuple((i,) for i in range(len(self.inputs)))
@@ -180,20 +182,20 @@ class Law:
         return centre
 
     def starts(self, level: float) -> Float[np.ndarray, "starts k"]:
-        """Gives where fits start: all combinations of the coordinates' starts."""
+        """Returns the starts of fits: all combinations of the coordinates' starts."""
         places = [
             [level * c.relative + start for start in c.starts] for c in self.coordinates
         ]
         return np.array(list(itertools.product(*places)))
 
     def over(self, *inputs: str) -> "Law":
-        """Returns the same law of other columns.
+        """Returns the same law with other input columns.
 
         Args:
-          inputs: as many names as the law has inputs.
+          inputs: names, as many as the law's inputs.
 
         Raises:
-          ValueError: there are more or fewer.
+          ValueError: the number of names is wrong.
         """
         if len(inputs) != len(self.inputs):
             raise ValueError(f"{self.name} takes {len(self.inputs)} columns: {inputs=}")

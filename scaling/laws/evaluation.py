@@ -1,4 +1,4 @@
-"""A law's functions on the host: many coordinates at once, in float64."""
+"""Evaluation of a law on the host: many coordinates at once, in float64."""
 
 import functools
 import types
@@ -56,7 +56,7 @@ def coordinates(
 
 @functools.cache
 def _compiled(law: Law) -> types.SimpleNamespace:
-    """What stands above, compiled for one law."""
+    """Returns the functions of this module, compiled for one law."""
 
     def slopes(x: Any, logs: Any) -> Any:
         return jnp.stack(law.derivatives(x, logs)[1], axis=1)

@@ -1,4 +1,4 @@
-"""Laws that are no plain sums of powers; their derivatives are found by JAX."""
+"""Laws that are not sums of powers; JAX computes their derivatives."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ from scaling.laws.base import (
     Coordinate,
     Law,
     TwoPowers,
-    exponent,
-    positive,
-    real,
-    scale,
+    exponent_coordinate,
+    positive_coordinate,
+    real_coordinate,
+    scale_coordinate,
 )
 
 _N, _D, _U = "num_params", "num_tokens", "num_unique_tokens"
@@ -21,7 +21,7 @@ _KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
 
 
 def _single(name: str, column: str, letter: str, equation: str) -> Law:
-    """Makes `(Xc / X)^alpha`, whose size Xc counts in units of the input."""
+    """Makes `(Xc / X)^alpha`, whose size Xc is in units of the input."""
 
     def log_loss(x: Any, logs: Any) -> Any:
         return x[1] * (x[0] - logs[0])
@@ -31,8 +31,8 @@ def _single(name: str, column: str, letter: str, equation: str) -> Law:
         formula=f"({letter}c / {letter})^alpha",
         inputs=(column,),
         coordinates=(
-            positive(f"{letter}c", -500.0, 500.0, 10.0),
-            real("alpha", 1e-3, 4.0, 0.1),
+            positive_coordinate(f"{letter}c", -500.0, 500.0, 10.0),
+            real_coordinate("alpha", 1e-3, 4.0, 0.1),
         ),
         source=f"{_KAPLAN}, equation {equation}",
         log_loss=log_loss,
@@ -55,10 +55,10 @@ KAPLAN = Law(
     formula="((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D",
     inputs=(_N, _D),
     coordinates=(
-        positive("Nc", -500.0, 500.0, 5.0, 15.0),
-        positive("Dc", -500.0, 500.0, 5.0, 15.0),
-        exponent("alpha_N", 0.05, 0.1, 0.3),
-        exponent("alpha_D", 0.05, 0.1, 0.3),
+        positive_coordinate("Nc", -500.0, 500.0, 5.0, 15.0),
+        positive_coordinate("Dc", -500.0, 500.0, 5.0, 15.0),
+        exponent_coordinate("alpha_N", 0.05, 0.1, 0.3),
+        exponent_coordinate("alpha_D", 0.05, 0.1, 0.3),
     ),
     source=f"{_KAPLAN}, equation 1.5",
     log_loss=_kaplan,
@@ -86,13 +86,13 @@ ROSENFELD_ERROR = Law(
     formula="e0 |x / (x - i)|, x = a / N^alpha + b / D^beta + c",
     inputs=(_N, _D),
     coordinates=(
-        *(positive(name, -14.0, 7.0, -1.0) for name in ("a", "b")),
-        positive("c", -14.0, 7.0, -3.0),
-        exponent("alpha"),
-        exponent("beta"),
+        *(positive_coordinate(name, -14.0, 7.0, -1.0) for name in ("a", "b")),
+        positive_coordinate("c", -14.0, 7.0, -3.0),
+        exponent_coordinate("alpha"),
+        exponent_coordinate("beta"),
         Coordinate("e0", -2.0, 8.0, (0.7, 2.0), log=True, relative=True),
     ),
-    # The paper's eta is the unit of x: one of the two is enough.
+    # The paper's eta is the unit of x, and redundant.
     source="Rosenfeld et al. 2020, arXiv:1909.12673, with x counted in units of eta",
     log_loss=_rosenfeld_error,
     shift=lambda x, centre: jnp.stack(
@@ -103,7 +103,7 @@ ROSENFELD_ERROR = Law(
 
 
 def _log_saturating(log_unique: Any, log_total: Any, log_half_life: Any) -> Any:
-    """What `total` of something is worth if only `unique` of it is not repeated."""
+    """Returns the log effective amount of `total`, of which `unique` is unique."""
     half_life = jnp.exp(log_half_life)
     repeats = jnp.expm1(jnp.maximum(log_total - log_unique, 0.0))
     return log_unique + jnp.log1p(-half_life * jnp.expm1(-repeats / half_life))
@@ -113,7 +113,7 @@ def _data_constrained(x: Any, logs: Any) -> Any:
     A, B, E, alpha, beta, half_life_D, half_life_N = x
     n, d, u = logs
     u = jnp.minimum(u, d)
-    # The parameters that suit the unique tokens, (U G)^(beta/alpha) G, G put in.
+    # Parameters optimal for the unique tokens, (U G)^(beta/alpha) G, with G inserted.
     suited = (beta * u + A + jnp.log(alpha) - B - jnp.log(beta)) / alpha
     n = _log_saturating(jnp.minimum(n, suited), n, half_life_N)
     d = _log_saturating(u, d, half_life_D)
@@ -126,16 +126,16 @@ DATA_CONSTRAINED = Law(
     formula="A / N'^alpha + B / D'^beta + E, N' and D' saturating with repetition",
     inputs=(_N, _D, _U),
     coordinates=(
-        scale("A"),
-        scale("B"),
-        scale("E", -1.5, -0.3),
-        exponent("alpha", 0.2, 0.5),
-        exponent("beta", 0.2, 0.5),
-        *(positive(name, -5.0, 12.0, 0.7, 2.5) for name in ("R_D", "R_N")),
+        scale_coordinate("A"),
+        scale_coordinate("B"),
+        scale_coordinate("E", -1.5, -0.3),
+        exponent_coordinate("alpha", 0.2, 0.5),
+        exponent_coordinate("beta", 0.2, 0.5),
+        *(positive_coordinate(name, -5.0, 12.0, 0.7, 2.5) for name in ("R_D", "R_N")),
     ),
     source="Muennighoff et al. 2023, arXiv:2305.16264, section 3",
     log_loss=_data_constrained,
-    # Tokens and unique tokens keep one unit.
+    # Tokens and unique tokens have one unit.
     shift=lambda x, centre: jnp.stack(
         [x[0] - x[3] * centre[0], x[1] - x[4] * centre[1], *x[2:]]
     ),
@@ -149,7 +149,7 @@ def _clark(x: Any, logs: Any) -> Any:
     n, experts = logs
     gap = 1 / (jnp.exp(-start) - jnp.exp(-end))
     effective = -jnp.log(1 / (jnp.expm1(experts) + gap) + jnp.exp(-end))
-    # Base-10 logarithms are the paper's; the unit of c is one over a decade.
+    # The paper uses base-10 logarithms; the unit of c is one over a decade.
     return a * n + b * effective + c / _DECADE * n * effective + d * _DECADE
 
 
@@ -159,12 +159,12 @@ CLARK = Law(
     "1/E' = 1/(E - 1 + 1/(1/E_start - 1/E_max)) + 1/E_max",
     inputs=(_N, "num_experts"),
     coordinates=(
-        real("a", -2.0, 2.0, -0.1),
-        real("b", -5.0, 5.0, -0.1),
-        real("c", -2.0, 2.0, 0.0),
-        real("d", -10.0, 10.0, 0.5),
-        positive("E_start", -3.0, 2.1, 0.3, 1.2),
-        positive("E_max", 2.2, 14.0, 4.0, 7.0),
+        real_coordinate("a", -2.0, 2.0, -0.1),
+        real_coordinate("b", -5.0, 5.0, -0.1),
+        real_coordinate("c", -2.0, 2.0, 0.0),
+        real_coordinate("d", -10.0, 10.0, 0.5),
+        positive_coordinate("E_start", -3.0, 2.1, 0.3, 1.2),
+        positive_coordinate("E_max", 2.2, 14.0, 4.0, 7.0),
     ),
     source="Clark et al. 2022, arXiv:2202.01169, section 5",
     log_loss=_clark,
@@ -194,12 +194,12 @@ BROKEN = Law(
     formula="a + b x^-c0 (1 + (x / d1)^(1 / f1))^(-c1 f1)",
     inputs=("flops",),
     coordinates=(
-        scale("a", -2.0, -0.5),
+        scale_coordinate("a", -2.0, -0.5),
         Coordinate("b", -20.0, 20.0, (-0.7,), log=True, relative=True),
-        real("c0", -4.0, 4.0, 0.05, 0.4),
-        real("c1", -6.0, 6.0, -0.3, 0.3),
-        positive("d1", -60.0, 60.0, -2.0, 0.0, 2.0),
-        positive("f1", -4.0, 3.0, -1.0),
+        real_coordinate("c0", -4.0, 4.0, 0.05, 0.4),
+        real_coordinate("c1", -6.0, 6.0, -0.3, 0.3),
+        positive_coordinate("d1", -60.0, 60.0, -2.0, 0.0, 2.0),
+        positive_coordinate("f1", -4.0, 3.0, -1.0),
     ),
     source="Caballero et al. 2022, arXiv:2210.14891, equation 1, with one break",
     log_loss=_broken,

@@ -1,7 +1,7 @@
 """Laws that are sums of powers: a size for each term, shared or separate exponents.
 
-The logarithm of such a sum is a log-sum-exp of forms that are linear in the
-coordinates, so the derivatives are the terms' shares of the sum, times logarithms.
+The logarithm of such a sum is a log-sum-exp of linear functions of the coordinates, so
+its derivatives are the terms' shares of the sum, times log inputs.
 """
 
 import math
@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from scaling.laws.base import Coordinate, Law, TwoPowers, exponent, real, scale
+from scaling.laws.base import (
+    Coordinate,
+    Law,
+    TwoPowers,
+    exponent_coordinate,
+    real_coordinate,
+    scale_coordinate,
+)
 
 
 class Power(NamedTuple):
@@ -29,8 +36,8 @@ class Power(NamedTuple):
     factor: float = 1.0
 
 
-class Term(NamedTuple):
-    """A size times powers; a floor has none."""
+class PowerTerm(NamedTuple):
+    """A size times powers; a floor has no powers."""
 
     scale: str
     powers: tuple[Power, ...] = ()
@@ -41,13 +48,13 @@ def power_sum(
     formula: str,
     inputs: tuple[str, ...],
     coordinates: tuple[Coordinate, ...],
-    terms: tuple[Term, ...],
+    terms: tuple[PowerTerm, ...],
     source: str,
     *,
     target: str = "loss",
     two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None,
 ) -> Law:
-    """Makes the law of a sum of terms; `target` and `two_powers` are fields of it."""
+    """Makes the law of a sum of terms; `target` and `two_powers` are its fields."""
     place = {coordinate.name: i for i, coordinate in enumerate(coordinates)}
     row = {column: i for i, column in enumerate(inputs)}
 
@@ -73,8 +80,8 @@ def power_sum(
         return total
 
     def linearise(x: Any, logs: Any) -> tuple[Any, list[Any]]:
-        # Fits stay in a box, so no term overflows and none needs a common factor out;
-        # a floor is one exponential for all points.
+        # Fits stay in a box, so no term overflows without a common factor; a floor
+        # takes one exponential for all points.
         sizes = [jnp.exp(form) for form in forms(x, logs)]
         total = sum(sizes[1:], sizes[0])
         rows = [jnp.zeros_like(total) for _ in coordinates]
@@ -111,15 +118,15 @@ def power_sum(
 
 
 _N, _D = "num_params", "num_tokens"
-_FLOOR = scale("E", -2.0, -0.5, -0.1)
+_FLOOR = scale_coordinate("E", -2.0, -0.5, -0.1)
 _HOFFMANN = "Hoffmann et al. 2022, arXiv:2203.15556, section 3.3"
 
 MEAN_ESTIMATION = power_sum(
     "mean-estimation",
     "sigma_squared / n",
     ("num_samples",),
-    (scale("sigma_squared", 0.0),),
-    (Term("sigma_squared", (Power("num_samples", 1.0),)),),
+    (scale_coordinate("sigma_squared", 0.0),),
+    (PowerTerm("sigma_squared", (Power("num_samples", 1.0),)),),
     "variance of a mean of n independent samples",
 )
 
@@ -127,8 +134,8 @@ POWER = power_sum(
     "power",
     "a x^-b",
     ("flops",),
-    (scale("a", 0.0), real("b", -4.0, 4.0, 0.1)),
-    (Term("a", (Power("flops", "b"),)),),
+    (scale_coordinate("a", 0.0), real_coordinate("b", -4.0, 4.0, 0.1)),
+    (PowerTerm("a", (Power("flops", "b"),)),),
     "Hestness et al. 2017, arXiv:1712.00409",
 )
 
@@ -136,8 +143,8 @@ POWER_FLOOR = power_sum(
     "power-floor",
     "a x^-b + E",
     ("flops",),
-    (scale("a"), exponent("b"), _FLOOR),
-    (Term("a", (Power("flops", "b"),)), Term("E")),
+    (scale_coordinate("a"), exponent_coordinate("b"), _FLOOR),
+    (PowerTerm("a", (Power("flops", "b"),)), PowerTerm("E")),
     "Henighan et al. 2020, arXiv:2010.14701, equation 1.1",
 )
 
@@ -145,8 +152,18 @@ CHINCHILLA = power_sum(
     "chinchilla",
     "A / N^alpha + B / D^beta + E",
     (_N, _D),
-    (scale("A"), scale("B"), _FLOOR, exponent("alpha"), exponent("beta")),
-    (Term("A", (Power(_N, "alpha"),)), Term("B", (Power(_D, "beta"),)), Term("E")),
+    (
+        scale_coordinate("A"),
+        scale_coordinate("B"),
+        _FLOOR,
+        exponent_coordinate("alpha"),
+        exponent_coordinate("beta"),
+    ),
+    (
+        PowerTerm("A", (Power(_N, "alpha"),)),
+        PowerTerm("B", (Power(_D, "beta"),)),
+        PowerTerm("E"),
+    ),
     _HOFFMANN,
     two_powers=lambda c: TwoPowers(c["A"], c["B"], c["alpha"], c["beta"], c["E"]),
 )
@@ -155,8 +172,17 @@ CHINCHILLA_TIED = power_sum(
     "chinchilla-tied",
     "A / N^alpha + B / D^alpha + E",
     (_N, _D),
-    (scale("A"), scale("B"), _FLOOR, exponent("alpha")),
-    (Term("A", (Power(_N, "alpha"),)), Term("B", (Power(_D, "alpha"),)), Term("E")),
+    (
+        scale_coordinate("A"),
+        scale_coordinate("B"),
+        _FLOOR,
+        exponent_coordinate("alpha"),
+    ),
+    (
+        PowerTerm("A", (Power(_N, "alpha"),)),
+        PowerTerm("B", (Power(_D, "alpha"),)),
+        PowerTerm("E"),
+    ),
     f"{_HOFFMANN}, with one exponent",
     two_powers=lambda c: TwoPowers(c["A"], c["B"], c["alpha"], c["alpha"], c["E"]),
 )
@@ -166,13 +192,17 @@ ROSENFELD = power_sum(
     "a / N^alpha + b / D^beta + c",
     (_N, _D),
     (
-        scale("a"),
-        scale("b"),
-        scale("c", -2.0, -0.5, -0.1),
-        exponent("alpha"),
-        exponent("beta"),
+        scale_coordinate("a"),
+        scale_coordinate("b"),
+        scale_coordinate("c", -2.0, -0.5, -0.1),
+        exponent_coordinate("alpha"),
+        exponent_coordinate("beta"),
     ),
-    (Term("a", (Power(_N, "alpha"),)), Term("b", (Power(_D, "beta"),)), Term("c")),
+    (
+        PowerTerm("a", (Power(_N, "alpha"),)),
+        PowerTerm("b", (Power(_D, "beta"),)),
+        PowerTerm("c"),
+    ),
     "Rosenfeld et al. 2020, arXiv:1909.12673",
     two_powers=lambda c: TwoPowers(c["a"], c["b"], c["alpha"], c["beta"], c["c"]),
 )
@@ -181,11 +211,16 @@ OVER_TRAINING = power_sum(
     "over-training",
     "a N^eta + b 6^(eta/2) D^eta + E",
     (_N, _D),
-    (scale("a"), scale("b"), real("eta", -2.0, -1e-3, -0.1, -0.3, -0.7), _FLOOR),
     (
-        Term("a", (Power(_N, "eta", 1.0),)),
-        Term("b", (Power(_D, "eta", 1.0, math.sqrt(6)),)),
-        Term("E"),
+        scale_coordinate("a"),
+        scale_coordinate("b"),
+        real_coordinate("eta", -2.0, -1e-3, -0.1, -0.3, -0.7),
+        _FLOOR,
+    ),
+    (
+        PowerTerm("a", (Power(_N, "eta", 1.0),)),
+        PowerTerm("b", (Power(_D, "eta", 1.0, math.sqrt(6)),)),
+        PowerTerm("E"),
     ),
     "Gadre et al. 2024, arXiv:2403.08540",
     two_powers=lambda c: TwoPowers(
@@ -198,19 +233,19 @@ KRAJEWSKI = power_sum(
     "(g / G^gamma + a) / N^alpha + b / D^beta + c",
     (_N, _D, "granularity"),
     (
-        scale("g"),
-        exponent("gamma", 0.3, 0.8),
-        scale("a"),
-        exponent("alpha"),
-        scale("b"),
-        exponent("beta"),
-        scale("c", -1.0, -0.2),
+        scale_coordinate("g"),
+        exponent_coordinate("gamma", 0.3, 0.8),
+        scale_coordinate("a"),
+        exponent_coordinate("alpha"),
+        scale_coordinate("b"),
+        exponent_coordinate("beta"),
+        scale_coordinate("c", -1.0, -0.2),
     ),
     (
-        Term("g", (Power("granularity", "gamma"), Power(_N, "alpha"))),
-        Term("a", (Power(_N, "alpha"),)),
-        Term("b", (Power(_D, "beta"),)),
-        Term("c"),
+        PowerTerm("g", (Power("granularity", "gamma"), Power(_N, "alpha"))),
+        PowerTerm("a", (Power(_N, "alpha"),)),
+        PowerTerm("b", (Power(_D, "beta"),)),
+        PowerTerm("c"),
     ),
     "Krajewski et al. 2024, arXiv:2402.07871",
 )
@@ -219,8 +254,13 @@ KAPLAN_STEPS = power_sum(
     "kaplan-steps",
     "a / N^alpha + s / S^beta",
     (_N, "steps"),
-    (scale("a"), scale("s"), exponent("alpha"), exponent("beta")),
-    (Term("a", (Power(_N, "alpha"),)), Term("s", (Power("steps", "beta"),))),
+    (
+        scale_coordinate("a"),
+        scale_coordinate("s"),
+        exponent_coordinate("alpha"),
+        exponent_coordinate("beta"),
+    ),
+    (PowerTerm("a", (Power(_N, "alpha"),)), PowerTerm("s", (Power("steps", "beta"),))),
     "Kaplan et al. 2020, arXiv:2001.08361, equation 1.6, with a = Nc^alpha, "
     "s = Sc^beta",
 )
@@ -229,8 +269,12 @@ LEARNING_RATE = power_sum(
     "learning-rate",
     "c N^a D^b",
     (_N, _D),
-    (scale("c", 0.0), real("a", -4.0, 4.0, -0.5), real("b", -4.0, 4.0, 0.3)),
-    (Term("c", (Power(_N, "a", 1.0), Power(_D, "b", 1.0))),),
+    (
+        scale_coordinate("c", 0.0),
+        real_coordinate("a", -4.0, 4.0, -0.5),
+        real_coordinate("b", -4.0, 4.0, 0.3),
+    ),
+    (PowerTerm("c", (Power(_N, "a", 1.0), Power(_D, "b", 1.0))),),
     "Li et al. 2025 (Step Law), arXiv:2503.04715",
     target="learning_rate",
 )
@@ -239,8 +283,8 @@ BATCH_SIZE = power_sum(
     "batch-size",
     "c D^b",
     (_D,),
-    (scale("c", 0.0), real("b", -4.0, 4.0, 0.5)),
-    (Term("c", (Power(_D, "b", 1.0),)),),
+    (scale_coordinate("c", 0.0), real_coordinate("b", -4.0, 4.0, 0.5)),
+    (PowerTerm("c", (Power(_D, "b", 1.0),)),),
     "Li et al. 2025 (Step Law), arXiv:2503.04715",
     target="batch_tokens",
 )

@@ -1,7 +1,7 @@
 """Scaling laws by name, published constants, and the compute optimum.
 
 N is the number of parameters, D of training tokens, C of FLOPs, L the loss in nats per
-token. Which parameters are counted is the data's convention, not the law's.
+token. The convention for counting parameters is that of the data, not of the law.
 """
 
 import difflib
@@ -36,19 +36,19 @@ CONSTANTS: dict[str, dict[str, float]] = {
 
 
 class Exponents(NamedTuple):
-    """How the optimum grows: `N* ~ C^a`, `D* ~ C^b`; a + b = 1."""
+    """Exponents of the compute optimum: `N* ~ C^a`, `D* ~ C^b`; a + b = 1."""
 
     a: Any
     b: Any
 
 
 class Optimum(NamedTuple):
-    """The best division of a budget.
+    """The compute-optimal division of a budget.
 
     Attributes:
-      num_params: of the best model.
-      num_tokens: to train it on.
-      loss: that the law predicts.
+      num_params: optimal number of parameters.
+      num_tokens: optimal number of training tokens.
+      loss: predicted loss.
     """
 
     num_params: Any
@@ -56,11 +56,11 @@ class Optimum(NamedTuple):
     loss: Any
 
 
-def find(name: str) -> Law:
+def find_law(name: str) -> Law:
     """Returns a law by name.
 
     Raises:
-      ValueError: there is none of this name.
+      ValueError: there is no law of this name.
     """
     if name not in LAWS:
         near = difflib.get_close_matches(name, LAWS)
@@ -69,44 +69,44 @@ def find(name: str) -> Law:
     return LAWS[name]
 
 
-def exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
-    """Computes how the compute optimum of a law grows with compute.
+def optimal_exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
+    """Returns the exponents of a law's compute optimum.
 
     Args:
-      law: one that says how loss falls with parameters and with tokens.
-      coefficients: by name.
+      law: a law with `two_powers`.
+      coefficients: coefficients by name.
 
     Raises:
-      ValueError: the law has no such optimum.
+      ValueError: the law has no compute optimum.
     """
     powers = loss_powers(law, coefficients)
     total = powers.alpha + powers.beta
     return Exponents(powers.beta / total, powers.alpha / total)
 
 
-def optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
+def compute_optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
     """Divides a compute budget between parameters and tokens by a law.
 
     Args:
-      law: one that says how loss falls with parameters and with tokens.
-      coefficients: by name.
+      law: a law with `two_powers`.
+      coefficients: coefficients by name.
       flops: the budget, a number or an array.
 
     Raises:
-      ValueError: the law has no such optimum.
+      ValueError: the law has no compute optimum.
     """
-    return divide(loss_powers(law, coefficients), flops)
+    return divide_budget(loss_powers(law, coefficients), flops)
 
 
-def divide(powers: TwoPowers, flops: Any) -> Optimum:
+def divide_budget(powers: TwoPowers, flops: Any) -> Optimum:
     """Divides a compute budget between parameters and tokens, `flops = 6 N D`.
 
-    In closed form: `N* = G (C/6)^a`, `G = (alpha A / (beta B))^(1 / (alpha + beta))`,
-    `a = beta / (alpha + beta)`. With the `hoffmann-tex` constants, 5.76e23 FLOPs make
+    Closed form: `N* = G (C/6)^a`, `G = (alpha A / (beta B))^(1 / (alpha + beta))`,
+    `a = beta / (alpha + beta)`. With the `hoffmann-tex` constants, 5.76e23 FLOPs give
     4.036e10 parameters and 2.379e12 tokens.
 
     Args:
-      powers: of the loss.
+      powers: terms of the loss.
       flops: the budget, a number or an array.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 4.
@@ -120,13 +120,13 @@ def divide(powers: TwoPowers, flops: Any) -> Optimum:
 
 
 def loss_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
-    """Reads off how a law's loss falls with parameters and tokens.
+    """Returns a law's dependence on parameters and tokens.
 
     Raises:
       ValueError: the law has no such form.
     """
     if law.two_powers is None:
         raise ValueError(
-            f"{law.name} does not say how loss falls with parameters and with tokens"
+            f"{law.name} does not define how loss falls with parameters and with tokens"
         )
     return law.two_powers(coefficients)

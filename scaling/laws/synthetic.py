@@ -8,7 +8,7 @@ import numpy as np
 Noise = Literal["normal", "student"]
 COEFFICIENTS = {"A": 420.0, "B": 1500.0, "E": 1.8, "alpha": 0.34, "beta": 0.36}
 NOISE = 0.005
-"""Of the logarithm of the loss; a factor on the standard distribution."""
+"""Scale of the noise of the log loss, a factor on the standard distribution."""
 
 SOUND = "sound"
 ILL_POSED = {
@@ -22,36 +22,39 @@ ILL_POSED = {
     "weak term": "A = 20: 1 % of the loss",
     "one budget": "all runs within a factor of 2 in compute, 1.6 in size",
 }
-"""What is wrong with each kind of data, by name."""
+"""Ill-posed kinds of data, with their defects."""
 
 
-def runs(num: int = 240, *, seed: int = 0, noise: Noise = "student") -> dict[str, Any]:
+def simulate_isoflop_runs(
+    num: int = 240, *, seed: int = 0, noise: Noise = "student"
+) -> dict[str, Any]:
     """Simulates runs at nine budgets from 6e18 to 3e21 FLOPs, around the optimum.
 
     The default is a surface whose robust optimum is known to many digits: Huber's
     objective is 0.00122400645673 there, with delta 0.001.
 
     Args:
-      num: of runs, at least 1.
-      seed: of sizes and noise.
-      noise: of the logarithms: Student's t with 3 degrees of freedom, or normal.
+      num: number of runs, at least 1.
+      seed: seed of sizes and noise.
+      noise: distribution of log noise: Student's t with 3 degrees of freedom, or
+        normal.
 
     Returns:
       Columns `num_params`, `num_tokens` and `loss`.
     """
-    return simulate(SOUND, num, seed=seed, noise=noise)[0]
+    return simulate_runs(SOUND, num, seed=seed, noise=noise)[0]
 
 
-def simulate(
+def simulate_runs(
     kind: str, num: int, *, seed: int, noise: Noise = "student"
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Simulates runs that are sound, or say too little, or say it wrongly.
+    """Simulates sound or ill-posed runs.
 
     Args:
-      kind: `SOUND`, or from `ILL_POSED`.
-      num: of runs, where the kind does not say.
-      seed: of sizes and noise.
-      noise: see `runs`.
+      kind: `SOUND`, or a key of `ILL_POSED`.
+      num: number of runs, unless the kind has its own.
+      seed: seed of sizes and noise.
+      noise: see `simulate_isoflop_runs`.
 
     Returns:
       Columns, and the surface's coefficients.
@@ -86,13 +89,13 @@ def simulate(
         error = error + wild * rng.uniform(0.05, 0.5, num)
     elif kind == "one wild outlier":
         error[rng.integers(num)] += 1.5
-    loss = surface(params, tokens, truth) * np.exp(error)
+    loss = surface_loss(params, tokens, truth) * np.exp(error)
     return {"num_params": params, "num_tokens": tokens, "loss": loss}, truth
 
 
-def surface(
+def surface_loss(
     params: Any, tokens: Any, coefficients: Mapping[str, float] = COEFFICIENTS
 ) -> Any:
-    """Computes the loss of a run without noise."""
+    """Returns the loss of a run without noise."""
     A, B, E, alpha, beta = (coefficients[x] for x in COEFFICIENTS)
     return E + A / params**alpha + B / tokens**beta

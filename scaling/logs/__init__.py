@@ -1,4 +1,4 @@
-"""Logs of runs: columns, files, rules of choice."""
+"""Logs of runs: columns, files, selection rules."""
 
 from scaling.logs.columns import FLOPS_PER_PARAM_AND_TOKEN as FLOPS_PER_PARAM_AND_TOKEN
 from scaling.logs.columns import LETTERS as LETTERS

@@ -1,7 +1,7 @@
-"""Of rows that compete, the one that counts: the best learning rate, the last step.
+"""Selection among competing rows: the best learning rate, the last step.
 
-What a size is worth is its loss at a rate that suits it, when its training is over; a
-fit to all rates and checkpoints would mix tuning with scaling.
+A size is represented by its loss at a good rate at the end of training; a fit to all
+rates and checkpoints would mix tuning with scaling.
 """
 
 import math
@@ -12,29 +12,29 @@ CELL, RATE, SEED, LOSS = "cell", "learning_rate", "seed", "loss"
 
 
 def _read(row: Mapping[str, Any], name: str, kind: type, place: int) -> Any:
-    """Reads a cell of a row that competes."""
+    """Reads a cell of a competing row."""
     try:
         return kind(row[name])
     except (LookupError, TypeError, ValueError, OverflowError):
-        said = f"{name}={row.get(name)!r} must be of type {kind.__name__}"
-        raise ValueError(f"run {place + 1} of the sweep: {said}") from None
+        message = f"{name}={row.get(name)!r} must be of type {kind.__name__}"
+        raise ValueError(f"run {place + 1} of the sweep: {message}") from None
 
 
-def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Finds the runs that have the best learning rate of their cell.
+def find_winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Finds the runs with the best learning rate of their cell.
 
-    Rates are compared on the seeds that all of them have, by their mean loss; where
-    there are none, each on its own. Of equal ones the smaller rate wins.
+    Rates are compared by their mean loss over the seeds that all rates have; without
+    common seeds, over their own. Of equal rates the smaller wins.
 
     Args:
-      rows: with a `cell`, `learning_rate`, `seed` and `loss`; runs of one cell differ
-        in rate and seed alone.
+      rows: rows with a `cell`, `learning_rate`, `seed` and `loss`; runs of one cell
+        differ only in rate and seed.
 
     Returns:
-      Their places, rising: every seed of a winning rate.
+      Indices of the rows of winning rates, every seed, rising.
 
     Raises:
-      ValueError: a row lacks one of them, or it is of another kind.
+      ValueError: a row lacks a field, or the field has another type.
     """
     cells: dict[Any, dict[float, list[int]]] = {}
     for place, row in enumerate(rows):
@@ -57,31 +57,33 @@ def winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(kept)
 
 
-def lowest(keys: Sequence[Hashable], losses: Sequence[float | None]) -> list[int]:
-    """Finds the row of least loss among those of each key, the first of equals.
+def least_loss_rows(
+    keys: Sequence[Hashable], losses: Sequence[float | None]
+) -> list[int]:
+    """Finds the row of lowest loss for each key, the first of equals.
 
     Args:
-      keys: of the rows; equal ones compete.
-      losses: of the rows; what is not a finite number above 0 is never the best.
+      keys: keys of the rows; rows with equal keys compete.
+      losses: losses of the rows; one that is not finite and above 0 never wins.
 
     Returns:
-      Places, rising; none of a key without a loss.
+      Indices, rising; none for a key without a loss.
     """
     counted = [i for i, x in enumerate(losses) if x is not None and 0 < x < math.inf]
-    # The last of a key stays, so the best comes last.
+    # The last row of a key wins, so the best comes last.
     counted.sort(key=lambda i: (losses[i] or math.inf, i), reverse=True)
     return sorted({keys[i]: i for i in counted}.values())
 
 
-def last(keys: Sequence[Hashable], progress: Sequence[float]) -> list[int]:
-    """Finds the row that is furthest among those of each key, the later of equals.
+def last_rows(keys: Sequence[Hashable], progress: Sequence[float]) -> list[int]:
+    """Finds the row with the most progress for each key, the later of equals.
 
     Args:
-      keys: of the rows.
-      progress: tokens, FLOPs or steps; numbers.
+      keys: keys of the rows.
+      progress: tokens, FLOPs or steps of the rows.
 
     Returns:
-      Places, rising.
+      Indices, rising.
     """
     order = sorted(range(len(keys)), key=progress.__getitem__)
     return sorted({keys[i]: i for i in order}.values())

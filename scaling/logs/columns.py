@@ -1,4 +1,4 @@
-"""What a log's columns mean: found by name or flag, read as numbers in SI units."""
+"""Meanings of a log's columns, found by name or flag; numbers in SI units."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ _KNOWN_AS = {
     "loss": ("loss", "L", "final_loss", "val_loss", "eval_loss"),
     "run": ("run_id", "run"),
 }
-"""Columns that need no flag, the first that is there; a flag overrules them."""
+"""Column names that need no flag, by priority; a flag overrides them."""
 
 _SPELLINGS = {
     "num_params": re.compile(
@@ -57,15 +57,15 @@ _SPELLINGS = {
     ),
     "run": re.compile(r"run(id)?"),
 }
-"""Names without a flag when no column is in `_KNOWN_AS`: lower-case letters and digits
-of the column's name."""
+"""Patterns of further names, without a flag or a column in `_KNOWN_AS`; matched with
+the lower-case letters and digits of a name."""
 _GROUP_OF_NAME = re.compile(r"^(config|summary|hparams|args|metrics)[./]")
 _UNIT_OF_NAME = re.compile(
     r"\s*[(\[][^)\]]*[)\]]\s*$|[\s_]+(k|m|b|bn|thousands?|millions?|billions?)$"
 )
 
 STEPS = ("step", "steps", "num_steps", "iteration", "iterations", "iter", "global_step")
-"""What tells the last row of a run, where neither tokens nor FLOPs do."""
+"""Columns that order the rows of a run if neither tokens nor FLOPs do."""
 
 FIELDS = {
     "num_params": "n",
@@ -75,33 +75,33 @@ FIELDS = {
     "run": "run",
 }
 FLAGS = {meaning: f"--{field}" for meaning, field in FIELDS.items()}
-"""Of `Columns`, and of the command line, by meaning."""
+"""Fields of `LogColumns` and flags of the command line, by meaning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Which columns of a log mean what; where the name is empty, what it is called."""
+class LogColumns:
+    """Columns of a log by meaning, with units; "" searches by name."""
 
     n: str = ""
-    """Parameters; like `d`, `c` and `loss` found by its name if this is empty."""
+    """Column of the parameters; like `d`, `c` and `loss` searched by name if empty."""
     d: str = ""
-    """Tokens trained on."""
+    """Column of the training tokens."""
     c: str = ""
-    """FLOPs of training."""
+    """Column of the training FLOPs."""
     loss: str = ""
-    """Nats per token, or what `loss_unit` says."""
+    """Column of the loss, nats per token times `loss_unit`."""
     run: str = ""
-    """What run a row belongs to, where a run has several."""
+    """Column that identifies the run of a row, if runs have several rows."""
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Columns of other inputs of laws, by the input; `COLUMN*UNIT` scales one."""
+    """Columns of further inputs of laws, by the input; `COLUMN*UNIT` scales one."""
     n_unit: float = 1.0
-    """Parameters that a 1 in the file means; `d_unit` and `c_unit` alike."""
+    """Parameters of a 1 in the file; `d_unit` and `c_unit` are the same for D and C."""
     d_unit: float = 1.0
     c_unit: float = 1.0
     loss_unit: float = 1.0
-    """Nats per token that a 1 in the file means, ln 2 for bits."""
+    """Nats per token of a 1 in the file, ln 2 for bits."""
     count: Count = "total"
-    """Which parameters `n` counts; in a sweep of ours, which of its counts is read."""
+    """Parameters that `n` counts; selects the column in a sweep of this package."""
 
     def __post_init__(self) -> None:
         if self.count not in get_args(Count):
@@ -109,13 +109,13 @@ class Columns:
         validation.above(self, "n_unit", "d_unit", "c_unit", "loss_unit", finite=True)
 
 
-class Roles(NamedTuple):
-    """Which of a file's columns mean what.
+class ColumnRoles(NamedTuple):
+    """Columns of a file by meaning.
 
     Attributes:
-      names: the column by its meaning: those of `Log.columns`, and `run`.
-      notes: which were guessed, in sentences.
-      rivals: columns of which each could have a meaning, where several could.
+      names: column of each meaning: those of `Log.columns`, and `run`.
+      notes: guesses, in sentences.
+      rivals: candidate columns of a meaning, if there are several.
     """
 
     names: dict[str, str]
@@ -123,21 +123,21 @@ class Roles(NamedTuple):
     rivals: Mapping[str, list[str]] = {}
 
 
-def read(
-    table: RawTable, columns: Columns, roles: Roles, needs: Iterable[str]
+def read_columns(
+    table: RawTable, columns: LogColumns, roles: ColumnRoles, needs: Iterable[str]
 ) -> tuple[dict[str, Float[np.ndarray, " runs"]], list[str], list[str]]:
-    """Reads the columns that are needed, and derives those that may be missing.
+    """Reads the required columns, and derives missing ones.
 
     Args:
-      table: at least one row.
-      columns: which columns mean what.
-      roles: what `find` found them to be.
-      needs: columns that a law reads; nothing asks for all of N, D, C and the loss.
+      table: table of at least one row.
+      columns: names and units of the columns.
+      roles: result of `find_columns`.
+      needs: columns that a law reads; empty means all of N, D, C and the loss.
 
     Returns:
-      `num_params`, `num_tokens`, `flops`, `loss` and the others, positive and finite; a
-      label for each row, equal where rows are one run's; what was assumed or derived,
-      in sentences.
+      `num_params`, `num_tokens`, `flops`, `loss` and further inputs, positive and
+      finite; a label for each row, equal for rows of one run; assumptions and
+      derivations, in sentences.
 
     Raises:
       ValueError: a column is missing, or a cell is not a number above 0.
@@ -168,7 +168,7 @@ def read(
         names[need] = name
         if unit == 1 and columns.d_unit != 1 and need.endswith("_tokens"):
             notes.append(
-                f"{need} is {name} as it stands; {name}*{columns.d_unit:g} would "
+                f"{need} is {name} without a unit; {name}*{columns.d_unit:g} would "
                 "have the unit of D"
             )
     found = _numbers(table, sources)
@@ -185,10 +185,10 @@ def read(
     return values, labels, notes
 
 
-def units(
-    table: RawTable, columns: Columns, names: Mapping[str, str]
+def declared_units(
+    table: RawTable, columns: LogColumns, names: Mapping[str, str]
 ) -> dict[str, float]:
-    """Gives the unit of each column that a flag declares another unit than 1 for."""
+    """Returns the units other than 1 that flags declare, by column."""
     found = {
         names[x]: getattr(columns, f"{FIELDS[x]}_unit") for x in LETTERS if x in names
     }
@@ -196,11 +196,11 @@ def units(
     return {name: unit for name, unit in found.items() if unit != 1}
 
 
-def loss_of(table: RawTable, roles: Roles) -> str:
-    """Names the column of the loss.
+def loss_column(table: RawTable, roles: ColumnRoles) -> str:
+    """Returns the name of the loss column.
 
     Raises:
-      ValueError: none was named, and none looks like it.
+      ValueError: no column is named or recognized as the loss.
     """
     if "loss" not in roles.names:
         raise ValueError(
@@ -210,17 +210,17 @@ def loss_of(table: RawTable, roles: Roles) -> str:
     return roles.names["loss"]
 
 
-def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
-    """Refuses a log without what is read: of N, D and C two give the third."""
+def _refuse_missing(table: RawTable, roles: ColumnRoles, needs: list[str]) -> None:
+    """Checks that required columns exist; two of N, D and C give the third."""
     names = roles.names
     wanted = [x for x in LETTERS if x in needs] if needs else [*LETTERS]
     there = [x for x in SIZES if x in names]
     missing = [x for x in wanted if x not in names]
     if "loss" in missing:
-        loss_of(table, roles)
+        loss_column(table, roles)
     if not missing or len(there) > 1:
         return
-    said = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
+    message = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
     what = "two of N, D and C are needed"
     for meaning, rivals in roles.rivals.items():
         if meaning in missing:
@@ -228,13 +228,13 @@ def _refuse_missing(table: RawTable, roles: Roles, needs: list[str]) -> None:
     if len([x for x in wanted if x in SIZES]) == 1:
         what = f"the law reads {LETTERS[missing[0]]} ({FLAGS[missing[0]]} COLUMN)"
     raise ValueError(
-        f"{table.path}: {what}, and there is {said}; name columns with --n, --d, --c; "
-        f"it has {', '.join(table.names)}"
+        f"{table.path}: {what}, and there is {message}; name columns with --n, "
+        f"--d, --c; it has {', '.join(table.names)}"
     )
 
 
 def _scaled(name: str, table: RawTable) -> tuple[str, float]:
-    """Parts `COLUMN*UNIT`, unless a column is called so."""
+    """Splits `COLUMN*UNIT`, unless a column has that name."""
     column, times, unit = name.rpartition("*")
     if name in table.names or not times:
         return name, 1.0
@@ -247,31 +247,33 @@ def _scaled(name: str, table: RawTable) -> tuple[str, float]:
     return column, factor
 
 
-def find(table: RawTable, columns: Columns) -> Roles:
-    """Finds the file's name of each meaning, and says which were guessed.
+def find_columns(table: RawTable, columns: LogColumns) -> ColumnRoles:
+    """Finds the file's column of each meaning, and notes guesses.
 
     Args:
-      table: its rows do not matter.
-      columns: what is called what.
+      table: the table; its rows do not matter.
+      columns: names of the columns.
 
     Raises:
-      ValueError: a column that was named is not there, or two columns have its name.
+      ValueError: a named column does not exist, or two columns have its name.
     """
-    said = {meaning: getattr(columns, field) for meaning, field in FIELDS.items()}
+    message = {meaning: getattr(columns, field) for meaning, field in FIELDS.items()}
     for meaning in LETTERS:
         if name := columns.others.get(meaning):
             flag = FLAGS[meaning]
-            if said[meaning]:
-                line = f"{flag} {said[meaning]} and --columns {meaning}={name}; which?"
+            if message[meaning]:
+                line = (
+                    f"{flag} {message[meaning]} and --columns {meaning}={name}; which?"
+                )
                 raise ValueError(f"{table.path}: {line}")
-            said[meaning] = name
+            message[meaning] = name
     ours = _COLUMN_OF_COUNT[columns.count]
     known = dict(_KNOWN_AS)
-    if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep of ours has them all
+    if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep has all counts
         known["num_params"] = (ours,)
     every = (*table.names, *sorted(table.repeated))
     names, guessed, rivals = {}, [], {}
-    for meaning, name in said.items():
+    for meaning, name in message.items():
         if name:
             if name not in every:
                 raise ValueError(
@@ -299,14 +301,14 @@ def find(table: RawTable, columns: Columns) -> Roles:
     notes = [f"by their names, {', '.join(guessed)}"] if guessed else []
     if names.get("num_params") not in (None, *_COLUMN_OF_COUNT.values()):
         notes.append(f"N is taken to count {columns.count} parameters (--count)")
-    return Roles(names, notes, rivals)
+    return ColumnRoles(names, notes, rivals)
 
 
 def _spelt(meaning: str, names: Iterable[str]) -> list[str]:
-    """Finds columns whose names mean something in another spelling.
+    """Finds columns whose names have a meaning in another spelling.
 
-    Of several, those without a unit in the name come first and are the only ones; of
-    several losses the one in the order of `_KNOWN_AS`.
+    Names without a unit take precedence; of several losses the first in the order of
+    `_KNOWN_AS` is chosen.
     """
     found: dict[bool, list[str]] = {False: [], True: []}
     for name in names:
@@ -324,17 +326,17 @@ def _spelt(meaning: str, names: Iterable[str]) -> list[str]:
     return several
 
 
-def column(table: RawTable, roles: Roles, name: str, flag: str) -> str:
-    """Finds a column that is named in the file's words, or as N, D, C or L.
+def find_column(table: RawTable, roles: ColumnRoles, name: str, flag: str) -> str:
+    """Finds a column by its name in the file, or by N, D, C or L.
 
     Args:
-      table: where it should be.
-      roles: what its columns mean.
-      name: as the file has it, a letter, or such as "num_params".
-      flag: that names it, for an error.
+      table: the table.
+      roles: meanings of its columns.
+      name: a name of the file, a letter, or a meaning such as "num_params".
+      flag: flag with the name, for the error message.
 
     Raises:
-      ValueError: it is not there.
+      ValueError: there is no such column.
     """
     if name in table.names:
         return name
@@ -347,16 +349,16 @@ def column(table: RawTable, roles: Roles, name: str, flag: str) -> str:
     )
 
 
-def numbers(
+def read_numbers(
     table: RawTable, name: str, unit: float | None
 ) -> Float[np.ndarray, " runs"]:
     """Reads a column of positive numbers.
 
     Args:
-      table: where it stands.
-      name: its name there.
-      unit: what a 1 in the file means. Where that is 1, a cell may carry a suffix of
-        K, M, B or G, and T, as in 1.5B; None for what has no such suffix.
+      table: the table.
+      name: name of the column.
+      unit: value of a 1 in the file. With unit 1, a cell may have a suffix K, M, B, G
+        or T, as in 1.5B; None for a column without units.
 
     Raises:
       ValueError: a cell is missing, no number, or not above 0 and finite.
@@ -370,8 +372,8 @@ def _numbers(
     """Reads columns of positive numbers, given their names and units.
 
     Raises:
-      ValueError: cells are missing, no numbers, or not above 0 and finite; one line
-        that counts them by column, and a rule that leaves all such rows out.
+      ValueError: cells are missing, no numbers, or not above 0 and finite; the message
+        counts them by column, and has a rule that ignores all such rows.
     """
     found: dict[str, np.ndarray] = {}
     faults: dict[tuple[str, str], int] = {}
@@ -400,23 +402,25 @@ def _numbers(
             f"{table.path}: {rows[0].place}: {what}; --ignore "
             f"'row == {rows[0].number}' leaves it out"
         )
-    said = ", ".join(f"{name} is {kind} in {n}" for (name, kind), n in faults.items())
+    message = ", ".join(
+        f"{name} is {kind} in {n}" for (name, kind), n in faults.items()
+    )
     names = [*dict.fromkeys(name for name, _ in faults)]
     way_out = "is it another column?"
     if len(rows) < len(table.rows):
-        rule = " or ".join(f"{rules.quote(name)} is invalid" for name in names)
-        test = rules.parse(rule, names)
+        rule = " or ".join(f"{rules.quote_column(name)} is invalid" for name in names)
+        test = rules.parse_rule(rule, names)
         if not all(test(row.cells) for row in rows):  # such as 3M where no unit may be
             rule = " or ".join(f"row == {row.number}" for row in rows)
         way_out = f"--ignore '{rule}' leaves them out"
     raise ValueError(
-        f"{table.path}: {len(rows)} of {len(table.rows)} rows cannot be read: {said}, "
-        f"first in {rows[0].place}; {way_out}"
+        f"{table.path}: {len(rows)} of {len(table.rows)} rows cannot be read: "
+        f"{message}, first in {rows[0].place}; {way_out}"
     )
 
 
 def _derive(found: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:
-    """Fills in the third of N, D and C, or says how far C is from 6ND."""
+    """Derives the third of N, D and C, or notes the ratio of C to 6ND."""
     six = FLOPS_PER_PARAM_AND_TOKEN
     if "flops" not in found:
         found["flops"] = six * found["num_params"] * found["num_tokens"]

@@ -1,8 +1,8 @@
-"""What a log has that nobody asked for: columns that matter and units that cannot be.
+"""Warnings about a log: unused columns that matter, and implausible units.
 
-Nothing here changes a number. A column that parts the runs, marks some of them or
-counts unique tokens is pointed at if nothing uses it, with the option that would; and
-numbers that are hardly parameters, tokens, FLOPs or nats are doubted.
+No number is changed. A column that divides the runs into groups, marks some of them or
+counts unique tokens gives a warning if it is unused, with the option that uses it; so
+do implausible numbers of parameters, tokens, FLOPs or nats.
 """
 
 import math
@@ -12,21 +12,21 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from scaling.logs import rules
-from scaling.logs.columns import FIELDS, FLAGS, LETTERS, SIZES, Columns, parse
-from scaling.logs.log import NOT_COMPLETED, Log, letters
+from scaling.logs.columns import FIELDS, FLAGS, LETTERS, SIZES, LogColumns, parse
+from scaling.logs.log import NOT_COMPLETED, Log, normalize_name
 
 _GROUPS = re.compile(
     r"experiment|(^|_)data(_?set)?(_|$)|dataset|corpus|famil|arch|variant|setting|sweep|optimi[sz]er"
     r"|schedule|source|study|group|tokenizer"
 )
-"""Names of what parts runs that no one law may describe."""
+"""Names of columns that divide runs into groups with different laws."""
 _MARKS = re.compile(
     r"outlier|exclud|discard|drop(?!out)|ignore|skip|invalid|diverged|failed|unstable"
     r"|crash"
 )
-"""Names of what marks runs that are not to be fitted."""
+"""Names of columns that mark runs to exclude."""
 _COMPLETE = re.compile(r"(is_?|has_?)?(finished|completed?|converged|succe(ss|eded))")
-"""Names of what marks runs that are to be fitted."""
+"""Names of columns that mark runs to include."""
 _RATES = ("learning_rate", "lr", "max_lr", "peak_lr", "base_lr", "batch_size", "batch")
 _TRUE = {"1", "true", "yes", "y", "t", "1.0", "x"}
 _FALSE = {"0", "false", "no", "n", "f", "0.0"}
@@ -37,27 +37,27 @@ _PERPLEXITY = re.compile(r"perplexity|(^|_)ppl(_|$)")
 _LARGE = re.compile(
     r"(?P<M>(_|\(|\[|\b)m(\)|\]|$)|million)|(?P<B>(_|\(|\[|\b)b(\)|\]|$)|billion)"
 )
-"""How a name says that it counts millions or billions."""
+"""Parts of names that mean millions or billions."""
 _UNITS = {"M": 1e6, "B": 1e9}
 
 _MOST_LOSS = 16.0
-"""Nats per token: the logarithm of a vocabulary of nine million."""
+"""Largest plausible loss in nats per token: the log of a vocabulary of nine million."""
 _SIZES = {
     "num_params": ("parameters", 1e3, 1e6),
     "num_tokens": ("tokens", 1e5, 1e9),
     "flops": ("FLOPs", 1e8, 1e18),
 }
-"""What is counted; the least that the largest run has; a usual unit."""
+"""Unit of the count, least plausible value of the largest run, and a usual unit."""
 _FAR = 30.0
-"""How far C may be from 6 N D by the way that it is counted."""
+"""Largest plausible ratio of C to 6 N D, or of 6 N D to C."""
 
 
-def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
-    """Says what of a log looks unused, or in another unit.
+def find_doubts(log: Log, columns: LogColumns, used: Collection[str] = ()) -> list[str]:
+    """Returns warnings about unused columns and implausible units of a log.
 
     Args:
       log: the runs.
-      columns: how they were read.
+      columns: names and units with which they were read.
       used: rules and names that mention columns.
 
     Returns:
@@ -69,24 +69,24 @@ def find(log: Log, columns: Columns, used: Collection[str] = ()) -> list[str]:
         for name in log.names
         if name not in taken and not any(name in text for text in used)
     ]
-    said = [line for name, line in log.doubtful.items() if name in taken]
+    messages = [line for name, line in log.doubtful.items() if name in taken]
     for kind in (_groups, _marks, _states):
         found = {name: line for name in free for line in kind(log, name)}
-        if found:  # one line for each kind of doubt
+        if found:  # one line for each kind of warning
             first, *others = found
             same = f"; the same holds for {', '.join(others)}" if others else ""
-            said.append(found[first] + same)
-    said += [*_repeated(log, free), *_rates(log, free)]
+            messages.append(found[first] + same)
+    messages += [*_repeated(log, free), *_rates(log, free)]
     if not log.has_one_row_per_run and log.curves is None:
-        said.append(
+        messages.append(
             f"runs have several rows, and each is fitted: --last-of "
             f"{_shell(log.roles['run'])} reads the last of each"
         )
-    return said if log.source.is_dir() else [*said, *_units(log, columns)]
+    return messages if log.source.is_dir() else [*messages, *_units(log, columns)]
 
 
 def _cells(log: Log, name: str) -> list[str]:
-    """A column as text; empty where a row has nothing there."""
+    """Returns a column as text; empty for a missing cell."""
     found = (row.cells.get(name) for row in log.raw)
     return ["" if cell is None else str(cell) for cell in found]
 
@@ -97,8 +97,8 @@ def _groups(log: Log, name: str) -> Iterator[str]:
         return
     some = ", ".join(values[:3]) + (", ..." if len(values) > 3 else "")
     yield (
-        f"{name} is not used, and parts the runs ({some}): --by {_shell(name)} fits "
-        f"each alone, --where {_rule(name, values[0])} one of them"
+        f"{name} is not used, and groups the runs ({some}): --by {_shell(name)} fits "
+        f"each group, --where {_rule(name, values[0])} one of them"
     )
 
 
@@ -114,20 +114,22 @@ def _marks(log: Log, name: str) -> Iterator[str]:
             "1 run, which is" if len(marked) == 1 else f"{len(marked)} runs, which are"
         )
         yield (
-            f"{name} is not used, and marks {verb} fitted with the others: --ignore "
+            f"{name} is not used, and marks {verb} fitted like the rest: --ignore "
             f"{_rule(name, marked[0])} leaves such out"
         )
 
 
 def _states(log: Log, name: str) -> Iterator[str]:
-    """Points at runs that did not complete, by a column of any name."""
+    """Warns of runs that did not complete, by a column of any name."""
     cells = _cells(log, name)
-    words = [*dict.fromkeys(x for x in cells if NOT_COMPLETED.fullmatch(letters(x)))]
+    words = [
+        *dict.fromkeys(x for x in cells if NOT_COMPLETED.fullmatch(normalize_name(x)))
+    ]
     if not words:
         return
     num = sum(cell in words for cell in cells)
     runs = "1 run is" if num == 1 else f"{num} runs are"
-    rule = " or ".join(f'{rules.quote(name)} == "{x}"' for x in words[:3])
+    rule = " or ".join(f'{rules.quote_column(name)} == "{x}"' for x in words[:3])
     yield (
         f"{name} is not used, and {runs} {' or '.join(words[:3])} there: --ignore "
         f"'{rule}' leaves such out"
@@ -135,7 +137,7 @@ def _states(log: Log, name: str) -> Iterator[str]:
 
 
 def _repeated(log: Log, free: Sequence[str]) -> Iterator[str]:
-    """Points at a number of unique tokens, above all where some are repeated."""
+    """Warns of an unused column of unique tokens, above all if tokens are repeated."""
     for name in free:
         words = name.lower()
         if name != "U" and not (
@@ -157,7 +159,7 @@ def _repeated(log: Log, free: Sequence[str]) -> Iterator[str]:
 
 
 def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
-    """Points at tries of one size, of which the best should count."""
+    """Warns of several runs of one size, of which only the best should be used."""
     names = [log.roles.get(x) for x in ("num_params", "num_tokens")]
     if not all(names):
         return
@@ -171,7 +173,7 @@ def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
             return
 
 
-def _units(log: Log, columns: Columns) -> Iterator[str]:
+def _units(log: Log, columns: LogColumns) -> Iterator[str]:
     loss, name = log.columns.get("loss"), log.roles.get("loss", "")
     if loss is not None and columns.loss_unit == 1:
         if _PERPLEXITY.search(name.lower()) or loss.max() > _MOST_LOSS:
@@ -204,7 +206,7 @@ def _units(log: Log, columns: Columns) -> Iterator[str]:
 
 
 def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
-    """Doubts numbers that are too small, or broken, to be what they are read as."""
+    """Warns of numbers that are too small, or not whole, for their meaning."""
     name, values = log.roles[meaning], log.columns[meaning]
     what, least, usual = _SIZES[meaning]
     match = _LARGE.search(name.lower())
@@ -221,9 +223,9 @@ def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
 
 
 def _rule(name: str, cell: str) -> str:
-    """A rule that selects what has a cell, quoted for a shell."""
+    """Returns a rule that selects rows with a cell, quoted for a shell."""
     value = f'"{cell}"' if parse(cell, None) is None else cell
-    return f"'{rules.quote(name)} == {value}'"
+    return f"'{rules.quote_column(name)} == {value}'"
 
 
 def _shell(name: str) -> str:

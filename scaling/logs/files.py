@@ -13,15 +13,15 @@ CURVES = "curves.jsonl"
 """File of a sweep's folder with a line for each report of a run; may be missing."""
 
 MAX_BYTES = 2**30
-"""Limit on a log, unpacked; a million rows with a kilobyte each."""
+"""Size limit of an unpacked log; a million rows with a kilobyte each."""
 
 
-def read(path: Path) -> RawTable:
+def read_log_table(path: Path) -> RawTable:
     """Reads a table (`jaxkv.files.tables`) with at least one row and column.
 
     Raises:
-      ValueError: the file cannot be read, has no row, or a row is not like the header;
-        one line that names the file and the place.
+      ValueError: the file cannot be read, has no row, or has a ragged row; one line
+        with the file and the row.
     """
     try:
         table = tables.read_table(path, max_bytes=MAX_BYTES)
@@ -34,6 +34,6 @@ def read(path: Path) -> RawTable:
     return table
 
 
-def read_text(path: Path) -> str:
+def read_log_text(path: Path) -> str:
     """Reads text of at most `MAX_BYTES`; errors as `tables.read_decompressed_text`."""
     return tables.read_decompressed_text(path, max_bytes=MAX_BYTES)

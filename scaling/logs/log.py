@@ -1,10 +1,10 @@
-"""Logs of training runs as columns in SI units, every row accounted for.
+"""Logs of training runs as columns in SI units, with every row accounted for.
 
-A log is a CSV, JSON, or the folder of a sweep (`files`). Of N, D and C two are
-enough: the third follows from `C = 6 N D` and the log says so; a law of one input needs
-that one alone. Nothing is dropped in silence: a row that cannot be used is an error
-with its number, unless its run is marked as not completed, another row is better or
-later, or a rule leaves it out, and then `notes` counts it.
+A log is a CSV, JSON, or the folder of a sweep (`files`). Two of N, D and C are enough:
+the third follows from `C = 6 N D`, and the log notes it; a law of one input needs only
+that input. No row is dropped silently: an unusable row is an error with its number,
+unless its run is marked as not completed, another row is better or later, or a rule
+ignores it; `notes` counts such rows.
 """
 
 import collections
@@ -27,11 +27,19 @@ from jaxtyping import Bool, Float, Int
 from jaxkv.workloads import dataframes
 from scaling.logs import best_rates, files, rules
 from scaling.logs import columns as logs_columns
-from scaling.logs.columns import STEPS, Columns, Roles, find, loss_of, numbers, parse
+from scaling.logs.columns import (
+    STEPS,
+    ColumnRoles,
+    LogColumns,
+    find_columns,
+    loss_column,
+    parse,
+    read_numbers,
+)
 from scaling.logs.files import RawRow, RawTable
 
 _STATES = re.compile(r"(run|job|final)?(status|state)")
-"""Columns of the state of a run: the letters of their names in lower case."""
+"""Names of columns with the state of a run: their letters in lower case."""
 _COMPLETED = {
     *("completed", "complete", "done", "finished", "success", "succeeded"),
     *("successful", "ok"),
@@ -45,21 +53,21 @@ NOT_COMPLETED = re.compile(
 
 
 class Log(NamedTuple):
-    """Runs that are completed and can be fitted.
+    """Completed runs that can be fitted.
 
     Attributes:
-      source: the file or folder.
-      count: what `num_params` counts: parameters in total, without embeddings, those
-        in matrix products, or the active ones of a mixture.
-      columns: `num_params`, `num_tokens`, `flops`, `loss` and what else was asked for,
+      source: file or folder.
+      count: meaning of `num_params`: parameters in total, without embeddings, those in
+        matrix products, or the active ones of a mixture of experts.
+      columns: `num_params`, `num_tokens`, `flops`, `loss` and further required columns,
         positive and finite; those of the four that no law reads may be missing.
-      runs: a label for each row; rows with equal labels are one run's.
-      raw: the rows as they stand in the file.
-      curves: the training curves, rows labelled like `runs`; None if there are none.
-      notes: what was derived, left out or assumed, in sentences.
-      roles: the file's columns by their meaning, such as "num_params" or "run".
-      units: what a 1 in a column of the file means, where a flag says so.
-      doubtful: by column, a sentence about cells that can be read in two ways.
+      runs: label of each row; rows of one run have equal labels.
+      raw: the rows of the file, unchanged.
+      curves: training curves, with rows labelled as in `runs`, or None.
+      notes: derivations, ignored rows and assumptions, in sentences.
+      roles: columns of the file by meaning, such as "num_params" or "run".
+      units: units other than 1 that flags declare, by column of the file.
+      doubtful: warnings about ambiguous cells, by column.
     """
 
     source: Path
@@ -83,19 +91,19 @@ class Log(NamedTuple):
 
     @property
     def has_one_row_per_run(self) -> bool:
-        """Whether no run has two rows."""
+        """True if no run has two rows."""
         return len({*self.runs}) == len(self.runs)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The file's columns."""
+        """Names of the file's columns."""
         return tuple(dict.fromkeys(name for row in self.raw for name in row.cells))
 
     def label(self, names: Sequence[str]) -> list[str]:
-        """Gives what each row has in some columns of the file, as text.
+        """Returns the cells of each row in some columns of the file, as text.
 
         Raises:
-          ValueError: there is no such column, or a row has nothing there.
+          ValueError: a column does not exist, or a cell is empty.
         """
         for name in names:
             if name not in self.names:
@@ -112,21 +120,21 @@ class Log(NamedTuple):
         return [", ".join(str(row.cells[x]) for x in names) for row in self.raw]
 
     def labels(self) -> Int[np.ndarray, " runs"]:
-        """Numbers the runs: rows with equal numbers are one run's."""
+        """Returns indices of the runs; rows of one run have equal indices."""
         return np.unique(np.asarray(self.runs), return_inverse=True)[1].reshape(-1)
 
     def select(self, rule: str) -> Bool[np.ndarray, " runs"]:
-        """Tells which rows a rule selects.
+        """Returns the mask of the rows that a rule selects.
 
         Args:
-          rule: as `rules` reads it, over `row`, the file's columns as they are written,
-            those that were read as numbers in the units of `columns`, and `num_params`,
-            `num_tokens`, `flops` and `loss`.
+          rule: a rule (see `rules`) over `row`, the file's columns as written, numeric
+            columns in the units of `columns`, and `num_params`, `num_tokens`, `flops`
+            and `loss`.
 
         Raises:
-          ValueError: it is no rule, or cannot be asked of a row.
+          ValueError: the rule is invalid, or cannot be applied to a row.
         """
-        test = rules.parse(rule, (*self.names, "row", *self.columns))
+        test = rules.parse_rule(rule, (*self.names, "row", *self.columns))
         read = {self.roles[x]: y for x, y in self.columns.items() if x in self.roles}
         found = []
         for i, row in enumerate(self.raw):
@@ -137,7 +145,7 @@ class Log(NamedTuple):
         return np.asarray(found, bool)
 
     def take(self, mask: Bool[np.ndarray, " runs"]) -> "Log":
-        """Keeps some rows, and all curves."""
+        """Returns the log with some rows and all curves."""
         columns = {name: column[mask] for name, column in self.columns.items()}
         places = np.flatnonzero(mask)
         return self._replace(
@@ -147,9 +155,9 @@ class Log(NamedTuple):
         )
 
 
-def read(
+def read_log(
     path: Path,
-    columns: Columns | None = None,
+    columns: LogColumns | None = None,
     *,
     needs: Iterable[str] = (),
     ignore: str = "",
@@ -159,44 +167,47 @@ def read(
     """Reads a log and checks every row of it.
 
     Args:
-      path: a CSV, JSON, or a folder with `runs.jsonl` and perhaps `curves.jsonl`.
-      columns: which columns mean what.
-      needs: columns that a law reads, such as "num_unique_tokens"; where there are any,
-        those of N, D, C and the loss that are not among them may be missing.
-      ignore: a rule (see `rules`); the rows that it selects are left out, counted,
+      path: a CSV, JSON, or a folder with `runs.jsonl` and optionally `curves.jsonl`.
+      columns: names and units of the columns.
+      needs: columns that a law reads, such as "num_unique_tokens"; if not empty, those
+        of N, D, C and the loss that are not among them may be missing.
+      ignore: a rule (see `rules`); the rows that it selects are ignored and counted,
         and not checked.
       last_of: columns; of rows that agree in them the one with most tokens (or FLOPs,
-        or steps) is read, the others are left out, counted, and not checked.
-      best_of: columns; of the rows that are left and agree in them, the one with the
-        lowest loss.
+        or steps) is read, and the other ones are counted and not checked.
+      best_of: columns; of the remaining rows that agree in them, the one with the
+        lowest loss is read.
 
     Returns:
-      The log; a run that says it is not completed is left out and counted, and so are
-      the runs of a sweep of ours whose learning rate was not the best (`best_rates`).
+      The log, without runs that are marked as not completed, and without those of a
+      sweep of this package whose learning rate was not the best (`best_rates`); both
+      are counted.
 
     Raises:
       ValueError: a column is missing; a cell is not a number, or not above 0; a run
-        stands there twice; nothing is left. One line that says where.
+        occurs twice; or no row remains. One line with the place.
     """
-    columns = columns or Columns()
+    columns = columns or LogColumns()
     is_sweep = path.is_dir()
     if is_sweep and not (path / files.RUNS).exists():
         raise ValueError(f"{path}: holds no {files.RUNS}; name a file")
-    table = files.read(path / files.RUNS if is_sweep else path)
-    roles = find(table, columns)
-    units = logs_columns.units(table, columns, roles.names)
+    table = files.read_log_table(path / files.RUNS if is_sweep else path)
+    roles = find_columns(table, columns)
+    units = logs_columns.declared_units(table, columns, roles.names)
     rows, notes = _leave_out(table, ignore, units)
     table = table._replace(rows=rows)
     if last_of:
         table = _last(table, roles, last_of, notes)
     if best_of:
-        loss = loss_of(table, roles)
+        loss = loss_column(table, roles)
         losses = [parse(row.cells.get(loss), None) for row in table.rows]
-        best = best_rates.lowest(_keys(table, roles, best_of, "--best-of"), losses)
-        said = f"not the lowest {loss} of rows with one {' and '.join(best_of)}"
-        table = _keep(table, best, said, notes)
+        best = best_rates.least_loss_rows(
+            _keys(table, roles, best_of, "--best-of"), losses
+        )
+        message = f"not the lowest {loss} of rows with one {' and '.join(best_of)}"
+        table = _keep(table, best, message, notes)
     rows = table.rows
-    values, labels, said = logs_columns.read(table, columns, roles, [*needs])
+    values, labels, message = logs_columns.read_columns(table, columns, roles, [*needs])
     log = Log(
         source=path,
         count=columns.count,
@@ -204,25 +215,27 @@ def read(
         runs=tuple(labels),
         raw=tuple(rows),
         curves=None,
-        notes=(*notes, *said),
+        notes=(*notes, *message),
         roles=roles.names,
         units=units,
         doubtful=table.doubtful,
     )
     log = log._replace(notes=log.notes + _twins(log, is_sweep))
     if is_sweep and {best_rates.CELL, best_rates.RATE} <= {*table.names}:
-        best = best_rates.winners([row.cells for row in log.raw])
+        best = best_rates.find_winners([row.cells for row in log.raw])
         if num_left := len(log.raw) - len(best):
             words = "left out: not the best learning rate of size and tokens"
             log = log.take(np.isin(np.arange(len(log.raw)), best))
             log = log._replace(notes=(*log.notes, f"{_rows(num_left)} {words}"))
     if is_sweep and (path / files.CURVES).exists():
-        log = log._replace(curves=_curves(log, files.read(path / "curves.jsonl")))
+        log = log._replace(
+            curves=_curves(log, files.read_log_table(path / "curves.jsonl"))
+        )
     return log
 
 
 def _last(
-    table: RawTable, roles: Roles, names: Sequence[str], notes: list[str]
+    table: RawTable, roles: ColumnRoles, names: Sequence[str], notes: list[str]
 ) -> RawTable:
     """Keeps the last of the rows that agree in some columns."""
     known = [roles.names.get(x) for x in ("num_tokens", "flops")]
@@ -241,16 +254,16 @@ def _last(
                 f"--last-of {','.join(names)} needs it"
             )
         progress.append(how_far)
-    kept = best_rates.last(_keys(table, roles, names, "--last-of"), progress)
-    said = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
-    return _keep(table, kept, said, notes)
+    kept = best_rates.last_rows(_keys(table, roles, names, "--last-of"), progress)
+    message = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
+    return _keep(table, kept, message, notes)
 
 
 def _keys(
-    table: RawTable, roles: Roles, names: Sequence[str], flag: str
+    table: RawTable, roles: ColumnRoles, names: Sequence[str], flag: str
 ) -> list[tuple[Any, ...]]:
-    """What the rows have in some columns: numbers where they are numbers."""
-    found = [logs_columns.column(table, roles, name, flag) for name in names]
+    """Returns the cells of the rows in some columns, as numbers if possible."""
+    found = [logs_columns.find_column(table, roles, name, flag) for name in names]
     return [
         tuple(
             cell if (number := parse(cell, 1.0)) is None else number
@@ -260,10 +273,12 @@ def _keys(
     ]
 
 
-def _keep(table: RawTable, places: list[int], said: str, notes: list[str]) -> RawTable:
-    """Keeps some rows, and counts the others."""
+def _keep(
+    table: RawTable, places: list[int], message: str, notes: list[str]
+) -> RawTable:
+    """Keeps some rows, and counts the dropped ones."""
     if num_left := len(table.rows) - len(places):
-        notes.append(f"{_rows(num_left)} left out: {said}")
+        notes.append(f"{_rows(num_left)} left out: {message}")
     if not places:
         raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
     return table._replace(rows=[table.rows[i] for i in places])
@@ -272,10 +287,10 @@ def _keep(table: RawTable, places: list[int], said: str, notes: list[str]) -> Ra
 def _leave_out(
     table: RawTable, ignore: str, units: Mapping[str, float]
 ) -> tuple[list[RawRow], list[str]]:
-    """Leaves out what a rule ignores and what was not completed, and counts them."""
+    """Removes and counts rows that a rule ignores or that did not complete."""
     rows, notes = table.rows, list(table.notes)
     if ignore:
-        test = rules.parse(ignore, (*table.names, "row"))
+        test = rules.parse_rule(ignore, (*table.names, "row"))
 
         def is_kept(row: RawRow) -> bool:
             read = {x: parse(row.cells.get(x), unit) for x, unit in units.items()}
@@ -287,31 +302,37 @@ def _leave_out(
         rows = kept
     for name in table.names:
         states = [str(row.cells.get(name)) for row in rows]
-        words = {*map(letters, states)}
+        words = {*map(normalize_name, states)}
         is_known = words & _COMPLETED or any(map(NOT_COMPLETED.fullmatch, words))
-        # "status" is of our sweeps; of other names, none such as California.
-        if name != "status" and not (is_known and _STATES.fullmatch(letters(name))):
+        # "status" is a column of sweeps here; other names need a known state.
+        if name != "status" and not (
+            is_known and _STATES.fullmatch(normalize_name(name))
+        ):
             continue
-        places = [i for i, state in enumerate(states) if letters(state) in _COMPLETED]
+        places = [
+            i for i, state in enumerate(states) if normalize_name(state) in _COMPLETED
+        ]
         if num_left := len(rows) - len(places):
             others = collections.Counter(
-                state.lower() for state in states if letters(state) not in _COMPLETED
+                state.lower()
+                for state in states
+                if normalize_name(state) not in _COMPLETED
             )
-            said = ", ".join(f"{n} {state}" for state, n in others.items())
-            notes.append(f"{_rows(num_left)} left out by {name}: {said}")
+            message = ", ".join(f"{n} {state}" for state, n in others.items())
+            notes.append(f"{_rows(num_left)} left out by {name}: {message}")
         rows = [rows[i] for i in places]
     if not rows:
         raise ValueError(f"{table.path}: no run is left: {'; '.join(notes)}")
     return rows, notes
 
 
-def letters(text: str) -> str:
+def normalize_name(text: str) -> str:
     """Reduces text to its letters and digits in lower case."""
     return re.sub(r"[\W_]", "", text.lower())
 
 
 def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:
-    """Refuses a run that stands there twice; tells of rows that may be chance."""
+    """Refuses a run that occurs twice; notes rows with equal numbers."""
 
     def cells(i: int) -> Hashable:
         items = log.raw[i].cells.items()
@@ -339,10 +360,10 @@ def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:
 def _repeated(
     num_rows: int, key: Callable[[int], Hashable]
 ) -> Iterator[tuple[int, int]]:
-    """Finds rows of a key that was there before: the first such row, and this one.
+    """Yields rows with a repeated key: the first row of the key, and this one.
 
-    Keys are kept as their hashes, so that very many rows fit, and made again where
-    those agree.
+    Keys are stored as hashes, to save memory with many rows, and computed again for
+    equal hashes.
     """
     hashes = np.fromiter((hash(key(i)) for i in range(num_rows)), np.int64, num_rows)
     order = np.argsort(hashes, kind="stable")
@@ -356,7 +377,7 @@ def _repeated(
 
 
 def _curves(log: Log, table: RawTable) -> Log:
-    """Reads a sweep's training curves: of the runs that the log has, and no others.
+    """Reads a sweep's training curves for the runs of the log.
 
     A report without a loss is not a point of the curve.
     """
@@ -373,13 +394,13 @@ def _curves(log: Log, table: RawTable) -> Log:
     places = np.asarray([row_of[run] for run in runs], np.int64)
     columns = {"num_params": log.columns["num_params"][places]}
     for name in ("num_tokens", "flops"):
-        columns[name] = numbers(kept, name, 1.0)
-    columns["loss"] = numbers(kept, "loss", None)
+        columns[name] = read_numbers(kept, name, 1.0)
+    columns["loss"] = read_numbers(kept, "loss", None)
     return Log(table.path, log.count, columns, tuple(runs), tuple(rows), None, (), {})
 
 
 def _ask(test: rules.Test, row: RawRow, cells: Mapping[str, files.Cell]) -> bool:
-    """Asks a rule of a row; an error says which row."""
+    """Applies a rule to a row; an error has the row's place."""
     try:
         return test(cells)
     except ValueError as error:

@@ -7,10 +7,10 @@
     operator    := "<" | "<=" | ">" | ">=" | "==" | "!="
     value       := number | 'text' | "text" | column | `a column of any name`
 
-A rule is read, never evaluated as a program. Numbers compare with numbers, and 1.5B is
-1.5e9; text is equal to text or not; true is 1 and false is 0. What is no number is
-neither below nor above anything, and asking is an error. A cell is missing if it is
-empty, and invalid unless it is a number above 0 and finite.
+A rule is parsed, never evaluated as a program. Numbers compare with numbers, and 1.5B
+is 1.5e9; text compares by equality only; true is 1 and false is 0. An order comparison
+of a cell that is no number is an error. A cell is missing if it is empty, and invalid
+unless it is a finite number above 0.
 """
 
 import math
@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 MAX_LENGTH = 2_000
-"""Characters of a rule; deeper nesting than that is nobody's wish."""
+"""Largest length of a rule; it bounds the nesting."""
 
 Test = Callable[[Mapping[str, Any]], bool]
 _Value = Callable[[Mapping[str, Any]], Any]
@@ -44,20 +44,19 @@ class _Token(NamedTuple):
     start: int
 
 
-def parse(rule: str, names: Collection[str]) -> Test:
-    """Reads a rule.
+def parse_rule(rule: str, names: Collection[str]) -> Test:
+    """Parses a rule.
 
     Args:
-      rule: as above, not empty, at most `MAX_LENGTH` characters.
-      names: the columns it may name.
+      rule: a rule as above, not empty, at most `MAX_LENGTH` characters.
+      names: columns that the rule may use.
 
     Returns:
-      A function from a row's cells, by column, to whether the rule selects it. It
-      raises `ValueError` where an order is asked of something that is not a number.
+      A predicate of a row's cells, by column. It raises `ValueError` for an order
+      comparison of a cell that is not a number.
 
     Raises:
-      ValueError: the rule is not one, or names another column; one line that says
-        where.
+      ValueError: the rule is invalid, or uses another column; one line with the place.
     """
     if len(rule) > MAX_LENGTH:
         raise ValueError(f"rule of {len(rule)} characters; at most {MAX_LENGTH}")
@@ -71,7 +70,7 @@ def parse(rule: str, names: Collection[str]) -> Test:
 
 
 class _Reader:
-    """Reads tokens from the left; a method for each kind of thing in the grammar."""
+    """Recursive-descent parser; one method for each rule of the grammar."""
 
     def __init__(self, rule: str, names: Collection[str]) -> None:
         self._rule, self._names = rule, names
@@ -180,14 +179,14 @@ class _Reader:
 _WORDS = {"and", "or", "not"}
 
 
-def quote(name: str) -> str:
-    """Writes a column's name as a rule needs it."""
+def quote_column(name: str) -> str:
+    """Returns a column's name in the syntax of rules."""
     is_plain = re.fullmatch(r"[^\W\d][\w.]*", name) and name not in _WORDS
     return name if is_plain else f"`{name}`"
 
 
 def mentions(rule: str, name: str) -> bool:
-    """Whether a rule, or several with spaces between them, names a column."""
+    """Returns True if a rule, or several separated by spaces, names a column."""
     tokens = _TOKEN.finditer(rule)
     return any(
         (token["name"] or (token["quoted"] or "")[1:-1]) == name for token in tokens
@@ -195,7 +194,7 @@ def mentions(rule: str, name: str) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Reads a cell as a number, true as 1; None if it is none."""
+    """Reads a cell as a number, true as 1; None for other text."""
     return float(value) if isinstance(value, bool) else parse_number(value, 1.0)
 
 
@@ -203,13 +202,13 @@ _SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def parse_number(cell: Any, unit: float | None) -> float | None:
-    """Reads 1.5e9, or 1.5B where the unit is 1; None if it is neither."""
+    """Parses 1.5e9, or 1.5B if the unit is 1; None for other text."""
     if isinstance(cell, bool) or cell is None:
         return None
     if isinstance(cell, int | float):
         try:
             return float(cell) * (unit or 1.0)
-        except OverflowError:  # JSON's whole numbers have no largest
+        except OverflowError:  # whole numbers in JSON are unbounded
             return math.inf
     match = re.fullmatch(r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([KMBGTkmbgt]?)", cell)
     try:

@@ -1,8 +1,8 @@
-"""The best parameters and tokens for a budget: of training, of serving, of data.
+"""Compute-optimal parameters and tokens for budgets of training, serving and data.
 
-Everything rests on a loss `floor + (A / N^alpha + B / D^beta)^outer`, which most laws
-have (`laws.TwoPowers`). Training takes 6 N D operations, serving 2 N a token. Where no
-closed form is known, what remains is a root in one unknown, or a search along one.
+The loss is `floor + (A / N^alpha + B / D^beta)^outer`, the form of most laws
+(`laws.TwoPowers`). Training takes 6 N D operations, serving 2 N a token. Problems
+without a closed form are a root in one unknown, or a search along one.
 """
 
 import math
@@ -18,11 +18,11 @@ type Amount = float | Float[np.ndarray, "..."]
 
 
 class HalfLives(NamedTuple):
-    """After how many repetitions data, and parameters beyond it, lose their worth.
+    """Half-lives of repeated data, and of parameters beyond those optimal for it.
 
     Attributes:
       tokens: R_D*, in epochs after the first.
-      params: R_N*, in multiples of what suits the unique tokens, after the first.
+      params: R_N*, in multiples of the optimum for the unique tokens, after the first.
     """
 
     tokens: float
@@ -33,22 +33,22 @@ MUENNIGHOFF = HalfLives(15.387756, 5.309743)
 """Muennighoff et al. 2023, arXiv:2305.16264, section 3.3, digits of their README."""
 
 
-class Repeating(NamedTuple):
-    """Data of which there is only so much.
+class DataLimit(NamedTuple):
+    """A limit on unique training data.
 
     Attributes:
-      unique_tokens: U, above 0; what is trained on beyond them repeats them.
-      half_lives: of data and parameters.
+      unique_tokens: U, above 0; further training tokens repeat them.
+      half_lives: half-lives of repeated data and excess parameters.
     """
 
     unique_tokens: float
     half_lives: HalfLives = MUENNIGHOFF
 
 
-def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
-    """Reads off how a law's loss falls with parameters and tokens, and checks it.
+def law_two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+    """Returns a law's dependence on parameters and tokens, and checks it.
 
-    The data-constrained law counts as what it is without repetition.
+    The data-constrained law is used without repetition.
 
     Raises:
       ValueError: the law has no such form, or the coefficients have no optimum.
@@ -67,56 +67,56 @@ def two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
     return powers
 
 
-def loss(
+def budget_loss(
     powers: TwoPowers,
     num_params: Amount,
     num_tokens: Amount,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> Any:
-    """Computes the loss of a model trained on tokens; all are new by default."""
-    sizes, tokens = effective(powers, num_params, num_tokens, repeating)
+    """Returns the loss of a model and its training tokens, unique by default."""
+    sizes, tokens = effective_sizes(powers, num_params, num_tokens, repeating)
     inner = powers.A * sizes**-powers.alpha + powers.B * tokens**-powers.beta
     return powers.floor + inner**powers.outer
 
 
-def operations(
+def lifetime_flops(
     num_params: Amount, num_tokens: Amount, inference_tokens: float = 0.0
 ) -> Any:
-    """Counts operations of training and serving, 6 N D + 2 N D_inf."""
+    """Returns the operations of training and serving, 6 N D + 2 N D_inf."""
     return num_params * (6 * num_tokens + 2 * inference_tokens)
 
 
-def allocate(
+def allocate_budget(
     powers: TwoPowers,
     flops: float,
     *,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> Optimum:
-    """Divides a budget between parameters and tokens, for the least loss.
+    """Divides a budget between parameters and tokens, for the lowest loss.
 
-    Without serving in closed form: `N* = G (C/6)^a`, `D* = C / (6 N*)`, with
+    Without serving, the closed form: `N* = G (C/6)^a`, `D* = C / (6 N*)`, with
     `G = (alpha A / (beta B))^(1 / (alpha + beta))` and `a = beta / (alpha + beta)`.
     The constants of the lecture divide 5.616e23 FLOPs into 4.75e10 parameters and
     1.97e12 tokens.
 
-    With serving, `min L(N, D)` subject to `6 N D + 2 N D_inf = C`: the multiplier's
-    conditions give N for every D, see `_params_for`, and the budget a root in D.
+    With serving, `min L(N, D)` subject to `6 N D + 2 N D_inf = C`: the Lagrange
+    conditions give N for every D, see `_params_for`, and the budget gives a root in D.
 
-    Where that needs more tokens than there are, a search along the budget's curve
-    finds the number of epochs, to some 1e-8.
+    If that needs more than the unique tokens, a search along the budget's curve finds
+    the number of epochs, to about 1e-8.
 
     Args:
-      powers: of the loss of new tokens.
-      flops: the budget C, of training and serving together, above 0.
-      inference_tokens: D_inf, read and written while the model serves, at least 0.
-      repeating: the tokens there are; as many as are needed by default.
+      powers: loss for unique tokens.
+      flops: budget C of training and serving together, above 0.
+      inference_tokens: D_inf, tokens read and written in serving, at least 0.
+      repeating: limit on unique tokens; no limit by default.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 4; Sardana et al. 2024,
     arXiv:2401.00448, section 2; Muennighoff et al. 2023, arXiv:2305.16264, section 5.
     """
     if inference_tokens == 0:
-        free = published.divide(powers, flops)
+        free = published.divide_budget(powers, flops)
     else:
         served = math.log(2 * inference_tokens)
 
@@ -127,35 +127,35 @@ def allocate(
         free = _where_zero(powers, inference_tokens, excess)
     if repeating is None or free.num_tokens <= repeating.unique_tokens:
         return free
-    num_params = search(powers, flops, inference_tokens, repeating)
+    num_params = search_params(powers, flops, inference_tokens, repeating)
     num_tokens = float(tokens_left(flops, num_params, inference_tokens))
-    reached = loss(powers, num_params, num_tokens, repeating)
+    reached = budget_loss(powers, num_params, num_tokens, repeating)
     return Optimum(num_params, num_tokens, float(reached))
 
 
-def cheapest(
+def cheapest_model(
     powers: TwoPowers,
     target: float,
     *,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> Optimum:
-    """Finds the model of a given loss that is cheapest to train and serve.
+    """Finds the model of a given loss with the lowest cost of training and serving.
 
     `min 6 N D + 2 N D_inf` subject to `L(N, D) = target`. It is smaller, and trained
-    longer, than the one that is cheapest to train: to serve 2e12 tokens as well as an
-    optimal 13B does, 7B on 2.16 times its tokens, for 17.4 % less (with the paper's
-    constants; it prints 7B, 2.1 and 17 %).
+    longer, than the model that is cheapest to train: to serve 2e12 tokens at the loss
+    of an optimal 13B, it is a 7B with 2.16 times its tokens, for 17.4 % less (with the
+    paper's constants; it prints 7B, 2.1 and 17 %).
 
     Args:
-      powers: of the loss.
+      powers: terms of the loss.
       target: the loss, above the floor.
       inference_tokens: D_inf, at least 0.
       repeating: limit on unique tokens; no limit by default. Under a limit the model
-        is the best one of the smallest budget that reaches the loss (`needed`).
+        is the best one of the smallest budget that reaches the loss (`needed_budget`).
 
     Raises:
-      ValueError: no model has so small a loss.
+      ValueError: the loss cannot be reached.
 
     Source: Sardana et al. 2024, arXiv:2401.00448, equation 3.
     """
@@ -172,47 +172,47 @@ def cheapest(
     if repeating is None or free.num_tokens <= repeating.unique_tokens:
         return free
     how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
-    return allocate(powers, needed(powers, target, **how), **how)
+    return allocate_budget(powers, needed_budget(powers, target, **how), **how)
 
 
-def needed(
+def needed_budget(
     powers: TwoPowers,
     target: float,
     *,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> float:
     """Finds the smallest budget whose best division reaches a loss.
 
     With the lecture's constants a loss of 2 takes 4.249e22 FLOPs, and 1.9 5.117e23.
 
     Args:
-      powers: of the loss of new tokens.
+      powers: loss for unique tokens.
       target: the loss.
-      inference_tokens: to serve from the same budget, at least 0.
-      repeating: the tokens there are; as many as are needed by default.
+      inference_tokens: tokens to serve from the same budget, at least 0.
+      repeating: limit on unique tokens; no limit by default.
 
     Returns:
       FLOPs of training and serving together.
 
     Raises:
-      ValueError: no budget does.
+      ValueError: no budget reaches the loss.
     """
-    found = cheapest(powers, target, inference_tokens=inference_tokens)
-    flops = operations(found.num_params, found.num_tokens, inference_tokens)
+    found = cheapest_model(powers, target, inference_tokens=inference_tokens)
+    flops = lifetime_flops(found.num_params, found.num_tokens, inference_tokens)
     if repeating is None or found.num_tokens <= repeating.unique_tokens:
         return flops
     how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
 
     def reached(log_flops: float) -> float:
-        return allocate(powers, math.exp(log_flops), **how).loss
+        return allocate_budget(powers, math.exp(log_flops), **how).loss
 
-    # Repetition never makes less of a budget than new data would.
+    # Repeated data never needs less than unique data.
     low, high = math.log(flops), math.log(flops) + _MOST_REPEATING
     if reached(high) > target:
         raise ValueError(
             f"{target=:g} cannot be reached with {repeating.unique_tokens:.4g} unique "
-            f"tokens, whatever is spent: {reached(high):.4f} can"
+            f"tokens by any budget: {reached(high):.4f} can"
         )
     for _ in range(60):
         middle = (low + high) / 2
@@ -221,14 +221,14 @@ def needed(
 
 
 _MOST_REPEATING = 30.0
-"""How much more, as a logarithm, repeated data may ask for: 13 decades."""
+"""Largest log ratio of budgets with repeated and unique data: 13 decades."""
 
 
 def _params_for(powers: TwoPowers, log_tokens: float, inference_tokens: float) -> float:
-    """Logarithm of the parameters that suit so many tokens.
+    """Returns the log of the optimal parameters for a number of tokens.
 
-    A last operation lowers the loss as much, spent on parameters or on tokens:
-    `alpha A N^-alpha / (beta B D^-beta) = 1 + D_inf / (3 D)`. N grows with D.
+    At the optimum an operation lowers the loss equally, spent on parameters or on
+    tokens: `alpha A N^-alpha / (beta B D^-beta) = 1 + D_inf / (3 D)`. N grows with D.
     """
     served = 0.0
     if inference_tokens:
@@ -243,12 +243,12 @@ def _where_zero(
     inference_tokens: float,
     excess: Callable[[float, float], float],
 ) -> Optimum:
-    """Bisects the optima of all budgets, to the last bit.
+    """Bisects along the optima of all budgets, to the last bit.
 
     Args:
-      powers: of the loss.
-      inference_tokens: to serve, at least 0.
-      excess: rises with the logarithms of parameters and tokens, and is 0 at the one.
+      powers: terms of the loss.
+      inference_tokens: tokens to serve, at least 0.
+      excess: function of log parameters and log tokens; rises, and is 0 at the result.
     """
     low, high = -700.0, 700.0
     while (log_tokens := (low + high) / 2) not in (low, high):
@@ -257,29 +257,29 @@ def _where_zero(
         low, high = (log_tokens, high) if is_below else (low, log_tokens)
     num_tokens = math.exp(log_tokens)
     num_params = math.exp(_params_for(powers, log_tokens, inference_tokens))
-    return Optimum(num_params, num_tokens, loss(powers, num_params, num_tokens))
+    return Optimum(num_params, num_tokens, budget_loss(powers, num_params, num_tokens))
 
 
-def effective(
+def effective_sizes(
     powers: TwoPowers,
     num_params: Amount,
     num_tokens: Amount,
-    repeating: Repeating | None,
+    repeating: DataLimit | None,
 ) -> tuple[Any, Any]:
-    """Computes what parameters and tokens are worth when tokens repeat.
+    """Returns the effective parameters and tokens if tokens are repeated.
 
-    With `R_D = D / U - 1` repetitions, `D' = U (1 + R_D* (1 - exp(-R_D / R_D*)))`;
-    parameters beyond those that suit U, `U_N = (U G)^(beta / alpha) G`, alike. 4 epochs
-    are worth 3.73 of new data, 16 are worth 10.6, no number more than 16.4.
+    With `R_D = D / U - 1` repetitions, `D' = U (1 + R_D* (1 - exp(-R_D / R_D*)))`; the
+    same for parameters beyond the optimum for U, `U_N = (U G)^(beta / alpha) G`. 4
+    epochs count as 3.73 of unique data, 16 as 10.6, and any number as at most 16.4.
 
     Args:
-      powers: of the loss of new tokens.
+      powers: loss for unique tokens.
       num_params: N.
-      num_tokens: D, all epochs together.
-      repeating: the tokens there are; None where they are as many.
+      num_tokens: D, over all epochs.
+      repeating: limit on unique tokens, or None.
 
     Returns:
-      N' and D', to be put into the loss.
+      N' and D', the arguments of the loss.
 
     Source: Muennighoff et al. 2023, arXiv:2305.16264, section 3.1.
     """
@@ -301,30 +301,30 @@ def _saturating(total: Any, unique: Any, half_life: float) -> Any:
 
 
 def tokens_left(flops: float, num_params: Amount, inference_tokens: float = 0.0) -> Any:
-    """Counts the tokens to train on that a budget leaves to a model that will serve."""
+    """Returns the training tokens of a budget, after the cost of serving."""
     return (flops / num_params - 2 * inference_tokens) / 6
 
 
-def search(
+def search_params(
     powers: TwoPowers,
     flops: float,
     inference_tokens: float = 0.0,
-    repeating: Repeating | None = None,
+    repeating: DataLimit | None = None,
 ) -> float:
-    """Finds the parameters of least loss on the curve of a budget, by narrowing grids.
+    """Finds the parameters of lowest loss along a budget's curve, by refined grids.
 
-    Knows nothing of closed forms. Arguments are as those of `allocate`.
+    Uses no closed form. Arguments are those of `allocate_budget`.
 
     Returns:
-      The number of parameters, good to some 1e-8: a minimum is flat.
+      The number of parameters, to about 1e-8, the precision of a flat minimum.
     """
-    # Above this no token is left to train on.
+    # Above this no training token is left.
     most = flops / max(2 * inference_tokens, 1.0)
     low, high = min(0.0, math.log(most) - 1), math.log(most) - 1e-6
     for _ in range(8):
         grid = np.linspace(low, high, 801)
         sizes = np.exp(grid)
         tokens = tokens_left(flops, sizes, inference_tokens)
-        best = int(np.argmin(loss(powers, sizes, tokens, repeating)))
+        best = int(np.argmin(budget_loss(powers, sizes, tokens, repeating)))
         low, high = grid[max(best - 2, 0)], grid[min(best + 2, len(grid) - 1)]
     return math.exp((low + high) / 2)

@@ -1,4 +1,4 @@
-"""What a plan is made for: a law that is believed, a device, a budget, its limits."""
+"""The inputs of a plan: loss model, model family, devices, budget and limits."""
 
 import math
 from collections.abc import Mapping
@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 from scaling.fits import FitResult
 from scaling.laws import Law, Optimum, TwoPowers
 from scaling.plan import budgets, pricing
-from scaling.plan.budgets import HalfLives, Repeating
-from scaling.plan.designs import Count, Family
+from scaling.plan.budgets import DataLimit, HalfLives
+from scaling.plan.designs import Count, DesignFamily
 from scaling.plan.pricing import DAY_S, HOUR_S, Offer
 
 
-class Belief(NamedTuple):
-    """What is believed of losses.
+class LossModel(NamedTuple):
+    """A law with coefficients, as a model of the loss.
 
     Attributes:
-      name: of the constants, or the file.
+      name: name of the constants, or of the file.
       law: the law.
-      coefficients: by name.
-      powers: how it falls with parameters and tokens.
-      half_lives: of repeated data.
-      fit: it comes from, or None for published constants.
-      count: which parameters it counts; None where it does not say.
-      doubts: about the log behind it, in sentences.
-      shape: what its runs have in common, as `folder.shape` gives it.
+      coefficients: coefficients by name.
+      powers: its dependence on parameters and tokens.
+      half_lives: half-lives of repeated data.
+      fit: the fit, or None for published constants.
+      count: parameters that the law counts; None if unknown.
+      doubts: warnings about the fitted log, in sentences.
+      shape: common sizes of the fitted runs, from `folder.shared_shape`.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Belief(NamedTuple):
     shape: Mapping[str, int | bool] = MappingProxyType({})
 
 
-def believe(name: str, law: Law, coefficients: Mapping[str, Any]) -> Belief:
-    """Reads a belief off a law's coefficients.
+def make_loss_model(name: str, law: Law, coefficients: Mapping[str, Any]) -> LossModel:
+    """Makes a loss model of a law and its coefficients.
 
     Raises:
-      ValueError: they are no numbers, or have no compute optimum.
+      ValueError: a coefficient is no number, or there is no compute optimum.
     """
     for key, value in coefficients.items():
         if not isinstance(value, int | float):
@@ -53,17 +53,17 @@ def believe(name: str, law: Law, coefficients: Mapping[str, Any]) -> Belief:
         half_lives = HalfLives(coefficients["R_D"], coefficients["R_N"])
         if not min(half_lives) > 0:
             raise ValueError("R_D and R_N must be positive")
-    powers = budgets.two_powers(law, coefficients)
-    return Belief(name, law, coefficients, powers, half_lives)
+    powers = budgets.law_two_powers(law, coefficients)
+    return LossModel(name, law, coefficients, powers, half_lives)
 
 
-class Bill(NamedTuple):
-    """What operations of training take.
+class TrainingCost(NamedTuple):
+    """Cost of a training run.
 
     Attributes:
-      flops: the operations.
-      device_s: seconds of one device; None without a device.
-      usd: their price; None without one.
+      flops: operations.
+      device_s: device-seconds; None without a device.
+      usd: price in USD; None without a price.
     """
 
     flops: float
@@ -71,25 +71,26 @@ class Bill(NamedTuple):
     usd: float | None
 
 
-class Case(NamedTuple):
-    """What a plan is made for.
+class PlanCase(NamedTuple):
+    """The inputs of a plan.
 
     Attributes:
-      belief: of losses.
-      family: of the architectures, with what N counts.
-      offers: of devices.
-      flops: the budget, as operations at the training's utilisation.
-      mfu: share of a device's peak that training reaches, in (0, 1].
-      served: tokens to serve, weighted with how much worse serving uses devices.
-      unique_tokens: that there are; None: as many as are needed.
-      target_loss: that the budget is to reach, if it is what was asked for.
-      days: that training may take, if they are limited.
-      devices: how many there are, if that is given.
+      loss_model: model of the loss.
+      family: family of architectures, with the convention for N.
+      offers: offers of devices.
+      flops: the budget, as operations at the training's utilization.
+      mfu: model FLOPs utilization of training, in (0, 1].
+      served: tokens to serve, weighted by the ratio of training and serving
+        utilization.
+      unique_tokens: number of unique tokens; None means no limit.
+      target_loss: loss to reach, if the budget is computed from it.
+      days: limit on the training time, or None.
+      devices: number of devices, or None.
       level: probability of intervals, in (0, 1).
     """
 
-    belief: Belief
-    family: Family
+    loss_model: LossModel
+    family: DesignFamily
     offers: tuple[Offer, ...] = ()
     flops: float = math.nan
     mfu: float = 0.4
@@ -102,50 +103,52 @@ class Case(NamedTuple):
 
     @property
     def offer(self) -> Offer | None:
-        """The best offer, or None where there is none."""
-        return pricing.best(self.offers, self.mfu) if self.offers else None
+        """The best offer, or None without offers."""
+        return pricing.best_offer(self.offers, self.mfu) if self.offers else None
 
     @property
-    def repeating(self) -> Repeating | None:
-        """The tokens there are, and what repeating them is worth."""
+    def repeating(self) -> DataLimit | None:
+        """Limit on unique tokens, with half-lives, or None."""
         if self.unique_tokens is None:
             return None
-        return Repeating(self.unique_tokens, self.belief.half_lives)
+        return DataLimit(self.unique_tokens, self.loss_model.half_lives)
 
     def loss(self, num_params: Any, num_tokens: Any) -> Any:
-        """The loss that is believed, repetition included."""
-        return budgets.loss(self.belief.powers, num_params, num_tokens, self.repeating)
+        """Returns the predicted loss, with repetition of tokens."""
+        return budgets.budget_loss(
+            self.loss_model.powers, num_params, num_tokens, self.repeating
+        )
 
     def worth(self, num_params: Any, num_tokens: Any) -> tuple[Any, Any]:
-        """Parameters and tokens, less what repetition takes."""
-        powers = self.belief.powers
-        return budgets.effective(powers, num_params, num_tokens, self.repeating)
+        """Returns effective parameters and tokens, with repetition of tokens."""
+        powers = self.loss_model.powers
+        return budgets.effective_sizes(powers, num_params, num_tokens, self.repeating)
 
     def allocate(self) -> Optimum:
-        """The best division of the budget."""
+        """Returns the optimal division of the budget."""
         how: Any = {"inference_tokens": self.served, "repeating": self.repeating}
-        return budgets.allocate(self.belief.powers, self.flops, **how)
+        return budgets.allocate_budget(self.loss_model.powers, self.flops, **how)
 
     def needed(self) -> float:
-        """The smallest budget that reaches the loss that is asked for.
+        """Returns the smallest budget that reaches the target loss.
 
         Raises:
-          ValueError: none does.
+          ValueError: no budget reaches it.
         """
         assert self.target_loss is not None
         how: Any = {"inference_tokens": self.served, "repeating": self.repeating}
-        return budgets.needed(self.belief.powers, self.target_loss, **how)
+        return budgets.needed_budget(self.loss_model.powers, self.target_loss, **how)
 
-    def bill(self, flops: float) -> Bill:
-        """What so many operations of training take."""
+    def bill(self, flops: float) -> TrainingCost:
+        """Returns the cost of a number of training operations."""
         if (offer := self.offer) is None:
-            return Bill(flops, None, None)
+            return TrainingCost(flops, None, None)
         device_s = flops / (offer.flops_per_s * self.mfu)
         price = offer.usd_per_hour
-        return Bill(flops, device_s, price and device_s / HOUR_S * price)
+        return TrainingCost(flops, device_s, price and device_s / HOUR_S * price)
 
     def division(self, device_s: float | None) -> tuple[int | None, float | None]:
-        """How many devices train for how many seconds, where one of both is given."""
+        """Returns the number of devices and their seconds, if one of both is given."""
         duration_s = None if self.days is None else self.days * DAY_S
         if device_s is None:
             return self.devices, duration_s
@@ -153,6 +156,6 @@ class Case(NamedTuple):
             return self.devices, device_s / self.devices
         if duration_s is None:
             return None, None
-        # What is a whole number but for rounding shall not need one device more.
+        # Rounding must not add a device to a whole number.
         number = max(1, math.ceil(device_s / duration_s * (1 - 1e-12)))
         return number, device_s / number

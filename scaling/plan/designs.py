@@ -1,11 +1,11 @@
-"""Which transformer has so many parameters? A search over shapes that people build.
+"""Designs of transformers with a given number of parameters, on a grid of shapes.
 
-Decoder-only models of Llama's kind: RMS norms, rotary positions, a gated FFN, heads of
-128 numbers (less in small ones), 8 KV heads from 32 query heads on. What is left to
-choose is width, depth and FFN width, on a grid of sizes that devices divide well and
-near the shapes of published models. Counts and operations of every shape of the grid
-are exact: for one width both are linear in depth and in depth x FFN width, so three
-models that `costs` counts tell all of them.
+Decoder-only models of the Llama type: RMS norms, rotary positions, a gated FFN, heads
+of 128 features (fewer in small models), 8 KV heads from 32 query heads on. Width, depth
+and FFN width vary over a grid of sizes that devices divide well, near the shapes of
+published models. Counts and operations of every shape of the grid are exact: for one
+width both are linear in depth and in depth x FFN width, so three models counted by
+`costs` give those of all.
 """
 
 import dataclasses
@@ -19,33 +19,33 @@ from jaxtyping import Float, Int
 
 from jaxkv import validation
 from scaling.costs import Attention, parameters
-from scaling.costs.flops import training
-from scaling.shapes import Description, HeadAttention
+from scaling.costs.flops import training_step_flops
+from scaling.shapes import HeadAttention, ModelShape
 
 type Count = Literal["total", "non-embedding", "matmul", "active"]
-"""Which parameters N counts, as in `parameters.Parameters`."""
+"""Parameters that N counts, see `parameters.ParameterCounts`."""
 
 _KV_HEADS = 8
 _MOST = 2**31
 _OFF = 0.05
-"""How far outside of the grid a number of parameters may be."""
+"""Largest relative distance of a number of parameters from the grid."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """What all designs of a search share."""
+class DesignFamily:
+    """Common properties of all designs of a search."""
 
     vocab_size: int = 32_000
     sequence: int = 4096
-    """Tokens of a training sequence; attention's operations grow with it."""
+    """Tokens of a training sequence; determines attention's operations."""
     tie_embeddings: bool = False
     count: Count = "total"
-    """What N means."""
+    """Convention for N."""
     attention: Attention = "full"
-    """How operations count pairs of query and key."""
+    """Convention for pairs of query and key."""
 
     def __post_init__(self):
-        """Refuses sizes that cannot be."""
+        """Validates the sizes."""
         validation.within(self, "vocab_size", "sequence", low=1, high=_MOST)
 
 
@@ -53,25 +53,25 @@ class Design(NamedTuple):
     """A model of the grid.
 
     Attributes:
-      model: its shape.
-      num_params: as the family counts them.
-      flops_per_token: of training, forward and backward, exact.
+      model: shape of the model.
+      num_params: parameters by the family's convention.
+      flops_per_token: exact training operations, forward and backward.
     """
 
-    model: Description
+    model: ModelShape
     num_params: int
     flops_per_token: float
 
 
-class Grid(NamedTuple):
+class DesignGrid(NamedTuple):
     """All designs of a family.
 
     Attributes:
       width: hidden sizes.
-      depth: layers.
+      depth: numbers of layers.
       mlp: FFN widths.
-      num_params: as the family counts them.
-      flops_per_token: of training.
+      num_params: parameters by the family's convention.
+      flops_per_token: training operations.
     """
 
     width: Int[np.ndarray, " n"]
@@ -81,18 +81,18 @@ class Grid(NamedTuple):
     flops_per_token: Float[np.ndarray, " n"]
 
 
-class Range(NamedTuple):
-    """Shapes of models whose width is in `[low, high)`.
+class WidthRange(NamedTuple):
+    """Grid of shapes of models whose width is in `[low, high)`.
 
     Attributes:
-      low: least width.
-      high: beyond the greatest.
-      step: of widths, a multiple of the heads' size.
-      head_dim: numbers of a head.
-      layers: of depths.
-      mlp: of FFN widths.
-      aspects: least and greatest width over depth.
-      max_vocab_size: with a larger vocabulary nobody builds them.
+      low: smallest width.
+      high: end of the range of widths.
+      step: step of widths, a multiple of the head size.
+      head_dim: features of a head.
+      layers: step of depths.
+      mlp: step of FFN widths.
+      aspects: smallest and largest ratio of width to depth.
+      max_vocab_size: largest vocabulary of the range.
     """
 
     low: int
@@ -106,33 +106,34 @@ class Range(NamedTuple):
 
 
 RANGES = (
-    Range(2, 16, 2, 2, 1, 2, (4, 64), 1024),  # of bytes, what a sweep of seconds trains
-    Range(16, 256, 16, 16, 1, 16, (8, 64)),
-    Range(256, 512, 32, 32, 1, 32, (16, 85)),
-    Range(512, 2048, 128, 64, 1, 64, (32, 85)),
-    Range(2048, 4096, 512, 128, 2, 128, (80, 136)),
-    Range(4096, 5120, 1024, 128, 2, 128, (80, 144)),
-    Range(5120, 8192, 1024, 128, 2, 128, (96, 144)),
-    Range(8192, 32768, 1024, 128, 2, 256, (96, 144)),
-    Range(32768, 65537, 2048, 128, 2, 256, (120, 180)),
+    # Of bytes, as trained by a sweep of seconds.
+    WidthRange(2, 16, 2, 2, 1, 2, (4, 64), 1024),
+    WidthRange(16, 256, 16, 16, 1, 16, (8, 64)),
+    WidthRange(256, 512, 32, 32, 1, 32, (16, 85)),
+    WidthRange(512, 2048, 128, 64, 1, 64, (32, 85)),
+    WidthRange(2048, 4096, 512, 128, 2, 128, (80, 136)),
+    WidthRange(4096, 5120, 1024, 128, 2, 128, (80, 144)),
+    WidthRange(5120, 8192, 1024, 128, 2, 128, (96, 144)),
+    WidthRange(8192, 32768, 1024, 128, 2, 256, (96, 144)),
+    WidthRange(32768, 65537, 2048, 128, 2, 256, (120, 180)),
 )
 """Width over depth: 64 for GPT-3's 125M, 85 for its 1.3B, 128 for Llama-7B and 13B, 102
 for Llama-65B and Chinchilla, 130 for Llama-3.1-405B, 156 for PaLM-540B."""
 
 MLP_RATIOS = (8 / 3, 7 / 2)
-"""FFN over hidden width: three matrices as large as two of 4 h (Shazeer 2020,
-arXiv:2002.05202), and Llama-3's."""
+"""Ratios of FFN to hidden width: three matrices as large as two of 4 h (Shazeer 2020,
+arXiv:2002.05202), and the ratio of Llama 3."""
 
 
-def nearest(family: Family, num_params: float) -> Design:
+def nearest_design(family: DesignFamily, num_params: float) -> Design:
     """Finds the design whose exact count is nearest; of equals the narrowest.
 
     Args:
-      family: what to search.
-      num_params: as the family counts them.
+      family: family to search.
+      num_params: parameters by the family's convention.
 
     Raises:
-      ValueError: the number is more than a twentieth outside what the family can have.
+      ValueError: the number is more than 5 % outside the range of the family.
     """
     grid = make_grid(family)
     least, most = int(grid.num_params.min()), int(grid.num_params.max())
@@ -144,24 +145,24 @@ def nearest(family: Family, num_params: float) -> Design:
             f"({family.count}), and the {end} design has {most:,} with a vocabulary "
             f"of {family.vocab_size:,}"
         )
-    return pick(family, int(np.argmin(np.abs(grid.num_params - num_params))))
+    return design_at(family, int(np.argmin(np.abs(grid.num_params - num_params))))
 
 
-def max_vocab_size(family: Family, num_params: float) -> int | None:
-    """Finds the largest vocabulary with which a design has so few parameters.
+def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
+    """Finds the largest vocabulary for which some design has at most `num_params`.
 
     Args:
-      family: what to search, its own vocabulary aside.
-      num_params: as the family counts them.
+      family: family to search; its own vocabulary is ignored.
+      num_params: parameters by the family's convention.
 
     Returns:
-      The vocabulary, below 1 where none is small enough; None where it does not count.
+      The vocabulary, below 1 if none is small enough; None if it is not counted.
     """
     found = []
     for each in RANGES:
         mlp = int(_multiples(each.mlp, *(each.low * x for x in MLP_RATIOS))[0])
         one, two = (
-            count_params(x, describe(x, each.low, 1, mlp))
+            count_params(x, describe_design(x, each.low, 1, mlp))
             for x in (dataclasses.replace(family, vocab_size=n) for n in (1, 2))
         )
         if one == two:
@@ -171,29 +172,29 @@ def max_vocab_size(family: Family, num_params: float) -> int | None:
     return max(found)
 
 
-def best(
-    family: Family,
+def best_design(
+    family: DesignFamily,
     loss: Callable[[Any, Any], Any],
     flops: float,
     *,
     inference_tokens: float = 0.0,
 ) -> tuple[Design, float, float]:
-    """Finds the design of least loss where every operation is counted.
+    """Finds the design of lowest loss, with exact operations.
 
-    The optimum under 6 N D forgets attention, and counts a table that is looked up as
-    if it were multiplied with; for small models both are large.
+    The optimum under 6 N D ignores attention, and counts embeddings as products; both
+    matter for small models.
 
     Args:
-      family: what to search.
-      loss: by parameters and tokens, in arrays.
-      flops: the budget of training, and of serving with a third of its operations.
-      inference_tokens: to serve, at least 0.
+      family: family to search.
+      loss: function of arrays of parameters and tokens.
+      flops: budget of training, and of serving with a third of its operations.
+      inference_tokens: tokens to serve, at least 0.
 
     Returns:
-      The design, the tokens that the budget trains it on, and the loss.
+      The design, its training tokens, and its loss.
 
     Raises:
-      ValueError: the budget trains none on a whole sequence.
+      ValueError: the budget is smaller than one sequence for every design.
     """
     grid = make_grid(family)
     tokens = flops / grid.flops_per_token - inference_tokens / 3
@@ -205,24 +206,26 @@ def best(
         )
     losses = loss(grid.num_params[enough].astype(float), tokens[enough])
     place = int(enough[np.argmin(losses)])
-    return pick(family, place), float(tokens[place]), float(losses.min())
+    return design_at(family, place), float(tokens[place]), float(losses.min())
 
 
-def pick(family: Family, place: int) -> Design:
-    """Describes one design of a grid."""
+def design_at(family: DesignFamily, place: int) -> Design:
+    """Returns one design of a grid."""
     grid = make_grid(family)
     width, depth, mlp = (int(x[place]) for x in grid[:3])
-    model = describe(family, width, depth, mlp)
+    model = describe_design(family, width, depth, mlp)
     flops = float(grid.flops_per_token[place])
     return Design(model, int(grid.num_params[place]), flops)
 
 
-def describe(family: Family, width: int, depth: int, mlp: int) -> Description:
-    """Gives the shape of one design in full."""
+def describe_design(
+    family: DesignFamily, width: int, depth: int, mlp: int
+) -> ModelShape:
+    """Returns the full shape of one design."""
     head_dim = next(x for x in RANGES if x.low <= width < x.high).head_dim
     heads = width // head_dim
     grouped = heads >= 4 * _KV_HEADS and heads % _KV_HEADS == 0
-    return Description(
+    return ModelShape(
         name=f"{depth} x {width}",
         vocab_size=family.vocab_size,
         hidden_size=width,
@@ -239,8 +242,8 @@ def describe(family: Family, width: int, depth: int, mlp: int) -> Description:
 
 
 @functools.lru_cache(maxsize=4)
-def make_grid(family: Family) -> Grid:
-    """Lists all designs of a family with their exact counts, read-only."""
+def make_grid(family: DesignFamily) -> DesignGrid:
+    """Returns the grid of a family with exact counts, read-only."""
     blocks = []
     for each in RANGES:
         if family.vocab_size > each.max_vocab_size:
@@ -250,10 +253,12 @@ def make_grid(family: Family) -> Grid:
             mlps = _multiples(each.mlp, *(width * x for x in MLP_RATIOS))
             depth, mlp = (x.ravel() for x in np.meshgrid(depths, mlps, indexing="ij"))
             shapes = ((1, 1), (2, 1), (1, 2))
-            corners = [describe(family, width, *shape) for shape in shapes]
+            corners = [describe_design(family, width, *shape) for shape in shapes]
             params = [count_params(family, model) for model in corners]
             how: Any = {"sequence": family.sequence, "attention": family.attention}
-            flops = [float(training(model, **how).model) for model in corners]
+            flops = [
+                float(training_step_flops(model, **how).model) for model in corners
+            ]
             found = []
             for one, deeper, wider in (params, flops):
                 layer, column = deeper - one, wider - one
@@ -261,18 +266,18 @@ def make_grid(family: Family) -> Grid:
             counts, steps = found
             block = np.full(depth.size, width), depth, mlp, counts
             blocks.append((*block, steps / family.sequence))
-    grid = Grid(*map(np.concatenate, zip(*blocks, strict=True)))
+    grid = DesignGrid(*map(np.concatenate, zip(*blocks, strict=True)))
     for column in grid:
         column.setflags(write=False)
     return grid
 
 
 def _multiples(step: int, low: float, high: float) -> Int[np.ndarray, " n"]:
-    """Multiples of a step in a range, or the one nearest to it."""
+    """Returns the multiples of a step in a range, or the nearest one."""
     first = max(1, math.ceil(low / step))
     return np.arange(first, max(first, int(high / step)) + 1, dtype=np.int64) * step
 
 
-def count_params(family: Family, model: Description) -> int:
-    """Counts a model's parameters as the family does."""
-    return getattr(parameters.parameters(model), family.count.replace("-", "_"))
+def count_params(family: DesignFamily, model: ModelShape) -> int:
+    """Counts a model's parameters by the family's convention."""
+    return getattr(parameters.count_parameters(model), family.count.replace("-", "_"))

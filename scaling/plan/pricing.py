@@ -1,4 +1,4 @@
-"""Offers of accelerators: what an hour costs and computes, and the best."""
+"""Rental offers of accelerators: price, rate, and choice of the best."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ DAY_S = 86_400.0
 
 
 class Offer(NamedTuple):
-    """An accelerator that can be rented.
+    """An accelerator for rent.
 
     Attributes:
-      name: as it was offered.
-      usd_per_hour: its price, or None where it does not matter.
-      flops_per_s: its peak, of dense 16-bit products unless the offer said otherwise.
-      memory_bytes: of one, or None where the name is not in `devices`.
+      name: name in the offer.
+      usd_per_hour: price in USD per hour, or None if not given.
+      flops_per_s: peak rate, of dense 16-bit products unless the offer has another.
+      memory_bytes: memory, or None if the name is not in `devices`.
     """
 
     name: str
@@ -26,12 +26,12 @@ class Offer(NamedTuple):
     memory_bytes: float | None
 
     def flops_per_usd(self, mfu: float) -> float:
-        """Operations that a dollar buys.
+        """Returns the operations per dollar.
 
         An A100 at 312 TFLOP/s, 4 USD an hour and 40 %: 1.1232e17.
 
         Args:
-          mfu: the share of the peak that a model's operations reach, in (0, 1].
+          mfu: model FLOPs utilization, in (0, 1].
 
         Raises:
           ValueError: the offer has no price.
@@ -41,14 +41,14 @@ class Offer(NamedTuple):
         return self.flops_per_s * mfu * HOUR_S / self.usd_per_hour
 
 
-def parse(text: str) -> Offer:
-    """Reads an offer, `NAME:USD_PER_HOUR:TFLOPS`.
+def parse_offer(text: str) -> Offer:
+    """Parses an offer, `NAME:USD_PER_HOUR:TFLOPS`.
 
-    The rate may be left out for devices that `devices` knows, and with it the price.
+    The rate is optional for devices in `devices`, and so is the price.
 
     Raises:
-      ValueError: a part is missing or not a positive number, or the device is not
-        known and has no rate.
+      ValueError: a part is missing or not a positive number, or the device is unknown
+        and has no rate.
     """
     name, *numbers = (part.strip() for part in text.split(":"))
     if not name or len(numbers) > 2:
@@ -80,12 +80,12 @@ def parse(text: str) -> Offer:
     return Offer(name, price, rate, known.memory_bytes if known else None)
 
 
-def best(offers: Sequence[Offer], mfu: float) -> Offer:
+def best_offer(offers: Sequence[Offer], mfu: float) -> Offer:
     """Chooses the offer with the most operations per dollar; the first of equals.
 
     Args:
-      offers: at least one; if there are more, all have a price.
-      mfu: the share of the peak that all of them reach, in (0, 1].
+      offers: at least one offer; several must all have a price.
+      mfu: model FLOPs utilization on all of them, in (0, 1].
 
     Raises:
       ValueError: one of several has no price.

@@ -1,4 +1,4 @@
-"""How sure the optimum of a budget is: the same question to every resample of a fit."""
+"""Intervals of a budget's optimum, from the resamples of a fit."""
 
 import math
 from typing import Any, Literal, NamedTuple
@@ -8,24 +8,24 @@ import numpy as np
 from scaling.fits import intervals
 from scaling.fits.fit import predict
 from scaling.laws import Optimum
-from scaling.plan.case import Case, believe
+from scaling.plan.case import PlanCase, make_loss_model
 
 _MAX_RESAMPLES = 200
-"""Of those that need a search each."""
+"""Number of resamples if each needs a search."""
 _NEVER = 2000.0
-"""As the logarithm of a budget: more than any."""
+"""Log budget that is larger than any real one."""
 
 
-class Spread(NamedTuple):
-    """Where the optimum lies by the resamples of a fit.
+class OptimumSpread(NamedTuple):
+    """Intervals of the optimum over the resamples of a fit.
 
     Attributes:
-      params: interval of its parameters.
-      tokens: interval of its tokens.
-      flops: interval of the budget that reaches the loss that is asked for, with
-        infinity where resamples have none that does; None where no loss is.
-      num_resamples: how many were asked.
-      num_without: how many of them have no optimum, and count for nothing.
+      params: interval of the optimal parameters.
+      tokens: interval of the optimal tokens.
+      flops: interval of the budget for the target loss, infinite for resamples that do
+        not reach it; None without a target loss.
+      num_resamples: number of resamples.
+      num_without: number of resamples without an optimum, which are not used.
     """
 
     params: tuple[float, float]
@@ -35,11 +35,11 @@ class Spread(NamedTuple):
     num_without: int
 
 
-def of_loss(
-    case: Case, optimum: Optimum, kind: Literal["confidence", "prediction"]
+def loss_interval(
+    case: PlanCase, optimum: Optimum, kind: Literal["confidence", "prediction"]
 ) -> tuple[float, float] | None:
-    """Interval of the loss at the optimum; none for published constants."""
-    fit = case.belief.fit
+    """Returns the interval of the loss at the optimum; None for published constants."""
+    fit = case.loss_model.fit
     if fit is None:
         return None
     num_params, num_tokens = optimum.num_params, optimum.num_tokens
@@ -52,9 +52,9 @@ def of_loss(
     return ends if all(map(math.isfinite, ends)) else None
 
 
-def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
-    """Allocates the budget by every resample; None where there are fewer than two."""
-    fit, law = case.belief.fit, case.belief.law
+def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
+    """Allocates the budget by each resample; None if fewer than two have optima."""
+    fit, law = case.loss_model.fit, case.loss_model.law
     if fit is None or fit.samples is None:
         return None
     samples = fit.sampled()
@@ -64,13 +64,13 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
     for sample in samples:
         named = dict(zip(law.coefficients, map(float, sample), strict=True))
         try:
-            belief = believe(case.belief.name, law, named)
-            believed = case._replace(belief=belief)
-            found = believed.allocate()
+            loss_model = make_loss_model(case.loss_model.name, law, named)
+            changed = case._replace(loss_model=loss_model)
+            found = changed.allocate()
             if case.target_loss is not None:
                 try:
-                    needed.append([math.log(believed.needed())])
-                except ValueError:  # no budget is enough
+                    needed.append([math.log(changed.needed())])
+                except ValueError:  # no budget reaches the loss
                     needed.append([_NEVER])
             optima.append([math.log(found.num_params), math.log(found.num_tokens)])
         except (ValueError, OverflowError):  # a resample without an optimum
@@ -80,7 +80,7 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
 
     def interval(estimate: list[float], found: list[list[float]]) -> Any:
         how: Any = {"loss": fit.loss, "num_points": fit.num_points, "k": fit.num_free}
-        return intervals.from_samples(
+        return intervals.percentile_intervals(
             np.log(estimate), np.array(found), case.level, **how
         )
 
@@ -89,7 +89,7 @@ def of_optimum(case: Case, optimum: Optimum) -> Spread | None:
     if needed:
         least, most = (float(end[0]) for end in interval([case.flops], needed))
         flops = math.exp(least), math.inf if most > _NEVER / 2 else math.exp(most)
-    return Spread(
+    return OptimumSpread(
         params=(float(low[0]), float(high[0])),
         tokens=(float(low[1]), float(high[1])),
         flops=flops,

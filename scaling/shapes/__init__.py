@@ -1,15 +1,15 @@
-"""Shapes of models: from a configuration, a folder, a paper."""
+"""Shapes of models: from model configs, Hugging Face folders, and papers."""
 
-from scaling.shapes.description import Description as Description
-from scaling.shapes.description import Experts as Experts
 from scaling.shapes.description import HeadAttention as HeadAttention
 from scaling.shapes.description import LatentAttention as LatentAttention
+from scaling.shapes.description import MixtureShape as MixtureShape
+from scaling.shapes.description import ModelShape as ModelShape
 
 __all__ = [
-    "Description",
-    "Experts",
     "HeadAttention",
     "LatentAttention",
+    "MixtureShape",
+    "ModelShape",
     "from_model",
     "huggingface",
     "published",

@@ -1,9 +1,8 @@
-"""What the cost formulas know of a model: shapes alone, of every family they count.
+"""Shapes of models, the input of the cost formulas.
 
-Wider than `jaxkv.models.ModelConfig`, which describes the models that we can run: here
-are also latent attention, mixtures of experts, windows that differ from layer to layer
-and layers that predict several tokens ahead. Plain Python, so that a question about a
-model's cost is answered before JAX is awake.
+Wider than `jaxkv.models.ModelConfig`, which describes models that this package can run:
+also latent attention, mixtures of experts, windows that differ by layer, and layers for
+multi-token prediction. Plain Python, so that costs are computed without importing JAX.
 
 The letters of the formulas: b sequences, s tokens of each, h hidden size, i FFN width,
 n query heads, m KV heads, d head size, v vocabulary, L layers, e experts, k of them
@@ -26,14 +25,14 @@ class HeadAttention:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of queries, keys and values; n d need not be the hidden size (Qwen3, Gemma)."""
+    """Size of a head; n d need not be the hidden size (Qwen3, Gemma)."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
     """RMS norm over head_dim of every query and key (Qwen3, Gemma 3)."""
 
     def __post_init__(self):
-        """Refuses head counts that cannot be."""
+        """Validates the head counts."""
         validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
@@ -53,30 +52,30 @@ class HeadAttention:
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers kept of a token in one layer: K and V."""
+        """Numbers of a token in the KV cache of one layer: K and V."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention: keys and values are made of one short vector.
+    """Multi-head latent attention: keys and values are projections of one short vector.
 
     Source: DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
 
     num_q_heads: int
     q_rank: int | None
-    """Width of the compressed query; None where queries are not compressed."""
+    """Width of the compressed query; None for queries without compression."""
     kv_rank: int
-    """Width of the latent that is cached in place of K and V."""
+    """Width of the latent that is cached instead of K and V."""
     nope_dim: int
     """Part of a query or key head without positions."""
     rope_dim: int
-    """Rotary part of a query head; of the keys, one that all heads share."""
+    """Rotary part of a query head; all heads share one rotary key."""
     value_dim: int
 
     def __post_init__(self):
-        """Refuses widths that cannot be."""
+        """Validates the widths."""
         names = ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
         validation.at_least(self, *names)
         if self.q_rank is not None and self.q_rank < 1:
@@ -84,7 +83,7 @@ class LatentAttention:
 
     @property
     def num_kv_heads(self) -> int:
-        """Every head has a key and value of its own once they are made."""
+        """Number of heads of the projected keys and values."""
         return self.num_q_heads
 
     @property
@@ -94,13 +93,13 @@ class LatentAttention:
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers kept of a token in one layer: the latent and the rotary key."""
+        """Cached numbers of a token in one layer: the latent and the rotary key."""
         return self.kv_rank + self.rope_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A mixture: every token meets `top_k` of the routed experts, and all shared."""
+class MixtureShape:
+    """Mixture of experts: a token uses `top_k` routed experts, and all shared ones."""
 
     num_experts: int
     top_k: int
@@ -109,12 +108,12 @@ class Experts:
     shared_size: int = 0
     """FFN width of all shared experts together."""
     shared_gate: bool = False
-    """Whether a number per token, from h weights, scales the shared part (Qwen2)."""
+    """True if a number per token, from h weights, scales the shared part (Qwen2)."""
     gate_bias: bool = False
-    """Whether routing adds a correction to each expert's score (DeepSeek-V3)."""
+    """True if routing adds a correction to each expert's score (DeepSeek-V3)."""
 
     def __post_init__(self):
-        """Refuses counts that cannot be."""
+        """Validates the counts."""
         validation.at_least(self, "num_experts", "top_k", "size")
         if self.top_k > self.num_experts:
             raise ValueError(
@@ -124,11 +123,11 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Description:
-    """The shapes of a decoder-only transformer."""
+class ModelShape:
+    """Shape of a decoder-only transformer."""
 
     name: str
-    """For tables; says nothing about the shape."""
+    """Name in tables; does not affect the shape."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -136,27 +135,27 @@ class Description:
     mlp_size: int
     """FFN width of the dense layers."""
     gated: bool = True
-    """Whether an MLP has a gate beside its up projection: three matrices, not two."""
+    """True if an MLP has a gate next to its up projection: three matrices, not two."""
     mlp_bias: bool = False
-    experts: Experts | None = None
+    experts: MixtureShape | None = None
     mixture_layers: tuple[bool, ...] = ()
-    """Which layers are mixtures; empty: all if there are experts, else none."""
+    """Mask of the layers with experts; empty: all if there are experts, else none."""
     norm: Literal["rms", "layer"] = "rms"
-    """A layer norm has a bias beside its scale."""
+    """Kind of norm; a layer norm has a bias in addition to its scale."""
     norms_per_layer: int = 2
-    """Over the hidden size; 4 where the branches' outputs are normed (Gemma 2)."""
+    """Norms over the hidden size; 4 if the branches' outputs have norms (Gemma 2)."""
     position_rows: int = 0
     """Rows of a table of learned positions; 0 with rotary ones."""
     windows: tuple[int | None, ...] = ()
-    """Latest tokens that a layer sees, None for all; empty: no layer has a window."""
+    """Window of each layer, None for all tokens; empty: no layer has a window."""
     tie_embeddings: bool = False
     num_ahead_layers: int = 0
-    """Layers for multi-token prediction, beside `num_layers` (DeepSeek-V3)."""
+    """Layers for multi-token prediction, in addition to `num_layers` (DeepSeek-V3)."""
     max_positions: int | None = None
-    """Longest sequence it is meant for, where that is known."""
+    """Longest sequence of the model, if known."""
 
     def __post_init__(self):
-        """Refuses shapes that cannot be, and fills in one entry per layer."""
+        """Validates the sizes, and expands per-layer fields to one entry per layer."""
         names = ("vocab_size", "hidden_size", "num_layers", "mlp_size")
         validation.at_least(self, *names, "norms_per_layer")
         validation.at_least(self, "position_rows", "num_ahead_layers", low=0)
@@ -179,26 +178,26 @@ class Description:
 
     @property
     def num_mixture_layers(self) -> int:
-        """Layers whose FFN is a mixture."""
+        """Number of layers with experts."""
         return sum(self.mixture_layers)
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers whose FFN is a plain one."""
+        """Number of layers with a dense FFN."""
         return self.num_layers - self.num_mixture_layers
 
     def over_layers(self, of_window: Callable[[int | None], int]) -> int:
-        """Adds up over the layers what depends on a layer's window."""
+        """Sums a function of a layer's window over the layers."""
         kinds = Counter(self.windows).items()
         return sum(layers * of_window(window) for window, layers in kinds)
 
 
-def describe_fields(fields: Mapping[str, Any]) -> Description:
-    """Builds a description from fields by name, those of its parts among them.
+def describe_fields(fields: Mapping[str, Any]) -> ModelShape:
+    """Builds a shape from a flat mapping of fields, those of its parts included.
 
     Args:
-      fields: of a `ModelConfig`, or of a `Description` and its attention; `experts` is
-        a mapping of fields, or absent. Fields of neither are ignored.
+      fields: fields of a `ModelConfig`, or of a `ModelShape` and its attention;
+        `experts` is a mapping of fields, or absent. Unknown fields are ignored.
     """
     attention = LatentAttention if "kv_rank" in fields else HeadAttention
     experts = fields.get("experts")
@@ -206,18 +205,18 @@ def describe_fields(fields: Mapping[str, Any]) -> Description:
     if fields.get("positions") == "learned":
         rows = fields["max_positions"] + fields.get("position_offset", 0)
     parts = {
-        "experts": _build(Experts, experts) if experts else None,
+        "experts": _build(MixtureShape, experts) if experts else None,
         "attention": _build(attention, fields),
         "position_rows": rows,
     }
-    return _build(Description, {**fields, **parts})
+    return _build(ModelShape, {**fields, **parts})
 
 
 def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
-    return kind(**{name: fields[name] for name in names_of(kind) if name in fields})
+    return kind(**{name: fields[name] for name in field_names(kind) if name in fields})
 
 
 @functools.cache
-def names_of(kind: type[Any]) -> tuple[str, ...]:
+def field_names(kind: type[Any]) -> tuple[str, ...]:
     """Returns the names of a dataclass's fields."""
     return tuple(field.name for field in dataclasses.fields(kind))

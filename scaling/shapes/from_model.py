@@ -1,17 +1,17 @@
-"""Our own models as the cost formulas see them."""
+"""Shapes of `jaxkv` model configs."""
 
 from jaxkv.models import ModelConfig
-from scaling.shapes.description import Description, describe_fields
+from scaling.shapes.description import ModelShape, describe_fields
 
 
-def describe(config: ModelConfig, *, name: str = "") -> Description:
-    """Describes a model that we can run.
+def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
+    """Returns the shape of a model config.
 
     Args:
-      config: its shape.
-      name: what tables call it; its family by default.
+      config: the model config.
+      name: name in tables; the model's family by default.
     """
-    # JAX, which `jaxkv cost` starts without.
+    # Imports JAX, without which `jaxkv cost` starts.
     from jaxkv.models import nonlinear
 
     parts = {

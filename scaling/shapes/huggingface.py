@@ -1,8 +1,8 @@
-"""A Hugging Face `config.json` of any family that the cost formulas count.
+"""Shapes from the `config.json` of Hugging Face models.
 
 Families are those of `jaxkv.models.huggingface.families`. Only shapes are read: keys
 that change the arithmetic but no count (activations, rotary scaling, soft caps) are
-ignored. A key that is left out has the value that transformers gives it.
+ignored. A missing key has the default of transformers.
 """
 
 from collections.abc import Mapping
@@ -13,32 +13,36 @@ from jaxkv import files
 from jaxkv.models.huggingface import configs, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
 from scaling.shapes.description import (
-    Description,
-    Experts,
     HeadAttention,
     LatentAttention,
+    MixtureShape,
+    ModelShape,
     describe_fields,
-    names_of,
+    field_names,
 )
 
 MAX_SIZE = 2**40
 MAX_LAYERS = 100_000
-"""More than any model has; layers are listed one by one."""
+"""Larger than in any model; layers are listed one by one."""
 
-# Fields that a count depends on; the last three become fields of `Experts`.
+# Fields that affect a count; the last three become fields of `MixtureShape`.
 _COUNTED = {
-    *(names_of(Description) + names_of(HeadAttention) + names_of(LatentAttention)),
-    *(f"experts.{name}" for name in names_of(Experts)),
+    *(
+        field_names(ModelShape)
+        + field_names(HeadAttention)
+        + field_names(LatentAttention)
+    ),
+    *(f"experts.{name}" for name in field_names(MixtureShape)),
     *("experts.dense_layers", "experts.num_dense_layers", "experts.num_shared"),
 }
 
 
-def load(path: Path) -> Description:
+def load_shape(path: Path) -> ModelShape:
     """Reads a `config.json`, or the one in a folder.
 
     Raises:
-      ValueError: it cannot be read, is not JSON, or describes no model that is counted;
-        the line names the file, and the key with what it should be.
+      ValueError: the file cannot be read, is not JSON, or describes no known model; the
+        message has the file, the key and its allowed values.
     """
     file = path / "config.json" if path.is_dir() else path
     raw = files.read_json(file)
@@ -46,20 +50,21 @@ def load(path: Path) -> Description:
         path.stem if path.is_file() and path.stem != "config" else path.resolve().name
     )
     try:
-        return describe(raw, name=name)
+        return describe_huggingface(raw, name=name)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
 
-def describe(raw: Mapping[str, Any], *, name: str = "") -> Description:
-    """Describes the model of a parsed `config.json`.
+def describe_huggingface(raw: Mapping[str, Any], *, name: str = "") -> ModelShape:
+    """Returns the shape of the model of a parsed `config.json`.
 
     Args:
-      raw: the file.
-      name: what tables call it; its family by default.
+      raw: content of the file.
+      name: name in tables; the model's family by default.
 
     Raises:
-      ValueError: names the key, its value and what it should be.
+      ValueError: a value is not supported; the message has the key, its value and the
+        allowed values.
     """
     kind = family_of(raw)
     family = FAMILIES[kind]
@@ -86,7 +91,7 @@ def _mixture_layers(
     experts: Mapping[str, Any],
     num_layers: int,
 ) -> tuple[bool, ...]:
-    """Reads which layers have experts."""
+    """Returns the mask of the layers with experts."""
     dense = experts.get("dense_layers", range(experts.get("num_dense_layers", 0)))
     stride, offset = 1, 0
     if family.mixture_stride is not None:
@@ -101,7 +106,7 @@ def _mixture_layers(
 def _windows(
     family: Family, raw: Mapping[str, Any], num_layers: int
 ) -> tuple[int | None, ...]:
-    """Reads the window of every layer, None where there is none."""
+    """Returns the window of every layer, None without one."""
     rule, layers = family.windows, range(num_layers)
     first, stride = 0, None
     if rule in ("flagged", "off"):
@@ -113,7 +118,7 @@ def _windows(
         stride = 2
     elif rule == "pattern":
         stride = _size(raw, "sliding_window_pattern", 6)
-    window = raw.get("sliding_window", family.default_window)  # a null is no window
+    window = raw.get("sliding_window", family.default_window)  # null means no window
     if rule == "never" or window is None:
         return (None,)
     window = values.parse_size("sliding_window", window, most=MAX_SIZE)
@@ -128,17 +133,17 @@ def _windows(
 
 
 def _size(raw: Mapping[str, Any], key: str, default: int, low: int = 1) -> int:
-    """Reads a size; a null is a key that is left out."""
+    """Reads a size; null counts as a missing key."""
     value = raw.get(key)
     value = default if value is None else value
     return values.parse_size(key, value, low=low, most=MAX_SIZE)
 
 
 def family_of(raw: Mapping[str, Any]) -> str:
-    """Finds the family by `model_type`, or by `architectures` if that does not tell.
+    """Returns the family, by `model_type`, or else by `architectures`.
 
     Raises:
-      ValueError: it is none of those that are counted, or one by each.
+      ValueError: the family is unknown, or the two keys contradict each other.
     """
     kind, classes = raw.get("model_type"), raw.get("architectures")
     first = classes[0] if isinstance(classes, list) and classes else classes
@@ -150,5 +155,5 @@ def family_of(raw: Mapping[str, Any]) -> str:
         return kind
     if built is not None:
         return built
-    said = f"model_type={kind!r}" if kind is not None or not first else f"{first!r}"
-    raise ValueError(f"{said} is not counted, only {', '.join(FAMILIES)}")
+    message = f"model_type={kind!r}" if kind is not None or not first else f"{first!r}"
+    raise ValueError(f"{message} is not counted, only {', '.join(FAMILIES)}")

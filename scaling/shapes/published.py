@@ -1,13 +1,13 @@
-"""Published models by name, each as the `config.json` that describes it.
+"""Published models by name, each as its `config.json`.
 
-Numbers are those of the published checkpoints, or of the papers where there is none.
+Numbers are those of the published checkpoints, or of the papers without checkpoints.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from scaling.shapes import huggingface
-from scaling.shapes.description import Description
+from scaling.shapes.description import ModelShape
 
 
 def _rows(common: dict[str, Any], keys: str, rows: Mapping[str, tuple[Any, ...]]):
@@ -172,15 +172,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def describe(name: str) -> Description:
-    """Describes a published model.
+def describe(name: str) -> ModelShape:
+    """Returns the shape of a published model.
 
     Args:
       name: a key of `CONFIGS`.
 
     Raises:
-      ValueError: it is none of them.
+      ValueError: the name is unknown.
     """
     if name not in CONFIGS:
         raise ValueError(f"unknown model {name!r}; one of: {', '.join(CONFIGS)}")
-    return huggingface.describe(CONFIGS[name], name=name)
+    return huggingface.describe_huggingface(CONFIGS[name], name=name)

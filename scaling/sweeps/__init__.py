@@ -1,12 +1,12 @@
-"""Many training runs: grids, plans, executors, folders."""
+"""Sweeps of training runs: grids, plans, executors, folders."""
 
-from scaling.sweeps.branching import Finished
+from scaling.sweeps.branching import FinishedRun
 from scaling.sweeps.grid import ADAMW, SweepConfig
 from scaling.sweeps.workers import Workers
 
 __all__ = [
     "ADAMW",
-    "Finished",
+    "FinishedRun",
     "SweepConfig",
     "Workers",
     "branching",

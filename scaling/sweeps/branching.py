@@ -1,8 +1,8 @@
-"""Carries out runs of one model: a trunk at a constant rate, and branches that cool it.
+"""Training of runs of one model: a trunk at a constant rate, and cooldown branches.
 
-Until its rate falls, a run of so many steps is the beginning of every longer one, so
-runs that differ in their length share a trunk; under a cosine that is the warm-up. A
-branch is bit for bit the run that would have been trained alone.
+Until its learning rate falls, a run is the beginning of every longer one, so runs that
+differ in length share a trunk; with a cosine schedule the trunk is the warm-up. A
+branch equals the separately trained run bit for bit.
 
 Source: Hägele et al. 2024, arXiv:2405.18392, section 4.
 """
@@ -19,31 +19,31 @@ import numpy as np
 
 from jaxkv.models import transformer
 from scaling.corpora import Corpus
-from scaling.training import Schedule, TrainConfig
-from scaling.training.step import TrainState, compiled, init
+from scaling.training import LearningRateSchedule, TrainConfig
+from scaling.training.step import TrainState, compiled_steps, init_train_state
 
 Status = Literal["done", "diverged", "failed"]
 SPACING = 1.1
-"""Ratio of the steps at which the training loss is noted."""
+"""Ratio of successive steps at which the training loss is recorded."""
 _FIRST_REPORT = 10
 
 
 type Scorer = Callable[[TrainConfig, transformer.Params], Any]
-"""Scores the parameters that a run ended with. What it returns has a `loss` of held-out
-text, in nats per token, not finite if the run broke down."""
+"""Scores the final parameters of a run. The result has a `loss` on held-out text, in
+nats per token, which is not finite if the run diverged."""
 
 
-class Finished(NamedTuple):
-    """A run that is over.
+class FinishedRun(NamedTuple):
+    """A completed run.
 
     Attributes:
-      run: what it was.
-      status: what became of it.
-      score: what the scorer made of it; None unless done.
-      curve: middle of a stretch of steps, and the mean loss of the stretch.
-      seconds: of training, what it shares with other runs included.
-      params: as NumPy arrays; None unless done.
-      error: why it failed.
+      run: config of the run.
+      status: done, diverged or failed.
+      score: result of the scorer; None unless done.
+      curve: pairs of the middle of a range of steps and its mean loss.
+      seconds: training time, shared parts included.
+      params: parameters as NumPy arrays; None unless done.
+      error: error message of a failed run.
     """
 
     run: TrainConfig
@@ -56,12 +56,12 @@ class Finished(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Of held-out text, in nats per token; not a number unless done."""
+        """Held-out loss in nats per token; NaN unless done."""
         return math.nan if self.score is None else self.score.loss
 
 
-class Lanes(NamedTuple):
-    """Where some runs side by side stand, after `step` steps."""
+class BatchedRuns(NamedTuple):
+    """State of a batch of runs after `step` steps."""
 
     state: TrainState
     step: int
@@ -70,81 +70,80 @@ class Lanes(NamedTuple):
     seconds: float
 
 
-class Half(NamedTuple):
-    """Where runs stand that were stopped, for another call to go on from.
+class PausedRuns(NamedTuple):
+    """State of stopped runs, from which a later call continues.
 
     Attributes:
-      horizon: index of the length that was under way.
-      trunk: where the trunk stands.
-      branch: where the branch off it stands; None if it is not begun.
+      horizon: index of the length in progress.
+      trunk: state of the trunk.
+      branch: state of the current branch; None before its start.
     """
 
     horizon: int
-    trunk: Lanes
-    branch: Lanes | None
+    trunk: BatchedRuns
+    branch: BatchedRuns | None
 
 
-class Stopped(Exception):
-    """Somebody asked to stop.
+class StopRequested(Exception):
+    """Raised when `advance` requests a stop.
 
     Attributes:
-      half: where the runs stand.
+      half: state of the runs.
     """
 
-    def __init__(self, half: Half):
+    def __init__(self, half: PausedRuns):
         super().__init__()
         self.half = half
 
 
-def run(
+def train_branches(
     horizons: Sequence[Sequence[TrainConfig]],
     corpus: Corpus,
     *,
     is_vmapped: bool,
     score: Scorer,
     advance: Callable[[int], bool] = lambda steps: True,
-    half: Half | None = None,
-) -> Iterator[Finished]:
+    half: PausedRuns | None = None,
+) -> Iterator[FinishedRun]:
     """Trains runs of one model that differ in rate, seed and length.
 
     Args:
-      horizons: for each length, rising, the runs of that length: the same rates and
-        seeds every time, in the same order. Runs that are not to be side by side come
-        one at a time.
-      corpus: the text, its stream on the device.
-      is_vmapped: whether the runs of a length are one program over all of them.
-      score: is asked what each run is worth that did not diverge in training.
-      advance: is told how many steps were taken, over all runs, and says whether to
-        go on.
-      half: where an earlier call with the same runs was stopped.
+      horizons: runs of each length, lengths rising: the same rates and seeds for every
+        length, in the same order; one run per length unless vmapped.
+      corpus: the corpus, with its stream on the device.
+      is_vmapped: True if the runs of a length are one vmapped program.
+      score: scores each run that did not diverge in training.
+      advance: called with the number of steps taken, over all runs; returns False to
+        stop.
+      half: state of an earlier stopped call with the same runs.
 
     Yields:
-      The runs, length by length, from that on which was under way.
+      The runs, length by length, from the length in progress.
 
     Raises:
-      Stopped: `advance` said so.
+      StopRequested: `advance` returned False.
     """
     trunk = horizons[-1]
     if len(trunk) > 1 and not is_vmapped:
         raise ValueError("several runs are side by side only under vmap")
     done = 0 if half is None else len(trunk) * half.horizon
     try:
-        half = half or Half(0, begin(trunk, is_vmapped), None)
+        half = half or PausedRuns(0, init_runs(trunk, is_vmapped), None)
         lanes, end = half.trunk, half.branch
         schedules = [_schedules(runs, is_vmapped) for runs in horizons]
         call = _call(trunk, corpus, is_vmapped)
-        # Compiled before a clock runs.
+        # Compiled before any time is measured.
         jax.block_until_ready(call(lanes.state, schedules[-1], jnp.int32(0)))
         for i, runs in enumerate(horizons[half.horizon :], half.horizon):
             branch_at = runs[0].num_steps - runs[0].cooldown_steps
             lanes, goes_on = _go(call, lanes, schedules[-1], branch_at, advance)
             if not goes_on:
-                raise Stopped(Half(i, lanes, None))
+                raise StopRequested(PausedRuns(i, lanes, None))
             end, goes_on = _go(
                 call, end or lanes, schedules[i], runs[0].num_steps, advance
             )
             if not goes_on:
-                raise Stopped(Half(i, lanes, end))
+                raise StopRequested(PausedRuns(i, lanes, end))
             for j, each in enumerate(runs):
                 scored = params = None
                 if end.alive[j]:
@@ -158,25 +157,25 @@ def run(
                 else:
                     status = "done"
                 curve = [*end.curves[j]]
-                yield Finished(each, status, scored, curve, end.seconds, params)
+                yield FinishedRun(each, status, scored, curve, end.seconds, params)
                 done += 1
             end = None
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        # Out of memory, mostly: the other models of a sweep may still fit.
+        # Mostly out of memory: smaller models of a sweep may still fit.
         line = str(error).strip().partition("\n")[0] or type(error).__name__
         for each in [each for runs in horizons for each in runs][done:]:
-            yield Finished(each, "failed", None, [], 0.0, None, line)
+            yield FinishedRun(each, "failed", None, [], 0.0, None, line)
 
 
-def speed(
+def measure_speed(
     runs: Sequence[TrainConfig], corpus: Corpus, *, is_vmapped: bool, patience_s: float
 ) -> float:
-    """Measures steps of a run per second, over all runs, for a moment.
+    """Measures the steps per second, over all runs, in a short trial.
 
-    Without compilation, which a sweep pays once for a model.
+    Excludes compilation, which a sweep pays once for a model.
     """
     call, schedules = _call(runs, corpus, is_vmapped), _schedules(runs, is_vmapped)
-    lanes, num_steps = begin(runs, is_vmapped), 4
+    lanes, num_steps = init_runs(runs, is_vmapped), 4
     _go(call, lanes, schedules, 1)
 
     def spend() -> float:
@@ -185,29 +184,29 @@ def speed(
         return time.monotonic() - started
 
     while True:
-        spent_s = min(spend(), spend())  # a machine that paused decides nothing
+        spent_s = min(spend(), spend())  # one of two may have been interrupted
         if spent_s > patience_s / 2 or num_steps > 1_000_000:
             return num_steps * len(runs) / spent_s
         num_steps *= 2
 
 
-def begin(runs: Sequence[TrainConfig], is_vmapped: bool) -> Lanes:
-    """Where runs of one model stand before their first step."""
+def init_runs(runs: Sequence[TrainConfig], is_vmapped: bool) -> BatchedRuns:
+    """Returns the initial state of runs of one model."""
     model, optimizer = runs[0].model, runs[0].optimizer
-    states = [init(model, optimizer, jnp.int32(x.seed)) for x in runs]
-    return Lanes(
+    states = [init_train_state(model, optimizer, jnp.int32(x.seed)) for x in runs]
+    return BatchedRuns(
         _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0
     )
 
 
 def _go(
     call: Callable[..., Any],
-    lanes: Lanes,
-    schedule: Schedule,
+    lanes: BatchedRuns,
+    schedule: LearningRateSchedule,
     until: int,
     advance: Callable[[int], bool] = lambda steps: True,
-) -> tuple[Lanes, bool]:
-    """Trains up to a step, noting the loss on the way; and whether to go on."""
+) -> tuple[BatchedRuns, bool]:
+    """Trains up to a step and records losses; returns the state and False to stop."""
     num_runs = len(lanes.alive)
     if not lanes.alive.any():
         return lanes._replace(step=max(until, lanes.step)), True
@@ -218,7 +217,7 @@ def _go(
         losses = np.atleast_1d(np.asarray(loss, np.float64))
         middle = (lanes.step + end + 1) / 2
         alive = lanes.alive & np.isfinite(losses)
-        lanes = Lanes(
+        lanes = BatchedRuns(
             state,
             end,
             alive,
@@ -240,7 +239,7 @@ def _go(
 def _call(
     runs: Sequence[TrainConfig], corpus: Corpus, is_vmapped: bool
 ) -> Callable[..., Any]:
-    """The program, as a function of the state, the schedule and the number of steps."""
+    """Returns the program as a function of state, schedule and number of steps."""
     first = runs[0]
     program = _program(
         first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
@@ -252,7 +251,7 @@ def _call(
 
 
 def _reports(step: int, until: int) -> Iterator[int]:
-    """The steps at which the loss is noted, the same ones for runs of any length."""
+    """Yields the steps at which the loss is recorded, equal for runs of any length."""
     at = float(_FIRST_REPORT)
     while (end := math.ceil(at)) < until:
         if end > step:
@@ -262,8 +261,8 @@ def _reports(step: int, until: int) -> Iterator[int]:
         yield until
 
 
-def _schedules(runs: Sequence[TrainConfig], is_vmapped: bool) -> Schedule:
-    return _stack([Schedule.of(run) for run in runs], is_vmapped)
+def _schedules(runs: Sequence[TrainConfig], is_vmapped: bool) -> LearningRateSchedule:
+    return _stack([LearningRateSchedule.of(run) for run in runs], is_vmapped)
 
 
 def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
@@ -274,6 +273,6 @@ def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
 
 @functools.cache
 def _program(model, optimizer, batch_size, seq_len, is_vmapped):
-    """One program for a model, whatever the rates, seeds and numbers of steps."""
-    call = compiled(model, optimizer, batch_size, seq_len)
+    """Returns the program of a model, for any rates, seeds and numbers of steps."""
+    call = compiled_steps(model, optimizer, batch_size, seq_len)
     return jax.jit(jax.vmap(call, (0, None, 0, 0, None))) if is_vmapped else call

@@ -1,6 +1,7 @@
-"""Where a sweep's runs are carried out: in this process, or on a Ray cluster.
+"""Executors of a sweep: this process, or a Ray cluster.
 
-The only door to ray, an extra. Whoever carries a run out, its record is made here.
+The only module that imports ray, an optional dependency. Both executors make the same
+records.
 """
 
 import functools
@@ -20,24 +21,24 @@ from jaxkv import validation
 from jaxkv.models import transformer
 from scaling.corpora import Corpus, corpora
 from scaling.sweeps import branching, grid
-from scaling.sweeps.branching import Finished
-from scaling.sweeps.grid import Cell, Group, SweepConfig
-from scaling.sweeps.paused import load, save
+from scaling.sweeps.branching import FinishedRun
+from scaling.sweeps.grid import Cell, RunGroup, SweepConfig
+from scaling.sweeps.paused import load_paused, save_paused
 from scaling.training import TrainConfig, objectives
 
 _PATIENCE_S = 2.0
-"""How long each way of carrying out several runs is tried."""
+"""Duration of the trial of each mode, in seconds."""
 _CONNECT_S = 10.0
 
 
-class Made(NamedTuple):
-    """A run that is over, as a sweep's folder keeps it.
+class RunRecord(NamedTuple):
+    """A completed run, in the form of a sweep's folder.
 
     Attributes:
-      record: as `folder.RECORD` describes it, but for the commit.
+      record: record with the columns of `folder.RECORD`, without the commit.
       curve: lines of `curves.jsonl`.
-      model: its shape.
-      params: as NumPy arrays; None unless done.
+      model: config of the model.
+      params: parameters as NumPy arrays; None unless done.
     """
 
     record: dict[str, Any]
@@ -46,123 +47,131 @@ class Made(NamedTuple):
     params: transformer.Params | None
 
 
-class Choice(NamedTuple):
-    """How runs of one model are carried out.
+class ExecutionMode(NamedTuple):
+    """Mode of execution for runs of one model.
 
     Attributes:
       mode: `loop` or `vmap`.
-      reason: why, in words.
+      reason: reason for the choice, in words.
     """
 
     mode: str
     reason: str
 
 
-def open_corpus(config: corpora.AnyCorpus) -> Corpus:
-    """Opens the text and puts its stream on the device."""
-    corpus = corpora.open(config)
+def open_on_device(config: corpora.AnyCorpus) -> Corpus:
+    """Opens the corpus and puts its stream on the device."""
+    corpus = corpora.open_corpus(config)
     return corpus._replace(stream=jnp.asarray(corpus.stream))
 
 
-def choose(config: SweepConfig, groups: list[Group], corpus: Corpus) -> Choice:
-    """Decides between running one after another and side by side, by a short trial.
+def choose_mode(
+    config: SweepConfig, groups: list[RunGroup], corpus: Corpus
+) -> ExecutionMode:
+    """Chooses between sequential and vmapped runs, by a short trial.
 
-    The trial is of the middle group that has several lanes.
+    The trial uses the middle group among those with several lanes.
     """
     if config.mode != "auto":
-        return Choice(config.mode, "asked for")
+        return ExecutionMode(config.mode, "asked for")
     several = [group for group in groups if len(group.lanes) > 1]
     if not several:
-        return Choice("loop", "no model has several runs of one length")
+        return ExecutionMode("loop", "no model has several runs of one length")
     if config.executor == "ray":
-        return Choice("loop", "a cluster has other runs side by side")
+        return ExecutionMode("loop", "a cluster has other runs side by side")
     group = several[len(several) // 2]
     cell = Cell(group.model, group.horizons[-1])
     runs = [grid.train_config(config, cell, lane) for lane in group.lanes]
     tokens = config.batch_size * config.seq_len
-    loop = branching.speed(runs[:1], corpus, is_vmapped=False, patience_s=_PATIENCE_S)
-    vmap = branching.speed(runs, corpus, is_vmapped=True, patience_s=_PATIENCE_S)
+    loop = branching.measure_speed(
+        runs[:1], corpus, is_vmapped=False, patience_s=_PATIENCE_S
+    )
+    vmap = branching.measure_speed(
+        runs, corpus, is_vmapped=True, patience_s=_PATIENCE_S
+    )
     width = group.model.hidden_size
-    return Choice(
+    return ExecutionMode(
         "loop" if loop >= vmap else "vmap",
         f"at width {width} one after another train {loop * tokens:,.0f} tokens/s, "
         f"{len(runs)} side by side {vmap * tokens:,.0f}",
     )
 
 
-def local(
+def run_local(
     config: SweepConfig,
-    groups: list[Group],
+    groups: list[RunGroup],
     corpus: Corpus,
     mode: str,
     advance: Callable[[int, Any], bool],
     paused: Path,
-) -> Iterator[Made]:
-    """Carries out groups in this process, by the mode `loop` or `vmap`.
+) -> Iterator[RunRecord]:
+    """Executes groups in this process, in mode `loop` or `vmap`.
 
-    `advance` is told how many steps of which model were taken; false stops. `paused` is
-    a folder for what is under way then, to go on from there.
+    `advance` is called with a number of steps and their model; it returns False to
+    stop. `paused` is a folder for the state of stopped runs, from which they continue.
 
     Yields:
-      The runs, until they end or somebody stops them.
+      The runs, until all are complete or `advance` stops them.
 
     Raises:
-      ValueError: what is under way cannot be written or read.
+      ValueError: the state of stopped runs cannot be written or read.
     """
     for group in groups:
         parts = [group.lanes]
         if mode == "loop":
             parts = [(lane,) for lane in group.lanes]
 
-        def tell(steps: int, model: Any = group.model) -> bool:
+        def advance_model(steps: int, model: Any = group.model) -> bool:
             return advance(steps, model)
 
         for lanes in parts:
-            if not tell(0):  # before a program is compiled for nothing
+            if not advance_model(0):  # stops before compiling a program
                 return
             part = group._replace(lanes=lanes)
             place = paused / grid.group_id(config, part, corpus.digest)
             try:
-                yield from _run(config, part, corpus, mode == "vmap", tell, place)
-            except branching.Stopped as stop:
-                save(place, stop.half)
+                yield from _run(
+                    config, part, corpus, mode == "vmap", advance_model, place
+                )
+            except branching.StopRequested as stop:
+                save_paused(place, stop.half)
                 return
             shutil.rmtree(place, ignore_errors=True)
 
 
 def _run(
     config: SweepConfig,
-    group: Group,
+    group: RunGroup,
     corpus: Corpus,
     is_vmapped: bool,
     advance: Callable[[int], bool],
     paused: Path | None = None,
-) -> Iterator[Made]:
+) -> Iterator[RunRecord]:
     horizons = [
         [grid.train_config(config, Cell(group.model, n), x) for x in group.lanes]
         for n in group.horizons
     ]
     half = None
     if paused is not None and paused.exists():
-        begun = branching.begin(horizons[-1], is_vmapped)
-        if half := load(paused, begun.state):
+        begun = branching.init_runs(horizons[-1], is_vmapped)
+        if half := load_paused(paused, begun.state):
             advance(len(group.lanes) * (half.branch or half.trunk).step)
-    found = branching.run(
+    found = branching.train_branches(
         horizons,
         corpus,
         is_vmapped=is_vmapped,
-        score=functools.partial(score, config, corpus),
+        score=functools.partial(score_run, config, corpus),
         advance=advance,
         half=half,
     )
     for finished in found:
-        yield made(config, corpus, finished)
+        yield make_record(config, corpus, finished)
 
 
-def score(
+def score_run(
     config: SweepConfig, corpus: Corpus, run: TrainConfig, params: transformer.Params
 ) -> objectives.StreamScore:
-    """Scores a run as all of a sweep are scored."""
+    """Scores a run on the sweep's held-out windows."""
     return objectives.score_stream(
         params,
         corpus.held_out,
@@ -172,14 +181,14 @@ def score(
     )
 
 
-def connect(config: SweepConfig) -> Any:
-    """Joins the cluster of a sweep that is to be carried out on one.
+def connect_ray(config: SweepConfig) -> Any:
+    """Connects to the Ray cluster of a sweep.
 
     Returns:
-      Ray, the module; None for another executor.
+      The module ray; None for another executor.
 
     Raises:
-      ValueError: ray is not installed, or the cluster cannot be reached.
+      ValueError: ray is not installed, or the cluster is not reachable.
     """
     if config.executor != "ray":
         return None
@@ -190,10 +199,10 @@ def connect(config: SweepConfig) -> Any:
         return ray
     try:
         host, colon, port = config.ray_address.rpartition("//")[2].rpartition(":")
-        if colon and port.isdigit():  # where there is no cluster Ray tries for minutes
+        if colon and port.isdigit():  # without a cluster Ray retries for minutes
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         with warnings.catch_warnings():
-            # Jax warns of every fork; what Ray forks is another program at once.
+            # JAX warns of every fork; Ray's forks execute another program at once.
             warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
             ray.init(
                 address=config.ray_address or None,
@@ -206,24 +215,25 @@ def connect(config: SweepConfig) -> Any:
     return ray
 
 
-def on_ray(
+def run_on_ray(
     config: SweepConfig,
-    groups: list[Group],
+    groups: list[RunGroup],
     advance: Callable[[int, Any], bool],
-) -> Iterator[Made]:
-    """Carries out groups on a Ray cluster, a lane of a group on one worker at a time.
+) -> Iterator[RunRecord]:
+    """Executes groups on a Ray cluster, each lane of a group as one task.
 
-    Every worker opens the text for itself, so all of them must see it. `advance` is
-    told how many steps of which model were taken; false stops.
+    Every worker opens the corpus itself, so its files must exist on all of them.
+    `advance` is called with a number of steps and their model; it returns False to
+    stop.
 
     Yields:
-      The runs in the order in which they end; a task whose worker died is tried again
-      elsewhere by Ray, three times.
+      The runs in the order of completion; Ray retries a task whose worker died up to
+      three times.
 
     Raises:
-      ValueError: as `connect` does.
+      ValueError: see `connect_ray`.
     """
-    ray = connect(config)
+    ray = connect_ray(config)
     task = ray.remote(
         num_cpus=config.cpus_per_run, num_gpus=config.gpus_per_run, max_retries=3
     )(_on_worker)
@@ -234,7 +244,7 @@ def on_ray(
             ready, _ = ray.wait([*waiting], num_returns=1, timeout=1.0)
             for reference in ready:
                 part = waiting.pop(reference)
-                steps = grid.steps_taken(config, part.horizons)
+                steps = grid.group_steps(config, part.horizons)
                 yield from ray.get(reference)
                 if not advance(steps, part.model):
                     return
@@ -245,20 +255,22 @@ def on_ray(
             ray.cancel(reference, force=True)
 
 
-def _on_worker(config: SweepConfig, part: Group) -> list[Made]:
+def _on_worker(config: SweepConfig, part: RunGroup) -> list[RunRecord]:
     corpus = _opened(config)
     return [*_run(config, part, corpus, False, lambda steps: True)]
 
 
 @functools.lru_cache(maxsize=1)
 def _opened(config: SweepConfig) -> Corpus:
-    return open_corpus(config.corpus)
+    return open_on_device(config.corpus)
 
 
-def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
-    """Writes down a run that is over, and its curve."""
+def make_record(
+    config: SweepConfig, corpus: Corpus, finished: FinishedRun
+) -> RunRecord:
+    """Makes the record and the curve of a completed run."""
     run, score = finished.run, finished.score
-    params, per_token = grid.count(run.model, run.seq_len)
+    params, per_token = grid.count_cost(run.model, run.seq_len)
     batch_tokens = run.batch_size * run.seq_len
     num_tokens = run.num_steps * batch_tokens
     run_id = grid.run_id(config, run, corpus.digest)
@@ -305,4 +317,4 @@ def made(config: SweepConfig, corpus: Corpus, finished: Finished) -> Made:
         }
         for step, loss in finished.curve
     ]
-    return Made(record, curve, run.model, finished.params)
+    return RunRecord(record, curve, run.model, finished.params)

@@ -1,4 +1,4 @@
-"""Sweeps of one family of models: widths by budgets, and named ones.
+"""Sweeps of one family of models: widths by budgets, and named sweeps.
 
 Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.2, for isoFLOP sweeps.
 """
@@ -14,11 +14,11 @@ from scaling.sweeps.grid import ADAMW, SweepConfig
 from scaling.training import OptimizerConfig, TrainConfig, architectures
 
 BASE_WIDTH = 32
-"""Of the model that a family's learning rates are for."""
+"""Width of the model to which a family's learning rates apply."""
 
 
-def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
-    """A Llama of some width: heads of 16 or so, an MLP of 8/3 of the width."""
+def family_shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
+    """Returns a Llama model of a width: heads of about 16, an MLP of 8/3 the width."""
     return architectures.transformer(
         width,
         num_heads=max(1, width // 16),
@@ -29,15 +29,15 @@ def shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     )
 
 
-def nearest(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
-    """The model of the family with a number of parameters nearest to one, by ratio."""
+def nearest_shape(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
+    """Returns the model of the family whose parameter count is nearest, by ratio."""
     found = [
-        shape(width, num_layers, seq_len)
+        family_shape(width, num_layers, seq_len)
         for width in (*range(4, 16, 2), *range(16, 2049, 16))
     ]
 
     def off(model: ModelConfig) -> float:
-        params = grid.count(model, seq_len).params
+        params = grid.count_cost(model, seq_len).params
         return max(params.total / num_params, num_params / params.total)
 
     return min(found, key=off)
@@ -45,54 +45,54 @@ def nearest(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilySweep:
-    """Which widths are trained for which budgets."""
+    """A sweep of widths by budgets for one family of models."""
 
     widths: tuple[int, ...]
-    """Of the models that are fitted; the held-out one is one of this kind, too."""
+    """Widths of the fitted models."""
     budgets: tuple[float, ...]
-    """FLOPs, exact ones."""
+    """Exact FLOPs of the runs."""
     num_layers: int = 2
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
     learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
-    """For a model of width 32; other widths have the rates times 32 / width."""
+    """Rates for a model of width 32; other widths have the rates times 32 / width."""
     max_extensions: int = 2
-    """How often a cell's rates are extended beyond the best one."""
+    """Largest number of rates that extend a cell's grid beyond its edge."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """The first for all runs, the others for repetitions."""
+    """The first seed is for all runs, further ones for repetitions."""
     num_repeated: int = 2
-    """Of the smallest models, how many are repeated."""
+    """Number of models that are repeated, the smallest ones."""
     batch_size: int = 8
     seq_len: int = 64
     warmup_steps: int = 50
     cooldown: float = 0.4
     """Share of a run in which its rate falls."""
     min_steps: int = 300
-    """Runs of fewer steps are left out."""
+    """Runs of fewer steps are skipped."""
     tokens_per_param: tuple[float, float] = (2.0, 600.0)
-    """Runs with fewer or more are left out: they are far from the optimum."""
+    """Runs outside this range are skipped: they are far from the optimum."""
     num_eval_windows: int = 2048
-    """Held-out windows that all models are scored on."""
+    """Held-out windows that score all models."""
 
     @property
     def sweep(self) -> SweepConfig:
-        """The grid of the runs; a `ValueError` if it is none."""
-        return sweep_of(vars(self))
+        """The grid of the runs; raises `ValueError` if it is invalid."""
+        return make_sweep(vars(self))
 
 
-def sweep_of(fields: Mapping[str, Any]) -> SweepConfig:
-    """The grid of a config of this family.
+def make_sweep(fields: Mapping[str, Any]) -> SweepConfig:
+    """Returns the grid of a config of this family.
 
     Args:
-      fields: of the config, by name: `widths`, `num_layers`, `seq_len`, and any of
-        `SweepConfig`; others are ignored.
+      fields: fields of the config by name: `widths`, `num_layers`, `seq_len`, and those
+        of `SweepConfig`; further fields are ignored.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the grid is invalid.
     """
     names = {x.name for x in dataclasses.fields(SweepConfig)}
     given = {name: value for name, value in fields.items() if name in names}
     sizes = fields["num_layers"], fields["seq_len"]
-    models = tuple(shape(width, *sizes) for width in fields["widths"])
+    models = tuple(family_shape(width, *sizes) for width in fields["widths"])
     return SweepConfig(models=models, base_width=BASE_WIDTH, **given)
 
 
@@ -100,12 +100,12 @@ ISOFLOP = {
     "cpu": FamilySweep(
         widths=(6, 8, 12, 16, 24, 32, 48, 64, 96),
         budgets=(2.5e10, 6.25e10, 1.5625e11, 3.90625e11),
-        # Earlier tries had seeds 0 to 4, and what came of their held-out runs changed
-        # the rules: these runs are new to them.
+        # Seeds 0 to 4 were used while the rules were developed on held-out runs; these
+        # runs are new.
         seeds=(5, 6),
         num_repeated=9,
     ),
-    # Commands of under ten minutes each take up one another.
+    # Commands of under ten minutes each, which continue one another.
     "gpu": FamilySweep(
         widths=(24, 32, 48, 64, 96, 128, 192, 256),
         budgets=(1e13, 3e13, 1e14, 3e14),
@@ -116,11 +116,11 @@ ISOFLOP = {
         num_eval_windows=1024,
     ),
 }
-"""Those that `jaxkv run isoflop` fits."""
+"""Sweeps that `jaxkv run isoflop` fits."""
 
 SWEEPS = {
     "smoke": SweepConfig(
-        models=tuple(shape(width, 1, 32) for width in (4, 8, 16)),
+        models=tuple(family_shape(width, 1, 32) for width in (4, 8, 16)),
         corpus=corpora.CorpusConfig(held_out=0.02),
         num_tokens=(2560, 5120, 10240),
         learning_rates=(1e-2, 3e-2),
@@ -133,17 +133,17 @@ SWEEPS = {
     ),
     # Sizes by tokens: half a minute.
     "grid": SweepConfig(
-        models=tuple(shape(width, 2, 64) for width in (8, 12, 16, 24)),
+        models=tuple(family_shape(width, 2, 64) for width in (8, 12, 16, 24)),
         num_tokens=(2**17, 2**18, 2**19, 2**20),
         learning_rates=(4e-3, 8e-3, 1.6e-2),
     ),
     **{f"isoflop_{name}": each.sweep for name, each in ISOFLOP.items()},
 }
-"""Those that `jaxkv sweep` has by name."""
+"""Sweeps of `jaxkv sweep` by name."""
 
 TRAININGS = {
     "smoke": TrainConfig(
-        model=shape(8, 1, 32),
+        model=family_shape(8, 1, 32),
         corpus=corpora.CorpusConfig(held_out=0.02),
         optimizer=ADAMW,
         batch_size=8,
@@ -155,9 +155,9 @@ TRAININGS = {
         report_every=10,
         checkpoint_every=20,
     ),
-    # A minute on two cores; a model that writes lines that look like Python.
+    # A minute on two cores; the model's samples resemble Python.
     "small": TrainConfig(
-        model=dataclasses.replace(shape(64, 2, 256), max_positions=1024),
+        model=dataclasses.replace(family_shape(64, 2, 256), max_positions=1024),
         optimizer=OptimizerConfig(kind="muon"),
         batch_size=8,
         seq_len=128,
@@ -169,4 +169,4 @@ TRAININGS = {
         checkpoint_every=250,
     ),
 }
-"""Those that `jaxkv train` has."""
+"""Configs of `jaxkv train` by name."""

@@ -1,14 +1,14 @@
-"""The folder of a sweep: one line for each run that is over, and the training curves.
+"""The folder of a sweep: one record for each completed run, and the training curves.
 
-    sweep.json      what was asked, the text, and how the runs are carried out
+    sweep.json      config, corpus, and mode of execution
     runs.jsonl      a line for each run, see `RECORD`
     curves.jsonl    run_id, step, num_tokens, flops, loss: the mean training loss of a
-                    stretch of steps, at the middle of it
-    models/RUN_ID   the trained model, where it was to be kept
+                    range of steps, at its middle
+    models/RUN_ID   the trained model, if models are kept
 
-A run's curve is written before its record, and the record in one piece: what a killed
-sweep leaves behind a curve without a record or half a line, and opening the folder
-takes both away. Lines are never changed.
+The curve of a run is written before its record, and the record in one write: a killed
+sweep leaves at most a curve without a record, or part of a line, and opening the folder
+removes both. Lines are never changed.
 """
 
 import json
@@ -24,44 +24,44 @@ from scaling.logs import files as logs_files
 HEADER = "sweep.json"
 
 RECORD = {
-    "run_id": "digest of all that decides the record",
-    "cell": "the same without the learning rate and the seed",
+    "run_id": "digest of all settings that determine the record",
+    "cell": "digest of the settings without the learning rate and the seed",
     "status": "done, diverged (a loss was not finite) or failed (see error)",
     "architecture": "family of the model",
-    "hidden_size": "its width",
-    "num_layers": "its depth",
-    "num_params": "its parameters",
-    "num_params_non_embedding": "of these without embeddings and head",
-    "num_params_matmul": "those that a token is multiplied with",
-    "num_params_active": "those that a token uses",
-    "num_steps": "steps of training",
-    "num_tokens": "tokens trained on",
-    "num_unique_tokens": "different ones among them",
-    "epochs": "passes over the text",
-    "flops": "of training, exact, attention counted causally",
+    "hidden_size": "width of the model",
+    "num_layers": "depth of the model",
+    "num_params": "all parameters",
+    "num_params_non_embedding": "parameters without embeddings and head",
+    "num_params_matmul": "parameters in matrix products",
+    "num_params_active": "parameters that a token uses",
+    "num_steps": "training steps",
+    "num_tokens": "training tokens",
+    "num_unique_tokens": "unique training tokens",
+    "epochs": "passes over the corpus",
+    "flops": "exact training operations, with causal attention",
     "flops_6nd": "6 num_params num_tokens",
-    "loss": "of held-out text, nats per token; null unless done",
-    "loss_se": "its standard error over windows, which all runs share",
-    "bits_per_byte": "the same per byte of text; null where there are none",
-    "decayed": "whether the learning rate had fallen to zero",
-    "learning_rate": "the peak",
+    "loss": "held-out loss, nats per token; null unless done",
+    "loss_se": "standard error of the loss over windows, which all runs share",
+    "bits_per_byte": "held-out loss per byte of text; null without bytes",
+    "decayed": "true if the learning rate had decayed to zero",
+    "learning_rate": "peak learning rate",
     "batch_tokens": "tokens per step",
     "seq_len": "tokens per window",
-    "seed": "of the initial parameters and the order of the text",
-    "seconds": "spent on this run, what it shares with others included",
-    "device": "what it ran on",
-    "commit": "of the program",
-    "error": "why it failed; null unless it did",
+    "seed": "seed of the initial parameters and the order of the corpus",
+    "seconds": "duration of the run, including parts shared with other runs",
+    "device": "device of the run",
+    "commit": "commit of the program",
+    "error": "message of a failed run; null otherwise",
 }
-"""The columns of runs.jsonl."""
+"""Columns of runs.jsonl."""
 
 
-def shape(folder: Path) -> dict[str, int | bool]:
-    """Reads off a sweep's header what all of its models have in common.
+def shared_shape(folder: Path) -> dict[str, int | bool]:
+    """Reads the common sizes of a sweep's models from its header.
 
     Returns:
       `vocab_size`, `tie_embeddings` and `sequence`, the tokens of a window; without
-      those in which models differ, and empty where there is no header of a sweep.
+      those that differ between models, and empty without a header of a sweep.
     """
     try:
         config = json.loads((folder / HEADER).read_text("utf-8"))["config"]
@@ -75,17 +75,17 @@ def shape(folder: Path) -> dict[str, int | bool]:
 
 
 class SweepFolder:
-    """Opens a sweep's folder for writing, making it where it is missing.
+    """A sweep's folder, open for writing; creates a missing folder.
 
     Args:
       out: the folder; one process at a time.
 
     Attributes:
-      known: the records in it, by run_id.
+      known: records of the folder by run_id.
 
     Raises:
-      ValueError: it cannot be written, another process writes there, or it holds
-        something else.
+      ValueError: the folder cannot be written, another process writes to it, or it has
+        other content.
     """
 
     def __init__(self, out: Path):
@@ -98,7 +98,7 @@ class SweepFolder:
             with files.reporting_write_errors(out):
                 for row in self._read(self._runs):
                     self.known.setdefault(row["run_id"], row)
-                # What a killed sweep left half done is taken away.
+                # Removes partial output of a killed sweep.
                 rows = self._read(self._curves)
                 kept = [row for row in rows if row["run_id"] in self.known]
                 if len(kept) < len(rows):
@@ -109,14 +109,14 @@ class SweepFolder:
             raise
 
     def close(self) -> None:
-        """Lets another process in."""
+        """Releases the folder."""
         self._lock.close()
 
     def header(self) -> dict[str, Any]:
         """Reads sweep.json; empty if there is none.
 
         Raises:
-          ValueError: it is not as `write_header` leaves it.
+          ValueError: the file was not written by `write_header`.
         """
         path = self.path / HEADER
         if not path.exists():
@@ -134,15 +134,15 @@ class SweepFolder:
         return header
 
     def write_header(self, header: dict[str, Any]) -> None:
-        """Replaces sweep.json, in one piece."""
+        """Replaces sweep.json in one write."""
         text = json.dumps(header, indent=2, default=str)
         files.write_atomically(self.path / HEADER, text + "\n")
 
     def add(self, record: dict[str, Any], curve: Iterable[dict[str, Any]]) -> None:
-        """Writes a run that is over, unless it is there already.
+        """Appends a completed run, unless the folder has it.
 
         Raises:
-          ValueError: there is no room; the folder is as it was.
+          ValueError: the disk is full; the folder is unchanged.
         """
         if record["run_id"] in self.known:
             return
@@ -151,7 +151,7 @@ class SweepFolder:
         self.known[record["run_id"]] = record
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        """Reads a file's whole lines, and cuts off the last one if it is not whole."""
+        """Reads the complete lines of a file, and truncates a partial last line."""
         if not path.exists():
             return []
         data = path.read_bytes()

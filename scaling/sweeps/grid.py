@@ -1,7 +1,7 @@
-"""Which runs a sweep consists of: sizes by budgets by learning rates by seeds.
+"""The grid of runs of a sweep: sizes by budgets by learning rates by seeds.
 
-A cell is a model with the number of steps that it is trained for. The learning rates
-compete in each cell, and the best of them is what its size and its tokens are worth.
+A cell is a model with its number of steps. Learning rates compete within a cell, and
+the best one represents its size and tokens.
 """
 
 import dataclasses
@@ -22,26 +22,26 @@ ADAMW = OptimizerConfig(kind="adamw")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """A grid of runs, and how they are carried out."""
+    """A grid of runs, and their mode of execution."""
 
     models: tuple[architectures.Architecture, ...]
-    """The shapes."""
+    """Configs of the models."""
     corpus: corpora.AnyCorpus = corpora.STANDARD_LIBRARY
     optimizer: OptimizerConfig = ADAMW
     budgets: tuple[float, ...] = ()
-    """FLOPs of a run, exact ones; each shape is trained for each, as far as the limits
-    below allow."""
+    """Exact FLOPs of the runs; each model is trained for each budget within the limits
+    below."""
     num_tokens: tuple[int, ...] = ()
-    """Tokens of a run; each shape is trained for each of these, too."""
+    """Tokens of the runs; each model is trained for each of these, too."""
     learning_rates: tuple[float, ...] = (3e-3,)
-    """Peaks for a model of `base_width`, in equal ratios, tried in every cell."""
+    """Peak rates for a model of `base_width`, in equal ratios, tried in every cell."""
     base_width: int = 32
     rate_exponent: float = 1.0
-    """A model of width h gets the rates times (base_width / h) to this power."""
+    """A model of width h has the rates times (base_width / h) to this power."""
     max_extensions: int = 2
-    """How often a cell whose best rate is the grid's last gets one more beyond it."""
+    """Most rates added to the grid for a cell whose best rate is at the edge."""
     seeds: tuple[int, ...] = (0,)
-    """The first one is for every run; the others repeat the best of the cells of the
+    """The first seed is for every run; further ones repeat the best run of cells of the
     first `num_repeated` models."""
     num_repeated: int = 0
     batch_size: int = 8
@@ -49,33 +49,33 @@ class SweepConfig:
     seq_len: int = 64
     """Predictions per window."""
     warmup_steps: int = 50
-    """Steps of linear rise, the same for every run."""
+    """Steps of linear warm-up, the same for every run."""
     schedule: Literal["stable", "cosine"] = "stable"
-    """`stable`: constant after the warm-up, so that runs of one model and rate share a
-    trunk and branch off it, then linear fall to zero. `cosine`: half a period of a
-    cosine that ends with the run, so that runs share nothing but the warm-up."""
+    """Learning rate schedule. `stable`: constant after the warm-up, so that runs of one
+    model and rate share a trunk, then linear to zero. `cosine`: half a cosine over the
+    run, so that runs share only the warm-up."""
     cooldown: float = 0.4
     """Share of a run's steps in which a stable rate falls."""
     min_steps: int = 200
-    """Cells of fewer steps are left out."""
+    """Cells of fewer steps are skipped."""
     tokens_per_param: tuple[float, float] = (0.0, math.inf)
-    """Cells with fewer or more tokens for a parameter are left out."""
+    """Cells outside this range are skipped."""
     num_eval_windows: int = 1024
-    """Held-out windows that every model is scored on, the same ones."""
+    """Held-out windows, the same for every model."""
     keep_models: bool = False
-    """Whether the trained models are kept, as folders that the engine serves."""
+    """True to keep the trained models, as folders that the engine serves."""
     executor: Literal["local", "ray"] = "local"
     mode: Literal["auto", "loop", "vmap"] = "auto"
-    """Runs of one model one after another, or side by side in one program; `auto`
-    times both for a moment, and the folder keeps to the choice."""
+    """Runs of one model sequentially (`loop`) or as one vmapped program; `auto` times
+    both, and the folder keeps the choice."""
     ray_address: str = ""
-    """Of a cluster that is there; empty: this machine's, started if need be."""
+    """Address of a running cluster; "" uses this machine's, started if necessary."""
     cpus_per_run: float = 1.0
-    """What a run takes of a cluster's processors."""
+    """CPUs of the cluster for a run."""
     gpus_per_run: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuses grids that are none."""
+        """Validates the grid."""
         if not self.models:
             raise ValueError(f"models={self.models!r} must name a model")
         if not (self.budgets or self.num_tokens):
@@ -103,43 +103,43 @@ class SweepConfig:
                 raise ValueError(
                     f"seq_len={self.seq_len} must be at most {model.max_positions=}"
                 )
-        if not cells(self):
+        if not list_cells(self):
             raise ValueError(f"no run is left: {_why_none(self)}")
 
 
-class Counts(NamedTuple):
-    """What a model costs.
+class ModelCost(NamedTuple):
+    """Parameters and training cost of a model.
 
     Attributes:
-      params: its parameters by every convention.
-      flops_per_token: of training, exact, attention counted causally.
+      params: parameter counts by every convention.
+      flops_per_token: exact training FLOPs, with causal attention.
     """
 
-    params: parameters.Parameters
+    params: parameters.ParameterCounts
     flops_per_token: float
 
 
 class Cell(NamedTuple):
-    """A model and how long it is trained: what learning rates compete for."""
+    """A model and its number of steps, within which learning rates compete."""
 
     model: architectures.Architecture
     num_steps: int
 
 
 class Lane(NamedTuple):
-    """What sets runs of one cell apart; the rate is the run's own."""
+    """Learning rate and seed of a run in its cell."""
 
     learning_rate: float
     seed: int
 
 
-class Group(NamedTuple):
-    """Runs of one model that may go side by side.
+class RunGroup(NamedTuple):
+    """Runs of one model that may be vmapped.
 
     Attributes:
-      model: its shape.
+      model: config of the model.
       lanes: rates and seeds.
-      horizons: the numbers of steps, rising; every lane is trained for each.
+      horizons: numbers of steps, rising; every lane is trained for each.
     """
 
     model: architectures.Architecture
@@ -148,19 +148,19 @@ class Group(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def count(model: architectures.Architecture, seq_len: int) -> Counts:
-    """Counts a model's parameters, and its FLOPs in training on windows."""
+def count_cost(model: architectures.Architecture, seq_len: int) -> ModelCost:
+    """Returns a model's parameter counts and training FLOPs per token."""
     flops = architectures.training_flops(model, sequence=seq_len)
-    return Counts(architectures.parameters(model), flops / seq_len)
+    return ModelCost(architectures.count_model_parameters(model), flops / seq_len)
 
 
-def cells(config: SweepConfig) -> list[Cell]:
-    """Lists the cells of a grid, model by model, each once, steps rising."""
+def list_cells(config: SweepConfig) -> list[Cell]:
+    """Lists the cells of a grid, model by model, without duplicates, steps rising."""
     found = []
     batch_tokens = config.batch_size * config.seq_len
     low, high = config.tokens_per_param
     for model in config.models:
-        params = count(model, config.seq_len).params.total
+        params = count_cost(model, config.seq_len).params.total
         found += [
             Cell(model, n)
             for n in sorted({round(x / batch_tokens) for x in _tokens(config, model)})
@@ -171,14 +171,14 @@ def cells(config: SweepConfig) -> list[Cell]:
 
 
 def _tokens(config: SweepConfig, model: architectures.Architecture) -> list[float]:
-    """What each budget would train a model on."""
-    per_token = count(model, config.seq_len).flops_per_token
+    """Returns the training tokens of a model for each budget."""
+    per_token = count_cost(model, config.seq_len).flops_per_token
     by_budget = [budget / per_token for budget in config.budgets]
     return by_budget + [float(x) for x in config.num_tokens]
 
 
 def _why_none(config: SweepConfig) -> str:
-    """Says what leaves out every model at every budget."""
+    """Explains why no model has a run at any budget."""
     most = max(x for model in config.models for x in _tokens(config, model))
     num_steps = round(most / (config.batch_size * config.seq_len))
     if num_steps < 1:
@@ -199,7 +199,7 @@ def _why_none(config: SweepConfig) -> str:
 
 
 def train_config(config: SweepConfig, cell: Cell, lane: Lane) -> TrainConfig:
-    """Writes a run down as `training` knows it."""
+    """Returns the training config of a run."""
     return TrainConfig(
         model=cell.model,
         corpus=config.corpus,
@@ -216,7 +216,7 @@ def train_config(config: SweepConfig, cell: Cell, lane: Lane) -> TrainConfig:
 
 
 def _steps_of_fall(config: SweepConfig, num_steps: int) -> int:
-    """The last steps of a run, which it shares with no longer one."""
+    """Returns the number of final steps that a run shares with no longer run."""
     if config.schedule == "cosine":
         return max(0, num_steps - config.warmup_steps)
     return round(config.cooldown * num_steps)
@@ -226,25 +226,25 @@ _IRRELEVANT = ("report_every", "checkpoint_every")
 
 
 def run_id(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> str:
-    """Names a run by all that decides its record, and nothing else."""
+    """Returns a digest of all inputs that determine the record of a run."""
     return _digest(_deciding(config, run, corpus_digest))
 
 
 def cell_id(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> str:
-    """Names what a run shares with those of other learning rates and seeds."""
+    """Returns a digest of a run without its learning rate and seed."""
     deciding = _deciding(config, run, corpus_digest)
     return _digest({k: v for k, v in deciding.items() if k not in Lane._fields})
 
 
-def group_id(config: SweepConfig, group: Group, corpus_digest: str) -> str:
-    """Names runs that are carried out together."""
+def group_id(config: SweepConfig, group: RunGroup, corpus_digest: str) -> str:
+    """Returns a digest of runs that are executed together."""
     cells = [Cell(group.model, steps) for steps in group.horizons]
     runs = [train_config(config, x, lane) for x in cells for lane in group.lanes]
     return _digest([run_id(config, run, corpus_digest) for run in runs])
 
 
 def _deciding(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> dict:
-    # The text itself, by its digest, wherever it lies.
+    # The corpus is represented by its digest, independent of its location.
     left_out = {*_IRRELEVANT, "corpus"}
     fields = dataclasses.asdict(run)
     return {k: v for k, v in fields.items() if k not in left_out} | {
@@ -261,20 +261,20 @@ def _digest(value: Any) -> str:
 def scaled_rate(
     config: SweepConfig, rate: float, model: architectures.Architecture
 ) -> float:
-    """Gives the rate of a model where one of `base_width` would have `rate`."""
+    """Returns the rate of a model, given the rate for `base_width`."""
     scale = (config.base_width / model.hidden_size) ** config.rate_exponent
     return float(f"{rate * scale:.6g}")
 
 
-def flops(config: SweepConfig, groups: list[Group]) -> Iterator[float]:
-    """Yields the FLOPs of each group, its shared trunks counted once."""
+def group_flops(config: SweepConfig, groups: list[RunGroup]) -> Iterator[float]:
+    """Yields the FLOPs of each group, with shared trunks counted once."""
     for group in groups:
-        per_step = count(group.model, config.seq_len).flops_per_token
+        per_step = count_cost(group.model, config.seq_len).flops_per_token
         per_step *= config.batch_size * config.seq_len
-        yield per_step * len(group.lanes) * steps_taken(config, group.horizons)
+        yield per_step * len(group.lanes) * group_steps(config, group.horizons)
 
 
-def steps_taken(config: SweepConfig, horizons: tuple[int, ...]) -> int:
-    """Counts the steps of a trunk and its branches."""
+def group_steps(config: SweepConfig, horizons: tuple[int, ...]) -> int:
+    """Returns the steps of a trunk and its branches."""
     cooled = [_steps_of_fall(config, n) for n in horizons]
     return recipes.steps_taken(horizons, cooled)

@@ -1,4 +1,4 @@
-"""Searching learning rates: the next one to try, the best, and powers through them."""
+"""Search for learning rates: the next trial, the best rate, and power laws."""
 
 import collections
 import math
@@ -12,11 +12,11 @@ from scaling.fits import intervals
 
 
 def next_rate(trials: Sequence[tuple[float, float]]) -> float:
-    """The next rate to try: beyond the best if that is an edge, else beside it.
+    """Returns the next rate to try: beyond the best at an edge, else next to it.
 
-    Trials are rates and their losses, three or more; one that is not finite diverged.
-    An edge is left by the grid's own factor. Between two rates goes the trial on the
-    side of the better neighbour, halfway in the logarithm.
+    Trials are rates and their losses, three or more; a diverged one is not finite. An
+    edge is extended by the grid's own factor. Between rates, the trial is on the side
+    of the better neighbour, at the geometric mean.
     """
     rates, losses = zip(*sorted(trials), strict=True)
     losses = [loss if np.isfinite(loss) else np.inf for loss in losses]
@@ -25,19 +25,19 @@ def next_rate(trials: Sequence[tuple[float, float]]) -> float:
         return rates[0] ** 2 / rates[1]
     if best == len(rates) - 1:
         return rates[-1] ** 2 / rates[-2]
-    beside = best - 1 if losses[best - 1] < losses[best + 1] else best + 1
-    return float(np.sqrt(rates[best] * rates[beside]))
+    adjacent = best - 1 if losses[best - 1] < losses[best + 1] else best + 1
+    return float(np.sqrt(rates[best] * rates[adjacent]))
 
 
 def optimal_rates(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float]]:
-    """Finds the best learning rate of every cell that has one between others.
+    """Returns the best learning rate of every cell in which it is no edge.
 
     Args:
-      rows: of a sweep's `runs.jsonl`, of runs that are done.
+      rows: rows of a sweep's `runs.jsonl`, of completed runs.
 
     Returns:
-      Width, tokens and rate; by a parabola in the rate's logarithm through the best
-      and its two neighbours, on the first seed.
+      Width, tokens and rate, by a parabola in the log rate through the best and its two
+      neighbours, for the first seed.
     """
     first, cells = min(row["seed"] for row in rows), collections.defaultdict(list)
     for row in rows:
@@ -60,17 +60,17 @@ def optimal_rates(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, flo
 def extrapolate(
     rows: Sequence[Mapping[str, Any]], width: int, num_tokens: int
 ) -> tuple[float, tuple[float, float]]:
-    """Predicts the best learning rate: a power of the width times one of the tokens.
+    """Predicts the best learning rate by a power law of width and tokens.
 
     Args:
-      rows: as `optimal_rates` takes them.
-      width: of the model to train.
-      num_tokens: to train it on.
+      rows: as for `optimal_rates`.
+      width: width of the model to train.
+      num_tokens: number of training tokens.
 
     Returns:
-      The rate, of four digits; and the two exponents. Where fewer than three widths and
-      two lengths have an optimum, that of the nearest cell by tokens, in proportion to
-      1 / width.
+      The rate, to four digits, and the two exponents. If fewer than three widths and
+      two lengths have an optimum, the rate of the nearest cell by tokens, times the
+      ratio of its width to `width`.
     """
     found = optimal_rates(rows)
     if len({w for w, _, _ in found}) >= 3 and len({d for _, d, _ in found}) >= 2:
@@ -82,10 +82,10 @@ def extrapolate(
     return float(f"{best['learning_rate'] * scale:.4g}"), (-1.0, 0.0)
 
 
-class Powers(NamedTuple):
+class RatePowers(NamedTuple):
     """`rate = coefficient width^of_width tokens^of_tokens`, with half intervals.
 
-    Not numbers where there are too few optima.
+    NaN with too few optima.
     """
 
     coefficient: float
@@ -101,19 +101,19 @@ def fit_powers(
     rate: Float[np.ndarray, " optima"],
     *,
     level: float,
-) -> Powers:
-    """Lays powers through optima by least squares in logarithms.
+) -> RatePowers:
+    """Fits a power law to optima by least squares in logarithms.
 
-    `level` is the probability of the intervals, which are Student's, in (0, 1).
+    `level` is the probability of the Student's t intervals, in (0, 1).
     """
     design, found = _least_squares(width, num_tokens, rate)
     freedom = len(rate) - 3
     if freedom < 1 or np.linalg.matrix_rank(design) < 3:
-        return Powers(*[float("nan")] * 5)
+        return RatePowers(*[float("nan")] * 5)
     residuals = np.log(rate) - design @ found
     covariance = np.linalg.inv(design.T @ design) * (residuals @ residuals) / freedom
-    half = intervals.student(level, freedom) * np.sqrt(np.diagonal(covariance))
-    return Powers(
+    half = intervals.student_t(level, freedom) * np.sqrt(np.diagonal(covariance))
+    return RatePowers(
         coefficient=float(np.exp(found[0])),
         of_width=float(found[1]),
         of_width_half=float(half[1]),
@@ -125,7 +125,7 @@ def fit_powers(
 def _least_squares(
     width: np.ndarray, num_tokens: np.ndarray, rate: np.ndarray
 ) -> tuple[Float[np.ndarray, "optima 3"], Float[np.ndarray, " 3"]]:
-    """Logarithms of 1, width and tokens, and the powers of them that give the rates.
+    """Returns the design matrix of the log rates, and the coefficients.
 
     Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
     """

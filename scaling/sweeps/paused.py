@@ -1,8 +1,8 @@
-"""Runs of a sweep that were stopped on their way: where they stand, in a folder.
+"""State of the stopped runs of a sweep, in a folder.
 
-trunk, branch   states, as `training.save` writes them
-half.json       what else `branching.Half` holds
-SHA256SUMS      the digest of each file, checked before any is read
+trunk, branch   states, as `training.save_checkpoint` writes them
+half.json       further fields of `branching.PausedRuns`
+SHA256SUMS      digest of each file, checked before any is read
 """
 
 import json
@@ -12,47 +12,47 @@ from typing import Any
 import numpy as np
 
 from jaxkv import files
-from scaling.sweeps.branching import Half, Lanes
+from scaling.sweeps.branching import BatchedRuns, PausedRuns
 from scaling.training import train
 from scaling.training.step import TrainState
 
 _REST = "half.json"
 
 
-def save(folder: Path, half: Half) -> None:
-    """Writes where runs stand, in place of what the folder holds.
+def save_paused(folder: Path, half: PausedRuns) -> None:
+    """Writes the state of stopped runs, and replaces the content of the folder.
 
     Raises:
-      ValueError: there is no room.
+      ValueError: the disk is full.
     """
     rest: dict[str, Any] = {"horizon": half.horizon}
     with files.aside(folder) as new:
         for name, lanes in half._asdict().items():
-            if isinstance(lanes, Lanes):
-                train.save(new / name, lanes.state)
+            if isinstance(lanes, BatchedRuns):
+                train.save_checkpoint(new / name, lanes.state)
                 kept = lanes._replace(state=None, alive=lanes.alive.tolist())
                 rest[name] = kept._asdict()
         (new / _REST).write_text(json.dumps(rest), "utf-8")
         files.write_checksums(new)
 
 
-def load(folder: Path, like: TrainState) -> Half | None:
-    """Reads where runs stand, as `save` wrote it; None if nothing is there.
+def load_paused(folder: Path, like: TrainState) -> PausedRuns | None:
+    """Reads the output of `save_paused`; None if the folder does not exist.
 
     `like` is a state of the same runs.
 
     Raises:
-      ValueError: it cannot be read; without it, the runs begin anew.
+      ValueError: the folder cannot be read; without the folder, the runs start again.
     """
     if not folder.is_dir():
         return None
 
-    def lanes(name: str) -> Lanes | None:
+    def lanes(name: str) -> BatchedRuns | None:
         if name not in rest:
             return None
         curves = tuple(tuple(map(tuple, each)) for each in rest[name]["curves"])
-        return Lanes(
-            state=train.restore(folder / name, like),
+        return BatchedRuns(
+            state=train.restore_checkpoint(folder / name, like),
             step=int(rest[name]["step"]),
             alive=np.array(rest[name]["alive"], bool),
             curves=curves,
@@ -65,7 +65,7 @@ def load(folder: Path, like: TrainState) -> Half | None:
         trunk = lanes("trunk")
         if trunk is None:
             raise ValueError("no trunk")
-        return Half(int(rest["horizon"]), trunk, lanes("branch"))
+        return PausedRuns(int(rest["horizon"]), trunk, lanes("branch"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{folder}: cannot be continued; delete it: {error}"

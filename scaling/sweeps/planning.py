@@ -1,4 +1,4 @@
-"""What a sweep runs next, given what is known: so it goes on wherever it stood."""
+"""Next groups of a sweep, given its records, so that a stopped sweep continues."""
 
 import functools
 import math
@@ -6,36 +6,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scaling.sweeps import grid
-from scaling.sweeps.grid import Cell, Group, Lane, SweepConfig
+from scaling.sweeps.grid import Cell, Lane, RunGroup, SweepConfig
 from scaling.training import Architecture
 
 Known = Mapping[str, Mapping[str, Any]]
-"""The records that there are, by run_id."""
+"""Existing records by run_id."""
 
 
-def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[Group]:
-    """Says what to run next, given what is known: nothing when all is done.
+def next_groups(
+    config: SweepConfig, known: Known, corpus_digest: str
+) -> list[RunGroup]:
+    """Returns the next groups to run, given the records; empty if all is done.
 
-    First every cell at every rate; then, cell by cell, rates beyond the grid's edge
-    where the best stood there; then the other seeds. A failed or diverged run is known,
-    and is not tried again.
+    First every cell at every rate; then, for cells whose best rate is at the grid's
+    edge, rates beyond it; then further seeds. A failed or diverged run counts as done.
 
     Args:
       config: the sweep.
-      known: its records so far; it does not matter in which order they came.
-      corpus_digest: of the text.
+      known: records so far, in any order.
+      corpus_digest: digest of the corpus.
 
     Returns:
-      Groups with a run that is not known; which groups there are, and their lanes,
-      depends on earlier stages alone, so what was half done is done again alike.
+      Groups with a missing run. The groups and their lanes depend on earlier stages
+      only, so a partial group is repeated unchanged.
     """
     by_model: dict[Architecture, list[int]] = {}
-    for model, num_steps in grid.cells(config):
+    for model, num_steps in grid.list_cells(config):
         by_model.setdefault(model, []).append(num_steps)
 
     record = functools.partial(_record, config, known, corpus_digest)
 
-    def missing(groups: list[Group]) -> list[Group]:
+    def missing(groups: list[RunGroup]) -> list[RunGroup]:
         return [
             group
             for group in groups
@@ -51,7 +52,7 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
     for model, horizons in by_model.items():
         rates = [grid.scaled_rate(config, x, model) for x in config.learning_rates]
         lanes = tuple(Lane(rate, first) for rate in rates)
-        base.append(Group(model, lanes, tuple(horizons)))
+        base.append(RunGroup(model, lanes, tuple(horizons)))
     if found := missing(base):
         return found
 
@@ -85,21 +86,21 @@ def next_groups(config: SweepConfig, known: Known, corpus_digest: str) -> list[G
 
 def _at_rates(
     steps: Mapping[tuple[Architecture, float], list[int]], seeds: Sequence[int]
-) -> list[Group]:
-    """Groups of one rate each, given the numbers of steps by model and rate."""
+) -> list[RunGroup]:
+    """Returns groups of one rate each, given step counts by model and rate."""
     return [
-        Group(model, tuple(Lane(rate, seed) for seed in seeds), tuple(horizons))
+        RunGroup(model, tuple(Lane(rate, seed) for seed in seeds), tuple(horizons))
         for (model, rate), horizons in steps.items()
     ]
 
 
 def unfinished(
-    config: SweepConfig, groups: list[Group], known: Known, corpus_digest: str
-) -> list[Group]:
-    """Splits groups into their lanes, and leaves out those of which all is known.
+    config: SweepConfig, groups: list[RunGroup], known: Known, corpus_digest: str
+) -> list[RunGroup]:
+    """Splits groups into lanes, and drops completed ones.
 
-    Only where a lane is carried out by itself: side by side, sums may round otherwise
-    without it.
+    For sequential runs only: in a vmapped program, removing a lane may change the
+    rounding of sums.
     """
     parts = [group._replace(lanes=(x,)) for group in groups for x in group.lanes]
 
@@ -114,15 +115,15 @@ def unfinished(
 def _record(
     config: SweepConfig, known: Known, corpus_digest: str, cell: Cell, lane: Lane
 ) -> Mapping[str, Any] | None:
-    """What is known of a run."""
+    """Returns the record of a run, if it exists."""
     run = grid.train_config(config, cell, lane)
     return known.get(grid.run_id(config, run, corpus_digest))
 
 
 def _beyond(config, cell, rates, loss_at, record) -> float | None:
-    """Extends a cell's rates in place as far as is known; the next one to try, if any.
+    """Extends a cell's rates in place; returns the next rate to try, if any.
 
-    Where no rate gave a loss, smaller ones are tried.
+    If no rate gave a loss, smaller ones are tried.
     """
     if len(config.learning_rates) < 2:
         return None

@@ -1,8 +1,8 @@
-"""Many training runs from one config, into a folder that survives anything.
+"""Sweeps: many training runs from one config, in a folder that can be resumed.
 
-`sweep` asks `planning` what is missing, has `executors` carry it out, and keeps
-each run with `folder`. Calling it again with the same folder goes on where it
-stood; runs that are there are not made again.
+`run_sweep` gets the missing runs from `planning`, executes them with `executors`, and
+stores each with `folder`. A further call with the same folder continues the sweep;
+existing runs are not repeated.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.text.tokenizer import ByteTokenizer
 from scaling.corpora import Corpus, CorpusConfig, streams
 from scaling.sweeps import executors, grid, planning
-from scaling.sweeps.executors import Choice, Made
+from scaling.sweeps.executors import ExecutionMode, RunRecord
 from scaling.sweeps.folder import RECORD, SweepFolder
-from scaling.sweeps.grid import Group, SweepConfig
+from scaling.sweeps.grid import RunGroup, SweepConfig
 from scaling.training import architectures
 
-# What all runs of a folder have in common; the rest of a config may grow.
+# Fields that all runs of a folder share; the remaining fields may change.
 _COMMON = (
     "corpus",
     "optimizer",
@@ -38,20 +38,20 @@ _COMMON = (
 )
 
 MODELS = "models"
-"""Where in a sweep's folder trained models lie."""
+"""Subfolder of a sweep with the trained models."""
 PAUSED = "paused"
-"""And the runs that were under way when somebody stopped it."""
+"""Subfolder of a sweep with the state of stopped runs."""
 
 
-class Outcome(NamedTuple):
-    """What a sweep left.
+class SweepOutcome(NamedTuple):
+    """Result of a call of `run_sweep`.
 
     Attributes:
-      log: its folder.
-      records: every run in it, in the order in which they ended.
-      skipped: how many of them were there before.
-      is_stopped: whether it was asked to stop before its end.
-      duration_s: of this call.
+      log: folder of the sweep.
+      records: records of all runs in it, in the order of completion.
+      skipped: number of runs that existed before.
+      is_stopped: True if the sweep was stopped before its end.
+      duration_s: duration of this call.
     """
 
     log: Path
@@ -61,44 +61,45 @@ class Outcome(NamedTuple):
     duration_s: float
 
     def num(self, status: str) -> int:
-        """Counts the runs of a status."""
+        """Returns the number of runs with a status."""
         return sum(record["status"] == status for record in self.records)
 
 
-def sweep(
+def run_sweep(
     config: SweepConfig,
     out: Path,
     *,
     commit: str = "",
     environment: dict[str, Any] | None = None,
     progress: Progress = QUIET,
-    tell: Callable[[list[dict[str, Any]]], None] = lambda records: None,
-) -> Outcome:
-    """Carries out a sweep, or what is left of it.
+    report: Callable[[list[dict[str, Any]]], None] = lambda records: None,
+) -> SweepOutcome:
+    """Runs a sweep, or its missing runs.
 
-    A killed sweep loses the runs that had not ended, and makes them again bit for bit.
-    One that `progress` stops keeps what it has, in this process also the runs that had
-    not ended, which the next call takes up.
+    A killed sweep loses its unfinished runs, and repeats them bit for bit. A sweep that
+    `progress` stops keeps its completed runs, and on the local executor also the state
+    of unfinished ones, from which the next call continues.
 
     Args:
       config: the sweep.
-      out: its folder, as `folder` describes it.
-      commit: of the program, for the records.
-      environment: what else the folder's header should say.
-      progress: who is told how far it is, and may stop it.
-      tell: is given all records whenever there is a new one.
+      out: its folder, as described in `folder`.
+      commit: commit of the program, for the records.
+      environment: further fields of the folder's header.
+      progress: receives the progress, and may stop the sweep.
+      report: called with all records after each new one.
 
     Returns:
-      What there is now.
+      The result, with all records of the folder.
 
     Raises:
-      ValueError: the text cannot be read or is too short, the folder cannot be written
-        or holds a sweep of another recipe, or ray is missing. What was done is kept.
+      ValueError: the corpus cannot be read or is too short, the folder cannot be
+        written or holds a sweep of another config, or ray is missing. Completed runs
+        are kept.
     """
     started = time.monotonic()
-    executors.connect(config)  # before jax has threads, which a fork may not like
-    corpus = executors.open_corpus(config.corpus)
-    for run in grid.cells(config)[:1]:  # refuses what no run of it could be
+    executors.connect_ray(config)  # before JAX starts threads, which a fork may break
+    corpus = executors.open_on_device(config.corpus)
+    for run in grid.list_cells(config)[:1]:  # validates the training config
         lane = grid.Lane(config.learning_rates[0], config.seeds[0])
         grid.train_config(config, run, lane)
     streams.check_lengths(corpus, config.seq_len)
@@ -107,7 +108,7 @@ def sweep(
         header = _header(folder, config, corpus) | (environment or {})
         skipped, is_stopped = len(folder.known), False
         paused = folder.path / PAUSED
-        tell([*folder.known.values()])
+        report([*folder.known.values()])
         failed_round = -1
         while groups := planning.next_groups(config, folder.known, corpus.digest):
             if is_stopped := progress.stopped:
@@ -115,35 +116,35 @@ def sweep(
             if len(folder.known) == failed_round:
                 raise RuntimeError("a round of runs left no record")
             failed_round = len(folder.known)
-            if "mode" in header:  # when the folder began: other sums round otherwise
-                choice = Choice(header["mode"], header["reason"])
+            if "mode" in header:  # fixed at the start: other modes round differently
+                choice = ExecutionMode(header["mode"], header["reason"])
             else:
-                choice = executors.choose(config, groups, corpus)
+                choice = executors.choose_mode(config, groups, corpus)
             folder.write_header(header | choice._asdict())
             header |= choice._asdict()
             if choice.mode == "loop" or config.executor == "ray":
                 groups = planning.unfinished(
                     config, groups, folder.known, corpus.digest
                 )
-            for made in _made(config, groups, corpus, choice, paused, progress):
+            for made in _run_groups(config, groups, corpus, choice, paused, progress):
                 _keep(config, folder, made, commit)
-                tell([*folder.known.values()])
+                report([*folder.known.values()])
         else:
             shutil.rmtree(paused, ignore_errors=True)
     finally:
         folder.close()
     duration_s = time.monotonic() - started
     records = [*folder.known.values()]
-    return Outcome(folder.path, records, skipped, is_stopped, duration_s)
+    return SweepOutcome(folder.path, records, skipped, is_stopped, duration_s)
 
 
-def model_folder(out: Path, run_id: str) -> Path:
-    """The place of a run's model in a sweep's folder."""
+def run_model_folder(out: Path, run_id: str) -> Path:
+    """Returns the folder of a run's model in a sweep's folder."""
     return Path(out) / MODELS / run_id
 
 
 def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[str, Any]:
-    """Describes the sweep, and makes sure that the folder's is of its kind."""
+    """Returns the header of the sweep, and checks it against that of the folder."""
     described = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     before = folder.header()
     if before:
@@ -166,38 +167,40 @@ def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[st
     }
 
 
-def _made(
+def _run_groups(
     config: SweepConfig,
-    groups: list[Group],
+    groups: list[RunGroup],
     corpus: Corpus,
-    choice: Choice,
+    choice: ExecutionMode,
     paused: Path,
     progress: Progress,
-) -> Iterator[Made]:
-    """Carries out a round under a bar that counts operations."""
-    total = sum(grid.flops(config, groups))
+) -> Iterator[RunRecord]:
+    """Executes a round of groups with a progress bar in GFLOP."""
+    total = sum(grid.group_flops(config, groups))
     update = progress.bar("runs", total / 1e9, "GFLOP")
     done = 0.0
 
     def advance(steps: int, model: architectures.Architecture) -> bool:
         nonlocal done
-        per_token = grid.count(model, config.seq_len).flops_per_token
+        per_token = grid.count_cost(model, config.seq_len).flops_per_token
         done += steps * config.batch_size * config.seq_len * per_token / 1e9
         if steps:
             update(min(done, total / 1e9))
         return not progress.stopped
 
     if config.executor == "ray":
-        return executors.on_ray(config, groups, advance)
-    return executors.local(config, groups, corpus, choice.mode, advance, paused)
+        return executors.run_on_ray(config, groups, advance)
+    return executors.run_local(config, groups, corpus, choice.mode, advance, paused)
 
 
-def _keep(config: SweepConfig, folder: SweepFolder, made: Made, commit: str) -> None:
+def _keep(
+    config: SweepConfig, folder: SweepFolder, made: RunRecord, commit: str
+) -> None:
     record = made.record | {"commit": commit}
     if record["run_id"] in folder.known:
         return
     model = made.model
-    # Rivals, which the engine does not serve, are not written.
+    # Recurrent models, which the engine does not serve, are not written.
     if (
         config.keep_models
         and made.params is not None
@@ -206,7 +209,7 @@ def _keep(config: SweepConfig, folder: SweepFolder, made: Made, commit: str) -> 
         text = config.corpus
         is_bytes = isinstance(text, CorpusConfig) and text.tokenizer == "bytes"
         checkpoints.save_model(
-            model_folder(folder.path, record["run_id"]),
+            run_model_folder(folder.path, record["run_id"]),
             model,
             made.params,
             tokenizer=ByteTokenizer(model.vocab_size) if is_bytes else None,

@@ -1,7 +1,7 @@
-"""Runs that are planned as they go and kept in memory: in threads, under one bar.
+"""Training of runs that are chosen adaptively and kept in memory, in threads.
 
-Whoever compares models chooses what is trained next from what was, and wants its own
-score of each; the training is that of a sweep (`branching`).
+A comparison of models chooses its next runs from the results so far, and scores them
+itself; the training is that of a sweep (`branching`).
 """
 
 import concurrent.futures
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from jaxkv.progress import Progress
 from scaling.corpora import Corpus
 from scaling.sweeps import branching
-from scaling.sweeps.branching import Finished, Scorer
+from scaling.sweeps.branching import FinishedRun, Scorer
 from scaling.training import TrainConfig
 
 
@@ -19,12 +19,12 @@ class Workers:
     """Trains chains of runs, several at a time.
 
     Args:
-      corpus: what all learn, its stream on the device.
-      score: what each run is worth.
-      progress: who is told how far all are, and may stop them.
-      num_steps: of all runs together, what they share counted once.
-      num_threads: chains at a time: while one is compiled on a core another has work
-        for the next. No number depends on it.
+      corpus: corpus of all runs, with its stream on the device.
+      score: scores a run.
+      progress: receives the progress of all runs, and may stop them.
+      num_steps: steps of all runs, with shared steps counted once.
+      num_threads: number of concurrent chains: one may train while another compiles.
+        The results do not depend on it.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class Workers:
         self._update = progress.bar("training", num_steps, "steps")
 
     def train(
-        self, runs: Sequence[TrainConfig], shown: Callable[[Finished], str]
-    ) -> Iterator[Finished]:
-        """Trains runs of one model, rate and seed, bit for bit as each alone.
+        self, runs: Sequence[TrainConfig], shown: Callable[[FinishedRun], str]
+    ) -> Iterator[FinishedRun]:
+        """Trains runs of one model, rate and seed, bit for bit as if separate.
 
         Args:
-          runs: of rising length; a longer one is the trunk that a shorter leaves.
-          shown: what a person sees when one is over.
+          runs: runs of rising length; a longer one is the trunk of the shorter ones.
+          shown: formats a completed run for display.
 
         Yields:
           The runs; one that diverged has no score.
 
         Raises:
-          branching.Stopped: the person said so.
-          RuntimeError: one failed, as for want of memory.
+          branching.StopRequested: `progress` was stopped.
+          RuntimeError: a run failed, for example out of memory.
         """
 
         def advance(num_steps: int) -> bool:
@@ -65,7 +65,7 @@ class Workers:
             return not self._progress.stopped
 
         horizons = [[run] for run in runs]
-        for finished in branching.run(
+        for finished in branching.train_branches(
             horizons,
             self.corpus,
             is_vmapped=False,
@@ -79,10 +79,10 @@ class Workers:
             yield finished
 
     def map[J, R](self, work: Callable[[J], R], jobs: Iterable[J]) -> Iterator[R]:
-        """Does work that trains, in threads.
+        """Runs jobs that train, in threads.
 
         Yields:
-          Results in the order of the jobs, without those that were stopped.
+          Results in the order of the jobs, without stopped ones.
         """
 
         def one(job: J) -> tuple[R] | None:
@@ -90,7 +90,7 @@ class Workers:
                 return None
             try:
                 return (work(job),)
-            except branching.Stopped:
+            except branching.StopRequested:
                 return None
 
         with concurrent.futures.ThreadPoolExecutor(self._num_threads) as pool:

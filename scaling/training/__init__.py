@@ -1,9 +1,9 @@
-"""Training one small model, resumable to the bit."""
+"""Training of one small model, resumable bit for bit."""
 
 from scaling.training.architectures import Architecture
 from scaling.training.recipes import (
+    LearningRateSchedule,
     OptimizerConfig,
-    Schedule,
     StepConfig,
     TrainConfig,
     steps_taken,
@@ -12,9 +12,9 @@ from scaling.training.recurrent import RecurrentConfig
 
 __all__ = [
     "Architecture",
+    "LearningRateSchedule",
     "OptimizerConfig",
     "RecurrentConfig",
-    "Schedule",
     "StepConfig",
     "TrainConfig",
     "architectures",

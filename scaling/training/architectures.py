@@ -1,7 +1,7 @@
-"""The one door to every language model that can be trained: transformers and rivals.
+"""Language models that can be trained: transformers and recurrent models.
 
-Training, scoring and counting go through here, so an experiment that compares two
-architectures differs in a config and in nothing else.
+Training, scoring and counting use these functions, so an experiment that compares two
+architectures differs only in a config.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from jaxkv.models.transformer import Params
 from scaling.costs import flops
 from scaling.costs import parameters as costs_parameters
 from scaling.costs.parallelism import Layout
-from scaling.costs.parameters import Parameters
+from scaling.costs.parameters import ParameterCounts
 from scaling.shapes import from_model
 from scaling.training import recurrent, transformer_rows
-from scaling.training.transformer_rows import ONE, Output
+from scaling.training.transformer_rows import ONE, ForwardOutput
 
 type Architecture = ModelConfig | recurrent.RecurrentConfig
-"""Hashable, a static argument; each has `vocab_size`, `hidden_size`, `num_layers` and
-`max_positions`."""
+"""Model config, a hashable static argument; each has `vocab_size`, `hidden_size`,
+`num_layers` and `max_positions`."""
 
 
 def transformer(
@@ -36,9 +36,9 @@ def transformer(
     vocab_size: int,
     seq_len: int,
 ) -> ModelConfig:
-    """Gives the shape of a transformer whose heads each have their own K and V.
+    """Returns the config of a transformer with multi-head attention.
 
-    Its width, a multiple of `num_heads`, is shared by them.
+    Its width must be a multiple of `num_heads`.
     """
     return ModelConfig(
         vocab_size=vocab_size,
@@ -52,21 +52,21 @@ def transformer(
     )
 
 
-def servable(config: Architecture) -> ModelConfig:
-    """Returns the config of a model that can be saved and served.
+def serving_config(config: Architecture) -> ModelConfig:
+    """Returns the config if the model can be saved and served.
 
     Raises:
-      ValueError: it is one of the rivals, which can only be trained.
+      ValueError: the model is recurrent, and can only be trained.
     """
     if not isinstance(config, ModelConfig):
         raise ValueError(f"{type(config).__name__} can be trained, not saved or served")
     return config
 
 
-def init_params(config: Architecture, key: Array) -> Params:
-    """Random parameters, float32, as nested dicts."""
+def init_model_params(config: Architecture, key: Array) -> Params:
+    """Returns random float32 parameters, as nested dicts."""
     if isinstance(config, recurrent.RecurrentConfig):
-        return recurrent.init_params(config, key)
+        return recurrent.init_recurrent_params(config, key)
     return models_transformer.init_params(config, key)
 
 
@@ -76,23 +76,25 @@ def forward(
     *,
     config: Architecture,
     layout: Layout = ONE,
-) -> Output:
+) -> ForwardOutput:
     """Runs a model over whole sequences, each from its beginning.
 
-    Under a `layout`, of which a rival knows data parallelism alone, this is what one
-    device of a mesh does, see `transformer_rows`.
+    With a `layout` (data parallelism only for recurrent models), this is the
+    computation of one device of a mesh, see `transformer_rows`.
     """
     if isinstance(config, recurrent.RecurrentConfig):
-        logits = recurrent.logits(params, tokens, config=config)
-        return Output(logits, jnp.zeros((), logits.dtype))
-    return transformer_rows.outputs(params, tokens, config=config, layout=layout)
+        logits = recurrent.recurrent_logits(params, tokens, config=config)
+        return ForwardOutput(logits, jnp.zeros((), logits.dtype))
+    return transformer_rows.run_transformer(
+        params, tokens, config=config, layout=layout
+    )
 
 
-def parameters(config: Architecture) -> Parameters:
+def count_model_parameters(config: Architecture) -> ParameterCounts:
     """Counts parameters by every convention."""
     if isinstance(config, recurrent.RecurrentConfig):
-        return recurrent.parameters(config)
-    return costs_parameters.parameters(from_model.describe(config))
+        return recurrent.count_recurrent_parameters(config)
+    return costs_parameters.count_parameters(from_model.describe_config(config))
 
 
 def training_flops(
@@ -103,43 +105,45 @@ def training_flops(
 ) -> int:
     """Counts the operations of one training step, forward and backward.
 
-    There are `batch` sequences of `sequence` predictions, each at least 1; of a
-    transformer's pairs of query and key the causal ones are counted.
+    `batch` sequences of `sequence` predictions, each at least 1; for transformers with
+    causal pairs of query and key.
 
     Raises:
-      ValueError: a size out of range.
+      ValueError: a size is out of range.
     """
-    flops.check(batch=batch, sequence=sequence)
+    flops.check_sizes(batch=batch, sequence=sequence)
     if isinstance(config, recurrent.RecurrentConfig):
-        return 3 * recurrent.forward_flops(config, tokens=batch * sequence)
-    shape = from_model.describe(config)
-    return flops.training(
+        return 3 * recurrent.recurrent_forward_flops(config, tokens=batch * sequence)
+    shape = from_model.describe_config(config)
+    return flops.training_step_flops(
         shape, batch=batch, sequence=sequence, attention="causal"
     ).model
 
 
-def sized[A: (ModelConfig, recurrent.RecurrentConfig)](base: A, num_params: int) -> A:
-    """Finds the shape nearest to a number of parameters outside embeddings.
+def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
+    base: A, num_params: int
+) -> A:
+    """Finds the shape nearest to a number of parameters without embeddings.
 
-    A recurrent model has one dial, its hidden size. A transformer keeps `base`'s
-    layers, head_dim and sharing of KV heads; of the hidden sizes that its heads divide
-    it takes that whose MLP, made as wide as the count asks, is nearest to `base`'s in
-    proportion to the hidden size.
+    A recurrent model varies its hidden size. A transformer keeps the layers, head_dim
+    and KV head groups of `base`; for every hidden size that its heads divide, the MLP
+    width is set to match the count, and the one whose ratio of MLP width to hidden size
+    is nearest to `base`'s is returned.
 
     Args:
-      base: everything but the size.
-      num_params: what to come near to, as `Parameters.non_embedding` counts.
+      base: config of all other fields.
+      num_params: target, as `ParameterCounts.non_embedding` counts.
 
     Raises:
-      ValueError: no shape is within 5 %, or `base` is a mixture, whose experts no one
-        dial makes wider.
+      ValueError: no shape is within 5 %, or `base` has experts, which have no single
+        width.
     """
     if isinstance(base, ModelConfig):
         if base.experts is not None:
             raise ValueError("mixtures of experts are not sized by one dial")
         found: Any = _wide(base, num_params)
     else:
-        # A GRU, the smaller of the two, has more than 4 h^2 a layer.
+        # A GRU, the smaller of both kinds, has more than 4 h^2 parameters a layer.
         most = 2 + math.isqrt(max(num_params, 0) // (4 * base.num_layers))
         shapes = (dataclasses.replace(base, hidden_size=h) for h in range(1, most))
         found = min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
@@ -152,7 +156,7 @@ def sized[A: (ModelConfig, recurrent.RecurrentConfig)](base: A, num_params: int)
 
 
 def _wide(base: ModelConfig, num_params: int):
-    """The shape whose MLP keeps nearest to the proportions of `base`."""
+    """Returns the shape whose MLP ratio is nearest to that of `base`."""
     ratio, step = base.mlp_size / base.hidden_size, base.group_size * base.head_dim
     best, least = dataclasses.replace(base, mlp_size=1), math.inf
     for kv_heads in range(1, 1 + math.isqrt(max(num_params, 1)) // step + 1):
@@ -176,4 +180,4 @@ def _wide(base: ModelConfig, num_params: int):
 
 
 def _outside(config: Architecture) -> int:
-    return parameters(config).non_embedding
+    return count_model_parameters(config).non_embedding

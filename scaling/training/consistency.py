@@ -1,18 +1,17 @@
-"""Consistency: of a wrong guess a model shall say what it says of the right one.
+"""Consistency training for Jacobi decoding.
 
-Jacobi decoding guesses a block of tokens and takes what the model says behind each as
-the next guesses, until nothing changes any more. A model that was trained on text says
-little that is right behind wrong tokens, so a block of n takes nearly n iterations. One
-that says behind every guess on the way what it says behind the block as it ends jumps
-there in fewer. Losses of text beside keep what the model knows.
+Jacobi decoding guesses a block of tokens and replaces all guesses by the model's
+predictions after each of them, until the block is a fixed point. A model that was
+trained on text predicts poorly after wrong tokens, so a block of n takes nearly n
+iterations. A model whose predictions after every intermediate guess equal those after
+the final block reaches it in fewer. A loss on text preserves the model's knowledge.
 
-Trajectories are laid out as a stream of records, each the text before a block, the
-block as it ends, a guess on the way there, and other text; `train` reads them as
-windows.
+Trajectories become a stream of records, each with the text before a block, the final
+block, an intermediate guess, and further text; `train` reads them as windows.
 
 Source: Kou et al. 2024, arXiv:2403.00835 (consistency large language models), equation
-2, the global loss, and equation 4, with the text that the model was trained on in place
-of its answers: so it keeps its law, which a model of chats is not asked for.
+2, the global loss, and equation 4, with the model's training text in place of its
+answers, which preserves its distribution.
 """
 
 import dataclasses
@@ -33,36 +32,36 @@ from scaling.training import architectures, objectives
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Consistency(objectives.Objective):
-    """An objective of training: pass it to `train` with records as its stream."""
+    """Training objective of consistency, for `train` with a stream of records."""
 
     prompt_tokens: int = 64
-    """Of text before each block."""
+    """Tokens of text before each block."""
     block_tokens: int = 32
-    """Of each block."""
+    """Tokens of each block."""
     text_tokens: int = 256
-    """Of the text that is learnt beside, at least 2."""
+    """Tokens of the further text, at least 2."""
     text_weight: float = 4.0
-    """Of the loss of text, beside that of consistency: the less, the more is gained in
-    decoding and lost of the text."""
+    """Weight of the loss of text relative to that of consistency: a smaller weight
+    makes decoding faster and predictions of text worse."""
 
     def __post_init__(self) -> None:
-        """Refuses records that hold nothing to learn."""
+        """Validates the fields."""
         validation.at_least(self, "prompt_tokens", "block_tokens")
         validation.at_least(self, "text_tokens", low=2)
         validation.at_least(self, "text_weight", low=0)
 
     @property
     def of_records(self) -> bool:
-        """Records are not to be cut."""
+        """True: windows are whole records."""
         return True
 
     @property
     def record_tokens(self) -> int:
-        """Tokens of a record, which `seq_len` must be."""
+        """Tokens of a record, the required `seq_len`."""
         return self.prompt_tokens + 2 * self.block_tokens + self.text_tokens
 
     def check(self, seq_len: int, layout: Layout) -> None:
-        """Refuses windows that are no records, and more than one device."""
+        """Checks that windows are records, on one device."""
         if seq_len != self.record_tokens:
             raise ValueError(f"{seq_len=} must be record_tokens={self.record_tokens}")
         if layout.num_devices > 1:
@@ -77,18 +76,18 @@ class Consistency(objectives.Objective):
         model: architectures.Architecture,
         layout: Layout = architectures.ONE,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The loss, and what of it is consistency, in nats per token of a block.
+        """Returns the loss, and its consistency part, in nats per token of a block.
 
-        The latter is how far what the model says behind guesses is from what it says
-        behind the block as it ends (Kullback-Leibler). The gradient goes through the
-        former alone.
+        The consistency part is the Kullback-Leibler divergence of predictions after
+        guesses from those after the final block. The gradient is that of the whole
+        loss.
         """
         del targets, layout
         sizes = np.array([self.prompt_tokens, self.block_tokens, self.block_tokens])
         parts = jnp.split(tokens, np.cumsum(sizes), axis=1)
         prompts, ends, guesses, texts = parts
 
-        def read(blocks: Array) -> architectures.Output:
+        def read(blocks: Array) -> architectures.ForwardOutput:
             both = jnp.concatenate([prompts, blocks], axis=1)
             return architectures.forward(params, both, config=model)
 
@@ -102,24 +101,24 @@ class Consistency(objectives.Objective):
 def divergence(
     wanted: Float[Array, "*rows vocab"], found: Float[Array, "*rows vocab"]
 ) -> Float[Array, "*rows"]:
-    """Nats by which what was found is worse than what is wanted, of logits of both."""
+    """Returns the Kullback-Leibler divergence of `found` from `wanted`, both logits."""
     law = jax.nn.log_softmax(wanted)
     return jnp.sum(jnp.exp(law) * (law - jax.nn.log_softmax(found)), axis=-1)
 
 
 class Trajectory(NamedTuple):
-    """How a block was found.
+    """The iterations in which a block was decoded.
 
     Attributes:
-      prompt: before the block.
-      guesses: of every iteration, the last ones the block.
+      prompt: tokens before the block.
+      guesses: guesses of every iteration; the last is the final block.
     """
 
     prompt: Sequence[int]
     guesses: Int[np.ndarray, "iterations tokens"]
 
 
-def records(
+def make_records(
     found: Sequence[Trajectory],
     text: UInt[np.ndarray, " text"],
     *,
@@ -127,27 +126,27 @@ def records(
     text_tokens: int,
     seed: int,
 ) -> UInt[np.ndarray, " tokens"]:
-    """Lays trajectories out as a stream of records, shuffled.
+    """Turns trajectories into a stream of records, shuffled.
 
     Args:
-      found: with prompts and blocks of as many tokens as `Consistency` says.
-      text: what is learnt beside, cut at places that are drawn; more than a record's.
-      each: guesses of a trajectory that are taken, drawn without replacement from those
-        before its block was found; all, where they are fewer.
-      text_tokens: as `Consistency` has it.
-      seed: of the draws, and the order.
+      found: trajectories with the prompt and block lengths of `Consistency`.
+      text: further text, longer than that of a record, cut at random positions.
+      each: number of guesses of a trajectory, drawn without replacement from those
+        before the final block; all if there are fewer.
+      text_tokens: as in `Consistency`.
+      seed: seed of the draws and of the order.
 
     Raises:
-      ValueError: every block was found at once.
+      ValueError: every block was found in one iteration.
     """
     rng, made = np.random.default_rng(seed), []
     for prompt, guesses in found:
         on_the_way = np.flatnonzero((guesses != guesses[-1]).any(axis=1))
         for place in rng.permutation(on_the_way)[:each]:
             start = rng.integers(len(text) - text_tokens)
-            beside = text[start : start + text_tokens]
-            made.append(np.concatenate([prompt, guesses[-1], guesses[place], beside]))
+            extra = text[start : start + text_tokens]
+            made.append(np.concatenate([prompt, guesses[-1], guesses[place], extra]))
     if not made:
-        raise ValueError("no trajectory has a guess that is not its block already")
+        raise ValueError("no trajectory has a guess that differs from its block")
     made = [made[i] for i in rng.permutation(len(made))]
     return np.concatenate(made).astype("uint16")

@@ -1,13 +1,13 @@
-"""Trains heads that draft for a model which stays as it is, and scores their guesses.
+"""Training and scoring of draft heads for a frozen target model.
 
-They learn what the model itself says of each place, its whole law, since it is the
-model that accepts their guesses. Medusa's heads each guess a token further ahead; an
-EAGLE drafter is unrolled for as many steps as it will draft, and learns from its own
+The labels are the target model's whole distribution at each position, since the target
+model accepts or rejects the guesses. Each Medusa head predicts a token further ahead;
+an EAGLE drafter is unrolled for as many steps as it will draft, and trained on its own
 states.
 
 Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.1; Li et al. 2025,
-arXiv:2503.01840, section 3.2; the law as labels, Hinton et al. 2015, arXiv:1503.02531,
-section 2.
+arXiv:2503.01840, section 3.2; distributions as labels, Hinton et al. 2015,
+arXiv:1503.02531, section 2.
 """
 
 import dataclasses
@@ -28,40 +28,40 @@ from jaxkv.speculation import eagle, medusa
 from jaxkv.speculation.head_folders import HeadsConfig
 from scaling.corpora import corpora, streams
 from scaling.training import optimizers
-from scaling.training.recipes import Schedule, TrainConfig
+from scaling.training.recipes import LearningRateSchedule, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How heads are trained."""
+class HeadRecipe:
+    """Training settings of draft heads."""
 
     run: TrainConfig
-    """Text, optimizer and schedule; its model is the one that they draft for."""
+    """Corpus, optimizer and schedule; its model is the target model."""
     depth: int = 4
-    """Guesses in a row that they learn to make; of Medusa, its heads."""
+    """Number of successive guesses to train; for Medusa, the number of its heads."""
     decay: float = 0.8
-    """Weight of the loss of each guess, of that of the one before it."""
+    """Ratio of the loss weights of successive guesses."""
 
     def __post_init__(self) -> None:
-        """Refuses what teaches nothing."""
+        """Validates the fields."""
         validation.at_least(self, "depth")
         validation.within(self, "decay", low=0, high=1, ends="(]")
 
 
-class Read(NamedTuple):
-    """What the model makes of a text."""
+class TargetOutput(NamedTuple):
+    """Outputs of the target model for a text."""
 
     features: Float[Array, "batch seq features"]
-    """What the heads read."""
+    """Inputs of the heads."""
     logits: Float[Array, "batch seq vocab"]
-    """Of the token behind each."""
+    """Logits of the token after each position."""
 
 
-class Result(NamedTuple):
-    """What training left.
+class HeadResult(NamedTuple):
+    """Result of training heads.
 
     Attributes:
-      params: of the heads, float32.
+      params: parameters of the heads, float32.
       curve: one dict per report: `step`, `tokens`, `loss` (nats per guess, weighted
         mean), `duration_s`.
       status: `done`, `stopped` or `diverged`.
@@ -72,43 +72,45 @@ class Result(NamedTuple):
     status: str
 
 
-def read(target: Params, tokens: Int[Array, "batch seq"], heads: HeadsConfig) -> Read:
-    """Runs the model over texts, each from its beginning."""
+def read_target(
+    target: Params, tokens: Int[Array, "batch seq"], heads: HeadsConfig
+) -> TargetOutput:
+    """Runs the target model over texts, each from its beginning."""
     model = transformer.merge(heads.target, target)
     found = transformer.run_sequences(model, tokens, taps=heads.taps)
     features = jnp.concatenate(found.taps).T.reshape(*tokens.shape, -1)
     logits = model.logits(found.last).reshape(*tokens.shape, -1)
-    return Read(*jax.lax.stop_gradient((features, logits)))
+    return TargetOutput(*jax.lax.stop_gradient((features, logits)))
 
 
-def guesses(
+def head_guesses(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
-    found: Read,
+    found: TargetOutput,
     *,
     heads: HeadsConfig,
     depth: int,
 ) -> Float[Array, "depth batch seq vocab"]:
-    """What the heads say of texts: guess d, from 0 on, of the token behind each place.
+    """Returns the heads' logits of guesses 0 to `depth` - 1 after each position.
 
-    Guess d was made as if the last d + 1 tokens of the place were not yet fed to the
-    model, EAGLE knowing them and Medusa not. So it means nothing at the first d + 1
-    places.
+    Guess d is made before the target model reads the last d + 1 tokens of the position;
+    EAGLE knows these tokens and Medusa does not. So it is undefined at the first d + 1
+    positions.
     """
     if isinstance(heads, eagle.EagleConfig):
         how = {"config": heads, "num_steps": depth}
         return eagle.unroll_drafts(params, target, tokens, found.features, **how)
     batch, seq = tokens.shape
     rows = found.features.reshape(batch * seq, -1)
-    said = medusa.head_logits(params, target, rows, config=heads)
-    said = said.reshape(heads.num_heads, batch, seq, -1)[:depth]
-    ahead = range(1, said.shape[0] + 1)
-    rolled = [jnp.roll(x, k, axis=1) for k, x in zip(ahead, said, strict=True)]
+    guessed = medusa.head_logits(params, target, rows, config=heads)
+    guessed = guessed.reshape(heads.num_heads, batch, seq, -1)[:depth]
+    ahead = range(1, guessed.shape[0] + 1)
+    rolled = [jnp.roll(x, k, axis=1) for k, x in zip(ahead, guessed, strict=True)]
     return jnp.stack(rolled)
 
 
-def mean_loss(
+def head_loss(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
@@ -117,12 +119,12 @@ def mean_loss(
     depth: int,
     decay: float,
 ) -> Float[Array, ""]:
-    """Nats of the model's law under the heads', weighted mean over the guesses."""
-    found = read(target, tokens, heads)
-    said = guesses(params, target, tokens, found, heads=heads, depth=depth)
+    """Returns the weighted cross-entropy of the heads to the target, in nats."""
+    found = read_target(target, tokens, heads)
+    guessed = head_guesses(params, target, tokens, found, heads=heads, depth=depth)
     law = jax.nn.softmax(found.logits)
-    nats = -jnp.sum(law[None] * jax.nn.log_softmax(said), axis=-1)
-    # Where guesses mean something.
+    nats = -jnp.sum(law[None] * jax.nn.log_softmax(guessed), axis=-1)
+    # Mask of the defined guesses.
     counts = np.arange(tokens.shape[1])[None] > np.arange(depth)[:, None]
     counts = counts[:, None]
     each = jnp.sum(jnp.where(counts, nats, 0), (1, 2)) / jnp.sum(
@@ -132,30 +134,30 @@ def mean_loss(
     return jnp.sum(each * (weights / weights.sum()))
 
 
-def train(
-    recipe: Recipe,
+def train_heads(
+    recipe: HeadRecipe,
     heads: HeadsConfig,
     target: Params,
     corpus: streams.Corpus,
     *,
     progress: Progress = QUIET,
-) -> Result:
-    """Trains heads on windows of a corpus, leaving nothing on disk.
+) -> HeadResult:
+    """Trains heads on windows of a corpus, in memory.
 
     Args:
-      recipe: how.
-      heads: their shape.
-      target: parameters of the model.
-      corpus: what `corpora.open` made of the recipe's.
-      progress: who is told, and may stop it.
+      recipe: training settings.
+      heads: config of the heads.
+      target: parameters of the target model.
+      corpus: the recipe's corpus, from `corpora.open_corpus`.
+      progress: receives the progress, and may stop the training.
 
     Returns:
-      The heads; as they were before the last report if the loss was not finite.
+      The heads; if the loss was not finite, those before the last report.
     """
-    config, schedule = recipe.run, Schedule.of(recipe.run)
-    optimizer = optimizers.make(config.optimizer)
+    config, schedule = recipe.run, LearningRateSchedule.of(recipe.run)
+    optimizer = optimizers.make_optimizer(config.optimizer)
     loss = functools.partial(
-        mean_loss, heads=heads, depth=recipe.depth, decay=recipe.decay
+        head_loss, heads=heads, depth=recipe.depth, decay=recipe.decay
     )
 
     def steps(
@@ -163,7 +165,7 @@ def train(
     ) -> tuple[Any, Array]:
         def one(index: Array, carry: Any) -> Any:
             (params, moments), total = carry
-            windows = corpora.draw(
+            windows = corpora.draw_windows(
                 stream,
                 jnp.int32(config.seed),
                 step + index,
@@ -201,10 +203,10 @@ def train(
         }
         curve.append(line)
         status = "done" if step + num == config.num_steps else "stopped"
-    return Result(state[0], curve, status)
+    return HeadResult(state[0], curve, status)
 
 
-def acceptance(
+def acceptance_rates(
     params: Params,
     target: Params,
     windows: Int[np.ndarray, "windows window"],
@@ -215,31 +217,31 @@ def acceptance(
     start: int = 1,
     batch_size: int = 8,
 ) -> Float[np.ndarray, "depth num_ranks"]:
-    """How often each of the heads' best guesses is the token that comes.
+    """Returns the acceptance rates of the heads' best guesses, by depth and rank.
 
-    It is asked where a step begins if the best guesses are drafted as a chain: behind
-    the first one that was wrong. On all places they would look better than they are,
-    since the easy ones are skipped by being guessed.
+    Rates are measured at the positions where a step begins if the best guesses are
+    drafted as a chain: after the first wrong guess. Over all positions they would be
+    too high, since easy positions are skipped by accepted guesses.
 
     Args:
-      params: of the heads.
-      target: of the model.
-      windows: texts, each with an answer of the model.
-      heads: shape of the heads.
-      depth: guesses in a row, as in training.
-      num_ranks: best guesses that are looked at.
-      start: place of each window at which its answer begins, at least 1.
-      batch_size: windows read at a time, which their number need not divide.
+      params: parameters of the heads.
+      target: parameters of the target model.
+      windows: texts, each with an answer of the target model.
+      heads: config of the heads.
+      depth: number of successive guesses, as in training.
+      num_ranks: number of best guesses to measure.
+      start: position of each window at which its answer begins, at least 1.
+      batch_size: windows per forward pass; need not divide their number.
 
     Returns:
-      Shares in [0, 1], by depth, 1 the first guess, and rank of the guess there.
+      Shares in [0, 1], by depth, the first guess first, and by rank of the guess.
     """
 
     @jax.jit
     def is_right(params: Params, target: Params, tokens: Array) -> Array:
-        found = read(target, tokens, heads)
-        said = guesses(params, target, tokens, found, heads=heads, depth=depth)
-        best = jax.lax.top_k(said[:, :, :-1], num_ranks)[1].astype(jnp.int32)
+        found = read_target(target, tokens, heads)
+        guessed = head_guesses(params, target, tokens, found, heads=heads, depth=depth)
+        best = jax.lax.top_k(guessed[:, :, :-1], num_ranks)[1].astype(jnp.int32)
         return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)
 
     hits, num_steps = np.zeros((depth, num_ranks)), 0
@@ -250,7 +252,7 @@ def acceptance(
         for right in np.asarray(found)[: len(batch)]:
             place = start
             while place + depth < windows.shape[1]:
-                # Guess d of the step at a place stands d places further.
+                # Guess d of the step at a position is stored d positions later.
                 mine = right[place + np.arange(depth), np.arange(depth)]
                 hits, num_steps = hits + mine, num_steps + 1
                 place += 1 + int(np.cumprod(mine[:, 0]).sum())

@@ -1,7 +1,7 @@
-"""How a training state lies on a mesh: parameters by a `Layout`, moments like them.
+"""Sharding of a training state: parameters by a `Layout`, moments like them.
 
-A state is whole, as one device has it, wherever it is kept or handed out; it is divided
-to be trained, and put together again. So a run can be taken up under another layout.
+A state is stored and returned whole, as on one device; it is divided for training and
+gathered again. So a run can continue with another layout.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,15 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 
 DATA, PIPELINE = "data", "pipeline"
-"""Axes of the mesh that divide a batch, and the layers."""
+"""Mesh axes that divide a batch, and the layers."""
 
 
-def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
-    """Refuses what cannot be trained so.
+def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None:
+    """Checks that a model can be trained with a layout.
 
     Raises:
-      ValueError: names what does not divide, or what is not implemented.
+      ValueError: a degree does not divide its size, or a combination is not
+        implemented.
     """
     if layout.pages > 1:
         raise ValueError(
@@ -41,7 +42,7 @@ def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
     if not isinstance(model, ModelConfig):
         if layout != Layout(data=layout.data, zero=layout.zero):
             raise ValueError(
-                f"{layout=} must divide data alone for a {type(model).__name__}"
+                f"{layout=} must divide only the data for a {type(model).__name__}"
             )
         return
     if layout.pipeline > 1 and layout.context > 1:
@@ -49,7 +50,7 @@ def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
     if layout.pipeline > 1 and (mixed := model.experts) and mixed.num_dense_layers:
         raise ValueError(f"{mixed.num_dense_layers=} must be 0 with pipeline stages")
     if model.num_kv_heads % layout.tensor:
-        # Copies of a head would be trained apart.
+        # Replicated KV heads would be trained separately.
         raise ValueError(
             f"{model.num_kv_heads=} must be a multiple of tensor={layout.tensor}"
         )
@@ -63,17 +64,19 @@ def check(model: Any, layout: Layout, *, sequence_length: int) -> None:
         if layout.capacity is None and not layout.gather:
             raise ValueError(
                 f"expert={layout.expert} needs gather, or a capacity such as 1.25: "
-                "what is sent to an expert must have a size that is known beforehand"
+                "the number of rows sent to an expert must be fixed"
             )
-    parallelism.check(from_model.describe(model), layout, sequence=sequence_length)
+    parallelism.check_layout(
+        from_model.describe_config(model), layout, sequence=sequence_length
+    )
     sequence.zigzag_order(sequence_length, ring=layout.ring)
 
 
-def make_mesh(layout: Layout) -> Mesh:
-    """The first devices, by axes of the degrees above 1; tensor varies fastest.
+def make_training_mesh(layout: Layout) -> Mesh:
+    """Returns a mesh of the first devices; the tensor axis varies fastest.
 
     Raises:
-      ValueError: there are not so many devices.
+      ValueError: there are fewer devices than the layout needs.
     """
     axes = {
         DATA: layout.data // layout.expert,
@@ -97,8 +100,8 @@ def make_mesh(layout: Layout) -> Mesh:
     )
 
 
-def copies(layout: Layout) -> tuple[str, ...]:
-    """The axes whose devices have different tokens, those of a batch first."""
+def batch_axes(layout: Layout) -> tuple[str, ...]:
+    """Returns the axes whose devices have different tokens, those of a batch first."""
     degrees = {
         DATA: layout.data // layout.expert,
         experts.EXPERT: layout.expert,
@@ -108,8 +111,8 @@ def copies(layout: Layout) -> tuple[str, ...]:
     return tuple(name for name, degree in degrees.items() if degree > 1)
 
 
-def param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
-    """How each parameter is divided: of a tree like that of `model`'s on the mesh."""
+def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
+    """Returns the partition specs of a tree of the model's parameters."""
     if not isinstance(model, ModelConfig):
         return jax.tree.map(lambda _: PartitionSpec(), params)
     axes = transformer.param_axes(model, stacked=PIPELINE in mesh.shape)
@@ -121,24 +124,24 @@ def param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
             found = found[key.key]
         return found
 
-    # Moments may lack parameters, as Muon's do that has none of the tables.
+    # Moments may lack parameters: Muon has none for embeddings.
     return jax.tree_util.tree_map_with_path(own, params)
 
 
-def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
-    """How a tree is divided that has parameters, or what is like them, somewhere.
+def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
+    """Returns the partition specs of a tree that contains parameters or moments.
 
-    With `layout.zero` every leaf is divided over those devices, too, that have the same
-    parameters, along its first axis that they divide.
+    With `layout.zero` every leaf is also divided over devices that replicate it, along
+    its first axis that their number divides.
     """
 
     def of_params(params: Params) -> Params:
-        found = param_specs(model, mesh, params)
+        found = training_param_specs(model, mesh, params)
         return jax.tree.map(divide, found, params) if layout.zero else found
 
     def divide(spec: PartitionSpec, x: Any) -> PartitionSpec:
         used = {name for name in spec if name}
-        over = tuple(name for name in copies(layout) if name not in used)
+        over = tuple(name for name in batch_axes(layout) if name not in used)
         num = int(np.prod([mesh.shape[name] for name in over], dtype=int))
         names = [*spec, *(None,) * (x.ndim - len(spec))]
         for axis, size in enumerate(x.shape):
@@ -153,15 +156,15 @@ def specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(of_any, tree, is_leaf=_is_params)
 
 
-def place(model: Any, layout: Layout, tree: Any) -> Any:
-    """Divides a tree that has parameters, or what is like them, as `specs` says.
+def place_tree(model: Any, layout: Layout, tree: Any) -> Any:
+    """Divides a tree that contains parameters or moments, by `tree_specs`.
 
-    A vocabulary that does not divide ends in zeros; layers are stacked where stages
+    A vocabulary that does not divide is padded with zeros; layers are stacked if stages
     divide them.
     """
     if layout.num_devices == 1:
         return tree
-    mesh = make_mesh(layout)
+    mesh = make_training_mesh(layout)
 
     def fit(params: Params) -> Params:
         fitted = tensor.fit_params(model, params, layout.tensor)
@@ -174,15 +177,15 @@ def place(model: Any, layout: Layout, tree: Any) -> Any:
     return jax.tree.map(
         lambda x, spec: parts.put_array(np.asarray(x), spec, mesh),
         fitted,
-        specs(model, layout, mesh, fitted),
+        tree_specs(model, layout, mesh, fitted),
     )
 
 
-def gather(model: Any, layout: Layout, tree: Any) -> Any:
-    """Puts a divided tree together: what `place` was given, on every process."""
+def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
+    """Gathers a tree that `place_tree` divided, on every process."""
     if layout.num_devices == 1:
         return tree
-    whole = NamedSharding(make_mesh(layout), PartitionSpec())
+    whole = NamedSharding(make_training_mesh(layout), PartitionSpec())
     tree = jax.tree.map(np.asarray, jax.device_put(tree, whole))
 
     def undo(params: Params) -> Params:
@@ -199,12 +202,12 @@ def gather(model: Any, layout: Layout, tree: Any) -> Any:
 
 
 def zero_like(x: Int[Array, "..."]) -> Float[Array, ""]:
-    """A zero that differs over the axes over which `x` does."""
+    """Returns a zero that varies over the same mesh axes as `x`."""
     return x.reshape(-1)[0].astype(jnp.float32) * 0
 
 
 def _over_params(change: Callable[[Params], Params], model: Any, tree: Any) -> Any:
-    """Changes what a tree has of a transformer's parameters, or like them."""
+    """Applies a function to all parameter trees, or trees like them, in a tree."""
     if not isinstance(model, ModelConfig):
         return tree
     return jax.tree.map(

@@ -1,7 +1,7 @@
-"""What training minimises, and how text that was held out is scored.
+"""Training objectives, and scores on held-out text.
 
-Losses are nats per token; texts are scored in bits per byte, which does not depend on
-how the text is cut into tokens.
+Losses are nats per token; documents are scored in bits per byte, which does not depend
+on the tokenizer.
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ from scaling.training import architectures
 
 @runtime_checkable
 class Objective(Protocol):
-    """What training minimises: hashable, and equal where it computes the same."""
+    """A training objective: hashable, and equal if it computes the same."""
 
     def __hash__(self) -> int:
-        """It is a static argument."""
+        """Returns a hash; objectives are static arguments."""
         ...
 
     @property
     def of_records(self) -> bool:
-        """Whether windows are whole records, not pieces of text cut anywhere."""
+        """True if windows are whole records; False for text cut anywhere."""
         ...
 
     def check(self, seq_len: int, layout: Layout) -> None:
-        """Refuses windows and layouts that it does not know.
+        """Checks that windows and layout are supported.
 
         Raises:
-          ValueError: says which.
+          ValueError: one of them is not supported.
         """
         ...
 
@@ -53,15 +53,15 @@ class Objective(Protocol):
         model: architectures.Architecture,
         layout: Layout,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """What is minimised, and what of it the curve shows, of one device's part.
+        """Returns the loss to minimize and the loss to report, for one device's part.
 
-        Targets are what follows each token. The means over devices are those of all.
+        Targets are the next tokens. Means over devices are the losses of all.
         """
         ...
 
 
-class Score(NamedTuple):
-    """How well a model predicts whole documents.
+class DocumentScore(NamedTuple):
+    """Score of a model on whole documents.
 
     Attributes:
       bits_per_byte: code length of the documents and their ends, over their bytes.
@@ -75,17 +75,17 @@ class Score(NamedTuple):
 
 
 class StreamScore(NamedTuple):
-    """How well a model predicts windows of a held-out stream.
+    """Score of a model on windows of a held-out stream.
 
     Attributes:
       loss: mean nats per token.
-      loss_se: its standard error, as if the windows were independent; by chance of the
-        text, which two models scored alike share.
-      num_tokens: predictions made.
-      windows: mean loss of each window, so that models can be compared pair by pair.
-      positions: mean loss at each place of a window; `carry` more tokens than the
-        place's index, and one, were seen before it.
-      losses: of each token, without the first `carry` of each window.
+      loss_se: standard error of the loss for independent windows, due to the choice of
+        text, which is the same for all models.
+      num_tokens: number of predictions.
+      windows: mean loss of each window, for paired comparisons of models.
+      positions: mean loss at each position of a window, each after `carry` + 1 more
+        tokens than its index.
+      losses: loss of each token, without the first `carry` of each window.
     """
 
     loss: float
@@ -97,7 +97,7 @@ class StreamScore(NamedTuple):
 
     @classmethod
     def of(cls, losses: Float[np.ndarray, "windows places"]) -> "StreamScore":
-        """Sums up the nats of each token."""
+        """Makes the score of the nats of each token."""
         means = losses.mean(1)
         num = len(means)
         se = float(means.std(ddof=1) / math.sqrt(num)) if num > 1 else math.inf
@@ -111,9 +111,9 @@ def token_losses(
     *,
     model: architectures.Architecture,
 ) -> Float[Array, "batch window-1"]:
-    """Nats of every token of each window but the first, given those before it."""
+    """Returns the nats of every token of each window after the first."""
     logits = architectures.forward(params, windows[:, :-1], config=model).logits
-    return nats(logits, windows[:, 1:])
+    return target_nats(logits, windows[:, 1:])
 
 
 def mean_loss(
@@ -122,9 +122,9 @@ def mean_loss(
     *,
     model: architectures.Architecture,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """What training minimises, and the mean nats per token that it contains.
+    """Returns the loss to minimize, and the mean nats per token.
 
-    The two differ by the model's auxiliary loss, which no score counts.
+    The two differ by the model's auxiliary loss, which scores exclude.
     """
     return part_loss(params, windows[:, :-1], windows[:, 1:], model=model)
 
@@ -137,7 +137,7 @@ def part_loss(
     model: architectures.Architecture,
     layout: Layout = architectures.ONE,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `mean_loss`, of one device's part of the windows under a `layout`.
+    """Returns `mean_loss` of one device's part of the windows with a `layout`.
 
     The mean over devices is the loss of all.
     """
@@ -152,15 +152,15 @@ def divided_nats(
     *,
     num_words: int,
 ) -> Float[Array, "batch seq"]:
-    """Nats of each target, where every device has the logits of its words alone.
+    """Returns the nats of each target, with logits divided over devices by vocabulary.
 
-    Of `num_words` in all; what stands behind them does not count. Three numbers of each
-    token are exchanged: the greatest logit, the sum of exponentials, the target's.
+    Words from `num_words` on are padding. Three numbers of each token are exchanged:
+    the maximum logit, the sum of exponentials, and the target's logit.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     if (part := logits.shape[-1]) >= num_words:
-        return nats(logits, targets)
+        return target_nats(logits, targets)
     words = jnp.arange(part, dtype=jnp.int32)
     words = words + part * lax.axis_index(TENSOR).astype(jnp.int32)
     least = jnp.asarray(-jnp.inf, logits.dtype)
@@ -175,15 +175,15 @@ def divided_nats(
 
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
-    """The nats of each token given those before it."""
+    """Next-token loss: the nats of each token given those before it."""
 
     @property
     def of_records(self) -> bool:
-        """Text, cut anywhere."""
+        """False: windows are cut anywhere."""
         return False
 
     def check(self, seq_len: int, layout: Layout) -> None:
-        """Takes all."""
+        """Accepts all windows and layouts."""
 
     def __call__(
         self,
@@ -201,15 +201,15 @@ class NextToken(Objective):
 NEXT_TOKEN = NextToken()
 
 
-def nats(
+def target_nats(
     logits: Float[Array, "batch seq vocab"], targets: Int[Array, "batch seq"]
 ) -> Float[Array, "batch seq"]:
-    """Of each target, by the logits of what follows the token before it."""
+    """Returns the nats of each target under the logits of its position."""
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
-def cut(
+def cut_windows(
     documents: Iterable[corpora.Document], seq_len: int
 ) -> tuple[
     Int[np.ndarray, "windows {seq_len}+1"], Bool[np.ndarray, "windows {seq_len}"]
@@ -217,14 +217,14 @@ def cut(
     """Cuts each document into windows that predict every byte and its end once.
 
     A document's first byte is predicted from `END`, the first of a later window from
-    the one token before it; so windows see less than a reader of the whole text would.
+    the one token before it; so the context of windows is shorter than the whole text.
 
     Returns:
-      The windows, padded with `END`; and which of their predictions count.
+      The windows, padded with `END`, and the mask of predictions that count.
     """
     windows, counts = [], []
     for document in documents:
-        text = corpora.tokens([document]).astype(np.int32)
+        text = corpora.encode_documents([document]).astype(np.int32)
         text = np.concatenate([[np.int32(corpora.END)], text])
         num = len(text) - 1
         for start in range(0, num, seq_len):
@@ -235,18 +235,18 @@ def cut(
     return np.stack(windows), np.stack(counts)
 
 
-def score(
+def score_documents(
     params: transformer.Params,
     documents: Iterable[corpora.Document],
     *,
     model: architectures.Architecture,
     seq_len: int,
     batch_size: int = 16,
-) -> Score:
+) -> DocumentScore:
     """Scores whole documents together, in consecutive windows of `seq_len` tokens.
 
     Parameters may be of any floating type; the model has the byte vocabulary of
-    `corpora`. A forward pass has `batch_size` windows.
+    `corpora`. `batch_size` is the number of windows of a forward pass.
 
     Raises:
       ValueError: there is no document.
@@ -254,23 +254,23 @@ def score(
     documents = list(documents)
     if not documents:
         raise ValueError("no documents to score")
-    (windows, counts), start, nats = cut(documents, seq_len), 0, 0.0
+    (windows, counts), start, nats = cut_windows(documents, seq_len), 0, 0.0
     for losses in _losses(params, windows, model, batch_size):
         end = start + len(losses)
         nats, start = nats + float(np.sum(losses * counts[start:end])), end
     num_tokens = int(counts.sum())
-    bits = nats / math.log(2) / corpora.num_bytes(documents)
-    return Score(bits, nats / num_tokens, num_tokens)
+    bits = nats / math.log(2) / corpora.count_bytes(documents)
+    return DocumentScore(bits, nats / num_tokens, num_tokens)
 
 
 def stream_windows(
     held_out: UInt[np.ndarray, " tokens"], *, seq_len: int, num_windows: int
 ) -> Int[np.ndarray, "windows {seq_len}+1"]:
-    """Cuts the windows of a stream that are scored: the same ones for every model.
+    """Returns the scored windows of a stream, the same ones for every model.
 
-    A window has one token more than its `seq_len` predictions. There are `num_windows`,
-    evenly spaced, none of whose predictions are another's; where the stream has no more
-    than so many, all of them.
+    A window has one token more than its `seq_len` predictions. The `num_windows`
+    windows are evenly spaced, without a common prediction; a shorter stream gives all
+    of its windows.
 
     Raises:
       ValueError: the stream is shorter than one window, or a size is below 1.
@@ -302,23 +302,22 @@ def score_stream(
 ) -> StreamScore:
     """Scores windows of a held-out stream.
 
-    Nothing is carried from window to window: the first prediction of each is made from
-    one token, as in training. So the loss is that of a reader of short pieces, above
-    that of a reader of the whole stream.
+    Windows are independent: the first prediction of each is made from one token, as in
+    training. So the loss is higher than with the context of the whole stream.
 
     Args:
-      params: of the model, in any floating type.
+      params: parameters of the model, in any floating type.
       held_out: the stream, such as `Corpus.held_out`.
-      model: its shape.
+      model: config of the model.
       seq_len: predictions per window.
-      num_windows: how many windows at most, see `stream_windows`.
-      carry: predictions at the start of each window that are made but not counted, so
-        that all that count have at least `carry` + 1 tokens to go by; in [0, seq_len).
+      num_windows: largest number of windows, see `stream_windows`.
+      carry: predictions at the start of each window that are not counted, so that
+        counted ones have a context of at least `carry` + 1 tokens; in [0, seq_len).
       batch_size: windows per forward pass.
 
     Raises:
-      ValueError: the stream is shorter than one window, holds a token that the model
-        does not have, or a size is out of range.
+      ValueError: the stream is shorter than one window or has a token outside the
+        model's vocabulary, or a size is out of range.
     """
     if not 0 <= carry < seq_len or batch_size < 1:
         raise ValueError(
@@ -337,7 +336,7 @@ def _losses(
     model: architectures.Architecture,
     batch_size: int,
 ) -> Iterator[Float[np.ndarray, "batch window-1"]]:
-    """Nats of every token of some windows at a time, the last ones padded."""
+    """Yields the nats of every token, batch by batch; the last batch is padded."""
     call = _compiled(model)
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size]

@@ -1,7 +1,7 @@
-"""Optimizers: gradients in, updates for a learning rate of one out.
+"""Optimizers: from gradients to updates for a learning rate of one.
 
-The only door to optax. A step multiplies the updates by its learning rate,
-so the rate is an array and no value of it compiles anew.
+The only module that imports optax. A step multiplies the updates by its learning rate,
+so the rate is an array and its values do not recompile.
 """
 
 import functools
@@ -14,7 +14,7 @@ import optax
 from scaling.training.recipes import OptimizerConfig
 
 
-def make(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Builds an optimizer for a learning rate of one.
 
     Weight decay is decoupled: Loshchilov & Hutter 2017, arXiv:1711.05101.
@@ -27,7 +27,8 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
             adam_b1=config.beta1,
             adam_b2=config.beta2,
             muon_weight_dimension_numbers=_muon_axes,
-            # Updates as large as AdamW's, so that one learning rate suits both: Liu et
+            # Updates have the RMS of AdamW's, so that one learning rate suits both: Liu
+            # et
             # al. 2025, arXiv:2502.16982, section 2.2.
             consistent_rms=0.2,
         )
@@ -44,7 +45,7 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
     whole = optax.chain(*parts)
 
     def update(updates, state, params=None):
-        # optax mixes integers and floats, which a strict caller would forbid.
+        # optax mixes integers and floats, which strict promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
             return whole.update(updates, state, params)
 
@@ -52,8 +53,8 @@ def make(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 _MIN_FACTORED = 16
-"""Smallest side of a matrix whose mean squares are kept as a product; optax's own 128
-would factor nothing of the small models."""
+"""Smallest side of a matrix with factored mean squares; optax's own 128 would factor
+no matrix of small models."""
 
 _DIRECTIONS: Mapping[
     str, Callable[[OptimizerConfig], tuple[optax.GradientTransformation, ...]]
@@ -68,19 +69,19 @@ _DIRECTIONS: Mapping[
         optax.clip_by_block_rms(1.0),
     ),
 }
-"""Updates before weight decay, by the kind of optimizer."""
+"""Update rules before weight decay, by the kind of optimizer."""
 
 
 def _is_matrix(path, _) -> bool:
-    """Whether a parameter is a matrix of a layer: not an embedding, scale or bias."""
+    """Returns True for a matrix of a layer: not an embedding, scale or bias."""
     return path[0].key == "layers" and path[-1].key == "weight"
 
 
 def _muon_axes(params):
-    """Says which axes are a matrix: the last is mapped to the one before it.
+    """Returns the axes of matrices for Muon: the last maps to the one before it.
 
-    Axes before those count separate matrices: each head's query, key and value, the
-    gate and the up projection.
+    Earlier axes count separate matrices: query, key and value of each head, gate and up
+    projection.
     """
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     return jax.tree.map_with_path(

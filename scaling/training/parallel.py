@@ -1,11 +1,11 @@
-"""A training step's gradient: on one device, or divided over a mesh by a `Layout`.
+"""The gradient of a training step, on one device or divided by a `Layout`.
 
 Every kind of parallelism is in one `jax.shard_map`: each device runs the forward pass
-on its part of the parameters and of the tokens. JAX knows of every value whether
-devices differ in it, and sums gradients over those axes along which a parameter is the
-same: backward the all-reduces of Megatron's f. Over devices with other tokens they are
-summed last, once a step; where moments are divided (ZeRO), each device gets the part of
-the sum that it needs.
+on its part of the parameters and of the tokens. JAX tracks whether a value varies over
+mesh axes, and sums gradients over the axes along which a parameter is replicated: in
+the backward pass, Megatron's all-reduces. Gradients of devices with different tokens
+are summed at the end, once a step; if moments are divided (ZeRO), each device gets its
+part of the sum.
 """
 
 import dataclasses
@@ -30,28 +30,29 @@ from scaling.training.recipes import StepConfig
 type Gradient = Callable[
     [Params, Int[Array, "batch window"]], tuple[Float[Array, ""], Params]
 ]
-"""Gives the mean nats of windows, and the gradient of what training minimises."""
+"""Returns the mean nats of windows, and the gradient of the objective."""
 
 
-def gradient(
+def divided_gradient(
     model: Architecture,
     how: StepConfig,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> Gradient:
-    """What gives the mean nats of windows and a gradient, every device its part.
+    """Returns a function for the mean nats of windows and the gradient.
 
-    Parameters are as `meshes.place` puts them for `how.layout`; windows may lie
-    anywhere. The gradient, in float32, lies like the parameters, or with `zero` like
-    the optimizer's moments. A pipeline minimises the nats of the next token alone.
+    Parameters are divided by `meshes.place_tree` for `how.layout`; windows may have any
+    placement. The gradient, in float32, has the sharding of the parameters, or with
+    `zero` that of the optimizer's moments. A pipeline supports the next-token objective
+    only.
     """
     layout, mean = how.layout, functools.partial(_mean, objective)
     if layout.pipeline > 1:
-        mean = pipeline.mean
+        mean = pipeline.pipeline_gradient
     if layout.num_devices == 1:
         return lambda params, windows: mean(
             model, how, params, windows[:, :-1], windows[:, 1:]
         )
-    mesh, copies = meshes.make_mesh(layout), meshes.copies(layout)
+    mesh, copies = meshes.make_training_mesh(layout), meshes.batch_axes(layout)
     along = tuple(x for x in copies if x in (sequence.RING, sequence.ULYSSES))
     batch = tuple(x for x in copies if x not in along)
     rows = PartitionSpec(batch or None, along or None)
@@ -59,20 +60,20 @@ def gradient(
 
     def divided(params: Params, windows: Array) -> tuple[Array, Params]:
         order = sequence.zigzag_order(windows.shape[1] - 1, ring=layout.ring)
-        specs = meshes.specs(model, undivided, mesh, params)
-        made = meshes.specs(model, layout, mesh, params)
+        specs = meshes.tree_specs(model, undivided, mesh, params)
+        made = meshes.tree_specs(model, layout, mesh, params)
 
         def of_device(params: Params, tokens: Array, targets: Array) -> Any:
-            # Each device its own copy: else gradients would be summed leaf by leaf,
-            # piece by piece, before anybody asks.
+            # Parameters are cast to varying: otherwise gradients would be summed leaf
+            # by leaf for each piece.
             params = jax.tree.map(
                 lambda x, axes: lax.pcast(x, axes, to="varying") if axes else x,
                 params,
-                _others(params, specs, copies),
+                _replication_axes(params, specs, copies),
             )
             nats, grads = mean(model, how, params, tokens, targets)
             grads = jax.tree.map(
-                _summed, grads, _others(grads, specs, copies), specs, made
+                _summed, grads, _replication_axes(grads, specs, copies), specs, made
             )
             num = math.prod(mesh.shape[name] for name in copies)
             return (
@@ -95,8 +96,8 @@ class _Axes(tuple[str, ...]):
     """Names of axes, a leaf of a tree."""
 
 
-def _others(params: Params, specs: Params, copies: tuple[str, ...]) -> Params:
-    """Of each parameter the axes of `copies` along which it is the same."""
+def _replication_axes(params: Params, specs: Params, copies: tuple[str, ...]) -> Params:
+    """Returns the axes of `copies` along which each parameter is replicated."""
     return jax.tree.map(
         lambda _, spec: _Axes(name for name in copies if name not in spec),
         params,
@@ -107,7 +108,7 @@ def _others(params: Params, specs: Params, copies: tuple[str, ...]) -> Params:
 def _summed(
     x: Float[Array, "..."], axes: _Axes, given: PartitionSpec, made: PartitionSpec
 ) -> Float[Array, "..."]:
-    """Sums a gradient over the devices that have the same parameter."""
+    """Sums a gradient over the devices that replicate the parameter."""
     if not axes:
         return x
     for place, names in enumerate(made):
@@ -124,14 +125,14 @@ def _mean(
     tokens: Array,
     targets: Array,
 ) -> tuple[Float[Array, ""], Params]:
-    """One device's mean nats and gradient, piece after piece."""
+    """Returns one device's mean nats and gradient, accumulated over pieces."""
 
     def plain(params: Params, tokens: Array, targets: Array) -> Any:
         return objective(
             how.cast(params), tokens, targets, model=model, layout=how.layout
         )
 
-    # What is cheap beside the products can be computed again.
+    # Operations that are cheap next to products are recomputed.
     policy = jax.checkpoint_policies.dots_saveable
     loss = jax.checkpoint(plain, policy=policy) if how.remat else plain
     of_piece = jax.value_and_grad(loss, has_aux=True)

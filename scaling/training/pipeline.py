@@ -1,14 +1,14 @@
 """Pipeline parallelism: stages of layers, micro-batches passed from one to the next.
 
 One loop of ticks, in each of which a stage may run one micro-batch forward and one
-backward, as a table says: GPipe runs all forward and then all backward, 1F1B begins
-backward as soon as the last stage can. Of a micro-batch a stage keeps what came in, and
-runs its layers again for the gradient; GPipe keeps all micro-batches so, 1F1B no more
-than twice the stages. Both leave a stage idle for the same share of the time,
+backward, by a schedule: GPipe runs all forward and then all backward, 1F1B starts
+backward as soon as the last stage can. A stage keeps the input of a micro-batch, and
+runs its layers again for the gradient; GPipe keeps inputs of all micro-batches, 1F1B of
+at most twice the stages. In both a stage is idle for the same share of the time,
 `(p - 1) / (m + p - 1)` with m micro-batches over p stages.
 
 All stages have embeddings, head and last norm; the first and the last use them, and
-their gradients are added up.
+their gradients are summed.
 
 Sources: Huang et al. 2019, arXiv:1811.06965 (GPipe); Narayanan et al. 2021,
 arXiv:2104.04473, section 2.2 (1F1B, called PipeDream-Flush).
@@ -33,13 +33,13 @@ from scaling.training.recipes import StepConfig
 from scaling.training.transformer_rows import RowOrientation
 
 
-class Schedule(NamedTuple):
-    """Which micro-batch each stage runs in each tick, -1 for none.
+class PipelineSchedule(NamedTuple):
+    """The micro-batch that each stage runs in each tick, -1 for none.
 
     Attributes:
-      forward: of shape [ticks, stages].
-      backward: of the same shape; a stage runs forward first.
-      kept: micro-batches that a stage keeps at most.
+      forward: micro-batches of the forward pass, [ticks, stages].
+      backward: micro-batches of the backward pass, which follows the forward pass.
+      kept: largest number of micro-batches whose inputs a stage keeps.
     """
 
     forward: Int[np.ndarray, "ticks stages"]
@@ -48,19 +48,20 @@ class Schedule(NamedTuple):
 
     @property
     def idle_share(self) -> float:
-        """Of the stages' time, a tick lasting as long as its busiest stage is busy.
+        """Idle share of the stages' time; a tick takes as long as its busiest stage.
 
-        Forward and backward count alike, as it is the share of each that is idle.
+        Forward and backward have equal weights, since the idle share of both is the
+        same.
         """
         busy = (self.forward >= 0).astype(int) + (self.backward >= 0)
         phases = [(x >= 0).any(axis=1).sum() for x in (self.forward, self.backward)]
         return 1 - busy.sum() / (sum(phases) * busy.shape[1])
 
 
-def schedule(
+def make_pipeline_schedule(
     num_stages: int, num_micro: int, kind: Literal["gpipe", "1f1b"] = "1f1b"
-) -> Schedule:
-    """Makes the table for so many stages and micro-batches, each at least 1.
+) -> PipelineSchedule:
+    """Returns the schedule for stages and micro-batches, each at least 1.
 
     Raises:
       ValueError: a number is below 1, or the kind is unknown.
@@ -84,36 +85,37 @@ def schedule(
 
     forward, backward = real(forward), real(backward)
     kept = num_micro if kind == "gpipe" else min(num_micro, 2 * last + 1)
-    return Schedule(forward, backward, kept)
+    return PipelineSchedule(forward, backward, kept)
 
 
 class _Carry(NamedTuple):
-    """What a stage has between two ticks."""
+    """State of a stage between two ticks."""
 
     coming: Array
-    """Of the stage before: what goes into this one's layers."""
+    """Output of the stage before, the input of this stage's layers."""
     towards: Array
-    """Of the stage behind: the gradient of what came out of them."""
+    """Gradient from the stage after, of this stage's output."""
     kept: Array
-    """What went in, of the micro-batches under way."""
+    """Inputs of the micro-batches in flight."""
     grads: Any
     nats: Array
 
 
-def mean(
+def pipeline_gradient(
     model: Architecture, how: StepConfig, params: Params, tokens: Array, targets: Array
 ) -> tuple[Float[Array, ""], Params]:
-    """One device's mean nats and gradient, layers divided into stages.
+    """Returns one device's mean nats and gradient, with layers divided into stages.
 
     Args:
       model: a `ModelConfig` whose layers are all of one kind.
-      how: a `StepConfig`; `accumulation` micro-batches are under way by its `schedule`.
-      params: this stage's layers, stacked; the rest is the same on all stages.
+      how: a `StepConfig` with `accumulation` micro-batches; its `schedule` is the kind
+        of `make_pipeline_schedule`.
+      params: stacked layers of this stage; other parameters are the same on all stages.
       tokens: `[batch, seq]`.
-      targets: of the same shape.
+      targets: next tokens, of the same shape.
     """
-    assert isinstance(model, ModelConfig)  # `meshes.check` refuses others
-    table = schedule(how.layout.pipeline, how.accumulation, how.schedule)
+    assert isinstance(model, ModelConfig)  # ensured by `meshes.check_trainable`
+    table = make_pipeline_schedule(how.layout.pipeline, how.accumulation, how.schedule)
     shared = {name: x for name, x in params.items() if name != "layers"}
     shared = lax.pcast(shared, PIPELINE, to="varying")
     params = shared | {"layers": params["layers"]}
@@ -133,14 +135,14 @@ class _Run(NamedTuple):
 
     config: ModelConfig
     how: StepConfig
-    table: Schedule
+    table: PipelineSchedule
     params: Params
     tokens: Int[Array, "micro batch seq"]
     targets: Int[Array, "micro batch seq"]
 
     def start(self) -> _Carry:
-        """Nothing is under way."""
-        # Looked up in earnest, the tables' sums would go over the wire.
+        """Returns the state before the first tick."""
+        # Only the shape is needed: a real lookup would send sums of embeddings.
         shape = jax.eval_shape(
             lambda *x: self._begin(*x)[2], self.how.cast(self.params), self.tokens[0]
         )
@@ -151,7 +153,7 @@ class _Run(NamedTuple):
         return _Carry(blank, blank, kept, grads, meshes.zero_like(self.targets))
 
     def tick(self, number: Array, carry: _Carry) -> _Carry:
-        """Forward, if the table says so; backward, if it does; and on to the others."""
+        """Runs the forward and backward passes of a tick, and sends the results."""
         stage = lax.axis_index(PIPELINE)
         forward, backward = (
             jnp.asarray(each, jnp.int32)[number, stage] for each in self.table[:2]
@@ -172,7 +174,7 @@ class _Run(NamedTuple):
         came = lax.dynamic_index_in_dim(kept, place, 0, keepdims=False)
 
         def back(came: Array, towards: Array, grads: Params, nats: Array) -> Any:
-            """Runs the micro-batch again, and backward."""
+            """Runs the micro-batch again, and its backward pass."""
             stage = functools.partial(self._stage, micro=jnp.maximum(backward, 0))
             (_, loss), pull, more = jax.vjp(stage, self.params, came, has_aux=True)
             own, towards = pull((towards, jnp.ones_like(loss)))
@@ -198,7 +200,7 @@ class _Run(NamedTuple):
         )
 
     def _pass(self, x: Array, on: list[tuple[int, int]]) -> Array:
-        """Sends what all of a stage's tensor-parallel devices have, each its part.
+        """Sends a value that tensor-parallel devices replicate; each sends its part.
 
         Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
         """
@@ -214,7 +216,7 @@ class _Run(NamedTuple):
     def _begin(
         self, params: Params, tokens: Array
     ) -> tuple[transformer.Transformer, RowOrientation, Array]:
-        """This stage's layers as a model, how it arranges tokens, their embeddings."""
+        """Returns this stage's layers as a model, its orientation, and embeddings."""
         config, layout, shape = self.config, self.how.layout, tokens.shape
         (stacked,) = params["layers"].values()
         every = range(config.num_layers // layout.pipeline)
@@ -227,7 +229,7 @@ class _Run(NamedTuple):
     def _stage(
         self, params: Params, x: Array, micro: Array
     ) -> tuple[tuple[Array, Array], Array]:
-        """This stage's layers: what they make, their part of the loss, its nats."""
+        """Runs this stage's layers: returns output, part of the loss, and nats."""
         config, layout = self.config, self.how.layout
         params = self.how.cast(params)
         take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)

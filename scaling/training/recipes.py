@@ -1,6 +1,6 @@
-"""The recipe of a training run: everything that decides its result, optimizer included.
+"""Configuration of a training run: all that determines its result.
 
-Plain values; `training` carries them out.
+Plain values; `train` and `step` use them.
 """
 
 import dataclasses
@@ -21,25 +21,24 @@ from scaling.training.transformer_rows import ONE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How gradients become updates; the learning rate is apart, in `Schedule`."""
+    """Optimizer settings; the learning rate is in `LearningRateSchedule`."""
 
     kind: Literal["muon", "adamw", "sgd", "adafactor", "lion"] = "muon"
-    """`muon`: Muon for the layers' matrices, AdamW for everything else; `sgd`: with
-    momentum, not dampened."""
+    """`muon`: Muon for the layers' matrices, AdamW for other parameters; `sgd`: with
+    momentum, without dampening."""
     beta1: float = 0.9
-    """AdamW's decay of the mean gradient; Lion's share of it in an update."""
+    """AdamW's decay of the mean gradient; Lion's weight of it in an update."""
     beta2: float = 0.95
     """AdamW's decay of the mean square gradient; Lion's of the mean gradient."""
     momentum: float = 0.95
     """Muon's decay of the mean gradient, and SGD's of its sum."""
     weight_decay: float = 0.1
-    """Decoupled, of the layers' matrices alone; times the learning rate per step."""
+    """Decoupled weight decay of the layers' matrices, times the learning rate."""
     max_grad_norm: float = 1.0
-    """Gradients of all parameters together are scaled down to this norm; infinite:
-    they are left alone."""
+    """Largest norm of the gradient of all parameters; infinite for no clipping."""
 
     def __post_init__(self):
-        """Refuses what no optimizer takes."""
+        """Validates the settings."""
         validation.within(self, "beta1", "beta2", "momentum", low=0, high=1, ends="[)")
         validation.at_least(self, "weight_decay", low=0)
         validation.above(self, "max_grad_norm")
@@ -47,36 +46,35 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """How a step is computed: what changes its speed and memory, hardly its result."""
+    """Settings of a step for speed and memory; the result changes by rounding only."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward and backward pass; parameters and moments are float32."""
+    """Type of the forward and backward pass; parameters and moments are float32."""
     accumulation: int = 1
-    """Pieces of a batch, of a device each, that are computed one after the other; the
-    micro-batches of a pipeline. A mixture's loss of balance is that of a piece."""
+    """Gradient accumulation: pieces of a device's batch that are computed one after
+    another; micro-batches of a pipeline. Load-balancing losses are those of a piece."""
     remat: bool = False
-    """Whether the backward pass keeps the results of products alone, and computes the
-    rest again."""
+    """True to keep only the results of products for the backward pass, and to recompute
+    other activations."""
     layout: Layout = ONE
-    """How model, batch and optimizer state are divided over devices."""
+    """Division of model, batch and optimizer state over devices."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """The order of a pipeline's micro-batches, see `pipeline`."""
+    """Pipeline schedule, see `pipeline`."""
 
     def __post_init__(self):
-        """Refuses counts that cannot be."""
+        """Validates the settings."""
         validation.at_least(self, "accumulation")
         if self.remat and self.layout.pipeline > 1:
             raise ValueError(
                 f"remat={self.remat!r} must be False with pipeline stages, which "
-                "compute "
-                "again anyway"
+                "recompute in any case"
             )
 
     def check(self, batch_size: int) -> None:
-        """Refuses a batch that cannot be divided.
+        """Checks that a batch divides into pieces and devices.
 
         Raises:
-          ValueError: the pieces would not be equal.
+          ValueError: it does not divide.
         """
         if batch_size % (self.accumulation * self.layout.data):
             raise ValueError(
@@ -86,7 +84,7 @@ class StepConfig:
             )
 
     def cast(self, params: Params) -> Params:
-        """The parameters as the forward pass takes them."""
+        """Returns the parameters in the type of the forward pass."""
         if self.dtype == "float32":
             return params
         return jax.tree.map(lambda p: p.astype(self.dtype), params)
@@ -97,7 +95,7 @@ PLAIN = StepConfig()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run: the model, the text, and everything that decides the result."""
+    """One training run: model, corpus, and all that determines the result."""
 
     model: architectures.Architecture
     corpus: corpora.AnyCorpus = corpora.STANDARD_LIBRARY
@@ -107,40 +105,39 @@ class TrainConfig:
     seq_len: int = 256
     """Predictions per window."""
     num_steps: int = 1000
-    """Where the run ends; those of a run that it started from count."""
+    """Last step of the run; steps of a run that it started from count."""
     learning_rate: float = 3e-3
-    """The peak of the schedule."""
+    """Peak of the learning rate schedule."""
     warmup_steps: int = 100
-    """Steps of linear rise from zero to the peak."""
+    """Steps of linear warm-up from zero to the peak."""
     cooldown_steps: int = 200
-    """Last steps, of linear fall; all after the warm-up if the schedule is cosine."""
+    """Last steps, of linear decay; a cosine decays over all steps after the warm-up."""
     schedule: Literal["stable", "cosine"] = "stable"
-    """`stable`: warm-up, constant, cool-down; `cosine`: half a period after warm-up."""
+    """`stable`: warm-up, constant, cool-down; `cosine`: half a cosine after warm-up."""
     final_share: float = 0.0
     """Share of the peak at which the schedule ends."""
     how: StepConfig = PLAIN
-    """How each step is computed."""
+    """Settings of the computation of a step."""
     seed: int = 0
-    """Of the initial parameters and of the order of the text."""
+    """Seed of the initial parameters and of the order of the corpus."""
     report_every: int = 10
     """Steps per compiled call, and per line of the curve."""
     checkpoint_every: int = 100
-    """Steps that a killed run may lose."""
+    """Steps between checkpoints, the most that a killed run loses."""
 
     def __post_init__(self):
-        """Refuses sizes that cannot be."""
+        """Validates the fields."""
         counts = ("batch_size", "seq_len", "num_steps", "report_every")
         validation.at_least(self, *counts, "checkpoint_every")
         part = ("warmup_steps", "cooldown_steps")
         validation.within(self, *part, low=0, high=self.num_steps)
         self.how.check(self.batch_size)
         layout = self.how.layout
-        meshes.check(self.model, layout, sequence_length=self.seq_len)
+        meshes.check_trainable(self.model, layout, sequence_length=self.seq_len)
         if self.optimizer.kind == "adafactor" and layout.num_devices > layout.data:
             raise ValueError(
-                f"optimizer.kind={self.optimizer.kind!r} looks at whole parameters: "
-                f"{layout=} must "
-                "divide data alone"
+                f"optimizer.kind={self.optimizer.kind!r} needs whole parameters: "
+                f"{layout=} must divide only the data"
             )
         if self.optimizer.kind == "adafactor" and layout.zero:
             raise ValueError(
@@ -161,12 +158,12 @@ class TrainConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Predictions of the whole run."""
+        """Number of predictions of the whole run."""
         return self.num_steps * self.batch_size * self.seq_len
 
     @property
     def flops(self) -> float:
-        """Operations of the whole run, exactly, causal attention."""
+        """Exact operations of the whole run, with causal attention."""
         step = architectures.training_flops(
             self.model, batch=self.batch_size, sequence=self.seq_len
         )
@@ -174,23 +171,23 @@ class TrainConfig:
 
 
 def steps_taken(lengths: Sequence[int], cooldowns: Sequence[int]) -> int:
-    """Counts the steps of runs of rising length: of a trunk and its branches.
+    """Returns the steps of a trunk and its branches, for runs of rising length.
 
-    The cooldowns are the last steps of each, which it shares with no longer one.
+    The cooldowns are the last steps of each run, which it shares with no longer run.
     """
     return lengths[-1] - cooldowns[-1] + sum(cooldowns)
 
 
-class Schedule(NamedTuple):
+class LearningRateSchedule(NamedTuple):
     """A learning rate for every step; arrays, so no value recompiles.
 
     Attributes:
-      peak: learning rate of the stable stretch.
-      warmup: steps of linear rise.
-      cooldown: steps of fall, the last ones.
-      end: number of steps in all.
-      final_share: share of the peak that the fall ends at.
-      is_cosine: whether the fall is half a period of a cosine, rather than linear.
+      peak: learning rate of the stable phase.
+      warmup: steps of linear warm-up.
+      cooldown: last steps, of decay.
+      end: total number of steps.
+      final_share: share of the peak at the end of the decay.
+      is_cosine: True if the decay is half a period of a cosine, False if it is linear.
 
     Sources: Hägele et al. 2024, arXiv:2405.18392, section 3; the cosine, Loshchilov &
     Hutter 2016, arXiv:1608.03983, equation 5.
@@ -204,8 +201,8 @@ class Schedule(NamedTuple):
     is_cosine: Bool[Array, ""]
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "Schedule":
-        """Reads a schedule off a run's config."""
+    def of(cls, config: TrainConfig) -> "LearningRateSchedule":
+        """Returns the schedule of a run's config."""
         is_cosine = config.schedule == "cosine"
         after = config.num_steps - config.warmup_steps
         cooldown = after if is_cosine else config.cooldown_steps
@@ -218,17 +215,17 @@ class Schedule(NamedTuple):
         )
 
     @classmethod
-    def constant(cls, rate: float) -> "Schedule":
-        """Makes one that never changes."""
+    def constant(cls, rate: float) -> "LearningRateSchedule":
+        """Returns a constant schedule."""
         zero, end = jnp.int32(0), jnp.int32(2**31 - 1)
         return cls(jnp.float32(rate), zero, zero, end, jnp.float32(0), jnp.bool_(False))
 
     def at(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The learning rate of a step, counted from 0."""
+        """Returns the learning rate of a step, counted from 0."""
         one = jnp.float32(1)
         done = (step + 1).astype(jnp.float32)
         left = (self.end - step).astype(jnp.float32)
-        # Without a warm-up or cool-down the quotient is at least one, or infinite.
+        # Without a warm-up or cool-down the quotient is at least 1, or infinite.
         rise = jnp.minimum(one, done / self.warmup.astype(jnp.float32))
         fall = jnp.minimum(one, left / self.cooldown.astype(jnp.float32))
         turned = (one - jnp.cos(jnp.float32(jnp.pi) * fall)) / 2

@@ -1,9 +1,9 @@
-"""Stacked LSTM and GRU language models, the transformer's rivals: config, pass, costs.
+"""Stacked LSTM and GRU language models, as baselines: config, forward pass, costs.
 
-A layer's input products do not depend on its state, so they are made for all tokens at
-once; only the state's own product waits for the token before. The gradient does the
-same backwards: weights get theirs in one product after the loop, where differentiating
-the loop would add to them token by token.
+A layer's input products do not depend on its state, so they are computed for all tokens
+at once; only the state's product is sequential. The gradient is computed in the same
+way: weights get theirs in one product after the loop, where differentiating the loop
+would add to them token by token.
 
 Sources: Hochreiter and Schmidhuber 1997 with the forget gate of Gers et al. 2000, as
 Zaremba et al. 2014 (arXiv:1409.2329, section 3) write it; Cho et al. 2014
@@ -24,42 +24,43 @@ from jaxtyping import Array, Float, Int
 from jaxkv import validation
 from jaxkv.models import Params, nonlinear
 from scaling.costs import parameters as costs_parameters
-from scaling.costs.parameters import Parameters, Weight
+from scaling.costs.parameters import ParameterCounts, Weight
 
 NUM_GATES = {"lstm": 4, "gru": 3}
-"""Input, forget, cell, output; reset, update, candidate: PyTorch's order."""
+"""Numbers of gates: input, forget, cell, output; reset, update, candidate (the order of
+PyTorch)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """The shape of a recurrent language model; hashable, so a static argument."""
+    """Shape of a recurrent language model; hashable, so a static argument."""
 
     vocab_size: int
     hidden_size: int
-    """Of embeddings and states alike."""
+    """Size of embeddings and of states."""
     num_layers: int
     max_positions: int
-    """Longest sequence it is meant for; nothing in the model depends on it."""
+    """Longest intended sequence; the model does not depend on it."""
     kind: Literal["lstm", "gru"] = "lstm"
     norm: Literal["none", "layer"] = "layer"
-    """Layer norm of every layer's input and of what the head reads."""
+    """Layer norm of every layer's input and of the head's input."""
     norm_eps: float = 1e-5
     residual: bool = True
-    """Whether a layer's output is added to its input, as in a transformer."""
+    """True if a layer's output is added to its input, as in a transformer."""
     tie_embeddings: bool = True
 
     def __post_init__(self):
-        """Refuses shapes that cannot be."""
+        """Validates the sizes."""
         validation.at_least(
             self, "vocab_size", "hidden_size", "num_layers", "max_positions"
         )
 
 
-def init_params(config: RecurrentConfig, key: Array) -> Params:
-    """Random parameters, float32: nested dicts like those of `transformer.init_params`.
+def init_recurrent_params(config: RecurrentConfig, key: Array) -> Params:
+    """Returns random float32 parameters, nested dicts as of `transformer.init_params`.
 
     Embeddings are normal with standard deviation 0.02, a layer's products uniform in
-    +-1/sqrt(hidden) as PyTorch has them. Biases are zero, but 1 in the LSTM's forget
+    +-1/sqrt(hidden) as in PyTorch. Biases are zero, except 1 in the LSTM's forget
     gate, which must start open (Jozefowicz et al. 2015, section 2.2).
     """
     c = config
@@ -93,7 +94,7 @@ def _init_layer(config: RecurrentConfig, key: Array) -> Params:
         "state": {"weight": product(keys[1])},
     }
     if config.kind == "gru":
-        # Of the candidate's product with the state, inside the reset gate.
+        # Bias of the candidate's product with the state, inside the reset gate.
         layer["state"]["bias"] = jnp.zeros((h,), jnp.float32)
     if config.norm == "layer":
         layer["norm"] = _init_norm(config)
@@ -105,18 +106,18 @@ def _init_norm(config: RecurrentConfig) -> Params:
     return {"scale": jnp.ones(size, jnp.float32), "bias": jnp.zeros(size, jnp.float32)}
 
 
-def logits(
+def recurrent_logits(
     params: Params, tokens: Int[Array, "batch seq"], *, config: RecurrentConfig
 ) -> Float[Array, "batch seq vocab"]:
-    """Reads whole sequences from a state of zeros.
+    """Runs whole sequences from a state of zeros.
 
-    Parameters are as `init_params` returns them, in any floating type.
+    Parameters are those of `init_recurrent_params`, in any floating type.
 
     Returns:
-      Next-token logits, in float32 at least.
+      Next-token logits, in at least float32.
     """
     norm = functools.partial(nonlinear.norm, kind="layer", eps=config.norm_eps)
-    # Tokens first, so that the loop reads and writes whole rows.
+    # Time is the first axis, so that the loop reads and writes whole rows.
     x = params["embed"]["weight"][tokens.T]
     for layer in params["layers"]:
         inputs = norm(x, **layer["norm"]) if config.norm == "layer" else x
@@ -143,7 +144,7 @@ def _flat(weight: Float[Array, "gates hidden inputs"]) -> Float[Array, "rows inp
 
 
 def _lstm(bias, made, product, state):
-    """Gates from both products; the state is what is told, and the cell."""
+    """Computes the gates of both products; the state is the output and the cell."""
     del bias
     i, f, g, o = jnp.split(made + product, 4, axis=-1)
     cell = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -151,7 +152,7 @@ def _lstm(bias, made, product, state):
 
 
 def _gru(bias, made, product, state):
-    """The state moves towards the candidate as far as the update gate lets it."""
+    """Moves the state towards the candidate by the update gate."""
     r, z, n = jnp.split(made, 3, axis=-1)
     r_, z_, n_ = jnp.split(product, 3, axis=-1)
     candidate = jnp.tanh(n + jax.nn.sigmoid(r + r_) * (n_ + bias[0][None]))
@@ -161,14 +162,14 @@ def _gru(bias, made, product, state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(cell, weight, bias, made, start):
-    """States after every token: `cell(bias, made[t], weight @ state[0], state)`.
+    """Scans `cell(bias, made[t], weight @ state[0], state)`; returns all states.
 
     Args:
-      cell: works on rows of a batch, element by element.
-      weight: of the state's product, `[rows, hidden]`.
-      bias: what else the cell needs.
-      made: what the inputs give to the gates, `[seq, batch, rows]`.
-      start: the state before the first token, each part `[batch, hidden]`.
+      cell: elementwise function of rows of a batch.
+      weight: weight of the state's product, `[rows, hidden]`.
+      bias: further parameters of the cell.
+      made: products of the inputs for the gates, `[seq, batch, rows]`.
+      start: state before the first token, each part `[batch, hidden]`.
 
     Returns:
       Each part of the state, `[seq, batch, hidden]`.
@@ -215,8 +216,8 @@ def _scan_backward(cell, kept, grads):
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-def weights(config: RecurrentConfig) -> tuple[Weight, ...]:
-    """Lists every weight once per place, as `parameters.weights` does for transformers.
+def list_recurrent_weights(config: RecurrentConfig) -> tuple[Weight, ...]:
+    """Lists every weight of a recurrent model, once per place.
 
     In the formulas v is the vocabulary, h the hidden size and g the gates: 4 of an
     LSTM, 3 of a GRU.
@@ -239,7 +240,7 @@ def weights(config: RecurrentConfig) -> tuple[Weight, ...]:
     return tuple(weight for weight in listed if weight.size)
 
 
-def parameters(config: RecurrentConfig) -> Parameters:
+def count_recurrent_parameters(config: RecurrentConfig) -> ParameterCounts:
     """Counts parameters by every convention.
 
     An LSTM of two layers of 256 over 257 tokens, tied: 1,118,720 in total, 1,052,928
@@ -247,12 +248,12 @@ def parameters(config: RecurrentConfig) -> Parameters:
     """
     every = config.num_layers
     places: dict[costs_parameters.Place, int] = {"first": 1, "every": every, "last": 1}
-    return costs_parameters.count(weights(config), places)
+    return costs_parameters.count_weights(list_recurrent_weights(config), places)
 
 
-def forward_flops(config: RecurrentConfig, *, tokens: int) -> int:
+def recurrent_forward_flops(config: RecurrentConfig, *, tokens: int) -> int:
     """Counts the products of a forward pass, two operations per multiply-add.
 
-    Unlike a transformer's, a token's cost does not grow with those before it.
+    Unlike a transformer's, the cost of a token does not grow with its position.
     """
-    return 2 * parameters(config).matmul * tokens
+    return 2 * count_recurrent_parameters(config).matmul * tokens

@@ -1,11 +1,12 @@
-"""The folder of one training run: what was asked, the curve, and the checkpoints.
+"""The folder of one training run: config, curve, and checkpoints.
 
-    config.json         the run, the text's digest and where the run started
-    curve.jsonl         one line per report, see `training.Result`
-    checkpoints/STEP    the state after so many steps, the last two, see `train.save`
+    config.json         the run, the digest of its corpus, and its first step
+    curve.jsonl         one line per report, see `train.TrainResult`
+    checkpoints/STEP    states after STEP steps, the last two, see
+                        `train.save_checkpoint`
 
-A checkpoint holds the curve up to its step. A run that goes on takes the curve from
-there, and what was reported later is cut off.
+A checkpoint holds the curve up to its step. A resumed run continues that curve, and
+later reports are removed.
 """
 
 import dataclasses
@@ -20,31 +21,31 @@ from scaling import locking
 from scaling.costs.parallelism import Layout
 
 CURVE, RUN = "curve.jsonl", "run.json"
-"""Files of a checkpoint beside its arrays: the curve up to its step; the step that the
-run started from, and how its steps were divided."""
+"""Files of a checkpoint in addition to its arrays: the curve up to its step; and the
+first step of the run with the layouts of its steps."""
 
 TOLERANCE = 2e-3
-"""Largest relative difference of later losses where a run goes on under another layout
-or in another number of processes: sums round otherwise. Training amplifies that, at a
-learning rate near divergence to 5e-2; `jaxkv/parallel/README.md` has measurements."""
+"""Largest relative difference of losses after a run continues with another layout or
+number of processes, which changes rounding. Training amplifies it, near divergence to
+5e-2; `jaxkv/parallel/README.md` has measurements."""
 
 _NUM_KEPT = 2
 
 
 class RunFolder:
-    """Opens the folder of a run until `close`, making it where it is missing.
+    """The folder of a run, open for writing until `close`; creates a missing folder.
 
     Args:
       out: the folder.
-      described: what decides the run's result, as plain JSON values.
-      first_step: the step a new run starts from; a run that is there keeps its own.
+      described: inputs that determine the run's result, as plain JSON values.
+      first_step: first step of a new run; an existing run keeps its own.
 
     Attributes:
-      first_step: the step that the run started from.
+      first_step: first step of the run.
 
     Raises:
-      ValueError: the folder holds a run that was described otherwise, or something
-        else, or cannot be written, or another process is writing there.
+      ValueError: the folder holds another run or other content, is not writable, or
+        another process writes to it.
     """
 
     def __init__(self, out: Path, described: dict[str, Any], first_step: int):
@@ -61,26 +62,26 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """Lets another process in."""
+        """Releases the folder."""
         self._lock.close()
 
     def checkpoint(self, step: int) -> Path:
-        """The place of the checkpoint after so many steps."""
+        """Returns the path of the checkpoint after a number of steps."""
         return self._checkpoints / str(step)
 
     def prune(self) -> None:
-        """Drops all checkpoints but the last two."""
+        """Deletes all checkpoints but the last two."""
         for step in self._steps()[_NUM_KEPT:]:
             _remove(self.checkpoint(step))
 
     def newest_checkpoint(self, resume: Literal["last", "previous"]) -> Path | None:
-        """Finds the checkpoint to go on from; None of a run that has none.
+        """Returns the checkpoint to continue from, or None without checkpoints.
 
         Args:
-          resume: the last one, or the newest one that is whole.
+          resume: `last` for the last one, `previous` for the newest undamaged one.
 
         Raises:
-          ValueError: names a damaged file of the last one, or no checkpoint is whole.
+          ValueError: the last one is damaged, or no checkpoint is undamaged.
         """
         damage: list[ValueError] = []
         for path in map(self.checkpoint, self._steps()):
@@ -108,20 +109,20 @@ class RunFolder:
     def go_on(
         self, last: Path | None, step: int, num_processes: int, layout: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Begins to write from a step on; removes what is of later ones.
+        """Starts writing from a step on; removes later checkpoints and reports.
 
         Args:
-          last: the checkpoint that was read, if there is one.
-          step: that of the state in it, or of the first state.
-          num_processes: how many processes take the steps from now on.
-          layout: how they divide them over devices.
+          last: the checkpoint that was read, or None.
+          step: step of its state, or of the initial state.
+          num_processes: number of processes from now on.
+          layout: layout of the steps from now on.
 
         Returns:
           The lines of the curve up to the step.
 
         Raises:
-          ValueError: the checkpoint is of another step, or `config.json` names another
-            first step.
+          ValueError: the checkpoint has another step, or `config.json` another first
+            step.
         """
         text, first_step = "", step
         if last is not None:
@@ -143,15 +144,15 @@ class RunFolder:
         return [files.parse_object(line, self._curve) for line in self._lines]
 
     def texts(self) -> dict[str, str]:
-        """Returns the files of a checkpoint beside its arrays."""
+        """Returns the files of a checkpoint in addition to its arrays."""
         run = {"first_step": self.first_step, "divided": self._divided}
         return {RUN: json.dumps(run), CURVE: "".join(self._lines)}
 
     def report(self, line: dict[str, Any]) -> None:
-        """Adds a line to the curve.
+        """Appends a line to the curve.
 
         Raises:
-          ValueError: there is no room.
+          ValueError: the disk is full.
         """
         text = json.dumps(line) + "\n"
         comfort = "; the last checkpoint is kept, and the same command goes on"
@@ -163,7 +164,7 @@ class RunFolder:
         self._lines.append(text)
 
     def _open(self, out: Path, described: dict[str, Any], first_step: int) -> int:
-        """Compares the run with the folder's, or begins it; the step it starts from."""
+        """Checks the run against the folder's, or starts it; returns its first step."""
         described = json.loads(json.dumps(described))
         before = files.read_json(self._config) if self._config.exists() else None
         if before is not None:
@@ -179,14 +180,14 @@ class RunFolder:
         if before is None:
             text = json.dumps(described | {"first_step": first_step}, indent=2)
             files.write_atomically(self._config, text + "\n")
-        # What a killed run was writing when it ended.
+        # Removes partial checkpoints of a killed run.
         for entry in self._checkpoints.iterdir():
             if not _is_step(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
         return first_step
 
     def _divide(self, now: dict[str, Any], step: int) -> None:
-        """Notes how steps from now on are divided, and warns where that changes."""
+        """Records the layout of steps from now on, and warns of a change."""
         taken = [each for each in self._divided if each["first_step"] < step]
         before = taken[-1] if taken else None
         if before is not None and all(before[name] == now[name] for name in now):
@@ -202,7 +203,7 @@ class RunFolder:
             )
 
     def _steps(self) -> list[int]:
-        """The steps of the checkpoints, the newest first."""
+        """Returns the steps of the checkpoints, the newest first."""
         names = (entry.name for entry in self._checkpoints.iterdir())
         return sorted((int(x) for x in names if _is_step(x)), reverse=True)
 
@@ -216,16 +217,17 @@ def _remove(path: Path) -> None:
 
 
 def _division(divided: dict[str, Any]) -> str:
-    """How steps were divided, as `data=2,num_processes=1`."""
+    """Formats the layout of steps, as `data=2,num_processes=1`."""
     plain = dataclasses.asdict(Layout())
     degrees = [f"{k}={v}" for k, v in divided["layout"].items() if v != plain.get(k)]
     return ",".join([*degrees, f"num_processes={divided['num_processes']}"])
 
 
 def _deciding(run: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the layout of steps over devices if it changes only rounding.
+    """Removes the layout from a run if it changes only rounding.
 
-    Rows that experts drop, and the pieces whose loads a mixture balances, depend on it.
+    With a capacity, or for experts with accumulation, the layout changes dropped rows
+    or balanced loads.
     """
     how, model = run.get("how"), run.get("model")
     if not isinstance(how, dict) or not isinstance(layout := how.get("layout"), dict):
@@ -239,7 +241,7 @@ def _deciding(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(before: Any, now: Any, name: str = "") -> list[str]:
-    """Names the values that differ, nested ones with dots."""
+    """Lists the names of values that differ, nested ones with dots."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [name]
     keys = sorted(before.keys() | now.keys())

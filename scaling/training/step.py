@@ -1,8 +1,7 @@
-"""Steps of training: pure, many of them one compiled program.
+"""Training steps as a pure function, many of them in one compiled program.
 
-The program is compiled once for a model, an optimizer and the sizes of a batch. What a
-sweep varies, the learning rate, the schedule, the seed, the number of steps, are
-arrays.
+The program is compiled once for a model, an optimizer and a batch shape. The variables
+of a sweep (learning rate, schedule, seed, number of steps) are arrays.
 """
 
 import dataclasses
@@ -25,16 +24,21 @@ from scaling.training import (
     optimizers,
     parallel,
 )
-from scaling.training.recipes import PLAIN, OptimizerConfig, Schedule, StepConfig
+from scaling.training.recipes import (
+    PLAIN,
+    LearningRateSchedule,
+    OptimizerConfig,
+    StepConfig,
+)
 
 
 class TrainState(NamedTuple):
-    """All that a run carries from step to step.
+    """State of a run between steps.
 
     Attributes:
       params: the model's parameters, float32.
-      moments: what the optimizer remembers.
-      step: how many steps have been taken.
+      moments: state of the optimizer.
+      step: number of steps so far.
     """
 
     params: transformer.Params
@@ -42,16 +46,18 @@ class TrainState(NamedTuple):
     step: Int32[Array, ""]
 
 
-def init(
+def init_train_state(
     model: architectures.Architecture, optimizer: OptimizerConfig, seed: Int[Array, ""]
 ) -> TrainState:
-    """Makes the state before the first step."""
-    params = architectures.init_params(model, jax.random.key(seed))
-    return TrainState(params, optimizers.make(optimizer).init(params), jnp.int32(0))
+    """Returns the state before the first step."""
+    params = architectures.init_model_params(model, jax.random.key(seed))
+    return TrainState(
+        params, optimizers.make_optimizer(optimizer).init(params), jnp.int32(0)
+    )
 
 
 @functools.cache
-def compiled(
+def compiled_steps(
     model: architectures.Architecture,
     optimizer: OptimizerConfig,
     batch_size: int,
@@ -59,39 +65,39 @@ def compiled(
     how: StepConfig = PLAIN,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> Any:
-    """Makes the program of some steps, the same one whenever the arguments are equal.
+    """Returns the compiled program of training steps, cached by its arguments.
 
     Args:
-      model: shape of the model.
-      optimizer: as the state was made for.
+      model: config of the model.
+      optimizer: optimizer of the state.
       batch_size: windows per step.
       seq_len: predictions per window.
-      how: what to keep, in which type, on which devices.
-      objective: what is minimised.
+      how: dtype, rematerialization and layout of a step.
+      objective: the training objective.
 
     Returns:
-      A function of a state, as `place` divides it if `how` has a layout; of the tokens
-      to learn, such as `Corpus.stream`; of the schedule of the learning rate; of the
-      seed of the order of the text; and of the number of steps, at least 1. It returns
-      the new state, and the mean loss of the steps in nats per token. However a run is
-      divided into calls, its states are the same.
+      A function of a state (divided by `divide_train_state` if `how` has a layout), of
+      the training tokens such as `Corpus.stream`, of the learning rate schedule, of the
+      seed of the order of windows, and of the number of steps, at least 1. It returns
+      the new state, and the mean loss of the steps in nats per token. The states of a
+      run do not depend on its division into calls.
     """
-    update = optimizers.make(optimizer).update
+    update = optimizers.make_optimizer(optimizer).update
 
     def steps(
         state: TrainState,
         stream: UInt[Array, " tokens"],
-        schedule: Schedule,
+        schedule: LearningRateSchedule,
         seed: Int[Array, ""],
         num_steps: Int[Array, ""],
     ) -> tuple[TrainState, Float[Array, ""]]:
         how.check(batch_size)
         objective.check(seq_len, how.layout)
-        gradient = parallel.gradient(model, how, objective)
+        gradient = parallel.divided_gradient(model, how, objective)
 
         def step(_, carry):
             (params, moments, step), total = carry
-            windows = corpora.draw(
+            windows = corpora.draw_windows(
                 stream,
                 seed,
                 step,
@@ -104,7 +110,7 @@ def compiled(
             rate = schedule.at(step)
             params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
             state = TrainState(params, moments, step + 1)
-            return _kept_divided(state, model, how.layout), total + loss
+            return _constrain_sharding(state, model, how.layout), total + loss
 
         state, total = jax.lax.fori_loop(0, num_steps, step, (state, jnp.float32(0)))
         return state, total / num_steps.astype(jnp.float32)
@@ -112,28 +118,28 @@ def compiled(
     return jax.jit(steps)
 
 
-def place(
+def divide_train_state(
     state: TrainState, model: architectures.Architecture, layout: Layout
 ) -> TrainState:
-    """Divides a state over the devices of a layout, ready for `steps`."""
+    """Divides a state over the devices of a layout, for `compiled_steps`."""
     whole = dataclasses.replace(layout, zero=0)
     return TrainState(
-        params=meshes.place(model, whole, state.params),
-        moments=meshes.place(model, layout, state.moments),
-        step=meshes.place(model, whole, state.step),
+        params=meshes.place_tree(model, whole, state.params),
+        moments=meshes.place_tree(model, layout, state.moments),
+        step=meshes.place_tree(model, whole, state.step),
     )
 
 
-def _kept_divided(
+def _constrain_sharding(
     state: TrainState, model: architectures.Architecture, layout: Layout
 ) -> TrainState:
-    """Has the compiler leave every part of a state where `place` put it."""
+    """Constrains a state to the sharding of `divide_train_state`."""
     if layout.num_devices == 1:
         return state
-    mesh = meshes.make_mesh(layout)
+    mesh = meshes.make_training_mesh(layout)
     specs = TrainState(
         *(
-            meshes.specs(model, how, mesh, tree)
+            meshes.tree_specs(model, how, mesh, tree)
             for how, tree in zip(
                 (dataclasses.replace(layout, zero=0), layout, layout),
                 state,

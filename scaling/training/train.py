@@ -1,8 +1,8 @@
-"""Trains a language model: in memory, or in a folder that survives anything.
+"""Training of a language model, in memory or in a folder that can be resumed.
 
-With `jaxkv.snapshots` the door to Orbax; the steps themselves are in `stepping`. A run
-that was killed is taken up by calling `train` again with the same folder, and ends bit
-for bit where the unbroken run would have.
+Together with `jaxkv.snapshots` the only module that imports Orbax; `step` has the
+steps. A killed run continues when `train` is called again with the same folder, and
+ends with the bits of an uninterrupted run.
 """
 
 import contextlib
@@ -24,39 +24,39 @@ from jaxkv.parallel import processes
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora, streams
 from scaling.training import meshes, objectives, run_folder, step
-from scaling.training.recipes import Schedule, TrainConfig
-from scaling.training.step import TrainState, compiled, init
+from scaling.training.recipes import LearningRateSchedule, TrainConfig
+from scaling.training.step import TrainState, compiled_steps, init_train_state
 
 __all__ = [
-    "Result",
+    "TrainResult",
     "TrainState",
-    "init",
-    "restore",
-    "save",
+    "init_train_state",
+    "restore_checkpoint",
+    "save_checkpoint",
     "train",
     "train_in_memory",
 ]
 
 
 STATE = "state"
-"""Where in a checkpoint Orbax's arrays are."""
+"""Subfolder of a checkpoint with Orbax's arrays."""
 _ALONE = ocp.options.MultiprocessingOptions(active_processes={0})
-"""The first process reads and writes."""
+"""Only the first process reads and writes."""
 
 
-class Result(NamedTuple):
-    """What a run left.
+class TrainResult(NamedTuple):
+    """Result of a training run.
 
     Attributes:
-      state: where the run stands; its parameters are float32.
-      curve: one dict per report: `step`; `tokens` and `epoch`, trained on by this run
-        so far; `loss` (nats per token, mean over the steps since the last report; what
-        another objective says it shows);
-        `learning_rate`; `duration_s`, spent in training by this run so far.
-      checkpoint: folder of the last checkpoint, which another run can start from; None
-        of a run in memory.
-      status: `done`; `stopped`, because it was asked to; or `diverged`, if a loss was
-        not finite: the parameters are then those before the last report.
+      state: final state; its parameters are float32.
+      curve: one dict per report: `step`; `tokens` and `epoch` of this run so far;
+        `loss` (mean nats per token since the last report, or the reported loss of
+        another objective); `learning_rate`; `duration_s`, training time of this run so
+        far.
+      checkpoint: folder of the last checkpoint, from which another run can start; None
+        for a run in memory.
+      status: `done`; `stopped`, by request; or `diverged`, if a loss was not finite:
+        the parameters are then those before the last report.
     """
 
     state: TrainState
@@ -66,7 +66,7 @@ class Result(NamedTuple):
 
     @property
     def params(self) -> transformer.Params:
-        """The parameters that were reached."""
+        """The final parameters."""
         return self.state.params
 
 
@@ -78,50 +78,51 @@ def train(
     objective: objectives.Objective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
     resume: Literal["last", "previous"] = "last",
-) -> Result:
-    """Trains a model in a folder, or takes up the run that the folder holds.
+) -> TrainResult:
+    """Trains a model in a folder, or resumes the run of the folder.
 
-    A checkpoint is written aside and renamed, with the SHA-256 of each of its files. A
-    killed run loses at most `checkpoint_every` steps; Ctrl-C, or `progress.stopped` in
-    any process, loses at most `report_every`: the run then saves and returns.
+    A checkpoint is written under another name and renamed, with the SHA-256 of each of
+    its files. A killed run loses at most `checkpoint_every` steps; after Ctrl-C, or
+    `progress.stopped` in any process, the run saves and returns, and loses at most
+    `report_every` steps.
 
-    A run goes on under any layout and in any number of processes: parameters are taken
-    up bit for bit, and later losses agree to `run_folder.TOLERANCE`. Where a layout
-    decides more than rounding, with `capacity` or for a mixture of experts with
-    accumulation, it must be the same.
+    A run can resume with any layout and number of processes: parameters are restored
+    bit for bit, and later losses agree to `run_folder.TOLERANCE`. If a layout changes
+    more than rounding, with `capacity` or for experts with accumulation, it must stay
+    the same.
 
     Args:
       config: the run.
-      out: its folder, as `runs` describes it, made where it is missing.
-      start: a checkpoint of another run of the same model and optimizer, whose state
-        and step count are continued under this run's schedule and text.
-      objective: what is minimised.
-      progress: who is told.
-      resume: `last`: from the last checkpoint; `previous`: from the newest one that is
-        whole, damaged ones after it being removed, with a warning.
+      out: its folder, as described in `run_folder`; created if missing.
+      start: checkpoint of another run of the same model and optimizer, whose state and
+        step count continue with this run's schedule and corpus.
+      objective: the training objective.
+      progress: receives the progress.
+      resume: `last`: from the last checkpoint; `previous`: from the newest undamaged
+        one, with a warning; later damaged ones are deleted.
 
     Returns:
-      What was reached.
+      The result.
 
     Raises:
-      ValueError: the folder holds another run, another process is writing there, the
-        text is missing or too short, there is nothing to start from, or the checkpoint
-        to go on from is damaged.
+      ValueError: the folder holds another run, another process writes to it, the corpus
+        is missing or too short, `start` is missing, or the checkpoint to resume from is
+        damaged.
     """
     processes.check_all_used(config.how.layout.num_devices)
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
-    state = init(config.model, config.optimizer, jnp.int32(config.seed))
+    state = init_train_state(config.model, config.optimizer, jnp.int32(config.seed))
     if not processes.is_first():
-        # The first process has the folder; the state is put together by all.
+        # Only the first process has the folder; all processes gather the state.
         state, first_step = processes.broadcast_from_first((state, 0))
         run = _Run(config, corpus, state, int(first_step), objective, progress)
         for line in run.reports():
             if line["step"] % config.checkpoint_every == 0:
                 _ = run.state
-        return Result(run.state, run.curve, None, run.status)
+        return TrainResult(run.state, run.curve, None, run.status)
     if start is not None:
-        state = restore(start, state)
+        state = restore_checkpoint(start, state)
     described = dataclasses.asdict(config) | {"corpus_sha256": corpus.digest}
     if objective != objectives.NEXT_TOKEN:
         described["objective"] = repr(objective)
@@ -138,15 +139,15 @@ def train(
         try:
             for line in run.reports():
                 folder.report(line)
-                run.tell(line)
+                run.record_report(line)
                 if line["step"] % config.checkpoint_every == 0:
                     _save(folder, run.state)
         except KeyboardInterrupt:
-            if processes.num() > 1:  # the others are where they cannot be told
+            if processes.num() > 1:  # other processes do not see the interrupt
                 raise
             run.status = "stopped"
         state = run.state
-        return Result(state, run.curve, _save(folder, state), run.status)
+        return TrainResult(state, run.curve, _save(folder, state), run.status)
 
 
 def train_in_memory(
@@ -156,44 +157,44 @@ def train_in_memory(
     start: TrainState | None = None,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
-) -> Result:
-    """Trains a model without leaving anything on disk.
+) -> TrainResult:
+    """Trains a model in memory.
 
     Args:
-      config: the run; `corpus` and `checkpoint_every` do not matter.
-      corpus: what `corpora.open` made of its corpus, so that many runs can share it.
-      start: where another run of the same model and optimizer ended, if not anew; its
-        step count is continued under this run's schedule and text.
-      objective: what is minimised.
-      progress: who is told.
+      config: the run; `corpus` and `checkpoint_every` are ignored.
+      corpus: the opened corpus, from `corpora.open_corpus`, which runs can share.
+      start: final state of another run of the same model and optimizer; its step count
+        continues with this run's schedule and corpus. None for a new run.
+      objective: the training objective.
+      progress: receives the progress.
 
     Returns:
-      What was reached, bit for bit what `train` reaches if it reports at the same
-      steps. Ctrl-C is passed on.
+      The result, equal to that of `train` bit for bit if both report at the same steps.
+      Ctrl-C is passed on.
 
     Raises:
-      ValueError: the text is too short.
+      ValueError: the corpus is too short.
     """
     state = start
     if state is None:
-        state = init(config.model, config.optimizer, jnp.int32(config.seed))
+        state = init_train_state(config.model, config.optimizer, jnp.int32(config.seed))
     endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
     run = _Run(endless, corpus, state, int(state.step), objective, progress)
     for line in run.reports():
-        run.tell(line)
-    return Result(run.state, run.curve, None, run.status)
+        run.record_report(line)
+    return TrainResult(run.state, run.curve, None, run.status)
 
 
 class _Run:
-    """A run under way: its state and curve, whole whenever a report is out.
+    """A run in progress: its state and curve, consistent after every report.
 
     Args:
       config: the run.
-      corpus: what it learns.
-      state: where it stands.
-      first_step: the step that its own tokens are counted from.
-      objective: what is minimised.
-      progress: who is told.
+      corpus: its corpus.
+      state: state to start from.
+      first_step: first step of this run.
+      objective: the training objective.
+      progress: receives the progress.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class _Run:
             raise ValueError(
                 f"{config.model.vocab_size=} must be at least {corpus.vocab_size=}"
             )
-        self._state = step.place(state, config.model, config.how.layout)
+        self._state = step.divide_train_state(state, config.model, config.how.layout)
         self.curve: list[dict[str, Any]] = []
         self.status: Literal["done", "stopped", "diverged"] = "done"
         self._config, self._first, self._progress = config, first_step, progress
@@ -221,13 +222,15 @@ class _Run:
 
     @property
     def state(self) -> TrainState:
-        """Where the run stands, whole."""
-        return meshes.gather(self._config.model, self._config.how.layout, self._state)
+        """Current state, gathered."""
+        return meshes.gather_tree(
+            self._config.model, self._config.how.layout, self._state
+        )
 
     def reports(self) -> Iterator[dict[str, Any]]:
-        """Trains to the end, and gives a line of the curve after each stretch of it."""
-        config, schedule = self._config, Schedule.of(self._config)
-        call = compiled(
+        """Trains to the end; yields a line of the curve after each report interval."""
+        config, schedule = self._config, LearningRateSchedule.of(self._config)
+        call = compiled_steps(
             config.model,
             config.optimizer,
             config.batch_size,
@@ -244,7 +247,7 @@ class _Run:
                 return
             every = (config.report_every, config.checkpoint_every)
             end = min(config.num_steps, *((taken // n + 1) * n for n in every))
-            # Not donated: an interrupt in here leaves the state before it whole.
+            # Not donated: an interrupt during the call keeps the state before it.
             new, loss = call(
                 self._state, tokens, schedule, seed, jnp.int32(end - taken)
             )
@@ -264,18 +267,18 @@ class _Run:
             self.curve.append(line)
             yield line
 
-    def tell(self, line: dict[str, Any]) -> None:
-        """Shows who watches how far the run is."""
+    def record_report(self, line: dict[str, Any]) -> None:
+        """Updates the progress display."""
         self._update(line["tokens"])
         self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
 
 
-def restore(checkpoint: Path, like: TrainState) -> TrainState:
-    """Reads a checkpoint, for a state of the same model and optimizer.
+def restore_checkpoint(checkpoint: Path, like: TrainState) -> TrainState:
+    """Reads a checkpoint of a model and optimizer with states like `like`.
 
     Raises:
-      ValueError: it is missing, of another model or optimizer, or a file of it is
-        damaged, missing or not listed.
+      ValueError: the checkpoint is missing, of another model or optimizer, or one of
+        its files is damaged, missing or not listed.
     """
     checkpoint = Path(checkpoint).absolute()
     if not checkpoint.is_dir():
@@ -285,8 +288,8 @@ def restore(checkpoint: Path, like: TrainState) -> TrainState:
 
 
 def _read_arrays(checkpoint: Path, like: TrainState) -> TrainState:
-    """Reads the arrays of a checkpoint that is known to be whole."""
-    if processes.num() > 1:  # of a process alone, not of the mesh
+    """Reads the arrays of an undamaged checkpoint."""
+    if processes.num() > 1:  # read by one process, not over the mesh
         like = jax.tree.map(np.asarray, like)
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
@@ -300,24 +303,24 @@ def _read_arrays(checkpoint: Path, like: TrainState) -> TrainState:
         raise ValueError(f"{checkpoint}: cannot be continued: {reason}") from error
 
 
-def save(
+def save_checkpoint(
     checkpoint: Path, state: TrainState, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a checkpoint that `restore` will read, whole or not at all.
+    """Writes a checkpoint for `restore_checkpoint`, atomically.
 
-    The list of its files with their SHA-256 is written last, before the folder gets its
-    name.
+    The list of its files with their SHA-256 is written last, before the folder is
+    renamed.
 
     Args:
-      checkpoint: the folder; the one it is in is there.
+      checkpoint: the folder; its parent must exist.
       state: the state.
       texts: further files of the checkpoint, by name.
 
     Raises:
-      ValueError: there is no room, or it must not be written.
+      ValueError: the disk is full, or the folder is not writable.
     """
-    comfort = "; what was saved before is kept, and the same command goes on"
-    with files.aside(Path(checkpoint).absolute(), ValueError, comfort=comfort) as new:
+    advice = "; earlier checkpoints are kept, and the same command continues"
+    with files.aside(Path(checkpoint).absolute(), ValueError, comfort=advice) as new:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         files.make_sure_of_room(new, num_bytes)
         if processes.num() > 1:
@@ -333,9 +336,9 @@ def save(
 
 
 def _save(folder: run_folder.RunFolder, state: TrainState) -> Path:
-    """Writes a checkpoint unless it is there."""
+    """Writes a checkpoint unless it exists."""
     path = folder.checkpoint(int(state.step))
     if not path.exists():
-        save(path, state, folder.texts())
+        save_checkpoint(path, state, folder.texts())
     folder.prune()
     return path

@@ -1,11 +1,11 @@
-"""A transformer over whole sequences with activations as rows: for training.
+"""A transformer over whole sequences with activations as rows, for training.
 
-The layers are those that are served (`jaxkv.models.layers`), with the same parameters.
-In training the gradient of a weight is a product of two activations, and processors
-make it faster of rows than of the columns that suit decoding.
+The layers and parameters are those of serving (`jaxkv.models.layers`). In training, the
+gradient of a weight is a product of two activations, which is faster with rows than
+with the columns that suit decoding.
 
-Under a `Layout` an orientation does what one device of a mesh does, inside
-`jax.shard_map`, with its part of parameters and tokens.
+With a `Layout` the orientation is that of one device of a mesh, inside `jax.shard_map`,
+with its part of parameters and tokens.
 """
 
 import dataclasses
@@ -32,28 +32,28 @@ ONE = Layout()
 """A single device."""
 
 
-class Output(NamedTuple):
-    """What a forward pass gives."""
+class ForwardOutput(NamedTuple):
+    """Output of a forward pass."""
 
     logits: Float[Array, "batch seq vocab"]
-    """Of the token after each, at least float32."""
+    """Logits of the next token, at least float32."""
     auxiliary: Float[Array, ""]
-    """Nats that training adds to the mean loss, weighted already; zero for models that
-    ask for nothing."""
+    """Weighted auxiliary loss in nats, which training adds to the mean loss; zero for
+    models without one."""
 
 
-def outputs(
+def run_transformer(
     params: Params,
     tokens: Int[Array, "batch seq"],
     *,
     config: ModelConfig,
     layout: Layout = ONE,
-) -> Output:
+) -> ForwardOutput:
     """Runs a model over sequences, each from its beginning.
 
-    Parameters are as `transformer.init_params` returns them. Under a `layout` the
-    tokens are those of this device, see `sequence.zigzag_order`, and the logits those
-    of its words.
+    Parameters are those of `transformer.init_params`. With a `layout` the tokens are
+    those of this device, in the order of `sequence.zigzag_order`, and the logits those
+    of its part of the vocabulary.
 
     Raises:
       ValueError: the model has fewer learned positions than `seq`.
@@ -65,37 +65,37 @@ def outputs(
     found = model.run(x, rows.positions(), rows.attend, (), rows)
     logits = model.logits(model.final_norm(found.last, rows.axis), rows)
     auxiliary = rows.auxiliary(found.routings, logits.dtype)
-    return Output(logits.reshape(*tokens.shape, -1), auxiliary)
+    return ForwardOutput(logits.reshape(*tokens.shape, -1), auxiliary)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOrientation(Orientation):
-    """Activations are `[rows, features]`: of each sequence one token after another."""
+    """Activations as `[rows, features]`, token by token of each sequence."""
 
     config: ModelConfig
-    """The whole model."""
+    """Config of the whole model."""
     shape: tuple[int, ...]
-    """Sequences, and the tokens of each, that this device has."""
+    """Numbers of sequences and of tokens of each, on this device."""
     layout: Layout = ONE
-    """How the model is divided."""
+    """Division of the model."""
     axis: ClassVar[int] = -1
 
     def positions(self) -> Int32[Array, " seq"]:
-        """Those of this device's tokens of each sequence."""
+        """Returns the positions of this device's tokens of each sequence."""
         size, ring = self.shape[1] * self.layout.context, self.layout.ring
         return sequence.token_positions(size, ring=ring, ulysses=self.layout.ulysses)
 
     def embed(self, table: Array, tokens: Array, num_words: int) -> Activations:
-        """Looks tokens up; with sequence parallelism for the rows of this device."""
+        """Looks up tokens; with sequence parallelism, the rows of this device."""
         if not self.layout.sequence:
             return super().embed(table, tokens, num_words)
         found = partition.embed_own_tokens(table, tokens)
         return lax.psum_scatter(found, TENSOR, tiled=True)
 
     def look_up_positions(self, table: Array, places: Array) -> Activations:
-        """Looks the positions of one sequence up, for all."""
+        """Looks up the positions of one sequence, and repeats them for all."""
         if self.layout.sequence:
-            # Or gradients would be added up for each sequence, not each row.
+            # Otherwise gradients would be summed for each sequence, not each row.
             table = lax.pcast(table, TENSOR, to="varying")
         found = jnp.tile(table[places], (self.shape[0], 1))
         if not self.layout.sequence:
@@ -105,16 +105,16 @@ class RowOrientation(Orientation):
         return lax.dynamic_slice_in_dim(found, start, part)
 
     def product(self, linear: Linear, x: Activations) -> Activations:
-        """A product with the rows first."""
+        """Multiplies rows by a matrix."""
         return self.matmul(linear.matrix, x)
 
     def expand(
         self, linear: Linear, x: Activations, then: Function | None = None
     ) -> Activations:
-        """A product that gives this device's features of all rows.
+        """Multiplies all rows by this device's columns of a matrix.
 
-        Rows that are kept in parts are gathered, and once more for the weights'
-        gradient rather than kept (Korthikanti et al. 2022, arXiv:2205.05198, section
+        With sequence parallelism rows are gathered, and gathered again for the weights'
+        gradient instead of kept (Korthikanti et al. 2022, arXiv:2205.05198, section
         4.2.2).
         """
         if self.layout.sequence:
@@ -124,29 +124,29 @@ class RowOrientation(Orientation):
         return y if then is None else then(y, -1)
 
     def add_up(self, x: Activations, *, part: int, whole: int) -> Activations:
-        """Adds sums up; with sequence parallelism those of this device's rows."""
+        """Sums partial products; with sequence parallelism, of this device's rows."""
         if part < whole and self.layout.sequence:
             return lax.psum_scatter(x, TENSOR, tiled=True)
         return super().add_up(x, part=part, whole=whole)
 
     def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
-        """As `[batch, seq, kv_heads, group + 2, head_dim]`."""
+        """Reshapes to `[batch, seq, kv_heads, group + 2, head_dim]`."""
         return x.reshape(*self.shape, *shape)
 
     def fuse(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Keeps the parts, since products with rows first cost no more in parts."""
+        """Returns Q, K and V separately: products of rows do not gain from fusion."""
         return q, k, v
 
     def join_heads(self, x: Array) -> Activations:
-        """From `[batch, seq, heads, head_dim]`."""
+        """Reshapes from `[batch, seq, heads, head_dim]`."""
         return x.reshape(math.prod(self.shape), -1)
 
     def gather(self, x: Activations) -> Activations:
-        """All rows, of which sequence parallelism leaves each device a part."""
+        """Gathers all rows, which sequence parallelism divides."""
         return lax.all_gather(x, TENSOR, tiled=True) if self.layout.sequence else x
 
     def share(self, x: Activations) -> Activations:
-        """Sums gradients over devices once, for everything that reads `x`."""
+        """Makes gradients sum over devices once for all uses of `x`."""
         if self.layout.tensor == 1 or self.layout.sequence:
             return x
         return lax.pcast(x, TENSOR, to="varying")
@@ -154,7 +154,7 @@ class RowOrientation(Orientation):
     def mix(
         self, mixture: Mixture, x: Activations, routing: moe.Routing
     ) -> Activations:
-        """Has rows answered by experts, on whichever device these are."""
+        """Computes the outputs of experts for rows, across devices."""
         if self.layout.expert == 1:
             return super().mix(mixture, x, routing)
         if self.layout.capacity is None:
@@ -168,7 +168,7 @@ class RowOrientation(Orientation):
     def unembed(
         self, table: Array, x: Activations, num_words: int
     ) -> Float[Array, "rows words"]:
-        """Gives the logits of this device's words."""
+        """Returns the logits of this device's part of the vocabulary."""
         wide = np.promote_types(x.dtype, np.float32)
         return self.matmul(table, self.gather(x), dtype=wide)
 
@@ -189,11 +189,11 @@ class RowOrientation(Orientation):
     def auxiliary(
         self, routings: Sequence[moe.Routing], dtype: DTypeLike
     ) -> Float[Array, ""]:
-        """What mixtures add to the mean loss: of all of them the mean, weighted."""
+        """Returns the mean auxiliary loss of the mixtures of experts, weighted."""
         every = self.config.experts
         if every is None or not routings:
             return jnp.zeros((), dtype)
-        copies, balance = meshes.copies(self.layout), []
+        copies, balance = meshes.batch_axes(self.layout), []
         for routing in routings:
             loads = moe.expert_load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)

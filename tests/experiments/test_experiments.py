@@ -18,7 +18,10 @@ from tests.support.folders import RECORDS
 def marked(name: str) -> Any:
     mark = pytest.mark.slow if name in smoke.SLOW else pytest.mark.thorough
     marks = [] if name in smoke.QUICK else [mark]
-    if name == "bench_launches" and (reason := deviceless.available()) is not None:
+    if (
+        name == "bench_launches"
+        and (reason := deviceless.unavailable_reason()) is not None
+    ):
         marks.append(pytest.mark.skip(reason))
     return pytest.param(name, marks=marks)
 

@@ -258,7 +258,7 @@ def test_unsupported_gradients_are_refused_in_one_line(
         differentiated(paged.make_pages(MODEL, eight))
     half = paged.make_pages(MODEL, config, dtype="bfloat16")
     h200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: h200)
+    monkeypatch.setattr(devices, "current_target", lambda: h200)
     with pytest.raises(
         ValueError, match="dtype='bfloat16' of K and V must be 'float32'"
     ):

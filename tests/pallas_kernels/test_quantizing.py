@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: rounding, attention over them, engines that keep them."""
+"""Keys and values in 8 bits: rounding, attention over them, engines that use them."""
 
 import dataclasses
 import inspect
@@ -46,10 +46,10 @@ def test_rounding_is_to_the_nearest_number(kind: Any, per: Any) -> None:
     grid = np.arange(256, dtype=np.uint8)
     grid = grid.view(quantizing.FP8 if kind == "fp8" else np.int8).astype(float)
     grid = np.sort(grid[np.isfinite(grid) & (grid > -128 if kind == "int8" else True)])
-    exact, numbers = wide(values) / worth, wide(quantizing.meaning(numbers))
+    exact, numbers = wide(values) / worth, wide(quantizing.as_number_type(numbers))
     nearest = np.abs(exact[..., None] - grid).min(-1)
     assert (np.abs(exact - numbers) <= nearest + 1e-4).all()
-    # The largest of a group gets the largest number.
+    # The largest number of a group becomes the largest of the type.
     axes = -1 if per == "token" else (-2, -1)
     assert (np.abs(numbers).max(axes) == (127 if kind == "int8" else 448)).all()
 
@@ -66,9 +66,9 @@ def test_groups_at_the_limits(kind: Any) -> None:
 
 
 def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
-    """Pages in 8 bits, and the same case with the values that they stand for.
+    """Pages in 8 bits, and the same case with the dequantized values.
 
-    Numbers and scales of places that nobody uses are the worst there are.
+    Unused places have the worst numbers and scales.
     """
     (k, k_scales), (v, v_scales) = (
         quantize(np.nan_to_num(x), kind, per=per) for x in (case.k_pages, case.v_pages)
@@ -81,7 +81,7 @@ def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
         )
     ]
     unused = np.isnan(case.k_pages)
-    worst = -128 if kind == "int8" else 0x7F  # which means NaN
+    worst = -128 if kind == "int8" else 0x7F  # NaN
     k, v = (np.where(unused, np.asarray(worst, x.dtype), x) for x in (k, v))
     gone = unused.all(-1) if per == "token" else unused.all((-2, -1))
     k_scales, v_scales = (np.where(gone, np.nan, x) for x in (k_scales, v_scales))
@@ -95,7 +95,9 @@ def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize("per", ["token", "page"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_over_8_bits_is_that_over_their_values(kind: Any, per: Any) -> None:
+def test_attention_over_8_bits_equals_that_over_dequantized_values(
+    kind: Any, per: Any
+) -> None:
     rng, window = np.random.default_rng(1), 50
     sizes: dict[str, Any] = dict(page_size=16, head_dim=24, window=window)
     runs = [(0, 5), (90, 70), (0, 0), (130, 1)]
@@ -133,24 +135,26 @@ def test_errors_against_float64(kind: Any, dtype: Any) -> None:
     case = make_case(np.random.default_rng(3), runs, **sizes)
     for per in ("token", "page"):
         narrow, scales, exact = in_8_bits(case, kind, per, dtype)
-        ours = attend(*narrow, **scales)
-        assert ours.out.dtype == dtype
+        actual = attend(*narrow, **scales)
+        assert actual.out.dtype == dtype
         k, v = (x.astype(jnp.dtype(dtype)) for x in exact[1:3])
         naive = plain(exact._replace(k_pages=k, v_pages=v), dtype)
-        # What the pages mean: the rule for 8 bits is 4 and 3 times the plain error.
-        # Ours never rounds the values to the type of q, so that it stays below 2.
+        # Against the dequantized pages: the rule for 8 bits allows 4 and 3 times the
+        # plain error. `attend` does not round values to the type of q, so 2 suffices.
         expected = oracle(exact)
         (top, mean), (plain_top, plain_mean) = (
-            error(x, expected) for x in (ours, naive)
+            error(x, expected) for x in (actual, naive)
         )
         assert top <= 2 * plain_top + 1e-5
         assert mean <= 1.5 * plain_mean + 1e-5
-        # What was to be kept: the same rule, against plain attention in 8 bits.
+        # Against the original values: the same rule, relative to plain 8-bit attention.
         before = oracle(case._replace(q=exact.q))
-        (top, mean), (plain_top, plain_mean) = (error(x, before) for x in (ours, naive))
+        (top, mean), (plain_top, plain_mean) = (
+            error(x, before) for x in (actual, naive)
+        )
         assert top <= 4 * plain_top + 1e-5
         assert mean <= 3 * plain_mean + 1e-5
-        # int8 rounds to a step of 1/127 of a group's largest, fp8 to 1/16 of a value.
+        # int8 rounds to 1/127 of a group's largest number, fp8 to 1/16 of a value.
         assert mean < {"int8": 0.004, "fp8": 0.012}[kind]
 
 
@@ -162,13 +166,13 @@ def test_scales_must_fit_the_pages() -> None:
         attend(*narrow)
     with pytest.raises(ValueError, match="k_scales must be given for 8-bit pages"):
         attend(*case, **scales)
-    # One scale for each page beside one for each token.
+    # One scale per token for K, one per page for V.
     mixed = {"k_scales": scales["k_scales"], "v_scales": scales["v_scales"][..., 0]}
     attend(*narrow, **mixed)
     wrong: Any = dict(scales, v_scales=scales["v_scales"][..., :3])
     wrong = {name: jnp.asarray(x) for name, x in wrong.items()}
     with pytest.raises(ValueError, match=r"v_scales.shape=\(\d+, 2, 3\) must be"):
-        # Without the type checks that tests run under, as a user would call it.
+        # Without the type checks of the tests, like a user's call.
         inspect.unwrap(api.paged_attention)(*map(jnp.asarray, narrow[:5]), **wrong)
     with pytest.raises(ValueError, match="implementation='mosaic_gpu': "):
         attend(*narrow, **scales, implementation="mosaic_gpu")
@@ -198,7 +202,7 @@ def test_a_write_reaches_its_place_and_no_other(kind: Any) -> None:
         np.testing.assert_array_equal(found, numbers)
 
 
-def test_writes_say_which_scales_they_need() -> None:
+def test_writes_name_the_scales_they_need() -> None:
     pages, row = jnp.zeros((3, 2, 4, 8), jnp.int8), jnp.ones((1, 2, 8), jnp.float32)
     where = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="scales must be given for 8-bit pages"):
@@ -220,15 +224,15 @@ def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> Non
     position = jnp.arange(7, dtype=jnp.int32)
     page_ids = jnp.asarray([[4, 1]], jnp.int32)
     rows = Rows(position, position, jnp.zeros_like(position), page_ids, position)
-    # One by one or all at once: what stands in a page does not depend on what follows.
+    # One by one or all at once: later writes do not change the content of a page.
     at_once = jax.jit(pages.layout.write)(pages, 1, *tokens, rows)
     for index in range(7):
         one = rows._replace(position=jnp.where(position == index, position, -1))
         pages = jax.jit(pages.layout.write)(pages, 1, *tokens, one)
     for a, b in zip(jax.tree.leaves(pages), jax.tree.leaves(at_once), strict=True):
         np.testing.assert_array_equal(a, b)
-    wanted = [quantizing.dequantize(*quantize(x, kind)) for x in tokens]
-    for x, found in zip(wanted, pages.layout.read(pages, 1, page_ids), strict=True):
+    expected = [quantizing.dequantize(*quantize(x, kind)) for x in tokens]
+    for x, found in zip(expected, pages.layout.read(pages, 1, page_ids), strict=True):
         np.testing.assert_array_equal(found[0, :7], x)
         assert not found[0, 7:].any()
     copied = jax.jit(kv_pages.copy)(
@@ -284,7 +288,7 @@ def test_a_layer_attends_to_what_it_wrote_without_a_copy_of_the_pages(
 def test_an_engine_with_8_bits_answers_alike_in_any_batch(kind: Any) -> None:
     asks = engines.random_asks(np.random.default_rng(7), 6)
     one = dataclasses.replace(CONFIG, kv_dtype=kind, debug=True)
-    # Other pages, other slots, hardly any room, so that sequences are preempted.
+    # Other pages, other slots, and little memory, so that sequences are preempted.
     two = dataclasses.replace(one, num_pages=18, page_size=8, max_slots=3)
     runs = [
         engines.serve(asks, config, state=empty(config)).tokens for config in (one, two)

@@ -1,4 +1,4 @@
-"""One process at a time writes to a folder, whatever command it runs."""
+"""At most one process writes to a folder, with any command."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ Hold = Callable[[Path], subprocess.Popen[str]]
 
 @pytest.fixture
 def hold(popen: Callable[..., subprocess.Popen[str]]) -> Hold:
-    """Has another process take a folder."""
+    """Returns a function that starts another process, which locks a folder."""
 
     def begin(folder: Path) -> subprocess.Popen[str]:
         process = popen("-c", HOLD, str(folder))
@@ -69,7 +69,7 @@ def test_a_lock_ends_with_its_process_however_that_ends(
     assert names(tmp_path) == []
 
 
-def test_who_waited_for_a_file_that_is_gone_takes_the_new_one(
+def test_a_waiter_for_a_deleted_lock_takes_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = fcntl.flock, []
@@ -77,7 +77,7 @@ def test_who_waited_for_a_file_that_is_gone_takes_the_new_one(
     def flock(file: Any, how: int) -> None:
         real(file, how)
         calls.append(how)
-        if len(calls) == 1:  # in between the one before had cleaned up
+        if len(calls) == 1:  # the previous process has deleted the file in the meantime
             (tmp_path / locking.NAME).unlink()
 
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -88,7 +88,7 @@ def test_who_waited_for_a_file_that_is_gone_takes_the_new_one(
     lock.close()
 
 
-def test_where_there_are_no_locks_a_warning_says_so(
+def test_a_file_system_without_locks_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(file: Any, how: int) -> None:

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_packing
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import decode_plan, prefill_plan
-from pallas_kernels.paged_attention.dispatch import Tilings
+from pallas_kernels.paged_attention.dispatch import KernelTilings
 from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.support.kernel_cases import Case
@@ -27,7 +27,7 @@ SMALL = Tiling(num_programs=3, stages=2)
 TWO = Tiling(num_programs=4, stages=2, block_rows=128)
 TILES = Tiling(num_programs=2, stages=2, block_rows=128)
 """Of the prefill kernel: tiles of 128 rows and, small, of 64 keys."""
-TILINGS = Tilings(decode=SMALL, prefill=TILES)
+TILINGS = KernelTilings(decode=SMALL, prefill=TILES)
 
 # Which of them comes first is up to the version of jax and to the threads.
 NOTICED = (
@@ -91,7 +91,7 @@ def run(
             q = arrays["q"]
             packed_q = jnp.where(lay_out(jnp.ones_like(q)) == 1, lay_out(q), jnp.nan)
             arrays = arrays | {"q": jnp.full_like(q, jnp.nan)}
-        return decode.attend(
+        return decode.attend_decode(
             *among_layers(arrays),
             plan,
             packed_q=packed_q,
@@ -119,7 +119,7 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
             tiling=tiling,
             window=case.window,
         )
-        return prefill.attend(
+        return prefill.attend_prefill(
             *among_layers(arrays),
             plan,
             layer=jnp.int32(1),
@@ -136,9 +136,9 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
         return jax.block_until_ready(attend(case.arrays(), interpret))
 
 
-def scoring(case: Case, arrays: dict[str, Any]) -> Scoring:
+def scoring(case: Case, arrays: dict[str, Any]) -> ScoreTransform:
     """Makes scores as the case asks, slopes and sinks by query head."""
-    return Scoring(case.scale, case.softcap, arrays["alibi"], arrays["sinks"])
+    return ScoreTransform(case.scale, case.softcap, arrays["alibi"], arrays["sinks"])
 
 
 def among_layers(arrays: dict[str, Any]) -> list[Any]:
@@ -163,7 +163,9 @@ def seed_bug(
     patch: pytest.MonkeyPatch, warpgroups: types.ModuleType, removed: str, added: str
 ) -> None:
     """Changes one place of a kernel's warpgroups, or of what they share with others."""
-    homes = {warpgroups: ("consume", "produce"), kv_ring: ("copy_tile",)}
+    kind = warpgroups.__name__.rpartition(".")[2].removesuffix("_body")
+    bodies = (f"run_{kind}_consumer", f"run_{kind}_producer")
+    homes = {warpgroups: bodies, kv_ring: ("copy_tile",)}
     [home] = (x for x in homes if removed in inspect.getsource(x))
     changed = mutant(home, {removed: added})
     for name in homes[home]:

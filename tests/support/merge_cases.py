@@ -40,7 +40,9 @@ class Case(NamedTuple):
 
 def parts_of(plan: DecodePlan, tiling: Tiling) -> np.ndarray:
     """First and last program of each item, of two KV heads."""
-    return np.asarray(stream_k.parts(plan.schedule.ends, kv_heads=2, tiling=tiling))
+    return np.asarray(
+        stream_k.all_item_programs(plan.schedule.ends, kv_heads=2, tiling=tiling)
+    )
 
 
 def make(
@@ -80,4 +82,4 @@ def make(
     # A row that saw nothing in one part of its item.
     part_lse[written.nonzero()[0][0], 1, 0] = -np.inf
     states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
-    return Case(merging.CutStates(*states), plan, group, tiling)
+    return Case(merging.PartialStates(*states), plan, group, tiling)

@@ -189,7 +189,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 stack, Peer, config.peer_python, peers, needed=True
             )
         # What the device reads and multiplies, on arrays that no cache holds.
-        on_gpu = devices.current().platform == "gpu"
+        on_gpu = devices.current_target().platform == "gpu"
         sizes = (2**29, 8192) if on_gpu else (2**25, 1024)
         size, width = (2**16, 64) if config.model == "random-tiny" else sizes
         ceilings = timing.measure_ceilings(

@@ -29,7 +29,7 @@ from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit as fits_fit
-from scaling.fits import levenberg_marquardt, observe
+from scaling.fits import levenberg_marquardt, make_observations
 from scaling.laws import evaluation, published, synthetic
 
 OURS, FIRST = "jaxkv", "jaxkv, first call"
@@ -138,9 +138,9 @@ def value_and_gradient(x: np.ndarray, runs: Runs) -> tuple[float, np.ndarray]:
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, piece by piece; ended early, it has whole pieces."""
-    data, law = synthetic.runs(config.num_points), published.CHINCHILLA
+    data, law = synthetic.simulate_isoflop_runs(config.num_points), published.CHINCHILLA
     full = fits_fit.fit(law, data)
-    problem = levenberg_marquardt.Problem(law, observe(law, data))
+    problem = levenberg_marquardt.FitProblem(law, make_observations(law, data))
     runs = Runs(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
     start = _logged(np.array([[*full.coefficients.values()]]))[0]
     shape = (config.num_resamples, config.num_points)
@@ -149,7 +149,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     def ours(rows: np.ndarray) -> np.ndarray:
         counts = [np.bincount(row, minlength=config.num_points) for row in rows]
         starts = np.tile(full.coordinates, (len(rows), 1))
-        ends = levenberg_marquardt.solve(problem, np.array(counts, float), starts)
+        ends = levenberg_marquardt.solve_weightings(
+            problem, np.array(counts, float), starts
+        )
         centre = problem.seen.centre
         return _logged(evaluation.coefficients(law, ends.coordinates, centre))
 
@@ -169,7 +171,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         everyone["autograd + SciPy BFGS"] = bfgs(objective, gradient)
     if config.slow:  # SciPy's default
         everyone["finite differences + SciPy BFGS"] = bfgs(objective, None)
-    levenberg_marquardt.multistart.compiled.cache_clear()
+    levenberg_marquardt.multistart.compiled_minimize.cache_clear()
     with _compiling_anew():
         first_s, _ = timed(ours, drawn)
     ends = {name: np.zeros((0, len(start))) for name in everyone}

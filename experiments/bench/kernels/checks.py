@@ -55,9 +55,9 @@ def check(size: str, name: str) -> dict[str, Any]:
             sizes = {} if size == "gpu" else sizes | {"dtype": "float32"}
             sizes |= {"kind": kind, "rows": ROWS[kind], "lengths": "uniform"}
             spec = Spec(batch=3, context=300, **sizes)
-            problem: Any = problems.make(spec, feature=feature)
+            problem: Any = problems.make_attention(spec, feature=feature)
         else:
-            problem = problems.of(shapes(size)[name], num_turns=1)
+            problem = problems.make_problem(shapes(size)[name], num_turns=1)
         spec = problem.spec
         known = {x.name: x.prepare for x in runs.of(spec) if not x.is_peer}
         error = lambda name: float(known[name](problem).error())  # noqa: E731
@@ -123,19 +123,19 @@ def _rotary_write(size: str) -> Check:
 
     def error(implementation: Any) -> float:
         call = functools.partial(
-            rotary_write.rotate_and_write,
+            rotary_write.write_rotated_kv,
             num_layers=NUM_LAYERS,
             implementation=implementation,
         )
         where = (jnp.asarray(x, jnp.int32) for x in (page, offset))
         options: Any = {"packing": packing, "layer": jnp.int32(LAYER)}
-        turns = rotary_write.Turns(cos, sin)
+        turns = rotary_write.RotaryCosSin(cos, sin)
         q, in_blocks, *found = jax.jit(call)(qkv, turns, *pages, *where, **options)
         assert in_blocks is not None  # a packing was given
         for before, after in zip(map(np.asarray, pages), found, strict=True):
             if not (before == np.asarray(after))[untouched].all():
                 return float("inf")
-        back = row_packing.unpack(in_blocks, packing, group=group, fill=0.0)
+        back = row_packing.unpack_rows(in_blocks, packing, group=group, fill=0.0)
         written = (np.asarray(each)[there] for each in found)
         return _worst([q, back.reshape(queries.shape), *written], right)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.bench.peer_process import PeerProcess
 from experiments.harness.kernels import MAX_ERROR, Implementation, Run
-from pallas_kernels.bench import Problem, Timing
+from pallas_kernels.bench import AttentionProblem, Timing
 
 FOLDER = Path(__file__).with_name("peers")
 PEERS = {
@@ -70,7 +70,7 @@ def prepared(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementatio
       num_calls: calls that it times.
     """
 
-    def prepare(problem: Problem) -> Run:
+    def prepare(problem: AttentionProblem) -> Run:
         spec, kin = problem.spec, problem.ancestors
         trees = (spec.batch, spec.rows, spec.rows)
         # The peer draws its own numbers.

@@ -83,7 +83,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     # Lets the peers have some of the GPU's memory, if jax has not taken it yet.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    target = devices.current()
+    target = devices.current_target()
     chosen = _choose(config, target.platform)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -177,7 +177,7 @@ class _Measurement:
             try:
                 with self.budget.spend(name, share):
                     turns = timing.num_turns(spec.bytes, self.kind)
-                    problem = problem or problems.of(spec, num_turns=turns)
+                    problem = problem or problems.make_problem(spec, num_turns=turns)
                     row |= self._time(spec, prepare(problem))
             except Exception as error:  # of a peer's, of a compiler's: the others go on
                 said = str(error).strip().split("\n")[0][:200]

@@ -197,13 +197,13 @@ class Launches(Record):
 
 def prepare() -> None:
     """Has JAX load the compiler for GPUs, before it starts its devices."""
-    deviceless.prepare()
+    deviceless.load_compiler()
 
 
 def run(config: Config, progress: Progress = QUIET) -> Launches:
     """Compiles every depth; ended early, it has those that are done."""
     prepare()
-    if (reason := deviceless.available()) is not None:
+    if (reason := deviceless.unavailable_reason()) is not None:
         raise ValueError(f"cannot compile for an H200: {reason}")
     counts, waits, compiled, found = Counts.of([]), Waits.of([]), [], (0, 0, 0)
     cached = config.prefix_cache
@@ -211,7 +211,7 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
         with tempfile.TemporaryDirectory() as folder:
             program, arguments, pool = _program(config, depth)
             cpu_s, wall_s = time.process_time(), time.perf_counter()
-            compiler_report = deviceless.compile(
+            compiler_report = deviceless.compile_function(
                 program,
                 *arguments,
                 donate_argnums=1,
@@ -221,14 +221,14 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
             compiled.append((depth, cpu_s, wall_s))
             if len(counts):
                 continue
-            plan = launches.read(Path(folder))
+            plan = launches.read_plan(Path(folder))
         copies = weight_copies(compiler_report.text, arguments[0])
         found = copies, pool, compiler_report.alias_bytes
         routes = (*ROUTES, FILLING) if cached else ROUTES
         counts = count(plan, 1 if config.scanned else depth, routes)
         loops = [
             (thunk, inside)
-            for thunk, inside in launches.walk(plan)
+            for thunk, inside in launches.walk_thunks(plan)
             if thunk.kind in launches.LOOPS and thunk.trips is None
         ]
         waits = Waits.of(
@@ -264,7 +264,7 @@ def count(
     for route in routes:
         found: dict[str, int] = dict.fromkeys(("layer", "forward", *PARTS, "other"), 0)
         chosen = _Quiet(route.name, route.choices)
-        for thunk, times, inside in launches.executed([steps], chosen):
+        for thunk, times, inside in launches.executed_launches([steps], chosen):
             found[_part(thunk, inside)] += times
         found["layer"] = -(-found["layer"] // num_layers)
         rows += [(route.name, part, num) for part, num in found.items()]

@@ -15,8 +15,13 @@ from experiments.harness.timing import timed
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.costs import devices
-from scaling.training import OptimizerConfig, Schedule, StepConfig, architectures
-from scaling.training.step import compiled, init
+from scaling.training import (
+    LearningRateSchedule,
+    OptimizerConfig,
+    StepConfig,
+    architectures,
+)
+from scaling.training.step import compiled_steps, init_train_state
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 WORDS = {"PyTorch": (SCRIPT, "Eager"), "PyTorch, compiled": (SCRIPT, "Compiled")}
@@ -55,8 +60,8 @@ class Ours:
         text = np.random.default_rng(0).integers(0, model.vocab_size, num, np.uint16)
         self._stream = jnp.asarray(text)
         how = StepConfig(dtype=dtype)
-        self._call = compiled(model, OPTIMIZER, batch_size, seq_len, how)
-        self._state = init(model, OPTIMIZER, self._seed)
+        self._call = compiled_steps(model, OPTIMIZER, batch_size, seq_len, how)
+        self._state = init_train_state(model, OPTIMIZER, self._seed)
         self.params = self._state.params
         first_s, first = timed(self._train, 1)
         others = range(NUM_CHECKED - 1)
@@ -67,7 +72,9 @@ class Ours:
 
     def windows(self) -> np.ndarray:
         """The text of the steps that are compared, [steps, batch, seq_len + 1]."""
-        draw = functools.partial(corpora.draw, self._stream, self._seed, **self._shape)
+        draw = functools.partial(
+            corpora.draw_windows, self._stream, self._seed, **self._shape
+        )
         return np.asarray(jax.vmap(draw)(jnp.arange(NUM_CHECKED, dtype=jnp.int32)))
 
     def rate(self, seconds: float) -> float:
@@ -93,7 +100,7 @@ class Ours:
         return rate * self.flops_per_token / device.rate(self._dtype)
 
     def _train(self, num_steps: int) -> float:
-        schedule = Schedule.constant(RATE)
+        schedule = LearningRateSchedule.constant(RATE)
         self._state, loss = self._call(
             self._state, self._stream, schedule, self._seed, jnp.int32(num_steps)
         )

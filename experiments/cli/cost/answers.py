@@ -5,7 +5,7 @@ import dataclasses
 from experiments.cli.cost.case import Case
 from experiments.framework import units
 from scaling.costs import Layout, flops, memory, parameters, serving, traffic
-from scaling.shapes import Description, Experts
+from scaling.shapes import MixtureShape, ModelShape
 
 
 def answers(case: Case) -> list[tuple[str, str]]:
@@ -21,7 +21,7 @@ def answers(case: Case) -> list[tuple[str, str]]:
 
 
 def _times_three(case: Case) -> str:
-    step = case.of(flops.training)
+    step = case.of(flops.training_step_flops)
     return (
         "A product y = W x is made once forward. Backward makes two of its size: W' dy "
         "for what came before, dy x' for the gradient of W; of attention's scores one "
@@ -33,10 +33,10 @@ def _times_three(case: Case) -> str:
 
 def _boundaries(case: Case) -> str:
     found, plain = (
-        case.of(memory.training, layout=Layout(), checkpointing=policy)
+        case.of(memory.training_memory, layout=Layout(), checkpointing=policy)
         for policy in ("boundary", "none")
     )
-    again = case.of(flops.training, checkpointing="full").recomputed
+    again = case.of(flops.training_step_flops, checkpointing="full").recomputed
     return (
         f"Each layer keeps its input, {case.bytes_per_param.weight} b s h bytes: "
         f"{found.activations:,.0f} bytes ({found.activations / 2**30:.3g} GiB) over "
@@ -54,7 +54,7 @@ def _pipeline(case: Case) -> str:
     if case.layout.pipeline == 1:
         layers = case.model.num_layers
         stages = next((p for p in (8, 4, 2, 3, 5) if layers % p == 0), layers)
-    once = case.of(flops.training).forward / stages / case.device.bfloat16
+    once = case.of(flops.training_step_flops).forward / stages / case.device.bfloat16
     link = sent / case.device.link
     return (
         f"One activation of b s h numbers at each of the p - 1 boundaries, and its "
@@ -67,15 +67,17 @@ def _pipeline(case: Case) -> str:
 
 
 def _quadratic(case: Case) -> str:
-    terms, model = case.of(flops.forward), case.model
+    terms, model = case.of(flops.forward_terms), case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
-    whole = flops.total(terms)
+    whole = flops.total_flops(terms)
     seen = model.over_layers(
         lambda window: flops.twice_pairs(case.sequence, 0, window, case.attention)
     )
     each = square / seen  # of a pair, summed over layers without windows
     half = 1 if case.attention == "causal" else 2
-    equal = 2 * parameters.parameters(model).matmul / (each * half * model.num_layers)
+    equal = (
+        2 * parameters.count_parameters(model).matmul / (each * half * model.num_layers)
+    )
     said = (
         "Scores and values alone: every query meets every key, 4 n d s operations a "
         f"token and layer. Here {units.share(square / whole)} of the forward pass; as "
@@ -96,10 +98,10 @@ def _mixture(case: Case) -> str:
         return _real_mixture(case)
     mixed = dataclasses.replace(
         model,
-        experts=Experts(num_experts=8, top_k=2, size=model.mlp_size),
+        experts=MixtureShape(num_experts=8, top_k=2, size=model.mlp_size),
         mixture_layers=(True,),
     )
-    now, then = parameters.parameters(model), parameters.parameters(mixed)
+    now, then = parameters.count_parameters(model), parameters.count_parameters(mixed)
     return (
         f"{model.name} has none. With 8 experts of its FFN's width, 2 of them for a "
         f"token, parameters would grow {then.total / now.total:.2f} times to "
@@ -116,7 +118,7 @@ def _real_mixture(case: Case) -> str:
     plain = dataclasses.replace(
         model, experts=None, mlp_size=size, mixture_layers=(), num_ahead_layers=0
     )
-    now, dense = parameters.parameters(model), parameters.parameters(plain)
+    now, dense = parameters.count_parameters(model), parameters.count_parameters(plain)
     return (
         f"Of {now.total / 1e9:.4g} G parameters a token uses {now.active / 1e9:.4g} G. "
         f"A dense model of the width that a token meets would have "
@@ -128,14 +130,15 @@ def _real_mixture(case: Case) -> str:
     )
 
 
-def _growth(before: Description, after: Description, case: Case) -> str:
+def _growth(before: ModelShape, after: ModelShape, case: Case) -> str:
     one, other = (
-        flops.total(flops.forward(x, sequence=case.sequence)) for x in (before, after)
+        flops.total_flops(flops.forward_terms(x, sequence=case.sequence))
+        for x in (before, after)
     )
     return f"{other / one:.2f}"
 
 
-def _where(model: Description, case: Case) -> str:
+def _where(model: ModelShape, case: Case) -> str:
     """Tensor against expert parallelism, over as many devices as both allow."""
     x = model.experts
     assert x is not None
@@ -146,7 +149,7 @@ def _where(model: Description, case: Case) -> str:
             continue
         # As many tokens in all: tensor parallelism works on p times a device's batch.
         tensor, expert = (
-            traffic.training(model, layout, batch=batch, sequence=case.sequence)
+            traffic.training_traffic(model, layout, batch=batch, sequence=case.sequence)
             for layout, batch in (
                 (Layout(tensor=p), case.batch * p),
                 (Layout(expert=p, data=p), case.batch),
@@ -170,13 +173,15 @@ def _serving(case: Case) -> str:
     ridge = case.ridge
 
     def decode(batch: int) -> float:
-        return case.of(serving.decode, batch=batch).intensity
+        return case.of(serving.decode_work, batch=batch).intensity
 
     def prefill(prompt: int) -> float:
-        return case.of(serving.prefill, prompt=prompt).intensity
+        return case.of(serving.prefill_work, prompt=prompt).intensity
 
-    batch = serving.turning_point(lambda size: decode(size) > ridge)
-    prompt = serving.turning_point(lambda size: prefill(size) > ridge, most=1 << 20)
+    batch = serving.find_compute_bound_size(lambda size: decode(size) > ridge)
+    prompt = serving.find_compute_bound_size(
+        lambda size: prefill(size) > ridge, most=1 << 20
+    )
     decoding = (
         f"from {batch:,} sequences on"
         if batch is not None

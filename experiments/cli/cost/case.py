@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from scaling.costs import Attention, Device, Layout, activations, devices
 from scaling.costs.devices import Precision
 from scaling.costs.flops import Checkpointing
-from scaling.costs.memory import MIXED, SINGLE, Bytes
-from scaling.shapes import Description
+from scaling.costs.memory import MIXED, SINGLE, BytesPerParam
+from scaling.shapes import ModelShape
 
 
 class Case(NamedTuple):
@@ -27,7 +27,7 @@ class Case(NamedTuple):
       dropout: whether training drops out.
     """
 
-    model: Description
+    model: ModelShape
     batch: int
     sequence: int
     device: Device
@@ -44,7 +44,7 @@ class Case(NamedTuple):
         return devices.BYTES[self.dtype]
 
     @property
-    def bytes_per_param(self) -> Bytes:
+    def bytes_per_param(self) -> BytesPerParam:
         """Of weights, gradients and optimizer when training."""
         return SINGLE if self.dtype == "float32" else MIXED
 
@@ -54,9 +54,11 @@ class Case(NamedTuple):
         return self.device.ridge(self.dtype)
 
     @property
-    def stored(self) -> tuple[activations.Stored, ...]:
+    def stored(self) -> tuple[activations.StoredTensor, ...]:
         """Tensors that a layer keeps for the backward pass."""
-        return self.of(activations.stored, number_bytes=self.bytes_per_param.weight)
+        return self.of(
+            activations.stored_tensors, number_bytes=self.bytes_per_param.weight
+        )
 
     def of[T](self, formula: Callable[..., T], **change: Any) -> T:
         """What a formula of `scaling.costs` gives for this case.

@@ -18,7 +18,7 @@ from experiments.harness import bundled
 from jaxkv import validation
 from scaling.costs import devices, flops, parallelism, parameters, serving, traffic
 from scaling.costs import memory as costs_memory
-from scaling.shapes import Description, huggingface, published
+from scaling.shapes import ModelShape, huggingface, published
 
 MAX_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
@@ -116,8 +116,8 @@ def look_up(name: str, options: Options) -> Case:
             f"sequence={sequence} must be at most {model.max_positions}, the positions "
             f"that {model.name} has"
         )
-    layout = parallelism.parse(options.parallel, zero=options.zero)
-    parallelism.check(model, layout, sequence=sequence)
+    layout = parallelism.parse_layout(options.parallel, zero=options.zero)
+    parallelism.check_layout(model, layout, sequence=sequence)
     device = devices.find(options.device)
     device.rate(options.dtype)
     return Case(
@@ -134,18 +134,18 @@ def look_up(name: str, options: Options) -> Case:
     )
 
 
-def find(name: str) -> Description:
+def find(name: str) -> ModelShape:
     """Finds a model: a path first, then a published name, then a bundled one.
 
     Raises:
       ValueError: there is none, or its file describes no model that is counted.
     """
     if Path(name).exists():
-        return huggingface.load(Path(name))
+        return huggingface.load_shape(Path(name))
     if name in published.CONFIGS:
         return published.describe(name)
     if name in bundled.names():
-        return huggingface.load(bundled.folder_of(name))
+        return huggingface.load_shape(bundled.folder_of(name))
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
     known = [*published.CONFIGS, *bundled.names()]
@@ -161,18 +161,21 @@ def names() -> str:
 def describe(case: Case) -> dict[str, Any]:
     """Gives every number as a JSON document."""
     model, tokens = case.model, case.batch * case.sequence
-    step, memory = case.of(flops.training), case.of(costs_memory.training)
-    params, places = parameters.parameters(model), parameters.copies(model)
-    decode, prefill = case.of(serving.decode), case.of(serving.prefill)
+    step, memory = (
+        case.of(flops.training_step_flops),
+        case.of(costs_memory.training_memory),
+    )
+    params, places = parameters.count_parameters(model), parameters.place_counts(model)
+    decode, prefill = case.of(serving.decode_work), case.of(serving.prefill_work)
     schemes: dict[str, dict[str, float]] = {}
-    for each in case.of(traffic.training):
+    for each in case.of(traffic.training_traffic):
         scheme = schemes.setdefault(each.scheme, {"forward": 0.0, "backward": 0.0})
         scheme["forward"] += each.forward
         scheme["backward"] += each.backward
     terms = {
-        "forward": case.of(flops.forward),
-        "prefill": case.of(flops.forward, logits="last"),
-        "decode": case.of(flops.decode),
+        "forward": case.of(flops.forward_terms),
+        "prefill": case.of(flops.forward_terms, logits="last"),
+        "decode": case.of(flops.decode_terms),
     }
     return {
         "model": model.name,
@@ -180,7 +183,7 @@ def describe(case: Case) -> dict[str, Any]:
         "num_params": params._asdict(),
         "params_by_weight": {
             f"{x.part}: {x.name}": x.size * x.stored * places[x.place]
-            for x in parameters.weights(model)
+            for x in parameters.list_weights(model)
             if x.place != "ahead"
         },
         "flops": {
@@ -218,7 +221,7 @@ def _divided(total: int, tokens: int) -> int | float:
     return total // tokens if total % tokens == 0 else total / tokens
 
 
-def _served(case: Case, work: serving.Work) -> dict[str, Any]:
+def _served(case: Case, work: serving.ServingWork) -> dict[str, Any]:
     return {
         **work._asdict(),
         "intensity": work.intensity,

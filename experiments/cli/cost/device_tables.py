@@ -12,7 +12,7 @@ def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
     """Lays out what serving takes, what is sent, and one device's part."""
     rows = [
         (f"{x.scheme}: {x.name}", x.formula, *map(units.size, (x.forward, x.backward)))
-        for x in case.of(traffic.training)
+        for x in case.of(traffic.training_traffic)
     ]
     heads = ("exchange", "per device", "forward", "backward")
     note = "Bytes that a device sends in one step of one micro-batch."
@@ -34,7 +34,7 @@ def _serving(case: Case, told: dict[str, Any]) -> Sheet:
         rows.append((name, counted[0], *read, counted[1], *times, work["bound"]))
     heads = ("step", "operations", "weights", "K and V", "op/byte")
     dtype, d = case.dtype, case.device
-    kept = case.of(serving.kv_bytes_of, tokens=case.sequence)
+    kept = case.of(serving.sequence_kv_bytes, tokens=case.sequence)
     note = (
         f"K and V: {told['kv_bytes_per_token']:,.0f} bytes a token, "
         f"{units.size(kept)} for s tokens. "
@@ -54,10 +54,10 @@ def _passes(case: Case, heads: tuple[str, ...]) -> list[Sheet]:
     sizes = size | {"rows": batch * case.sequence, "logit_rows": batch}
     is_divided = "divided" if sizes["rows"] % cp == 0 else "not divided"
     kinds = (
-        ("decode", traffic.decode, size, "step of b rows, s = 1"),
+        ("decode", traffic.decode_traffic, size, "step of b rows, s = 1"),
         (
             "prefill",
-            traffic.prefill,
+            traffic.prefill_traffic,
             sizes,
             f"pass over b s rows, {is_divided} by cp={cp}",
         ),
@@ -79,14 +79,14 @@ def per_device(case: Case) -> dict[str, float]:
     Operations are those of an average device; the ends of a pipeline have more.
     """
     layout, d = case.layout, case.device
-    step, parts = case.of(flops.training), layout.tensor * layout.pipeline
+    step, parts = case.of(flops.training_step_flops), layout.tensor * layout.pipeline
     each = (step.model + step.recomputed) / (parts * layout.context)
-    sent = sum(x.forward + x.backward for x in case.of(traffic.training))
+    sent = sum(x.forward + x.backward for x in case.of(traffic.training_traffic))
     kv = case.of(serving.kv_bytes_per_token)
     if isinstance(case.model.attention, HeadAttention):
         kv /= min(layout.tensor, case.model.attention.num_kv_heads) * layout.pages
     return {
-        "num_params": sum(case.of(memory.most_held)),
+        "num_params": sum(case.of(memory.max_device_params)),
         "flops": each,
         "compute_s": each / d.bfloat16,
         "sent_bytes": sent,

@@ -29,7 +29,7 @@ def _flops(ax: Any, case: Case) -> None:
     parts: dict[str, list[float]] = {}
     for length in lengths:
         sums: Counter[str] = Counter()
-        for term in case.of(flops.forward, batch=1, sequence=length):
+        for term in case.of(flops.forward_terms, batch=1, sequence=length):
             part = "scores, values" if term.growth == "s^2" else _PARTS[term.part]
             sums[part] += term.flops / length / 1e9
         for part, value in sums.items():
@@ -74,7 +74,9 @@ _LOOKS = {
 
 def _memory(ax: Any, case: Case) -> None:
     """Training memory of the fullest device under three policies, stacked."""
-    found = [case.of(memory.training, checkpointing=policy) for policy in _POLICIES]
+    found = [
+        case.of(memory.training_memory, checkpointing=policy) for policy in _POLICIES
+    ]
     bottom = [0.0] * len(found)
     groups = {
         "weights": ("weights",),
@@ -105,7 +107,9 @@ def _decode(ax: Any, case: Case) -> None:
     bound = []
     looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
     for context, color, mark in looks:
-        works = [case.of(serving.decode, batch=x, context=context) for x in batches]
+        works = [
+            case.of(serving.decode_work, batch=x, context=context) for x in batches
+        ]
         found = [work.intensity for work in works]
         look = {"marker": mark, "markevery": 2}
         style.curve(ax, batches, found, color, f"{context:,} tokens kept", **look)
@@ -119,7 +123,7 @@ def _decode(ax: Any, case: Case) -> None:
 def _prefill(ax: Any, case: Case) -> None:
     """Operations per byte of reading a prompt against its length."""
     lengths = [2**x for x in range(14)]
-    works = [case.of(serving.prefill, batch=1, prompt=x) for x in lengths]
+    works = [case.of(serving.prefill_work, batch=1, prompt=x) for x in lengths]
     found = [work.intensity for work in works]
     style.curve(ax, lengths, found, 5, "one prompt", markevery=2)
     free = [x for x, y in zip(lengths, found, strict=True) if y > case.ridge]

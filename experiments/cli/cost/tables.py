@@ -67,15 +67,15 @@ def _shape(case: Case) -> Sheet:
 
 
 def _weights(case: Case) -> Sheet:
-    rows, places = [], parameters.copies(case.model)
-    for x in parameters.weights(case.model):
+    rows, places = [], parameters.place_counts(case.model)
+    for x in parameters.list_weights(case.model):
         if x.place == "ahead":
             continue
         count = places[x.place] * x.stored
         total = f"{x.size * count:,}" if x.stored else "tied"
         name = x.name if x.part in x.name else f"{x.part}: {x.name}"
         rows.append((name, x.formula, f"{x.size:,}", f"{count:,}", total))
-    if ahead := parameters.parameters(case.model).ahead:
+    if ahead := parameters.count_parameters(case.model).ahead:
         number = case.model.num_ahead_layers
         sizes = f"{ahead // number:,}", f"{number:,}", f"{ahead:,}"
         rows.append(("layer that predicts ahead", "", *sizes))
@@ -84,7 +84,7 @@ def _weights(case: Case) -> Sheet:
 
 
 def _conventions(case: Case) -> Sheet:
-    p = parameters.parameters(case.model)
+    p = parameters.count_parameters(case.model)
     rows = [
         ("total", p.total, "everything, a tied head once"),
         ("non-embedding", p.non_embedding, "without tables and head"),
@@ -104,9 +104,12 @@ def _conventions(case: Case) -> Sheet:
 
 
 def _flops(case: Case) -> list[Sheet]:
-    terms, tokens = case.of(flops.forward), case.batch * case.sequence
-    step, params = case.of(flops.training), parameters.parameters(case.model)
-    whole = flops.total(terms)
+    terms, tokens = case.of(flops.forward_terms), case.batch * case.sequence
+    step, params = (
+        case.of(flops.training_step_flops),
+        parameters.count_parameters(case.model),
+    )
+    whole = flops.total_flops(terms)
     rows = []
     for x in terms:
         name = x.name if x.part == x.name else f"{x.part}: {x.name}"
@@ -141,7 +144,7 @@ def _flops(case: Case) -> list[Sheet]:
 
 
 def _memory(case: Case) -> Sheet:
-    found, each = case.of(memory.training), case.bytes_per_param
+    found, each = case.of(memory.training_memory), case.bytes_per_param
     said = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
@@ -184,9 +187,11 @@ def one_layer(case: Case) -> dict[str, int | float]:
         mixture_layers=model.mixture_layers[-1:],
         num_ahead_layers=0,
     )
-    places = parameters.copies(last) | {"first": 0, "last": 0}
-    size = sum(x.size * x.stored * places[x.place] for x in parameters.weights(last))
-    terms = case.of(flops.forward, model=last)
+    places = parameters.place_counts(last) | {"first": 0, "last": 0}
+    size = sum(
+        x.size * x.stored * places[x.place] for x in parameters.list_weights(last)
+    )
+    terms = case.of(flops.forward_terms, model=last)
     tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
     sums = activations.per_token(case.stored, last)
     kept = sums[last.mixture_layers[0]] * tokens

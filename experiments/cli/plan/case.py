@@ -13,21 +13,29 @@ from experiments.framework import config_json
 from scaling.fits.fit import from_json
 from scaling.laws import published
 from scaling.logs import files
-from scaling.plan import Belief, Case, Family, Offer, believe, designs, pricing
+from scaling.plan import (
+    DesignFamily,
+    LossModel,
+    Offer,
+    PlanCase,
+    designs,
+    make_loss_model,
+    pricing,
+)
 
 USUAL = {"vocab_size": 32_000, "sequence": 4096}
 """Of architectures, where neither the options nor a sweep say otherwise."""
 _SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 
 
-def look_up(options: Options) -> Case:
+def look_up(options: Options) -> PlanCase:
     """Reads the law and the offers, chooses the device, and counts the budget."""
     try:
-        offers = tuple(map(pricing.parse, options.gpu))
+        offers = tuple(map(pricing.parse_offer, options.gpu))
     except ValueError as error:
         raise ValueError(f"--gpu {error}") from None
-    flops = _flops(options, pricing.best(offers, options.mfu) if offers else None)
-    belief = read_law(options.law, options.group)
+    flops = _flops(options, pricing.best_offer(offers, options.mfu) if offers else None)
+    loss_model = read_law(options.law, options.group)
     served = options.inference_tokens
     if options.serve_mfu is not None:
         served *= options.mfu / options.serve_mfu
@@ -38,13 +46,13 @@ def look_up(options: Options) -> Case:
     # All architectures have what was asked, or else what the fitted runs have.
     asked = {name: getattr(options, name) for name in USUAL}
     given = {name: value for name, value in asked.items() if value is not None}
-    shared: dict[str, Any] = {**USUAL, **belief.shape, **given}
+    shared: dict[str, Any] = {**USUAL, **loss_model.shape, **given}
     if options.tie_embeddings:
         shared["tie_embeddings"] = True
-    count = options.count or belief.count or "total"
-    case = Case(
-        belief=belief,
-        family=Family(**shared, count=count, attention=options.attention),
+    count = options.count or loss_model.count or "total"
+    case = PlanCase(
+        loss_model=loss_model,
+        family=DesignFamily(**shared, count=count, attention=options.attention),
         offers=offers,
         flops=flops,
         mfu=options.mfu,
@@ -60,7 +68,7 @@ def look_up(options: Options) -> Case:
             case = case._replace(flops=case.needed())
         except ValueError as error:
             raise ValueError(
-                f"--target-loss {case.target_loss:g} by {belief.name}: {error}"
+                f"--target-loss {case.target_loss:g} by {loss_model.name}: {error}"
             ) from None
     if case.flops > MOST:
         line = f"a budget of {case.flops:.4g} FLOPs is too large for any design"
@@ -68,7 +76,7 @@ def look_up(options: Options) -> Case:
     return case
 
 
-def read_law(name: str, group: str | None = None) -> Belief:
+def read_law(name: str, group: str | None = None) -> LossModel:
     """Finds published constants, or reads a fit.
 
     Args:
@@ -82,7 +90,7 @@ def read_law(name: str, group: str | None = None) -> Belief:
     if group is not None and (name in published.CONSTANTS or not path.exists()):
         raise ValueError(f"--group {group}: --law {name} is no fit of groups")
     if name in published.CONSTANTS:
-        return believe(name, published.CHINCHILLA, published.CONSTANTS[name])
+        return make_loss_model(name, published.CHINCHILLA, published.CONSTANTS[name])
     if not path.exists():
         raise ValueError(f"--law {name}{_unknown_law(name)}")
     path = path / "fit.json" if path.is_dir() else path
@@ -92,16 +100,16 @@ def read_law(name: str, group: str | None = None) -> Belief:
         raise ValueError(f"--law {path}: {error}") from None
 
 
-def _read_fit(path: Path, group: str | None) -> Belief:
+def _read_fit(path: Path, group: str | None) -> LossModel:
     try:
-        document = json.loads(files.read_text(path))
+        document = json.loads(files.read_log_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"not a fit.json: {error}") from None
     except RecursionError:
         raise ValueError("not a fit.json: nested too deeply") from None
     document = _of_group(document, group)
     fit = from_json(document)
-    found = believe(str(path), fit.find_law(), fit.coefficients)
+    found = make_loss_model(str(path), fit.find_law(), fit.coefficients)
     if not {"num_params", "num_tokens"} <= {*fit.inputs}:
         raise ValueError(f"a fit to {', '.join(fit.inputs)}")
     count, shape = document.get("count"), document.get("shape", {})

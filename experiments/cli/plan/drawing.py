@@ -8,7 +8,7 @@ import numpy as np
 from experiments.cli.plan.options import Options
 from experiments.plotting import style
 from scaling.laws import TwoPowers, published
-from scaling.plan import Case, budgets
+from scaling.plan import PlanCase, budgets
 
 _GREY = "0.6"
 _SPAN = 30.0
@@ -17,7 +17,7 @@ _CONTOURS = (0.9, 1.0, 1.15, 1.4, 1.8)
 """Of the loss above its floor, in those of the optimum."""
 
 
-def render(options: Options, case: Case, told: dict[str, Any]) -> dict[str, bytes]:
+def render(options: Options, case: PlanCase, told: dict[str, Any]) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
     law = options.law.rpartition("/")[2]
 
@@ -29,7 +29,7 @@ def render(options: Options, case: Case, told: dict[str, Any]) -> dict[str, byte
     return style.render(draw, panels=(3, 1), size_inches=(6.8, 3.2))
 
 
-def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
+def _draw_budgets(ax: Any, case: PlanCase, told: dict[str, Any], law: str) -> None:
     """Loss against parameters for a few budgets, and the optimum of each."""
     num_params, loss = told["num_params"], told["loss"]
     highest, looks = (
@@ -52,7 +52,7 @@ def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
         style.curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
         highest = max(highest, float(losses.min()))
     _mark(ax, num_params, loss)
-    floor = case.belief.powers.floor
+    floor = case.loss_model.powers.floor
     low = max(floor, loss - 0.8 * (highest - loss))
     ax.set_ylim(low, highest + 1.2 * (highest - loss))
     if floor > low - 0.1 * (loss - low):
@@ -64,10 +64,10 @@ def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
     ax.legend()
 
 
-def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
+def _draw_plane(ax: Any, case: PlanCase, told: dict[str, Any]) -> None:
     """Lines of equal loss, the budget, and the optima of all budgets."""
     num_params, num_tokens = told["num_params"], told["num_tokens"]
-    powers, colors = case.belief.powers, style.colors()
+    powers, colors = case.loss_model.powers, style.colors()
     sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
     tokens = num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
     losses = case.loss(sizes[None, :], tokens[:, None])
@@ -82,7 +82,7 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     free = told["compute_optimum"]
     flops = free["num_params"] * free["num_tokens"] * 6
     path = [
-        budgets.allocate(powers, flops * times, repeating=case.repeating)[:2]
+        budgets.allocate_budget(powers, flops * times, repeating=case.repeating)[:2]
         for times in np.geomspace(_SPAN**-2, _SPAN**2, 61)
     ]
     look = {"color": "0.2", "linewidth": 1.2, "label": "cheapest to train"}
@@ -101,7 +101,7 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     ax.legend()
 
 
-def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
+def _draw_ratios(ax: Any, case: PlanCase, told: dict[str, Any], law: str) -> None:
     """Tokens per parameter against the budget, by law."""
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
@@ -109,7 +109,7 @@ def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
         powers: TwoPowers, name: str, color: int, how: Any = None, **look: Any
     ) -> None:
         how = {} if how is None else how
-        optima = [budgets.allocate(powers, x, **how) for x in flops.tolist()]
+        optima = [budgets.allocate_budget(powers, x, **how) for x in flops.tolist()]
         ratios = [x.num_tokens / x.num_params for x in optima]
         style.curve(ax, flops, ratios, color, name, markevery=15, **look)
 
@@ -117,15 +117,15 @@ def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
         zip((0, 1, 3, 7, 2), "v^sdP", ("--", "-.", ":", "--", "-."), strict=True)
     )
     for name, constants in published.CONSTANTS.items():
-        if name != case.belief.name:
-            powers = budgets.two_powers(published.CHINCHILLA, constants)
+        if name != case.loss_model.name:
+            powers = budgets.law_two_powers(published.CHINCHILLA, constants)
             color, mark, dash = next(looks)
             line(powers, name, color, marker=mark, linestyle=dash, linewidth=1.2)
     limit = {"repeating": case.repeating}
-    line(case.belief.powers, law, 5, limit, linewidth=2.2, marker="o")
+    line(case.loss_model.powers, law, 5, limit, linewidth=2.2, marker="o")
     if case.served:
         both = limit | {"inference_tokens": case.served}
-        line(case.belief.powers, "with serving", 6, both, marker="X")
+        line(case.loss_model.powers, "with serving", 6, both, marker="X")
     _mark(ax, case.flops, told["tokens_per_param"])
     title = (
         f"{told['tokens_per_param']:.3g} tokens per parameter at {case.flops:.3g} FLOP"

@@ -6,14 +6,14 @@ from typing import Any
 
 from experiments.cli.plan.options import Options
 from scaling.costs import parameters, serving
-from scaling.costs.memory import training
+from scaling.costs.memory import training_memory
 from scaling.laws import Optimum
-from scaling.plan import Case, Design, budgets, designs, spread
-from scaling.plan.spread import Spread
+from scaling.plan import Design, PlanCase, budgets, designs, spread
+from scaling.plan.spread import OptimumSpread
 from scaling.shapes import HeadAttention
 
 
-def find(options: Options, case: Case) -> dict[str, Any]:
+def find(options: Options, case: PlanCase) -> dict[str, Any]:
     """Finds the optimum, its interval, and designs.
 
     Returns:
@@ -22,27 +22,31 @@ def find(options: Options, case: Case) -> dict[str, Any]:
     Raises:
       ValueError: the budget is too small or too large for any design.
     """
-    belief, powers, unique = case.belief, case.belief.powers, case.unique_tokens
-    free, best = budgets.allocate(powers, case.flops), case.allocate()
+    loss_model, powers, unique = (
+        case.loss_model,
+        case.loss_model.powers,
+        case.unique_tokens,
+    )
+    free, best = budgets.allocate_budget(powers, case.flops), case.allocate()
     training_only = case._replace(served=0.0).allocate()
     family = case.family
     try:
-        design = designs.nearest(family, best.num_params)
+        design = designs.nearest_design(family, best.num_params)
     except ValueError as error:
         # Which vocabularies have designs small enough, or whose it is.
         size, way_out = family.vocab_size, ""
         most = designs.max_vocab_size(family, best.num_params)
         if most is not None and 1 <= most < size:
             way_out = f"; with --vocab-size in [1, {most:,}] there are smaller ones"
-            if size == belief.shape.get("vocab_size"):
-                way_out = f", that of the runs behind {belief.name}"
+            if size == loss_model.shape.get("vocab_size"):
+                way_out = f", that of the runs behind {loss_model.name}"
         raise _refusal(case, error, way_out) from None
     how: Any = {"inference_tokens": case.served}
     try:  # all operations counted
-        other, tokens, loss = designs.best(family, case.loss, case.flops, **how)
+        other, tokens, loss = designs.best_design(family, case.loss, case.flops, **how)
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
-    sure = spread.of_optimum(case, best)
+    sure = spread.optimum_spread(case, best)
     train = case.bill(6 * best.num_params * best.num_tokens)
     whole, (number, duration_s) = case.bill(case.flops), case.division(train.device_s)
     told = {
@@ -58,19 +62,19 @@ def find(options: Options, case: Case) -> dict[str, Any]:
         "flops_interval": sure and sure.flops,
         "train_flops": train.flops,
         "serve_flops": 2 * best.num_params * options.inference_tokens,
-        "law": belief.name,
-        "fixed": {} if belief.fit is None else belief.fit.fixed,
-        "formula": belief.law.formula,
-        "coefficients": dict(belief.coefficients),
+        "law": loss_model.name,
+        "fixed": {} if loss_model.fit is None else loss_model.fit.fixed,
+        "formula": loss_model.law.formula,
+        "coefficients": dict(loss_model.coefficients),
         "count": case.family.count,
         **best._asdict(),
-        "interval": spread.of_loss(case, best, "confidence"),
-        "prediction_interval": spread.of_loss(case, best, "prediction"),
+        "interval": spread.loss_interval(case, best, "confidence"),
+        "prediction_interval": spread.loss_interval(case, best, "prediction"),
         "num_params_interval": sure and sure.params,
         "num_tokens_interval": sure and sure.tokens,
         "level": case.level,
         "tokens_per_param": best.num_tokens / best.num_params,
-        "num_params_searched": budgets.search(
+        "num_params_searched": budgets.search_params(
             powers, case.flops, case.served, case.repeating
         ),
         "compute_optimum": _optimum(free),
@@ -96,7 +100,7 @@ def find(options: Options, case: Case) -> dict[str, Any]:
     return told
 
 
-def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
+def _refusal(case: PlanCase, error: ValueError, way_out: str) -> ValueError:
     limits = ""
     if case.unique_tokens is not None:
         limits += f" and {case.unique_tokens:.4g} unique tokens"
@@ -108,10 +112,10 @@ def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
     return ValueError(aim + said)
 
 
-def _architecture(case: Case, best: Optimum, design: Design) -> dict[str, Any]:
+def _architecture(case: PlanCase, best: Optimum, design: Design) -> dict[str, Any]:
     """The nearest design: shape, exact counts, and what it takes to train."""
     model, offer, sequence = design.model, case.offer, case.family.sequence
-    memory = training(model, sequence=sequence, checkpointing="boundary")
+    memory = training_memory(model, sequence=sequence, checkpointing="boundary")
     train = case.bill(design.flops_per_token * best.num_tokens)
     # What the budget trains it on; 0 where serving takes all.
     tokens = max(case.flops / design.flops_per_token - case.served / 3, 0.0)
@@ -126,7 +130,7 @@ def _architecture(case: Case, best: Optimum, design: Design) -> dict[str, Any]:
         "num_tokens": tokens,
         "loss": float(case.loss(float(design.num_params), tokens)) if tokens else None,
         "memory_bytes": memory._asdict() | {"total": memory.total},
-        "serving_bytes": 2 * parameters.parameters(model).total,
+        "serving_bytes": 2 * parameters.count_parameters(model).total,
         "kv_bytes_per_token": serving.kv_bytes_per_token(model),
         "min_devices": needed,
     }
@@ -144,12 +148,12 @@ def _shape(design: Design) -> dict[str, Any]:
         "mlp_size": model.mlp_size,
         "vocab_size": model.vocab_size,
         "tie_embeddings": model.tie_embeddings,
-        "num_params": parameters.parameters(model)._asdict(),
+        "num_params": parameters.count_parameters(model)._asdict(),
         "train_flops_per_token": design.flops_per_token,
     }
 
 
-def config(case: Case, shape: dict[str, Any]) -> dict[str, Any]:
+def config(case: PlanCase, shape: dict[str, Any]) -> dict[str, Any]:
     """Gives a design as a Hugging Face `config.json`, which `jaxkv cost` reads."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -173,7 +177,7 @@ def _optimum(optimum: Optimum) -> dict[str, float]:
     return optimum._asdict() | {"tokens_per_param": ratio}
 
 
-def _equal_loss(case: Case, training_only: Optimum) -> dict[str, float]:
+def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
     """Finds the cheapest model to train and serve at the loss of another design.
 
     Args:
@@ -183,9 +187,9 @@ def _equal_loss(case: Case, training_only: Optimum) -> dict[str, float]:
     """
     served, target = case.served, training_only.loss
     how: Any = {"inference_tokens": served, "repeating": case.repeating}
-    equal = budgets.cheapest(case.belief.powers, target, **how)
+    equal = budgets.cheapest_model(case.loss_model.powers, target, **how)
     flops, usual = (
-        budgets.operations(x.num_params, x.num_tokens, served)
+        budgets.lifetime_flops(x.num_params, x.num_tokens, served)
         for x in (equal, training_only)
     )
     return _optimum(equal) | {
@@ -195,12 +199,14 @@ def _equal_loss(case: Case, training_only: Optimum) -> dict[str, float]:
     }
 
 
-def _warnings(case: Case, told: dict[str, Any], sure: Spread | None) -> Iterator[str]:
+def _warnings(
+    case: PlanCase, told: dict[str, Any], sure: OptimumSpread | None
+) -> Iterator[str]:
     """Doubts about a plan, in words."""
-    belief, fit, shape = case.belief, case.belief.fit, told["architecture"]
+    loss_model, fit, shape = case.loss_model, case.loss_model.fit, told["architecture"]
     if fit is not None:
-        yield from belief.doubts
-        yield from (f"{belief.law.name}: {line}" for line in fit.warnings)
+        yield from loss_model.doubts
+        yield from (f"{loss_model.law.name}: {line}" for line in fit.warnings)
         most = fit.ranges.get("flops", (math.nan, math.nan))[1]
         if told["train_flops"] > 10 * most:
             yield (
@@ -221,13 +227,14 @@ def _warnings(case: Case, told: dict[str, Any], sure: Spread | None) -> Iterator
                 f"by some resamples no budget reaches a loss of {case.target_loss:g}: "
                 "it may be below the floor"
             )
-    if belief.count and case.family.count != belief.count:
+    if loss_model.count and case.family.count != loss_model.count:
         yield (
-            f"the fit counted {belief.count} parameters, --count is {case.family.count}"
+            f"the fit counted {loss_model.count} parameters, "
+            f"--count is {case.family.count}"
         )
     if case.unique_tokens is not None:
         half = case._replace(flops=case.flops / 2).allocate()
-        if half.loss - told["loss"] < 1e-3 * (half.loss - belief.powers.floor):
+        if half.loss - told["loss"] < 1e-3 * (half.loss - loss_model.powers.floor):
             yield (
                 "the data is used up: half of the budget would reach a loss of "
                 f"{half.loss:.4f}, all of it {told['loss']:.4f}"

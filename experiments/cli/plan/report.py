@@ -7,14 +7,14 @@ from typing import Any
 from experiments.cli.plan.options import Options
 from experiments.framework import Sheet, units
 from experiments.framework.report import numbered, paragraph
-from scaling.plan import Belief, Case, budgets
+from scaling.plan import LossModel, PlanCase, budgets
 from scaling.plan.pricing import DAY_S, HOUR_S
 
 type Told = dict[str, Any]
 """The document of a plan, or a part of it."""
 
 
-def sheets(options: Options, case: Case, told: Told) -> list[Sheet]:
+def sheets(options: Options, case: PlanCase, told: Told) -> list[Sheet]:
     """Lays out the plan, and then the steps to it."""
     steps = [
         step._replace(title=f"{number}. {step.title}")
@@ -58,7 +58,7 @@ def _plan(told: Told) -> Iterator[tuple[str, str]]:
         yield "duration", f"{told['duration_s'] / DAY_S:,.3g} days"
 
 
-def _steps(options: Options, case: Case, told: Told) -> Iterator[Sheet]:
+def _steps(options: Options, case: PlanCase, told: Told) -> Iterator[Sheet]:
     if case.offers:
         yield _devices(case, told)
     yield paragraph("How many operations?", _operations(options, case))
@@ -75,7 +75,7 @@ def _steps(options: Options, case: Case, told: Told) -> Iterator[Sheet]:
         yield paragraph("How long?", _time(told))
 
 
-def _devices(case: Case, told: Told) -> Sheet:
+def _devices(case: PlanCase, told: Told) -> Sheet:
     mfu, rows = case.mfu, []
     for x, offer in zip(told["devices"], case.offers, strict=True):
         rate, price, per_usd = x["flops_per_s"], x["usd_per_hour"], x["flops_per_usd"]
@@ -97,7 +97,7 @@ def _devices(case: Case, told: Told) -> Sheet:
     return Sheet("Which device?", heads, rows, note)
 
 
-def _operations(options: Options, case: Case) -> str:
+def _operations(options: Options, case: PlanCase) -> str:
     flops, offer = case.flops, case.offer
     if options.flops is not None:
         return f"The budget is given: C = {flops:.4g} FLOPs."
@@ -122,16 +122,16 @@ def _operations(options: Options, case: Case) -> str:
     )
 
 
-def _division(case: Case, told: Told) -> str:
+def _division(case: PlanCase, told: Told) -> str:
     free, searched = told["compute_optimum"], told["num_params_searched"]
-    belief, p = case.belief, case.belief.powers
+    loss_model, p = case.loss_model, case.loss_model.powers
     a = p.beta / (p.alpha + p.beta)
     ratio = (p.alpha * p.A / (p.beta * p.B)) ** (1 / (p.alpha + p.beta))
     said = (
-        f"The law {belief.name}: L = {belief.law.formula}, with "
-        f"{_numbers(belief)}.{_plain(belief)} Training takes C = 6 N D, so D = C / "
-        "(6 N), and dL/dN = 0 where alpha A / N^alpha = beta B / D^beta. In closed "
-        "form N* = G (C/6)^a with a = beta / (alpha + beta) = "
+        f"The law {loss_model.name}: L = {loss_model.law.formula}, with "
+        f"{_numbers(loss_model)}.{_plain(loss_model)} Training takes C = 6 N D, "
+        "so D = C / (6 N), and dL/dN = 0 where alpha A / N^alpha = beta B / D^beta. In "
+        "closed form N* = G (C/6)^a with a = beta / (alpha + beta) = "
         f"{p.beta:.4g} / {p.alpha + p.beta:.4g} = {a:.4g} and G = (alpha A / (beta "
         f"B))^(1 / (alpha + beta)) = {ratio:.4g}: N* = {free['num_params']:.4g}, D* = "
         f"{free['num_tokens']:.4g}, {free['tokens_per_param']:.3g} tokens per "
@@ -145,7 +145,7 @@ def _division(case: Case, told: Told) -> str:
     return said
 
 
-def _serving(options: Options, case: Case, told: Told) -> Sheet:
+def _serving(options: Options, case: PlanCase, told: Told) -> Sheet:
     served, serve = case.served, options.serve_mfu
     rows = []
     models = {
@@ -156,9 +156,9 @@ def _serving(options: Options, case: Case, told: Told) -> Sheet:
     for name, x in models.items():
         num_params, num_tokens = x["num_params"], x["num_tokens"]
         amounts = (
-            budgets.operations(num_params, num_tokens),
+            budgets.lifetime_flops(num_params, num_tokens),
             2 * num_params * served,
-            budgets.operations(num_params, num_tokens, served),
+            budgets.lifetime_flops(num_params, num_tokens, served),
         )
         sizes = f"{num_params:.4g}", f"{num_tokens:.4g}", f"{x['loss']:.4f}"
         rows.append((name, *sizes, *(f"{amount:.4g}" for amount in amounts)))
@@ -179,11 +179,14 @@ def _serving(options: Options, case: Case, told: Told) -> Sheet:
     return Sheet("And what serving costs?", heads, rows, note)
 
 
-def _repeating(case: Case, told: Told, unique: float) -> str:
+def _repeating(case: PlanCase, told: Told, unique: float) -> str:
     if told["num_tokens"] <= unique:
         return f"The {unique:.4g} unique tokens are enough: nothing repeats."
     sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
-    halves, new = case.belief.half_lives, case._replace(unique_tokens=None).allocate()
+    halves, new = (
+        case.loss_model.half_lives,
+        case._replace(unique_tokens=None).allocate(),
+    )
     return (
         f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} that "
         "would be best. A repetition is worth less and less, D' = U (1 + R_D* (1 - "
@@ -197,8 +200,8 @@ def _repeating(case: Case, told: Told, unique: float) -> str:
     )
 
 
-def _loss(case: Case, told: Told) -> Sheet:
-    p, confidence = case.belief.powers, told["interval"]
+def _loss(case: PlanCase, told: Told) -> Sheet:
+    p, confidence = case.loss_model.powers, told["interval"]
     sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
     terms = (
         ("floor", "E", p.floor),
@@ -211,7 +214,7 @@ def _loss(case: Case, told: Told) -> Sheet:
     else:
         note = "The loss is their sum"
     note += f", {told['loss']:.4f} nats per token. "
-    if case.belief.fit is None:
+    if case.loss_model.fit is None:
         note += "Published constants come without an interval."
     elif confidence is None or told["prediction_interval"] is None:
         note += "The fit has no interval for it."
@@ -226,25 +229,25 @@ def _loss(case: Case, told: Told) -> Sheet:
     return Sheet("Which loss?", ("term", "formula", "value"), rows, note)
 
 
-def _plain(belief: Belief) -> str:
+def _plain(loss_model: LossModel) -> str:
     """The law as a sum of two powers, where its own letters are others."""
-    p = belief.powers
-    if {"A", "B", "alpha", "beta"} <= {*belief.coefficients}:
+    p = loss_model.powers
+    if {"A", "B", "alpha", "beta"} <= {*loss_model.coefficients}:
         return ""
     inner = f"{p.A:.4g} / N^{p.alpha:.4g} + {p.B:.4g} / D^{p.beta:.4g}"
     outer = inner if p.outer == 1 else f"({inner})^{p.outer:.4g}"
     return f" With A / N^alpha + B / D^beta for what falls: {p.floor:.4g} + {outer}."
 
 
-def _numbers(belief: Belief) -> str:
-    given = {} if belief.fit is None else belief.fit.fixed
+def _numbers(loss_model: LossModel) -> str:
+    given = {} if loss_model.fit is None else loss_model.fit.fixed
     return ", ".join(
         f"{name} = {value:.4g}{' (given)' if name in given else ''}"
-        for name, value in belief.coefficients.items()
+        for name, value in loss_model.coefficients.items()
     )
 
 
-def _architecture(case: Case, told: Told) -> Sheet:
+def _architecture(case: PlanCase, told: Told) -> Sheet:
     """Shows the design nearest to N with its counts and memory."""
     has, counts = told["architecture"], told["architecture"]["num_params"]
     width, mlp = has["hidden_size"], has["mlp_size"]
@@ -275,9 +278,9 @@ def _architecture(case: Case, told: Told) -> Sheet:
     return Sheet("Which architecture?", ("", ""), rows, note)
 
 
-def _as_fitted(case: Case) -> str:
+def _as_fitted(case: PlanCase) -> str:
     """Says what the architecture has from the runs that were fitted."""
-    family, fitted = case.family, case.belief.shape
+    family, fitted = case.family, case.loss_model.shape
     words = {"vocab_size": "vocabulary", "sequence": "length of sequences"}
     if family.tie_embeddings:
         words["tie_embeddings"] = "tied embeddings"
@@ -285,7 +288,7 @@ def _as_fitted(case: Case) -> str:
     return f" As in the runs that were fitted: {', '.join(same)}." if same else ""
 
 
-def _exact(case: Case, told: Told) -> str:
+def _exact(case: PlanCase, told: Told) -> str:
     """Says what 6 N D leaves out, and which design is best without it."""
     has, other, tokens = told["architecture"], told["exact_optimum"], told["num_tokens"]
     each = has["train_flops_per_token"]

@@ -121,7 +121,7 @@ def train(name: str, options: TrainOptions) -> Output:
     config = find(name, TrainConfig, TRAININGS)
     layout = config.how.layout
     if options.parallel is not None:
-        layout = parallelism.parse(options.parallel, zero=layout.zero)
+        layout = parallelism.parse_layout(options.parallel, zero=layout.zero)
     if options.zero is not None:
         layout = dataclasses.replace(layout, zero=options.zero)
     how = dataclasses.replace(config.how, layout=layout)
@@ -129,7 +129,7 @@ def train(name: str, options: TrainOptions) -> Output:
     if options.print_config:
         return _printed(config)
     parallel.set_cpu_devices(config.how.layout.num_devices)
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     streams.check_lengths(corpus, config.seq_len)
     out = options.out or Path("runs") / f"train-{Path(name).stem}"
 
@@ -147,7 +147,7 @@ def train(name: str, options: TrainOptions) -> Output:
         document = {
             "out": out,
             "status": result.status,
-            "num_params": architectures.parameters(config.model).total,
+            "num_params": architectures.count_model_parameters(config.model).total,
             "num_tokens": last["tokens"],
             "flops": per_step * last["step"],
             "train_loss": last["loss"],
@@ -216,7 +216,7 @@ def sweep(name: str, options: SweepOptions) -> Output:
       SIGTERM, 75 if by the clock.
 
     Raises:
-      ValueError: there is no such config, or `sweep.sweep` refuses it.
+      ValueError: there is no such config, or `sweep.run_sweep` refuses it.
     """
     config = find(name, SweepConfig, SWEEPS)
     given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}

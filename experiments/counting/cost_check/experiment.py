@@ -98,21 +98,25 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         "max_positions": max(config.sequence, _KEPT_SEQUENCE),
     }
     model = ModelConfig(**sizes | _CHANGES[family])
-    shape = from_model.describe(model)
-    step = flops.training(shape, batch=config.batch, sequence=config.sequence)
-    listed = residuals.residuals(model, number_bytes=4)
+    shape = from_model.describe_config(model)
+    step = flops.training_step_flops(
+        shape, batch=config.batch, sequence=config.sequence
+    )
+    listed = residuals.list_residuals(model, number_bytes=4)
     forward, gradient = (_compiled(model, config, what) for what in ("forward", "grad"))
     held = jax.tree.leaves(transformer.param_shapes(model))
     more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
     return {
         "family": family,
-        "params": parameters.parameters(shape).total,
+        "params": parameters.count_parameters(shape).total,
         "params_jax": sum(x.size for x in held),
         "forward_flops": step.forward,
         "forward_flops_xla": float(forward.cost_analysis()["flops"]),
         "training_flops": step.model,
         "training_flops_xla": float(gradient.cost_analysis()["flops"]),
-        "kept_bytes": residuals.total(listed, config.batch * _KEPT_SEQUENCE),
+        "kept_bytes": residuals.total_residual_bytes(
+            listed, config.batch * _KEPT_SEQUENCE
+        ),
         # The difference of two batches leaves the weights out.
         "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
         "xla_temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,

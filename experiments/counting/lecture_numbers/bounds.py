@@ -10,7 +10,7 @@ from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import lengths
 from scaling.costs import Device, devices, flops, parameters, serving
-from scaling.shapes import Description, published
+from scaling.shapes import ModelShape, published
 
 QUOTED = {
     "gpt3-175b": (10, 20.0),
@@ -120,10 +120,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     device, llama = devices.find(config.device), published.describe("llama-7b")
     progress.show("bounds")
     large = published.describe("llama-2-70b")
-    weights = 2 * parameters.parameters(large).total
+    weights = 2 * parameters.count_parameters(large).total
     room = 4 * device.memory_bytes - weights
     intensity = [
-        [serving.decode(llama, batch=b, context=context).intensity for b in BATCHES]
+        [
+            serving.decode_work(llama, batch=b, context=context).intensity
+            for b in BATCHES
+        ]
         for context in CONTEXTS
     ]
     return Result(
@@ -134,7 +137,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         kept=Kept(
             small=float(serving.kv_bytes_per_token(llama)),
             large=float(serving.kv_bytes_per_token(published.describe("llama-13b"))),
-            request=float(serving.kv_bytes_of(published.describe("opt-13b"), 2048)),
+            request=float(
+                serving.sequence_kv_bytes(published.describe("opt-13b"), 2048)
+            ),
             devices_70b=math.ceil(weights / device.memory_bytes),
             tokens_70b=room / serving.kv_bytes_per_token(large),
         ),
@@ -145,7 +150,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def _latencies(device: Device, tokens: int) -> Latencies:
     shapes = [published.describe(name) for name in QUOTED]
-    weights = [2 * parameters.parameters(shape).total for shape in shapes]
+    weights = [2 * parameters.count_parameters(shape).total for shape in shapes]
     used = np.array([num for num, _ in QUOTED.values()])
     alone = np.array([_generation_s(shape, device, tokens) for shape in shapes])
     return Latencies(
@@ -160,7 +165,7 @@ def _latencies(device: Device, tokens: int) -> Latencies:
 
 
 def _generation_s(
-    model: Description, device: Device, tokens: float, prompt: float = 0
+    model: ModelShape, device: Device, tokens: float, prompt: float = 0
 ) -> float:
     """Time to generate tokens one after the other, alone on GPUs that work in turn.
 
@@ -168,7 +173,7 @@ def _generation_s(
     """
     first, last = (
         serving.roofline(
-            serving.decode(model, batch=1, context=max(1, round(context))), device
+            serving.decode_work(model, batch=1, context=max(1, round(context))), device
         )
         for context in (prompt + 1, prompt + tokens)
     )
@@ -183,9 +188,9 @@ def _requests(device: Device, config: Config) -> Requests:
     batch = serving.max_batch(model, device, context=kept)
     if not batch:
         return Requests(1 / alone, 0.0, 0)
-    step = serving.decode(model, batch=batch, context=kept)
+    step = serving.decode_work(model, batch=batch, context=kept)
     step_s = serving.roofline(step, device).time_s
-    prompt = serving.prefill(
+    prompt = serving.prefill_work(
         model, batch=1, prompt=round(config.prompt_tokens), attention="causal"
     )
     prompt_s = serving.roofline(prompt, device).time_s
@@ -193,19 +198,19 @@ def _requests(device: Device, config: Config) -> Requests:
     return Requests(1 / alone, 1 / each_s, batch)
 
 
-def _growth(llama: Description) -> Growth:
-    one = flops.forward(llama, sequence=1)
+def _growth(llama: ModelShape) -> Growth:
+    one = flops.forward_terms(llama, sequence=1)
     each = sum(x.flops for x in one if x.growth == "s")
     pair = sum(x.flops for x in one if x.growth == "s^2") / 2
     # Twice the pairs of 1 to t tokens, all of them looked at again.
     without = np.array([t * (t + 1) * (2 * t + 1) // 3 * pair for t in LENGTHS])
     fed = np.array([t * (t + 1) / 2 for t in LENGTHS])
-    with_cache = [flops.decode(llama, context=1, steps=t) for t in LENGTHS]
+    with_cache = [flops.decode_terms(llama, context=1, steps=t) for t in LENGTHS]
     scores = [sum(x.flops for x in terms if x.growth == "s^2") for terms in with_cache]
     return Growth(
         length=np.array(LENGTHS),
         scores_without=without,
         scores_with=np.array(scores, np.float64),
         all_without=without + each * fed,
-        all_with=np.array([flops.total(x) for x in with_cache], np.float64),
+        all_with=np.array([flops.total_flops(x) for x in with_cache], np.float64),
     )

@@ -57,16 +57,18 @@ class Config:
         if not self.layouts:
             raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
         for words in self.layouts:
-            layout = parallelism.parse(words)
+            layout = parallelism.parse_layout(words)
             if layout.data > 1:
                 raise ValueError(f"{words} divides batches, and there is one sequence")
             for sequence in self.sequences:
-                meshes.check(self.shape, layout, sequence_length=sequence)
+                meshes.check_trainable(self.shape, layout, sequence_length=sequence)
 
     @property
     def mesh_devices(self) -> int:
         """As many as a layout asks for at most; a CPU is to count as so many."""
-        return max(parallelism.parse(words).num_devices for words in self.layouts)
+        return max(
+            parallelism.parse_layout(words).num_devices for words in self.layouts
+        )
 
     @property
     def shape(self) -> ModelConfig:
@@ -124,7 +126,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     jobs = [(words, size) for words in config.layouts for size in config.sequences]
     rows = []
     for words, size in progress.track(jobs, "programs", "compiling"):
-        layout = parallelism.parse(words)
+        layout = parallelism.parse_layout(words)
         found = divided_steps.counted(config.shape, layout, batch=1, sequence=size)
         sent = divided_steps.sent(config.shape, layout, batch=1, sequence=size)
         both = [(x.scheme, x.forward + x.backward) for x in sent]

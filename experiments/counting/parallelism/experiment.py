@@ -69,8 +69,8 @@ class Config:
         if not self.layouts:
             raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
         for words in self.layouts:
-            layout = parallelism.parse(words)
-            meshes.check(self.shape(1), layout, sequence_length=self.sequence)
+            layout = parallelism.parse_layout(words)
+            meshes.check_trainable(self.shape(1), layout, sequence_length=self.sequence)
             if self.batch % layout.data:
                 raise ValueError(
                     f"batch={self.batch!r} must be a multiple of {words}'s dp"
@@ -79,7 +79,9 @@ class Config:
     @property
     def mesh_devices(self) -> int:
         """As many as a layout asks for at most; a CPU is to count as so many."""
-        return max(parallelism.parse(words).num_devices for words in self.layouts)
+        return max(
+            parallelism.parse_layout(words).num_devices for words in self.layouts
+        )
 
     def shape(self, num_layers: int) -> ModelConfig:
         """The model, of so many layers."""
@@ -148,7 +150,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     num_layers = published.describe(config.model).num_layers
     rows, parts = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
-        layout = parallelism.parse(words)
+        layout = parallelism.parse_layout(words)
         sizes: Any = {"batch": config.batch, "sequence": config.sequence}
         one, two = (
             divided_steps.counted(config.shape(num), layout, **sizes)[:3]
@@ -157,13 +159,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
         model = config.shape(num_layers)
         shape, sent = (
-            from_model.describe(model),
+            from_model.describe_config(model),
             divided_steps.sent(model, layout, **sizes),
         )
         formulas = (
-            float(sum(memory.most_held(shape, layout))),
+            float(sum(memory.max_device_params(shape, layout))),
             sum(each.forward + each.backward for each in sent),
-            flops.training(shape, **sizes).model / layout.num_devices,
+            flops.training_step_flops(shape, **sizes).model / layout.num_devices,
         )
         told = [x for pair in zip(formulas, whole, strict=True) for x in pair]
         rows.append((words, layout.num_devices, *told))

@@ -137,12 +137,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: the model cannot be served, or has no room for so many tokens.
     """
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     records = _records(config, model, corpus, progress)
     learnt = corpus._replace(stream=records)
     params = jax.tree.map(jnp.asarray, model.params)
     recipe = config.recipe(model)
-    start = step.init(recipe.model, recipe.optimizer, jnp.int32(0))
+    start = step.init_train_state(recipe.model, recipe.optimizer, jnp.int32(0))
     made = train.train_in_memory(
         recipe,
         learnt,
@@ -197,7 +197,7 @@ def _records(
         made = _found(model, some, sizes.block_tokens)
         pairs = zip(some.tolist(), made, strict=True)
         found += [Trajectory(text, block.guesses) for text, block in pairs]
-    return consistency.records(
+    return consistency.make_records(
         found,
         corpus.stream,
         each=config.guesses,

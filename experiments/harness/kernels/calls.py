@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.bench import GroupedProblem, Problem, Timing
+from pallas_kernels.bench import AttentionProblem, GroupedProblem, Timing
 
 MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest error, by type, with which an answer counts as one."""
@@ -52,7 +52,7 @@ class Implementation(NamedTuple):
 
 
 def make_run(
-    problem: Problem | GroupedProblem,
+    problem: AttentionProblem | GroupedProblem,
     function: Callable[..., Any],
     turns: Sequence[tuple[Any, ...]],
 ) -> Run:

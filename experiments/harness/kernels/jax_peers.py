@@ -15,13 +15,13 @@ import numpy as np
 from experiments.harness.kernels import calls
 from experiments.harness.kernels.calls import Run
 from pallas_kernels import devices
-from pallas_kernels.bench import GroupedProblem, Problem, Spec
+from pallas_kernels.bench import AttentionProblem, GroupedProblem, Spec
 
 MAX_BYTES = 12_000_000_000
 """Scores, or products of all rows with all experts, that a peer may have to hold."""
 
 
-def gather_and_sum(problem: Problem) -> Run:
+def gather_and_sum(problem: AttentionProblem) -> Run:
     """Gathers all pages of all sequences and sums, as one would write it."""
     spec, length = problem.spec, problem.page_ids.shape[2] * problem.spec.page_size
     _limit_scores(spec, length)
@@ -37,7 +37,7 @@ def gather_and_sum(problem: Problem) -> Run:
     return calls.make_run(problem, attend, turns)
 
 
-def contiguous(implementation: Any, problem: Problem) -> Run:
+def contiguous(implementation: Any, problem: AttentionProblem) -> Run:
     """`jax.nn.dot_product_attention` on keys and values without pages."""
     spec, heads = problem.spec, problem.spec.heads
     length = int(problem.lengths().max())
@@ -66,7 +66,7 @@ def contiguous(implementation: Any, problem: Problem) -> Run:
     return calls.make_run(problem, attend, _without_pages(problem, length, 2, mask))
 
 
-def head_major(problem: Problem) -> Run:
+def head_major(problem: AttentionProblem) -> Run:
     """Two products on keys and values without pages, each head's side by side."""
     spec, length = problem.spec, int(problem.lengths().max())
     _limit_scores(spec, length)
@@ -77,7 +77,7 @@ def head_major(problem: Problem) -> Run:
     return calls.make_run(problem, attend, _without_pages(problem, length, 1, mask))
 
 
-def triton(problem: Problem) -> Run:
+def triton(problem: AttentionProblem) -> Run:
     """The paged attention of jax itself, deprecated: pages lie head after head."""
     spec = problem.spec
     _ask_for_gpu("Triton needs a GPU")
@@ -147,7 +147,7 @@ def ragged_dot(problem: GroupedProblem) -> Run:
 
 
 def _ask_for_gpu(why: str) -> None:
-    if devices.current().platform != "gpu":
+    if devices.current_target().platform != "gpu":
         raise ValueError(why)
 
 
@@ -173,7 +173,7 @@ def _sum(
 
 
 def _without_pages(
-    problem: Problem, length: int, head_axis: int, mask: list[jax.Array]
+    problem: AttentionProblem, length: int, head_axis: int, mask: list[jax.Array]
 ) -> list[tuple[jax.Array, ...]]:
     """Turns over keys and values side by side, their heads on an axis, and a mask."""
     spec, num_heads = problem.spec, problem.spec.heads.kv_heads
@@ -193,13 +193,13 @@ def _without_pages(
     ]
 
 
-def _seen(problem: Problem, length: int) -> np.ndarray:
+def _seen(problem: AttentionProblem, length: int) -> np.ndarray:
     """Which places each row sees: `[batch, rows, length]`."""
     spec = problem.spec
     every = range(spec.batch)
     return np.stack([problem.seen(i, np.arange(spec.rows), length) for i in every])
 
 
-def _within(problem: Problem) -> jax.Array:
+def _within(problem: AttentionProblem) -> jax.Array:
     """The tables with a page of the pool in every place."""
     return jnp.minimum(problem.page_ids, problem.k_pages.shape[0] - 1)

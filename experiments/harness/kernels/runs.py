@@ -16,7 +16,13 @@ from jax import lax
 from experiments.harness.kernels import calls, jax_peers
 from experiments.harness.kernels.calls import Implementation, Run
 from pallas_kernels import row_packing
-from pallas_kernels.bench import CopyProblem, GroupedProblem, GroupedSpec, Problem, Spec
+from pallas_kernels.bench import (
+    AttentionProblem,
+    CopyProblem,
+    GroupedProblem,
+    GroupedSpec,
+    Spec,
+)
 from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.page_ops import copy
 from pallas_kernels.paged_attention import api, dispatch, merging
@@ -60,7 +66,7 @@ def _everyone(
     return [Implementation(x, x in peers, call) for x, call in everyone.items()]
 
 
-def _attend(name: Any, problem: Problem) -> Run:
+def _attend(name: Any, problem: AttentionProblem) -> Run:
     """The plan, where there is one, is made before."""
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
@@ -98,7 +104,7 @@ def _attend(name: Any, problem: Problem) -> Run:
 
 
 def merge_alone(
-    problem: Problem, plan: DecodePlan, tilings: dispatch.Tilings
+    problem: AttentionProblem, plan: DecodePlan, tilings: dispatch.KernelTilings
 ) -> Callable[[int], Any]:
     """Makes a call that merges states of the shapes that the decode kernel leaves.
 
@@ -115,7 +121,7 @@ def merge_alone(
     parts = (tiling.num_programs, 2, *blocks[2:])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (blocks, blocks[:-1], parts, parts[:-1])
-    states = merging.CutStates(
+    states = merging.PartialStates(
         *map(functools.partial(jax.random.normal, dtype=jnp.float32), keys, shapes)
     )
     group = problem.spec.heads.q_heads // problem.spec.heads.kv_heads
@@ -150,6 +156,6 @@ def _copy(name: Any, problem: CopyProblem) -> Run:
 
 def _multiply(name: Any, problem: GroupedProblem) -> Run:
     """Cutting rows into blocks is part of the call."""
-    grouped_api.choose(problem.x, problem.w, implementation=name)
+    grouped_api.choose_grouped_matmul(problem.x, problem.w, implementation=name)
     function = functools.partial(grouped_api.grouped_matmul, implementation=name)
     return jax_peers.multiply(function, problem)

@@ -61,9 +61,9 @@ class Model:
     and relaxed, where users are patient."""
 
     @property
-    def description(self) -> parameters.Description:
+    def description(self) -> parameters.ModelShape:
         """Its shape, read."""
-        return huggingface.describe(dict(self.config), name=self.name)
+        return huggingface.describe_huggingface(dict(self.config), name=self.name)
 
     @property
     def num_pages(self) -> int:

@@ -310,7 +310,7 @@ def _replica(
     bounds = config.engine | {"token_budget": whole}
     names = ("num_pages", "page_size", "max_length", "token_budget")
     capacity = Capacity.of(**{name: bounds[name] for name in names})
-    size = serving.kv_bytes_per_token(from_model.describe(model), kv_bytes=4)
+    size = serving.kv_bytes_per_token(from_model.describe_config(model), kv_bytes=4)
     slots = config.max_slots
     prompt_s = reads @ [1, config.prompt_tokens]
     answer_s = config.output_tokens * (decodes @ [1, slots]) / slots

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from experiments.framework import Record, column, table
 from scaling.costs import flops
-from scaling.shapes import Description
+from scaling.shapes import ModelShape
 
 
 class Polynomial(NamedTuple):
@@ -59,21 +59,21 @@ class Counted(Record):
         return table.by_row({"tokens": self.length} | dict(columns) | ratio)
 
 
-def without_cache(model: Description) -> Way:
+def without_cache(model: ModelShape) -> Way:
     """Feeds the whole prefix for each token, and wants the logits of the last.
 
     Pairs of query and key are counted as causal attention needs them.
     """
     how: dict[str, Any] = {"attention": "causal", "logits": "last"}
-    return _through(lambda length: flops.forward(model, sequence=length, **how))
+    return _through(lambda length: flops.forward_terms(model, sequence=length, **how))
 
 
-def with_cache(model: Description) -> Way:
+def with_cache(model: ModelShape) -> Way:
     """Feeds one token, which meets the keys of all."""
-    return _through(lambda length: flops.decode(model, context=length))
+    return _through(lambda length: flops.decode_terms(model, context=length))
 
 
-def count(model: Description, lengths: tuple[int, ...]) -> Counted:
+def count(model: ModelShape, lengths: tuple[int, ...]) -> Counted:
     """Counts both ways at some lengths.
 
     Args:
@@ -100,15 +100,15 @@ def exponents(values: Float[np.ndarray, "ways n"], length: np.ndarray) -> np.nda
     return steps / np.diff(np.log(length[-2:].astype(float)))
 
 
-def _through(terms: Callable[[int], tuple[flops.Term, ...]]) -> Way:
+def _through(terms: Callable[[int], tuple[flops.FlopTerm, ...]]) -> Way:
     """Finds the polynomials through the counts at 1, 2 and 3 tokens."""
     found = [terms(length) for length in (1, 2, 3)]
     attention = [tuple(x for x in each if x.growth == "s^2") for each in found]
     return _polynomial(found), _polynomial(attention)
 
 
-def _polynomial(counts: list[tuple[flops.Term, ...]]) -> Polynomial:
-    one, two, three = map(flops.total, counts)
+def _polynomial(counts: list[tuple[flops.FlopTerm, ...]]) -> Polynomial:
+    one, two, three = map(flops.total_flops, counts)
     square = (three - 2 * two + one) // 2
     linear = two - one - 3 * square
     return Polynomial(one - linear - square, linear, square)

@@ -123,7 +123,7 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts, then measures; ended early, it has the lengths that are done."""
     folder = bundled.folder_of(config.model)
-    shape = dataclasses.replace(huggingface.load(folder), name=config.model)
+    shape = dataclasses.replace(huggingface.load_shape(folder), name=config.model)
     counted, other = (
         counting.count(model, config.counted_lengths)
         for model in (shape, published.describe(config.counted))

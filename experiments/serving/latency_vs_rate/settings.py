@@ -10,7 +10,7 @@ from experiments.harness import cost_models
 from experiments.harness.cost_models import PAGE_SIZE as PAGE_SIZE
 from jaxkv.workloads import lengths
 from scaling.costs import devices, parameters, serving
-from scaling.shapes import Description, published
+from scaling.shapes import ModelShape, published
 
 type System = Literal[
     "FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged"
@@ -48,7 +48,7 @@ class Machine(NamedTuple):
     hours: float
 
     @property
-    def description(self) -> Description:
+    def description(self) -> ModelShape:
         """The model's shape."""
         return published.describe(self.model)
 
@@ -64,7 +64,7 @@ class Machine(NamedTuple):
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in half precision."""
-        return 2 * parameters.parameters(self.description).total
+        return 2 * parameters.count_parameters(self.description).total
 
 
 SERVERS: Mapping[str, Machine] = {

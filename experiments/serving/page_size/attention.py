@@ -21,7 +21,7 @@ from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
-from pallas_kernels.bench import Heads, Problem, Spec, problems, timing
+from pallas_kernels.bench import AttentionProblem, HeadShape, Spec, problems, timing
 
 PAPER_PAGE_SIZE = 16
 """vLLM's, and the default of section 7.2."""
@@ -110,7 +110,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Measures case after case; ended early, it has what is done."""
-    target = devices.current()
+    target = devices.current_target()
     on_gpu = target.platform == "gpu"
     paged = "mosaic_gpu" if on_gpu else "reference"
     rows = []
@@ -124,12 +124,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 kind="decode",
                 batch=batch,
                 context=context - 1,
-                heads=Heads(config.num_q_heads, config.num_kv_heads, config.head_dim),
+                heads=HeadShape(
+                    config.num_q_heads, config.num_kv_heads, config.head_dim
+                ),
                 page_size=page_size,
                 dtype="bfloat16" if on_gpu else "float32",
             )
             turns = timing.num_turns(spec.bytes, target.kind)
-            problem = problems.make(spec, num_turns=turns)
+            problem = problems.make_attention(spec, num_turns=turns)
             contiguous = contiguous or _fastest(problem)
             cells.append(_measure(problem, (paged, contiguous), config))
         rows.append((batch, context, *zip(*cells, strict=True)))
@@ -146,7 +148,7 @@ type Cell = tuple[float, float, float, float]
 """Seconds over pages and without, their ratio, and the error of the first."""
 
 
-def _fastest(problem: Problem) -> str:
+def _fastest(problem: AttentionProblem) -> str:
     """Names the fastest way to attend to contiguous memory, of those that are right.
 
     Raises:
@@ -162,7 +164,7 @@ def _fastest(problem: Problem) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
-def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
+def _measure(problem: AttentionProblem, names: tuple[str, str], config: Config) -> Cell:
     """Times both in turns; NaN where the first does not take such pages.
 
     Raises:
@@ -187,7 +189,7 @@ def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
     return paged_s, contiguous_s, ratio, paged.error()
 
 
-def _prepare(problem: Problem, name: str) -> Run | None:
+def _prepare(problem: AttentionProblem, name: str) -> Run | None:
     """Makes a run; None for one that refuses."""
     everyone = {x.name: x for x in runs.of_attention()}
     try:
@@ -196,7 +198,7 @@ def _prepare(problem: Problem, name: str) -> Run | None:
         return None
 
 
-def _is_right(problem: Problem, run: Run) -> bool:
+def _is_right(problem: AttentionProblem, run: Run) -> bool:
     return run.error() <= MAX_ERROR[problem.spec.dtype]
 
 

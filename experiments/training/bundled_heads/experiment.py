@@ -46,8 +46,8 @@ class Config:
     name."""
     kinds: tuple[Kind, ...] = ("medusa", "eagle")
     """Trained one after the other."""
-    medusa: drafting_heads.Recipe
-    eagle: drafting_heads.Recipe
+    medusa: drafting_heads.HeadRecipe
+    eagle: drafting_heads.HeadRecipe
     num_blocks: int = 2
     """Residual blocks of each of Medusa's heads."""
     taps: tuple[int, ...] = (2, 3, 4)
@@ -70,7 +70,7 @@ class Config:
             if not isinstance(recipe.run.corpus, corpora.CorpusConfig):
                 raise ValueError(f"{recipe.run.corpus=} must be text")
 
-    def recipe(self, kind: Kind) -> drafting_heads.Recipe:
+    def recipe(self, kind: Kind) -> drafting_heads.HeadRecipe:
         """How heads of a kind are trained."""
         return self.medusa if kind == "medusa" else self.eagle
 
@@ -94,7 +94,7 @@ _RUN = TrainConfig(
     learning_rate=2e-2,
     report_every=25,
 )
-_SMOKE = drafting_heads.Recipe(
+_SMOKE = drafting_heads.HeadRecipe(
     run=dataclasses.replace(
         _RUN,
         corpus=corpora.CorpusConfig(held_out=0.02),
@@ -111,8 +111,8 @@ _SHORTER = dataclasses.replace(_RUN, num_steps=2700, cooldown_steps=900)
 CONFIGS = {
     "smoke": Config(medusa=_SMOKE, eagle=_SMOKE, num_answers=8),
     "shipped": Config(
-        medusa=drafting_heads.Recipe(run=_RUN),
-        eagle=drafting_heads.Recipe(run=_SHORTER),
+        medusa=drafting_heads.HeadRecipe(run=_RUN),
+        eagle=drafting_heads.HeadRecipe(run=_SHORTER),
         export="experiments/models/stdlib-bytes",
     ),
 }
@@ -157,8 +157,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     heads, acceptance = [], []
     for kind in config.kinds:
         recipe, shape = config.recipe(kind), config.shape(kind, target.config)
-        corpus = corpora.open(recipe.run.corpus)
-        found = drafting_heads.train(
+        corpus = corpora.open_corpus(recipe.run.corpus)
+        found = drafting_heads.train_heads(
             recipe, shape, target.params, corpus, progress=progress
         )
         params = jax.tree.map(
@@ -201,7 +201,7 @@ def score(
 ) -> np.ndarray:
     """Finds how often guesses are right, by depth and rank, in greedy answers."""
     recipe = config.recipe(kind)
-    held_out = corpora.open(recipe.run.corpus).held_out
+    held_out = corpora.open_corpus(recipe.run.corpus).held_out
     half, num = recipe.run.seq_len // 2, config.num_answers
     pieces = objectives.stream_windows(held_out, seq_len=half - 1, num_windows=num)
     bounds = model_shapes.bounds(16, 2 * half, max_sequences=64, queue_capacity=64)
@@ -210,7 +210,7 @@ def score(
         pieces.tolist(), Sampling.greedy(max_tokens=half, ignore_eos=True)
     )
     answers = np.array([x.answers[0].tokens for x in done], np.int32)
-    return drafting_heads.acceptance(
+    return drafting_heads.acceptance_rates(
         params,
         target.params,
         np.concatenate([pieces, answers], axis=1),
@@ -261,8 +261,8 @@ def model_card(
     recipe = config.recipe(kind)
     run, text = recipe.run, recipe.run.corpus
     assert isinstance(text, corpora.CorpusConfig)
-    split = corpora.load(text)
-    epochs = row["num_tokens"] / len(corpora.tokens(split.train))
+    split = corpora.load_documents(text)
+    epochs = row["num_tokens"] / len(corpora.encode_documents(split.train))
     about = _ABOUT[kind].format(
         num=recipe.depth,
         blocks=config.num_blocks,
@@ -289,9 +289,9 @@ def model_card(
         f"""{about} {row["num_params"]:,} weights in bfloat16, which were trained for
         this model and fit no other.""",
         "## Data",
-        f"""The {len(split.train)} files of {corpora.describe(text)} that the model was
-        trained on; the {len(split.held_out)} files held out are those that were held
-        out from it.""",
+        f"""The {len(split.train)} files of {corpora.describe_source(text)} that the
+        model was trained on; the {len(split.held_out)} files held out are those that
+        were held out from it.""",
         "## Result",
         "\n".join(table),
         f"""How often a guess is the token that the model will say, in greedy answers of

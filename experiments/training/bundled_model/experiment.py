@@ -169,7 +169,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
-    split = corpora.load(config.text)
+    split = corpora.load_documents(config.text)
     with files.folder_or_temporary(config.folder) as folder:
         runs = [train.train(config.trunk, folder / "trunk", progress=progress)]
         if runs[0].status == "done":
@@ -187,7 +187,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     def scored(dtype: str) -> float:
         if not done:
             return float("nan")
-        found = objectives.score(
+        found = objectives.score_documents(
             jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), params),
             split.held_out,
             model=config.trunk.model,
@@ -202,11 +202,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         num_params=sum(x.size for x in jax.tree.leaves(params)),
         bits_per_byte=scored("bfloat16"),
         bits_per_byte_float32=scored("float32"),
-        num_held_out_bytes=corpora.num_bytes(split.held_out),
+        num_held_out_bytes=corpora.count_bytes(split.held_out),
         duration_s=sum(part.curve[-1]["duration_s"] for part in runs if part.curve),
     )
     if done and config.export:
-        model = architectures.servable(config.trunk.model)
+        model = architectures.serving_config(config.trunk.model)
         checkpoints.save_model(
             config.export,
             model,
@@ -235,11 +235,11 @@ def plot(ax: Any, result: Result) -> None:
     ax.legend()
 
 
-def model_card(config: Config, split: corpora.Split, result: Result) -> str:
+def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
     """Writes the model's card, in Markdown; every number in it is the run's."""
-    model, trunk = architectures.servable(config.trunk.model), config.trunk
-    epochs = result.num_tokens / len(corpora.tokens(split.train))
-    data = corpora.describe(config.text)
+    model, trunk = architectures.serving_config(config.trunk.model), config.trunk
+    epochs = result.num_tokens / len(corpora.encode_documents(split.train))
+    data = corpora.describe_source(config.text)
     window = config.cooldown_seq_len
     rows = [
         ("held-out bits per byte, these bfloat16 weights", result.bits_per_byte),
@@ -266,8 +266,8 @@ def model_card(config: Config, split: corpora.Split, result: Result) -> str:
         Weights in bfloat16.""",
         "## Data",
         f"""{data[0].upper()}{data[1:]}, without tests, code tables, generated texts and
-        copies: {len(split.train)} files of {corpora.num_bytes(split.train):,} bytes to
-        train on, {len(split.held_out)} files of {result.num_held_out_bytes:,} bytes
+        copies: {len(split.train)} files of {corpora.count_bytes(split.train):,} bytes
+        to train on, {len(split.held_out)} files of {result.num_held_out_bytes:,} bytes
         held out. Files are held out whole, by a hash of their names;
         `scaling.corpora.held_out_files()` lists them.""",
         "## Result",

@@ -101,9 +101,9 @@ class Config:
                     f"{name}={getattr(self, name)} must be a multiple of {most} devices"
                 )
         for words in self.layouts:
-            meshes.check(
+            meshes.check_trainable(
                 self.model("with"),
-                parallelism.parse(words),
+                parallelism.parse_layout(words),
                 sequence_length=self.seq_len,
             )
 
@@ -217,7 +217,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains two mixtures and divides them; ended early, it has what is done."""
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     windows = objectives.stream_windows(
         corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
     )
@@ -245,7 +245,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         ways=Ways.of(ways),
         drops=Drops.of(drops),
         loads=Loads.of(loads),
-        params=architectures.parameters(config.model("with")).total,
+        params=architectures.count_model_parameters(config.model("with")).total,
         losses=np.array(losses),
     )
 
@@ -256,7 +256,7 @@ def _dropped(
     """The loss without drops; and of each capacity what it drops, and the loss."""
     model, p = config.model(balancing), max(config.devices)
     asked = jnp.asarray(windows)
-    whole = parallelism.parse(f"ep={p},gather")
+    whole = parallelism.parse_layout(f"ep={p},gather")
     rows, base = [], _loss(model, whole, params, asked)
 
     @jax.jit
@@ -268,7 +268,7 @@ def _dropped(
     # What all rows choose in each layer, where nothing is dropped.
     routings = read(params, asked[:, :-1])
     for capacity in config.capacities:
-        layout = parallelism.parse(f"ep={p},capacity={capacity:g}")
+        layout = parallelism.parse_layout(f"ep={p},capacity={capacity:g}")
         own = len(windows) // p * config.seq_len
         chosen = {"top_k": config.top_k, "num_experts": config.num_experts}
         limit, lost = layout.places(own, **chosen), []
@@ -288,9 +288,9 @@ def _dropped(
 
 def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> float:
     """Mean nats of windows under a layout."""
-    gradient = parallel.gradient(model, StepConfig(layout=layout))
+    gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
     nats = jax.jit(lambda params, windows: gradient(params, windows)[0])
-    return float(nats(meshes.place(model, layout, params), windows))
+    return float(nats(meshes.place_tree(model, layout, params), windows))
 
 
 def _divide(
@@ -299,23 +299,23 @@ def _divide(
     """Compiles every layout; counts, compares and times it."""
     model = config.model("with")
     asked = jnp.asarray(windows[: config.batch_size])
-    one = jax.jit(parallel.gradient(model, StepConfig()))
+    one = jax.jit(parallel.divided_gradient(model, StepConfig()))
     wanted = one(params, asked)[1]
     rows, steps = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
-        layout = parallelism.parse(words)
-        mesh = meshes.make_mesh(layout)
+        layout = parallelism.parse_layout(words)
+        mesh = meshes.make_training_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
         placed = jax.device_put(asked, everywhere)
-        given = meshes.place(model, layout, params), placed
-        gradient = parallel.gradient(model, StepConfig(layout=layout))
+        given = meshes.place_tree(model, layout, params), placed
+        gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
         formula = divided_steps.sent(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         both = [(x.forward + x.backward, x.scheme) for x in formula]
         steps.append(functools.partial(program, *given))
-        grads = meshes.gather(model, layout, steps[-1]()[1])
+        grads = meshes.gather_tree(model, layout, steps[-1]()[1])
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True)
         errors = (
             float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())

@@ -154,7 +154,7 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all pairs, then fits; ended early, it has the runs that are done."""
     found: list[Run] = []
-    corpus = executors.open_corpus(config.corpus)
+    corpus = executors.open_on_device(config.corpus)
     jobs = (*runs.tuning(config), *runs.rest(config, ()))
     workers = Workers(
         corpus,
@@ -199,7 +199,7 @@ def fit_both(fitted: Runs, num_resamples: int) -> dict[str, np.ndarray]:
     grid, ratio = np.zeros(0), np.full(3, np.nan)
     if num_resamples:
         used = fitted.where(is_fitted=True)
-        law = published.find("power").over("flops")
+        law = published.find_law("power").over("flops")
         grid = np.geomspace(used.flops.min(), used.flops.max(), 50)
         curves, fits = np.full((2, 50, 3), np.nan), []
         for i, mine in enumerate(used.where(kind=kind) for kind in PAIR):

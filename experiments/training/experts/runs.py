@@ -13,7 +13,7 @@ from jaxtyping import Float
 from jaxkv import validation
 from jaxkv.models import Experts, ModelConfig, transformer
 from scaling.corpora import corpora, streams
-from scaling.sweeps import Finished, Workers
+from scaling.sweeps import FinishedRun, Workers
 from scaling.training import OptimizerConfig, TrainConfig, architectures, objectives
 
 Kind = Literal["dense", "mixture", "unbalanced"]
@@ -193,7 +193,9 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
 
 def num_steps(width: int, shapes: Shapes) -> int:
     """Counts the steps of every run of a width, whatever its kind."""
-    weights = architectures.parameters(make_model("dense", width, shapes)).matmul
+    weights = architectures.count_model_parameters(
+        make_model("dense", width, shapes)
+    ).matmul
     tokens = shapes.tokens_per_param * weights
     return max(4, round(tokens / (shapes.batch_size * shapes.seq_len)))
 
@@ -250,13 +252,13 @@ def train(job: Job, *, config: Config, workers: Workers) -> Run:
         seed=seed,
     )
 
-    def shown(end: Finished) -> str:
+    def shown(end: FinishedRun) -> str:
         return f"width {width}: {end.loss:.3f} nats a token"
 
     [done] = workers.train([run], shown)
     if done.score is None:
         raise ValueError(f"{kind} of width {width} diverged at {learning_rate=}")
-    counted = architectures.parameters(run.model)
+    counted = architectures.count_model_parameters(run.model)
     row = {
         "kind": kind,
         "width": width,

@@ -98,7 +98,7 @@ def _fit(
     kind: str, size: int, noise: Any, seed: int, config: Config
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """What is covered and how wide by quantity, and whether the fit is doubted."""
-    data, truth = synthetic.simulate(kind, size, seed=seed, noise=noise)
+    data, truth = synthetic.simulate_runs(kind, size, seed=seed, noise=noise)
     result = fit.fit(
         published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
     )
@@ -110,7 +110,9 @@ def _fit(
     a, floor = result.exponent_intervals["a"], result.intervals["E"]
     low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
-    true = np.array([exponent, truth["E"], synthetic.surface(params, tokens, truth)])
+    true = np.array(
+        [exponent, truth["E"], synthetic.surface_loss(params, tokens, truth)]
+    )
     return (low <= true) & (true <= high), high - low, bool(result.warnings)
 
 

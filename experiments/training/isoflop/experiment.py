@@ -29,8 +29,8 @@ from jaxkv.files import folder_or_temporary, write_atomically
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.fits import result as fits_result
-from scaling.frontiers import find
-from scaling.logs.log import Log, read
+from scaling.frontiers import frontier_set
+from scaling.logs.log import Log, read_log
 from scaling.sweeps import SweepConfig, family, learning_rates
 
 COSINE = "cosine"
@@ -107,7 +107,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     rows = _train(config, config.sweep, folder, progress)
     under_cosine = _train(config, cosine_sweep(config, rows), folder / COSINE, progress)
     progress.show("fitting")
-    log, cosine = read(folder), read(folder / COSINE)
+    log, cosine = read_log(folder), read_log(folder / COSINE)
     assert cosine.curves is not None
     errors = prediction.choose_law(log, config.budgets)
     fit = fitting.run(
@@ -122,7 +122,9 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     )
 
     how: Any = {"tolerance": 0.1, "smoothing": SMOOTHING, "level": config.level}
-    found = find.find(cosine, resamples=config.bootstrap, progress=progress, **how)
+    found = frontier_set.find_frontiers(
+        cosine, resamples=config.bootstrap, progress=progress, **how
+    )
     by_cosine = found.frontiers
     predicted = _predict(config, log, rows, fit.document, errors)
     progress.show(
@@ -130,7 +132,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         f"{predicted['predicted']:.4f} predicted"
     )
     truth = held_out.train(config, folder, predicted, progress)
-    decayed = find.find(log, resamples=0, **how).frontiers
+    decayed = frontier_set.find_frontiers(log, resamples=0, **how).frontiers
     curves = cosine.curves.columns
     rates = learning_rates.optimal_rates(rows)
     # From the smallest run to the one that is predicted.
@@ -156,9 +158,9 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
             cosine.curves.labels(),
             *(curves[x] for x in ("num_params", "num_tokens", "flops", "loss")),
         ),
-        optima=optima([x for x in decayed if x.method != find.ENVELOPE]),
+        optima=optima([x for x in decayed if x.method != frontier_set.ENVELOPE]),
         envelope=optima(
-            [x for x in by_cosine if x.method == find.ENVELOPE], is_one=True
+            [x for x in by_cosine if x.method == frontier_set.ENVELOPE], is_one=True
         ),
         surface=Line(budgets, *(np.asarray(x, float) for x in surface)),
         rates=Rates(*np.array(rates, float).reshape(-1, 3).T),

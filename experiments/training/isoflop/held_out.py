@@ -15,10 +15,10 @@ from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.text import tokenizer
 from scaling.sweeps import branching, executors, family, grid
-from scaling.sweeps.sweep import model_folder
+from scaling.sweeps.sweep import run_model_folder
 from scaling.training import TrainConfig
 from scaling.training import train as training_train
-from scaling.training.train import Result
+from scaling.training.train import TrainResult
 
 FILE = "held_out.json"
 """The best run's record, and what the others came to."""
@@ -48,9 +48,9 @@ def train(
       progress: watches, and may stop it.
     """
     sweep, path = config.sweep, folder / FILE
-    model = family.shape(prediction["width"], config.num_layers, config.seq_len)
+    model = family.family_shape(prediction["width"], config.num_layers, config.seq_len)
     cell = grid.Cell(model, prediction["num_steps"])
-    tried: dict[float, tuple[TrainConfig, Result]] = {}
+    tried: dict[float, tuple[TrainConfig, TrainResult]] = {}
     for i, rate in enumerate(prediction["learning_rates"]):
         run = grid.train_config(sweep, cell, grid.Lane(rate, config.seeds[0]))
         every = max(10, run.num_steps // 300)
@@ -60,18 +60,18 @@ def train(
         if tried[rate][1].status == "stopped":
             return Truth(None, [])
     if not path.exists():
-        corpus = executors.open_corpus(sweep.corpus)
+        corpus = executors.open_on_device(sweep.corpus)
         records = []
         for run, result in tried.values():
             is_done = result.status == "done"
             score = None
             if is_done:
-                score = executors.score(sweep, corpus, run, result.params)
+                score = executors.score_run(sweep, corpus, run, result.params)
             seconds = result.curve[-1]["duration_s"] if result.curve else 0.0
             status = "done" if is_done else "diverged"
-            ended = branching.Finished(run, status, score, [], seconds, None)
+            ended = branching.FinishedRun(run, status, score, [], seconds, None)
             commit = {"commit": environment.describe()["commit"]}
-            records.append(executors.made(sweep, corpus, ended).record | commit)
+            records.append(executors.make_record(sweep, corpus, ended).record | commit)
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
         files.write_atomically(path, config_json.dumps(best | {"tried": losses}))
@@ -79,13 +79,13 @@ def train(
     run, result = tried[record["learning_rate"]]
     if config.keep_models and record["status"] == "done":
         checkpoints.save_model(
-            model_folder(folder, "held_out"),
+            run_model_folder(folder, "held_out"),
             model,
             result.params,
             tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
             overwrite=True,
         )
-    per_token = grid.count(model, config.seq_len).flops_per_token
+    per_token = grid.count_cost(model, config.seq_len).flops_per_token
     curve = [
         (x["tokens"] * per_token, x["loss"])
         for x in result.curve

@@ -15,7 +15,7 @@ from scaling.frontiers.groups import find_groups
 from scaling.laws import published
 from scaling.logs.log import Log
 from scaling.sweeps import family, learning_rates
-from scaling.sweeps.grid import count
+from scaling.sweeps.grid import count_cost
 
 LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
 """Whose predictions are averaged, each by how well it predicts the larger of the
@@ -56,7 +56,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
         for cut in CUTS:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])
             with contextlib.suppress(ValueError):  # too few runs are left
-                law = published.find(name)
+                law = published.find_law(name)
                 fit = fits_fit.fit(law, log.columns, held_out=larger)
                 errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
         found[name] = float(np.mean(errors)) if errors else math.inf
@@ -89,15 +89,17 @@ def predict(
         log.columns[x] for x in ("num_params", "num_tokens", "flops", "loss")
     )
     groups = find_groups(n, d, c, loss, tolerance=0.1)
-    found = frontier.frontier(
+    found = frontier.bootstrap_frontier(
         "parabola", isoflop.by_parabola(groups), groups.flops, groups.strata
     )
     if found.num_params is None or found.loss is None or found.num_tokens is None:
         raise ValueError(f"{log.source}: {'; '.join(found.warnings)}")
     flops = config.held_out_factor * max(config.budgets)
     size = float(found.num_params(np.array([flops]))[0])
-    model = family.nearest(size, num_layers=config.num_layers, seq_len=config.seq_len)
-    params, per_token = count(model, config.seq_len)
+    model = family.nearest_shape(
+        size, num_layers=config.num_layers, seq_len=config.seq_len
+    )
+    params, per_token = count_cost(model, config.seq_len)
     batch_tokens = config.batch_size * config.seq_len
     num_steps = round(flops / per_token / batch_tokens)
     num_tokens = num_steps * batch_tokens
@@ -115,12 +117,12 @@ def predict(
     for name in errors:
         if name != fit.law:
             other = fits_fit.fit(
-                published.find(name), log.columns, cluster=log.labels()
+                published.find_law(name), log.columns, cluster=log.labels()
             )
             by_law[name] = float(fits_fit.predict(other, at).loss[0])
     value, between = average(by_law, errors)
     spread = seed_spread([row.cells for row in log.raw])
-    half = intervals.student(config.level, 10**6) * math.hypot(spread, between)
+    half = intervals.student_t(config.level, 10**6) * math.hypot(spread, between)
     half = math.hypot(half, errors[fit.law])
     low = value * math.exp(-math.hypot(math.log(best / low), half))
     high = value * math.exp(math.hypot(math.log(high / best), half))

@@ -107,7 +107,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
-    known = language.optima(config.language)
+    known = language.optimal_loss(config.language)
     counts = count(config.source, config.counted, config.repeats)
     longest = (config.source.num_tokens,)
     alone = train(config.source, config.widths[:1], longest, config, progress)
@@ -133,7 +133,7 @@ def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Cou
     count starts at one half, which is the least that costs no more, in the first
     order, for any source (Krichevsky and Trofimov 1981).
     """
-    probs = language.zipf(source.vocab_size, source.exponent)
+    probs = language.zipf_probabilities(source.vocab_size, source.exponent)
     entropy = markov.entropy(probs)
     random = np.random.default_rng([source.seed, 4])
     means, errors = [], []
@@ -144,7 +144,7 @@ def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Cou
         means.append(excess.mean())
         errors.append(excess.std(ddof=1) / repeats**0.5)
     tokens, excess = np.array(lengths, float), np.array(means)
-    law, data = published.find("power"), {"num_tokens": tokens, "loss": excess}
+    law, data = published.find_law("power"), {"num_tokens": tokens, "loss": excess}
     power = fit.fit(law.over("num_tokens"), data, loss="mse")
     low, high = power.intervals["b"]
     return Counts(
@@ -166,7 +166,7 @@ def fit_runs(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
         return Fit(*[float("nan")] * 9, False, "too few runs", int(chosen.sum()))
     names = ("num_params", "num_tokens", "loss")
     data = {name: getattr(runs, name)[chosen] for name in names}
-    found = fit.fit(published.find("chinchilla"), data, bootstrap=num_resamples)
+    found = fit.fit(published.find_law("chinchilla"), data, bootstrap=num_resamples)
     ends: list[float] = []
     for name in ("E", "alpha", "beta"):
         ends += [found.coefficients[name], *found.intervals[name]]

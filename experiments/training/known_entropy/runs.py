@@ -17,7 +17,7 @@ from jaxkv import validation
 from jaxkv.models import transformer
 from jaxkv.progress import Progress
 from scaling.corpora.languages.language import LanguageConfig, code_lengths
-from scaling.sweeps import Finished, Workers, executors
+from scaling.sweeps import FinishedRun, Workers, executors
 from scaling.training import (
     OptimizerConfig,
     TrainConfig,
@@ -136,7 +136,7 @@ def train(
     Returns:
       The runs that were finished.
     """
-    corpus = executors.open_corpus(language)
+    corpus = executors.open_on_device(language)
     # Mean code length of each scored window by the language itself.
     nats, num = code_lengths(language, corpus.held_out), len(corpus.held_out)
     place = objectives.stream_windows(
@@ -187,7 +187,7 @@ def train(
     def work(runs: Sequence[TrainConfig]) -> None:
         for end in workers.train(runs, shown):
             model, tokens = end.run.model, end.run.num_tokens
-            num_params = architectures.parameters(model).total
+            num_params = architectures.count_model_parameters(model).total
             numbers = end.score or [np.nan] * 4
             rows.append((model.hidden_size, num_params, tokens, *numbers))
 
@@ -196,7 +196,7 @@ def train(
     return Runs.of(rows)
 
 
-def shown(end: Finished) -> str:
+def shown(end: FinishedRun) -> str:
     """What a person sees when a run is over."""
     run = end.run
     return f"width {run.model.hidden_size}, {run.num_tokens:,} tokens: {end.loss:.4f}"

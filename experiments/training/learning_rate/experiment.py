@@ -33,7 +33,7 @@ from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.sweeps import SweepConfig, family
-from scaling.sweeps.learning_rates import Powers, fit_powers, optimal_rates
+from scaling.sweeps.learning_rates import RatePowers, fit_powers, optimal_rates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Config:
     @property
     def sweep(self) -> SweepConfig:
         """The grid of runs."""
-        return family.sweep_of(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
+        return family.make_sweep(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
@@ -137,7 +137,7 @@ class Result(Record):
 
     runs: Runs = column("all of them", prefix="")
     best: Optima = column("where the best rate lies between others", prefix="best_")
-    powers: Powers = column("through the optima")
+    powers: RatePowers = column("through the optima")
     level: float = column("probability of the intervals")
 
 

@@ -76,9 +76,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     if len(errors) < 3:
         return Result(sizes, error, *[np.nan] * 4)
     data = {"num_samples": sizes, "loss": error}
-    law = published.find("power").over("num_samples")
+    law = published.find_law("power").over("num_samples")
     power = fit.fit(law, data, loss="mse", bootstrap=config.num_resamples)
-    law = fit.fit(published.find("mean-estimation"), data, loss="mse")
+    law = fit.fit(published.find_law("mean-estimation"), data, loss="mse")
     low, high = power.intervals["b"]
     slope = -power.coefficients["b"]
     return Result(sizes, error, slope, -high, -low, law.coefficients["sigma_squared"])

@@ -175,7 +175,7 @@ def summary(result: Result) -> list[Part]:
     curves, rates = [], []
     for i, name in enumerate(result.sides):
         mine, residual = result.runs.where(side=i), result.curves.residual[i]
-        best = best_runs.find(mine.flops, mine.loss)
+        best = best_runs.find_best_runs(mine.flops, mine.loss)
         shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
         curves.append((str(name), str(len(mine)), str(len(best)), shown))
     trials = result.trials
@@ -232,7 +232,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
     lowest = {}
     for i, name in enumerate(result.sides.tolist()):
         mine = result.runs.where(side=i)
-        best = mine.at(best_runs.find(mine.flops, mine.loss))
+        best = mine.at(best_runs.find_best_runs(mine.flops, mine.loss))
         style.curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
         curve = result.curves.flops[i], result.curves.loss[i]
         style.curve(ax, *curve, name, marker="")

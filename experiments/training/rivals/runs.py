@@ -19,8 +19,8 @@ from jaxkv.models import transformer
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora import streams
 from scaling.frontiers import best_runs
-from scaling.frontiers.best_runs import Curve, Ratio
-from scaling.sweeps import Finished, Workers, executors, learning_rates
+from scaling.frontiers.best_runs import ComputeRatio, FrontierCurve
+from scaling.sweeps import FinishedRun, Workers, executors, learning_rates
 from scaling.training import TrainConfig, architectures, objectives, steps_taken
 
 NUM_TRIALS = 5
@@ -104,8 +104,10 @@ class Result(Record):
     trials: Trials = column("before them")
     differences: Differences = column("at equal size and tokens")
     places: Places = column("where in the window who is better")
-    curves: Curve = column("through the frontier of each side, exact compute")
-    ratios: Ratio = column("by how compute is counted, and side; the first is itself")
+    curves: FrontierCurve = column("through the frontier of each side, exact compute")
+    ratios: ComputeRatio = column(
+        "by how compute is counted, and side; the first is itself"
+    )
 
 
 class Trained(NamedTuple):
@@ -167,7 +169,7 @@ def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trai
       branching.Stopped: somebody asked to stop before all was finished.
     """
     base: Any = side.base
-    model = architectures.sized(base, num_params)
+    model = architectures.resize_model(base, num_params)
     name = f"{side.name}, {num_params:,}"
 
     def asked(num_steps: int, rate: float, seed: int) -> TrainConfig:
@@ -184,7 +186,7 @@ def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trai
             seed=seed,
         )
 
-    def shown(end: Finished) -> str:
+    def shown(end: FinishedRun) -> str:
         run = end.run
         return f"{name}: {end.loss:.3f} at {run.num_steps}, {run.learning_rate:.2g}"
 
@@ -217,9 +219,9 @@ def _cooldown(num_steps: int) -> int:
     return max(1, num_steps // 5)
 
 
-def _row(end: Finished, losses: np.ndarray) -> dict[str, Any]:
+def _row(end: FinishedRun, losses: np.ndarray) -> dict[str, Any]:
     run = end.run
-    counts = architectures.parameters(run.model)
+    counts = architectures.count_model_parameters(run.model)
     means = losses.mean(1)
     return {
         "seed": run.seed,
@@ -252,10 +254,10 @@ def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
             mine = runs.where(side=i)
             points = getattr(mine, compute), mine.loss
             trunks = np.stack([mine.size, mine.seed], 1)
-            drawn = best_runs.resampled(
+            drawn = best_runs.resample_fits(
                 *points, trunks, count=config.num_resamples, seed=i
             )
-            found.append((best_runs.fit(*points), drawn))
+            found.append((best_runs.fit_best_runs(*points), drawn))
     apart = []
     for (i, size), each in trained.items():
         if i and (0, size) in trained:
@@ -264,7 +266,9 @@ def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
     versus = ("the transformer", "this side")
     ratios = [
         _stacked(
-            best_runs.compare(each[0][0], fit, (each[0][1], drawn), names=versus)
+            best_runs.compare_best_runs(
+                each[0][0], fit, (each[0][1], drawn), names=versus
+            )
             for fit, drawn in each
         )
         for each in fits.values()
@@ -276,7 +280,7 @@ def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
         trials=Trials.of(trials),
         differences=Differences.of(apart),
         places=_places(trained, len(names), config.seq_len),
-        curves=_stacked(best_runs.curve(fit) for fit, _ in exact),
+        curves=_stacked(best_runs.evaluate_fit(fit) for fit, _ in exact),
         ratios=_stacked(ratios),
     )
 
@@ -317,7 +321,7 @@ def _mean(windows: np.ndarray) -> tuple[float, float]:
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all sides; ended early, it has the pairs of side and size done by then."""
     names = (REFERENCE, *config.sides)
-    corpus = executors.open_corpus(config.corpus)
+    corpus = executors.open_on_device(config.corpus)
     shape = {"vocab_size": corpus.vocab_size, "seq_len": config.seq_len}
     sides = [side(name, **shape, head_dim=config.head_dim) for name in names]
     plan = [(i, size) for i in range(len(sides)) for size in config.sizes]

@@ -1,8 +1,8 @@
-"""The attention kernels for Hopper, in Mosaic GPU: decode, its merging, prefill."""
+"""Mosaic GPU attention kernels for Hopper: decode, merge, prefill."""
 
 __all__ = [
     "decode",
     "merge",
-    "merge_beside",
+    "merge_fused",
     "prefill",
 ]

@@ -1,8 +1,8 @@
-"""Attention of few rows a slot over pages, for Hopper GPUs: decode, trees, prefixes.
+"""Decode attention over pages for Hopper GPUs: decoding, token trees, prefixes.
 
-The queries that read the same keys are packed (`row_packing`), the work is cut into
-equal stretches (`stream_k`), each program does its own (`decode_body`), and the parts
-of items that a cut went through are merged (`merge`).
+Queries that read the same keys are packed (`row_packing`), the work is split into equal
+parts (`stream_k`), each program computes its part (`decode_body`), and partial states
+of items that several programs share are merged (`merge`).
 """
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import merging
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import (
@@ -27,14 +27,14 @@ from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-def attend(
+def attend_decode(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
@@ -44,18 +44,18 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
-    Arguments are those of `api.paged_attention`, all in bfloat16 or float16; `plan` is
-    `decode_plan.plan_decode` of these rows, with the same `tiling`, and `scoring` has
-    slopes and sinks by query head. `dtype` is that of
-    the output: float32 if states of the same rows are to be merged. `packed_q` are the
-    queries as `row_packing.pack_queries` lays them out, padding of any kind; None does
-    so here. `interpret` says how to emulate the kernel on a CPU; False compiles it.
+    Arguments are those of `api.paged_attention`, all in bfloat16 or float16. `plan` is
+    `decode_plan.plan_decode` of these rows with the same `tiling`, and `scoring` has
+    slopes and sinks by query head. `dtype` is the type of the output: float32 if states
+    of the same rows are to be merged. `packed_q` are the queries in the layout of
+    `row_packing.pack_queries` with any padding; None packs them here. `interpret`
+    emulates the kernel on a CPU; False compiles it.
 
     Returns:
-      Output, and natural log-sum-exp in float32; 0 and -inf for rows that see nothing.
+      Output, and natural log-sum-exp in float32; 0 and -inf for rows without a key.
 
     Raises:
-      ValueError: types or sizes that the kernel does not take.
+      ValueError: the kernel does not support the types or sizes.
     """
     group = q.shape[1] // k_pages.shape[1]
     states = partial_states(
@@ -72,7 +72,7 @@ def attend(
         interpret=interpret,
     )
     sinks = scoring.sinks
-    out, lse = merge.merge_and_unpack(
+    out, lse = merge.merge_and_unpack_mosaic_gpu(
         states,
         plan.schedule.ends,
         plan.packing,
@@ -81,8 +81,8 @@ def attend(
         dtype=dtype if sinks is None else jnp.float32,
         interpret=interpret,
     )
-    # Of packed rows: nothing is launched for what nobody reads.
-    lse = row_packing.unpack(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
+    # On packed rows: XLA removes it if the log-sum-exp is unused.
+    lse = row_packing.unpack_rows(lse, plan.packing, group=group, fill=-jnp.inf) / LOG2E
     if sinks is not None:
         out, lse = merging.add_sinks(out, lse, sinks)
     return out.astype(dtype), lse
@@ -95,31 +95,31 @@ def partial_states(
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
-) -> merging.CutStates:
-    """As `attend` up to the merge."""
-    warpgroups.check(q, k_pages, tiling)
+) -> merging.PartialStates:
+    """Runs the decode kernel of `attend_decode` without the merge."""
+    warpgroups.check_shapes(q, k_pages, tiling)
     kv_heads = k_pages.shape[1]
     group, slopes, schedule = q.shape[1] // kv_heads, None, plan.schedule
     if scoring.slopes is not None:
-        # Row t * group + g of KV head h asks for query head h * group + g.
+        # Row t * group + g of KV head h is query head h * group + g.
         slopes = (scoring.slopes.astype(jnp.float32) * LOG2E).reshape(kv_heads, group)
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
     if packed_q is None:
         packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
-    given = decode_body.Inputs(
+    given = decode_body.DecodeInputs(
         q=packed_q,
         k=k_pages,
         v=v_pages,
         page_ids=page_ids.astype(jnp.int32),
-        layer=layered.operand(layer),
+        layer=layered.layer_operand(layer),
         slot=plan.packing.slot,
         rows=plan.rows,
         low=plan.low,
@@ -131,18 +131,20 @@ def partial_states(
         begin=schedule.begin,
         slopes=slopes,
     )
-    static = softmax.Scoring(scoring.scale, scoring.softcap, slopes is not None)
-    return merging.CutStates(*_launch(given, static, num_layers, tiling, interpret))
+    static = softmax.StaticScoreTransform(
+        scoring.scale, scoring.softcap, slopes is not None
+    )
+    return merging.PartialStates(*_launch(given, static, num_layers, tiling, interpret))
 
 
 def _launch(
-    given: decode_body.Inputs,
-    scoring: softmax.Scoring,
+    given: decode_body.DecodeInputs,
+    scoring: softmax.StaticScoreTransform,
     num_layers: int,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> list[Array]:
-    """Runs the kernel: results of whole items, and partial states, in base 2."""
+    """Runs the kernel: results of unsplit items, and partial states, in base 2."""
     num_blocks, kv_heads, block_rows, head_dim = given.q.shape
     tile, stages, (programs,) = tiling.tile, tiling.stages, given.begin.shape
     _, num_lines, padded_rows = given.rows.shape
@@ -150,13 +152,13 @@ def _launch(
     operands = [x for x in given if x is not None]
 
     def decode_attention(*references):
-        inputs = decode_body.Inputs(*references[: len(operands)])
-        outputs = decode_body.Outputs(*references[len(operands) : -1])
+        inputs = decode_body.DecodeInputs(*references[: len(operands)])
+        outputs = decode_body.DecodeOutputs(*references[len(operands) : -1])
         shared = references[-1]
-        warpgroups.divide(
+        warpgroups.specialize_warpgroups(
             num_warpgroups,
             (248, 40) if num_warpgroups == 1 else (240, 24),
-            lambda: decode_body.consume(
+            lambda: decode_body.run_decode_consumer(
                 inputs,
                 outputs,
                 shared,
@@ -164,18 +166,18 @@ def _launch(
                 tiling=tiling,
                 emulated=bool(interpret),
             ),
-            lambda: decode_body.produce(
+            lambda: decode_body.run_decode_producer(
                 inputs, shared, num_layers=num_layers, tiling=tiling
             ),
         )
 
-    tiled = warpgroups.tiled()
+    tiled = warpgroups.tensor_core_layout()
     boxes = max(1, tile // given.k.shape[2])
     lanes, wide = (num_warpgroups, WGMMA_ROWS), jnp.float32
     q_ring, ring = (tiling.q_stages, *lanes), (stages, tile, head_dim)
     copies = num_warpgroups * (2 if given.slopes is None else 3)
-    barriers = warpgroups.barriers
-    shared = decode_body.Shared(
+    barriers = warpgroups.make_barriers
+    shared = decode_body.DecodeSharedMemory(
         q=plgpu.SMEM((*q_ring, head_dim), given.q.dtype, transforms=tiled),
         rows=plgpu.SMEM(
             (tiling.q_stages, num_warpgroups, num_lines, WGMMA_ROWS), jnp.int32

@@ -1,16 +1,16 @@
-"""What the warpgroups of the decode kernel do: copy pages, and multiply.
+"""Warpgroups of the decode kernel: one producer, one or two consumers.
 
-Persistent programs walk their stretches of the line of tiles (`stream_k`). In each, one
-warpgroup asks the copy engine (TMA) for pages, and one or two multiply: scores on the
-tensor cores, softmax online in base 2, weighted values on the tensor cores. Rings of
-stages in shared memory lie between them; a barrier each says that a stage is full, or
-free again.
+Persistent programs process their parts of the sequence of tiles (`stream_k`). The
+producer warpgroup copies pages by TMA. Consumers compute scores on the tensor cores,
+the online softmax in base 2, and weighted values on the tensor cores. In between are
+rings of stages in shared memory, each stage with a full barrier and a free barrier.
 
-What no row sees may hold anything, NaN included: scores there are replaced, values
-cleared, and pages outside [0, pages) read as zeros, as the copy engine does with them.
+Masked positions may hold any value, NaN included: their scores are replaced, their
+values cleared, and pages outside [0, pages) read as zeros, which TMA does for
+out-of-range copies.
 
-Source: one warpgroup that copies and others that multiply, Shah et al. 2024,
-arXiv:2407.08608, section 3.1.
+Source: producer and consumer warpgroups, Shah et al. 2024, arXiv:2407.08608, section
+3.1.
 """
 
 from typing import Any, NamedTuple
@@ -23,15 +23,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
-from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention.hopper.softmax import (
+    MASKED,
+    Ref,
+    StaticScoreTransform,
+)
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 OUT_COLUMNS = 128
-"""Columns of the output that are on their way to global memory at a time."""
+"""Columns of the output in flight to global memory at a time."""
 
 
-class Inputs(NamedTuple):
-    """References to global memory that are read: see `DecodePlan` and `Schedule`."""
+class DecodeInputs(NamedTuple):
+    """References to global memory that are read, see `DecodePlan`."""
 
     q: Ref
     k: Ref
@@ -50,7 +54,7 @@ class Inputs(NamedTuple):
     slopes: Ref | None = None
 
 
-class Outputs(NamedTuple):
+class DecodeOutputs(NamedTuple):
     """References to global memory that are written."""
 
     out: Ref
@@ -59,8 +63,8 @@ class Outputs(NamedTuple):
     part_lse: Ref
 
 
-class Shared(NamedTuple):
-    """Shared memory of a program, and its barriers."""
+class DecodeSharedMemory(NamedTuple):
+    """Shared memory and barriers of a program."""
 
     q: Ref  # [q_stages, warpgroups, 64, head_dim]
     rows: Ref  # [q_stages, warpgroups, lines, 64]
@@ -79,29 +83,31 @@ class Shared(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Tiles of one item in a program's stretch."""
+    """Tiles of one item that one program processes."""
 
     block: Any
     head: Any
-    tile: Any  # first one, counted from place 0
-    take: Any
-    ring: Any  # tiles of the stretch before this piece
-    index: Any  # pieces before it
+    tile: Any  # first tile, counted from position 0
+    take: Any  # number of tiles
+    ring: Any  # number of earlier tiles of the program
+    index: Any  # number of earlier pieces of the program
     is_whole: Any
-    begins: Any  # with the item's first tile
+    begins: Any  # True if the piece has the item's first tile
 
 
-def _walk(inputs: Inputs, kv_heads: int, tiling: Tiling, visit) -> tuple[Any, Any]:
-    """Visits the pieces of this program's stretch; returns how many tiles and pieces.
+def _walk(
+    inputs: DecodeInputs, kv_heads: int, tiling: Tiling, visit
+) -> tuple[Any, Any]:
+    """Visits the pieces of this program; returns the numbers of tiles and pieces.
 
-    All warpgroups walk alike, so that they agree on the stages of the rings.
+    All warpgroups visit the same pieces, so that they agree on the stages of the rings.
     """
     program, total = lax.axis_index("program"), inputs.ends[inputs.ends.shape[0] - 1]
-    begin = stream_k.stretch(total, program, tiling)
-    end = stream_k.stretch(total, program + 1, tiling)
+    begin = stream_k.stretch_begin(total, program, tiling)
+    end = stream_k.stretch_begin(total, program + 1, tiling)
 
     def tiles(block):
-        return stream_k.tiles_of(inputs.low[block], inputs.high[block], tiling.tile)
+        return stream_k.tile_range(inputs.low[block], inputs.high[block], tiling.tile)
 
     def step(state):
         at, block, head, tile, index = state
@@ -133,16 +139,16 @@ def _walk(inputs: Inputs, kv_heads: int, tiling: Tiling, visit) -> tuple[Any, An
     return end - begin, state[-1]
 
 
-def consume(
-    inputs: Inputs,
-    outputs: Outputs,
-    shared: Shared,
+def run_decode_consumer(
+    inputs: DecodeInputs,
+    outputs: DecodeOutputs,
+    shared: DecodeSharedMemory,
     *,
-    scoring: Scoring,
+    scoring: StaticScoreTransform,
     tiling: Tiling,
     emulated: bool,
 ) -> None:
-    """Multiplies: what a compute warpgroup does."""
+    """Runs a consumer warpgroup, which computes attention of 64 packed rows."""
     warpgroup = lax.axis_index("warpgroup")
     _, kv_heads, block_rows, head_dim = inputs.q.shape
     tile, num_warpgroups = tiling.tile, -(-block_rows // WGMMA_ROWS)
@@ -180,7 +186,7 @@ def consume(
                 lambda scores: jnp.where(_seen(shape, begin, rows), scores, MASKED),
                 scores,
             )
-            weights, state = softmax.reweigh(scores, state, scoring.factor)
+            weights, state = softmax.update_rows(scores, state, scoring.factor)
             plgpu.barrier_wait(shared.v_full.at[stage])
             _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups)
             weights = weights.astype(shared.v.dtype)
@@ -188,12 +194,12 @@ def consume(
             plgpu.barrier_arrive(shared.v_free.at[stage])
             return state._replace(out=out)
 
-        start = softmax.start(head_dim)
+        start = softmax.init_rows(head_dim)
         out, top, total = lax.fori_loop(0, piece.take, one_tile, start)
         plgpu.barrier_arrive(shared.q_free.at[q_stage])
 
         lse = top + jnp.log2(total)
-        out = out / softmax.along(jnp.where(total > 0, total, 1.0), out.shape)
+        out = out / softmax.broadcast_rows(jnp.where(total > 0, total, 1.0), out.shape)
 
         @pl.when(piece.is_whole)
         def _():
@@ -210,48 +216,50 @@ def consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _shape_scores(products, begin, rows: Ref, slopes: Ref, scoring: Scoring):
+def _shape_scores(
+    products, begin, rows: Ref, slopes: Ref, scoring: StaticScoreTransform
+):
     """Turns products of queries and keys into scores in base 2: `[64, tile]`."""
     scores, shape = softmax.scale_and_cap(products, scoring), products.shape
     if slopes is not None:
-        position = softmax.load(rows.at[decode_plan.POSITION], shape)
-        distance = (softmax.places(shape, begin) - position).astype(jnp.float32)
-        scores += softmax.load(slopes, shape) * distance
+        position = softmax.load_row_values(rows.at[decode_plan.POSITION], shape)
+        distance = (softmax.key_positions(shape, begin) - position).astype(jnp.float32)
+        scores += softmax.load_row_values(slopes, shape) * distance
     return scores
 
 
 def _seen(shape, begin, rows: Ref):
-    """Whether each row sees each place: `[64, tile]`."""
-    place = softmax.places(shape, begin)
-    column = place - softmax.load(rows.at[decode_plan.LIMIT], shape)
+    """Returns the mask of each row's positions: `[64, tile]`."""
+    place = softmax.key_positions(shape, begin)
+    column = place - softmax.load_row_values(rows.at[decode_plan.LIMIT], shape)
     seen = column < 0
     for line in range(decode_plan.WORDS, rows.shape[0]):
-        word = softmax.load(rows.at[line], shape)
+        word = softmax.load_row_values(rows.at[line], shape)
         bit = lax.shift_right_logical(word, column & 31) & 1
         nth = line - decode_plan.WORDS
         seen |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == nth)
-    return seen & (place >= softmax.load(rows.at[decode_plan.FIRST], shape))
+    return seen & (place >= softmax.load_row_values(rows.at[decode_plan.FIRST], shape))
 
 
 def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
-    """Clears values that no row sees: weights of 0 do not make NaN vanish."""
+    """Clears values that no row attends to: a weight of 0 times NaN is NaN."""
     tile = shared.v.shape[1]
 
     @pl.when((begin < low) | (begin + tile > high))
     def _():
         @pl.when(warpgroup == 0)
         def _():
-            softmax.clear(shared.v.at[stage], begin, low, high)
+            softmax.clear_unseen(shared.v.at[stage], begin, low, high)
 
         if num_warpgroups > 1:
             plgpu.barrier_arrive(shared.cleared)
             plgpu.barrier_wait(shared.cleared)
 
 
-def _send(out, lse, shared: Shared, out_target, lse_target) -> None:
-    """Writes a warpgroup's rows to global memory, some columns at a time.
+def _send(out, lse, shared: DecodeSharedMemory, out_target, lse_target) -> None:
+    """Writes a warpgroup's rows to global memory, in groups of columns.
 
-    The last of them are still on their way when this returns.
+    The last copies are still in flight when this returns.
     """
     warpgroup = lax.axis_index("warpgroup")
     (block_rows, head_dim), width = out_target.shape, shared.out.shape[2]
@@ -271,8 +279,10 @@ def _send(out, lse, shared: Shared, out_target, lse_target) -> None:
             plgpu.copy_smem_to_gmem(source, lse_target.at[packed])
 
 
-def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) -> None:
-    """Copies: what the last warpgroup does."""
+def run_decode_producer(
+    inputs: DecodeInputs, shared: DecodeSharedMemory, *, num_layers: int, tiling: Tiling
+) -> None:
+    """Runs the producer warpgroup, which copies queries, keys and values."""
     _, kv_heads, block_rows, _ = inputs.q.shape
     q_stages = tiling.q_stages
     moved = min(block_rows, WGMMA_ROWS)
@@ -298,7 +308,7 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     def visit(piece: _Piece) -> None:
         ask_for_rows(piece)
-        span = kv_ring.Span(
+        span = kv_ring.KeySpan(
             slot=inputs.slot[piece.block],
             head=piece.head,
             low=inputs.low[piece.block],
@@ -319,5 +329,5 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     num_tiles, num_pieces = _walk(inputs, kv_heads, tiling, visit)
 
-    kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
-    kv_ring.drain(num_pieces, q_stages, shared.q_free)
+    kv_ring.drain_stages(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    kv_ring.drain_stages(num_pieces, q_stages, shared.q_free)

@@ -1,7 +1,7 @@
-"""Tiles of keys and values on their way from pages to shared memory.
+"""Ring of tiles of keys and values, copied from pages to shared memory.
 
-What the warpgroups that copy have in common, whichever rows they copy for: a ring of
-stages, and of each stage a barrier that says that it is full and one that it is free.
+Shared by the producers of decode and prefill. Each stage of the ring has a full barrier
+and a free barrier.
 """
 
 from typing import Any, NamedTuple
@@ -15,41 +15,42 @@ from pallas_kernels.paged_attention.hopper.softmax import Ref
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-class Span(NamedTuple):
-    """Keys that rows read."""
+class KeySpan(NamedTuple):
+    """Keys that the rows of an item read."""
 
     slot: Any
-    """Whose pages."""
+    """Slot of the page table."""
     head: Any
     """KV head."""
     low: Any
-    """First place that any row sees."""
+    """First position that any row attends to."""
     high: Any
-    """Place after the last one. Pages without a place between are not read: zeros
-    arrive in their stead, and for ids that no page of the layer has."""
+    """One past the last position. Pages without a position in between, and ids that are
+    no page of the layer, are not read; zeros are copied instead."""
 
 
 def copy_tile(
     inputs: Any,
     shared: Any,
-    span: Span,
+    span: KeySpan,
     *,
     begin: Any,
     index: Any,
     num_layers: int,
     tiling: Tiling,
 ) -> None:
-    """Asks the copy engine for a tile of keys, then of values, as stages become free.
+    """Starts the copies of a tile of keys, then of values, once their stages are free.
 
     Args:
-      inputs: with `k` and `v` [pages, kv_heads, page_size, head_dim], `page_ids`, and
-        the `layer` that they are of.
-      shared: with the rings `k` and `v`, and their `k_full`, `k_free` and so on.
-      span: what is read.
-      begin: first place of the tile.
-      index: tiles that this program has asked for before.
+      inputs: has `k` and `v` [pages, kv_heads, page_size, head_dim], `page_ids`, and
+        `layer`.
+      shared: has the rings `k` and `v`, and their barriers `k_full`, `k_free` and so
+        on.
+      span: keys to read.
+      begin: first position of the tile.
+      index: number of earlier tiles of this program.
       num_layers: layers in `k` and `v`, static.
-      tiling: static.
+      tiling: sizes, static.
     """
     num_pages, _, page_size, _ = inputs.k.shape
     layer_pages = num_pages // num_layers
@@ -58,7 +59,7 @@ def copy_tile(
     box = min(tiling.tile, page_size)  # tokens of one copy
 
     def page_at(place):
-        """Page with a place, or one past the end: its copy delivers zeros."""
+        """Returns the page of a position, or one past the end, which copies zeros."""
         nth = lax.div(place, jnp.int32(page_size))
         page = inputs.page_ids[span.slot, jnp.minimum(nth, pages_per_slot - 1)]
         wanted = (place + box > span.low) & (place < span.high)
@@ -86,10 +87,10 @@ def copy_tile(
             )
 
 
-def drain(num: Any, stages: int, *free: Ref) -> None:
-    """Waits until all stages are free: what arrives must have been waited for.
+def drain_stages(num: Any, stages: int, *free: Ref) -> None:
+    """Waits until all stages are free, so that no copy is in flight at the end.
 
-    They were filled `num` times; `free` are the barriers of the rings.
+    `num` is the number of fills of each ring; `free` are the rings' free barriers.
     """
 
     @pl.loop(jnp.maximum(0, num - stages), num)

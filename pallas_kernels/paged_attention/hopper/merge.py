@@ -1,10 +1,10 @@
-"""Results of packed rows brought back to rows, cut items merged, for Hopper GPUs.
+"""Merge of partial states and unpacking of rows, for Hopper GPUs.
 
-Where a cut of the line went through an item, several programs left partial states of
-it; elsewhere one left the result. A program of this kernel has the packed rows of one
-KV head, or some of their columns: it reads one state or all, weighs them by their
-log-sum-exps, and writes each row's heads to where the next product reads them. Rows in
-no block are divided among the programs, which write zeros there.
+An item that several programs share has several partial states; any other item has one
+result. A program of this kernel has the packed rows of one KV head, or some of their
+columns: it reads the states, weights them by their log-sum-exps, and writes the heads
+of each row to the layout of the output. Rows in no block are divided among the
+programs, which write zeros to them.
 """
 
 from typing import Any
@@ -20,17 +20,17 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.hopper import softmax
-from pallas_kernels.paged_attention.merging import CutStates
+from pallas_kernels.paged_attention.merging import PartialStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
 COLUMNS = 128
-"""Columns of a state that a program merges at most: of two such its registers hold."""
+"""Columns of a state in one program; its registers hold two states of so many."""
 _STAGES = 2
 
 
-def merge_and_unpack(
-    states: CutStates,
+def merge_and_unpack_mosaic_gpu(
+    states: PartialStates,
     ends: Int32[Array, " blocks"],
     packing: Packing,
     *,
@@ -42,26 +42,27 @@ def merge_and_unpack(
     Float[Array, "rows q_heads head_dim"],
     Float32[Array, "blocks kv_heads block_rows"],
 ]:
-    """Merges partial states as `merging.merge_parts`, unpacks as `row_packing.unpack`.
+    """Merges partial states and unpacks the rows.
 
     Args:
-      states: of all items.
-      ends: those of `stream_k.Schedule`, which say whose they are.
-      packing: where the rows lie.
-      group: query heads that share a KV head, static.
-      tiling: that of the schedule, static.
-      dtype: of the output.
-      interpret: how to emulate the kernel on a CPU; False compiles it.
+      states: states of all items.
+      ends: `ends` of the `stream_k.StreamKSchedule`, from which the programs of an item
+        follow.
+      packing: packing of the rows.
+      group: query heads of a KV head, static.
+      tiling: tiling of the schedule, static.
+      dtype: type of the output.
+      interpret: emulates the kernel on a CPU; False compiles it.
 
     Returns:
-      The output of each row, 0 where it sees nothing; log-sum-exps of packed rows in
-      base 2, -inf where no row sees anything.
+      The output of each row, 0 without a key, and log-sum-exps of packed rows in base
+      2, -inf without a key.
     """
     num_blocks, kv_heads, block_rows, head_dim = states.out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
     moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
     stretches = range(-(-block_rows // WGMMA_ROWS))
-    # One row a block: none is in no block.
+    # With one row a block, every row is in a block.
     is_row_a_block = tokens == 1 and num_blocks == rows
     shape = (rows, kv_heads * group, head_dim)
     share = -(-rows // num_blocks)
@@ -72,13 +73,13 @@ def merge_and_unpack(
         result, result_lse, blank, arrived = others
         block, head = lax.axis_index("block"), lax.axis_index("head")
         columns = pl.ds(lax.axis_index("columns") * width, width)
-        first, last = stream_k.holders(
+        first, last = stream_k.item_programs(
             ends, block, head, kv_heads=kv_heads, tiling=tiling
         )
         num_states = last - first + 1
 
         def ask(index: Any, packed: Any) -> None:
-            """Brings a state, the item's only one or that of a program."""
+            """Starts the copy of a state: the item's result, or a partial state."""
             stage = lax.rem(index, jnp.int32(_STAGES))
 
             def bring(outs: Any, lses: Any) -> None:
@@ -98,7 +99,7 @@ def merge_and_unpack(
                 place = first + index, jnp.where(index == 0, 1, 0)
                 bring(part_out.at[place], part_lse.at[place])
 
-        def merge(index: Any, state: softmax.State, packed: Any) -> softmax.State:
+        def merge(index: Any, state: softmax.RowState, packed: Any) -> softmax.RowState:
             @pl.when(index + 1 < num_states)
             def _() -> None:
                 ask(index + 1, packed)
@@ -109,7 +110,7 @@ def merge_and_unpack(
             found = plgpu.load(state_out.at[stage], layout=layout)
             weight = plgpu.load(state_lse.at[stage], layout=layout.reduce(1))
             plgpu.commit_smem()
-            return add(state, found, weight)
+            return add_partial_state(state, found, weight)
 
         if not is_row_a_block:
             zeros = jnp.zeros((WGMMA_ROWS, width), dtype)
@@ -134,9 +135,9 @@ def merge_and_unpack(
                 0,
                 num_states,
                 lambda index, state, packed=packed: merge(index, state, packed),
-                softmax.start(width),
+                softmax.init_rows(width),
             )
-            whole, whole_lse = finish(state)
+            whole, whole_lse = finish_merge(state)
             held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
             result[held] = whole.astype(dtype)
             result_lse[held] = whole_lse
@@ -181,20 +182,20 @@ def merge_and_unpack(
     return merged, lse
 
 
-def add(state: softmax.State, out: Any, lse: Any) -> softmax.State:
-    """Adds a state, its output normalised and its log-sum-exp in base 2, to others."""
+def add_partial_state(state: softmax.RowState, out: Any, lse: Any) -> softmax.RowState:
+    """Adds a normalized partial state, with log-sum-exp in base 2, to a running sum."""
     top = jnp.maximum(state.top, lse)
     decay, weight = jnp.exp2(state.top - top), jnp.exp2(lse - top)
-    added = out * softmax.along(weight, out.shape)
-    return softmax.State(
-        state.out * softmax.along(decay, out.shape) + added,
+    added = out * softmax.broadcast_rows(weight, out.shape)
+    return softmax.RowState(
+        state.out * softmax.broadcast_rows(decay, out.shape) + added,
         top,
         state.total * decay + weight,
     )
 
 
-def finish(state: softmax.State) -> tuple[Any, Any]:
-    """Output and log-sum-exp, in base 2: 0 and -inf where nothing was seen."""
+def finish_merge(state: softmax.RowState) -> tuple[Any, Any]:
+    """Returns output and log-sum-exp in base 2; 0 and -inf for rows without a key."""
     total = jnp.where(state.total > 0, state.total, 1.0)
-    out = state.out / softmax.along(total, state.out.shape)
+    out = state.out / softmax.broadcast_rows(total, state.out.shape)
     return out, state.top + jnp.log2(state.total)

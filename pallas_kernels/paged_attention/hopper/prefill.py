@@ -1,9 +1,8 @@
-"""Attention of chunks of queries over pages, causal, for Hopper GPUs.
+"""Causal attention of chunks of prompts over pages, for Hopper GPUs.
 
-The chunks are cut into tiles of 128 rows (`prefill_plan`), and persistent programs
-attend from one after the other (`prefill_body`): in place of the rows of an output that
-others may have written the rest of, or after they have merged decode's part of it
-(`merge_beside`).
+Chunks are split into tiles of 128 rows (`prefill_plan`), which persistent programs
+process one after another (`prefill_body`). The rows of a step that decode attends from
+are either in the output already, or merged into it by this kernel (`merge_fused`).
 """
 
 import jax
@@ -15,10 +14,10 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import (
-    merge_beside,
+    merge_fused,
     prefill_body,
     softmax,
     warpgroups,
@@ -28,17 +27,19 @@ from pallas_kernels.paged_attention.prefill_plan import TILE_ROWS, PrefillPlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-def attend(
+def attend_prefill(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
     v_pages: Float[Array, "pages kv_heads page_size head_dim"],
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: PrefillPlan,
     *,
-    scoring: Scoring,
+    scoring: ScoreTransform,
     window: int | None = None,
-    others: tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]
-    | merge_beside.Cut
+    decode_output: tuple[
+        Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]
+    ]
+    | merge_fused.DecodePartials
     | None = None,
     tiling: Tiling,
     layer: Layer = 0,
@@ -47,46 +48,46 @@ def attend(
 ) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
-    Arguments are those of `decode.attend`, but for `plan`, which is
+    Arguments are those of `decode.attend_decode`, except `plan`, which is
     `prefill_plan.plan_prefill` with the same `tiling`, of 128 rows, and `window`; and
-    `others`: output, in the type of q, and log-sum-exp of the rows that are left out,
-    None for 0 and -inf, or decode's states of theirs, which are merged here. Of a
-    slot's places, those between the first and the last that its rows see must hold
-    numbers: under a window, positions of its rows follow on one another.
+    `decode_output`: output, in the type of q, and log-sum-exp of the rows that are not
+    in the plan; or decode's partial states of them, which are merged here; None means 0
+    and -inf. Positions of a slot between the first and the last that its rows attend to
+    must not hold NaN: under a window, positions of its rows are consecutive.
 
     Returns:
       Output in the type of q, and natural log-sum-exp.
 
     Raises:
-      ValueError: types or sizes that the kernel does not take.
+      ValueError: the kernel does not support the types or sizes.
     """
-    warpgroups.check(q, k_pages, tiling)
+    warpgroups.check_shapes(q, k_pages, tiling)
     num_rows, q_heads, _ = q.shape
     if tiling.block_rows != TILE_ROWS:
         raise ValueError(f"{tiling.block_rows=} must be {TILE_ROWS}")
-    # With one stage the first warpgroup waits for values of the next tile, which wait
-    # for the second to be done with this one, which waits for the first.
+    # One stage would deadlock: the first warpgroup waits for values of the next tile,
+    # these for the second warpgroup to release this tile, and that for the first.
     if tiling.stages < 2:
         raise ValueError(f"{tiling.stages=} must be at least 2")
     group = q_heads // k_pages.shape[1]
-    if isinstance(others, merge_beside.Cut):
+    if isinstance(decode_output, merge_fused.DecodePartials):
         sizes = {"group": group, "head_dim": q.shape[2]}
-        if not merge_beside.takes(others.plan, scoring, **sizes):
-            raise ValueError("states with these sizes and features are merged apart")
-    elif others is None:
+        if not merge_fused.supports_fused_merge(decode_output.plan, scoring, **sizes):
+            raise ValueError("states with these sizes and features need `merge`")
+    elif decode_output is None:
         blank = jnp.full((num_rows, q_heads), -jnp.inf, jnp.float32)
-        others = jnp.zeros_like(q), blank
+        decode_output = jnp.zeros_like(q), blank
     padding = prefill_plan.num_padded(num_rows) - num_rows
     base_2 = [
         None if x is None else x.astype(jnp.float32) * LOG2E
         for x in (scoring.slopes, scoring.sinks)
     ]
-    given = prefill_body.Inputs(
+    given = prefill_body.PrefillInputs(
         q=jnp.pad(q, [(0, padding), (0, 0), (0, 0)]) if padding else q,
         k=k_pages,
         v=v_pages,
         page_ids=page_ids.astype(jnp.int32),
-        layer=layered.operand(layer),
+        layer=layered.layer_operand(layer),
         position=plan.position,
         tiles=plan.tiles,
         slopes=base_2[0],
@@ -94,8 +95,10 @@ def attend(
     )
     out, lse, *packed = _launch(
         given,
-        others.inputs if isinstance(others, merge_beside.Cut) else others[0],
-        scoring=softmax.Scoring(
+        decode_output.inputs
+        if isinstance(decode_output, merge_fused.DecodePartials)
+        else decode_output[0],
+        scoring=softmax.StaticScoreTransform(
             scoring.scale, scoring.softcap, scoring.slopes is not None
         ),
         window=window,
@@ -103,12 +106,15 @@ def attend(
         tiling=tiling,
         interpret=interpret,
     )
-    if isinstance(others, merge_beside.Cut):
-        packing = others.plan.packing
-        left = row_packing.unpack(*packed, packing, group=group, fill=-jnp.inf) / LOG2E
+    if isinstance(decode_output, merge_fused.DecodePartials):
+        packing = decode_output.plan.packing
+        left = (
+            row_packing.unpack_rows(*packed, packing, group=group, fill=-jnp.inf)
+            / LOG2E
+        )
     else:
-        left = others[1]
-    # Of a row: its tile, and its place there.
+        left = decode_output[1]
+    # Tile of each row, and index of the row in the tile.
     num_tiles = plan.tiles.shape[1]
     tile = jnp.minimum(plan.tile_of, num_tiles - 1)
     place = jnp.arange(num_rows, dtype=jnp.int32) - plan.tiles[prefill_plan.ROW, tile]
@@ -117,10 +123,10 @@ def attend(
 
 
 def _launch(
-    given: prefill_body.Inputs,
-    others: Float[Array, "rows q_heads head_dim"] | merge_beside.Inputs,
+    given: prefill_body.PrefillInputs,
+    decode_output: Float[Array, "rows q_heads head_dim"] | merge_fused.MergeInputs,
     *,
-    scoring: softmax.Scoring,
+    scoring: softmax.StaticScoreTransform,
     window: int | None,
     num_layers: int,
     tiling: Tiling,
@@ -128,31 +134,31 @@ def _launch(
 ) -> list[Array]:
     """Runs the kernel: output of all rows, and log-sum-exps of tiles, in base 2.
 
-    Rows of others are those of their output, or merged of their states. Of these there
-    are log-sum-exps of packed rows, too.
+    Rows of decode have its output, or its merged states; with merged states the
+    log-sum-exps of packed rows are returned, too.
     """
     (_, q_heads, head_dim), page_size = given.q.shape, given.k.shape[2]
     tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
-    cut = others if isinstance(others, merge_beside.Inputs) else None
+    cut = decode_output if isinstance(decode_output, merge_fused.MergeInputs) else None
     operands, structure = jax.tree.flatten((given, cut))
 
     def prefill_attention(*references):
         inputs, merged = jax.tree.unflatten(structure, references[: len(operands)])
         out, lse, *merged_lse, shared = references[len(operands) :]
-        outputs = prefill_body.Outputs(lse=lse, out=out)
+        outputs = prefill_body.PrefillOutputs(lse=lse, out=out)
 
         def multiply() -> None:
             if merged is not None:
                 warpgroup = lax.axis_index("warpgroup")
                 held = shared.out.at[warpgroup], shared.lse.at[warpgroup]
-                merge_beside.merge_and_unpack(
+                merge_fused.run_fused_merge(
                     merged,
-                    merge_beside.Outputs(out, *merged_lse, *held),
+                    merge_fused.MergeOutputs(out, *merged_lse, *held),
                     inputs.position,
                     worker=warpgroup * tiling.num_programs + lax.axis_index("program"),
                     workers=2 * tiling.num_programs,
                 )
-            prefill_body.consume(
+            prefill_body.run_prefill_consumer(
                 inputs,
                 outputs,
                 shared,
@@ -162,20 +168,20 @@ def _launch(
                 emulated=bool(interpret),
             )
 
-        warpgroups.divide(
+        warpgroups.specialize_warpgroups(
             2,
             (232, 40),
             multiply,
-            lambda: prefill_body.produce(
+            lambda: prefill_body.run_prefill_producer(
                 inputs, shared, num_layers=num_layers, tiling=tiling
             ),
         )
 
-    tiled, barriers = warpgroups.tiled(), warpgroups.barriers
+    tiled, barriers = warpgroups.tensor_core_layout(), warpgroups.make_barriers
     dtype, ring = given.q.dtype, (stages, tile, head_dim)
     boxes, halves = max(1, tile // page_size), (2, WGMMA_ROWS)
 
-    shared = prefill_body.Shared(
+    shared = prefill_body.PrefillSharedMemory(
         q=plgpu.SMEM((q_stages, *halves, head_dim), dtype, transforms=tiled),
         position=plgpu.SMEM((q_stages, *halves), jnp.int32),
         k=plgpu.SMEM(ring, dtype, transforms=tiled),
@@ -190,7 +196,7 @@ def _launch(
         v_free=barriers(stages, 2),
         turn=barriers(1, 2),
     )
-    written = [] if cut is not None else [jax.new_ref(others)]
+    written = [] if cut is not None else [jax.new_ref(decode_output)]
     wide, lse = jnp.float32, (given.tiles.shape[1], q_heads, TILE_ROWS)
     made = [jax.ShapeDtypeStruct(lse, wide)]
     if cut is not None:

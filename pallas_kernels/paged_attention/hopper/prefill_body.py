@@ -1,13 +1,14 @@
-"""What the warpgroups of the prefill kernel do: copy pages, and multiply in turns.
+"""Warpgroups of the prefill kernel: one producer, two consumers that alternate.
 
-Persistent programs take tiles of queries, the longest first. One warpgroup asks the
-copy engine (TMA) for pages; two have 64 rows each of the tile and take turns, so that
-one exponentiates while the other has the tensor cores: they meet at a barrier twice a
-tile of keys, half a step apart. Tiles of keys that all rows see whole come first, those
-that need a mask after them.
+Persistent programs process tiles of queries, the longest first. The producer warpgroup
+copies pages by TMA. Each consumer has 64 rows of the tile. They alternate, so that one
+exponentiates while the other uses the tensor cores: they meet at a barrier twice for
+each tile of keys, half a step apart. Tiles of keys that need no mask come first, those
+that need one after them.
 
-What no row sees may hold anything, NaN included: scores there are replaced, values
-cleared, and pages outside [0, pages) read as zeros, as the copy engine does with them.
+Masked positions may hold any value, NaN included: their scores are replaced, their
+values cleared, and pages outside [0, pages) read as zeros, which TMA does for
+out-of-range copies.
 
 Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2.
 """
@@ -23,20 +24,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
-from pallas_kernels.paged_attention.hopper.softmax import MASKED, Ref, Scoring
+from pallas_kernels.paged_attention.hopper.softmax import (
+    MASKED,
+    Ref,
+    StaticScoreTransform,
+)
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 def out_columns(head_dim: int) -> int:
-    """Columns of the output that are on their way to global memory at a time.
+    """Returns the columns of the output in flight to global memory at a time.
 
-    Half of them where the other half's registers hold all that a thread can.
+    64 for wide heads, whose output takes half of a thread's registers.
     """
     return head_dim if head_dim <= 128 else 64
 
 
-class Inputs(NamedTuple):
-    """References to global memory that are read: see `PrefillPlan`."""
+class PrefillInputs(NamedTuple):
+    """References to global memory that are read, see `PrefillPlan`."""
 
     q: Ref  # [padded_rows, q_heads, head_dim]
     k: Ref
@@ -49,15 +54,15 @@ class Inputs(NamedTuple):
     sinks: Ref | None = None  # [q_heads], in base 2
 
 
-class Outputs(NamedTuple):
+class PrefillOutputs(NamedTuple):
     """References to global memory that are written."""
 
     lse: Ref  # [tiles, q_heads, 128], in base 2
-    out: Ref  # [rows, q_heads, head_dim], of which only the tiles' own rows
+    out: Ref  # [rows, q_heads, head_dim]; only rows of the tiles are written
 
 
-class Shared(NamedTuple):
-    """Shared memory of a program, and its barriers."""
+class PrefillSharedMemory(NamedTuple):
+    """Shared memory and barriers of a program."""
 
     q: Ref  # [q_stages, 2, 64, head_dim]
     position: Ref  # [q_stages, 2, 64]
@@ -65,7 +70,7 @@ class Shared(NamedTuple):
     v: Ref  # [stages, tile, head_dim]
     out: Ref  # [2, 64, columns]
     lse: Ref  # [2, 64]
-    q_full: Ref  # [q_stages * 2], of each warpgroup's half
+    q_full: Ref  # [q_stages * 2], one for the half of each warpgroup
     q_free: Ref
     k_full: Ref
     k_free: Ref
@@ -79,26 +84,26 @@ class _Item(NamedTuple):
 
     tile: Any
     head: Any
-    index: Any  # items of this program before it
-    ring: Any  # tiles of keys of these
+    index: Any  # number of earlier items of this program
+    ring: Any  # number of tiles of keys of earlier items
     first: Any
     inner: Any
     num_inner: Any
     num_kv: Any
 
     def kv_tile(self, i: Any) -> Any:
-        """The i-th tile of keys: those without a mask, then those before and after."""
+        """Returns the i-th tile of keys; tiles without a mask come first."""
         j = i - self.num_inner
         skipped = jnp.where(j >= self.inner - self.first, self.num_inner, 0)
         return jnp.where(j < 0, self.inner + i, self.first + j + skipped)
 
 
-def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
-    """Visits this program's items; returns how many items and tiles of keys.
+def _walk(inputs: PrefillInputs, programs: int, visit) -> tuple[Any, Any]:
+    """Visits this program's items; returns the numbers of items and tiles of keys.
 
-    The items go around, there and back: whoever got the longest of one round gets the
-    shortest of the next. All warpgroups walk alike, so that they agree on the stages of
-    the rings.
+    The order of programs reverses every round: the program with the longest item of one
+    round gets the shortest of the next. All warpgroups visit the same items, so that
+    they agree on the stages of the rings.
     """
     program, q_heads = lax.axis_index("program"), inputs.q.shape[1]
     num_tiles = inputs.tiles.shape[1]
@@ -126,7 +131,7 @@ def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
         return turn + 1, ring + num_kv
 
     def is_there(state):
-        # Tiles that have keys come first.
+        # Tiles with keys come first.
         tile = lax.div(number(state[0]), jnp.int32(q_heads))
         num_kv = inputs.tiles[prefill_plan.NUM_KV, jnp.minimum(tile, num_tiles - 1)]
         return (tile < num_tiles) & (num_kv > 0)
@@ -134,17 +139,17 @@ def _walk(inputs: Inputs, programs: int, visit) -> tuple[Any, Any]:
     return lax.while_loop(is_there, step, (jnp.int32(0), jnp.int32(0)))
 
 
-def consume(
-    inputs: Inputs,
-    outputs: Outputs,
-    shared: Shared,
+def run_prefill_consumer(
+    inputs: PrefillInputs,
+    outputs: PrefillOutputs,
+    shared: PrefillSharedMemory,
     *,
-    scoring: Scoring,
+    scoring: StaticScoreTransform,
     window: int | None,
     tiling: Tiling,
     emulated: bool,
 ) -> None:
-    """Multiplies: what a compute warpgroup does."""
+    """Runs a consumer warpgroup, which computes attention of 64 rows."""
     warpgroup = lax.axis_index("warpgroup")
     head_dim = inputs.q.shape[2]
     tile, stages = tiling.tile, tiling.stages
@@ -164,14 +169,14 @@ def consume(
             plgpu.barrier_wait(shared.k_full.at[stage])
 
         def clear_values(stage, begin):
-            """The first to take its turn does it for both, while registers are free."""
+            """Clears values for both warpgroups, while registers are free."""
             plgpu.barrier_wait(shared.v_full.at[stage])
             low = inputs.tiles[prefill_plan.LOW, item.tile]
             high = inputs.tiles[prefill_plan.HIGH, item.tile]
 
             @pl.when((warpgroup == 0) & ((begin < low) | (begin + tile > high)))
             def _():
-                softmax.clear(shared.v.at[stage], begin, low, high)
+                softmax.clear_unseen(shared.v.at[stage], begin, low, high)
 
         def one_tile(i, state, *, masked: bool):
             begin = item.kv_tile(i) * tile
@@ -182,7 +187,7 @@ def consume(
             def product(sums):
                 queries = shared.q.at[q_stage, warpgroup]
                 plgpu.wgmma(sums, queries, shared.k.at[stage].T)
-                # The other's values are next on the tensor cores.
+                # The other warpgroup's product with values is next on the tensor cores.
                 meet()
                 return sums[...]
 
@@ -191,11 +196,13 @@ def consume(
             if not scoring.is_linear:
                 scores = softmax.scale_and_cap(scores, scoring)
             if inputs.slopes is not None:
-                away = softmax.places(shape, begin) - softmax.load(positions, shape)
+                away = softmax.key_positions(shape, begin) - softmax.load_row_values(
+                    positions, shape
+                )
                 scores += inputs.slopes[item.head] * away.astype(jnp.float32)
             if masked:
                 scores = jnp.where(_seen(shape, begin, positions), scores, MASKED)
-            weights, state = softmax.reweigh(scores, state, scoring.factor)
+            weights, state = softmax.update_rows(scores, state, scoring.factor)
             weights = weights.astype(shared.v.dtype)
             if not masked:
                 plgpu.barrier_wait(shared.v_full.at[stage])
@@ -211,7 +218,7 @@ def consume(
 
         plgpu.barrier_wait(shared.q_full.at[half])
         wait_for_keys(0)
-        state = softmax.start(head_dim)
+        state = softmax.init_rows(head_dim)
         if inputs.sinks is not None:
             top = jnp.maximum(state.top, inputs.sinks[item.head])
             weight = jnp.exp2(inputs.sinks[item.head] - top)
@@ -226,11 +233,14 @@ def consume(
         _send(item, state, inputs, outputs, shared)
 
     def _seen(shape, begin, positions):
-        place, position = softmax.places(shape, begin), softmax.load(positions, shape)
+        place, position = (
+            softmax.key_positions(shape, begin),
+            softmax.load_row_values(positions, shape),
+        )
         seen = place <= position
         return seen if window is None else seen & (place > position - window)
 
-    # The second is half a step behind; in the end the first waits for it.
+    # The second warpgroup is half a step late; at the end the first waits for it.
     pl.when(warpgroup == 1)(meet)
     _walk(inputs, tiling.num_programs, visit)
     pl.when(warpgroup == 0)(meet)
@@ -239,19 +249,19 @@ def consume(
 
 def _send(
     item: _Item,
-    state: softmax.State,
-    inputs: Inputs,
-    outputs: Outputs,
-    shared: Shared,
+    state: softmax.RowState,
+    inputs: PrefillInputs,
+    outputs: PrefillOutputs,
+    shared: PrefillSharedMemory,
 ) -> None:
-    """Writes a warpgroup's rows to global memory, some columns at a time.
+    """Writes a warpgroup's rows to global memory, in groups of columns.
 
-    The last of them are still on their way when this returns.
+    The last copies are still in flight when this returns.
     """
     warpgroup = lax.axis_index("warpgroup")
     head_dim, width = inputs.q.shape[2], shared.out.shape[2]
     lse = state.top + jnp.log2(state.total)
-    out = state.out * softmax.along(1.0 / state.total, state.out.shape)
+    out = state.out * softmax.broadcast_rows(1.0 / state.total, state.out.shape)
     start = inputs.tiles[prefill_plan.ROW, item.tile] + warpgroup * WGMMA_ROWS
     begin = inputs.tiles[prefill_plan.BEGIN, item.tile]
     end = inputs.tiles[prefill_plan.END, item.tile]
@@ -277,12 +287,12 @@ def _send(
 
         @pl.when(jnp.logical_not(is_whole))
         def _(columns=columns):
-            # Between rows of others, and of nobody.
+            # The tile also has rows of other slots, or padding rows.
             @pl.loop(
                 jnp.maximum(begin - start, 0), jnp.minimum(end - start, WGMMA_ROWS)
             )
             def _(i):
-                # The positions in shared memory may be the next item's by now.
+                # The positions in shared memory may belong to the next item already.
                 @pl.when(inputs.position[start + i] >= 0)
                 def _():
                     target = outputs.out.at[pl.ds(start + i, 1), item.head, columns]
@@ -290,8 +300,14 @@ def _send(
                     plgpu.copy_smem_to_gmem(source, target)
 
 
-def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) -> None:
-    """Copies: what the last warpgroup does."""
+def run_prefill_producer(
+    inputs: PrefillInputs,
+    shared: PrefillSharedMemory,
+    *,
+    num_layers: int,
+    tiling: Tiling,
+) -> None:
+    """Runs the producer warpgroup, which copies queries, keys and values."""
     group, q_stages = inputs.q.shape[1] // inputs.k.shape[1], tiling.q_stages
 
     def ask_for_rows(item: _Item, half: int) -> None:
@@ -314,7 +330,7 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
 
     def visit(item: _Item) -> None:
         ask_for_rows(item, 0)
-        span = kv_ring.Span(
+        span = kv_ring.KeySpan(
             slot=inputs.tiles[prefill_plan.SLOT, item.tile],
             head=lax.div(item.head, jnp.int32(group)),
             low=inputs.tiles[prefill_plan.LOW, item.tile],
@@ -332,11 +348,11 @@ def produce(inputs: Inputs, shared: Shared, *, num_layers: int, tiling: Tiling) 
                 num_layers=num_layers,
                 tiling=tiling,
             )
-            # The second warpgroup ends its last item when the first has begun this one,
-            # for which that needs its rows and the first keys.
+            # The second warpgroup finishes its last item after the first has begun this
+            # one, which needs its rows and the first keys.
             pl.when(i == 0)(lambda: ask_for_rows(item, 1))
 
     num_items, num_tiles = _walk(inputs, tiling.num_programs, visit)
 
-    kv_ring.drain(num_tiles, tiling.stages, shared.k_free, shared.v_free)
-    kv_ring.drain(2 * num_items, 2 * q_stages, shared.q_free)
+    kv_ring.drain_stages(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    kv_ring.drain_stages(2 * num_items, 2 * q_stages, shared.q_free)

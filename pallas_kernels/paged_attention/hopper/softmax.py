@@ -1,8 +1,8 @@
-"""The online softmax of a warpgroup: what the attention kernels have in common.
+"""Online softmax of a warpgroup, shared by the attention kernels.
 
-A warpgroup holds the scores of 64 rows and a tile of keys in registers, and of every
-row the highest score, the sum of the weights and the weighted values so far. All of it
-is in base 2, which is what the hardware exponentiates in.
+A warpgroup holds the scores of 64 rows and a tile of keys in registers, and for every
+row the highest score, the sum of the weights, and the weighted values so far. All are
+in base 2, the base of the hardware's exponential.
 
 Source: Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 """
@@ -24,17 +24,17 @@ type Ref = Any
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
-"""Score of a place that a row does not see: finite, and far below `LOWEST`."""
+"""Score of a masked position: finite, and far below `LOWEST`."""
 LOWEST = -1e20
-"""Where the running maximum starts. A row that has seen nothing stays here with weights
-2 ** (MASKED - LOWEST) = 0, however the compiler rounds."""
+"""Initial value of the running maximum. A row without a key keeps it, with weights
+2 ** (MASKED - LOWEST) = 0 under any rounding of the compiler."""
 
 _SQUARE = 64
 """Rows and columns of values that are cleared at a time."""
 
 
-class Scoring(NamedTuple):
-    """What becomes of a product of query and key; static."""
+class StaticScoreTransform(NamedTuple):
+    """Transform from a product of query and key to a score; static."""
 
     scale: float
     softcap: float | None
@@ -42,33 +42,33 @@ class Scoring(NamedTuple):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the scores are the products times a positive number.
+        """True if the scores are the products times a positive number.
 
-        Then the number can be applied within the exponent, at no cost.
+        The number can then be applied within the exponent, at no cost.
         """
         return self.softcap is None and not self.alibi and self.scale > 1e-6
 
     @property
     def factor(self) -> float:
-        """That number, with the change to base 2; 1 where it is not left for later."""
+        """The number of `is_linear` in base 2; 1 if scores are already scaled."""
         return self.scale * LOG2E if self.is_linear else 1.0
 
 
-class State(NamedTuple):
+class RowState(NamedTuple):
     """Running state of 64 rows."""
 
     out: Any
-    """Sum of the values under their weights: `[64, head_dim]`."""
+    """Sum of weights times values: `[64, head_dim]`."""
     top: Any
-    """Highest score: `[64]`."""
+    """Highest score so far: `[64]`."""
     total: Any
     """Sum of the weights: `[64]`."""
 
 
-def start(head_dim: int) -> State:
-    """Makes the state of rows that have seen nothing."""
+def init_rows(head_dim: int) -> RowState:
+    """Returns the initial state of 64 rows."""
     per_row, wide = plgpu.Layout.WGMMA.reduce(1), jnp.float32
-    return State(
+    return RowState(
         out=plgpu.layout_cast(
             jnp.zeros((WGMMA_ROWS, head_dim), wide), plgpu.Layout.WGMMA
         ),
@@ -77,53 +77,57 @@ def start(head_dim: int) -> State:
     )
 
 
-def reweigh(scores: Any, state: State, factor: float) -> tuple[Any, State]:
-    """Weights of a tile under the new maximum, and the old state scaled to it.
+def update_rows(scores: Any, state: RowState, factor: float) -> tuple[Any, RowState]:
+    """Returns the weights of a tile and the state rescaled to the new maximum.
 
-    Scores, `[64, tile]`, are `MASKED` where not seen, and are still to be multiplied
-    with `factor`, above 0.
+    Scores, `[64, tile]`, are `MASKED` where masked, and are multiplied here by
+    `factor`, above 0.
     """
     top = jnp.maximum(state.top, scores.max(axis=1) * factor)
     decay = jnp.exp2(state.top - top)
-    weights = jnp.exp2(scores * factor - along(top, scores.shape))
+    weights = jnp.exp2(scores * factor - broadcast_rows(top, scores.shape))
     total = state.total * decay + weights.sum(axis=1)
-    return weights, State(state.out * along(decay, state.out.shape), top, total)
+    return weights, RowState(
+        state.out * broadcast_rows(decay, state.out.shape), top, total
+    )
 
 
-def scale_and_cap(products: Any, scoring: Scoring) -> Any:
+def scale_and_cap(products: Any, scoring: StaticScoreTransform) -> Any:
     """Turns products of queries and keys into scores in base 2."""
     scores = products * scoring.scale
     if scoring.softcap is not None:
-        # tanh by an exponential: the one of the hardware has 11 good bits.
+        # tanh from an exponential: the hardware's tanh has 11 correct bits.
         growth = jnp.exp2(scores * (2 * LOG2E / scoring.softcap))
         scores = scoring.softcap - 2 * scoring.softcap / (growth + 1.0)
     return scores * LOG2E
 
 
-def places(shape: tuple[int, int], begin: Any) -> Any:
-    """Place of each column of scores, the first of which is `begin`."""
+def key_positions(shape: tuple[int, int], begin: Any) -> Any:
+    """Returns the position of each column of scores, the first of which is `begin`."""
     layout = plgpu.Layout.WGMMA
     return begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
 
 
-def along(values: Any, shape: tuple[int, int]) -> Any:
-    """Spreads one number a row over the columns."""
+def broadcast_rows(values: Any, shape: tuple[int, int]) -> Any:
+    """Broadcasts one number a row over the columns."""
     return lax.broadcast_in_dim(values, shape, [0])
 
 
-def load(numbers: Ref, shape: tuple[int, int]) -> Any:
-    """Loads one number a row, over the columns. Where needed: registers are scarce."""
-    return along(plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape)
+def load_row_values(numbers: Ref, shape: tuple[int, int]) -> Any:
+    """Loads one number a row, broadcast over columns, at its use, to save registers."""
+    return broadcast_rows(
+        plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape
+    )
 
 
-def clear(values: Ref, begin: Any, low: Any, high: Any) -> None:
-    """Clears values that no row sees: weights of 0 do not make NaN vanish.
+def clear_unseen(values: Ref, begin: Any, low: Any, high: Any) -> None:
+    """Clears values that no row attends to: a weight of 0 times NaN is NaN.
 
-    Of a tile in shared memory, `[tile, head_dim]`, whose first place is `begin`, those
-    from place `low` up to `high` are kept.
+    `values` is a tile in shared memory, `[tile, head_dim]`, whose first position is
+    `begin`; positions in [low, high) are kept.
     """
     tile, head_dim = values.shape
-    # In squares, so that few registers hold values and places at a time.
+    # In squares, so that few registers hold values and positions at a time.
     for row, column in itertools.product(
         range(0, tile, _SQUARE), range(0, head_dim, _SQUARE)
     ):
@@ -150,12 +154,13 @@ def add_product(
 ) -> Any:
     """Adds weights times values, in shared memory, to the output: `[64, head_dim]`.
 
-    `emulated` says whether the emulator runs this; `meanwhile` is done while the tensor
-    cores multiply.
+    `emulated` is True in the emulator; `meanwhile` runs while the tensor cores
+    multiply.
     """
     if emulated:
-        # The emulator has no product with a left side in registers. A plain read needs
-        # a fence before the copy engine writes again, which the product does not.
+        # The emulator has no product with a left operand in registers. A plain read
+        # needs a fence before the next TMA copy into the buffer, which the product does
+        # not.
         out += jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()
         meanwhile()

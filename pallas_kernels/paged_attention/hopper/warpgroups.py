@@ -1,4 +1,4 @@
-"""What the attention kernels ask of a program: its sizes, registers and memory."""
+"""Setup of the attention kernels: checks, registers, layouts, barriers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,34 +12,34 @@ from pallas_kernels.paged_attention import decode_plan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-def check(q: Array, k_pages: Array, tiling: Tiling) -> None:
-    """Refuses what the kernels do not take.
+def check_shapes(q: Array, k_pages: Array, tiling: Tiling) -> None:
+    """Checks the types and sizes of a call.
 
     Raises:
-      ValueError: types or sizes of `decode_plan.why_not`, or a tile of keys that is
-        neither so many pages nor part of one.
+      ValueError: `decode_plan.decode_unsupported_reason` has a reason, or neither of
+        the tile of keys and the page size divides the other.
     """
-    if (reason := decode_plan.why_not(q, k_pages)) is not None:
+    if (reason := decode_plan.decode_unsupported_reason(q, k_pages)) is not None:
         raise ValueError(reason)
     page_size = k_pages.shape[2]
     if max(tiling.tile, page_size) % min(tiling.tile, page_size):
         raise ValueError(f"{tiling.tile=} and {page_size=} must divide one another")
 
 
-def divide(
+def specialize_warpgroups(
     num_multiply: int,
     registers: tuple[int, int],
     multiply: Callable[[], None],
     copy: Callable[[], None],
 ) -> None:
-    """Has some warpgroups multiply, and the last one copy.
+    """Runs consumer warpgroups, and one producer warpgroup as the last.
 
     Args:
-      num_multiply: how many.
-      registers: of a thread that multiplies, and of one that copies: all warpgroups
+      num_multiply: number of consumer warpgroups.
+      registers: registers of a thread of a consumer and of the producer: all warpgroups
         together have 512.
-      multiply: what the former do.
-      copy: what the latter does.
+      multiply: body of a consumer.
+      copy: body of the producer.
     """
     warpgroup, (many, few) = lax.axis_index("warpgroup"), registers
 
@@ -54,11 +54,11 @@ def divide(
         copy()
 
 
-def tiled() -> Any:
-    """The layout in which the tensor cores read numbers of 16 bits."""
+def tensor_core_layout() -> Any:
+    """Returns the swizzled layout in which the tensor cores read 16-bit numbers."""
     return [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
 
 
-def barriers(count: int, arrivals: int) -> Any:
-    """Barriers that open once so many have arrived."""
+def make_barriers(count: int, arrivals: int) -> Any:
+    """Returns barriers that complete after `arrivals` arrivals."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)

@@ -1,4 +1,4 @@
-"""Languages whose entropy is known."""
+"""Synthetic languages of known entropy."""
 
 from scaling.corpora.languages.language import LanguageConfig
 

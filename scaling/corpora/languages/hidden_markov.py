@@ -1,7 +1,7 @@
-"""Hidden Markov models over tokens: filter, entropy rate with its error, samples.
+"""Hidden Markov models over tokens: forward filter, entropy rate, samples.
 
-A state moves by a Markov chain and writes one token each time; the reader sees tokens
-only and keeps, in the forward filter, how likely each state is.
+A hidden state follows a Markov chain and emits one token at each step. The forward
+filter keeps the probability of each state given the tokens so far.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class HiddenChain(NamedTuple):
     """A hidden Markov model.
 
     Attributes:
-      moves: probability of each next state.
-      writes: probability of each token in each state.
-      share: of time spent in each state.
+      moves: transition probabilities.
+      writes: emission probabilities of the tokens in each state.
+      share: stationary probability of each state.
     """
 
     moves: Float64[np.ndarray, "states states"]
@@ -28,7 +28,7 @@ class HiddenChain(NamedTuple):
     share: Float64[np.ndarray, " states"]
 
 
-class Rate(NamedTuple):
+class EntropyRate(NamedTuple):
     """An entropy rate in nats per token.
 
     Attributes:
@@ -40,29 +40,29 @@ class Rate(NamedTuple):
     se: float
 
 
-def make(
+def make_hidden_chain(
     moves: Float[np.ndarray, "states states"],
     writes: Float[np.ndarray, "states tokens"],
 ) -> HiddenChain:
-    """Makes a model from its probabilities."""
-    return HiddenChain(moves, writes, markov.stationary(_states(moves)))
+    """Makes a model from transition and emission probabilities."""
+    return HiddenChain(moves, writes, markov.stationary_distribution(_states(moves)))
 
 
 def random_rows(
     uniforms: Float[np.ndarray, "rows columns"], sharpness: float
 ) -> Float[np.ndarray, "rows columns"]:
-    """Makes distributions of uniform numbers: powers of exponential ones, scaled."""
+    """Makes random distributions: normalized powers of exponential numbers."""
     weights = (-np.log1p(-uniforms)) ** sharpness
     return weights / weights.sum(1, keepdims=True)
 
 
-def sample(
+def sample_hidden_chain(
     hidden: HiddenChain, num_tokens: int, random: np.random.Generator
 ) -> Int[np.ndarray, " tokens"]:
-    """Writes a text, from a state that is as likely as it is anywhere."""
+    """Samples tokens, from a state drawn from the stationary distribution."""
     drawn = random.random((num_tokens + 1, 2))
     start = _choose(hidden.share[None], drawn[:1, 0])[0]
-    states = markov.sample(_states(hidden.moves), int(start), drawn[1:, 0])
+    states = markov.sample_chain(_states(hidden.moves), int(start), drawn[1:, 0])
     found = np.empty(num_tokens, np.int64)
     for state in range(len(hidden.share)):
         here = states == state
@@ -77,24 +77,26 @@ def entropy_rate(
     num_texts: int = 512,
     length: int = 1024,
     burn_in: int = 128,
-) -> Rate:
-    """Estimates the entropy of a token given all before it.
+) -> EntropyRate:
+    """Estimates the entropy rate: the entropy of a token given all tokens before it.
 
-    The entropy of what the filter expects is exact at every place of a text; it is
-    averaged over places of independent texts, past the first ones, where the filter
-    knows less than the reader of an endless text.
+    The entropy of the filter's prediction is exact at every position. It is averaged
+    over positions of independent texts, without the first positions, where the filter
+    has seen fewer tokens.
 
     Args:
       hidden: the model.
-      random: source of the texts.
-      num_texts: whose means give the standard error; at least 2.
-      length: tokens of each.
-      burn_in: of them, those before which the filter is not asked; below `length`.
+      random: source of random numbers.
+      num_texts: number of texts, at least 2; the standard error is that of their means.
+      length: tokens of each text.
+      burn_in: positions at the start of a text that are not averaged; below `length`.
 
-    Source: Cover and Thomas, Elements of Information Theory, section 4.5: what the
-    filter expects approaches the rate from above.
+    Source: Cover and Thomas, Elements of Information Theory, section 4.5: the
+    filter's prediction approaches the rate from above.
     """
-    text = np.stack([sample(hidden, length, random) for _ in range(num_texts)])
+    text = np.stack(
+        [sample_hidden_chain(hidden, length, random) for _ in range(num_texts)]
+    )
     belief = np.broadcast_to(hidden.share, (num_texts, len(hidden.share)))
     found = np.zeros(num_texts)
     for t in range(length):
@@ -103,16 +105,18 @@ def entropy_rate(
             found += markov.row_entropies(expected)
         belief = _filtered(hidden, belief, text[:, t])
     found /= length - burn_in
-    return Rate(float(found.mean()), float(found.std(ddof=1) / num_texts**0.5))
+    return EntropyRate(float(found.mean()), float(found.std(ddof=1) / num_texts**0.5))
 
 
-def ladder(hidden: HiddenChain, most: int = 2) -> tuple[float, ...]:
-    """Least loss of those who see the last 0, 1, ..., `most` tokens, in nats.
+def hidden_conditional_entropies(
+    hidden: HiddenChain, most: int = 2
+) -> tuple[float, ...]:
+    """Returns entropies of a token given the last 0, ..., `most` tokens, in nats.
 
-    Fewer where the texts of so many tokens are too many to go through.
+    Stops early if the number of token sequences exceeds a limit.
     """
     num_tokens = hidden.writes.shape[1]
-    joint = hidden.share[None]  # texts, state after them
+    joint = hidden.share[None]  # token sequences, next state
     found, before = [], 0.0
     for length in range(1, most + 2):
         if num_tokens**length > _MAX_BLOCKS:
@@ -124,10 +128,10 @@ def ladder(hidden: HiddenChain, most: int = 2) -> tuple[float, ...]:
     return tuple(found)
 
 
-def code_lengths(
+def hidden_code_lengths(
     hidden: HiddenChain, stream: Integer[np.ndarray, " tokens"]
 ) -> Float64[np.ndarray, " tokens"]:
-    """Nats that the filter needs for each token."""
+    """Returns the negative log probability of each token by the filter, in nats."""
     belief, found = hidden.share[None], np.empty(len(stream))
     for t in range(len(stream)):
         token = stream[t : t + 1].astype(np.int64)
@@ -137,18 +141,20 @@ def code_lengths(
 
 
 def _filtered(hidden: HiddenChain, belief: np.ndarray, token: np.ndarray) -> np.ndarray:
-    """How likely each next state is, after one more token was seen."""
+    """Returns the probability of each next state after one more token."""
     seen = belief * hidden.writes[:, token].T
     return seen / seen.sum(1, keepdims=True) @ hidden.moves
 
 
 def _states(moves: np.ndarray) -> markov.Chain:
     num = len(moves)
-    return markov.make(num, 1, np.broadcast_to(np.arange(num), moves.shape), moves)
+    return markov.make_chain(
+        num, 1, np.broadcast_to(np.arange(num), moves.shape), moves
+    )
 
 
 def _choose(probs: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """The token of each uniform number, by one row of probabilities."""
+    """Returns the index of each uniform number in one row of probabilities."""
     cumulative = np.cumsum(probs[0])
     found = np.searchsorted(cumulative, uniforms * cumulative[-1], side="right")
     return np.minimum(found, len(cumulative) - 1)

@@ -3,8 +3,8 @@
     p(x | context) = sum over k of mixture[k] q_k(x | last k tokens)
 
 Each q_k of each k tokens has four atoms, drawn from a base distribution by a hash of
-what they follow. So a reader of more tokens always gains something, rare contexts share
-nothing with frequent ones, and the mixture never lets any token be certain.
+the k tokens. So longer contexts always reduce the loss, rare contexts have nothing in
+common with frequent ones, and no token is certain.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from scaling.corpora.languages import markov
 ATOM_WEIGHTS = (0.5, 0.25, 0.15, 0.1)
 
 
-def chain(
+def make_kgram_chain(
     base: Float[np.ndarray, " tokens"], mixture: Sequence[float], *, seed: int
 ) -> markov.Chain:
-    """Builds the language as a Markov chain of as many tokens as the mixture has parts.
+    """Makes the language as a Markov chain whose order is the number of parts.
 
-    Atoms are drawn from `base`, by a hash with this seed; `mixture` is the share of
-    each range, from one token on.
+    Atoms are drawn from `base`, by a hash with this seed; `mixture` has the weight of
+    each context length, from 1 token on.
     """
     size, order = len(base), len(mixture)
     context = np.arange(size**order, dtype=np.uint64)
@@ -32,17 +32,17 @@ def chain(
     for length, share in enumerate(mixture, 1):
         last = context % np.uint64(size**length)
         for atom, weight in enumerate(ATOM_WEIGHTS):
-            place = uniform(last, (seed, length, atom)) * cumulative[-1]
+            place = hashed_uniform(last, (seed, length, atom)) * cumulative[-1]
             drawn = np.searchsorted(cumulative, place, side="right")
             tokens.append(np.minimum(drawn, size - 1))
             weights.append(np.full(len(context), share * weight))
-    return markov.make(size, order, np.stack(tokens, 1), np.stack(weights, 1))
+    return markov.make_chain(size, order, np.stack(tokens, 1), np.stack(weights, 1))
 
 
-def uniform(
+def hashed_uniform(
     keys: UInt64[np.ndarray, " keys"], salt: Sequence[int]
 ) -> Float[np.ndarray, " keys"]:
-    """Numbers in [0, 1) that keys and salt alone decide.
+    """Returns numbers in [0, 1) that depend on keys and salt only.
 
     Source: the finalizer of splitmix64, Steele, Lea and Flood 2014 (OOPSLA), figure 15.
     """

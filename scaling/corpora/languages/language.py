@@ -1,14 +1,14 @@
-"""Made-up languages whose entropy is known, with the best losses of lesser readers.
+"""Synthetic languages of known entropy, with the optimal loss of shorter contexts.
 
-    zipf           tokens drawn one by one: p(i) ~ 1 / i^exponent
-    markov         any token may follow the last `order` ones, with random probabilities
-    kgram          a mixture over k of few tokens that may follow the last k ones
-    hidden_markov  tokens of a hidden state that moves by a Markov chain
+    zipf           independent tokens: p(i) ~ 1 / i^exponent
+    markov         random probabilities of all tokens given the last `order` tokens
+    kgram          mixture over k of few candidates given the last k tokens
+    hidden_markov  emissions of a hidden state that follows a Markov chain
 
-No model can score below a language's floor, its entropy per token, but by chance, or by
-seeing what it should not. A reader of only the last k tokens can come no lower than the
-k-th of its `optima`. The entropies of the first three are computed from stationary
-distributions; that of `hidden_markov` is sampled and has a standard error.
+A model cannot score below a language's floor, its entropy per token, except by chance
+or by leaked tokens. A model of only the last k tokens has the k-th loss of
+`optimal_loss` as its floor. The entropies of the first three are computed from
+stationary distributions; that of `hidden_markov` is sampled and has a standard error.
 """
 
 import dataclasses
@@ -28,34 +28,34 @@ MAX_CONTEXTS = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageConfig:
-    """Which language, and how much of it is written."""
+    """A synthetic language, and the lengths of its texts."""
 
     kind: Literal["zipf", "markov", "kgram", "hidden_markov"]
-    """See the module."""
+    """Kind of language, see the module."""
     vocab_size: int = 16
     """Number of tokens."""
     exponent: float = 1.0
-    """Of Zipf's law: of the tokens of `zipf`, of the candidates of `kgram`."""
+    """Exponent of Zipf's law: of the tokens of `zipf`, of the candidates of `kgram`."""
     sharpness: float = 2.0
-    """Of `markov` and `hidden_markov`: probabilities are powers of exponential numbers;
-    0 makes them equal, 1 uniform over all distributions, more of it few likely."""
+    """For `markov` and `hidden_markov`: power of exponential random numbers; 0 gives
+    equal probabilities, 1 uniformly random distributions, more concentrates them."""
     order: int = 1
-    """Tokens that the next one of `markov` depends on."""
+    """For `markov`: tokens of a context."""
     mixture: tuple[float, ...] = (0.30, 0.35, 0.35)
-    """Of `kgram`: shares of what follows the last 1, 2, ... tokens; they sum to 1."""
+    """For `kgram`: weights of contexts of 1, 2, ... tokens; they sum to 1."""
     num_states: int = 8
-    """Of `hidden_markov`."""
+    """For `hidden_markov`: number of states."""
     seed: int = 0
-    """Of the language and of what is written in it."""
+    """Seed of the language and of its texts."""
     num_tokens: int = 2_000_000
-    """To train on; a shorter text is the beginning of a longer."""
+    """Tokens of the training text; a shorter text is the beginning of a longer one."""
     num_held_out: int = 262_144
-    """To score."""
+    """Tokens of the held-out text."""
     num_unique_tokens: int = 0
-    """Training reads the first so many tokens, again and again; 0: all there are."""
+    """Training repeats the first `num_unique_tokens` tokens; 0 means all."""
 
     def __post_init__(self):
-        """Refuses languages that cannot be, or whose entropy cannot be computed."""
+        """Validates the fields; there may be at most `MAX_CONTEXTS` contexts."""
         if self.kind not in ("zipf", "markov", "kgram", "hidden_markov"):
             raise ValueError(f"kind={self.kind!r} is no kind of language")
         validation.within(self, "vocab_size", low=2, high=2**16)
@@ -74,21 +74,21 @@ class LanguageConfig:
 
     @property
     def num_contexts(self) -> int:
-        """Distributions of the next token that there are."""
+        """Number of distributions of the next token."""
         orders = {"zipf": 0, "markov": self.order, "kgram": len(self.mixture)}
         if self.kind == "hidden_markov":
             return self.num_states * max(self.num_states, self.vocab_size)
-        # Where any token may follow, all of them are stored.
+        # If any token may follow, probabilities of all tokens are stored.
         return self.vocab_size ** (orders[self.kind] + (self.kind == "markov"))
 
 
-class Optima(NamedTuple):
-    """The least losses there are, in nats per token.
+class OptimalLoss(NamedTuple):
+    """Optimal losses of a language in nats per token.
 
     Attributes:
-      by_order: of readers of the last 0, 1, 2, ... tokens: uni-, bi-, trigram...
-      floor: of readers of all.
-      floor_se: standard error of that; 0 where it was computed.
+      by_order: losses given the last 0, 1, 2, ... tokens: unigram, bigram, trigram...
+      floor: loss given all earlier tokens, the entropy rate.
+      floor_se: standard error of the floor; 0 if it is computed exactly.
     """
 
     by_order: tuple[float, ...]
@@ -96,15 +96,15 @@ class Optima(NamedTuple):
     floor_se: float
 
 
-def open(config: LanguageConfig) -> streams.Corpus:
-    """Writes a text to train on and one to score.
+def open_language(config: LanguageConfig) -> streams.Corpus:
+    """Samples a training text and a held-out text.
 
     Raises:
-      ValueError: the language has no single entropy, or `num_unique_tokens` is more
-        than there are.
+      ValueError: the language has no unique entropy, or `num_unique_tokens` is more
+        than `num_tokens`.
     """
-    found = optima(config)
-    return streams.make(
+    found = optimal_loss(config)
+    return streams.make_corpus(
         _written(config, config.num_tokens, 1),
         _written(config, config.num_held_out, 2),
         vocab_size=config.vocab_size,
@@ -115,80 +115,87 @@ def open(config: LanguageConfig) -> streams.Corpus:
     )
 
 
-def optima(config: LanguageConfig) -> Optima:
-    """Computes the least losses of a language."""
+def optimal_loss(config: LanguageConfig) -> OptimalLoss:
+    """Computes the optimal losses of a language."""
     language = dataclasses.replace(
         config, num_tokens=1, num_held_out=1, num_unique_tokens=0
     )
-    return _optima(language)
+    return _optimal_loss(language)
 
 
 def code_lengths(
     config: LanguageConfig, stream: Integer[np.ndarray, " tokens"]
 ) -> Float[np.ndarray, " rest"]:
-    """Nats that who knows the language needs for each token of a text in it.
+    """Returns the negative log probability of each token by the language, in nats.
 
-    The mean differs from the floor by chance; a model's loss on the same tokens shares
-    that chance, so the difference to this is known better than that to the floor.
+    The mean differs from the floor by chance. A model's loss on the same tokens has the
+    same chance, so its difference to this mean has a smaller error than its difference
+    to the floor.
 
     Returns:
-      Of the tokens past the first context: `stream[-len(result):]`.
+      Values of the tokens after the first context: `stream[-len(result):]`.
     """
     if config.kind == "hidden_markov":
-        return hidden_markov.code_lengths(_hidden(config), stream)
-    return markov.code_lengths(_chain(config), stream)
+        return hidden_markov.hidden_code_lengths(_hidden(config), stream)
+    return markov.chain_code_lengths(_chain(config), stream)
 
 
-def zipf(vocab_size: int, exponent: float) -> Float[np.ndarray, " tokens"]:
-    """Probabilities that fall with a power of the rank."""
+def zipf_probabilities(
+    vocab_size: int, exponent: float
+) -> Float[np.ndarray, " tokens"]:
+    """Returns probabilities proportional to a power of the rank."""
     weights = np.arange(1, vocab_size + 1, dtype=float) ** -exponent
     return weights / weights.sum()
 
 
 @functools.lru_cache(maxsize=8)
-def _optima(config: LanguageConfig) -> Optima:
+def _optimal_loss(config: LanguageConfig) -> OptimalLoss:
     if config.kind == "hidden_markov":
         hidden = _hidden(config)
         floor, se = hidden_markov.entropy_rate(hidden, _random(config, 3))
-        return Optima(hidden_markov.ladder(hidden), floor, se)
-    by_order = markov.ladder(_chain(config))
-    return Optima(by_order, by_order[-1], 0.0)
+        return OptimalLoss(
+            hidden_markov.hidden_conditional_entropies(hidden), floor, se
+        )
+    by_order = markov.chain_conditional_entropies(_chain(config))
+    return OptimalLoss(by_order, by_order[-1], 0.0)
 
 
 def _chain(config: LanguageConfig) -> markov.Chain:
     size = config.vocab_size
     if config.kind == "kgram":
-        base = zipf(size, config.exponent)
-        return kgrams.chain(base, config.mixture, seed=config.seed)
+        base = zipf_probabilities(size, config.exponent)
+        return kgrams.make_kgram_chain(base, config.mixture, seed=config.seed)
     if config.kind == "zipf":
-        probs, order = zipf(size, config.exponent)[None], 0
+        probs, order = zipf_probabilities(size, config.exponent)[None], 0
     else:
         order = config.order
         drawn = _random(config, 0).random((size**order, size))
         probs = hidden_markov.random_rows(drawn, config.sharpness)
     tokens = np.broadcast_to(np.arange(size), probs.shape)
-    return markov.make(size, order, tokens, probs)
+    return markov.make_chain(size, order, tokens, probs)
 
 
 def _hidden(config: LanguageConfig) -> hidden_markov.HiddenChain:
     random, states = _random(config, 0), config.num_states
     moves = hidden_markov.random_rows(random.random((states,) * 2), config.sharpness)
     drawn = random.random((states, config.vocab_size))
-    return hidden_markov.make(moves, hidden_markov.random_rows(drawn, config.sharpness))
+    return hidden_markov.make_hidden_chain(
+        moves, hidden_markov.random_rows(drawn, config.sharpness)
+    )
 
 
 def _written(config: LanguageConfig, num_tokens: int, part: int) -> np.ndarray:
     random = _random(config, part)
     if config.kind == "hidden_markov":
-        found = hidden_markov.sample(_hidden(config), num_tokens, random)
+        found = hidden_markov.sample_hidden_chain(_hidden(config), num_tokens, random)
     else:
         chain = _chain(config)
-        share = np.cumsum(markov.stationary(chain))
+        share = np.cumsum(markov.stationary_distribution(chain))
         start = min(int(np.searchsorted(share, random.random())), len(share) - 1)
-        found = markov.sample(chain, start, random.random(num_tokens))
+        found = markov.sample_chain(chain, start, random.random(num_tokens))
     return found.astype(np.uint16)
 
 
 def _random(config: LanguageConfig, part: int) -> np.random.Generator:
-    """A source of its own for each part; only its uniform numbers are used."""
+    """Returns the random source of a part; only its uniform numbers are used."""
     return np.random.default_rng([config.seed, part])

@@ -1,7 +1,7 @@
-"""Markov chains of any order over tokens: their entropies, exactly, and long samples.
+"""Markov chains of any order over tokens: exact entropies, and long samples.
 
 A context is the last `order` tokens, as one number in base `vocab_size`, the newest
-token its lowest digit. Of each context only the tokens that may follow are stored.
+token its lowest digit. Only the tokens that may follow a context are stored.
 """
 
 import itertools
@@ -19,10 +19,10 @@ class Chain(NamedTuple):
 
     Attributes:
       vocab_size: number of tokens.
-      order: tokens that a context has.
-      tokens: which may follow each context, each once, in rising order; a context
-        with fewer is filled up with tokens of probability 0.
-      probs: their probabilities, which sum to 1.
+      order: tokens of a context.
+      tokens: tokens that may follow each context, without repetition, in ascending
+        order; padded with tokens of probability 0.
+      probs: probabilities of these tokens, which sum to 1.
     """
 
     vocab_size: int
@@ -31,17 +31,17 @@ class Chain(NamedTuple):
     probs: Float64[np.ndarray, "contexts atoms"]
 
 
-def make(
+def make_chain(
     vocab_size: int,
     order: int,
     tokens: Int[np.ndarray, "contexts atoms"],
     weights: Float[np.ndarray, "contexts atoms"],
 ) -> Chain:
-    """Makes a chain of tokens that may repeat, whose weights then add up."""
+    """Makes a chain from weights; weights of repeated tokens are added."""
     order_ = np.argsort(tokens, axis=1, kind="stable")
     tokens = np.take_along_axis(tokens, order_, 1)
     weights = np.take_along_axis(weights, order_, 1)
-    # Weights of a repeated token are gathered at its last place.
+    # Weights of a repeated token are added at its last index.
     sums = np.cumsum(weights, axis=1)
     last = np.ones(tokens.shape, bool)
     last[:, :-1] = tokens[:, 1:] != tokens[:, :-1]
@@ -52,20 +52,21 @@ def make(
     return Chain(vocab_size, order, tokens.astype(np.int32), probs)
 
 
-def stationary(chain: Chain) -> Float64[np.ndarray, " contexts"]:
-    """The share of time that a long run spends in each context.
+def stationary_distribution(chain: Chain) -> Float64[np.ndarray, " contexts"]:
+    """Returns the stationary probability of each context.
 
-    By iterating half a step of the chain, which no period can keep from converging.
+    Iterates the average of the chain and the identity, which converges for periodic
+    chains, too.
 
     Raises:
-      ValueError: the shares depend on where the chain starts, or it mixes too slowly.
+      ValueError: the distribution depends on the first context, or mixes too slowly.
     """
     num = len(chain.tokens)
     share = _settled(chain, np.full(num, 1 / num))
     if np.abs(_settled(chain, np.eye(1, num)[0]) - share).sum() > 1e-6:
         raise ValueError(
-            "what a long run of this chain is like depends on its start; take another "
-            "seed, or less sharp probabilities"
+            "the stationary distribution of this chain depends on its start; take "
+            "another seed, or less sharp probabilities"
         )
     return share
 
@@ -73,7 +74,7 @@ def stationary(chain: Chain) -> Float64[np.ndarray, " contexts"]:
 def _settled(
     chain: Chain, share: Float[np.ndarray, " contexts"]
 ) -> Float64[np.ndarray, " contexts"]:
-    """Iterates until another thousand times would not move 1e-11 of the whole."""
+    """Iterates until 1,000 more iterations would change less than 1e-11 in total."""
     num_contexts = len(share)
     to = _following(chain, np.arange(num_contexts)[:, None], chain.tokens).ravel()
     for _ in range(_MAX_ITERATIONS):
@@ -86,19 +87,19 @@ def _settled(
     raise ValueError(f"the chain mixes too slowly: {change:.1e} moves at each step")
 
 
-def ladder(chain: Chain) -> tuple[float, ...]:
-    """Least loss of those who see the last 0, 1, ..., `order` tokens, in nats.
+def chain_conditional_entropies(chain: Chain) -> tuple[float, ...]:
+    """Returns entropies of a token given the last 0, ..., `order` tokens, in nats.
 
-    The last is the chain's entropy rate; `sum over contexts of share x entropy of what
-    follows`, and for fewer tokens the same of the contexts put together.
+    The last is the chain's entropy rate, the sum over contexts of stationary
+    probability times entropy of the next token; shorter contexts merge contexts.
 
     Source: Cover and Thomas, Elements of Information Theory, theorem 4.2.4.
     """
-    share = stationary(chain)
+    share = stationary_distribution(chain)
     blocks, joint = [], share
     for length in range(chain.order, 0, -1):
         blocks.append(entropy(joint))
-        # Summing over the oldest token leaves the blocks of one token fewer.
+        # Summing over the oldest token gives sequences of one token fewer.
         joint = joint.reshape(chain.vocab_size, -1).sum(0) if length > 1 else joint
     blocks = [0.0, *reversed(blocks)]
     lower = [b - a for a, b in itertools.pairwise(blocks)]
@@ -113,28 +114,28 @@ def entropy(probs: Float[np.ndarray, "..."]) -> float:
 def row_entropies(
     probs: Float[np.ndarray, "rows tokens"],
 ) -> Float[np.ndarray, " rows"]:
-    """Entropies of the rows, in nats; they sum to 1 but for rounding."""
+    """Returns the entropies of rows, in nats; rows sum to 1 up to rounding."""
     safe = np.where(probs > 0, probs, 1.0)
     return -(probs * np.log(safe)).sum(-1)
 
 
-def sample(
+def sample_chain(
     chain: Chain, start: int, uniforms: Float[np.ndarray, " tokens"]
 ) -> Int32[np.ndarray, " tokens"]:
-    """Runs the chain: the token of each uniform number, given the context before it.
+    """Runs the chain: inverts the distribution of each token at a uniform number.
 
-    The result is that of going from token to token; but the run is cut into segments
-    that are run side by side from guessed contexts, and each is put right by running
-    it again from where its neighbour ended, until it meets what it did before. Chains
-    driven by the same numbers soon meet.
+    The result is that of sampling token by token. The run is divided into segments that
+    start from guessed contexts and are sampled in parallel. Each segment is sampled
+    again from the end of the one before, until its context equals the earlier one:
+    chains driven by the same numbers soon coincide.
 
     Args:
-      chain: to run.
-      start: the context before the first token.
-      uniforms: in [0, 1).
+      chain: the chain.
+      start: context before the first token.
+      uniforms: numbers in [0, 1).
     """
     cumulative = np.cumsum(chain.probs, axis=1)
-    # The last token that can follow gets what rounding left over.
+    # The last possible token gets the remainder of rounding.
     cumulative[cumulative >= cumulative[:, -1:] - 1e-12] = 2.0
     if chain.order == 0:
         place = np.searchsorted(cumulative[0], uniforms, side="right")
@@ -142,7 +143,7 @@ def sample(
     num = len(uniforms)
     segments = max(1, min(_NUM_SEGMENTS, num // 64))
     length = -(-num // segments)
-    # Time along the first axis, so that a step reads and writes whole rows.
+    # Time is the first axis, so that a step reads and writes whole rows.
     drive = np.zeros(segments * length)
     drive[:num] = uniforms
     drive = np.ascontiguousarray(drive.reshape(segments, length).T)
@@ -168,10 +169,10 @@ def sample(
     return found.T.reshape(-1)[:num]
 
 
-def code_lengths(
+def chain_code_lengths(
     chain: Chain, stream: Integer[np.ndarray, " tokens"]
 ) -> Float64[np.ndarray, " rest"]:
-    """Nats that the chain itself needs for each token but the first `order`."""
+    """Returns the negative log probability of each token after the first `order`."""
     stream = stream.astype(np.int64)
     num = len(stream) - chain.order
     context = np.zeros(num, np.int64)
@@ -185,5 +186,5 @@ def code_lengths(
 
 
 def _following(chain: Chain, context: np.ndarray, token: np.ndarray) -> np.ndarray:
-    """The context after a token."""
+    """Returns the context after a token."""
     return (context * chain.vocab_size + token) % chain.vocab_size**chain.order

@@ -196,7 +196,7 @@ def test_formulas_agree_and_tell_of_what_does_not(
     assert reference["right"]
     assert reference["error"] < 1e-5
     assert "not a GPU" in kernel["note"]  # on a CPU it is told why, and nothing fails
-    called = "rotate_and_write" if name == "rotary-write" else "flash_attention"
+    called = "write_rotated_kv" if name == "rotary-write" else "flash_attention"
     place = checks.rotary_write if name == "rotary-write" else checks
     right = getattr(place, called)
 

@@ -57,7 +57,7 @@ def tiny(kind: str) -> Spec:
     return spec
 
 
-def right(problem: problems.Problem) -> Run:
+def right(problem: problems.AttentionProblem) -> Run:
     return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
 
 
@@ -97,7 +97,7 @@ def test_the_command_gives_its_document(
 
 
 def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
-    def broken(problem: problems.Problem) -> Run:
+    def broken(problem: problems.AttentionProblem) -> Run:
         raise RuntimeError("out of memory\nand a long story")
 
     few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
@@ -137,7 +137,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
 def test_every_turn_of_everyone_is_right(kind: str) -> None:
     """Peers lay keys out on their own, and read another table at every call."""
     spec = tiny(kind)
-    problem = problems.make(spec, num_turns=2)
+    problem = problems.make_attention(spec, num_turns=2)
     outs = {}
     for implementation in runs.of_attention():
         try:
@@ -232,18 +232,20 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(calls, "make_run", prepare)
     h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: h200)
+    monkeypatch.setattr(devices, "current_target", lambda: h200)
     return asked
 
 
 def compiled(prepared: list[Any]) -> list[Any]:
     # Others' code is not as strict as ours.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return [deviceless.compile(run, *turns[0]) for _, run, turns in prepared]
+        return [
+            deviceless.compile_function(run, *turns[0]) for _, run, turns in prepared
+        ]
 
 
 without_a_compiler = pytest.mark.skipif(
-    deviceless.available() is not None, reason="no compiler for GPUs"
+    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
 )
 
 
@@ -254,7 +256,7 @@ without_a_compiler = pytest.mark.skipif(
 def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
     """All that can be known of them before there is a GPU; cuDNN asks for itself."""
     rows = 1 if kind == "decode" else 26
-    problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
+    problem = problems.make_attention(Spec(kind=kind, batch=2, context=300, rows=rows))
     for implementation in runs.of_attention():
         if implementation.name == "cuDNN contiguous":
             continue
@@ -302,8 +304,8 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = tiny("chunk")
-    problem = problems.make(spec)
-    tiling = stream_k.default_tiling(head_dim=64, num_programs=3)
+    problem = problems.make_attention(spec)
+    tiling = stream_k.default_decode_tiling(head_dim=64, num_programs=3)
     make_plan = functools.partial(
         decode_plan.plan_decode,
         num_slots=spec.batch,
@@ -316,7 +318,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
     monkeypatch.setattr(
         merging, "merge_and_unpack", lambda *given, **_: seen.extend(given)
     )
-    tilings = dispatch.Tilings(decode=tiling, prefill=tiling)
+    tilings = dispatch.KernelTilings(decode=tiling, prefill=tiling)
     runs.merge_alone(problem, plan, tilings)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
     states, ends = seen[:2]
@@ -337,7 +339,7 @@ def test_when_the_time_is_over_nothing_more_begins(
     monkeypatch.setattr(elsewhere, "now_s", lambda: clock[0])
 
     def taking(seconds: float) -> Any:
-        def prepare(problem: problems.Problem) -> Run:
+        def prepare(problem: problems.AttentionProblem) -> Run:
             clock[0] += seconds
             return right(problem)
 
@@ -396,7 +398,7 @@ def test_a_peer_that_does_not_answer_is_ended(
 @pytest.mark.slow
 @without_a_compiler
 def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
-    experts = specs.Experts(8, 2, 256, 512)
+    experts = specs.ExpertShape(8, 2, 256, 512)
     spec = specs.GroupedSpec(tokens=40, experts=experts)
     problem = problems.make_grouped(spec)
     for implementation in runs.of(spec):

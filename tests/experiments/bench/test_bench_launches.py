@@ -18,7 +18,7 @@ from pallas_kernels.bench import deviceless
 from pallas_kernels.bench.launches import Route, Thunk
 from tests.support import folders, smoke
 
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 # Launches of a layer, of a forward pass beside its layers, of a step beside that.
@@ -135,7 +135,7 @@ def test_copies_of_weights_are_found() -> None:
 
 
 def test_without_the_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deviceless, "available", lambda: "there is none")
+    monkeypatch.setattr(deviceless, "unavailable_reason", lambda: "there is none")
     with pytest.raises(ValueError, match=r"cannot compile for an H200: there is none"):
         experiment.run(CONFIGS["smoke"])
 
@@ -192,26 +192,26 @@ def test_the_compiler_is_found_where_setup_puts_it(
     monkeypatch.setattr(deviceless, "_is_installed", lambda name: False)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     monkeypatch.setattr(deviceless, "_DRIVER", tmp_path / "driver")
-    deviceless.prepare()
+    deviceless.load_compiler()
     assert sys.path == []
     (tmp_path / "deviceless").mkdir()
-    deviceless.prepare()
+    deviceless.load_compiler()
     assert sys.path == [str(tmp_path / "deviceless")]
     assert os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
     # With a GPU JAX's own checks are of use.
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     (tmp_path / "driver").touch()
-    deviceless.prepare()
+    deviceless.load_compiler()
     assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 
 
 STARTED = """if True:
     from pallas_kernels.bench import deviceless
-    deviceless.prepare()
-    assert deviceless.available() is None
+    deviceless.load_compiler()
+    assert deviceless.unavailable_reason() is None
     import jax
     assert jax.devices()[0].platform == "cpu"
-    assert deviceless.make_mesh({"device": 1}).size == 1
+    assert deviceless.make_h200_mesh({"device": 1}).size == 1
 """
 
 

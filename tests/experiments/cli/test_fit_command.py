@@ -15,12 +15,12 @@ from experiments.fitting import Config, drawing, fitting, grids, report
 from experiments.fitting.report import metrics, summary
 from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, profile
-from scaling.fits.fit import abridged, from_json
-from scaling.frontiers import Frontier, find
+from scaling.fits.fit import describe_thinning, from_json
+from scaling.frontiers import Frontier, frontier_set
 from scaling.frontiers.frontier import Minima, PowerLaw
 from scaling.laws import synthetic
 from scaling.laws.published import CHINCHILLA
-from scaling.logs.log import read
+from scaling.logs.log import read_log
 from tests.support import traces
 from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping
@@ -141,7 +141,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
     assert held["num_points"] == 29
     assert held["mean_error"] < 0.03
     # By the published coefficients themselves, on the runs that they did not see.
-    log = read(path)
+    log = read_log(path)
     others = log.take(~log.select(rule))
     n, d = (others.columns[name] for name in ("num_params", "num_tokens"))
     eta = published["eta"]
@@ -184,7 +184,7 @@ def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Command) -> None:
     assert found["frontiers"] == []
     assert "no isoFLOP groups, no envelope: the log has no D" in found["notes"]
     assert "parameters" in Path("o/figure.svg").read_text()
-    line = "kaplan-n does not say how loss falls with parameters and with"
+    line = "kaplan-n does not define how loss falls with parameters and with"
     assert_refused(jaxkv, "plan --flops 1e20 --law o", line)
 
 
@@ -202,8 +202,8 @@ def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
                     lines.append(f"{n:.17g},{d:.17g},{data},{seen:.17g}")
     Path("log.csv").write_text("\n".join(lines) + "\n")
     alone = document(jaxkv, "fit", "log.csv", "--bootstrap", "0")
-    (said,) = [x for x in alone["warnings"] if "parts the runs" in x]
-    assert said.startswith("data is not used, and parts the runs (web, code, few)")
+    (said,) = [x for x in alone["warnings"] if "groups the runs" in x]
+    assert said.startswith("data is not used, and groups the runs (web, code, few)")
     args = ("log.csv", "--by", "data", "--bootstrap", "50", "--out", "o")
     found = document(jaxkv, "fit", *args)
     fits = found["fits"]
@@ -274,13 +274,13 @@ def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
 
 @pytest.mark.thorough
 def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
-    log = read(sweep)
+    log = read_log(sweep)
     fit = fits_fit.fit(CHINCHILLA, log.columns)
-    names = profile.pair(fit)
+    names = profile.choose_pair(fit)
     assert names == ("alpha", "beta")
     alpha, beta = (fit.coefficients[name] for name in names)
     x, y = alpha * np.array([0.8, 1.0, 1.3]), beta * np.array([1.0, 1.2])
-    found = profile.profile(fit, log.columns, names, x, y)
+    found = profile.profile_objective(fit, log.columns, names, x, y)
     np.testing.assert_allclose(found[0, 1], fit.objective, rtol=1e-8)
     assert (np.delete(found.ravel(), 1) > 1.5 * fit.objective).all()
     # With the exponents held, least squares of the loss is linear in E, A and B.
@@ -288,7 +288,7 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
     n, d, seen = (log.columns[c] for c in ("num_params", "num_tokens", "loss"))
     design = np.stack([np.ones_like(n), n ** -x[0], d ** -y[1]], 1)
     left = seen - design @ np.linalg.lstsq(design, seen)[0]
-    found = profile.profile(squares, log.columns, names, x[:1], y[1:])
+    found = profile.profile_objective(squares, log.columns, names, x[:1], y[1:])
     np.testing.assert_allclose(found, [[(left**2).sum() / 2]], rtol=1e-6)
 
 
@@ -297,13 +297,13 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
     monkeypatch.setattr(grids, "MAX_ROWS", 20)
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
-    monkeypatch.setattr(find, "MAX_GROUPED", 28)
-    monkeypatch.setattr(profile, "profile", None)  # it is not called
+    monkeypatch.setattr(frontier_set, "MAX_GROUPED", 28)
+    monkeypatch.setattr(profile, "profile_objective", None)  # it is not called
     config = Config(log=str(sweep), bootstrap=50)
     result = fitting.run(config)
     document = json.loads(result.document)
     assert document["notes"][2:] == [
-        abridged(34),
+        describe_thinning(34),
         "the objective over the plane is not drawn: above 20 rows",
         "the figure's dots are 25 of 34 rows",
         "isoFLOP minima are found from 28 of 34 grouped runs",
@@ -336,7 +336,7 @@ FIT_AND_TELL_MEMORY = """if True:
     not Path("/proc/self/status").exists(), reason="no /proc/self/status"
 )
 def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
-    runs = synthetic.runs(100_000)
+    runs = synthetic.simulate_isoflop_runs(100_000)
     rows = np.stack([*runs.values()], 1)
     log = tmp_path / "log.csv"
     np.savetxt(log, rows, "%.8g", ",", header=",".join(runs), comments="")
@@ -466,12 +466,14 @@ def test_intervals_that_do_not_overlap_are_pointed_out() -> None:
     near = parabola._replace(
         method="akima", num_params=PowerLaw(1.0, 0.595, (0.59, 0.6))
     )
-    envelope = parabola._replace(method=find.ENVELOPE)
-    apart = find.Found(find._NO_GROUPS, [parabola, near, envelope], [], None, [], [])
+    envelope = parabola._replace(method=frontier_set.ENVELOPE)
+    apart = frontier_set.FrontierSet(
+        frontier_set._NO_GROUPS, [parabola, near, envelope], [], None, [], []
+    )
     [line] = report.disjoint([found], apart)
     assert line.startswith("intervals of a, N* ~ C^a, do not overlap: chinchilla 0.5")
     assert "parabola 0.600 (0.580 to 0.620); akima 0.595 (0.590 to 0.600)" in line
-    assert find.ENVELOPE not in line
+    assert frontier_set.ENVELOPE not in line
     assert not report.disjoint([], apart)
     other = parabola._replace(method="x", num_params=PowerLaw(1.0, 0.5, (0.49, 0.51)))
     assert report.disjoint([], apart._replace(frontiers=[parabola, other]))

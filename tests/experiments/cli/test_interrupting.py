@@ -17,7 +17,7 @@ from experiments.cli.console import interrupts
 from experiments.framework import registry, run_folder
 from experiments.training.bundled_model import experiment
 from scaling.training import train
-from scaling.training.step import init
+from scaling.training.step import init_train_state
 from tests.support import engines
 
 TIMEOUT_S = 120
@@ -187,8 +187,8 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
     assert kept.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
     config = experiment.CONFIGS["smoke"].trunk
-    like = init(config.model, config.optimizer, jnp.int32(0))
-    step = int(train.restore(last, like).step)
+    like = init_train_state(config.model, config.optimizer, jnp.int32(0))
+    step = int(train.restore_checkpoint(last, like).step)
     lines = (folder / "trunk" / "curve.jsonl").read_text().splitlines()
     assert step == json.loads(lines[-1])["step"] > 0
 

@@ -176,7 +176,7 @@ def test_designs_of_equal_loss_respect_the_unique_tokens(jaxkv: Command) -> None
 def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
     found = planned(jaxkv, args)
-    truth = published.optimum(
+    truth = published.compute_optimum(
         published.CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
     )
     low, high = found["interval"]
@@ -221,7 +221,7 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> N
     truth = powers(dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36))
     low, high = fitted["flops_interval"]
     assert low < fitted["flops"] < high
-    assert low < budgets.needed(truth, 2.1) < high
+    assert low < budgets.needed_budget(truth, 2.1) < high
     near = planned(jaxkv, f"--target-loss 1.83 --law {fit} {SMALL}")
     assert near["flops_interval"][1] is None
     said = " ".join(near["warnings"])

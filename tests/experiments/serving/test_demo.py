@@ -154,7 +154,10 @@ def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
     rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
     tokenizer, ask = ByteTokenizer(257), prompts.Sampling.greedy()
     requests = prompts.held_out(tokenizer, sizes, [ask] * 3, rng)
-    texts = [x.text.decode() for x in corpora.load(corpora.STANDARD_LIBRARY).held_out]
+    texts = [
+        x.text.decode()
+        for x in corpora.load_documents(corpora.STANDARD_LIBRARY).held_out
+    ]
     assert [len(request.tokens) for request in requests[:2]] == sizes[:2]
     for request in requests:
         assert any(("\n" + text).find("\n" + request.text) >= 0 for text in texts)

@@ -9,11 +9,11 @@ import pytest
 
 from experiments.serving.kv_cache import counting, experiment
 from experiments.serving.kv_cache.experiment import CONFIGS, Config, Timed
-from scaling.costs.flops import decode, forward, total
-from scaling.shapes.description import Description, HeadAttention
+from scaling.costs.flops import decode_terms, forward_terms, total_flops
+from scaling.shapes.description import HeadAttention, ModelShape
 from tests.support import smoke
 
-MODEL = Description(
+MODEL = ModelShape(
     name="toy",
     vocab_size=50,
     hidden_size=12,
@@ -33,11 +33,13 @@ def test_counts_are_sums_over_all_tokens() -> None:
 
 
 def whole(length: int) -> int:
-    return total(forward(MODEL, sequence=length, attention="causal", logits="last"))
+    return total_flops(
+        forward_terms(MODEL, sequence=length, attention="causal", logits="last")
+    )
 
 
 def last(length: int) -> int:
-    return total(decode(MODEL, context=length))
+    return total_flops(decode_terms(MODEL, context=length))
 
 
 def test_attention_is_counted_by_hand() -> None:

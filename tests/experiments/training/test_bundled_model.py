@@ -31,8 +31,8 @@ def test_smoke_trains_scores_and_exports() -> None:
     loaded = checkpoints.load_model(config.export)
     assert loaded.config == config.trunk.model
     assert loaded.eos_ids == (corpora.END,)
-    split = corpora.load(config.trunk.corpus)
-    score = objectives.score(
+    split = corpora.load_documents(config.trunk.corpus)
+    score = objectives.score_documents(
         loaded.params, split.held_out, model=loaded.config, seq_len=64
     )
     assert score.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-6)

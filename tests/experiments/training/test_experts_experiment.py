@@ -19,7 +19,7 @@ def test_pairs_cost_the_same_but_for_the_router() -> None:
     shapes = runs.Shapes()
     for width in experiment.CONFIGS["cpu"].widths:
         pair = [runs.make_model(kind, width, shapes) for kind in ("dense", "mixture")]
-        dense, mixture = map(architectures.parameters, pair)
+        dense, mixture = map(architectures.count_model_parameters, pair)
         router = shapes.num_layers * shapes.num_experts * width
         assert mixture.matmul == dense.matmul + router
         ffn = shapes.num_layers * 3 * shapes.mlp_ratio * width**2

@@ -130,9 +130,9 @@ def test_optima_of_rates_are_found() -> None:
 
 def test_the_nearest_model_has_the_nearest_size() -> None:
     for width in (8, 48, 112):
-        shape = family.shape(width, 2, 64)
-        size = grid.count(shape, 64).params.total
-        assert family.nearest(1.02 * size, num_layers=2, seq_len=64) == shape
+        shape = family.family_shape(width, 2, 64)
+        size = grid.count_cost(shape, 64).params.total
+        assert family.nearest_shape(1.02 * size, num_layers=2, seq_len=64) == shape
 
 
 def test_seeds_spread_is_pooled() -> None:

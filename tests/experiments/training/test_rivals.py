@@ -91,25 +91,31 @@ FLOPS, LOSS, SIZE = np.array(SURFACE).T
 """Runs on a known surface."""
 
 
-def resampled(scale: float, seed: int) -> list[best_runs.Fit | None]:
+def resampled(scale: float, seed: int) -> list[best_runs.FrontierFit | None]:
     """Resamples whole sizes; with `scale` times the compute, the same losses."""
-    return best_runs.resampled(
+    return best_runs.resample_fits(
         FLOPS * scale, LOSS, SIZE[:, None].astype(int), count=20, seed=seed
     )
 
 
 def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
-    first, second = (best_runs.fit(FLOPS * scale, LOSS) for scale in (1.0, 3.0))
+    first, second = (
+        best_runs.fit_best_runs(FLOPS * scale, LOSS) for scale in (1.0, 3.0)
+    )
     assert first is not None
-    found = best_runs.compare(first, second, (resampled(1.0, 0), resampled(3.0, 0)))
+    found = best_runs.compare_best_runs(
+        first, second, (resampled(1.0, 0), resampled(3.0, 0))
+    )
     np.testing.assert_allclose(found.ratio, 3, rtol=1e-3)
     # Drawn alike, the two sides keep their ratio; otherwise it spreads.
     np.testing.assert_allclose([found.low, found.high], 3, rtol=1e-3)
-    apart = best_runs.compare(first, second, (resampled(1.0, 0), resampled(3.0, 1)))
+    apart = best_runs.compare_best_runs(
+        first, second, (resampled(1.0, 0), resampled(3.0, 1))
+    )
     assert apart.low[0] < 3 < apart.high[0]
     # The curve goes through the runs, and ends where they do.
-    curve = best_runs.curve(first)
-    best = best_runs.find(FLOPS, LOSS)
+    curve = best_runs.evaluate_fit(first)
+    best = best_runs.find_best_runs(FLOPS, LOSS)
     assert curve.flops[[0, -1]] == pytest.approx([FLOPS.min(), FLOPS.max()])
     near = np.interp(np.log(FLOPS[best]), np.log(curve.flops), curve.loss)
     assert np.abs(near - LOSS[best]).max() < 3 * curve.residual < 0.06
@@ -118,7 +124,7 @@ def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
 def test_the_frontier_is_what_no_cheaper_run_has_reached() -> None:
     flops = np.array([4.0, 1.0, 2.0, 2.0, 8.0])
     loss = np.array([3.0, 5.0, 4.0, 3.5, 3.0])
-    assert best_runs.find(flops, loss).tolist() == [1, 3, 0]
+    assert best_runs.find_best_runs(flops, loss).tolist() == [1, 3, 0]
 
 
 STEPS = np.arange(len(LOSS))
@@ -133,15 +139,18 @@ STEPS = np.arange(len(LOSS))
     ],
 )
 def test_a_ratio_that_the_runs_do_not_bear_is_refused(loss, reason: str) -> None:
-    first, second = best_runs.fit(FLOPS, LOSS), best_runs.fit(FLOPS[: len(loss)], loss)
-    found = best_runs.compare(first, second)
+    first, second = (
+        best_runs.fit_best_runs(FLOPS, LOSS),
+        best_runs.fit_best_runs(FLOPS[: len(loss)], loss),
+    )
+    found = best_runs.compare_best_runs(first, second)
     assert reason in str(found.reason)
     assert np.isnan(found.ratio).all()
 
 
 def test_an_interval_without_bounds_is_not_identified() -> None:
-    first = best_runs.fit(FLOPS, LOSS)
-    found = best_runs.compare(first, first, ([first, first], [first, None]))
+    first = best_runs.fit_best_runs(FLOPS, LOSS)
+    found = best_runs.compare_best_runs(first, first, ([first, first], [first, None]))
     assert np.all(found.ratio == 1)
     assert np.isnan([found.low, found.high]).all()
 
@@ -172,7 +181,9 @@ def test_sides_differ_in_what_their_names_say() -> None:
     for name, side in sides.items():
         base: Any = side.base
         for size in config.sizes:
-            counts = architectures.parameters(architectures.sized(base, size))
+            counts = architectures.count_model_parameters(
+                architectures.resize_model(base, size)
+            )
             assert abs(counts.non_embedding / size - 1) < 0.05, name
         if name not in ("lstm", "gru"):
             ours, theirs = (dataclasses.asdict(x) for x in (base, plain))
@@ -201,7 +212,7 @@ def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
 
 
 def test_a_ratio_is_read_where_it_has_an_interval() -> None:
-    ratios = best_runs.Ratio(
+    ratios = best_runs.ComputeRatio(
         loss=np.tile([2.5, 2.2, 1.9], (2, 2, 1)),
         ratio=np.tile([2.0, 3.0, 4.0], (2, 2, 1)),
         low=np.tile([1.0, 1.5, np.nan], (2, 2, 1)),
@@ -244,7 +255,7 @@ def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
         rivals_runs.Differences.of([]),
         rivals_runs.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
         unused,
-        best_runs.Ratio(*[nothing] * 4, np.full((2, 2), "")),
+        best_runs.ComputeRatio(*[nothing] * 4, np.full((2, 2), "")),
     )
     assert experiment.claims(result) == []
     assert experiment.metrics(result)["ratios"] == []

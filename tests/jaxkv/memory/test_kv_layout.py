@@ -221,12 +221,15 @@ def test_invalid_value_widths_are_refused() -> None:
         attend(q, k, v[:, :, :2], *where)
     wide = jax.ShapeDtypeStruct((4, 8, 128), "bfloat16")
     pages = jax.ShapeDtypeStruct((9, 2, 16, 128), "bfloat16")
-    assert decode_plan.why_not(wide, pages) is None
-    assert decode_plan.why_not(wide, pages, 64) == "value_width=64 must be head_dim=128"
-    rotate = inspect.unwrap(rotary_write.rotate_and_write)
-    turns: Any = None
+    assert decode_plan.decode_unsupported_reason(wide, pages) is None
+    assert (
+        decode_plan.decode_unsupported_reason(wide, pages, 64)
+        == "value_width=64 must be head_dim=128"
+    )
+    rotate = inspect.unwrap(rotary_write.write_rotated_kv)
+    cos_sin: Any = None
     with pytest.raises(ValueError, match=r"v_pages.shape\[3\]=4 must be qkv.shape"):
-        rotate(jnp.zeros((1, 2, 4, 8)), turns, k, v[..., :4], ints(0), ints(0))
+        rotate(jnp.zeros((1, 2, 4, 8)), cos_sin, k, v[..., :4], ints(0), ints(0))
 
 
 @pytest.mark.thorough

@@ -120,9 +120,9 @@ def test_balance_loss_equals_transformers(name: str) -> None:
 def test_parameter_count_equals_the_folder(name: str) -> None:
     config = checkpoints.read_config(GOLDEN / name)
     raw = json.loads((GOLDEN / name / "config.json").read_text())
-    model = from_model.describe(config)
-    found = parameters.parameters(model)
-    assert found == parameters.parameters(huggingface.describe(raw))
+    model = from_model.describe_config(config)
+    found = parameters.count_parameters(model)
+    assert found == parameters.count_parameters(huggingface.describe_huggingface(raw))
     held = jax.tree.leaves(transformer.param_shapes(config))
     assert found.total == sum(x.size for x in held)
     assert found.active < found.total

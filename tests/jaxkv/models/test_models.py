@@ -249,7 +249,10 @@ def test_exceeded_learned_positions_are_refused(name: str) -> None:
     logits = functools.partial(transformer.logits, config=config)
     assert jax.eval_shape(logits, shapes, longest).shape == (1, 96, 128)
     too_long = jax.ShapeDtypeStruct((1, 97), jnp.int32)
-    for forward in (logits, functools.partial(transformer_rows.outputs, config=config)):
+    for forward in (
+        logits,
+        functools.partial(transformer_rows.run_transformer, config=config),
+    ):
         with pytest.raises(ValueError, match=f"seq{line}"):
             jax.eval_shape(forward, shapes, too_long)
     with pytest.raises(ValueError, match=f"max_length{line}"):
@@ -281,7 +284,7 @@ def test_exceeded_rotary_positions_warn_once() -> None:
     with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
         jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
     assert len(said) == 1
-    for forward in (transformer.logits, transformer_rows.outputs):
+    for forward in (transformer.logits, transformer_rows.run_transformer):
         with pytest.warns(UserWarning, match=f"^seq{line}") as said:
             jax.eval_shape(functools.partial(forward, config=config), shapes, tokens)
         assert len(said) == 1

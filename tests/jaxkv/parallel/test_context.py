@@ -80,10 +80,11 @@ def check_family(
         assert any(each.kind == "all-to-all" for each in sent) == divides
         words = loaded.config.vocab_size
         padded = dataclasses.replace(
-            from_model.describe(loaded.config), vocab_size=words + -words % how.tensor
+            from_model.describe_config(loaded.config),
+            vocab_size=words + -words % how.tensor,
         )
         sizes = {"rows": rows, "logit_rows": rows, "number_bytes": 4}
-        formula = traffic.prefill(padded, how, **sizes)
+        formula = traffic.prefill_traffic(padded, how, **sizes)
         assert all(each.is_sure for each in sent)
         total = sum(each.sent(rank=2) for each in sent)
         assert total == pytest.approx(sum(x.forward for x in formula), rel=1e-12)
@@ -182,8 +183,8 @@ def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
     program = program_of(how, num_layers, rows)
     found = collectives.collectives(program.as_text())
     assert all(each.is_sure for each in found)
-    formula = traffic.prefill(
-        from_model.describe(dataclasses.replace(LARGER, num_layers=num_layers)),
+    formula = traffic.prefill_traffic(
+        from_model.describe_config(dataclasses.replace(LARGER, num_layers=num_layers)),
         how,
         rows=(num := len(rows.token)),
         logit_rows=num,

@@ -14,7 +14,7 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
 from tests.support import engine_programs
 
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
     pytest.mark.slow,
@@ -45,20 +45,24 @@ DRAWN, ROWS = CONFIG.max_slots, CONFIG.token_budget
 )
 def test_engine_on_four_h200s(how: Layout) -> None:
     degrees = {"context": how.pages, "tensor": how.tensor}
-    mesh = deviceless.make_mesh({x: num for x, num in degrees.items() if num > 1})
+    mesh = deviceless.make_h200_mesh({x: num for x, num in degrees.items() if num > 1})
     run, arguments, pages = engine_programs.steps_on(
         mesh, model=LLAMA, config=CONFIG, dtype="bfloat16"
     )
     options = devices.COMPILER_OPTIONS
-    report = deviceless.compile(
+    report = deviceless.compile_function(
         run, *arguments, donate_argnums=1, options=options, mesh=mesh
     )
     found = collectives(report.text)
     # A step decodes with one row per slot, or is mixed with the rows of the budget.
-    model, layers, own = from_model.describe(LLAMA), LLAMA.num_layers, ROWS // how.pages
+    model, layers, own = (
+        from_model.describe_config(LLAMA),
+        LLAMA.num_layers,
+        ROWS // how.pages,
+    )
     first = next(i for i, x in enumerate(found) if own in x.shapes[0][1])
-    decode = traffic.decode(model, how, batch=DRAWN)
-    mixed = traffic.prefill(model, how, rows=ROWS, logit_rows=DRAWN)
+    decode = traffic.decode_traffic(model, how, batch=DRAWN)
+    mixed = traffic.prefill_traffic(model, how, rows=ROWS, logit_rows=DRAWN)
     divides = how.pages > 1
     wanted = {"all-reduce": 1 + (2 + 2 * divides) * layers, "all-gather": 1}
     packed = {"all-reduce": 1 + 2 * layers, "all-gather": 1}

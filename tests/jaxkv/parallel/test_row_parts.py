@@ -77,8 +77,8 @@ def test_stored_states_equal_one_device() -> None:
     assert np.any(np.asarray(kept[0].features))
     for one, other in zip(*map(jax.tree.leaves, kept), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
-    formula = traffic.prefill(
-        from_model.describe(c),
+    formula = traffic.prefill_traffic(
+        from_model.describe_config(c),
         how,
         rows=16,
         logit_rows=16,

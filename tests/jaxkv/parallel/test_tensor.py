@@ -90,8 +90,8 @@ def check_family(family: str, degree: int) -> None:
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4)
     # Padding words are sent, too.
     words = config.vocab_size + -config.vocab_size % degree
-    padded = dataclasses.replace(from_model.describe(config), vocab_size=words)
-    formula = traffic.decode(
+    padded = dataclasses.replace(from_model.describe_config(config), vocab_size=words)
+    formula = traffic.decode_traffic(
         padded, Layout(tensor=degree), batch=TOKENS.size, number_bytes=4
     )
     sent = sum(each.sent(rank=2) for each in large(program))
@@ -122,8 +122,8 @@ def test_surplus_collectives_are_detected() -> None:
     specs = layout.specs_on(placed, mesh), layout.WHOLE
     run = layout.map_over_mesh(wasteful, mesh, specs, layout.WHOLE)
     program = jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile()
-    formula = traffic.decode(
-        from_model.describe(config),
+    formula = traffic.decode_traffic(
+        from_model.describe_config(config),
         Layout(tensor=2),
         batch=TOKENS.size,
         number_bytes=4,

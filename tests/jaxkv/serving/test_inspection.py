@@ -156,7 +156,7 @@ def test_traces_results_and_logs_become_data_frames(
     assert len(repr(served.Trace(start_s, info))) < 100
     assert Counts.of([[1], [2]]).to_dataframe()["num"].tolist() == [1, 2]
     (tmp_path / "log.csv").write_text("N,D,loss\n1e8,2e9,3.0\n2e8,2e9,2.9\n")
-    log = logs_log.read(tmp_path / "log.csv").to_dataframe()
+    log = logs_log.read_log(tmp_path / "log.csv").to_dataframe()
     assert log["loss"].tolist() == [3.0, 2.9]
 
 

@@ -39,7 +39,7 @@ HOW: dict[str, dict[str, Any]] = {
 @functools.cache
 def prompts() -> list[list[int]]:
     """Pieces of held-out code of different lengths."""
-    stream = corpora.open(corpora.STANDARD_LIBRARY).held_out
+    stream = corpora.open_corpus(corpora.STANDARD_LIBRARY).held_out
     pieces = objectives.stream_windows(stream, seq_len=PROMPT - 1, num_windows=NUM)
     return [piece[i % (PROMPT - 1) :].tolist() for i, piece in enumerate(pieces)]
 

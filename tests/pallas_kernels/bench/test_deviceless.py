@@ -1,4 +1,4 @@
-"""Compiling for a GPU that is not there; without the compiler, saying why not."""
+"""Compilation for an absent GPU, and the errors without the compiler."""
 
 import dataclasses
 import importlib.util
@@ -22,7 +22,7 @@ from pallas_kernels.page_ops import copy_mosaic_gpu
 from pallas_kernels.page_ops.copy import copy_pages
 from tests.support import engine_programs
 
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
@@ -34,34 +34,38 @@ def ids(num: int) -> Any:
     return shape(num, dtype=jnp.int32)
 
 
-def test_without_the_plugin_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plugin_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "CUDA plugin is not installed" in str(deviceless.available())
+    assert "CUDA plugin is not installed" in str(deviceless.unavailable_reason())
     with pytest.raises(RuntimeError, match="CUDA plugin is not installed"):
-        deviceless.compile(jnp.sin, shape(3))
+        deviceless.compile_function(jnp.sin, shape(3))
 
 
-def test_without_libdevice_it_says_so(
+def test_a_missing_libdevice_raises_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With ptxas alone the compiler would take the process with it."""
+    """Without libdevice the compiler would abort the process."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ptxas").touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(deviceless, "_TOOLKITS", ())
     monkeypatch.setattr(deviceless, "_is_installed", lambda name: "nvidia" not in name)
-    assert "no CUDA toolkit" in str(deviceless.available())
+    assert "no CUDA toolkit" in str(deviceless.unavailable_reason())
     (tmp_path / "nvvm" / "libdevice").mkdir(parents=True)
     (tmp_path / "nvvm" / "libdevice" / "libdevice.10.bc").touch()
-    assert deviceless.available() is None
+    assert deviceless.unavailable_reason() is None
 
 
 @needs_compiler
-def test_the_page_copy_takes_next_to_nothing() -> None:
-    # 32 layers of 1000 pages of 16 tokens, all layers of 64 pages copied at once.
+def test_the_page_copy_needs_little_memory() -> None:
+    # 32 layers of 1000 pages of 16 tokens; 64 pages of all layers are copied at once.
     pool, before = shape(32 * 1000, 8, 16, 128), dict(os.environ)
-    report = deviceless.compile(
-        copy_mosaic_gpu.copy_pages, pool, ids(64 * 32), ids(64 * 32), donate_argnums=0
+    report = deviceless.compile_function(
+        copy_mosaic_gpu.copy_pages_mosaic_gpu,
+        pool,
+        ids(64 * 32),
+        ids(64 * 32),
+        donate_argnums=0,
     )
     assert dict(os.environ) == before
     (kernel,) = report.kernels
@@ -71,34 +75,34 @@ def test_the_page_copy_takes_next_to_nothing() -> None:
     assert kernel.smem_bytes == 32_768
     assert kernel.instructions["tma_load"] == kernel.instructions["tma_store"] == 1
     assert kernel.instructions["wgmma"] == 0
-    # In place, without memory of its own.
+    # In place, without temporary memory.
     assert report.temp_bytes == 0
     assert report.alias_bytes == 32 * 1000 * 8 * 16 * 128 * 2
     assert " copy(" not in report.text
 
 
 @needs_compiler
-def test_the_door_knows_what_it_is_traced_for() -> None:
+def test_the_implementation_depends_on_the_target() -> None:
     seen = []
 
     def copy(pages: Any, source: Any, target: Any) -> Any:
-        seen.append(devices.current())
+        seen.append(devices.current_target())
         return copy_pages(
             pages, source, target, disjoint=True, implementation="mosaic_gpu"
         )
 
     arguments = (shape(99, 2, 16, 64), ids(3), ids(3))
-    report = deviceless.compile(copy, *arguments, donate_argnums=0)
+    report = deviceless.compile_function(copy, *arguments, donate_argnums=0)
     assert [kernel.name[:9] for kernel in report.kernels] == ["copy_part"]
     assert seen[0] == devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    assert devices.current().platform == "cpu"
+    assert devices.current_target().platform == "cpu"
 
 
 @needs_compiler
 def test_pages_of_more_than_two_to_the_31_numbers() -> None:
     pool = shape(200_000, 8, 16, 128)
-    report = deviceless.compile(
-        copy_mosaic_gpu.copy_pages, pool, ids(8), ids(8), donate_argnums=0
+    report = deviceless.compile_function(
+        copy_mosaic_gpu.copy_pages_mosaic_gpu, pool, ids(8), ids(8), donate_argnums=0
     )
     assert report.alias_bytes == 200_000 * 8 * 16 * 128 * 2
     assert report.temp_bytes == 0
@@ -106,9 +110,9 @@ def test_pages_of_more_than_two_to_the_31_numbers() -> None:
 
 @needs_compiler
 def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
-    """The twin of the kernel: what is measured above could have been otherwise."""
+    """The kernel's reference shows that the measurement above can differ."""
     pool = shape(32 * 1000, 8, 16, 128)
-    report = deviceless.compile(
+    report = deviceless.compile_function(
         lambda *args: copy_pages(*args, implementation="reference"),
         pool,
         ids(64 * 32),
@@ -120,9 +124,9 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
 
 
 @needs_compiler
-def test_several_devices_have_parts_and_exchange() -> None:
-    """What has a sharding is divided, the rest is whole, and gathering is seen."""
-    mesh = deviceless.make_mesh({"row": 2, "column": 2})
+def test_sharded_programs_exchange_data() -> None:
+    """Arguments with a sharding are divided, others replicated; gathers are counted."""
+    mesh = deviceless.make_h200_mesh({"row": 2, "column": 2})
     spec = PartitionSpec("row", "column")
     x = jax.ShapeDtypeStruct((64, 6), "float32", sharding=NamedSharding(mesh, spec))
 
@@ -132,16 +136,18 @@ def test_several_devices_have_parts_and_exchange() -> None:
     run = jax.shard_map(
         of_device, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
     )
-    text = deviceless.compile(run, x, shape(3, dtype="float32"), mesh=mesh).text
+    text = deviceless.compile_function(
+        run, x, shape(3, dtype="float32"), mesh=mesh
+    ).text
     reduce = re.findall(r"= (\S+) all-reduce(?:-start)?\(", text)
     assert [each.partition("{")[0] for each in reduce] == ["f32[32,3]"]
-    # A whole argument is everywhere; the compiler divides by itself what is not.
+    # Replicated arguments are whole on every device; the compiler divides the rest.
     whole = jax.ShapeDtypeStruct((64, 6), "float32")
-    text = deviceless.compile(lambda x: x * 2, whole, mesh=mesh).text
+    text = deviceless.compile_function(lambda x: x * 2, whole, mesh=mesh).text
     assert "f32[64,6]" in text
     assert (
         "all-gather"
-        in deviceless.compile(
+        in deviceless.compile_function(
             lambda x: jax.lax.with_sharding_constraint(
                 x * 2, NamedSharding(mesh, PartitionSpec())
             ),
@@ -152,18 +158,20 @@ def test_several_devices_have_parts_and_exchange() -> None:
 
 
 @needs_compiler
-def test_copies_in_a_loop_leave_the_pool_where_it_is() -> None:
+def test_copies_in_a_loop_are_in_place() -> None:
     def run(pages: kv_pages.Pages, source: Any, target: Any) -> kv_pages.Pages:
         def step(_: Any, pages: kv_pages.Pages) -> kv_pages.Pages:
             return kv_pages.copy(pages, source, target)
 
         return jax.lax.fori_loop(0, 5, step, pages)
 
-    # Pages of 128 bytes are for the kernel, those of 64 for the reference.
+    # The kernel copies pages of 128 bytes, the reference pages of 64.
     for page_size, num_kernels in ((16, 2), (1, 0)):
         leaf = shape(4, 4096 * 16, 1, page_size, 32)
         pages = kv_pages.Pages(leaf, leaf, DEFAULT_LAYOUT)
-        report = deviceless.compile(run, pages, ids(8), ids(8), donate_argnums=0)
+        report = deviceless.compile_function(
+            run, pages, ids(8), ids(8), donate_argnums=0
+        )
         assert len(report.kernels) == num_kernels
         assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
         assert not engine_programs.large_copies(report.text, pages)
@@ -188,7 +196,7 @@ def test_an_engine_that_speculates_keeps_its_pages_in_place_on_an_h200(
         dtype="bfloat16",
         speculation=Speculation(drafter, SharedNoiseVerifier()),
     )
-    report = deviceless.compile(run, *arguments, donate_argnums=1)
+    report = deviceless.compile_function(run, *arguments, donate_argnums=1)
     assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
     assert not engine_programs.large_copies(report.text, pages)
     names = {kernel.name.rpartition("_")[0] for kernel in report.kernels}
@@ -210,16 +218,16 @@ def test_an_engine_that_speculates_keeps_its_pages_in_place_on_an_h200(
 def test_the_engine_keeps_its_pages_in_place_on_an_h200(
     dtype: str, head_dim: int, token_budget: int, attends: set[str]
 ) -> None:
-    """The reference serves float32, the kernels for Hopper what they take.
+    """The reference serves float32, the Hopper kernels the types that they support.
 
-    64 rows of two query heads a KV head are few; more may hold a chunk.
+    64 rows of two query heads per KV head are few; more may hold a chunk.
     """
     model = dataclasses.replace(engine_programs.MODEL, head_dim=head_dim)
     config = dataclasses.replace(engine_programs.CONFIG, token_budget=token_budget)
     run, arguments, pages = engine_programs.steps(
         engine_programs.LARGE, model=model, config=config, dtype=dtype
     )
-    report = deviceless.compile(run, *arguments, donate_argnums=1)
+    report = deviceless.compile_function(run, *arguments, donate_argnums=1)
     assert report.temp_bytes < 0.05 * engine_programs.bytes_of(pages)
     assert not engine_programs.large_copies(report.text, pages)
     names = {kernel.name.rpartition("_")[0] for kernel in report.kernels}

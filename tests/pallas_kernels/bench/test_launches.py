@@ -1,4 +1,4 @@
-"""The compiler's plan read as a tree: what is inside what, and what a route runs."""
+"""The compiler's plan parsed as a tree: nesting, and the launches of a route."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.bench import launches
 from pallas_kernels.bench.launches import Route
 
-# As XLA dumps it: headers of regions between lines, the first of a loop not indented.
+# XLA's dump: headers of regions between lines; the first of a loop is not indented.
 PLAN = """\
 000: kCommandBuffer [source       | next=003 (1)]
     001: kCustomKernel [source | sink] first grid: [1, 1, 1] threads: [4, 1, 1]
@@ -68,13 +68,13 @@ def plan(tmp_path: Path) -> list[launches.Thunk]:
         ("thunk_sequence_after_thunk_passes.txt", PLAN),
     ):
         (tmp_path / f"module_0001.jit_run.{ending}").write_text(content)
-    return launches.read(tmp_path)
+    return launches.read_plan(tmp_path)
 
 
-def test_what_is_inside_what(plan: list[launches.Thunk]) -> None:
+def test_nesting_of_the_plan(plan: list[launches.Thunk]) -> None:
     kinds = {
         thunk.name: [around.kind for around in inside]
-        for thunk, inside in launches.walk(plan)
+        for thunk, inside in launches.walk_thunks(plan)
         if thunk.name
     }
     body = ["While", "CommandBuffer"]
@@ -98,26 +98,29 @@ def test_what_is_inside_what(plan: list[launches.Thunk]) -> None:
 @pytest.mark.parametrize(
     ("decode", "sampled", "launched"),
     [
-        # Two before the scan, the product and a slice's copy; nobody asks for the
-        # scan's condition, but for the loop's once more than for its body, if it asks
-        # with a kernel; of the branch what it holds.
+        # Two launches before the scan: the product and a slice's copy. The scan's
+        # condition has no kernel; a loop's with a kernel runs once more than the
+        # body; a branch counts its content.
         (0, 0, 4 + 1 + 0 + 1),
         (1, 0, 4 + 3 + 1 + 1),
         (3, 1, 4 + 7 + 3 + 2),
     ],
 )
-def test_a_route_runs_what_it_chooses(
+def test_a_route_runs_its_branches(
     plan: list[launches.Thunk], decode: int, sampled: int, launched: int
 ) -> None:
     route = Route("made up", {"decode": decode, "sampled": sampled})
-    assert sum(times for _, times, _ in launches.executed(plan, route)) == launched
+    assert (
+        sum(times for _, times, _ in launches.executed_launches(plan, route))
+        == launched
+    )
 
 
-def test_what_has_no_choice_is_named(plan: list[launches.Thunk]) -> None:
+def test_a_missing_choice_is_named(plan: list[launches.Thunk]) -> None:
     with pytest.raises(ValueError, match=r"While while\.6 in .* has no choice"):
-        [*launches.executed(plan, Route("short", {"sampled": 1}))]
+        [*launches.executed_launches(plan, Route("short", {"sampled": 1}))]
 
 
 def test_a_folder_must_hold_one_program(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds 0 files \*\.thunk_metadata"):
-        launches.read(tmp_path)
+        launches.read_plan(tmp_path)

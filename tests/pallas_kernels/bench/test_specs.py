@@ -1,4 +1,4 @@
-"""Named shapes: their counts by hand, their arrays, and what checks them."""
+"""Named shapes: hand-computed counts, arrays, and the checks of results."""
 
 import dataclasses
 import inspect
@@ -37,7 +37,7 @@ OTHERS = [
 ]
 
 
-def test_names_say_all_of_it() -> None:
+def test_names_are_complete() -> None:
     for shapes in sets.SETS.values():
         assert len({spec.name for spec in shapes}) == len(shapes)
         assert len(set(shapes)) == len(shapes)
@@ -50,7 +50,7 @@ def test_names_say_all_of_it() -> None:
     assert sets.SETS["tiny"][0].name == "decode-b3-40-4x2d16-p8-uniform-float32"
 
 
-def test_counts_worked_by_hand() -> None:
+def test_counts_equal_hand_computed_ones() -> None:
     one = Spec(kind="decode", batch=1, context=1024)
     # 1025 tokens, 2 x 8 KV heads of 128 numbers; 2 x 32 heads of queries and results.
     assert one.bytes == (1025 * 16 + 64) * 128 * 2
@@ -68,7 +68,7 @@ def test_counts_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("lengths", ["equal", "uniform", "lognormal", "one_long"])
-def test_contexts_spread_as_asked(lengths: Any) -> None:
+def test_contexts_have_the_requested_spread(lengths: Any) -> None:
     spec = Spec(kind="decode", batch=64, context=4096, shared=64, lengths=lengths)
     contexts = spec.contexts()
     assert contexts.max() == 4096
@@ -82,7 +82,7 @@ def test_contexts_spread_as_asked(lengths: Any) -> None:
 
 @pytest.mark.parametrize("spec", [*TINY, *OTHERS], ids=lambda spec: spec.name)
 def test_the_reference_solves_the_problem(spec: Spec) -> None:
-    problem = problems.make(spec, num_turns=2)
+    problem = problems.make_attention(spec, num_turns=2)
 
     @jax.jit
     def attend(page_ids: jax.Array) -> jax.Array:
@@ -99,12 +99,12 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
 
     for turn in range(2):
         out = attend(problem.page_ids[turn])
-        # Its samples are of the first table.
+        # Its samples are from the first table.
         assert (problem.error(out) < 1e-5) == (turn == 0)
     pages = np.asarray(problem.page_ids)
     owned = [set(table[table < len(problem.k_pages)]) for table in pages]
     assert not owned[0] & owned[1]
-    # What is left over, and what no row sees, is NaN.
+    # Unused pages, and positions that no row attends to, are NaN.
     num_pages = len(problem.k_pages)
     assert num_pages == sum(map(len, owned)) + problems.NUM_SPARE
     tokens = spec.shared + int(np.sum(problem.lengths() - spec.shared))
@@ -112,22 +112,22 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
     assert int(jnp.sum(~jnp.isnan(problem.k_pages))) == 2 * tokens * per_token
 
 
-def test_a_wrong_answer_shows() -> None:
-    problem = problems.make(TINY[0])
-    rows, head, wanted = problem.samples[0]
-    group = wanted.shape[1]
+def test_a_wrong_answer_fails_the_check() -> None:
+    problem = problems.make_attention(TINY[0])
+    rows, head, expected = problem.samples[0]
+    group = expected.shape[1]
     out = np.zeros(problem.q.shape, np.float32)
     assert problem.error(jnp.asarray(out)) == pytest.approx(1)
-    for rows, head, wanted in problem.samples:
-        out[rows, head * group : (head + 1) * group] = wanted
+    for rows, head, expected in problem.samples:
+        out[rows, head * group : (head + 1) * group] = expected
     assert problem.error(jnp.asarray(out)) < 1e-6
     out[rows[0], head * group, 0] = np.nan
     assert np.isnan(problem.error(jnp.asarray(out)))
 
 
-def test_a_tree_is_one() -> None:
+def test_ancestors_form_a_tree() -> None:
     spec = next(spec for spec in TINY if spec.kind == "tree")
-    problem = problems.make(spec)
+    problem = problems.make_attention(spec)
     masks = np.asarray(problem.ancestors).reshape(spec.batch, spec.rows, spec.rows)
     for mask in masks:
         for row in range(spec.rows):
@@ -147,7 +147,7 @@ def test_copies_read_no_target() -> None:
     assert problem.pages.nbytes == 2 * spec.batch * spec.page_bytes
 
 
-def test_shapes_without_sense_are_refused() -> None:
+def test_invalid_shapes_are_refused() -> None:
     make: Any = inspect.unwrap(Spec)
     with pytest.raises(ValueError, match=r"batch=0"):
         make(kind="decode", batch=0)

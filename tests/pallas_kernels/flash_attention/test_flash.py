@@ -1,4 +1,4 @@
-"""Attention in tiles: against plain softmax in float64, its gradient included."""
+"""Tiled attention against plain softmax in float64, with its gradient."""
 
 from functools import partial
 from typing import Any
@@ -34,24 +34,24 @@ CASES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_those_of_plain_softmax(case) -> None:
+def test_outputs_and_gradients_equal_plain_softmax(case) -> None:
     *sizes, causal, window = case
     arrays = draw(*sizes, "float32")
 
     def both(attend: Any) -> Any:
-        """The outputs, and how a number moves that depends on every one of them."""
+        """The outputs, and the gradient of a number that depends on all of them."""
         grad = jax.grad(partial(total, attend), argnums=(0, 1, 2))
         return jax.jit(lambda *arrays: (attend(*arrays), grad(*arrays)))
 
     formula = partial(formulas.attention, causal=causal, window=window)
-    wanted = formulas.in_float64(both(formula), *arrays)
-    # Several tiles, and one that holds everything.
+    expected = formulas.in_float64(both(formula), *arrays)
+    # Several tiles, and a single one.
     for tile in (16, 128):
-        ours = partial(flash_attention, causal=causal, window=window, tile=tile)
-        outputs, gradients = both(ours)(*arrays)
-        for a, b in zip(outputs, wanted[0], strict=True):
+        error = partial(flash_attention, causal=causal, window=window, tile=tile)
+        outputs, gradients = both(error)(*arrays)
+        for a, b in zip(outputs, expected[0], strict=True):
             np.testing.assert_allclose(a, b, atol=3e-6, rtol=1e-5)
-        for a, b in zip(gradients, wanted[1], strict=True):
+        for a, b in zip(gradients, expected[1], strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
 
@@ -59,17 +59,17 @@ def test_outputs_and_gradients_are_those_of_plain_softmax(case) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_error_is_that_of_the_type(dtype: str) -> None:
     arrays = draw(70, 70, 4, 2, 32, dtype)
-    wanted = formulas.in_float64(formulas.attention, *arrays)
+    expected = formulas.in_float64(formulas.attention, *arrays)
     same = jax.jit(formulas.attention)(*arrays)
     found = jax.jit(partial(flash_attention, tile=16))(*arrays)
     assert found[0].dtype == dtype
     assert found[1].dtype == jnp.float32
-    for a, b, c in zip(found, same, wanted, strict=True):
+    for a, b, c in zip(found, same, expected, strict=True):
         exact = np.asarray(c)
-        ours = np.abs(np.asarray(a, np.float64) - exact)
-        theirs = np.abs(np.asarray(b, np.float64) - exact)
-        assert ours.max() <= 2 * theirs.max() + 1e-5
-        assert ours.mean() <= 1.5 * theirs.mean() + 1e-5
+        error = np.abs(np.asarray(a, np.float64) - exact)
+        plain_error = np.abs(np.asarray(b, np.float64) - exact)
+        assert error.max() <= 2 * plain_error.max() + 1e-5
+        assert error.mean() <= 1.5 * plain_error.mean() + 1e-5
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:

@@ -1,4 +1,4 @@
-"""flash_attention through cuDNN: lowered without a GPU, its gradients on a stand-in."""
+"""flash_attention by cuDNN: lowered without a GPU, gradients with a substitute."""
 
 import re
 from functools import partial
@@ -20,7 +20,7 @@ from tests.support.flash_cases import draw, total
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     there = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: there)
+    monkeypatch.setattr(devices, "current_target", lambda: there)
 
 
 def calls(
@@ -38,8 +38,8 @@ def calls(
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_cudnn_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its version is asked of the library, which is not there.
+def test_cudnn_serves_supported_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The version comes from the library, which is absent here.
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
     both = ["fmhaSoftmax", "fmhaSoftmaxBackward"]
@@ -61,14 +61,14 @@ def test_cudnn_serves_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
         (dict(keys=256), "there are fewer queries than keys"),
     ],
 )
-def test_by_name_it_says_why_not(sizes: Any, reason: str) -> None:
+def test_a_refusal_of_cudnn_has_a_reason(sizes: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         calls(implementation="cudnn", **sizes)
 
 
 def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     there = devices.Target("gpu", "Tesla T4", 40, "7.5")
-    monkeypatch.setattr(devices, "current", lambda: there)
+    monkeypatch.setattr(devices, "current_target", lambda: there)
     assert calls() == []
     with pytest.raises(ValueError, match=r"compute capability 7.5, not 8.0"):
         calls(implementation="cudnn")
@@ -80,7 +80,7 @@ def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_of_both_results(
     monkeypatch: pytest.MonkeyPatch, of_lse: bool
 ) -> None:
-    """A stand-in with cuDNN's habit: no gradient of the log-sum-exp."""
+    """The substitute has no gradient of the log-sum-exp, like cuDNN."""
     served = []
 
     def stand_in(q: Any, k: Any, v: Any, sizes: Any) -> Any:
@@ -99,8 +99,8 @@ def test_gradients_of_both_results(
         return jnp.sum(jnp.sin(out))
 
     grad = partial(jax.grad, argnums=(0, 1, 2))
-    wanted = grad(partial(loss, partial(formulas.attention, window=7)))(*arrays)
+    expected = grad(partial(loss, partial(formulas.attention, window=7)))(*arrays)
     found = jax.jit(grad(partial(loss, partial(flash_attention, window=7))))(*arrays)
     assert served == [7]
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)

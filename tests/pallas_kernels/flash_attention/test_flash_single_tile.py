@@ -1,4 +1,4 @@
-"""Attention in one tile: where a query sees nothing, and what types do to it."""
+"""Attention in one tile: queries that attend to no key, and the types."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.flash_cases import total
 
 
 def draw(dtype: str) -> tuple[Any, Any]:
-    """Two sequences of 5 queries and 7 keys, 2 KV heads of 3 queries; who sees whom."""
+    """Two sequences of 5 queries and 7 keys, 2 KV heads of 3 queries, and a mask."""
     rng = np.random.default_rng(0)
     shapes = [(2, 2, 3, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)]
     arrays = tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
@@ -23,7 +23,7 @@ def draw(dtype: str) -> tuple[Any, Any]:
 
 
 def plain(q: Any, k: Any, v: Any, seen: Any, scale: float) -> tuple[Any, Any]:
-    """Softmax over a subset, written out for every query by itself."""
+    """Softmax over a subset, computed for each query separately."""
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", q, k) * jnp.asarray(scale, q.dtype)
     weights = jnp.where(seen[None, None, None], jnp.exp(scores), jnp.zeros_like(scores))
     total = weights.sum(-1)
@@ -33,24 +33,26 @@ def plain(q: Any, k: Any, v: Any, seen: Any, scale: float) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.04)])
-def test_outputs_and_gradients_where_a_query_sees_nothing(dtype, error) -> None:
+def test_outputs_and_gradients_of_queries_without_keys(dtype, error) -> None:
     arrays, seen = draw(dtype)
-    out, lse = jax.jit(single_tile.attend, static_argnums=4)(*arrays, seen, 0.3)
+    out, lse = jax.jit(single_tile.attend_single_tile, static_argnums=4)(
+        *arrays, seen, 0.3
+    )
     assert out.dtype == dtype
     assert lse.dtype == jnp.float32
     assert bool((out[..., 2, :] == 0).all())
     assert bool(jnp.isneginf(lse[..., 2]).all())
 
-    def ours(*arrays: Any) -> Any:
-        return single_tile.attend(*arrays, seen, 0.3)
+    def actual(*arrays: Any) -> Any:
+        return single_tile.attend_single_tile(*arrays, seen, 0.3)
 
     def exact(*arrays: Any) -> Any:
         return plain(*arrays, seen, 0.3)
 
     slope = functools.partial(jax.grad, argnums=(0, 1, 2))
-    grads = jax.jit(slope(functools.partial(total, ours)))(*arrays)
+    grads = jax.jit(slope(functools.partial(total, actual)))(*arrays)
     with jax.enable_x64(True):
         wide = tuple(jnp.asarray(np.asarray(x, np.float64)) for x in arrays)
-        wanted, slopes = exact(*wide), slope(functools.partial(total, exact))(*wide)
-    for a, b in zip((out, lse, *grads), (*wanted, *slopes), strict=True):
+        expected, slopes = exact(*wide), slope(functools.partial(total, exact))(*wide)
+    for a, b in zip((out, lse, *grads), (*expected, *slopes), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=error, atol=error)

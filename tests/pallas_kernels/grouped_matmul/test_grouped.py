@@ -1,4 +1,4 @@
-"""The door to grouped products on a CPU, and the blocks that rows are cut into."""
+"""The public grouped product on a CPU, and the blocks of rows."""
 
 import functools
 import inspect
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("compiled_as_served")
 CASES = {
     "some empty": make_case([3, 0, 17, 1, 0, 9], num_rows=37, dtype="float32"),
     "one has all": make_case([0, 0, 70], dtype="float32", width=48, num_columns=24),
-    "nobody has any": make_case([0, 0], num_rows=5, dtype="float32"),
+    "no group has rows": make_case([0, 0], num_rows=5, dtype="float32"),
     "more groups than rows": make_case([0, 1, 0, 0, 0, 0, 1, 0], num_rows=3),
     "around a block": make_case([63, 64, 65, 200], dtype="float16"),
 }
@@ -50,29 +50,29 @@ def test_it_equals_a_loop_over_groups(name: str) -> None:
     assert_within_rule(out, exact(case), plain(case))
 
 
-def test_sums_may_be_wider_than_what_is_summed() -> None:
+def test_sums_may_be_wider_than_the_operands() -> None:
     case = CASES["more groups than rows"]
     out = product(case, preferred_element_type="float32")
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, exact(case), atol=1e-5)
 
 
-def test_other_gpus_are_given_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By XLA's own ragged product, which runs here, too."""
-    monkeypatch.setattr(devices, "current", lambda: A100)
+def test_other_gpus_use_the_ragged_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use XLA's ragged product, which runs here, too."""
+    monkeypatch.setattr(devices, "current_target", lambda: A100)
     case = CASES["some empty"]
     assert "ragged_dot" in str(jax.make_jaxpr(grouped_matmul)(*vars(case).values()))
     assert_within_rule(product(case), exact(case), plain(case))
     assert_gradients(case)
 
 
-@pytest.mark.parametrize("name", ["some empty", "one has all", "nobody has any"])
+@pytest.mark.parametrize("name", ["some empty", "one has all", "no group has rows"])
 def test_gradients_equal_the_formula(name: str) -> None:
     assert_gradients(CASES[name])
 
 
 def assert_gradients(case: Case) -> None:
-    """Of the sum of all results, weighted; what belongs to nobody stays out."""
+    """Gradients of a weighted sum of all results; rows without a group have none."""
     scale = np.random.default_rng(1).normal(size=(len(case.x), case.w.shape[2]))
     scale[sum(case.group_sizes) :] = np.nan
 
@@ -115,8 +115,8 @@ def test_vmap_equals_single_runs() -> None:
         assert_within_rule(out, exact(alone), plain(alone))
 
 
-def test_a_cpu_takes_memory_for_one_group() -> None:
-    """XLA's own way spreads rows over all groups, and multiplies them by each."""
+def test_a_cpu_needs_memory_for_one_group() -> None:
+    """XLA's own product copies rows for every group, and multiplies all of them."""
     case = make_case([16] * 16, width=128, num_columns=256, dtype="float32")
     arrays = case.x, case.w, case.group_sizes
 
@@ -134,7 +134,10 @@ def test_a_cpu_takes_memory_for_one_group() -> None:
 def test_blocks_cover_every_row_once(align: int, block_rows: int) -> None:
     rng, num_rows = np.random.default_rng(0), 150
     cut = functools.partial(
-        grouped_matmul_blocks.cut, num_rows=num_rows, block_rows=block_rows, align=align
+        grouped_matmul_blocks.split_row_blocks,
+        num_rows=num_rows,
+        block_rows=block_rows,
+        align=align,
     )
     cut = jax.jit(cut)
     for _ in range(20):
@@ -155,9 +158,11 @@ def test_blocks_cover_every_row_once(align: int, block_rows: int) -> None:
 
 
 def test_the_bound_on_blocks_is_reached() -> None:
-    # Runs that begin a row before a multiple of 8 and are one row too long for it.
+    # Groups that begin a row before a multiple of 8, one row too long for the block.
     sizes = jnp.asarray([7, 10, 6, 10], jnp.int32)
-    blocks = grouped_matmul_blocks.cut(sizes, num_rows=33, block_rows=8, align=8)
+    blocks = grouped_matmul_blocks.split_row_blocks(
+        sizes, num_rows=33, block_rows=8, align=8
+    )
     assert int(blocks.num) == 1 + 3 + 1 + 3
     assert len(blocks.group) == (33 + 5 * 14) // 8
 
@@ -201,12 +206,14 @@ SIZES = SIZES.astype(jnp.int32)
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_inconsistent_arguments_are_refused(
     arrays: Any, options: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without the tests' own check of shapes and types.
+    # Without the type checks of the tests.
     unchecked: Any = inspect.unwrap(grouped_matmul)
-    monkeypatch.setattr(api, "choose", inspect.unwrap(api.choose))
+    monkeypatch.setattr(
+        api, "choose_grouped_matmul", inspect.unwrap(api.choose_grouped_matmul)
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         unchecked(*arrays, **options)
 
@@ -222,15 +229,15 @@ def test_what_does_not_fit_is_refused(
         ({}, {"preferred_element_type": "float64"}, "must have 16 or 32 bits"),
     ],
 )
-def test_what_the_kernel_does_not_take_the_reference_does(
+def test_the_reference_serves_unsupported_calls(
     changed: Any, options: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "current", lambda: HOPPER)
+    monkeypatch.setattr(devices, "current_target", lambda: HOPPER)
     sizes = {"dtype": "bfloat16", "width": 64, "columns": 128, "groups": 3} | changed
     x = jax.ShapeDtypeStruct((10, sizes["width"]), sizes["dtype"])
     w = jax.ShapeDtypeStruct(
         (sizes["groups"], sizes["width"], sizes["columns"]), sizes["dtype"]
     )
-    assert api.choose(x, w, **options) == "reference"
+    assert api.choose_grouped_matmul(x, w, **options) == "reference"
     with pytest.raises(ValueError, match=re.escape(message)):
-        api.choose(x, w, implementation="mosaic_gpu", **options)
+        api.choose_grouped_matmul(x, w, implementation="mosaic_gpu", **options)

@@ -1,4 +1,4 @@
-"""The grouped product for Hopper GPUs: emulated, lowered, and compiled without one."""
+"""The grouped product for Hopper GPUs: emulated, lowered, compiled without a GPU."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
 from pallas_kernels.grouped_matmul import api, blocks, mosaic_gpu
-from pallas_kernels.grouped_matmul.blocks import Tiling
+from pallas_kernels.grouped_matmul.blocks import GroupedTiling
 from tests.support.emulating import NOTICED, emulator_of_races, mutant, watched_product
 from tests.support.grouped_cases import (
     Case,
@@ -22,28 +22,28 @@ from tests.support.grouped_cases import (
     plain,
 )
 
-ONE = Tiling(64, 64, 2, 2)
-TWO = Tiling(128, 128, 3)
+ONE = GroupedTiling(64, 64, 2, 2)
+TWO = GroupedTiling(128, 128, 3)
 HOPPER = Target("gpu", "NVIDIA H200", 132, "9.0")
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
-def emulate(case: Case, tiling: Tiling, **options: Any) -> Any:
-    """Runs the kernel on two programs; raises what the emulator finds."""
+def emulate(case: Case, tiling: GroupedTiling, **options: Any) -> Any:
+    """Runs the kernel on two programs; raises the emulator's errors."""
     options = {"dtype": case.x.dtype, "num_programs": 2} | options
     with emulator_of_races() as interpret, pytest.MonkeyPatch.context() as patch:
         patch.setattr(plgpu, "wgmma", watched_product)
         run = jax.jit(
-            lambda *arrays: mosaic_gpu.multiply(
+            lambda *arrays: mosaic_gpu.multiply_mosaic_gpu(
                 *arrays, tiling=tiling, interpret=interpret, **options
             )
         )
         return jax.block_until_ready(run(case.x, case.w, case.group_sizes))
 
 
-# All that is odd at once: groups without rows, with one less than a block and one more,
-# neighbours within eight rows, rows of nobody, a number of rows that no eight divides.
+# All edge cases at once: groups without rows, one row below and above a block, groups
+# that share eight rows, rows without a group, rows not a multiple of eight.
 EDGES = make_case([63, 0, 64, 65, 1, 2], num_rows=203, num_columns=192)
 
 
@@ -60,7 +60,7 @@ def test_two_warpgroups() -> None:
     assert_within_rule(out, exact(case), plain(case))
 
 
-def test_weights_that_lie_the_other_way() -> None:
+def test_transposed_weights() -> None:
     case = make_case([9, 3], width=192, num_columns=64, dtype="float16")
     turned = Case(
         x=case.x, w=case.w.swapaxes(1, 2).copy(), group_sizes=case.group_sizes
@@ -76,14 +76,14 @@ def test_weights_that_lie_the_other_way() -> None:
     [
         ([1], 1),
         ([0, 0, 5], 40),
-        ([0, 0], 12),  # nobody has any
+        ([0, 0], 12),  # no group has rows
         ([200, 0], 200),
         ([0, 129, 0, 127], 256),
         ([7, 1, 8, 9, 15, 16, 17, 31], 104),
     ],
 )
 @pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one", "two"])
-def test_more_groups(tiling: list[int], num_rows: int, tiles: Tiling) -> None:
+def test_more_groups(tiling: list[int], num_rows: int, tiles: GroupedTiling) -> None:
     case = make_case(tiling, num_rows=num_rows, num_columns=128)
     assert_within_rule(emulate(case, tiles), exact(case), plain(case))
 
@@ -133,7 +133,7 @@ def test_seeded_bugs_are_caught(
 
 
 @pytest.mark.slow
-def test_without_a_bug_nothing_is_caught() -> None:
+def test_without_a_bug_no_error_is_raised() -> None:
     assert_within_rule(emulate(TINY, ONE), exact(TINY), plain(TINY))
 
 
@@ -142,9 +142,11 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         emulate(EDGES, TWO)
 
 
-def test_the_door_lowers_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards and for the gradient of the rows; that of the weights is XLA's."""
-    monkeypatch.setattr(devices, "current", lambda: HOPPER)
+def test_the_public_function_lowers_both_directions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward and the gradient of the rows; XLA computes that of the weights."""
+    monkeypatch.setattr(devices, "current_target", lambda: HOPPER)
     arrays: Any = shapes(40, 3, 128, 192)
 
     def both(x: Any, w: Any, tiling: Any) -> Any:
@@ -165,8 +167,8 @@ def shapes(rows: int, groups: int, width: int, columns: int, dtype: Any = None) 
     )
 
 
-def test_sizes_suit_what_there_is_to_do() -> None:
-    def choose(rows: int, groups: int, columns: int) -> Tiling:
+def test_default_tilings_suit_the_shapes() -> None:
+    def choose(rows: int, groups: int, columns: int) -> GroupedTiling:
         return blocks.choose_tiling(
             num_rows=rows, num_groups=groups, num_columns=columns, num_cores=132
         )
@@ -188,12 +190,12 @@ def test_sizes_suit_what_there_is_to_do() -> None:
 @pytest.mark.parametrize("rows", [16384, pytest.param(16, marks=pytest.mark.slow)])
 def test_nothing_spills_on_an_h200(rows: int) -> None:
     arrays = shapes(rows, 8, 4096, 14336)
-    report = deviceless.compile(
+    report = deviceless.compile_function(
         lambda *arrays: api.grouped_matmul(*arrays, implementation="mosaic_gpu"),
         *arrays,
     )
     assert_fits(report)
-    # The list of blocks, no copy of rows or weights.
+    # The list of blocks; no copy of rows or weights.
     assert report.temp_bytes < 20_000
 
 
@@ -212,8 +214,8 @@ def test_nothing_spills_at_any_size(
     )
     assert tiling[:2] == (block_rows, columns)
     x, w, group_sizes = shapes(500, 8, 512, 512, operands)
-    report = deviceless.compile(
-        lambda *arrays: mosaic_gpu.multiply(
+    report = deviceless.compile_function(
+        lambda *arrays: mosaic_gpu.multiply_mosaic_gpu(
             *arrays,
             transposed=transposed,
             dtype=jnp.dtype(dtype),
@@ -227,7 +229,7 @@ def test_nothing_spills_at_any_size(
     assert_fits(report)
 
 
-def assert_fits(report: deviceless.Report) -> None:
+def assert_fits(report: deviceless.CompileReport) -> None:
     (kernel,) = report.kernels
     assert kernel.name.startswith("grouped_product")
     assert kernel.spill_stores == kernel.spill_loads == 0

@@ -1,4 +1,4 @@
-"""Copies of pages: the door against numpy, all layers at once, and in place."""
+"""Copies of pages: the public function against numpy, all layers, and in place."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ def numbered(*shape: int) -> jax.Array:
 
 
 def copy_twin(pages: np.ndarray, source: Any, target: Any) -> np.ndarray:
-    """One entry after the other, all of them reading the old pages."""
+    """Copies entry by entry, always from the old pages."""
     after = pages.copy()
     for read, written in zip(np.asarray(source), np.asarray(target), strict=True):
         if 0 <= read < len(pages) and 0 <= written < len(pages):
@@ -40,11 +40,11 @@ def test_random_copies_equal_the_twin(shape: tuple[int, ...]) -> None:
     rng, pages = np.random.default_rng(0), numbered(NUM_PAGES, *shape)
     copy = jax.jit(copy_pages)
     for _ in range(50):
-        # Targets are distinct, and often sources too; both may lie out of range.
+        # Targets are distinct, sources often; both may be out of range.
         source = rng.integers(-3, NUM_PAGES + 3, 7).astype(np.int32)
         target = rng.permutation(np.arange(-3, NUM_PAGES + 3))[:7].astype(np.int32)
-        wanted = copy_twin(np.asarray(pages), source, target)
-        np.testing.assert_array_equal(copy(pages, source, target), wanted)
+        expected = copy_twin(np.asarray(pages), source, target)
+        np.testing.assert_array_equal(copy(pages, source, target), expected)
 
 
 def test_sources_are_read_before_targets_are_written() -> None:
@@ -65,7 +65,7 @@ def test_an_implementation_that_cannot_serve_is_refused() -> None:
     arrays: Any = (numbered(4, 2), ints(0), ints(1))
     with pytest.raises(ValueError, match="the device is a cpu, not a GPU"):
         copy_pages(*arrays, implementation="mosaic_gpu")
-    # Without the type checks that tests run under, as a user would call it.
+    # Without the type checks of the tests, like a user's call.
     copy = inspect.unwrap(copy_pages)
     with pytest.raises(ValueError, match="implementation='triton' must be None, 'ref"):
         copy(*arrays, implementation="triton")
@@ -78,21 +78,21 @@ def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:
 
 def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
     pages, copy = make_pages(), jax.jit(kv_pages.copy)
-    # Neither sentinel may reach the last page, nor after an offset another layer's.
+    # A sentinel must not reach the last page, nor, with an offset, another layer.
     source = ints(0, NO_PAGE, 5, 7, NO_PAGE, 3)
     target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 1)
     after = copy(pages, source, target)
     for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):
         for layer in range(3):
-            wanted = copy_twin(np.asarray(old[layer]), source, target)
-            np.testing.assert_array_equal(new[layer], wanted)
+            expected = copy_twin(np.asarray(old[layer]), source, target)
+            np.testing.assert_array_equal(new[layer], expected)
     none = ints(*[NO_PAGE] * 6)
     after = copy(pages, source, none)
     for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):
         np.testing.assert_array_equal(new, old)
 
 
-def test_many_copies_go_by_in_turns() -> None:
+def test_many_copies_in_several_turns() -> None:
     rng, copy, most = np.random.default_rng(1), jax.jit(kv_pages.copy), 5 * NUM_PAGES
     pages = Pages(
         numbered(2, most, 1, 2, 3), numbered(2, most, 1, 2, 3), DEFAULT_LAYOUT
@@ -104,12 +104,12 @@ def test_many_copies_go_by_in_turns() -> None:
         after = copy(pages, source, target)
         for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):
             for layer in range(2):
-                wanted = copy_twin(np.asarray(old[layer]), source, target)
-                np.testing.assert_array_equal(new[layer], wanted)
+                expected = copy_twin(np.asarray(old[layer]), source, target)
+                np.testing.assert_array_equal(new[layer], expected)
 
 
 def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
-    """A program that copies, then writes, in every step; lowered from shapes alone."""
+    """A program that copies, then writes, in every step; lowered from shapes."""
     shape = (4, num_pages, 4, 16, 64)
     leaf: Any = jax.ShapeDtypeStruct(shape, dtype)
     row = jax.ShapeDtypeStruct((8,), jnp.int32)
@@ -138,7 +138,7 @@ def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
 def test_the_pages_stay_in_place(steps: int, dtype: str) -> None:
     programs = [lower(steps, num_pages, dtype) for num_pages in (512, 4096)]
     temporary = [p.memory_analysis().temp_size_in_bytes for p, _ in programs]
-    assert temporary[1] - temporary[0] < 1e5  # of 470 MB more
+    assert temporary[1] - temporary[0] < 1e5  # less than 470 MB of pages
     for program, pages in programs:
         size = jax.tree.leaves(pages)[0].size
         for dims in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", program.as_text()):

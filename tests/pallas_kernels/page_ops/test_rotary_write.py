@@ -1,4 +1,4 @@
-"""Rotary positions and the write of K and V: a plain twin, then emulated."""
+"""Rotary positions fused with the write of K and V: reference and emulated kernel."""
 
 import re
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ NUM_LAYERS, NUM_PAGES, PAGE_SIZE = 3, 6, 16
 OF_LAYER: Any = {"layer": jnp.int32(1), "num_layers": NUM_LAYERS}
 PAGE = (0, 3, -1, NUM_PAGES, 2, 2)
 PLACE = (1, 15, 0, 7, PAGE_SIZE, -1)
-"""Where rows go: two to places, four nowhere."""
+"""Places of rows: two are valid, four are not."""
 
 
 class Case(NamedTuple):
     qkv: Any
-    turns: Any
+    cos_sin: Any
     k_pages: Any
     v_pages: Any
     page_ids: Any
@@ -44,7 +44,7 @@ def make(
 
     return Case(
         qkv=normal(rows, kv_heads, group + 2, head_dim),
-        turns=rotary_write.Turns(
+        cos_sin=rotary_write.RotaryCosSin(
             *(
                 turn[rotary_write.query_rows(rows, kv_heads * group)].reshape(
                     rows, kv_heads, group, -1
@@ -68,7 +68,7 @@ def make(
 def emulate(case: Case) -> Any:
     with emulating.emulator_of_races() as interpret:
         run = jax.jit(
-            rotary_write_mosaic_gpu.rotate_and_write,
+            rotary_write_mosaic_gpu.write_rotated_kv_mosaic_gpu,
             static_argnames=("num_layers", "interpret"),
         )
         options: Any = {"packing": case.packing, "interpret": interpret} | OF_LAYER
@@ -77,28 +77,28 @@ def emulate(case: Case) -> Any:
 
 
 def only_rows(case: Case, packed: Any) -> Any:
-    """Packed queries with zeros where no row is: the kernel leaves anything there."""
+    """Packed queries with zeros outside the rows, which the kernel leaves undefined."""
     group = case.qkv.shape[2] - 2
-    found = row_packing.unpack(packed, case.packing, group=group, fill=0.0)
+    found = row_packing.unpack_rows(packed, case.packing, group=group, fill=0.0)
     kv_heads = packed.shape[1]
     return row_packing.pack_queries(found, case.packing, kv_heads=kv_heads)
 
 
 def refer(case: Case) -> Any:
-    run = jax.jit(rotary_write.rotate_and_write, static_argnames="num_layers")
+    run = jax.jit(rotary_write.write_rotated_kv, static_argnames="num_layers")
     return run(*case[:-1], packing=case.packing, **OF_LAYER)
 
 
-def test_the_reference_turns_and_writes_row_by_row() -> None:
+def test_the_reference_rotates_and_writes_row_by_row() -> None:
     case = make(kv_heads=2, group=3, head_dim=8, dtype=jnp.float32)
-    found = rotary_write.rotate_and_write(*case[:-1], packing=case.packing, **OF_LAYER)
+    found = rotary_write.write_rotated_kv(*case[:-1], packing=case.packing, **OF_LAYER)
     x = np.asarray(case.qkv, np.float64)
-    # Pairs as complex numbers, turned by the unit of their angle.
-    cos, sin = (np.asarray(turn[:, :1, :1], np.float64) for turn in case.turns)
+    # Pairs as complex numbers, multiplied by the unit number of their angle.
+    cos, sin = (np.asarray(turn[:, :1, :1], np.float64) for turn in case.cos_sin)
     turned = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)
     turned = np.concatenate([turned.real, turned.imag], -1)
     np.testing.assert_allclose(found.q, turned[:, :, :3], atol=1e-6)
-    # Slot 0 has three rows, two of them in the first block; slot 2 has another two.
+    # Slot 0 has three rows, two of them in the first block; slot 2 has two.
     assert found.packed_q is not None
     packed = np.asarray(found.packed_q)[:, :, :6].reshape(-1, 2, 2, 3, 8)
     for block, rows in enumerate([(0, 1), (2,), (4, 5)]):
@@ -126,8 +126,8 @@ def test_the_kernel_has_the_reference_s_bits(
     kv_heads: int, group: int, head_dim: int, dtype: Any
 ) -> None:
     case = make(kv_heads, group, head_dim, dtype)
-    wanted = refer(case)
-    for found, each in zip(emulate(case), wanted, strict=True):
+    expected = refer(case)
+    for found, each in zip(emulate(case), expected, strict=True):
         assert found.dtype == each.dtype
         assert np.asarray(found).tobytes() == np.asarray(each).tobytes()
 
@@ -147,52 +147,57 @@ BUGS = {
 }
 
 
-def goes_wrong(case: Case, wanted: Any) -> bool:
-    """Whether the emulator complains, or other bits come out."""
+def fails(case: Case, expected: Any) -> bool:
+    """Returns True if the emulator raises an error or the bits differ."""
     try:
         found = emulate(case)
     except (RuntimeError, ValueError) as error:
         return bool(re.search(rf"{emulating.NOTICED}|CpuCallback", str(error)))
-    pairs = zip(found, wanted, strict=True)
+    pairs = zip(found, expected, strict=True)
     return any(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kernel = make(), rotary_write_mosaic_gpu
-    wanted = refer(case)
-    assert not goes_wrong(case, wanted)
+    expected = refer(case)
+    assert not fails(case, expected)
     changed = emulating.mutant(kernel, dict([BUGS[bug]]))
-    monkeypatch.setattr(kernel, "rotate_and_write", changed.rotate_and_write)
-    assert goes_wrong(case, wanted)
+    name = "write_rotated_kv_mosaic_gpu"
+    monkeypatch.setattr(kernel, name, getattr(changed, name))
+    assert fails(case, expected)
 
 
-def takes_it(case: Case, **options: Any) -> bool:
+def uses_kernel(case: Case, **options: Any) -> bool:
     def call(*arrays: Any) -> Any:
-        return rotary_write.rotate_and_write(*arrays, **options)
+        return rotary_write.write_rotated_kv(*arrays, **options)
 
     return "mpmd_map" in str(jax.make_jaxpr(call)(*case[:-1]))
 
 
-def test_the_door_takes_it_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not takes_it(make())
+def test_the_public_function_uses_the_kernel_if_supported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not uses_kernel(make())
     hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current", lambda: hopper)
-    assert takes_it(make())
-    assert not takes_it(make(), implementation="reference")
-    # Three heads of 64 are 96 pairs, less than a warpgroup has threads.
+    monkeypatch.setattr(devices, "current_target", lambda: hopper)
+    assert uses_kernel(make())
+    assert not uses_kernel(make(), implementation="reference")
+    # Three heads of 64 are 96 pairs, fewer than the threads of a warpgroup.
     for refused, line in (
         (make(kv_heads=3), r"kv_heads=3 times half of head_dim=64 must be a multiple"),
         (make(dtype=jnp.float32), r"qkv.dtype=.*float32.* must both be bfloat16"),
     ):
-        assert not takes_it(refused)
+        assert not uses_kernel(refused)
         with pytest.raises(ValueError, match=line):
-            takes_it(refused, implementation="mosaic_gpu")
+            uses_kernel(refused, implementation="mosaic_gpu")
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+@pytest.mark.skipif(
+    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
+)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim"), [(8, 4, 128), (2, 8, 128), (4, 3, 64)]
 )
@@ -200,12 +205,12 @@ def test_it_compiles_in_place_without_spills(
     kv_heads: int, group: int, head_dim: int
 ) -> None:
     case = make(kv_heads, group, head_dim)
-    run = rotary_write_mosaic_gpu.rotate_and_write
+    run = rotary_write_mosaic_gpu.write_rotated_kv_mosaic_gpu
 
     def pack_too(*arrays: Any) -> Any:
         return run(*arrays[:-1], packing=arrays[-1])
 
-    report = deviceless.compile(pack_too, *case, donate_argnums=(2, 3))
+    report = deviceless.compile_function(pack_too, *case, donate_argnums=(2, 3))
     [kernel] = report.kernels
     assert kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.instructions["tma_store"] == 7

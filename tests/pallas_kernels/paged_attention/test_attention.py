@@ -1,4 +1,4 @@
-"""Attention over pages against plain float64 loops, and against itself."""
+"""Paged attention against plain float64 loops, and against itself."""
 
 import functools
 import inspect
@@ -22,8 +22,8 @@ from tests.support.attention_cases import (
 
 pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
-# Every page size, group and head_dim appears once; runs of more than one tile of 64
-# rows, empty slots and a first row at position 0 among them.
+# Every page size, group and head_dim occurs once, with runs of more than one tile of
+# 64 rows, empty slots, and a first row at position 0.
 RAGGED: list[tuple[list[tuple[int, int]], dict[str, Any]]] = [
     ([(0, 5), (30, 1), (0, 0), (7, 12)], dict(page_size=1, group=1, head_dim=8)),
     ([(0, 1), (3, 70), (64, 2)], dict(page_size=4, group=3, head_dim=13, kv_heads=1)),
@@ -89,7 +89,7 @@ HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)
     "start", [pytest.param(x, marks=pytest.mark.thorough) for x in (0, 255)] + [300]
 )
 def test_many_rows_read_wide_blocks(start: int, names: tuple[str, ...]) -> None:
-    """Wide ones up to the first place that one of a tile's rows does not see."""
+    """Wide blocks end before the first place that a row of the tile does not see."""
     case = make_case(
         np.random.default_rng(start), [(start, 280)], page_size=16, padding=3, **HEADS
     )
@@ -100,8 +100,8 @@ def test_many_rows_read_wide_blocks(start: int, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("context", [255, 256, 300, -1])
-def test_a_tree_behind_wide_blocks(context: int) -> None:
-    """Rows see the places before the tree, and some of its own; -1: there is none."""
+def test_a_tree_after_wide_blocks(context: int) -> None:
+    """Rows attend to the places before the tree and to ancestors; -1: no tree."""
     rng = np.random.default_rng(2)
     case = make_case(rng, [(173, 130)], page_size=16, **HEADS)
     ancestors = rng.random((130, 303 - max(context, 0))) < 0.5
@@ -181,7 +181,7 @@ def plain() -> tuple[Case, AttentionState]:
 
 
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
-def test_where_the_pages_lie_changes_no_bit(numerics: str) -> None:
+def test_the_order_of_pages_changes_no_bit(numerics: str) -> None:
     case, _ = plain()
     rng = np.random.default_rng(0)
     moved = rng.permutation(case.k_pages.shape[0]).astype(np.int32)
@@ -238,19 +238,21 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def refused(message: str, **changes: Any) -> None:
-    """Checks that one change to a sound call is turned down in one line."""
+    """Checks that a valid call with one change raises an error of one line."""
     case, _ = plain()
     arrays = dict(zip(case._fields, map(jnp.asarray, case), strict=True))
     with pytest.raises(ValueError, match=message) as caught:
-        # Without the type checks that tests run under, as a user would call it.
+        # Without the type checks of the tests, like a user's call.
         inspect.unwrap(api.paged_attention)(**arrays | changes)
     assert "\n" not in str(caught.value)
 
 
-def test_misuse_is_told_in_one_line() -> None:
+def test_misuse_raises_a_one_line_error() -> None:
     case, _ = plain()
     with pytest.raises(ValueError, match="implementation='cuda' must be None, 'refer"):
-        inspect.unwrap(api.choose)(case.q, case.k_pages, implementation="cuda")
+        inspect.unwrap(api.choose_attention)(
+            case.q, case.k_pages, implementation="cuda"
+        )
     on_cpu = "'mosaic_gpu': the device is a cpu, not a GPU; 'reference' takes"
     refused(on_cpu, implementation="mosaic_gpu")
     refused("q_heads=3 must be a multiple of kv_heads=2", q=jnp.zeros((68, 3, 8)))

@@ -1,4 +1,4 @@
-"""The kernels through the door, who takes which rows, and the engine's forward pass."""
+"""Kernels chosen by the public function, their rows, and the engine's forward pass."""
 
 import functools
 import re
@@ -40,33 +40,37 @@ CONFIG = state.EngineConfig(
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the door believe that programs are made for an H200."""
-    monkeypatch.setattr(devices, "current", lambda: H200)
+    """Makes the public function target an H200."""
+    monkeypatch.setattr(devices, "current_target", lambda: H200)
 
 
 @pytest.fixture
 def emulated(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernels are emulated there, and say who ran."""
+    """Emulates the kernels and records those that run."""
     ran: list[str] = []
     with emulating.emulator_of_races() as interpret:
-        for module in (decode, prefill):
+        for module, name in (
+            (decode, "attend_decode"),
+            (prefill, "attend_prefill"),
+        ):
+            attend = getattr(module, name)
 
-            def told(
+            def traced(
                 *arguments: Any,
-                _attend: Any = module.attend,
+                _attend: Any = attend,
                 _name: str = module.__name__,
                 **fields: Any,
             ) -> Any:
                 ran.append(_name.rpartition(".")[2])
                 return _attend(*arguments, **fields | {"interpret": interpret})
 
-            monkeypatch.setattr(module, "attend", told)
+            monkeypatch.setattr(module, name, traced)
         yield ran
 
 
 @pytest.mark.thorough
 def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
-    """64 rows of two query heads a KV head are few, 65 are many."""
+    """64 rows of two query heads per KV head are few, 65 are many."""
     case = make_case(
         [(7, 65), (40, 1), (0, 0), (5, 2)],
         page_size=16,
@@ -102,7 +106,7 @@ def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
 
     def plan(positions: jax.Array, slots: jax.Array) -> dispatch.StepPlan:
         fields: dict[str, Any] = {"slots": slots} | others
-        return dispatch.plan_step(
+        return dispatch.make_step_plan(
             positions,
             **fields,
             num_slots=num_slots,
@@ -135,7 +139,7 @@ def test_a_tiling_that_is_not_the_plan_s_is_refused() -> None:
         )
 
 
-def test_what_shapes_decide_runs_one_kernel() -> None:
+def test_one_kernel_runs_if_shapes_decide() -> None:
     ints = functools.partial(jnp.zeros, dtype=jnp.int32)
     kin = {"context": ints(3), "ancestors": jnp.zeros((99, 9), bool)}
     for alone in (
@@ -150,7 +154,7 @@ def test_what_shapes_decide_runs_one_kernel() -> None:
     assert plan_of(99, 3, **kin).many is not None
     both = plan_of(4096, 64)
     assert both.many is not None
-    # At most 32 rows a slot in blocks of 16, not 4096 of any.
+    # At most 32 rows per slot in blocks of 16, not 4096 rows of any slot.
     assert both.few is not None
     assert both.few.low.shape == (128,)
     assert both.many.tiles.shape[1] == (4096 + 64 * 134) // 128
@@ -158,10 +162,10 @@ def test_what_shapes_decide_runs_one_kernel() -> None:
 
 @pytest.mark.thorough
 def test_few_rows_fill_no_more_blocks_than_planned() -> None:
-    """Every slot with as many rows as are few: the blocks are just enough."""
+    """Every slot has the most rows that count as few: all blocks are used."""
     slots = np.repeat(np.arange(5), 32)
     positions = np.tile(np.arange(32), 5)
-    made = dispatch.plan_step(
+    made = dispatch.make_step_plan(
         *(jnp.asarray(x, jnp.int32) for x in (positions, slots)),
         num_slots=5,
         kv_heads=1,
@@ -186,7 +190,7 @@ def test_few_rows_fill_no_more_blocks_than_planned() -> None:
         (dict(numerics="reproducible"), "numerics='reproducible' needs sums"),
     ],
 )
-def test_what_is_out_of_its_range_goes_to_the_reference(change, reason: str) -> None:
+def test_unsupported_sizes_go_to_the_reference(change, reason: str) -> None:
     sizes: Any = dict(dtype="bfloat16", head_dim=64, page_size=16, group=4)
     sizes |= change
     numerics = sizes.pop("numerics", "fast")
@@ -194,18 +198,20 @@ def test_what_is_out_of_its_range_goes_to_the_reference(change, reason: str) -> 
     q = jax.ShapeDtypeStruct(shape, sizes["dtype"])
     pages = (5, 2, sizes["page_size"], sizes["head_dim"])
     k = jax.ShapeDtypeStruct(pages, sizes["dtype"])
-    assert api.choose(q, k, numerics=numerics) == "reference"
+    assert api.choose_attention(q, k, numerics=numerics) == "reference"
     with pytest.raises(ValueError, match=reason):
-        api.choose(q, k, numerics=numerics, implementation="mosaic_gpu")
+        api.choose_attention(q, k, numerics=numerics, implementation="mosaic_gpu")
 
 
 def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "current", lambda: H200._replace(capability="8.0"))
+    monkeypatch.setattr(
+        devices, "current_target", lambda: H200._replace(capability="8.0")
+    )
     q = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((5, 2, 16, 64), jnp.bfloat16)
-    assert api.choose(q, k) == "reference"
+    assert api.choose_attention(q, k) == "reference"
     with pytest.raises(ValueError, match=r"compute capability 8.0, not 9.0; 'refer"):
-        api.choose(q, k, implementation="mosaic_gpu")
+        api.choose_attention(q, k, implementation="mosaic_gpu")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -235,7 +241,7 @@ def test_a_forward_pass_plans_once_for_all_layers(
     lowered = jax.jit(forward, donate_argnums=1).trace(params, pages, rows)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert plans == [2]
-    # One function for all layers: what rotates and writes, attention, and what merges
-    # its parts.
+    # One function for all layers: rotation and write, attention, and the merge of its
+    # parts.
     assert text.count("custom_call @mosaic_gpu") == 3
     assert len(re.findall(r"call @\w*_run_layer", text)) == MODEL.num_layers

@@ -1,4 +1,4 @@
-"""Lengths and windows that others test, precision, partitions, and kinds of pages."""
+"""Lengths and windows of other projects' tests, precision, partitions, page types."""
 
 import functools
 import inspect
@@ -28,7 +28,7 @@ ALL: dict[str, Any] = dict(softcap=3.0, sinks=True, alibi=True, window=40, scale
 
 
 def per_head(features: dict[str, Any], q_heads: int, seed: int = 0) -> dict[str, Any]:
-    """The features, with numbers for every head where only their name stands."""
+    """The features, with random numbers per head for those given only by name."""
     rng = np.random.default_rng(seed)
     drawn = {
         "sinks": rng.normal(size=q_heads).astype(np.float32),
@@ -38,7 +38,7 @@ def per_head(features: dict[str, Any], q_heads: int, seed: int = 0) -> dict[str,
 
 
 def random_tree(rng: np.random.Generator, num: int) -> np.ndarray:
-    """Ancestors of every node, itself among them."""
+    """Ancestors of every node, including the node."""
     mask = np.eye(num, dtype=bool)
     for node in range(1, num):
         mask[node] |= mask[rng.integers(0, node)]
@@ -61,7 +61,7 @@ def test_trees_with_all_features_equal_the_oracle(numerics: Any) -> None:
 
 
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
-def test_slots_without_a_tree_beside_one_see_what_stands_before(numerics: Any) -> None:
+def test_slots_without_a_tree_next_to_one_are_causal(numerics: Any) -> None:
     rng, ask = np.random.default_rng(2), per_head(ALL, 4)
     case = make_case(rng, [(70, 9), (80, 70), (12, 1)], padding=3)
     assert case.slots is not None
@@ -72,10 +72,10 @@ def test_slots_without_a_tree_beside_one_see_what_stands_before(numerics: Any) -
     plain = attend(*case, numerics=numerics, **ask)
     context = np.array([70, 80, 12], np.int32)
     tree = attend(*case, numerics=numerics, context=context, ancestors=mask, **ask)
-    for ours, alone, beside in zip(found, plain, tree, strict=True):
+    for actual, alone, next_to_tree in zip(found, plain, tree, strict=True):
         rows = case.slots > 0
-        np.testing.assert_array_equal(ours[rows], alone[rows])
-        np.testing.assert_array_equal(ours[is_tree], beside[is_tree])
+        np.testing.assert_array_equal(actual[rows], alone[rows])
+        np.testing.assert_array_equal(actual[is_tree], next_to_tree[is_tree])
 
 
 def edges(unit: int) -> list[int]:
@@ -92,7 +92,7 @@ def test_lengths_about_blocks_and_pages(page_size: int) -> None:
         check(attend(*case, numerics=numerics), oracle(case))
 
 
-# The grids of the peers' own tests.
+# The grids of other projects' tests.
 @pytest.mark.parametrize(
     "softcap",
     [30.0, *(pytest.param(cap, marks=pytest.mark.slow) for cap in (1.0, 50.0))],
@@ -133,7 +133,7 @@ def test_the_mixes_that_vllm_tests(
 
 
 def errors(state: Any, expected: Any) -> list[tuple[float, float]]:
-    """Greatest and mean error of output and log-sum-exp."""
+    """Largest and mean error of output and log-sum-exp."""
     off = [
         np.abs(np.asarray(x, float) - y) for x, y in zip(state, expected, strict=True)
     ]
@@ -193,20 +193,20 @@ def test_pages_of_another_floating_type_are_read_as_they_are() -> None:
     check(attend(*case), oracle(case))
 
 
-# What must change nothing.
+# Changes without effect.
 PLACES = 150
 
 
 @functools.cache
 def partition_case() -> tuple[Case, AttentionState, dict[str, Any]]:
-    """Decode rows that can be told by masks to see any part of their keys."""
+    """Decode rows; masks can select any part of their keys."""
     case = make_case(np.random.default_rng(10), [(PLACES - 1, 1)] * 3, decode=True)
     ask = per_head(dict(softcap=4.0, alibi=True), 4)
     return case, attend(*case, **ask), ask
 
 
 def part(seen: np.ndarray, **changes: Any) -> AttentionState:
-    """The state over the places in `[rows, PLACES]`."""
+    """The state over the places selected in `[rows, PLACES]`."""
     case, _, ask = partition_case()
     nothing = np.zeros(3, np.int32)
     return attend(*case, context=nothing, ancestors=seen, **(ask | changes))
@@ -227,13 +227,13 @@ def test_any_partition_merges_in_any_order_and_grouping(seed: int) -> None:
         check(merge_states(a, merge_states(b, c)), whole, 1e-5)
 
 
-def test_merging_equals_float64_whatever_the_log_sum_exps() -> None:
+def test_merging_equals_float64_for_any_log_sum_exps() -> None:
     rng = np.random.default_rng(11)
     out = rng.normal(size=(3, 200, 2, 4)).astype(np.float32)
     lse = rng.normal(0, 30, (3, 200, 2)).astype(np.float32)
     lse[rng.random(lse.shape) < 0.3] = -np.inf
     lse[0, :5], lse[1, :5] = 1e30, -1e30
-    out[np.isneginf(lse)] = np.nan  # what an empty state holds does not matter
+    out[np.isneginf(lse)] = np.nan  # the output of an empty state does not matter
     top = np.where(np.isneginf(lse).all(0), 0, lse.max(0)).astype(float)
     weight = np.exp(lse - top)
     total = weight.sum(0)
@@ -260,11 +260,11 @@ def test_a_sink_is_a_state_without_a_value() -> None:
     lse = jnp.broadcast_to(jnp.asarray(sinks)[None, :], whole.lse.shape)
     merged = merge_states(whole, AttentionState(jnp.zeros_like(whole.out), lse))
     check(attend(*case, sinks=sinks, **ask), merged, 1e-5)
-    # Of the parts, one alone has it.
+    # Exactly one part has the sink.
     place = np.broadcast_to(np.arange(PLACES), (3, PLACES))
     parts = part(place < 70, sinks=sinks), part(place >= 70)
     check(merge_states(*parts), merged, 1e-5)
-    # Without a key there is no sink either.
+    # Without a key there is no sink.
     nothing = part(np.zeros((3, PLACES), bool), sinks=sinks)
     assert not nothing.out.any()
     assert np.isneginf(nothing.lse).all()
@@ -272,7 +272,7 @@ def test_a_sink_is_a_state_without_a_value() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
-def test_features_that_do_nothing_change_no_bit(numerics: Any) -> None:
+def test_features_without_effect_change_no_bit(numerics: Any) -> None:
     case = make_case(np.random.default_rng(12), [(0, 9), (80, 20), (3, 1)])
     ask: dict[str, Any] = dict(numerics=numerics)
     before = attend(*case, **ask)

@@ -1,4 +1,4 @@
-"""The decode kernel lowers for a Hopper GPU, with none at hand, and says what not."""
+"""The decode kernel lowers for an absent Hopper GPU, and explains its refusals."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.hopper import decode
 
@@ -42,7 +42,7 @@ def lower(
     alibi: bool = False,
     block_rows: int = 64,
 ) -> None:
-    tiling = stream_k.default_tiling(head_dim=head_dim, block_rows=block_rows)
+    tiling = stream_k.default_decode_tiling(head_dim=head_dim, block_rows=block_rows)
 
     def attend(q, k_pages, v_pages, page_ids, rows, context, ancestors, slopes):
         plan = decode_plan.plan_decode(
@@ -54,13 +54,13 @@ def lower(
             context=context if columns else None,
             ancestors=ancestors if columns else None,
         )
-        return decode.attend(
+        return decode.attend_decode(
             q,
             k_pages,
             v_pages,
             page_ids,
             plan,
-            scoring=Scoring(1.0, softcap, slopes if alibi else None),
+            scoring=ScoreTransform(1.0, softcap, slopes if alibi else None),
             tiling=tiling,
         )
 

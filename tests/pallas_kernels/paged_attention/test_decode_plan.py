@@ -1,4 +1,4 @@
-"""The plan of the decode kernel against plain Python that lays the tiles out."""
+"""The plan of the decode kernel against a plain Python schedule of tiles."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ MAKE_PLAN = jax.jit(
     decode_plan.plan_decode,
     static_argnames=("num_slots", "kv_heads", "group", "tiling", "window"),
 )
-PARTS = jax.jit(stream_k.parts, static_argnames=("kv_heads", "tiling"))
+PARTS = jax.jit(stream_k.all_item_programs, static_argnames=("kv_heads", "tiling"))
 
 
 def ints(values: Any) -> jax.Array:
@@ -24,7 +24,7 @@ def ints(values: Any) -> jax.Array:
 
 
 def line_of(low: list[int], high: list[int], kv_heads: int, tile: int) -> list[tuple]:
-    """All tiles as (block, head, tile from the item's first, tiles of the item)."""
+    """All tiles as (block, head, tile within the item, tiles of the item)."""
     line = []
     for block, (begin, end) in enumerate(zip(low, high, strict=True)):
         count = -(-end // tile) - begin // tile if end > begin else 0
@@ -36,13 +36,15 @@ def line_of(low: list[int], high: list[int], kv_heads: int, tile: int) -> list[t
 def check_schedule(
     low: list[int], high: list[int], kv_heads: int, tiling: Tiling
 ) -> None:
-    cut = jax.jit(stream_k.cut, static_argnames=("kv_heads", "tiling"))
+    cut = jax.jit(stream_k.split_tiles, static_argnames=("kv_heads", "tiling"))
     got = jax.tree.map(
         np.asarray, cut(ints(low), ints(high), kv_heads=kv_heads, tiling=tiling)
     )
     line, programs = line_of(low, high, kv_heads, tiling.tile), tiling.num_programs
     live = [block for block in range(len(low)) if high[block] > low[block]]
-    first, num = map(np.asarray, stream_k.tiles_of(ints(low), ints(high), tiling.tile))
+    first, num = map(
+        np.asarray, stream_k.tile_range(ints(low), ints(high), tiling.tile)
+    )
     assert (first == np.asarray(low) // tiling.tile).all()
     assert num.sum() * kv_heads == len(line)
     assert (got.ends == np.cumsum(num) * kv_heads).all()
@@ -50,7 +52,7 @@ def check_schedule(
         assert block < 0 or got.after[block] == other
     # The stretches cover the line, in order and evenly.
     cuts = np.asarray(
-        stream_k.stretch(jnp.int32(len(line)), ints(range(programs + 1)), tiling)
+        stream_k.stretch_begin(jnp.int32(len(line)), ints(range(programs + 1)), tiling)
     )
     sizes = np.diff(cuts)
     busy = min(programs, max(1, len(line) // tiling.min_tiles))
@@ -68,9 +70,9 @@ def check_schedule(
             assert (block, *divmod(inside, num[block])) == stretch[0][:3]
         for block, head, *_ in stretch:
             holders[block * kv_heads + head].append(program)
-    wanted = [[held[0], held[-1]] if held else [0, -1] for held in holders]
+    expected = [[held[0], held[-1]] if held else [0, -1] for held in holders]
     parts = PARTS(ints(got.ends), kv_heads=kv_heads, tiling=tiling)
-    assert parts.tolist() == wanted
+    assert parts.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def check_schedule(
     [
         ([0, 0], 2, 3),
         ([1], 1, 4),
-        # Fewer tiles than programs, empty ones between.
+        # Fewer tiles than programs, with empty ones between.
         ([0, 1, 0, 63, 64, 65, 0], 2, 4),
         ([64] * 6, 2, 3),
         ([64 * 4], 3, 4),
@@ -91,7 +93,7 @@ def check_schedule(
         ),
     ],
 )
-def test_schedules_worked_through_by_plain_python(lengths, kv_heads, programs) -> None:
+def test_schedules_equal_plain_python(lengths, kv_heads, programs) -> None:
     zeros = [0] * len(lengths)
     check_schedule(zeros, lengths, kv_heads, Tiling(num_programs=programs))
 
@@ -113,7 +115,7 @@ def test_random_rows_are_packed_in_order_and_come_back() -> None:
     sizes = {"num_slots": num_slots, "tokens": tokens}
     pack = jax.jit(functools.partial(row_packing.pack_rows, **sizes))
     lay_out = jax.jit(functools.partial(row_packing.pack_queries, kv_heads=kv_heads))
-    unpack = jax.jit(functools.partial(row_packing.unpack, group=group, fill=-1.0))
+    unpack = jax.jit(functools.partial(row_packing.unpack_rows, group=group, fill=-1.0))
     for _ in range(40):
         slots = np.repeat(rng.permutation(num_slots), 4)
         live = rng.random(num_rows) < rng.random()
@@ -123,16 +125,16 @@ def test_random_rows_are_packed_in_order_and_come_back() -> None:
         rows_of: dict[int, list[int]] = {}
         for row in np.flatnonzero(live).tolist():
             rows_of.setdefault(int(slots[row]), []).append(row)
-        wanted = [
+        expected = [
             (key, rows_of[key][i : i + tokens])
             for key in rows_of
             for i in range(0, len(rows_of[key]), tokens)
         ]
         num_blocks = got.row.shape[0]
-        assert len(wanted) <= num_blocks
+        assert len(expected) <= num_blocks
         row, slot, block, token = (np.asarray(x) for x in got)
         for i in range(num_blocks):
-            key, rows = wanted[i] if i < len(wanted) else (0, [])
+            key, rows = expected[i] if i < len(expected) else (0, [])
             assert slot[i] == key
             assert row[i].tolist() == rows + [num_rows] * (tokens - len(rows))
             assert (block[rows] == i).all()
@@ -149,13 +151,13 @@ def test_random_rows_are_packed_in_order_and_come_back() -> None:
 
 def test_rows_of_a_block() -> None:
     sizes = [(1, 1), (1, 8), (3, 5), (16, 4), (1, 64), (17, 4), (2, 64)]
-    wanted = [8, 8, 16, 64, 64, 128, 128]
+    expected = [8, 8, 16, 64, 64, 128, 128]
     got = [row_packing.num_block_rows(tokens=t, group=g) for t, g in sizes]
-    assert got == wanted
+    assert got == expected
 
 
 def test_spans_of_a_block_are_those_of_its_rows() -> None:
-    """Two slots with chunks, a padding row, a window: worked by hand."""
+    """Two slots with chunks, a padding row, a window: computed by hand."""
     plan = MAKE_PLAN(
         ints([6, 7, 8, -1, 100]),
         ints([1, 1, 1, -1, 0]),
@@ -172,11 +174,11 @@ def test_spans_of_a_block_are_those_of_its_rows() -> None:
     assert plan.inner_high.tolist() == [7, 9, 101]
     assert plan.rows[0, :, 0].tolist() == [2, 7, 6]
     assert plan.rows[0, :, 32].tolist() == [3, 8, 7]
-    assert stream_k.tiles_of(plan.low, plan.high, 64)[0].tolist() == [0, 0, 1]
+    assert stream_k.tile_range(plan.low, plan.high, 64)[0].tolist() == [0, 0, 1]
 
 
 def test_spans_of_a_tree() -> None:
-    """A tree of three nodes over 10 places: the root, and two branches of it."""
+    """A tree of three nodes over 10 places: the root, and two branches."""
     ancestors = jnp.asarray([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
     plan = MAKE_PLAN(
         ints([10, 11, 11]),
@@ -194,7 +196,7 @@ def test_spans_of_a_tree() -> None:
     assert plan.rows[0, decode_plan.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
 
 
-def test_a_slot_without_a_tree_beside_one_is_causal() -> None:
+def test_a_slot_without_a_tree_next_to_one_is_causal() -> None:
     ancestors = jnp.asarray([[0, 0], [0, 0], [1, 0], [1, 1]], bool)
     plan = MAKE_PLAN(
         ints([5, 6, 10, 11]),
@@ -245,6 +247,6 @@ def test_a_group_that_no_block_holds_is_refused() -> None:
 def test_default_tilings_fill_the_shared_memory(
     head_dim: int, block_rows: int, stages: int, q_stages: int
 ) -> None:
-    tiling = stream_k.default_tiling(head_dim=head_dim, block_rows=block_rows)
+    tiling = stream_k.default_decode_tiling(head_dim=head_dim, block_rows=block_rows)
     assert tiling.tile == 64
     assert (tiling.stages, tiling.q_stages) == (stages, q_stages)

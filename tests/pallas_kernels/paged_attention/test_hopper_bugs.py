@@ -1,4 +1,4 @@
-"""Bugs seeded into the kernels: the emulator notices every one of them."""
+"""Seeded bugs in the kernels: the emulator detects each of them."""
 
 import re
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.support.emulating import NOTICED, run, run_prefill, seed_bug
 from tests.support.kernel_cases import assert_within_rule, make_case
 
-# Two tiles of three heads each: both rings turn once.
+# Two tiles of three heads each: both rings wrap around once.
 TO_DECODE = make_case([(64, 1)], page_size=64, kv_heads=3, group=1)
 CHUNK = make_case([(120, 2)], page_size=64, kv_heads=1, group=3)
 
 
 TRIES = 25
-"""Emulations in one of which a bug must be noticed: which accesses meet is up to the
-emulator's threads. Of the last wait of the prefill kernel one run in three tells."""
+"""Emulations of which one must detect a bug: the emulator's threads determine which
+accesses overlap. The last wait of the prefill kernel shows in one run of three."""
 
 
 def decode(stages: int = 2) -> Any:
@@ -31,7 +31,7 @@ def prefill() -> Any:
 
 
 def notices(emulated: Callable[[], Any]) -> bool:
-    """Whether the emulator says that there is a bug."""
+    """Returns True if the emulator detects a bug."""
     try:
         emulated()
     except RuntimeError as error:
@@ -81,7 +81,7 @@ MORE_PREFILL_BUGS = MORE_OF_BOTH | {
 
 
 def trials(bugs: dict[str, tuple[str, str]], more: dict[str, tuple[str, str]]) -> Any:
-    """Some of the bugs, and the others for the slow suite."""
+    """Some of the bugs; the slow suite has `more`."""
     slow = [pytest.param(*more[name], id=name, marks=pytest.mark.slow) for name in more]
     return pytest.mark.parametrize(
         ("removed", "added"),
@@ -95,7 +95,7 @@ def test_bugs_of_the_decode_kernel_are_caught(
     monkeypatch: pytest.MonkeyPatch, removed: str, added: str
 ) -> None:
     seed_bug(monkeypatch, decode_body, removed, added)
-    # With few stages, keys that are not free yet hold the queries back, too.
+    # With few stages, keys that are still in use also delay the queries.
     stages = 6 if "q_free" in removed else 2
     assert any(notices(lambda: decode(stages)) for _ in range(TRIES))
 
@@ -110,16 +110,16 @@ def test_bugs_of_the_prefill_kernel_are_caught(
 
 
 @pytest.mark.thorough
-def test_values_that_nobody_sees_must_be_cleared(
+def test_masked_values_must_be_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decode_body, "_clear", lambda *_: None)
     assert np.isnan(decode()[0]).any()
-    monkeypatch.setattr(softmax, "clear", lambda *_: None)
+    monkeypatch.setattr(softmax, "clear_unseen", lambda *_: None)
     assert np.isnan(prefill()[0]).any()
 
 
 @pytest.mark.thorough
-def test_without_a_bug_nothing_is_caught() -> None:
+def test_without_a_bug_no_error_is_raised() -> None:
     assert_within_rule(TO_DECODE, *decode())
     assert_within_rule(CHUNK, *prefill())

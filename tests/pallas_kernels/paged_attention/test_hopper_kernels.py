@@ -1,4 +1,4 @@
-"""The kernels under the emulator, races watched, against float64."""
+"""The emulated kernels, with race detection, against float64."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ of_both = pytest.mark.parametrize("kernel", KERNELS)
 
 
 def check(kernel: str, slots: list[tuple[int, int]], *tiling: Any, **fields: Any):
-    """Emulates a kernel on a case, and compares."""
+    """Emulates a kernel on a case and compares the results."""
     case = make_case(slots, **fields)
     assert_within_rule(case, *KERNELS[kernel](case, *tiling))
 
@@ -37,8 +37,8 @@ def test_chunks_around_tiles(rows: int, context: int) -> None:
 
 
 @pytest.mark.slow
-def test_ragged_chunks_behind_contexts() -> None:
-    """Tiles with and without rows of others, padding within, a slot without rows."""
+def test_ragged_chunks_after_contexts() -> None:
+    """Tiles with and without rows of other slots, padding, and a slot without rows."""
     slots = [(3, 8), (10, 66), (0, 0), (0, 2)]
     case = make_case(slots, page_size=16, kv_heads=1, group=1, padding=2)
     assert case.slots is not None
@@ -53,15 +53,15 @@ def test_ragged_chunks_behind_contexts() -> None:
     assert_within_rule(between, *run_prefill(between))
 
 
-def test_results_of_others_stay() -> None:
-    """Rows that are left out keep what is there, bit for bit; there is none here."""
+def test_results_of_other_rows_are_kept() -> None:
+    """Results of rows that the kernel excludes stay bit for bit."""
     case = make_case([(5, 4), (60, 9)], page_size=64, kv_heads=1, group=1)
     out, lse = run_prefill(case, few=4)
-    wanted, wanted_lse = exact(case)
+    expected, expected_lse = exact(case)
     assert (out[:4] == 0).all()
     assert (lse[:4] == -jnp.inf).all()
-    np.testing.assert_allclose(out[4:], wanted[4:], atol=0.02)
-    np.testing.assert_allclose(lse[4:], wanted_lse[4:], atol=1e-5)
+    np.testing.assert_allclose(out[4:], expected[4:], atol=0.02)
+    np.testing.assert_allclose(lse[4:], expected_lse[4:], atol=1e-5)
 
 
 def rows_to_decode(page_size: int) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ def test_long_pages_wide_heads_and_float16() -> None:
 
 @pytest.mark.slow
 def test_queries_that_are_packed_already() -> None:
-    """Whatever lies between them and in the rows: slots of a row, and of several."""
+    """Unused rows have any values; slots with one row and with several."""
     sizes: Any = dict(page_size=16, kv_heads=1, group=5, padding=2)
     case = make_case([(63, 3), (0, 0), (5, 14)], **sizes)
     found = run(case, is_packed=True)

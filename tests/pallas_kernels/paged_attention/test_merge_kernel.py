@@ -1,4 +1,4 @@
-"""The kernel that merges and unpacks, emulated with its races watched; and its twin."""
+"""The kernel that merges and unpacks, emulated with race detection; its reference."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention.hopper import merge
 from tests.support import emulating
 from tests.support.merge_cases import Case, make
 
-# Positions and slots: one row a slot, some of them idle; and rows side by side.
+# Positions and slots: one row per slot, some idle; and several rows per slot.
 DECODE: dict[str, Any] = dict(positions=[2000, -1, 3, 64, 300], slots=None, num_slots=5)
 RAGGED: dict[str, Any] = dict(
     positions=[10, 11, 12, -1, 500, 501, 90], slots=[0, 0, 0, 0, 1, 1, 2], num_slots=3
@@ -22,7 +22,7 @@ RAGGED: dict[str, Any] = dict(
 
 def emulate(case: Case, dtype: Any = jnp.float32) -> Any:
     def run(arrays: Any, interpret: Any) -> Any:
-        return merge.merge_and_unpack(
+        return merge.merge_and_unpack_mosaic_gpu(
             *arrays,
             group=case.group,
             tiling=case.tiling,
@@ -37,10 +37,10 @@ def emulate(case: Case, dtype: Any = jnp.float32) -> Any:
 
 def assert_same(case: Case, found: Any) -> None:
     out, lse = found
-    wanted, wanted_lse = case.by_twin()
-    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+    expected, expected_lse = case.by_twin()
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     used = case.plan.packing.row.shape[1] * case.group
-    np.testing.assert_allclose(lse[..., :used], wanted_lse[..., :used], atol=1e-5)
+    np.testing.assert_allclose(lse[..., :used], expected_lse[..., :used], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def assert_same(case: Case, found: Any) -> None:
     [
         (DECODE, 4, 64, 64),
         pytest.param(DECODE, 1, 256, 64, marks=pytest.mark.thorough),
-        # Heads of a token on either side of the 64 rows that are merged at a time.
+        # Heads of a token on both sides of the 64 rows that are merged at a time.
         pytest.param(RAGGED, 3, 128, 128, marks=pytest.mark.thorough),
     ],
 )
@@ -56,7 +56,7 @@ def test_it_equals_its_twin(
     rows: Any, group: int, head_dim: int, block_rows: int
 ) -> None:
     case = make(**rows, group=group, head_dim=head_dim, block_rows=block_rows)
-    # Items that a program holds whole, and some of more parts than stages.
+    # Items of one program, and some of more parts than stages.
     more = np.diff(case.parts, axis=1)
     assert 0 in more
     assert np.max(more) > 1
@@ -74,14 +74,14 @@ BUGS = {
     "left before it is gone": ("plgpu.wait_smem_to_gmem(0)", "None"),
     "sides the wrong way round": ("jnp.where(index == 0, 1, 0)", "index * 0"),
     "the state not scaled": (
-        "state.out * softmax.along(decay, out.shape)",
+        "state.out * softmax.broadcast_rows(decay, out.shape)",
         "state.out",
     ),
 }
 
 
-def goes_wrong(case: Case) -> bool:
-    """Whether the emulator complains, or something else comes out."""
+def fails(case: Case) -> bool:
+    """Returns True if the emulator raises an error or the result differs."""
     try:
         assert_same(case, emulate(case))
     except AssertionError:
@@ -93,22 +93,25 @@ def goes_wrong(case: Case) -> bool:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(**DECODE, group=4, head_dim=64)
     changed = emulating.mutant(merge, dict([BUGS[bug]]))
-    monkeypatch.setattr(merge, "merge_and_unpack", changed.merge_and_unpack)
-    assert goes_wrong(case)
+    name = "merge_and_unpack_mosaic_gpu"
+    monkeypatch.setattr(merge, name, getattr(changed, name))
+    assert fails(case)
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(deviceless.available() is not None, reason="no compiler for GPUs")
+@pytest.mark.skipif(
+    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
+)
 @pytest.mark.parametrize(
     ("rows", "group", "head_dim"), [(DECODE, 4, 128), (DECODE, 8, 256), (RAGGED, 4, 64)]
 )
 def test_it_compiles_without_spills(rows: Any, group: int, head_dim: int) -> None:
     case = make(**rows, group=group, head_dim=head_dim)
-    report = deviceless.compile(
-        lambda *x: merge.merge_and_unpack(
+    report = deviceless.compile_function(
+        lambda *x: merge.merge_and_unpack_mosaic_gpu(
             *x, group=group, tiling=case.tiling, dtype=jnp.bfloat16
         ),
         *case.arrays,

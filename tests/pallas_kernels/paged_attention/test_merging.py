@@ -1,4 +1,4 @@
-"""Partial states put together, against numpy in float64."""
+"""Merged partial states, against numpy in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ def merged(out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("num_parts", [0, 2, 3, 5, 12])
 def test_parts_of_cut_items(num_parts: int) -> None:
-    """Items of a line of programs, one of them over `num_parts`; all else is NaN."""
+    """Items of a line of programs, one of them over `num_parts`; the rest is NaN."""
     rng = np.random.default_rng(num_parts)
     programs, blocks, heads = 13, 3, 2
     items = blocks * heads
@@ -33,30 +33,30 @@ def test_parts_of_cut_items(num_parts: int) -> None:
         parts[4], parts[1] = (0, num_parts - 1), (num_parts - 1, num_parts)
         holders[0, 1], holders[1:num_parts, 0] = 4, 4
         holders[num_parts - 1, 1], holders[num_parts, 0] = 1, 1
-    wanted = {}
+    expected = {}
     for item in range(items):
         where = np.argwhere(holders == item)
         shape = (max(len(where), 1), ROWS)
         state = rng.standard_normal((*shape, HEAD_DIM)), 9 * rng.standard_normal(shape)
-        # A row that saw nothing in some part, and one that saw nothing at all.
+        # A row without keys in some part, and one without keys in any.
         state[1][0, 0] = -np.inf
         state[1][:, 1] = -np.inf
         state[0][:, 1] = 0
-        wanted[item] = merged(*state)
+        expected[item] = merged(*state)
         block, head = divmod(item, heads)
         if len(where) == 0:
             out[block, head], lse[block, head] = state[0][0], state[1][0]
-            wanted[item] = state[0][0], state[1][0]
+            expected[item] = state[0][0], state[1][0]
         for i, (program, side) in enumerate(where):
             part_out[program, side], part_lse[program, side] = state[0][i], state[1][i]
     states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
     got_out, got_lse = merging.merge_parts(
-        merging.CutStates(*states), jnp.asarray(parts, jnp.int32)
+        merging.PartialStates(*states), jnp.asarray(parts, jnp.int32)
     )
-    for item, (wanted_out, wanted_lse) in wanted.items():
+    for item, (wanted_out, expected_lse) in expected.items():
         place = divmod(item, heads)
         np.testing.assert_allclose(got_out[place], wanted_out, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(got_lse[place], wanted_lse, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got_lse[place], expected_lse, rtol=1e-6, atol=1e-6)
 
 
 def test_sinks() -> None:

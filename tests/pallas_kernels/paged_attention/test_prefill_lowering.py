@@ -1,4 +1,4 @@
-"""The prefill kernel made for a Hopper GPU, with none at hand, and what it refuses."""
+"""The prefill kernel lowered for an absent Hopper GPU, and its refusals."""
 
 import re
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import pytest
 
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
 
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 GEMMA_2: dict[str, Any] = {"head_dim": 256, "softcap": 50.0, "window": 4096}
 ONE_STAGE = Tiling(block_rows=128, stages=1)
@@ -36,20 +36,20 @@ def case(
     tiling: Tiling | None = None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A call of the kernel, and the shapes of its arguments."""
-    tiling = tiling or prefill_plan.default_tiling(head_dim=head_dim)
+    tiling = tiling or prefill_plan.default_prefill_tiling(head_dim=head_dim)
 
     def attend(q, k_pages, v_pages, page_ids, positions, slots, by_head):
         plan = prefill_plan.plan_prefill(
             positions, slots, num_slots=4, few=32, tiling=tiling, window=window
         )
         features = (by_head if is_on else None for is_on in (alibi, sinks))
-        return prefill.attend(
+        return prefill.attend_prefill(
             q,
             k_pages,
             v_pages,
             page_ids,
             plan,
-            scoring=Scoring(1.0, softcap, *features),
+            scoring=ScoreTransform(1.0, softcap, *features),
             window=window,
             tiling=tiling,
         )
@@ -108,16 +108,16 @@ def test_sizes_out_of_range_are_refused(sizes: dict[str, Any], message: str) -> 
 
 def check_compiled(*, spills: int = 0, **options: Any) -> None:
     attend, arguments = case(**options)
-    (kernel,) = deviceless.compile(attend, *arguments).kernels
+    (kernel,) = deviceless.compile_function(attend, *arguments).kernels
     assert kernel.name.startswith("prefill_attention")
     assert kernel.spill_stores <= spills
     assert kernel.spill_loads <= spills
     assert kernel.smem_bytes <= devices.SMEM_BYTES
     # All registers at launch, for three warpgroups of 128 threads.
     assert kernel.registers <= 65_536 // 384
-    # Both loops of both warpgroups' code: head_dim / 16 for the scores of a tile, and
-    # for the values one for each 16 keys.
-    tiling = prefill_plan.default_tiling(head_dim=options.get("head_dim", 128))
+    # Both loops of both warpgroups' code: head_dim / 16 products for the scores of a
+    # tile, and one for each 16 keys of the values.
+    tiling = prefill_plan.default_prefill_tiling(head_dim=options.get("head_dim", 128))
     per_tile = options.get("head_dim", 128) // 16 + tiling.tile // 16
     assert kernel.instructions["wgmma"] == 2 * per_tile
     assert kernel.instructions["tma_load"] >= 4
@@ -143,15 +143,15 @@ def test_every_size_fits_an_h200(head_dim: int, page_size: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        # 128 of the registers hold the output: a dozen numbers find no place.
+        # The output takes 128 of the registers: a dozen numbers spill.
         {**GEMMA_2, "spills": 48},
         GPT_OSS,
-        # More than any model asks for.
+        # More than any model needs.
         {"alibi": True, "sinks": True, "softcap": 30.0, "window": 99, "spills": 64},
         {"dtype": "float16", "group": 1},
         {"group": 8, "page_size": 128},
     ],
     ids=str,
 )
-def test_what_models_ask_for_fits_an_h200(options: dict[str, Any]) -> None:
+def test_features_of_models_fit_an_h200(options: dict[str, Any]) -> None:
     check_compiled(**options)

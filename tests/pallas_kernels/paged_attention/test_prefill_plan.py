@@ -1,4 +1,4 @@
-"""The plan of long chunks, against one made row by row."""
+"""The plan of long chunks, against a plan computed row by row."""
 
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class Made(NamedTuple):
 def lay_out(
     chunks: list[tuple[int, int, int]], num_rows: int
 ) -> tuple[np.ndarray, ...]:
-    """Positions and slots of chunks (slot, context, rows), padding (-1, 0, rows)."""
+    """Positions and slots of chunks (slot, context, rows); padding is (-1, 0, rows)."""
     positions, slots = np.full(num_rows, -1), np.full(num_rows, -1)
     at = 0
     for slot, context, rows in chunks:
@@ -67,9 +67,9 @@ def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> Made:
     return Made(made.position, made.tile_of, **lines)
 
 
-def test_worked_by_hand() -> None:
+def test_a_plan_computed_by_hand() -> None:
     # Slot 1 has too few rows. Slot 2 begins at row 35: its first tile at 32, with 125
-    # rows of its own, then one at 160 with 25. Slot 3 begins at 190, its tile at 184.
+    # of its rows, then one at 160 with 25. Slot 3 begins at 190, its tile at 184.
     chunks = [(1, 9, 32), (-1, 0, 3), (2, 100, 150), (-1, 0, 5), (3, 0, 40)]
     plan = make(*lay_out(chunks, 312))
     rows = {name: getattr(plan, name)[:3].tolist() for name in FIELDS}
@@ -128,9 +128,9 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
             assert plan.whole[tile, half] == (inside.sum() == 64)
         check_keys(plan, tile, positions[mine], window)
     many = [counts[slot] > few if slot >= 0 else False for slot in slots]
-    wanted = np.where(many, positions >= 0, False)
-    np.testing.assert_array_equal(seen, wanted)
-    assert (plan.tile_of[~wanted] == len(plan.row)).all()
+    expected = np.where(many, positions >= 0, False)
+    np.testing.assert_array_equal(seen, expected)
+    assert (plan.tile_of[~expected] == len(plan.row)).all()
     used = plan.num_kv[: plan.num_used]
     assert (used > 0).all()
     assert (np.diff(used) <= 0).all()
@@ -139,7 +139,7 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
 def check_keys(
     plan: Made, tile: int, positions: np.ndarray, window: int | None
 ) -> None:
-    """The tiles of keys: those that any row sees, and those that all see whole."""
+    """Checks the tiles of keys that some row sees, and those that need no mask."""
     place = np.arange(64 * 20)
     sees = place[None, :] <= positions[:, None]
     if window is not None:
@@ -148,10 +148,10 @@ def check_keys(
     all_tile = sees.all(0).reshape(-1, 64).all(1)
     first, inner = int(plan.first[tile]), int(plan.inner[tile])
     tiles = np.arange(20, dtype=np.int32)
-    ours = (tiles >= first) & (tiles < first + plan.num_kv[tile])
-    np.testing.assert_array_equal(ours, any_tile)
-    ours = (tiles >= inner) & (tiles < inner + plan.num_inner[tile])
-    np.testing.assert_array_equal(ours, all_tile)
+    actual = (tiles >= first) & (tiles < first + plan.num_kv[tile])
+    np.testing.assert_array_equal(actual, any_tile)
+    actual = (tiles >= inner) & (tiles < inner + plan.num_inner[tile])
+    np.testing.assert_array_equal(actual, all_tile)
     assert plan.low[tile] == np.flatnonzero(sees.any(0))[0]
     assert plan.high[tile] == positions.max() + 1
 

@@ -1,4 +1,4 @@
-"""Documents, their split, their tokens, the order of training, and scores."""
+"""Documents, their split and tokens, the order of training, and scores."""
 
 import dataclasses
 import hashlib
@@ -28,9 +28,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, held_out: float = 0.25) -> corpora.Split:
+def load(folder: Path, held_out: float = 0.25) -> corpora.TextSplit:
     pattern = f"{folder}/**/*.txt"
-    return corpora.load(corpora.CorpusConfig(pattern=pattern, held_out=held_out))
+    return corpora.load_documents(
+        corpora.CorpusConfig(pattern=pattern, held_out=held_out)
+    )
 
 
 def names(documents: list[corpora.Document]) -> list[str]:
@@ -48,7 +50,7 @@ def test_whole_documents_are_held_out_by_name(folder: Path) -> None:
         assert (place < 0.25) == (name in held_out)
 
 
-def test_documents_that_teach_nothing_are_left_out(folder: Path) -> None:
+def test_uninformative_documents_are_left_out(folder: Path) -> None:
     (folder / "a_copy.txt").write_text((folder / "deep" / "3.txt").read_text())
     (folder / "empty.txt").touch()
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
@@ -63,27 +65,27 @@ def test_a_single_file_is_named_in_the_complaint(folder: Path) -> None:
     with pytest.raises(
         ValueError, match=r"^1 documents in .*3.txt are too few to hold"
     ):
-        corpora.load(corpora.CorpusConfig(pattern=f"{folder}/deep/3.txt"))
+        corpora.load_documents(corpora.CorpusConfig(pattern=f"{folder}/deep/3.txt"))
 
 
 def test_no_file_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^no text files in .*\*\.py$"):
-        corpora.load(corpora.CorpusConfig(pattern=f"{tmp_path}/*.py"))
+        corpora.load_documents(corpora.CorpusConfig(pattern=f"{tmp_path}/*.py"))
     for i in range(3):
         (tmp_path / f"{i}.bin").write_bytes(bytes([255, i]))
     with pytest.raises(ValueError, match=r"\*\.bin: 3 files, all empty or not UTF-8$"):
-        corpora.load(corpora.CorpusConfig(pattern=f"{tmp_path}/*.bin"))
+        corpora.load_documents(corpora.CorpusConfig(pattern=f"{tmp_path}/*.bin"))
 
 
 def test_standard_library_is_typical_text() -> None:
-    split = corpora.load(corpora.STANDARD_LIBRARY)
+    split = corpora.load_documents(corpora.STANDARD_LIBRARY)
     every = set(names(split.train) + names(split.held_out))
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= every
     assert not [
         n for n in every if {"test", "tests", "site-packages"} & {*n.split("/")}
     ]
-    assert 3e6 < corpora.num_bytes(split.train) < 3e7
-    share = corpora.num_bytes(split.held_out) / corpora.num_bytes(split.train)
+    assert 3e6 < corpora.count_bytes(split.train) < 3e7
+    share = corpora.count_bytes(split.held_out) / corpora.count_bytes(split.train)
     assert 0.01 < share < 0.15
     root = Path(sysconfig.get_path("stdlib"))
     assert corpora.held_out_files() == [root / name for name in names(split.held_out)]
@@ -93,9 +95,9 @@ def test_tokens_are_bytes_with_an_end_after_each_document(tmp_path: Path) -> Non
     texts = ["né", "b"]
     documents = [corpora.Document(t, tmp_path / t, t.encode()) for t in texts]
     expected = [ord("n"), 0xC3, 0xA9, corpora.END, ord("b"), corpora.END]
-    assert corpora.tokens(documents).tolist() == expected
-    assert corpora.num_bytes(documents) == 4
-    assert corpora.tokens([]).tolist() == []
+    assert corpora.encode_documents(documents).tolist() == expected
+    assert corpora.count_bytes(documents) == 4
+    assert corpora.encode_documents([]).tolist() == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 97, 256])
@@ -104,12 +106,12 @@ def test_order_is_a_permutation(size: int) -> None:
     place = jax.vmap(lambda i: streams._shuffled(i, rounds, size))
     order = np.asarray(place(jnp.arange(size, dtype=jnp.uint32)))
     assert sorted(order) == list(range(size))
-    if size > 90:  # shuffled: neighbours are as far apart as chance would have it
+    if size > 90:  # shuffled: neighbours are as far apart as at random
         distance = np.abs(np.diff(order.astype(int))).mean()
         assert 0.25 < distance / size < 0.42
 
 
-JITTED = jax.jit(corpora.draw, static_argnames=("batch_size", "seq_len"))
+JITTED = jax.jit(corpora.draw_windows, static_argnames=("batch_size", "seq_len"))
 
 
 def draw(num_tokens: int, step: int, seed: int = 0, **sizes: int) -> np.ndarray:
@@ -136,9 +138,11 @@ def test_each_epoch_reads_every_window_once_in_a_new_order() -> None:
 
 
 @pytest.mark.thorough
-def test_a_step_depends_on_seed_and_step_alone() -> None:
+def test_a_step_depends_only_on_seed_and_step() -> None:
     stream = jnp.arange(1000, dtype=jnp.uint16)
-    found = corpora.draw(stream, jnp.int32(0), jnp.int32(3), batch_size=4, seq_len=16)
+    found = corpora.draw_windows(
+        stream, jnp.int32(0), jnp.int32(3), batch_size=4, seq_len=16
+    )
     for step in (7, 3):
         again = draw(1000, step, batch_size=4, seq_len=16)
         assert (again == found).all() == (step == 3)
@@ -161,12 +165,15 @@ def byte_pairs(folder: Path, **fields) -> corpora.CorpusConfig:
 
 
 def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path) -> None:
-    # A text that spells the end of a document out, and bytes that no other text has.
+    # Text with the end-of-document string, and bytes that occur nowhere else.
     odd = "naïve <|endoftext|> \x00 文\n"
     (folder / "odd.txt").write_text(odd)
     config, cache = byte_pairs(folder), tmp_path / "cache"
-    corpus, split = corpora.open(config, cache=cache), corpora.load(config)
-    tokenizer = corpora.tokenizer(config, cache=cache)
+    corpus, split = (
+        corpora.open_corpus(config, cache=cache),
+        corpora.load_documents(config),
+    )
+    tokenizer = corpora.corpus_tokenizer(config, cache=cache)
     for stream, documents in zip((corpus.stream, corpus.held_out), split, strict=True):
         after = np.flatnonzero(stream == byte_pairs_end(tokenizer)) + 1
         parts = np.split(stream, after)
@@ -174,8 +181,8 @@ def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path) -> None:
             tokenizer.decode(part[:-1].tolist()).encode() for part in parts[:-1]
         ] == [document.text for document in documents]
         assert stream.max() < corpus.vocab_size == 270
-    # Frequent pairs are one token: fewer than bytes, and as many bytes for each.
-    num_bytes = corpora.num_bytes(split.held_out)
+    # Frequent pairs are one token: fewer tokens than bytes, with the same byte count.
+    num_bytes = corpora.count_bytes(split.held_out)
     assert corpus.bytes_per_token == num_bytes / len(corpus.held_out) > 1.5
 
 
@@ -186,17 +193,17 @@ def byte_pairs_end(tokenizer) -> int:
 
 def test_byte_pairs_are_kept_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
     config, cache = byte_pairs(folder), tmp_path / "cache"
-    first = corpora.open(config, cache=cache)
+    first = corpora.open_corpus(config, cache=cache)
     (kept,) = cache.iterdir()
-    assert isinstance(corpora.open(config, cache=cache).stream, np.memmap)
-    # Learnt again, and where nothing can be kept, they are the same.
+    assert isinstance(corpora.open_corpus(config, cache=cache).stream, np.memmap)
+    # Learnt again, or without a writable cache, they are the same.
     (kept / "train.npy").unlink()
-    assert corpora.open(config, cache=cache).digest == first.digest
+    assert corpora.open_corpus(config, cache=cache).digest == first.digest
     (tmp_path / "file").touch()
-    assert corpora.open(config, cache=tmp_path / "file").digest == first.digest
-    # Another text has a place of its own.
+    assert corpora.open_corpus(config, cache=tmp_path / "file").digest == first.digest
+    # Another text has another file.
     (folder / "new.txt").write_text("something new")
-    assert corpora.open(config, cache=cache).digest != first.digest
+    assert corpora.open_corpus(config, cache=cache).digest != first.digest
     assert len([*cache.iterdir()]) == 2
 
 
@@ -207,18 +214,18 @@ def test_fewer_unique_tokens_are_part_of_more(
     config = byte_pairs(folder)
     if tokenizer == "bytes":
         config = dataclasses.replace(config, tokenizer="bytes", vocab_size=257)
-    whole = corpora.open(config, cache=tmp_path)
+    whole = corpora.open_corpus(config, cache=tmp_path)
 
     def some(num: int) -> np.ndarray:
         fewer = dataclasses.replace(config, num_unique_tokens=num)
-        corpus = corpora.open(fewer, cache=tmp_path)
+        corpus = corpora.open_corpus(fewer, cache=tmp_path)
         assert corpus.held_out.tolist() == whole.held_out.tolist()
         assert corpus.epochs(3 * num) == 3
         return corpus.stream
 
     everything = some(len(whole.stream))
     assert some(1000).tolist() == everything[:1000].tolist()
-    # The same documents in another order: not those of the first names.
+    # The same documents in another order, not in order of their names.
     assert sorted(everything) == sorted(whole.stream)
     assert everything.tolist() != whole.stream.tolist()
     with pytest.raises(ValueError, match="are more than its"):
@@ -229,11 +236,11 @@ def test_fewer_unique_tokens_are_part_of_more(
 def test_files_that_cannot_be_read_are_named() -> None:
     config = corpora.CorpusConfig(pattern="/proc/self/mem")
     with pytest.raises(ValueError, match=r"^/proc/self/mem: cannot be read: Input/out"):
-        corpora.open(config)
+        corpora.open_corpus(config)
 
 
 def test_documentation_is_text_of_its_folders() -> None:
-    split = corpora.load(corpora.DOCUMENTATION)
+    split = corpora.load_documents(corpora.DOCUMENTATION)
     every = names(split.train) + names(split.held_out)
     assert len(every) > 10
     assert {Path(name).suffix for name in every} <= {".txt", ".md", ".rst"}
@@ -245,7 +252,7 @@ def test_documentation_is_text_of_its_folders() -> None:
         ({"vocab_size": 300}, "vocab_size=300 of bytes must be 257"),
         ({"tokenizer": "bpe"}, r"vocab_size=257 of byte pairs must be in \(257"),
         ({"num_unique_tokens": -1}, "num_unique_tokens=-1 must be at least 0"),
-        # The split must leave two sides.
+        # Both sides of the split must have text.
         ({"held_out": 0.0}, r"held_out=.* must be in"),
         ({"held_out": 1.0}, r"held_out=.* must be in"),
         ({"held_out": -1.0}, r"held_out=.* must be in"),
@@ -277,13 +284,13 @@ def test_score_of_a_stream() -> None:
         sizes = {"seq_len": 8, "num_windows": 20} | sizes
         return objectives.score_stream(params, held_out, model=model, **sizes)
 
-    # A model that knows nothing has the same loss everywhere.
+    # An untrained uniform model has the same loss everywhere.
     nothing = score(jax.tree.map(jnp.zeros_like, params))
     assert nothing.num_tokens == 160
     assert nothing.loss == pytest.approx(math.log(7), rel=1e-6)
     assert nothing.loss_se < 1e-6
-    # Of one that guesses, the first predictions can be left out, and the batches say
-    # nothing.
+    # With another model, the first predictions can be excluded, and the batch size has
+    # no effect.
     whole = score(jax.tree.map(lambda p: 30 * p, params))
     late = score(jax.tree.map(lambda p: 30 * p, params), carry=3, batch_size=7)
     assert whole.loss_se == pytest.approx(whole.windows.std(ddof=1) / math.sqrt(20))
@@ -309,7 +316,7 @@ SCORE = objectives.StreamScore
         (objectives, "_losses", "[: len(batch)]", ""),
     ],
 )
-def test_a_seeded_bug_of_a_streams_score_is_noticed(
+def test_a_seeded_bug_of_a_streams_score_is_detected(
     owner: Any, name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug = Bug(owner, name, removed, added, test_score_of_a_stream)

@@ -22,7 +22,7 @@ TINY = {
 
 
 def brute_force(chain: markov.Chain) -> list[float]:
-    """The ladder, by a dense matrix over contexts and its eigenvector."""
+    """Conditional entropies, by a dense matrix over contexts and its eigenvector."""
     size, order = chain.vocab_size, chain.order
     contexts = list(itertools.product(range(size), repeat=order))
     move = np.zeros((len(contexts), size))
@@ -52,7 +52,7 @@ def brute_force(chain: markov.Chain) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["zipf", "markov", "kgram"])
 def test_entropies_are_those_of_brute_force(kind: str) -> None:
-    found = language.optima(TINY[kind])
+    found = language.optimal_loss(TINY[kind])
     np.testing.assert_allclose(
         found.by_order, brute_force(language._chain(TINY[kind])), rtol=1e-10
     )
@@ -62,19 +62,23 @@ def test_entropies_are_those_of_brute_force(kind: str) -> None:
 
 def test_known_entropies() -> None:
     fair = LanguageConfig(kind="zipf", vocab_size=8, exponent=0.0)
-    assert language.optima(fair).floor == pytest.approx(math.log(8), abs=1e-12)
+    assert language.optimal_loss(fair).floor == pytest.approx(math.log(8), abs=1e-12)
     # Two states that change with probability 0.1: the entropy of one such coin.
     flip = np.array([[0.9, 0.1], [0.1, 0.9]])
-    chain = markov.make(2, 1, np.array([[0, 1], [0, 1]]), flip)
+    chain = markov.make_chain(2, 1, np.array([[0, 1], [0, 1]]), flip)
     coin = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
-    np.testing.assert_allclose(markov.ladder(chain), [math.log(2), coin], rtol=1e-12)
-    # A chain that goes round has no entropy, and its period is no obstacle.
-    ring = markov.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
-    np.testing.assert_allclose(markov.ladder(ring), [math.log(3), 0], atol=1e-12)
+    np.testing.assert_allclose(
+        markov.chain_conditional_entropies(chain), [math.log(2), coin], rtol=1e-12
+    )
+    # A periodic deterministic chain has entropy 0.
+    ring = markov.make_chain(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
+    np.testing.assert_allclose(
+        markov.chain_conditional_entropies(ring), [math.log(3), 0], atol=1e-12
+    )
 
 
 def test_tokens_named_twice_add_up() -> None:
-    chain = markov.make(
+    chain = markov.make_chain(
         4, 0, np.array([[2, 0, 2, 0, 3]]), np.array([[1.0, 2, 3, 4, 10]])
     )
     found = np.zeros(4)
@@ -93,10 +97,10 @@ def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
         token = int(chain.tokens[context, (cumulative <= uniform).sum()])
         context = (context * 3 + token) % 9
         expected.append(token)
-    assert markov.sample(chain, 7, uniforms).tolist() == expected
-    # And of a chain that never forgets where it began.
-    ring = markov.make(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
-    assert markov.sample(ring, 0, uniforms).tolist() == [*np.arange(1, 5001) % 3]
+    assert markov.sample_chain(chain, 7, uniforms).tolist() == expected
+    # Also for a chain that never forgets its start.
+    ring = markov.make_chain(3, 1, np.array([[1], [2], [0]]), np.ones((3, 1)))
+    assert markov.sample_chain(ring, 0, uniforms).tolist() == [*np.arange(1, 5001) % 3]
 
 
 @pytest.mark.thorough
@@ -109,17 +113,17 @@ def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
 )
 def test_texts_are_in_the_language(kind: str) -> None:
     config = dataclasses.replace(TINY[kind], num_tokens=200_000, num_held_out=20_000)
-    corpus = corpora.open(config)
+    corpus = corpora.open_corpus(config)
     assert corpus.stream.dtype == corpus.held_out.dtype == np.uint16
     assert (len(corpus.stream), len(corpus.held_out)) == (200_000, 20_000)
     nats = language.code_lengths(config, corpus.stream)
-    # Of the tokens' code lengths the mean is the entropy; 128 blocks give its error.
+    # The mean code length of tokens is the entropy; 128 blocks give its error.
     blocks = nats[: len(nats) // 128 * 128].reshape(128, -1).mean(1)
     error = blocks.std() / math.sqrt(128)
     assert 0 < error < 0.01
     assert corpus.floor == pytest.approx(nats.mean(), abs=4 * error)
     unigram = np.bincount(corpus.stream, minlength=corpus.vocab_size) / 200_000
-    first = language.optima(config).by_order[0]
+    first = language.optimal_loss(config).by_order[0]
     assert markov.entropy(unigram) == pytest.approx(first, abs=0.01)
 
 
@@ -127,8 +131,8 @@ def bounds(hidden: hidden_markov.HiddenChain, length: int) -> tuple[float, float
     """Bounds of the entropy rate by all texts of a length: exact, and costly.
 
     Returns:
-      The entropy of the token after so many, given them, and given the first state as
-      well for the lower one.
+      The entropy of the token after so many, given them; for the lower bound also
+      given the first state.
 
     Source: Cover and Thomas, Elements of Information Theory, theorem 4.5.1.
     """
@@ -151,7 +155,7 @@ def expected_entropy(hidden: hidden_markov.HiddenChain, rows: np.ndarray) -> flo
 
 
 @pytest.mark.slow
-def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
+def test_filter_is_between_the_bounds_of_all_short_texts() -> None:
     hidden = language._hidden(TINY["hidden_markov"])
     lower, upper = bounds(hidden, 9)
     rate = hidden_markov.entropy_rate(
@@ -160,19 +164,22 @@ def test_filter_lies_between_the_bounds_of_all_short_texts() -> None:
     assert 1e-4 < upper - lower < 4e-3
     assert 0 < rate.se < 1e-3
     assert lower - 4 * rate.se < rate.mean < upper + 4 * rate.se
-    # Exact blocks, from the top: each token seen helps, none below the bounds.
-    steps = hidden_markov.ladder(hidden, most=9)
+    # Exact blocks, longest first: each token helps, none is below the bounds.
+    steps = hidden_markov.hidden_conditional_entropies(hidden, most=9)
     assert (np.diff(steps)[:4] < 0).all()
     assert steps[-1] == pytest.approx(upper, abs=1e-12)
-    # States that show themselves make a Markov chain of the tokens.
-    seen = hidden_markov.make(hidden.moves, np.eye(2))
+    # States that determine the token make a Markov chain of the tokens.
+    seen = hidden_markov.make_hidden_chain(hidden.moves, np.eye(2))
     chain = hidden_markov._states(hidden.moves)
-    np.testing.assert_allclose(hidden_markov.ladder(seen, 1), markov.ladder(chain))
+    np.testing.assert_allclose(
+        hidden_markov.hidden_conditional_entropies(seen, 1),
+        markov.chain_conditional_entropies(chain),
+    )
 
 
 def test_the_reference_language() -> None:
-    """Four atoms after one, two and three tokens: as hard as it was meant to be."""
-    found = language.optima(LanguageConfig(kind="kgram"))
+    """Four atoms after one, two and three tokens, with the intended entropy."""
+    found = language.optimal_loss(LanguageConfig(kind="kgram"))
     assert len(found.by_order) == 4
     assert (np.diff(found.by_order) < -0.15).all()
     assert 1.5 < found.floor < 1.8
@@ -180,16 +187,16 @@ def test_the_reference_language() -> None:
 
 def test_a_shorter_text_begins_a_longer() -> None:
     config = dataclasses.replace(TINY["kgram"], num_tokens=5000, num_held_out=100)
-    whole = corpora.open(config)
-    short = corpora.open(dataclasses.replace(config, num_tokens=1300))
-    again = corpora.open(dataclasses.replace(config, num_unique_tokens=1300))
+    whole = corpora.open_corpus(config)
+    short = corpora.open_corpus(dataclasses.replace(config, num_tokens=1300))
+    again = corpora.open_corpus(dataclasses.replace(config, num_unique_tokens=1300))
     assert short.stream.tolist() == whole.stream[:1300].tolist()
     assert again.digest == short.digest != whole.digest
     assert again.epochs(2600) == 2
-    other = corpora.open(dataclasses.replace(config, seed=9))
+    other = corpora.open_corpus(dataclasses.replace(config, seed=9))
     assert other.digest != whole.digest
     with pytest.raises(ValueError, match="num_unique_tokens=5001 are more than its"):
-        corpora.open(dataclasses.replace(config, num_unique_tokens=5001))
+        corpora.open_corpus(dataclasses.replace(config, num_unique_tokens=5001))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +216,6 @@ def test_impossible_languages_are_refused(change: dict, message: str) -> None:
 
 
 def test_a_chain_with_two_ends_has_no_entropy_of_its_own() -> None:
-    apart = markov.make(2, 1, np.array([[0], [1]]), np.ones((2, 1)))
+    apart = markov.make_chain(2, 1, np.array([[0], [1]]), np.ones((2, 1)))
     with pytest.raises(ValueError, match="depends on its start"):
-        markov.stationary(apart)
+        markov.stationary_distribution(apart)

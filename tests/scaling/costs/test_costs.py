@@ -1,4 +1,4 @@
-"""Parameters and bytes of keys and values: published integers, and our own models."""
+"""Parameters and bytes of keys and values: published integers, and bundled models."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from jaxkv import models
 from jaxkv.models import transformer
 from scaling.costs import parameters, serving
 from scaling.shapes import from_model, huggingface, published
-from scaling.shapes.description import Description, Experts, HeadAttention
+from scaling.shapes.description import HeadAttention, MixtureShape, ModelShape
 from tests.support.folders import GOLDEN
 from tests.support.refusals import refused
 from tests.support.shapes import BIASED, GROUPED
@@ -32,7 +32,7 @@ PUBLISHED = {
     "gpt3-175b": (174_604_259_328, 4_718_592),
     "opt-13b": (12_853_473_280, 819_200),
     "deepseek-v3": (671_026_419_200, 70_272),
-    # As the published checkpoints say.
+    # From the published checkpoints.
     "deepseek-v2": (235_741_434_880, 69_120),
     "smollm2-135m": (134_515_008, 23_040),
     "gpt2-xl": (1_557_611_200, 307_200),
@@ -78,7 +78,7 @@ OURS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
     model = published.describe(name)
-    found = parameters.parameters(model).total, serving.kv_bytes_per_token(model)
+    found = parameters.count_parameters(model).total, serving.kv_bytes_per_token(model)
     assert found == PUBLISHED[name]
 
 
@@ -90,20 +90,20 @@ def test_a_tied_table_is_no_active_non_embedding_parameter() -> None:
     ]
     assert len(tied) > 5
     for model in tied:
-        found = parameters.parameters(model)
+        found = parameters.count_parameters(model)
         if model.num_mixture_layers:
             assert found.active_non_embedding < found.non_embedding
         else:
             assert found.active_non_embedding == found.non_embedding
-    gpt2 = parameters.parameters(published.describe("gpt2"))
+    gpt2 = parameters.count_parameters(published.describe("gpt2"))
     assert gpt2.active_non_embedding == 85_056_000
 
 
 def test_a_mixture_counts_the_experts_a_token_uses() -> None:
-    found = parameters.parameters(published.describe("mixtral-8x7b"))
+    found = parameters.count_parameters(published.describe("mixtral-8x7b"))
     assert found.active == 12_879_925_248
     assert found.active_non_embedding == 12_748_853_248
-    # Llama-2-7B's head: 32,000 x 4,096; the router is multiplied with, too.
+    # Llama-2-7B's head: 32,000 x 4,096; the router is a matrix product, too.
     attention, expert, head = 41_943_040, 3 * 4096 * 14336, 131_072_000
     layer = attention + 2 * expert + 8 * 4096
     assert found.matmul == 32 * layer + head
@@ -112,50 +112,54 @@ def test_a_mixture_counts_the_experts_a_token_uses() -> None:
 
 def test_latent_attention_and_layers_that_look_ahead() -> None:
     model = published.describe("deepseek-v3")
-    found = parameters.parameters(model)
+    found = parameters.count_parameters(model)
     assert found.active == 37_552_297_472
     assert found.active_non_embedding == 36_625_618_432
     assert found.ahead == 11_610_068_224
     tables = 2 * model.vocab_size * model.hidden_size
     assert found.total + found.ahead + tables == 684_489_845_504  # as it is stored
-    attention = [w.size for w in parameters.weights(model) if w.part == "attention"]
+    attention = [
+        w.size for w in parameters.list_weights(model) if w.part == "attention"
+    ]
     ahead = attention[len(attention) // 2 :]
     assert sum(attention) - sum(ahead) == 187_107_328
     assert sum(ahead) == 187_107_328
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_models_hold_as_many(name: str) -> None:
+def test_models_have_the_counted_parameters(name: str) -> None:
     config = dataclasses.replace(GROUPED, **OURS[name])
     shapes = jax.tree.leaves(transformer.param_shapes(config))
     made = jax.eval_shape(
         lambda key: transformer.init_params(config, key), jax.random.key(0)
     )
-    total = parameters.parameters(from_model.describe(config)).total
+    total = parameters.count_parameters(from_model.describe_config(config)).total
     assert total == sum(x.size for x in shapes)
     assert total == sum(x.size for x in jax.tree.leaves(made))
 
 
 COUNTED = json.loads((GOLDEN / "hf_parameter_counts.json").read_text())
-"""Models of every family that transformers 5.23 built on its meta device: the keys of
-their config.json that matter, and the sizes of all tensors. Buffers are the routing
+"""Models of every family, built by transformers 5.23 on its meta device: the relevant
+keys of their config.json, and the sizes of all tensors. Buffers are the routing
 corrections."""
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case["config"]["model_type"])
-def test_transformers_builds_as_many(case: dict[str, Any]) -> None:
-    model = huggingface.describe(case["config"])
-    assert parameters.parameters(model).total == case["parameters"] + case["buffers"]
+def test_counts_equal_those_of_transformers(case: dict[str, Any]) -> None:
+    model = huggingface.describe_huggingface(case["config"])
+    assert (
+        parameters.count_parameters(model).total == case["parameters"] + case["buffers"]
+    )
     kinds = case["config"].get("layer_types") or []
     if "sliding_attention" in kinds:
         without = {k: v for k, v in case["config"].items() if k != "layer_types"}
-        assert huggingface.describe(without) == model
+        assert huggingface.describe_huggingface(without) == model
 
 
-def test_a_window_bounds_what_a_sequence_holds() -> None:
+def test_a_window_bounds_the_cache_of_a_sequence() -> None:
     model = published.describe("gemma-2-2b")
     per_layer = 2 * model.attention.cached_numbers
-    found = serving.kv_bytes_of(model, 5000)
+    found = serving.sequence_kv_bytes(model, 5000)
     assert found == 13 * (4096 + 5000) * per_layer
 
 
@@ -169,24 +173,26 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def test_keys_that_are_left_out_mean_what_transformers_takes_them_to_mean() -> None:
-    plain = huggingface.describe(LLAMA)
+def test_missing_keys_have_the_defaults_of_transformers() -> None:
+    plain = huggingface.describe_huggingface(LLAMA)
     assert plain.attention == HeadAttention(num_q_heads=4, num_kv_heads=4, head_dim=8)
     assert not plain.tie_embeddings
     old = {k: v for k, v in LLAMA.items() if k != "model_type"}
     old |= {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048}
-    assert huggingface.describe(old) == plain
-    qwen = huggingface.describe(LLAMA | {"model_type": "qwen3"})
+    assert huggingface.describe_huggingface(old) == plain
+    qwen = huggingface.describe_huggingface(LLAMA | {"model_type": "qwen3"})
     assert qwen.attention.key_dim == 128
-    gemma = huggingface.describe(LLAMA | {"model_type": "gemma2", "head_dim": 16})
+    gemma = huggingface.describe_huggingface(
+        LLAMA | {"model_type": "gemma2", "head_dim": 16}
+    )
     assert gemma.tie_embeddings
     assert gemma.windows == (4096, None)
     mistral = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
-    assert huggingface.describe(mistral).windows == (4096, 4096)
+    assert huggingface.describe_huggingface(mistral).windows == (4096, 4096)
     no_window = mistral | {"sliding_window": None, "num_key_value_heads": None}
-    assert huggingface.describe(no_window).windows == (None, None)
+    assert huggingface.describe_huggingface(no_window).windows == (None, None)
     gpt = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1}
-    assert huggingface.describe(gpt | {"n_head": 2}).mlp_size == 32
+    assert huggingface.describe_huggingface(gpt | {"n_head": 2}).mlp_size == 32
 
 
 OPT: dict[str, Any] = {
@@ -217,19 +223,22 @@ QWEN2_MOE: dict[str, Any] = {
         (OPT, 26_008),
         (OPT | {"enable_bias": False}, 25_408),
         (QWEN2_MOE | {"qkv_bias": False}, 77_504),
-        (QWEN2_MOE | {"num_attention_heads": 32}, 69_568),  # of 16 KV heads
+        (QWEN2_MOE | {"num_attention_heads": 32}, 69_568),  # for 16 KV heads
     ],
 )
 def test_keys_that_change_biases_and_heads(raw: dict[str, Any], count: int) -> None:
     """Counts of transformers 5.24, of models on its meta device."""
-    assert parameters.parameters(huggingface.describe(raw)).total == count
+    assert (
+        parameters.count_parameters(huggingface.describe_huggingface(raw)).total
+        == count
+    )
 
 
 def test_another_name_of_a_key_is_read() -> None:
     raw = dict(published.CONFIGS["deepseek-v3"])
     del raw["num_nextn_predict_layers"], raw["n_routed_experts"]
-    names = {"num_mtp_layers": 3, "num_local_experts": 12}  # as transformers 5.24 has
-    found = huggingface.describe(raw | names)
+    names = {"num_mtp_layers": 3, "num_local_experts": 12}  # names of transformers 5.24
+    found = huggingface.describe_huggingface(raw | names)
     assert found.num_ahead_layers == 3
     assert found.experts is not None
     assert found.experts.num_experts == 12
@@ -241,8 +250,8 @@ def test_the_bundled_model_reads_as_both() -> None:
 
     path = bundled.folder_of("stdlib-bytes")
     raw = json.loads((path / "config.json").read_text())
-    ours = from_model.describe(configs.from_hf(raw), name="stdlib-bytes")
-    assert huggingface.load(path) == ours
+    actual = from_model.describe_config(configs.from_hf(raw), name="stdlib-bytes")
+    assert huggingface.load_shape(path) == actual
 
 
 @pytest.mark.parametrize(
@@ -284,13 +293,13 @@ def test_the_bundled_model_reads_as_both() -> None:
         ),
     ],
 )
-def test_what_cannot_be_counted_is_refused(
+def test_unsupported_configs_are_refused(
     change: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | change))
     with refused(line, "config.json: "):
-        huggingface.load(path)
+        huggingface.load_shape(path)
 
 
 def test_a_description_refuses_layers_that_do_not_match() -> None:
@@ -300,6 +309,6 @@ def test_a_description_refuses_layers_that_do_not_match() -> None:
     with pytest.raises(ValueError, match="without experts"):
         dataclasses.replace(model, mixture_layers=(True,))
     with pytest.raises(ValueError, match="shared_size=-1"):
-        Experts(num_experts=2, top_k=1, size=3, shared_size=-1)
+        MixtureShape(num_experts=2, top_k=1, size=3, shared_size=-1)
     assert isinstance(hash(model), int)
-    assert isinstance(model, Description)
+    assert isinstance(model, ModelShape)

@@ -1,6 +1,6 @@
-"""Operations and the time they take: published numbers and closed forms.
+"""Operations and their time: published numbers and closed forms.
 
-What XLA counts in our own models is in `test_cost_check`.
+`test_cost_check` compares models with XLA's counts.
 """
 
 import dataclasses
@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from scaling.costs import devices, parameters, serving
-from scaling.costs.flops import decode, forward, total, training
+from scaling.costs.flops import (
+    decode_terms,
+    forward_terms,
+    total_flops,
+    training_step_flops,
+)
 from scaling.shapes import published
 
 LLAMA = published.describe("llama-2-7b")
@@ -19,9 +24,11 @@ ONE: dict[str, Any] = {"num_layers": 1, "windows": (), "mixture_layers": ()}
 
 
 def test_llama_7b_and_one_layer_of_it() -> None:
-    assert total(forward(LLAMA, sequence=4096)) == 4096 * 15_361_638_400
-    terms = forward(dataclasses.replace(LLAMA, **ONE), sequence=4096)
-    parts = {part: total(tuple(x for x in terms if x.part == part)) for part in _PARTS}
+    assert total_flops(forward_terms(LLAMA, sequence=4096)) == 4096 * 15_361_638_400
+    terms = forward_terms(dataclasses.replace(LLAMA, **ONE), sequence=4096)
+    parts = {
+        part: total_flops(tuple(x for x in terms if x.part == part)) for part in _PARTS
+    }
     scores = sum(x.flops for x in terms if x.growth == "s^2")
     assert parts["attention"] - scores == 549_755_813_888
     assert scores == 274_877_906_944
@@ -33,7 +40,7 @@ _PARTS = ("attention", "mlp")
 
 def test_causal_is_half_of_full_and_windows_are_less() -> None:
     def scores(model: Any, **how: Any) -> int:
-        return sum(x.flops for x in forward(model, **how) if x.growth == "s^2")
+        return sum(x.flops for x in forward_terms(model, **how) if x.growth == "s^2")
 
     full = scores(LLAMA, sequence=512)
     assert 2 * scores(LLAMA, sequence=512, attention="causal") == full
@@ -43,7 +50,7 @@ def test_causal_is_half_of_full_and_windows_are_less() -> None:
     pairs = 512 * 128 - 128 * 128 // 2
     found = scores(narrow, sequence=512, attention="causal")
     assert found == 32 * 4 * 4096 * pairs
-    # In chunks, the triangle is as large.
+    # In chunks, the triangle has the same size.
     how: dict[str, Any] = {"attention": "causal"}
     for model in (LLAMA, narrow):
         chunks = [scores(model, sequence=100, past=x, **how) for x in (0, 100, 200)]
@@ -53,52 +60,59 @@ def test_causal_is_half_of_full_and_windows_are_less() -> None:
 def test_megatron_with_everything_recomputed() -> None:
     model = published.describe("gpt3-175b")
     b, s, h, v, n = 4, 2048, 12288, 50257, 96
-    step = training(model, batch=b, sequence=s, checkpointing="full")
+    step = training_step_flops(model, batch=b, sequence=s, checkpointing="full")
     assert (
         step.model == 72 * b * n * s * h**2 + 12 * b * n * s * s * h + 6 * b * s * h * v
     )
     every = step.model + step.recomputed
     assert every == 96 * b * n * s * h**2 + 16 * b * n * s * s * h + 6 * b * s * h * v
-    selective = training(model, batch=b, sequence=s, checkpointing="selective")
-    # What is recomputed is s / 6h of the layers' products: 2.78 % at their sizes.
+    selective = training_step_flops(
+        model, batch=b, sequence=s, checkpointing="selective"
+    )
+    # The recomputed part is s / 6h of the layers' products: 2.78 % at their sizes.
     layers = 24 * b * n * s * h**2
     assert selective.recomputed / layers == pytest.approx(s / 6 / h)
 
 
 def test_heads_need_not_be_as_wide_as_the_model() -> None:
     model = published.describe("qwen3-0.6b")  # 16 heads of 128 in 1,024
-    scores = [x for x in forward(model, sequence=10) if x.growth == "s^2"]
-    assert total(tuple(scores)) == 28 * 4 * 10 * 10 * 16 * 128
+    scores = [x for x in forward_terms(model, sequence=10) if x.growth == "s^2"]
+    assert total_flops(tuple(scores)) == 28 * 4 * 10 * 10 * 16 * 128
 
 
 def test_latent_attention_has_two_widths() -> None:
     model = published.describe("deepseek-v3")
-    by_name = {x.name: x.flops for x in forward(model, sequence=10)}
+    by_name = {x.name: x.flops for x in forward_terms(model, sequence=10)}
     assert by_name["scores"] == 61 * 2 * 100 * 128 * (128 + 64)
     assert by_name["values"] == 61 * 2 * 100 * 128 * 128
-    # Decoding works on the latents, at the same price outside the scores.
-    found = {x.name: x.flops for x in decode(model, context=10)}
+    # Decoding uses the latents, at the same cost outside the scores.
+    found = {x.name: x.flops for x in decode_terms(model, context=10)}
     assert found["scores"] == 61 * 2 * 10 * 128 * (512 + 64)
     assert found["values"] == 61 * 2 * 10 * 128 * 512
     weights = sum(x for name, x in found.items() if name not in ("scores", "values"))
-    assert weights == 2 * parameters.parameters(model).matmul
+    assert weights == 2 * parameters.count_parameters(model).matmul
 
 
 def test_decoding_token_by_token_meets_every_earlier_key() -> None:
     for window in (None, 1, 4, 100):
         model = dataclasses.replace(LLAMA, windows=(window,))
         for context, steps in ((1, 1), (1, 9), (3, 5), (6, 2)):
-            each = [total(decode(model, context=context + i)) for i in range(steps)]
-            assert total(decode(model, context=context, steps=steps)) == sum(each)
+            each = [
+                total_flops(decode_terms(model, context=context + i))
+                for i in range(steps)
+            ]
+            assert total_flops(
+                decode_terms(model, context=context, steps=steps)
+            ) == sum(each)
 
 
 def test_published_totals() -> None:
     # Brown et al. 2020, appendix D; Grattafiori et al. 2024; DeepSeek-AI 2024, table 1.
-    gpt = parameters.parameters(published.describe("gpt3-175b")).total
+    gpt = parameters.count_parameters(published.describe("gpt3-175b")).total
     assert 6 * gpt * 300e9 == pytest.approx(3.14e23, rel=2e-3)
-    llama = parameters.parameters(published.describe("llama-3.1-405b")).total
+    llama = parameters.count_parameters(published.describe("llama-3.1-405b")).total
     assert 6 * llama * 15.6e12 == pytest.approx(3.8e25, rel=2e-3)
-    deepseek = parameters.parameters(published.describe("deepseek-v3"))
+    deepseek = parameters.count_parameters(published.describe("deepseek-v3"))
     assert deepseek.active_non_embedding == pytest.approx(37e9, rel=0.02)
     h800 = devices.find("h800").bfloat16
     share = 6 * 37e9 * 14.8e12 / (2.664e6 * 3600 * h800)
@@ -107,16 +121,16 @@ def test_published_totals() -> None:
 
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="batch=0 must be at least 1"):
-        forward(LLAMA, batch=0, sequence=1)
+        forward_terms(LLAMA, batch=0, sequence=1)
     with pytest.raises(ValueError, match="past=-1 must be at least 0"):
-        forward(LLAMA, sequence=1, past=-1)
+        forward_terms(LLAMA, sequence=1, past=-1)
     with pytest.raises(ValueError, match="steps=0 must be at least 1"):
-        decode(LLAMA, context=1, steps=0)
+        decode_terms(LLAMA, context=1, steps=0)
 
 
 def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
     # A weight of two bytes, two operations: b = s = 1 is bound by memory everywhere.
-    work = serving.decode(LLAMA, batch=1, context=1)
+    work = serving.decode_work(LLAMA, batch=1, context=1)
     assert work.intensity == pytest.approx(1.0, abs=1e-3)
     a100 = devices.find("a100-40gb")
     found = serving.roofline(work, a100)
@@ -129,16 +143,16 @@ def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:
     a100 = devices.find("a100-40gb")
 
     def decodes(batch: int, context: int) -> float:
-        return serving.decode(LLAMA, batch=batch, context=context).intensity
+        return serving.decode_work(LLAMA, batch=batch, context=context).intensity
 
-    # Two operations per weight and sequence against two bytes: about the batch.
+    # Two operations per weight and sequence, two bytes per weight: about the batch.
     assert decodes(64, 1) == pytest.approx(64, rel=0.02)
-    bound = serving.turning_point(lambda b: decodes(b, 1) > a100.ridge())
+    bound = serving.find_compute_bound_size(lambda b: decodes(b, 1) > a100.ridge())
     assert bound is not None
     assert decodes(bound, 1) > a100.ridge() > decodes(bound - 1, 1)
-    # With 4,096 tokens kept, K and V alone hold it below 2 x 6.6e9 / 2.1e9 = 6.2, and
-    # a few operations on them.
-    never = serving.turning_point(lambda b: decodes(b, 4096) > a100.ridge())
+    # With a context of 4,096, K and V limit it to 2 x 6.6e9 / 2.1e9 = 6.2 at most, plus
+    # their few operations.
+    never = serving.find_compute_bound_size(lambda b: decodes(b, 4096) > a100.ridge())
     assert never is None
 
 
@@ -154,7 +168,7 @@ def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
     assert read(1000) - dense == pytest.approx(8 * expert, rel=1e-3)
 
 
-def test_sequences_that_fit_beside_the_weights() -> None:
+def test_sequences_that_fit_next_to_the_weights() -> None:
     model, a100 = published.describe("llama-2-13b"), devices.find("a100-40gb")
     left = 40e9 - 2 * 13_015_864_320
     fit = serving.max_batch(model, a100, context=2048)

@@ -1,4 +1,4 @@
-"""Training memory: published numbers, and what `jax.vjp` keeps of our models."""
+"""Training memory: published numbers, and the residuals of `jax.vjp`."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from jaxkv.models import layers, transformer
 from jaxkv.models.config import ModelConfig
 from scaling.costs import activations, parallelism, residuals
-from scaling.costs.memory import MIXED_WIDE, SINGLE, held, training
+from scaling.costs.memory import MIXED_WIDE, SINGLE, device_params, training_memory
 from scaling.costs.parallelism import Layout
 from scaling.shapes import published
 from tests.support.refusals import refused
@@ -21,10 +21,10 @@ GPT = published.describe("gpt3-175b")
 
 
 def test_sixteen_bytes_per_parameter() -> None:
-    assert training(LLAMA, sequence=1).model_state == 16 * 6_738_415_616
-    wide = training(LLAMA, sequence=1, bytes_per_param=MIXED_WIDE)
+    assert training_memory(LLAMA, sequence=1).model_state == 16 * 6_738_415_616
+    wide = training_memory(LLAMA, sequence=1, bytes_per_param=MIXED_WIDE)
     assert wide.model_state == 18 * 6_738_415_616
-    single = training(LLAMA, sequence=1, bytes_per_param=SINGLE)
+    single = training_memory(LLAMA, sequence=1, bytes_per_param=SINGLE)
     assert single.model_state == 16 * 6_738_415_616
 
 
@@ -33,15 +33,15 @@ def test_sixteen_bytes_per_parameter() -> None:
 )
 def test_zero_divides_the_model_state(zero: int, gigabytes: float) -> None:
     layout = Layout(data=64, zero=zero)
-    found = training(LLAMA, sequence=1, layout=layout).model_state
+    found = training_memory(LLAMA, sequence=1, layout=layout).model_state
     assert found / 1e9 == pytest.approx(gigabytes, abs=5e-4)
 
 
 DIVIDED = Layout(tensor=8, sequence=True)
 
 
-# Korthikanti et al. 2022, section 5: s b h (34 + 5 a s / h), and 70.2 % less when the
-# weights of attention are computed again.
+# Korthikanti et al. 2022, section 5: s b h (34 + 5 a s / h), and 70.2 % less if the
+# attention weights are recomputed.
 @pytest.mark.parametrize(
     ("checkpointing", "layout", "num_bytes"),
     [
@@ -57,61 +57,62 @@ def test_a_gpt_layer_with_dropout(
     checkpointing: Any, layout: Layout, num_bytes: int
 ) -> None:
     how: dict[str, Any] = {"checkpointing": checkpointing, "layout": layout}
-    found = training(GPT, sequence=2048, flash=False, dropout=True, **how)
+    found = training_memory(GPT, sequence=2048, flash=False, dropout=True, **how)
     assert found.activations / 96 == num_bytes
 
 
 def test_a_llama_layer_in_tiles() -> None:
-    tensors = activations.stored(LLAMA, sequence=4096)
+    tensors = activations.stored_tensors(LLAMA, sequence=4096)
     dense, _ = activations.per_token(tensors, LLAMA)
     assert dense == 131_584 + 128
-    # With attention's weights kept: two bytes per head and pair more, no log-sum-exp.
-    tensors = activations.stored(LLAMA, sequence=4096, flash=False)
+    # With stored attention weights: two more bytes per head and pair, no log-sum-exp.
+    tensors = activations.stored_tensors(LLAMA, sequence=4096, flash=False)
     dense, _ = activations.per_token(tensors, LLAMA)
     assert dense == 131_584 + 2 * 32 * 4096
 
 
 @pytest.mark.parametrize("sequence", [2048, 4096])
 def test_checkpoints_at_layer_boundaries(sequence: int) -> None:
-    found = training(LLAMA, sequence=sequence, checkpointing="boundary")
+    found = training_memory(LLAMA, sequence=sequence, checkpointing="boundary")
     assert found.activations == sequence / 4096 * 2**30
     assert found.recomputed == sequence * (131_584 + 128)
     assert found.logits == found.logits_gradient == 4 * sequence * 32_000
-    full = training(LLAMA, sequence=sequence, checkpointing="full")
+    full = training_memory(LLAMA, sequence=sequence, checkpointing="full")
     assert full == found._replace(recomputed=0.0)
 
 
 def test_a_pipelines_first_stage_keeps_most_batches() -> None:
     layout = Layout(pipeline=4)
-    found = training(LLAMA, sequence=128, layout=layout)
-    # Four batches of a quarter of the layers: what one device would keep.
-    assert found.activations == training(LLAMA, sequence=128).activations
-    few = training(LLAMA, sequence=128, layout=layout, micro_batches=2)
+    found = training_memory(LLAMA, sequence=128, layout=layout)
+    # Four batches of a quarter of the layers, as many as one device would keep.
+    assert found.activations == training_memory(LLAMA, sequence=128).activations
+    few = training_memory(LLAMA, sequence=128, layout=layout, micro_batches=2)
     assert few.activations == found.activations / 2
 
 
 def test_parameters_of_a_device_add_up() -> None:
     mixtral = published.describe("mixtral-8x7b")
     layout = Layout(pipeline=4, expert=4, data=4)
-    stages = [held(mixtral, layout, stage=stage) for stage in range(4)]
+    stages = [device_params(mixtral, layout, stage=stage) for stage in range(4)]
     experts = 32 * 8 * 3 * 4096 * 14336
     assert sum(stage.experts for stage in stages) * 4 == experts
-    # Every stage has the tables: of tokens, of the head, and the last norm.
+    # Every stage has both tables, tokens and head, and the last norm.
     tables = (2 * 32_000 + 1) * 4096
     rest = 46_702_792_704 - experts - tables
     assert sum(stage.shared for stage in stages) == rest + 4 * tables
     # Heads, FFN and vocabulary are divided by eight, the norms are not.
-    shared = held(LLAMA, Layout(tensor=8)).shared
+    shared = device_params(LLAMA, Layout(tensor=8)).shared
     norms = 65 * 4096
     assert shared == (6_738_415_616 - norms) // 8 + norms
     # A tied table once on each, with positions and the last norm of 2 h.
-    tied = [held(GPT, Layout(pipeline=2), stage=x).shared for x in (0, 1)]
+    tied = [device_params(GPT, Layout(pipeline=2), stage=x).shared for x in (0, 1)]
     assert sum(tied) == 174_604_259_328 + (50257 + 2048 + 2) * 12288
     # Eight KV heads over sixteen devices: each has a whole one.
     llama3 = published.describe("llama-3.1-8b")
     kv = 32 * 2 * 4096 * 8 * 128
     fewer = (
-        held(llama3, Layout(tensor=8)).shared - held(llama3, Layout(tensor=16)).shared
+        device_params(llama3, Layout(tensor=8)).shared
+        - device_params(llama3, Layout(tensor=16)).shared
     )
     rest = 8_030_261_248 - norms - kv
     assert fewer == rest // 8 - rest // 16
@@ -119,11 +120,11 @@ def test_parameters_of_a_device_add_up() -> None:
 
 CONFIG = dataclasses.replace(GROUPED, num_layers=2)
 SEQ = 130
-"""More than a tile: of shorter sequences the weights of attention are kept, too."""
+"""More than a tile: for shorter sequences attention weights are stored, too."""
 
 
 def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
-    """Bytes of everything that the vjp holds, parameters included; runs nothing."""
+    """Bytes of all residuals of the vjp, parameters included; runs nothing."""
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
 
     def pull(params: Any, tokens: Any) -> Any:
@@ -147,16 +148,18 @@ def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
     ],
     ids=["llama", "llama-float32", "qwen3", "gpt2", "opt", "gelu"],
 )
-def test_what_vjp_keeps_of_our_models(change: dict[str, Any], dtype: str) -> None:
+def test_residuals_equal_those_of_vjp(change: dict[str, Any], dtype: str) -> None:
     config = dataclasses.replace(CONFIG, **change)
-    # The difference of two batches: weights, and reshaped copies, are in both.
+    # The difference of two batches: both have the weights, and reshaped copies.
     more, less = kept(config, 3, SEQ, dtype), kept(config, 1, SEQ, dtype)
     number_bytes = jnp.dtype(dtype).itemsize
-    listed = residuals.residuals(config, number_bytes=number_bytes)
-    assert more - less == residuals.total(listed, 2 * SEQ)
+    listed = residuals.list_residuals(config, number_bytes=number_bytes)
+    assert more - less == residuals.total_residual_bytes(listed, 2 * SEQ)
 
 
-def test_what_vjp_keeps_of_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residuals_of_checkpointed_layers_equal_those_of_vjp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = layers.Layer.__call__
 
     def again(self: Any, index: int, x: Any, *more: Any) -> Any:
@@ -169,7 +172,7 @@ def test_what_vjp_keeps_of_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(layers.Layer, "__call__", again)
     four, two = (dataclasses.replace(CONFIG, num_layers=x) for x in (4, 2))
-    # What two layers more keep is the 2 b s h of the formula, for each of them.
+    # Two more layers keep the 2 b s h of the formula each.
     assert boundary(four) - boundary(two) == 2 * (2 * 20 * CONFIG.hidden_size)
 
 
@@ -190,13 +193,13 @@ def test_what_vjp_keeps_of_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_layouts_that_cannot_be(text: str, line: str) -> None:
     with refused(line):
-        parallelism.check(LLAMA, parallelism.parse(text), sequence=4096)
+        parallelism.check_layout(LLAMA, parallelism.parse_layout(text), sequence=4096)
 
 
 def test_layouts_are_read() -> None:
-    layout = parallelism.parse("tp=8,sp,pp=2, dp=4", zero=1)
+    layout = parallelism.parse_layout("tp=8,sp,pp=2, dp=4", zero=1)
     assert layout == Layout(tensor=8, sequence=True, pipeline=2, data=4, zero=1)
     assert layout.num_devices == 64
-    assert parallelism.parse("ep=8").num_devices == 8
-    assert parallelism.parse("") == Layout()
-    assert 6 == parallelism.parse("ring=2,ulysses=3").num_devices
+    assert parallelism.parse_layout("ep=8").num_devices == 8
+    assert parallelism.parse_layout("") == Layout()
+    assert 6 == parallelism.parse_layout("ring=2,ulysses=3").num_devices

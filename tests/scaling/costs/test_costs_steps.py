@@ -1,4 +1,4 @@
-"""The cost model of a step: the same numbers as for one size, as arrays."""
+"""The cost model of a step, for one size and for arrays."""
 
 import dataclasses
 
@@ -22,9 +22,9 @@ def test_a_step_of_decoding(name: str) -> None:
     model = published.describe(name)
     cost = step_cost(model, A100, num_devices=2)
     found = work(cost, ints(1, 1, 1, 0), ints(5999, 5999, 5999, 70), jnp.int32(3))
-    exact = serving.decode(model, batch=3, context=6000)
+    exact = serving.decode_work(model, batch=3, context=6000)
     assert found.flops == pytest.approx(exact.flops, rel=1e-5)
-    # A looked-up row of the embedding is left in the weights: a few kB.
+    # An embedding row counts as part of the weights: a few kB.
     assert found.bytes == pytest.approx(exact.bytes, rel=1e-5)
     time_s = serving.roofline(exact, A100, num_devices=2).time_s
     assert found.time_s == pytest.approx(time_s, rel=1e-5)
@@ -39,8 +39,8 @@ def test_a_prompt_read_in_chunks() -> None:
         for past in (0, 100, 200)
     ]
     assert sum(chunks) == pytest.approx(whole, rel=1e-6)
-    exact = serving.prefill(model, batch=1, prompt=300)
-    # The diagonal, half a key for each query, is what `causal` leaves out.
+    exact = serving.prefill_work(model, batch=1, prompt=300)
+    # `causal` leaves out the diagonal, half a key for each query.
     assert whole == pytest.approx(exact.flops, rel=1e-3)
 
 
@@ -50,7 +50,7 @@ def test_an_idle_step_takes_no_time_and_others_their_overhead() -> None:
     idle = work(cost, ints(0, 0), ints(7, 9), jnp.int32(0))
     assert (float(idle.time_s), float(idle.bytes)) == (0, 0)
     found = work(cost, ints(1, 0), ints(7, 9), jnp.int32(1))
-    exact = serving.roofline(serving.decode(model, batch=1, context=8), A100)
+    exact = serving.roofline(serving.decode_work(model, batch=1, context=8), A100)
     assert found.time_s == pytest.approx(0.5 + 2 * exact.time_s, rel=1e-5)
 
 

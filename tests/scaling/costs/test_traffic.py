@@ -1,12 +1,12 @@
-"""Bytes on the wire: published formulas on published sizes."""
+"""Bytes sent between devices: published formulas at published sizes."""
 
 import dataclasses
 from typing import Any
 
 import pytest
 
-from scaling.costs.parallelism import Layout, parse
-from scaling.costs.traffic import decode, prefill, training
+from scaling.costs.parallelism import Layout, parse_layout
+from scaling.costs.traffic import decode_traffic, prefill_traffic, training_traffic
 from scaling.shapes import published
 
 LLAMA = published.describe("llama-2-7b")
@@ -16,7 +16,9 @@ BLOCK = 4096 * 4096 * 2  # b s h of two bytes
 
 def of(scheme: str, layout: str, model: Any = LLAMA, **how: Any) -> tuple[float, float]:
     zero = how.pop("zero", 0)
-    found = training(model, parse(layout, zero=zero), sequence=4096, **how)
+    found = training_traffic(
+        model, parse_layout(layout, zero=zero), sequence=4096, **how
+    )
     mine = [traffic for traffic in found if traffic.scheme == scheme]
     return sum(x.forward for x in mine), sum(x.backward for x in mine)
 
@@ -24,9 +26,9 @@ def of(scheme: str, layout: str, model: Any = LLAMA, **how: Any) -> tuple[float,
 ONE_LAYER = dataclasses.replace(LLAMA, num_layers=1, windows=(), mixture_layers=())
 HOP = 8_388_608
 LOSS = 3 * 2 * 7 / 8 * 4096 * 4
-"""Three scalars of every token."""
+"""Three scalars per token."""
 NORMS = 2 * 7 / 8 * (2 * 32 + 1) * 4096 * 2
-"""Gradients of norms that see a part of the sequence each."""
+"""Gradients of norms on parts of the sequence."""
 
 
 def with_kv_heads(num: int) -> Any:
@@ -37,22 +39,22 @@ def with_kv_heads(num: int) -> Any:
 @pytest.mark.parametrize(
     ("scheme", "layout", "model", "forward", "backward"),
     [
-        # Four all-reduces a layer; as much with sequence parallelism, but for what is
-        # gathered again.
+        # Four all-reduces per layer; as much with sequence parallelism, plus the
+        # repeated gathers.
         ("tensor", "tp=8", LLAMA, 3_758_096_384, 3_758_096_384),
         ("tensor", "tp=8,sp", LLAMA, 3_758_096_384, 3_758_096_384),
         ("sequence", "tp=8,sp", LLAMA, 0, 32 * 2 * 7 / 8 * BLOCK + NORMS),
         ("tensor", "tp=1", LLAMA, 0, 0),
-        # Embeddings and the loss of a divided vocabulary are added up.
+        # Embeddings and the loss of a divided vocabulary are summed.
         ("vocabulary", "tp=8", LLAMA, 2 * 7 / 8 * BLOCK + LOSS, 2 * 7 / 8 * BLOCK),
-        # One activation a boundary; without sequence parallelism the parts are put
-        # together again.
+        # One activation per boundary; without sequence parallelism the parts are
+        # gathered again.
         ("pipeline", "pp=8", LLAMA, 33_554_432, 33_554_432),
         ("pipeline", "tp=8,pp=4,sp", LLAMA, 33_554_432 / 8, 33_554_432 / 8),
         ("pipeline", "tp=8,pp=4", LLAMA, 33_554_432 / 8, 33_554_432 / 8),
         ("scatter_gather", "tp=8,pp=4", LLAMA, *[33_554_432 * 7 / 8] * 2),
         ("scatter_gather", "tp=8,pp=4,sp", LLAMA, 0, 0),
-        # One micro-batch over eight stages: 14 of 15 ticks are idle, and sent in.
+        # One micro-batch over eight stages: 14 of 15 ticks are idle, but send.
         ("idle", "pp=8", LLAMA, 14 * 33_554_432, 14 * 33_554_432),
         ("idle", "tp=8,pp=4", LLAMA, 6 * 33_554_432, 6 * 33_554_432),
         # Every stage has both tables and the last norm.
@@ -81,14 +83,14 @@ def test_micro_batches_share_the_idle_ticks_and_the_gradients() -> None:
         for scheme in ("tables", "data"):
             layout = "pp=8,dp=2"
             assert of(scheme, layout, **many) == of(scheme, layout) > (0, 0)
-    # A stage runs its layers again for the gradient.
+    # A stage recomputes its layers for the gradient.
     sent, back = of("tensor", "pp=2,tp=8")
     assert back == 2 * sent == 3_758_096_384
     with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
         of("data", "dp=2", micro_batches=0)
 
 
-def test_what_is_computed_again_is_sent_again() -> None:
+def test_recomputation_repeats_traffic() -> None:
     for layout, again in (
         ("tp=8", 1),
         ("ulysses=8", 1),
@@ -98,7 +100,7 @@ def test_what_is_computed_again_is_sent_again() -> None:
         scheme = layout.split("=")[0].replace("tp", "tensor")
         once, back = of(scheme, layout)
         assert of(scheme, layout, remat=True) == (once, back + again * once)
-        # With sequence parallelism the sums alone, which are half of it.
+        # With sequence parallelism only the sums, half of the traffic.
     with pytest.raises(ValueError, match="remat=True must be False with pipeline=2"):
         of("tensor", "pp=2,tp=8", remat=True)
 
@@ -108,7 +110,7 @@ def test_experts_get_each_token_k_times() -> None:
         DEEPSEEK, num_layers=1, windows=(), mixture_layers=(True,)
     )
     sent, back = of("expert", "ep=64,dp=64", one)
-    # 229,376 bytes a token, of which one in 64 is at home.
+    # 229,376 bytes per token, of which one in 64 stays on the device.
     assert sent == back == 4096 * 229_376 * 63 / 64
     sent, back = of("expert", "ep=64,dp=64", one, dispatch_bytes=1)
     assert sent == 4096 * 172_032 * 63 / 64
@@ -116,7 +118,7 @@ def test_experts_get_each_token_k_times() -> None:
     # 256 experts with 160 places each, for 4096 x 8 choices and a quarter more.
     sent, back = of("expert", "ep=64,dp=64,capacity=1.25", one)
     assert sent == back == 256 * 160 * 2 * 7168 * 2 * 63 / 64
-    # All tokens 63 times; with 8 numbers and shares each, in 32 bits.
+    # All tokens 63 times; with 8 expert ids and weights each, in 32 bits.
     sent, back = of("expert", "ep=64,dp=64,gather", one)
     assert sent == 63 * 4096 * (2 * 7168 * 2 + 8 * 8)
     assert back == 63 * 4096 * (2 * 7168 * 2 + 8 * 4)
@@ -140,7 +142,7 @@ def test_copies_exchange_gradients() -> None:
 
 
 def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
-    found = decode(LLAMA, parse("tp=8"), batch=16)
+    found = decode_traffic(LLAMA, parse_layout("tp=8"), batch=16)
     tensor = sum(x.forward for x in found if x.scheme == "tensor")
     assert tensor == 3_758_096_384 * 16 / 4096
     assert not sum(x.backward for x in found)
@@ -150,26 +152,28 @@ def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
 
 def test_a_mixed_pass_sends_less_than_decoding_as_many_rows() -> None:
     """Of Llama-3.1-8B in 16 bits: 128 ((32 + 16) 2 + 32 x 2) + 32 x 4 bytes a row."""
-    model, layout = published.describe("llama-3.1-8b"), parse("cp=4")
+    model, layout = published.describe("llama-3.1-8b"), parse_layout("cp=4")
     sizes: Any = {"rows": 4096, "logit_rows": 1}
-    gathered, home, last = (x.forward for x in prefill(model, layout, **sizes))
+    gathered, home, last = (x.forward for x in prefill_traffic(model, layout, **sizes))
     assert gathered + home == 3 / 4 * 4096 * 20_608 * 32
     assert last == 2 * 3 / 4 * 4096 * 4
-    (whole,) = (x.forward for x in decode(model, layout, batch=4096))
+    (whole,) = (x.forward for x in decode_traffic(model, layout, batch=4096))
     assert whole == 3 / 4 * 4096 * 33_280 * 32
-    # A row more, and every device has all.
+    # One more row, and every device has all of them.
     odd = sizes | {"rows": 4097}
-    assert prefill(model, layout, **odd) == decode(model, layout, batch=4097)
-    # Each of the devices that divide matrices has a part of the heads, and its rows.
-    both = prefill(model, parse("cp=4,tp=2"), **sizes)
+    assert prefill_traffic(model, layout, **odd) == decode_traffic(
+        model, layout, batch=4097
+    )
+    # Each of the devices that divide matrices has a part of the heads and rows.
+    both = prefill_traffic(model, parse_layout("cp=4,tp=2"), **sizes)
     pages = [x.forward for x in both if x.scheme == "pages"]
     assert pages == [gathered / 2, home / 2, last]
     tensor = [x for x in both if x.scheme == "tensor"]
-    alone = prefill(model, parse("tp=2"), **sizes)
-    (wanted,) = (x for x in alone if x.scheme == "tensor")
-    assert [x.forward for x in tensor] == [wanted.forward / 4]
+    alone = prefill_traffic(model, parse_layout("tp=2"), **sizes)
+    (expected,) = (x for x in alone if x.scheme == "tensor")
+    assert [x.forward for x in tensor] == [expected.forward / 4]
     assert "b s/4 h" in tensor[0].formula
 
 
 def test_one_device_sends_nothing() -> None:
-    assert training(DEEPSEEK, Layout(), sequence=128) == ()
+    assert training_traffic(DEEPSEEK, Layout(), sequence=128) == ()

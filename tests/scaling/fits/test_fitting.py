@@ -1,4 +1,4 @@
-"""Fits reach optima that are known, say where they doubt, and refuse what is wrong."""
+"""Fits reach known optima, warn of doubtful data, and refuse invalid data."""
 
 import json
 from typing import Any
@@ -30,7 +30,7 @@ HOFFMANN = published.CONSTANTS["hoffmann-tex"]
 
 @pytest.fixture(scope="module")
 def runs() -> dict:
-    return synthetic.runs()
+    return synthetic.simulate_isoflop_runs()
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,14 @@ def test_resamples_spread_as_published(result: fit.FitResult) -> None:
     expected = np.array([81.3, 278, 0.0168, 0.0104, 0.0106])
     np.testing.assert_allclose(spread, expected, rtol=0.05)
     sampled = dict(zip(CHINCHILLA.coefficients, result.sampled().T, strict=True))
-    a = published.exponents(CHINCHILLA, sampled).a
+    a = published.optimal_exponents(CHINCHILLA, sampled).a
     np.testing.assert_allclose(
         np.quantile(a, [0.025, 0.975]), [0.489, 0.525], atol=2e-3
     )
     low, high = result.exponent_intervals["a"]
     assert low < 0.36 / 0.7 < high
     assert 0.489 < low < result.exponents["a"] < high < 0.525
-    # Without resamples the curvature says about the same.
+    # Without resamples the curvature gives about the same.
     curved = np.sqrt(np.diagonal(result.covariance))
     np.testing.assert_allclose(curved, expected, rtol=0.25)
 
@@ -90,7 +90,7 @@ def test_intervals_of_predictions(runs: dict, result: fit.FitResult) -> None:
     truth = CHINCHILLA.predict(jnp.array([*synthetic.COEFFICIENTS.values()]), larger)
     assert np.all((wide.low < narrow.low) & (narrow.low < truth))
     assert np.all((truth < narrow.high) & (narrow.high < wide.high))
-    # Where the data is, 90 % of it lies within.
+    # About 90 % of the data are within the interval.
     inside = fit.predict(result, runs, "prediction")
     share = np.mean((inside.low < runs["loss"]) & (runs["loss"] < inside.high))
     assert 0.86 < share < 0.95
@@ -123,7 +123,7 @@ def test_a_fit_survives_its_file(result: fit.FitResult) -> None:
 
 
 def test_a_start_far_away_is_left(runs: dict) -> None:
-    # Where first-order methods with default tolerances stay.
+    # First-order methods with default tolerances do not leave this start.
     law = CHINCHILLA
     found = fit.fit(law, runs, starts=[HOFFMANN])
     assert len(found.statuses) == len(law.starts(0.0)) + 1
@@ -134,16 +134,16 @@ def test_a_start_far_away_is_left(runs: dict) -> None:
 def test_many_points_are_fitted_in_smaller_pieces(
     runs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[float] = []
+    reports: list[float] = []
     some = {name: column[:32] for name, column in runs.items()}
-    whole = fit.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
-    assert told == [130]
+    whole = fit.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
+    assert reports == [130]
     monkeypatch.setattr(levenberg_marquardt, "_MAX_WEIGHTS", 64 * 32)
-    parts = fit.fit(CHINCHILLA, some, bootstrap=130, progress=told.append)
-    assert told == [130, 64, 128, 130]
+    parts = fit.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
+    assert reports == [130, 64, 128, 130]
     assert whole.samples is not None
     assert parts.samples is not None
-    # The same draws, in other company.
+    # The same draws, in another batch.
     np.testing.assert_allclose(parts.samples, whole.samples, rtol=1e-6, atol=1e-8)
 
 
@@ -157,8 +157,8 @@ def test_very_many_rows_are_fitted_whole_without_resamples(
         drawn = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 200)
     found = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
-    assert fit.abridged(200) == ""
-    assert "240 rows: laws are fitted to all of them," in fit.abridged(240)
+    assert fit.describe_thinning(200) == ""
+    assert "240 rows: laws are fitted to all of them," in fit.describe_thinning(240)
     assert found.objective == pytest.approx(drawn.objective, abs=1e-10)
     assert found.num_points == 240
     for name, value in found.coefficients.items():
@@ -181,8 +181,8 @@ def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
 
 
 def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
-    seen = observations.observe(CHINCHILLA, rows, cluster=cluster)
-    problem = levenberg_marquardt.Problem(CHINCHILLA, seen, "mse")
+    seen = observations.make_observations(CHINCHILLA, rows, cluster=cluster)
+    problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen, "mse")
     truth = np.array([[synthetic.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
     at = evaluation.coordinates(CHINCHILLA, truth, seen.centre)[0]
     return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
@@ -196,7 +196,7 @@ def test_predictions_of_many_points_come_in_pieces(
     parts = fit.predict(result, runs, "confidence")
     np.testing.assert_array_equal(parts, whole)
     monkeypatch.setattr(prediction, "MAX_SCORED", 100)
-    few = fit.score(result, runs)
+    few = fit.score_fit(result, runs)
     assert few.num_points == 240
     assert few.covered is not None
     assert few.covered == round(few.covered, 2) > 0.8  # of 100
@@ -226,7 +226,7 @@ def test_weights_are_repetitions(runs: dict) -> None:
 def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     rows = {name: column[:48] for name, column in runs.items()}
     alone = fit.fit(CHINCHILLA, rows, bootstrap=200)
-    # Four copies of every run, nearly: four times the rows, no more knowledge.
+    # Four near copies of every run: four times the rows, no more information.
     copies = {name: np.tile(column, 4) for name, column in rows.items()}
     copies["loss"] = copies["loss"] * np.repeat([1, 1 + 1e-9, 1 - 1e-9, 1 + 2e-9], 48)
     together = fit.fit(
@@ -242,7 +242,7 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     assert width(apart) < 0.7 * width(alone)
 
 
-def test_float32_stays_float32_beside_a_fit(runs: dict) -> None:
+def test_a_fit_leaves_float32_arrays_elsewhere(runs: dict) -> None:
     fit.fit(CHINCHILLA, runs)
     assert jax.jit(lambda x: x * 2)(np.ones(3)).dtype == jnp.float32
     assert not jax.config.jax_enable_x64
@@ -261,11 +261,11 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     assert (held.covariance[2] == 0).all()
     assert held.covariance[1, 1] > 0
     # The objective over the plane of the two, found another way.
-    at = profile.profile(
+    at = profile.profile_objective(
         result, runs, ("alpha", "E"), np.array([0.34]), np.array([1.7])
     )
     np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
-    # What is known narrows the rest: of least squares, by its degree of freedom, too.
+    # A known coefficient narrows the others; least squares gain a degree of freedom.
     free = fit.fit(CHINCHILLA, runs, loss="mse")
     known = fit.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
     assert known.noise.std() < free.noise.std()
@@ -273,12 +273,12 @@ def test_a_coefficient_that_is_given_is_not_fitted(
         assert np.ptp(known.intervals[name]) < np.ptp(free.intervals[name])
     kept = fit.from_json(json.dumps(fit.to_json(held)))
     assert kept.fixed == given
-    assert profile.pair(kept) is None
+    assert profile.choose_pair(kept) is None
     least = fit.predict(kept, runs, "confidence").low
     assert (least < fit.predict(kept, runs)[0]).all()
 
 
-def test_bounds_are_kept_and_told_of(runs: dict, result: fit.FitResult) -> None:
+def test_bounds_are_kept_and_reported(runs: dict, result: fit.FitResult) -> None:
     held = fit.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
     assert held.coefficients["E"] == pytest.approx(1.9, rel=1e-12)
     assert (held.status, held.bounds_hit) == ("bound_hit", ["E"])
@@ -292,7 +292,7 @@ def test_bounds_are_kept_and_told_of(runs: dict, result: fit.FitResult) -> None:
 
 @pytest.mark.slow
 def test_a_size_is_given_in_natural_units(runs: dict, result: fit.FitResult) -> None:
-    # Its coordinate holds the exponent: fitting must not mistake one for the other.
+    # Its coordinate contains the exponent: fitting must not confuse the two.
     for name in ("A", "B"):
         given = {name: result.coefficients[name]}
         held = fit.fit(CHINCHILLA, runs, fixed=given)
@@ -323,12 +323,15 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
     assert held_out.mean_error < 0.01
     assert held_out.covered is not None
     assert held_out.covered > 0.8
-    with pytest.raises(ValueError, match="no run is held out"):
+    with pytest.raises(ValueError, match="held_out has no row"):
         fit.fit(CHINCHILLA, runs, held_out=np.zeros(240, bool))
 
 
 def spoilt(**columns: object) -> dict:
-    good = {name: column[:30].copy() for name, column in synthetic.runs().items()}
+    good = {
+        name: column[:30].copy()
+        for name, column in synthetic.simulate_isoflop_runs().items()
+    }
     return good | columns
 
 
@@ -416,18 +419,18 @@ def test_the_best_optimum_of_a_collinear_set_is_found(seed: int, least: float) -
 
 @pytest.mark.thorough
 def test_no_optimum_of_collinear_sets_is_missed() -> None:
-    """Against 1,024 other starts, of which the best 128 go on to the end."""
+    """Compares with 1,024 other starts, of which the best 128 are run to the end."""
     for seed in range(24, 29):
         data = nearly_collinear(seed)
         found = fit.fit(CHINCHILLA, data)
-        seen = observations.observe(CHINCHILLA, data)
-        problem = levenberg_marquardt.Problem(CHINCHILLA, seen)
+        seen = observations.make_observations(CHINCHILLA, data)
+        problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen)
         weights = np.tile(problem.seen.weights, (1024, 1))
         starts = np.random.default_rng(seed).uniform(*problem.box, (1024, 5))
-        ends = levenberg_marquardt.solve(problem, weights, starts)
+        ends = levenberg_marquardt.solve_weightings(problem, weights, starts)
         for _ in range(4):
             best = ends.coordinates[np.argsort(ends.objective)[:128]]
-            ends = levenberg_marquardt.solve(
+            ends = levenberg_marquardt.solve_weightings(
                 problem, weights[:128], best, tolerance=1e-16
             )
         assert found.objective <= ends.objective.min() * (1 + 1e-8), seed
@@ -446,12 +449,12 @@ def test_a_target_that_rises_is_doubted_once() -> None:
     accuracy = data | {"loss": 0.9 - data["loss"] / 10}
     warning = "loss rises with num_params and num_tokens, and chinchilla only falls"
     found = fit.fit(CHINCHILLA, accuracy)
-    (said,) = [x for x in found.warnings if "points are few" not in x]
-    assert said.startswith(warning)
-    # Nor is it doubted again by runs that were held out.
+    (warning_line,) = [x for x in found.warnings if "points are few" not in x]
+    assert warning_line.startswith(warning)
+    # Held-out runs do not repeat the warning.
     score = HeldOut(40, 0.1, 0.2, 0.1, 0.1)
-    assert not diagnostics.held_out(score, found.warnings)
-    assert diagnostics.held_out(score)
+    assert not diagnostics.held_out_warnings(score, found.warnings)
+    assert diagnostics.held_out_warnings(score)
     assert not fit.fit(CHINCHILLA, data).warnings
 
 

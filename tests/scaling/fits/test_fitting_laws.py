@@ -1,4 +1,4 @@
-"""Every law is found again from points on it; what is doubtful is doubted."""
+"""Every law is recovered from its own points; doubtful fits give warnings."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 # The others compile as long and add little; they run with the slow tests.
 QUICK = ("chinchilla", "kaplan")
-# Beyond rounding, their coefficients may be exchanged for one another.
+# Their coefficients may be exchanged for one another, beyond rounding.
 FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")
 
 
@@ -33,35 +33,35 @@ def test_points_on_a_law(name: str) -> None:
 
 @pytest.mark.parametrize("kind", synthetic.ILL_POSED)
 def test_ill_posed_runs_are_doubted(kind: str) -> None:
-    # Shares over many surfaces are counted by `fit_coverage`.
-    data, _ = synthetic.simulate(kind, 32, seed=3)
+    # `fit_coverage` counts shares over many surfaces.
+    data, _ = synthetic.simulate_runs(kind, 32, seed=3)
     assert fits_fit.fit(published.CHINCHILLA, data, bootstrap=100).warnings
 
 
-def test_doubts_are_in_words() -> None:
+def test_texts_of_warnings() -> None:
     kind = "collinear: D = 20 N"
-    data, _ = synthetic.simulate(kind, 32, seed=0)
+    data, _ = synthetic.simulate_runs(kind, 32, seed=0)
     found = fits_fit.fit(published.CHINCHILLA, data)
     assert found.warnings[0] == (
         "num_tokens follows from num_params in these runs, so their terms cannot be "
-        "told apart: vary them separately"
+        "separated: vary them separately"
     )
     assert found.condition_number > 1e6
     (flat,) = found.flat_directions
     assert sum(x * x for x in flat.values()) == pytest.approx(1)
-    # And what is free has no narrow interval.
+    # A free coefficient has no narrow interval.
     low, high = found.intervals["A"]
     assert high > 1000 * low
-    data, _ = synthetic.simulate("one wild outlier", 32, seed=0)
+    data, _ = synthetic.simulate_runs("one wild outlier", 32, seed=0)
     (warning,) = fits_fit.fit(published.CHINCHILLA, data).warnings
     assert warning == "1 of 32 point is far off the law: outliers, or another law"
-    data, _ = synthetic.simulate("floor near zero", 32, seed=0)
+    data, _ = synthetic.simulate_runs("floor near zero", 32, seed=0)
     found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=100)
     assert any(warning.startswith("E") for warning in found.warnings)
 
 
 def test_a_term_that_is_not_there_hits_its_bound() -> None:
-    data = dict(synthetic.runs(60, noise="normal"))
+    data = dict(synthetic.simulate_isoflop_runs(60, noise="normal"))
     data["loss"] = 1.8 + 1500 / data["num_tokens"] ** 0.36
     found = fits_fit.fit(published.CHINCHILLA, data)
     assert set(found.bounds_hit) & {"A", "alpha"}
@@ -70,9 +70,11 @@ def test_a_term_that_is_not_there_hits_its_bound() -> None:
 
 
 def test_compute_to_equal_loss() -> None:
-    better = synthetic.runs(100, seed=0, noise="normal")
-    worse = {x: y.copy() for x, y in synthetic.runs(100, seed=1).items()}
-    # The second needs three times the tokens for everything.
+    better = synthetic.simulate_isoflop_runs(100, seed=0, noise="normal")
+    worse = {
+        x: y.copy() for x, y in synthetic.simulate_isoflop_runs(100, seed=1).items()
+    }
+    # The second needs three times the tokens for every loss.
     worse["num_tokens"] *= 3
     fits = [
         fits_fit.fit(published.CHINCHILLA, x, bootstrap=100) for x in (better, worse)
@@ -83,10 +85,10 @@ def test_compute_to_equal_loss() -> None:
     assert np.mean((found.low < 3) & (found.high > 3)) > 0.9
     again = compare(fits[1], fits[0])
     np.testing.assert_allclose(again.ratio, 1 / found.ratio, rtol=1e-9)
-    # Only where both have been.
+    # Only for losses that both reached.
     for fit in fits:
         ends = [
-            published.optimum(published.CHINCHILLA, fit.coefficients, x).loss
+            published.compute_optimum(published.CHINCHILLA, fit.coefficients, x).loss
             for x in fit.ranges["flops"]
         ]
         assert np.all(min(ends) * (1 - 1e-9) <= found.loss)
@@ -101,7 +103,7 @@ def test_compute_to_equal_loss_of_curves() -> None:
     flops = np.geomspace(1e17, 1e21, 12)
     first = {"flops": flops, "loss": 20 * flops**-0.05}
     second = {"flops": 4 * flops, "loss": 20 * flops**-0.05}
-    law = published.find("power")
+    law = published.find_law("power")
     a, b = (fits_fit.fit(law, x) for x in (first, second))
     found = compare(a, b)
     np.testing.assert_allclose(found.ratio, 4, rtol=1e-6)
@@ -122,33 +124,31 @@ def test_compute_to_equal_loss_of_curves() -> None:
         (lambda x, y: 0.8 * (np.arange(len(x)) % 2), "the law misses one run in ten"),
     ],
 )
-def test_runs_that_a_law_does_not_follow_are_told(
-    change: Callable[..., np.ndarray], doubt: str
-) -> None:
-    runs = synthetic.runs(60, noise="normal")
+def test_misfit_gives_a_warning(change: Callable[..., np.ndarray], doubt: str) -> None:
+    runs = synthetic.simulate_isoflop_runs(60, noise="normal")
     x, y = (np.log10(runs[name]) for name in ("num_params", "num_tokens"))
     off = change((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
     result = fits_fit.fit(
         published.CHINCHILLA, runs | {"loss": runs["loss"] * np.exp(off)}
     )
-    said = [line for line in result.warnings if "the law" in line]
-    assert [line[: len(doubt)] for line in said[:1]] == ([doubt] if doubt else [])
+    warnings = [line for line in result.warnings if "the law" in line]
+    assert [line[: len(doubt)] for line in warnings[:1]] == ([doubt] if doubt else [])
 
 
 def test_residuals_are_measured() -> None:
-    sizes = goodness.measure(np.linspace(-0.1, 0.1, 2001))
+    sizes = goodness.measure_goodness(np.linspace(-0.1, 0.1, 2001))
     assert sizes == pytest.approx((0.05, 0.09, 0.1), rel=1e-3)
     assert goodness.percentages(sizes) == "5, 9 and 10 %"
-    assert goodness.chance(2.71, 4, 23) == pytest.approx(0.0552, abs=1e-4)
+    assert goodness.f_test_p_value(2.71, 4, 23) == pytest.approx(0.0552, abs=1e-4)
     few = np.random.default_rng(0).normal(size=9)
-    assert goodness.arch(few, np.ones((9, 1)), few[None], 9) == 0
-    # Copies of runs are no more runs.
+    assert goodness.find_arch(few, np.ones((9, 1)), few[None], 9) == 0
+    # Copies of runs do not count as runs.
     line = np.linspace(-1, 1, 12)
     noisy = line**3 + np.random.default_rng(0).normal(0, 0.5, 12)
     copies, again = np.repeat(noisy, 20), np.repeat(line, 20)
     columns = np.stack([np.ones(240), again], 1)
-    assert goodness.arch(copies, columns, again[None], 240) > 0.1
-    assert goodness.arch(copies, columns, again[None], 12) == 0
+    assert goodness.find_arch(copies, columns, again[None], 240) > 0.1
+    assert goodness.find_arch(copies, columns, again[None], 12) == 0
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_intervals_that_held_out_runs_leave_are_doubted(
     covered: float, num_points: int, doubted: bool
 ) -> None:
     score = HeldOut(num_points, 0.01, 0.02, 0.01, covered)
-    said = diagnostics.held_out(score)
-    assert said == doubted * [
-        f"of {num_points} held-out runs {covered:.0%} lie inside of their 90 % "
+    warnings = diagnostics.held_out_warnings(score)
+    assert warnings == doubted * [
+        f"of {num_points} held-out runs {covered:.0%} are inside their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
-    assert diagnostics.held_out(score._replace(covered=None)) == []
+    assert diagnostics.held_out_warnings(score._replace(covered=None)) == []

@@ -1,4 +1,4 @@
-"""What is drawn for an interval, and how wide it is then: exact, then with bugs."""
+"""Draws of resamples and the width of intervals: exact, then with seeded bugs."""
 
 import math
 from typing import Any
@@ -23,35 +23,35 @@ def test_a_resample_draws_whole_runs_as_many_as_there_are() -> None:
         "loss": rng.uniform(2, 4, len(RUN)),
     }
     weights = rng.uniform(0.5, 2, len(RUN))
-    seen = observations.observe(CHINCHILLA, data, weights, RUN + 100)
+    seen = observations.make_observations(CHINCHILLA, data, weights, RUN + 100)
     drawn = levenberg_marquardt.draw_weights(seen, 400, rng)
     counts = drawn / seen.weights
     np.testing.assert_allclose(counts, np.round(counts), atol=1e-9)
     by_run = np.stack([counts[:, RUN == run].mean(axis=1) for run in range(12)], axis=1)
-    np.testing.assert_allclose(by_run[:, RUN], counts)  # all rows of a run alike
+    np.testing.assert_allclose(by_run[:, RUN], counts)  # the same for all rows of a run
     np.testing.assert_allclose(by_run.sum(axis=1), 12)
-    # Each run comes once on average, and is left out of (1 - 1/12)^12 of all resamples.
+    # A run occurs once on average, and is absent from (1 - 1/12)^12 of all resamples.
     assert by_run.mean(axis=0) == pytest.approx(np.ones(12), abs=0.2)
     left_out = np.mean(np.isclose(by_run, 0))
     assert left_out == pytest.approx((11 / 12) ** 12, abs=0.03)
 
 
-def test_an_interval_is_what_its_level_says() -> None:
+def test_an_interval_has_its_level() -> None:
     samples = np.stack([np.arange(101.0), 2 * np.arange(101.0)], axis=1)
     middle = np.array([50.0, 100.0])
-    low, high = intervals.from_samples(
+    low, high = intervals.percentile_intervals(
         middle, samples, 0.9, loss="huber", num_points=30, k=3
     )
     np.testing.assert_allclose([low, high], [[5, 10], [95, 190]])
     # Least squares: sqrt(30 / 27) * 1.7033 / 1.6449 times as wide.
     wider = math.sqrt(30 / 27) * 1.7033 / 1.6449
-    low, high = intervals.from_samples(
+    low, high = intervals.percentile_intervals(
         middle, samples, 0.9, loss="mse", num_points=30, k=3
     )
     np.testing.assert_allclose(low, middle - wider * 0.9 * middle, atol=0.01)
     np.testing.assert_allclose(high, middle + wider * 0.9 * middle, atol=0.01)
-    assert intervals.student(0.9, 27) == pytest.approx(1.7033, abs=1e-4)
-    assert intervals.student(0.95, 2) == pytest.approx(4.3027, abs=1e-3)
+    assert intervals.student_t(0.9, 27) == pytest.approx(1.7033, abs=1e-4)
+    assert intervals.student_t(0.95, 2) == pytest.approx(4.3027, abs=1e-3)
 
 
 RESAMPLES = (
@@ -59,8 +59,8 @@ RESAMPLES = (
     "draw_weights",
     test_a_resample_draws_whole_runs_as_many_as_there_are,
 )
-LEVELS = intervals, "from_samples", test_an_interval_is_what_its_level_says
-WIDTHS = intervals, "widening", test_an_interval_is_what_its_level_says
+LEVELS = intervals, "percentile_intervals", test_an_interval_has_its_level
+WIDTHS = intervals, "widening", test_an_interval_has_its_level
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ WIDTHS = intervals, "widening", test_an_interval_is_what_its_level_says
         (LEVELS, "axis=0", "axis=-1"),
         (LEVELS, 'loss == "mse"', 'loss == "lms"'),
         (WIDTHS, "num_points - k", "num_points"),
-        (WIDTHS, "student(level, freedom)", "normal"),
+        (WIDTHS, "student_t(level, freedom)", "normal"),
     ],
 )
-def test_a_seeded_bug_of_resamples_or_intervals_is_noticed(
+def test_a_seeded_bug_of_resamples_or_intervals_is_detected(
     place: Any, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name, check = place

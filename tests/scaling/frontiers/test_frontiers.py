@@ -1,4 +1,4 @@
-"""Approaches 1 and 2: exact where they must be, honest where they cannot."""
+"""Approaches 1 and 2: exact on exact data, with warnings and refusals otherwise."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,10 +16,10 @@ from scaling.frontiers.frontier import (
     OUTSIDE,
     Find,
     Frontier,
-    compare,
-    disagreement,
+    compare_exponents,
+    disagreement_warning,
 )
-from scaling.frontiers.groups import SAME_SIZE, Groups, find_groups, merge_sizes
+from scaling.frontiers.groups import SAME_SIZE, IsoflopGroups, find_groups, merge_sizes
 
 BUDGETS = np.geomspace(1e18, 1e21, 5)
 
@@ -33,7 +33,7 @@ def make_groups(
     noise: float = 0.0,
     sign: float = 1.0,
     seed: int = 3,
-) -> Groups:
+) -> IsoflopGroups:
     """IsoFLOP runs of a surface, over a decade on each side of `shift` from N*."""
     best = optimum(alpha, beta)[:, None] * 10 ** (shift + np.linspace(-1, 1, num))
     flops = np.repeat(BUDGETS, num)
@@ -49,8 +49,8 @@ def optimum(alpha: float, beta: float) -> np.ndarray:
     return g * (BUDGETS / 6) ** (beta / (alpha + beta))
 
 
-def frontier(groups: Groups, find: Find, resamples: int = 0) -> Frontier:
-    return frontiers_frontier.frontier(
+def frontier(groups: IsoflopGroups, find: Find, resamples: int = 0) -> Frontier:
+    return frontiers_frontier.bootstrap_frontier(
         "x", find, groups.flops, groups.strata, resamples=resamples
     )
 
@@ -62,7 +62,7 @@ def exponents(found: Frontier) -> tuple[float, float]:
 
 
 def interval(found: Frontier) -> tuple[float, float]:
-    """Of the exponent of N."""
+    """The interval of the exponent of N."""
     assert found.num_params is not None
     assert found.num_params.interval is not None
     return found.num_params.interval
@@ -70,7 +70,7 @@ def interval(found: Frontier) -> tuple[float, float]:
 
 def test_a_symmetric_surface_has_exponent_one_half() -> None:
     groups = make_groups(0.35, 0.35)
-    surface = isoflop.surface(groups)
+    surface = isoflop.fit_group_surface(groups)
     for find in (
         isoflop.by_parabola(groups),
         isoflop.by_parabola(groups, 5),
@@ -94,7 +94,7 @@ def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
         decades = np.log10(plain.minima.num_params[0] / best)
         expected = parabola.vertex_shift(alpha, beta, 1.0, 9)
         np.testing.assert_allclose(decades, expected, atol=1e-9)
-    surface = isoflop.surface(groups)
+    surface = isoflop.fit_group_surface(groups)
     np.testing.assert_allclose((surface.alpha, surface.beta), [[alpha], [beta]])
     both = float(surface.alpha[0]), float(surface.beta[0])
     for find in (
@@ -117,7 +117,7 @@ def test_the_vertex_shift_in_closed_form() -> None:
         shift(0.3, 0.0, 1.0, 9)
 
 
-def test_what_has_no_minimum_is_refused() -> None:
+def test_groups_without_a_minimum_are_refused() -> None:
     fine, edge = make_groups(0.34, 0.28), make_groups(0.34, 0.28, shift=1.2)
     upside_down = make_groups(0.34, 0.28, sign=-1)
     assert frontier(fine, isoflop.by_parabola(fine, 3)).warnings == ()
@@ -128,10 +128,10 @@ def test_what_has_no_minimum_is_refused() -> None:
             assert found.num_params is None
             assert "edge of the sizes" in found.warnings[0]
             assert "no law" in found.warnings[-1]
-    projected = isoflop.by_projection(edge, isoflop.surface(edge))
+    projected = isoflop.by_projection(edge, isoflop.fit_group_surface(edge))
     assert (frontier(edge, projected).minima.reason == OUTSIDE).all()
 
-    # The lowest loss is inside, but the five losses bend the other way.
+    # The lowest loss is inside, but the parabola of the five losses opens downward.
     x, y = np.arange(1.0, 6), np.array([3.0, 5.0, 2.9, 5.0, 3.0])
     bent = find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
     found = frontier(bent, isoflop.by_parabola(bent))
@@ -143,10 +143,12 @@ def test_what_has_no_minimum_is_refused() -> None:
         isoflop.by_parabola(bent, 4)
 
 
-def noisy_groups(flops: np.ndarray, shares: Sequence[float], *spoilt: int) -> Groups:
+def noisy_groups(
+    flops: np.ndarray, shares: Sequence[float], *spoilt: int
+) -> IsoflopGroups:
     """Runs at budgets, of sizes that are `shares` of a tenth of the root of C.
 
-    Those at the places `spoilt` have losses 40 % too high.
+    The runs at the indices `spoilt` have losses 40 % too high.
     """
     flops = np.repeat(flops, len(shares))
     num_params = 0.1 * flops**0.5 * np.tile(shares, flops.size // len(shares))
@@ -157,7 +159,7 @@ def noisy_groups(flops: np.ndarray, shares: Sequence[float], *spoilt: int) -> Gr
     return find_groups(num_params, num_tokens, flops, loss)
 
 
-def spoilt_groups(*spoilt: int) -> Groups:
+def spoilt_groups(*spoilt: int) -> IsoflopGroups:
     """28 runs at four budgets."""
     shares = 10 ** np.linspace(-0.5, 0.5, 7)
     return noisy_groups(np.geomspace(6e18, 3e21, 4), shares.tolist(), *spoilt)
@@ -168,10 +170,10 @@ def test_sizes_that_are_nearly_equal_are_one() -> None:
     same = noisy_groups(BUDGETS[:4], [0.3, 0.6, 1, 1, 2, 4])
     assert (near.num_merged, same.num_merged) == (4, 0)
     for find in (isoflop.by_akima, isoflop.by_parabola):
-        found, wanted = (frontier(x, find(x), 100) for x in (near, same))
-        np.testing.assert_allclose(found.minima.loss, wanted.minima.loss, rtol=1e-6)
-        np.testing.assert_allclose(exponents(found), exponents(wanted), rtol=1e-5)
-        assert found.warnings == wanted.warnings
+        found, expected = (frontier(x, find(x), 100) for x in (near, same))
+        np.testing.assert_allclose(found.minima.loss, expected.minima.loss, rtol=1e-6)
+        np.testing.assert_allclose(exponents(found), exponents(expected), rtol=1e-5)
+        assert found.warnings == expected.warnings
     sizes, place = merge_sizes(np.array([2.0, 1.0, 1.012, 1.006, 1.0, 3.0]))
     np.testing.assert_allclose(sizes, [(1.006 * 1.012) ** 0.25, 2, 3])
     assert place.tolist() == [1, 0, 0, 0, 0, 2]
@@ -183,7 +185,7 @@ def test_sizes_that_are_nearly_equal_are_one() -> None:
 
 
 def test_a_minimum_well_below_all_runs_is_refused() -> None:
-    # Two sizes 2 % apart: a parabola of three points follows their noise.
+    # Two sizes 2 % apart: a parabola through three points follows their noise.
     flops = np.repeat(BUDGETS[:2], 5)
     num_params = 0.1 * flops**0.5 * np.tile([0.3, 0.98, 1, 10, 30], 2)
     loss = np.repeat([1.0, 0.9], 5) * np.tile([2.6, 2.505, 2.5, 2.52, 2.7], 2)
@@ -192,8 +194,8 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
     assert found.minima.reason.tolist() == [[DEEP] * 2]
     assert found.num_params is None
     assert found.warnings == (
-        "x: no minimum at 1e+18 FLOP: the minimum lies well below the lowest run",
-        "x: no minimum at 5.62e+18 FLOP: the minimum lies well below the lowest run",
+        "x: no minimum at 1e+18 FLOP: the minimum is far below the lowest run",
+        "x: no minimum at 5.62e+18 FLOP: the minimum is far below the lowest run",
         "x: fewer than two budgets have a minimum; no law",
     )
     whole = frontier(groups, isoflop.by_parabola(groups))
@@ -202,14 +204,14 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
 
 
 @pytest.mark.thorough
-def test_methods_that_contradict_each_other_say_so() -> None:
+def test_contradicting_methods_give_a_warning() -> None:
     a = 0.36 / 0.7
     for places, is_sound in (((), True), ((27,), False)):
         groups = spoilt_groups(*places)
-        squares = isoflop.surface(groups)
-        robust = isoflop.surface(groups, robust=True)
+        squares = isoflop.fit_group_surface(groups)
+        robust = isoflop.fit_group_surface(groups, robust=True)
         found = [
-            frontiers_frontier.frontier(
+            frontiers_frontier.bootstrap_frontier(
                 name, find, groups.flops, groups.strata, resamples=100
             )
             for name, find in (
@@ -218,18 +220,20 @@ def test_methods_that_contradict_each_other_say_so() -> None:
                 ("robust", isoflop.by_projection(groups, robust)),
             )
         ]
-        said = isoflop.doubts(groups, squares, robust) + disagreement(found)
+        doubts = isoflop.surface_warnings(
+            groups, squares, robust
+        ) + disagreement_warning(found)
         last = exponents(found[2])[0]
         assert last == pytest.approx(a, abs=0.02)
         low, high = np.nanquantile(found[2].exponents, (0.05, 0.95))
         assert low < a < high
         if is_sound:
-            assert said == []
+            assert doubts == []
             assert exponents(found[1])[0] == pytest.approx(last, abs=0.01)
             continue
-        # A run of 28 takes the exponent of squares to half of what it is.
+        # One run of 28 halves the least-squares exponent.
         assert exponents(found[1])[0] == pytest.approx(0.248, abs=2e-3)
-        assert said == [
+        assert doubts == [
             "a few runs decide the surface: by squares N* grows as C^0.25, robustly as "
             "C^0.51",
             "the methods contradict each other in the exponent of N: parabola 0.442, "
@@ -239,7 +243,7 @@ def test_methods_that_contradict_each_other_say_so() -> None:
 
 
 def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
-    def said(change: Callable[[Groups], np.ndarray]) -> list[str]:
+    def surface_doubts(change: Callable[[IsoflopGroups], np.ndarray]) -> list[str]:
         plain = spoilt_groups()
         n, d, loss = (
             np.concatenate([getattr(each, name) for each in plain.groups])
@@ -247,14 +251,14 @@ def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
         )
         loss = loss * change(plain)
         groups = find_groups(n, d, 6 * n * d, loss)
-        surfaces = (isoflop.surface(groups, robust=x) for x in (False, True))
-        return isoflop.doubts(groups, *surfaces)
+        surfaces = (isoflop.fit_group_surface(groups, robust=x) for x in (False, True))
+        return isoflop.surface_warnings(groups, *surfaces)
 
-    drift = said(lambda x: 1 + 0.15 * np.log10(x.flops[x.strata] / 1e20) ** 2)
+    drift = surface_doubts(lambda x: 1 + 0.15 * np.log10(x.flops[x.strata] / 1e20) ** 2)
     assert drift[-1].endswith("these runs do not have its form")
-    pooled = said(lambda x: np.tile([1, 2.2], 14))
+    pooled = surface_doubts(lambda x: np.tile([1, 2.2], 14))
     assert any("misses one run in ten by more than" in line for line in pooled)
-    assert said(lambda x: np.ones(28)) == []
+    assert surface_doubts(lambda x: np.ones(28)) == []
 
 
 @pytest.mark.slow
@@ -265,7 +269,7 @@ def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
         num_params = flops**0.5 * 10 ** rng.uniform(-1, 1, 18) ** (1 + seed % 2)
         loss = 10 ** rng.uniform(-8, 8, 18) if seed % 3 else np.full(18, 2.5)
         groups = find_groups(num_params, flops / num_params, flops, loss)
-        surface = isoflop.surface(groups)
+        surface = isoflop.fit_group_surface(groups)
         both = float(surface.alpha[0]), float(surface.beta[0])
         for find in (
             isoflop.by_parabola(groups),
@@ -286,7 +290,7 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
         frontier(groups, isoflop.by_parabola(groups, window), 300)
         for window in isoflop.WINDOWS
     ]
-    projection = isoflop.by_projection(groups, isoflop.surface(groups))
+    projection = isoflop.by_projection(groups, isoflop.fit_group_surface(groups))
     found.append(frontier(groups, projection, 300))
     widths = []
     for each in found:
@@ -299,7 +303,7 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     again = frontier(groups, isoflop.by_parabola(groups, 3), 300)
     assert again.num_params == found[0].num_params
 
-    # The losses that the reference measured at 1.8e11 FLOP: the window decides.
+    # The reference's losses at 1.8e11 FLOP; the window determines the result.
     sizes = np.array([8, 12, 16, 24, 32, 48, 64, 96]) ** 2 * 24.0
     losses = [
         [2.252, 2.138, 2.217, 2.440, 2.440, 2.622, 2.730, 2.921],
@@ -309,16 +313,16 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     n = np.tile(sizes, 2)
     real = find_groups(n, flops / 6 / n, flops, np.ravel(losses))
     windows = [frontier(real, isoflop.by_parabola(real, w)) for w in isoflop.WINDOWS]
-    (said,) = compare(windows, what="window")
-    assert said.startswith("the exponent of N depends on the window: x 0.")
+    (warning,) = compare_exponents(windows, what="window")
+    assert warning.startswith("the exponent of N depends on the window: x 0.")
 
 
 @pytest.mark.slow
-def test_intervals_of_many_sets_cover_as_often_as_they_say() -> None:
+def test_intervals_of_many_sets_have_their_coverage() -> None:
     covered = {"parabola": 0, "projection": 0}
     for seed in range(80):
         groups = make_groups(0.34, 0.28, noise=0.003, seed=seed)
-        surface = isoflop.surface(groups)
+        surface = isoflop.fit_group_surface(groups)
         for name, find in (
             ("parabola", isoflop.by_parabola(groups)),
             ("projection", isoflop.by_projection(groups, surface)),
@@ -351,7 +355,7 @@ def test_akima_is_lowest_where_scipys_is() -> None:
         y = 0.1 * (x - 5) ** 2 + rng.normal(0, 0.3, (4, 9))
         present = rng.random((4, 9)) < 0.8
         present[:, :3] = True
-        places, values = akima.lowest(x, np.where(present, y, 99.0), present)
+        places, values = akima.find_lowest(x, np.where(present, y, 99.0), present)
         for i, mask in enumerate(present):
             curve = Akima1DInterpolator(x[mask], y[i, mask])
             grid = np.linspace(x[mask][0], x[mask][-1], 5000)
@@ -364,10 +368,12 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     n = np.geomspace(1e7, 1e9, 25)[runs]
     d = np.tile(np.geomspace(0.02, 200, 60), 25) * n
     loss = 1.7 + 400 * n**-0.34 + 410 * d**-0.34
-    curves = envelope.read_off(runs, n, d, 6 * n * d, loss, num_budgets=300)
-    find = envelope.envelope(curves)
+    curves = envelope.interpolate_curves(runs, n, d, 6 * n * d, loss, num_budgets=300)
+    find = envelope.find_envelope(curves)
     strata = np.zeros(25, int)
-    found = frontiers_frontier.frontier("e", find, curves.flops, strata, resamples=100)
+    found = frontiers_frontier.bootstrap_frontier(
+        "e", find, curves.flops, strata, resamples=100
+    )
     np.testing.assert_allclose(exponents(found), 0.5, atol=0.01)
     low, high = interval(found)
     assert low < 0.5 < high
@@ -381,11 +387,11 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     assert np.abs(np.log10(sizes / best)).max() < 0.1
 
     noisy = loss * np.exp(np.random.default_rng(0).normal(0, 0.01, loss.size))
-    plain = envelope.read_off(runs, n, d, 6 * n * d, noisy, num_budgets=300)
-    smooth = envelope.read_off(
+    plain = envelope.interpolate_curves(runs, n, d, 6 * n * d, noisy, num_budgets=300)
+    smooth = envelope.interpolate_curves(
         runs, n, d, 6 * n * d, noisy, num_budgets=300, smoothing=0.2
     )
     errors = [np.nanstd(x.log_loss - curves.log_loss) for x in (plain, smooth)]
     assert errors[1] < 0.6 * errors[0]
     with pytest.raises(ValueError, match="no run has a curve"):
-        envelope.read_off(np.arange(3), n[:3], d[:3], d[:3], loss[:3])
+        envelope.interpolate_curves(np.arange(3), n[:3], d[:3], d[:3], loss[:3])

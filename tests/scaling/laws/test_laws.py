@@ -1,4 +1,4 @@
-"""Laws say what their papers say, in whatever units fitting counts."""
+"""Laws equal the formulas of their papers, in any units."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_a_law_in_any_units(name: str) -> None:
     np.testing.assert_allclose(back, EXAMPLES[name], rtol=1e-12)
     np.testing.assert_allclose(value, np.log(expected), rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(rows, slow, rtol=1e-9, atol=1e-12)
-    # Where fits may go holds the example, and every start.
+    # The box of fits contains the example and every start.
     low, high = law.box(float(np.median(np.log(expected))))
     assert np.all((low < y) & (y < high))
     starts = law.starts(float(np.median(np.log(expected))))
@@ -55,15 +55,15 @@ def test_the_optimum_is_where_a_search_finds_it(name: str) -> None:
     law = published.LAWS[name]
     coefficients = dict(zip(law.coefficients, EXAMPLES[name], strict=True))
     flops = 5.76e23
-    best = published.optimum(law, coefficients, flops)
+    best = published.compute_optimum(law, coefficients, flops)
     sizes = best.num_params * np.exp(np.linspace(-0.5, 0.5, 2001))
     data = COLUMNS | {"num_params": sizes, "num_tokens": flops / 6 / sizes}
     data["flops"] = np.full(2001, flops)
     losses = plainly(name, EXAMPLES[name], {**data, **_fill(2001)})
     assert abs(int(np.argmin(losses)) - 1000) <= 1
     np.testing.assert_allclose(best.loss, losses[1000], rtol=1e-12)
-    larger = published.optimum(law, coefficients, np.array([100 * flops]))
-    a, b = published.exponents(law, coefficients)
+    larger = published.compute_optimum(law, coefficients, np.array([100 * flops]))
+    a, b = published.optimal_exponents(law, coefficients)
     np.testing.assert_allclose(larger.num_params / best.num_params, 100**a)
     np.testing.assert_allclose(larger.num_tokens / best.num_tokens, 100**b)
 
@@ -74,16 +74,16 @@ def _fill(n: int) -> dict[str, np.ndarray]:
 
 
 def test_refusals() -> None:
-    said = r"no law 'chinchila'; there are mean-.*; did you mean chinchilla or"
-    with pytest.raises(ValueError, match=said):
-        published.find("chinchila")
-    with pytest.raises(ValueError, match="power does not say how loss falls"):
-        published.exponents(published.find("power"), {"a": 1.0, "b": 0.1})
+    message = r"no law 'chinchila'; there are mean-.*; did you mean chinchilla or"
+    with pytest.raises(ValueError, match=message):
+        published.find_law("chinchila")
+    with pytest.raises(ValueError, match="power does not define how loss falls"):
+        published.optimal_exponents(published.find_law("power"), {"a": 1.0, "b": 0.1})
     with pytest.raises(ValueError, match="chinchilla needs a column num_tokens"):
         published.CHINCHILLA.predict(jnp.ones(5), {"num_params": [1.0]})
-    assert published.find("power").over("num_tokens").inputs == ("num_tokens",)
+    assert published.find_law("power").over("num_tokens").inputs == ("num_tokens",)
     with pytest.raises(ValueError, match="power takes 1 columns"):
-        published.find("power").over("num_params", "num_tokens")
+        published.find_law("power").over("num_params", "num_tokens")
 
 
 def test_every_law_names_its_source() -> None:

@@ -1,4 +1,4 @@
-"""Logs: columns found and converted, every row accounted for, bad input named."""
+"""Logs: columns found and converted, every row accounted for, invalid input named."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scaling.logs import doubts, files, rules
-from scaling.logs.log import Columns, read
+from scaling.logs.log import LogColumns, read_log
 from tests.support import traces
 from tests.support.refusals import refused
 
@@ -41,8 +41,8 @@ def write_lines(folder: Path, rows: list[Any], name: str = "runs.jsonl") -> Path
 
 def test_a_mapped_csv_becomes_si_columns(tmp_path: Path) -> None:
     text = "size,seen,val\n1.5,20,3.5\n\n3,40,3.25\n"
-    columns = Columns(n="size", d="seen", n_unit=1e6, d_unit=1e9, loss="val")
-    log = read(write(tmp_path, text), columns)
+    columns = LogColumns(n="size", d="seen", n_unit=1e6, d_unit=1e9, loss="val")
+    log = read_log(write(tmp_path, text), columns)
     np.testing.assert_array_equal(log.columns["num_params"], [1.5e6, 3e6])
     np.testing.assert_array_equal(log.columns["num_tokens"], [20e9, 40e9])
     np.testing.assert_array_equal(log.columns["flops"], [6 * 1.5e6 * 20e9, 7.2e17])
@@ -51,9 +51,9 @@ def test_a_mapped_csv_becomes_si_columns(tmp_path: Path) -> None:
     assert [row.line for row in log.raw] == [2, 4]
 
 
-def test_a_foreign_file_is_read_by_its_names_aloud(tmp_path: Path) -> None:
+def test_a_foreign_file_is_read_by_its_names(tmp_path: Path) -> None:
     text = "N;C;c4_loss;run\n70M;2.52e18;3.5;a\n0.125B;4.5e18;3.4;b\n"
-    log = read(write(tmp_path, text), Columns(count="non-embedding"))
+    log = read_log(write(tmp_path, text), LogColumns(count="non-embedding"))
     np.testing.assert_allclose(log.columns["num_params"], [70e6, 125e6], rtol=1e-15)
     np.testing.assert_allclose(log.columns["num_tokens"], [6e9, 6e9], rtol=1e-12)
     assert log.count == "non-embedding"
@@ -70,7 +70,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
     twice = {"run_id": "r9", "status": "diverged", "loss": float("nan")}
     write_lines(tmp_path, [*RUNS, diverged, twice])
     with (tmp_path / "runs.jsonl").open("a") as file:
-        file.write('{"run_id": "r1')  # killed while it wrote
+        file.write('{"run_id": "r1')  # killed while writing
     points = [
         {"run_id": run, "step": s, "num_tokens": s * 10, "flops": s * 1e6, "loss": 5.0}
         for run in ("r0", "r2", "r8")
@@ -78,7 +78,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
     ]
     lossless = points[0] | {"loss": None}
     write_lines(tmp_path, [*points, lossless], "curves.jsonl")
-    log = read(tmp_path)
+    log = read_log(tmp_path)
     np.testing.assert_array_equal(log.columns["num_params"], [1e3, 2e3, 3e3, 4e3])
     assert log.notes == (
         "the last line (7) is incomplete and is left out",
@@ -91,7 +91,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
         log.curves.columns["num_params"], [1e3, 1e3, 3e3, 3e3]
     )
 
-    other = read(tmp_path, Columns(count="non-embedding"), needs=["recipe.rate"])
+    other = read_log(tmp_path, LogColumns(count="non-embedding"), needs=["recipe.rate"])
     np.testing.assert_array_equal(other.columns["num_params"], [900, 1800, 2700, 3600])
     np.testing.assert_array_equal(other.columns["recipe.rate"], 0.01)
 
@@ -99,7 +99,7 @@ def test_a_sweep_needs_no_flags(tmp_path: Path) -> None:
 def test_rules_select_and_ignore(tmp_path: Path) -> None:
     path = write_lines(tmp_path, [*RUNS, {"loss": "?", "status": "completed"}])
     rule = "loss == '?' or (`recipe.rate` < .02 and not num_params > 1e3)"
-    log = read(path, ignore=rule)
+    log = read_log(path, ignore=rule)
     assert log.notes[0] == f"2 rows left out by {rule!r}"
     assert log.runs == ("r1", "r2", "r3")
     for rule, selected in (
@@ -116,12 +116,12 @@ def test_rules_select_and_ignore(tmp_path: Path) -> None:
 def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
     text = "N,D,loss\n1.5e6,2e9,3.5\n3e6,4e9,3.25\n"
     rows = [{"N": 1.5e6, "D": 2e9, "loss": 3.5}, {"N": 3e6, "D": 4e9, "loss": 3.25}]
-    expected = read(write(tmp_path, text))
+    expected = read_log(write(tmp_path, text))
     (tmp_path / "packed").write_bytes(gzip.compress(text.encode()))
     write(tmp_path, json.dumps(rows), "line.json")
     write(tmp_path, "\n" + json.dumps(rows, indent=2), "pretty.json")
     for name in ("packed", "line.json", "pretty.json"):
-        log = read(tmp_path / name)
+        log = read_log(tmp_path / name)
         assert log.columns.keys() == expected.columns.keys()
         for column, values in expected.columns.items():
             np.testing.assert_array_equal(log.columns[column], values)
@@ -150,7 +150,7 @@ def test_json_and_gzip_are_read_like_csv(tmp_path: Path) -> None:
 def test_files_of_other_kinds_are_named(tmp_path: Path, data: bytes, line: str) -> None:
     (tmp_path / "log").write_bytes(data)
     with refused(line):
-        read(tmp_path / "log")
+        read_log(tmp_path / "log")
 
 
 def test_only_files_of_a_size_are_read(
@@ -158,37 +158,37 @@ def test_only_files_of_a_size_are_read(
 ) -> None:
     for name in ("/dev/zero", "/dev/null"):
         with pytest.raises(ValueError, match="it is a device, not a file"):
-            read(Path(name))
-    os.mkfifo(tmp_path / "pipe")  # that nobody writes to
+            read_log(Path(name))
+    os.mkfifo(tmp_path / "pipe")  # without a writer
     with pytest.raises(ValueError, match="pipe: holds no runs"):
-        read(tmp_path / "pipe")
+        read_log(tmp_path / "pipe")
     monkeypatch.setattr(files, "MAX_BYTES", 2**20)
     for data in (b" " * (2**20 + 1), gzip.compress(b" " * (2**20 + 1))):
         (tmp_path / "large").write_bytes(data)
         with pytest.raises(ValueError, match="more than 1 MiB; leave columns or rows"):
-            read(tmp_path / "large")
+            read_log(tmp_path / "large")
 
 
 def test_a_law_of_one_input_needs_one_column(tmp_path: Path) -> None:
     path = write(tmp_path, "params,loss\n1e6,3\n2e6,2.9\n")
-    log = read(path, needs=("num_params", "loss"))
+    log = read_log(path, needs=("num_params", "loss"))
     assert log.columns.keys() == {"num_params", "loss"}
     assert log.roles == {"num_params": "params", "loss": "loss"}
     with pytest.raises(
         ValueError, match=r"the law reads C \(--c COLUMN\), and there is"
     ):
-        read(path, needs=("flops", "loss"))
+        read_log(path, needs=("flops", "loss"))
     with pytest.raises(
         ValueError, match=r"two of N, D and C are needed, and there is N"
     ):
-        read(path)
+        read_log(path)
     both = write(tmp_path, "D,C,loss\n1e9,6e15,3\n", "both.csv")
-    assert read(both, needs=("num_params", "loss")).columns["num_params"] == 1e6
-    # A law of a rate reads no loss.
+    assert read_log(both, needs=("num_params", "loss")).columns["num_params"] == 1e6
+    # A law of the learning rate reads no loss.
     rates = write(tmp_path, "N,D,lr\n1e6,1e9,1e-3\n", "rates.csv")
-    columns = Columns(others={"learning_rate": "lr"})
+    columns = LogColumns(others={"learning_rate": "lr"})
     needs = ("num_params", "num_tokens", "learning_rate")
-    assert "loss" not in read(rates, columns, needs=needs).columns
+    assert "loss" not in read_log(rates, columns, needs=needs).columns
 
 
 def test_the_last_and_the_best_rows_are_picked(tmp_path: Path) -> None:
@@ -201,39 +201,39 @@ c,1M,2e9,1e-1,nan
 d,2M,2e9,1e-3,3.2
 """
     path = write(tmp_path, text)
-    log = read(path, last_of=["run"], best_of=["N", "D"])
+    log = read_log(path, last_of=["run"], best_of=["N", "D"])
     assert [row.number for row in log.raw] == [4, 6]
     assert log.notes[:2] == (
         "2 rows left out: not the last by D of rows with one run",
         "2 rows left out: not the lowest loss of rows with one N and D",
     )
-    assert [row.number for row in read(path, best_of=["num_params"]).raw] == [4, 6]
+    assert [row.number for row in read_log(path, best_of=["num_params"]).raw] == [4, 6]
     with pytest.raises(ValueError, match=r"row 5 \(line 6\): loss is nan"):
-        read(path, last_of=["run"])
+        read_log(path, last_of=["run"])
     with pytest.raises(ValueError, match="--best-of x: no such column; there is run"):
-        read(path, best_of=["x"])
-    # The later of equals; and steps tell which row is last, from 0.
+        read_log(path, best_of=["x"])
+    # The later of equals; steps determine the last row, from 0.
     steps = write(tmp_path, "run,N,step,loss\na,1e6,0,3\na,1e6,0,2\n", "steps.csv")
-    picked = read(steps, needs=["num_params", "loss"], last_of=["run"])
+    picked = read_log(steps, needs=["num_params", "loss"], last_of=["run"])
     assert [row.number for row in picked.raw] == [2]
     bare = write(tmp_path, "run,N,loss\na,1e6,3\n", "bare.csv")
     with pytest.raises(ValueError, match="--last-of run: which row is last"):
-        read(bare, needs=["num_params", "loss"], last_of=["run"])
+        read_log(bare, needs=["num_params", "loss"], last_of=["run"])
 
 
 def test_losses_in_bits_are_scaled(tmp_path: Path) -> None:
     path = write(tmp_path, "N,D,bpt\n1e6,1e9,3\n")
-    log = read(path, Columns(loss="bpt", loss_unit=np.log(2)))
+    log = read_log(path, LogColumns(loss="bpt", loss_unit=np.log(2)))
     np.testing.assert_allclose(log.columns["loss"], 3 * np.log(2))
     assert "the loss is bpt times 0.693147" in log.notes
     with pytest.raises(ValueError, match=r"loss_unit=0\.0 must be above 0"):
-        Columns(loss_unit=0.0)
+        LogColumns(loss_unit=0.0)
 
 
 UNNAMED: dict[str, tuple[str, ...]] = {
     "N,D,loss\n1e6,1e9,3\n2e6,1e9,2\n": (),
     "N,D,loss,experiment\n1e6,1e9,3,a\n2e6,1e9,2,a\n1e6,2e9,3,b\n2e6,2e9,2,b\n": (
-        "experiment is not used, and parts the runs (a, b): --by experiment ",
+        "experiment is not used, and groups the runs (a, b): --by experiment ",
         """--where 'experiment == "a"' one of them""",
     ),
     "N,D,loss,is outlier\n1e6,1e9,3,True\n2e6,1e9,2,False\n": (
@@ -255,7 +255,7 @@ UNNAMED: dict[str, tuple[str, ...]] = {
     "N,C,loss\n1e7,300,3\n": ("C (C) is 300 to 300: FLOPs? --c-unit 1e+18 if",),
     "N,D,C,loss\n1e7,1e9,6e20,3\n": ("C is 1e+04 times 6 N D: is one of them",),
 }
-"""Logs without flags, and what is said of them."""
+"""Logs without flags, and their warnings."""
 
 
 @pytest.mark.parametrize(
@@ -267,24 +267,24 @@ UNNAMED: dict[str, tuple[str, ...]] = {
         ("s_m,D,loss\n70,1e9,3\n", (), {"n": "s_m", "n_unit": 1e6}),
     ],
 )
-def test_what_nobody_asked_for_is_pointed_at(
+def test_unused_columns_are_reported(
     tmp_path: Path, text: str, lines: tuple[str, ...], flags: dict[str, Any]
 ) -> None:
-    columns = Columns(**flags)
-    log = read(write(tmp_path, text), columns)
-    found = doubts.find(log, columns)
+    columns = LogColumns(**flags)
+    log = read_log(write(tmp_path, text), columns)
+    found = doubts.find_doubts(log, columns)
     assert len(found) == bool(lines)
     for line in lines:
         assert line in found[0]
-    if log.names[-1] not in log.roles.values():  # a rule that names it has seen it
-        assert not doubts.find(log, columns, [f"`{log.names[-1]}` == 1"])
+    if log.names[-1] not in log.roles.values():  # a rule uses the column
+        assert not doubts.find_doubts(log, columns, [f"`{log.names[-1]}` == 1"])
 
 
 def test_published_runs_and_our_sweeps_are_not_doubted(tmp_path: Path) -> None:
     path = traces.find("losses/gadre_c4.csv")
-    assert not doubts.find(read(path), Columns())
+    assert not doubts.find_doubts(read_log(path), LogColumns())
     write_lines(tmp_path, RUNS)
-    assert not doubts.find(read(tmp_path), Columns())
+    assert not doubts.find_doubts(read_log(tmp_path), LogColumns())
 
 
 @pytest.mark.parametrize(
@@ -320,37 +320,37 @@ def test_bad_logs_are_named_in_a_line(
     tmp_path: Path, text: str, flags: dict[str, Any], line: str
 ) -> None:
     with refused(line):
-        read(write(tmp_path, text), Columns(**flags))
+        read_log(write(tmp_path, text), LogColumns(**flags))
 
 
 def test_a_sweep_with_a_run_twice_is_refused(tmp_path: Path) -> None:
     write_lines(tmp_path, [*RUNS, RUNS[1] | {"loss": 3.0}])
     with pytest.raises(ValueError, match="rows 2 and 5 are the same run"):
-        read(tmp_path)
+        read_log(tmp_path)
     (tmp_path / "runs.jsonl").unlink()
     with pytest.raises(ValueError, match=r"holds no runs\.jsonl"):
-        read(tmp_path)
+        read_log(tmp_path)
 
 
-def test_rows_that_agree_in_numbers_are_told_of(tmp_path: Path) -> None:
+def test_rows_with_equal_numbers_are_reported(tmp_path: Path) -> None:
     text = "N,D,loss,seed\n1,2,3,0\n1,2,3,1\n1,2,4,2\n"
-    log = read(write(tmp_path, text))
+    log = read_log(write(tmp_path, text))
     assert "equal numbers in rows 1 and 2: one run twice?" in log.notes
 
 
 def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
     path = write(tmp_path, "N,D,loss,unique\n1,2,3,1e9\n")
     with pytest.raises(ValueError, match="--columns num_unique_tokens=COLUMN"):
-        read(path, needs=["num_unique_tokens"])
+        read_log(path, needs=["num_unique_tokens"])
     for name, value in (("unique", 1e9), ("unique*1e3", 1e12)):
-        columns = Columns(others={"num_unique_tokens": name}, d="D", d_unit=1e9)
-        log = read(path, columns, needs=["num_unique_tokens"])
+        columns = LogColumns(others={"num_unique_tokens": name}, d="D", d_unit=1e9)
+        log = read_log(path, columns, needs=["num_unique_tokens"])
         np.testing.assert_array_equal(log.columns["num_unique_tokens"], [value])
-        told = "num_unique_tokens is unique as it stands" in "".join(log.notes)
-        assert told == (value == 1e9)
-    columns = Columns(others={"num_unique_tokens": "unique*-1"})
+        is_reported = "num_unique_tokens is unique without a unit" in "".join(log.notes)
+        assert is_reported == (value == 1e9)
+    columns = LogColumns(others={"num_unique_tokens": "unique*-1"})
     with pytest.raises(ValueError, match="unit must be above 0"):
-        read(path, columns, needs=["num_unique_tokens"])
+        read_log(path, columns, needs=["num_unique_tokens"])
 
 
 @pytest.mark.parametrize(
@@ -371,16 +371,16 @@ def test_a_law_may_read_other_columns(tmp_path: Path) -> None:
 )
 def test_bad_rules_are_named(rule: str, line: str) -> None:
     with refused(line):
-        rules.parse(rule, ["a"])
+        rules.parse_rule(rule, ["a"])
 
 
-def test_what_has_no_number_has_no_order(tmp_path: Path) -> None:
-    test = rules.parse("a < 1", ["a"])
-    for cell, said in (("x", "a is 'x', not a number"), (None, "a is missing")):
-        with pytest.raises(ValueError, match=said):
+def test_cells_without_a_number_have_no_order(tmp_path: Path) -> None:
+    test = rules.parse_rule("a < 1", ["a"])
+    for cell, message in (("x", "a is 'x', not a number"), (None, "a is missing")):
+        with pytest.raises(ValueError, match=message):
             test({"a": cell})
-    assert rules.parse("a == 1", ["a"])({"a": True})
-    assert rules.parse("a != 1", ["a"])({"a": None})
+    assert rules.parse_rule("a == 1", ["a"])({"a": True})
+    assert rules.parse_rule("a != 1", ["a"])({"a": None})
 
 
 GRID = [
@@ -411,7 +411,7 @@ def grid(names: str, *more: str, scale: float = 1.0) -> str:
     ],
 )
 def test_columns_are_found_in_any_spelling(tmp_path: Path, names: str) -> None:
-    log = read(write(tmp_path, grid(names)))
+    log = read_log(write(tmp_path, grid(names)))
     assert [log.roles[x] for x in ("num_params", "num_tokens", "loss")] == names.split(
         ","
     )
@@ -422,7 +422,7 @@ def test_columns_are_found_in_any_spelling(tmp_path: Path, names: str) -> None:
     "name", ["compute_budget", "Training FLOP", "Training compute (FLOP)", "trainFLOPs"]
 )
 def test_compute_is_found_in_any_spelling(tmp_path: Path, name: str) -> None:
-    log = read(write(tmp_path, f"N,{name},loss\n1e7,6e16,3\n2e7,6e16,2\n"))
+    log = read_log(write(tmp_path, f"N,{name},loss\n1e7,6e16,3\n2e7,6e16,2\n"))
     assert log.columns["num_tokens"][0] == 1e9
     assert f"C is {name}" in log.notes[0]
 
@@ -430,20 +430,20 @@ def test_compute_is_found_in_any_spelling(tmp_path: Path, name: str) -> None:
 def test_names_that_could_mean_the_same_are_not_guessed(tmp_path: Path) -> None:
     path = write(tmp_path, "model_size,total_params,D,loss\n1,2,3,4\n2,3,4,5\n")
     with refused("N may be model_size or total_params; two of N, D and C are needed"):
-        read(path)
-    assert read(path, Columns(n="model_size")).columns["num_params"][0] == 1
+        read_log(path)
+    assert read_log(path, LogColumns(n="model_size")).columns["num_params"][0] == 1
     both = write(tmp_path, "N,D,train/loss,val/loss\n1,2,3,4\n2,3,4,5\n")
-    assert read(both).roles["loss"] == "val/loss"
+    assert read_log(both).roles["loss"] == "val/loss"
     unit = write(tmp_path, "Params (M),D,loss\n70.5,1e9,4\n80,2e9,3\n")
-    [doubt] = doubts.find(read(unit), Columns())
+    [doubt] = doubts.find_doubts(read_log(unit), LogColumns())
     assert "N (Params (M)) is 70.5 to 80: parameters? --n-unit 1e+06" in doubt
 
 
 def test_repeated_names_matter_where_they_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, "N,x,D,x,loss\n1,2,3,4,5\n2,3,4,5,6\n")
-    assert read(path).columns.keys() >= {"num_params", "num_tokens", "loss"}
+    assert read_log(path).columns.keys() >= {"num_params", "num_tokens", "loss"}
     with refused("two columns are named 'x'"):
-        read(path, Columns(c="x"))
+        read_log(path, LogColumns(c="x"))
 
 
 @pytest.mark.parametrize(
@@ -452,22 +452,24 @@ def test_repeated_names_matter_where_they_are_read(tmp_path: Path) -> None:
 def test_runs_that_did_not_complete_are_left_out(tmp_path: Path, name: str) -> None:
     states = ["finished", "Finished", "crashed", "RUNNING", "Failed", "killed"]
     rows = [f"{s},{n},{d},{x}" for s, (n, d, x) in zip(states, GRID, strict=False)]
-    log = read(write(tmp_path, "\n".join([f"{name},N,D,loss", *rows]) + "\n"))
+    log = read_log(write(tmp_path, "\n".join([f"{name},N,D,loss", *rows]) + "\n"))
     assert len(log.runs) == 2
-    said = f"4 rows left out by {name.strip()}: 1 crashed, 1 running, 1 failed, 1 kill"
-    assert any(said in note for note in log.notes)
+    message = (
+        f"4 rows left out by {name.strip()}: 1 crashed, 1 running, 1 failed, 1 kill"
+    )
+    assert any(message in note for note in log.notes)
 
 
-def test_other_columns_of_states_are_pointed_at(tmp_path: Path) -> None:
+def test_other_columns_of_states_are_reported(tmp_path: Path) -> None:
     places = write(tmp_path, "State,N,D,loss\nCA,1,2,3\nNY,2,3,4\n")
-    assert len(read(places).runs) == 2
+    assert len(read_log(places).runs) == 2
     text = "N,D,loss,outcome\n1e7,2e9,3,converged\n2e7,3e9,2,Crashed\n"
-    [doubt] = doubts.find(read(write(tmp_path, text)), Columns())
+    [doubt] = doubts.find_doubts(read_log(write(tmp_path, text)), LogColumns())
     assert doubt.startswith("outcome is not used, and 1 run is Crashed there: --ignore")
     rule = doubt.partition("--ignore '")[2].partition("'")[0]
-    assert len(read(tmp_path / "log.csv", ignore=rule).runs) == 1
+    assert len(read_log(tmp_path / "log.csv", ignore=rule).runs) == 1
     text = "N,D,loss,is_finished\n1e7,2e9,3,True\n2e7,3e9,2,False\n"
-    [doubt] = doubts.find(read(write(tmp_path, text)), Columns())
+    [doubt] = doubts.find_doubts(read_log(write(tmp_path, text)), LogColumns())
     assert "--ignore 'is_finished == \"False\"'" in doubt
 
 
@@ -480,26 +482,26 @@ def test_bad_rows_are_counted_in_a_line_with_one_rule(tmp_path: Path) -> None:
         "in 1, first in row 2 (line 3); --ignore '"
     )
     with pytest.raises(ValueError, match="leaves them out") as caught:
-        read(path)
+        read_log(path)
     assert line in str(caught.value)
     rule = str(caught.value).partition("--ignore '")[2].partition("' leaves")[0]
     assert rule == "N is invalid or D is invalid or `val loss` is invalid"
-    assert [row.number for row in read(path, ignore=rule).raw] == [1, 6]
-    missing = read(path, ignore="`val loss` is missing or row > 2")
+    assert [row.number for row in read_log(path, ignore=rule).raw] == [1, 6]
+    missing = read_log(path, ignore="`val loss` is missing or row > 2")
     assert [row.number for row in missing.raw] == [1]
-    # Where a suffix may not be, the rows are listed.
+    # Where a suffix is not allowed, the rows are listed.
     units = write(tmp_path, "N,D,loss\n1M,2,3\n2M,3,4\n3,4,5\n")
     with refused("--ignore 'row == 1 or row == 2' leaves them out"):
-        read(units, Columns(n="N", n_unit=1e6))
+        read_log(units, LogColumns(n="N", n_unit=1e6))
     words = write(tmp_path, "N,D,loss\na,2,3\nb,3,4\n")
     with refused("N is no number in 2, first in row 1 (line 2); is it another column?"):
-        read(words)
+        read_log(words)
 
 
 def test_rules_compare_in_the_units_that_flags_declare(tmp_path: Path) -> None:
     path = write(tmp_path, grid("params,D,loss", scale=1e6))
-    columns = Columns(n="params", n_unit=1e6, loss_unit=0.5)
-    log = read(path, columns)
+    columns = LogColumns(n="params", n_unit=1e6, loss_unit=0.5)
+    log = read_log(path, columns)
     for rule, num in (
         ("params > 5e7", 8),
         ("params <= 3e8 and params >= 1e8", 8),
@@ -507,23 +509,23 @@ def test_rules_compare_in_the_units_that_flags_declare(tmp_path: Path) -> None:
         ("loss < 1.7", 3),
     ):
         assert log.select(rule).sum() == num, rule
-    assert len(read(path, columns, ignore="params > 5e7").runs) == 8
+    assert len(read_log(path, columns, ignore="params > 5e7").runs) == 8
     assert log.units == {"params": 1e6, "loss": 0.5}
     # A suffix is a unit as well.
     path = write(tmp_path, "N,D,loss\n70M,1e9,3\n0.5B,2e9,2\n")
-    assert read(path).select("N > 1e8").tolist() == [False, True]
-    assert read(path).select("N == '70M'").tolist() == [True, False]
-    others = Columns(others={"num_unique_tokens": "U*1e9"})
+    assert read_log(path).select("N > 1e8").tolist() == [False, True]
+    assert read_log(path).select("N == '70M'").tolist() == [True, False]
+    others = LogColumns(others={"num_unique_tokens": "U*1e9"})
     path = write(tmp_path, "N,D,loss,U\n1e6,1e9,3,1\n1e6,2e9,2,2\n")
-    log = read(path, others, needs=["num_params", "num_unique_tokens"])
+    log = read_log(path, others, needs=["num_params", "num_unique_tokens"])
     assert log.select("U > 1e9").tolist() == [False, True]
 
 
 def test_numbers_that_can_be_read_in_two_ways_are_doubted(tmp_path: Path) -> None:
     text = "N;D;loss;x\n1000000;1e9;5,331;2,345\n2000000;2e9;4,821;2,346\n"
-    log = read(write(tmp_path, text))
+    log = read_log(write(tmp_path, text))
     np.testing.assert_array_equal(log.columns["loss"], [5.331, 4.821])
-    [doubt] = doubts.find(log, Columns())
+    [doubt] = doubts.find_doubts(log, LogColumns())
     assert doubt.startswith("loss: 5,331 is read as 5.331")
 
 
@@ -534,8 +536,10 @@ def test_a_kind_of_doubt_is_one_line(tmp_path: Path) -> None:
 90,4,2.5,b,x,False,False
 95,5,2.6,b,y,False,False
 """
-    groups, marks, sizes = doubts.find(read(write(tmp_path, text)), Columns())
-    assert groups.startswith("dataset is not used, and parts the runs (a, b)")
+    groups, marks, sizes = doubts.find_doubts(
+        read_log(write(tmp_path, text)), LogColumns()
+    )
+    assert groups.startswith("dataset is not used, and groups the runs (a, b)")
     assert groups.endswith("; the same holds for arch")
     assert marks.startswith("failed is not used, and marks 1 run")
     assert marks.endswith("; the same holds for outlier")

@@ -1,4 +1,4 @@
-"""The grid of architectures: exact counts, the nearest, the best."""
+"""The grid of architectures: exact counts, the nearest design, the best design."""
 
 import dataclasses
 from typing import Any
@@ -9,19 +9,19 @@ import pytest
 from scaling.costs import flops, parameters
 from scaling.laws import published
 from scaling.plan import budgets, designs
-from scaling.plan.designs import Family
+from scaling.plan.designs import DesignFamily
 from scaling.shapes.description import HeadAttention
 
-FAMILY = Family()
+FAMILY = DesignFamily()
 GRID = designs.make_grid(FAMILY)
-LECTURE = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"])
+LECTURE = budgets.law_two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"])
 
 
 @pytest.mark.parametrize(
     "family",
     [
         FAMILY,
-        Family(
+        DesignFamily(
             count="non-embedding",
             vocab_size=256,
             sequence=128,
@@ -30,14 +30,16 @@ LECTURE = budgets.two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"
         ),
     ],
 )
-def test_counts_and_operations_of_the_grid_are_exact(family: Family) -> None:
+def test_counts_and_operations_of_the_grid_are_exact(family: DesignFamily) -> None:
     grid = designs.make_grid(family)
     rng = np.random.default_rng(0)
     for place in [0, len(grid.width) - 1, *rng.integers(0, len(grid.width), 20)]:
-        found = designs.pick(family, int(place))
+        found = designs.design_at(family, int(place))
         name = family.count.replace("-", "_")
-        assert found.num_params == getattr(parameters.parameters(found.model), name)
-        step = flops.training(
+        assert found.num_params == getattr(
+            parameters.count_parameters(found.model), name
+        )
+        step = flops.training_step_flops(
             found.model, sequence=family.sequence, attention=family.attention
         )
         assert found.flops_per_token == step.model / family.sequence
@@ -45,7 +47,7 @@ def test_counts_and_operations_of_the_grid_are_exact(family: Family) -> None:
 
 @pytest.mark.parametrize("size", [1.2e6, 1.24e8, 6.7e9, 4.7476e10, 1.75e11, 1e13])
 def test_the_nearest_is_nearest_and_well_divided(size: float) -> None:
-    found = designs.nearest(FAMILY, size)
+    found = designs.nearest_design(FAMILY, size)
     off = abs(found.num_params - size)
     assert off == np.abs(GRID.num_params - size).min()
     model, heads = found.model, found.model.attention
@@ -66,41 +68,41 @@ def test_the_nearest_is_nearest_and_well_divided(size: float) -> None:
 
 def test_the_largest_vocabulary_that_a_size_allows(monkeypatch) -> None:
     monkeypatch.setattr(designs, "RANGES", designs.RANGES[:2])
-    family = Family(sequence=77)
+    family = DesignFamily(sequence=77)
     for size in (3e3, 3e5):
         most = designs.max_vocab_size(family, size)
         assert most is not None
         fits = dataclasses.replace(family, vocab_size=most)
-        assert designs.nearest(fits, size).num_params < 1.06 * size
+        assert designs.nearest_design(fits, size).num_params < 1.06 * size
         with pytest.raises(ValueError, match="too small for any design"):
-            designs.nearest(dataclasses.replace(fits, vocab_size=most + 1), size)
+            designs.nearest_design(dataclasses.replace(fits, vocab_size=most + 1), size)
     without = dataclasses.replace(family, count="non-embedding")
     assert designs.max_vocab_size(without, 3000.0) is None
 
 
 def test_the_best_where_every_operation_counts() -> None:
     def loss(num_params: Any, num_tokens: Any) -> Any:
-        return budgets.loss(LECTURE, num_params, num_tokens)
+        return budgets.budget_loss(LECTURE, num_params, num_tokens)
 
-    design, tokens, least = designs.best(FAMILY, loss, 1e20)
+    design, tokens, least = designs.best_design(FAMILY, loss, 1e20)
     assert tokens * design.flops_per_token == pytest.approx(1e20, rel=1e-12)
     assert least == pytest.approx(loss(float(design.num_params), tokens), rel=1e-12)
     # Better than the design nearest to the optimum of 6 N D, and than all others.
-    optimum = budgets.allocate(LECTURE, 1e20)
-    near = designs.nearest(FAMILY, optimum.num_params)
+    optimum = budgets.allocate_budget(LECTURE, 1e20)
+    near = designs.nearest_design(FAMILY, optimum.num_params)
     assert least < loss(float(near.num_params), 1e20 / near.flops_per_token)
     every = loss(GRID.num_params.astype(float), 1e20 / GRID.flops_per_token)
     assert least == every.min()
-    # To serve as well takes a third of the operations for every token.
-    served = designs.best(FAMILY, loss, 1e20, inference_tokens=1e11)
+    # With serving, a token takes a third of the operations.
+    served = designs.best_design(FAMILY, loss, 1e20, inference_tokens=1e11)
     spent = (served[1] + 1e11 / 3) * served[0].flops_per_token
     assert spent == pytest.approx(1e20, rel=1e-12)
     assert served[0].num_params < design.num_params
     with pytest.raises(ValueError, match="train none on a sequence of 4,096 tokens"):
-        designs.best(FAMILY, loss, 1e9)
+        designs.best_design(FAMILY, loss, 1e9)
 
 
 def test_sizes_that_cannot_be() -> None:
     for vocab_size, sequence in ((0, 1), (1, -1), (2**32, 1)):
         with pytest.raises(ValueError, match="must be in"):
-            Family(vocab_size=vocab_size, sequence=sequence)
+            DesignFamily(vocab_size=vocab_size, sequence=sequence)

@@ -1,4 +1,4 @@
-"""Sweeps: every run once, the same bits whatever happens, a log that can be fitted."""
+"""Sweeps: every run once, bit-identical after interruptions, with logs to fit."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def small(config: SweepConfig) -> SweepConfig:
 
 @pytest.fixture(scope="module")
 def whole(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
-    return sweep.sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
+    return sweep.run_sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def losses(folder: Path) -> dict[str, Any]:
     return {row["run_id"]: (row["loss"], row["status"]) for row in rows}
 
 
-def test_every_run_is_made_and_described(whole: sweep.Outcome, config) -> None:
+def test_every_run_is_made_and_described(whole: sweep.SweepOutcome, config) -> None:
     assert whole.num("done") == len(whole.records) >= 8
     assert whole.skipped == 0
     for row in whole.records:
@@ -64,7 +64,7 @@ def test_every_run_is_made_and_described(whole: sweep.Outcome, config) -> None:
         assert row["loss_se"] > 0
     points = lines(whole.log / "curves.jsonl")
     assert {p["run_id"] for p in points} == {r["run_id"] for r in whole.records}
-    # Rates that were best at the edge were extended, in the cells where they were.
+    # If the best rate was at the edge, the rates were extended, in that cell only.
     rates = {row["learning_rate"] for row in whole.records if row["hidden_size"] == 8}
     assert len(rates) > 2
     known = {row["run_id"]: row for row in whole.records}
@@ -72,30 +72,32 @@ def test_every_run_is_made_and_described(whole: sweep.Outcome, config) -> None:
     assert planning.next_groups(config, known, digest) == []
 
 
-def test_a_branch_is_the_run_alone(whole: sweep.Outcome, config, tmp_path) -> None:
+def test_a_branch_equals_the_separate_run(
+    whole: sweep.SweepOutcome, config, tmp_path
+) -> None:
     alone = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
-    found = losses(sweep.sweep(alone, tmp_path / "alone").log)
+    found = losses(sweep.run_sweep(alone, tmp_path / "alone").log)
     assert len(found) >= 4
     for run_id, loss in found.items():
         assert losses(whole.log)[run_id] == loss
 
 
 def test_cosines_of_two_lengths_share_the_warm_up(
-    whole: sweep.Outcome, config, tmp_path
+    whole: sweep.SweepOutcome, config, tmp_path
 ) -> None:
     cosine = dataclasses.replace(
         config, schedule="cosine", models=(model(8),), learning_rates=(2e-2,)
     )
-    assert grid.steps_taken(cosine, (20, 40)) == 4 + 16 + 36
-    both = losses(sweep.sweep(cosine, tmp_path / "both").log)
+    assert grid.group_steps(cosine, (20, 40)) == 4 + 16 + 36
+    both = losses(sweep.run_sweep(cosine, tmp_path / "both").log)
     alone = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
-    found = losses(sweep.sweep(alone, tmp_path / "alone").log)
+    found = losses(sweep.run_sweep(alone, tmp_path / "alone").log)
     assert len(both) == 2
     assert len(found) == 1
     assert found.items() <= both.items()
     assert not both.keys() & losses(whole.log).keys()
     run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
-    corpus = executors.open_corpus(cosine.corpus)
+    corpus = executors.open_on_device(cosine.corpus)
     (run_id,) = found
     trained = train.train(run, tmp_path / "trained")
     score = objectives.score_stream(
@@ -109,16 +111,16 @@ def test_cosines_of_two_lengths_share_the_warm_up(
 
 
 @pytest.mark.thorough
-def test_a_stopped_sweep_goes_on(whole: sweep.Outcome, config, tmp_path) -> None:
+def test_a_stopped_sweep_continues(whole: sweep.SweepOutcome, config, tmp_path) -> None:
     out = tmp_path / "sweep"
-    stopped = sweep.sweep(config, out, progress=Stopping(20))
+    stopped = sweep.run_sweep(config, out, progress=Stopping(20))
     assert stopped.is_stopped
     assert 0 < len(stopped.records) < len(whole.records)
     with (out / "runs.jsonl").open("a") as file:
-        file.write('{"run_id": "half a li')  # as a killed one leaves it
+        file.write('{"run_id": "half a li')  # a line of a killed process
     with (out / "curves.jsonl").open("a") as file:
         file.write('{"run_id": "no record", "step": 1.0}\n')
-    rest = sweep.sweep(config, out)
+    rest = sweep.run_sweep(config, out)
     assert rest.skipped == len(stopped.records)
     assert losses(out) == losses(whole.log)
     assert "no record" not in (out / "curves.jsonl").read_text()
@@ -126,9 +128,9 @@ def test_a_stopped_sweep_goes_on(whole: sweep.Outcome, config, tmp_path) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["loop", pytest.param("vmap", marks=pytest.mark.slow)])
-def test_runs_under_way_are_taken_up(small, tmp_path, monkeypatch, mode) -> None:
+def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
     small = dataclasses.replace(small, mode=mode, cooldown=0.7)
-    unbroken = sweep.sweep(small, tmp_path / "unbroken")
+    unbroken = sweep.run_sweep(small, tmp_path / "unbroken")
     taken, real = [], branching._go
 
     def count(call, lanes, *args):
@@ -138,14 +140,14 @@ def test_runs_under_way_are_taken_up(small, tmp_path, monkeypatch, mode) -> None
 
     monkeypatch.setattr(branching, "_go", count)
     out, calls = tmp_path / "sweep", 1
-    while sweep.sweep(small, out, progress=Stopping(13)).is_stopped:
+    while sweep.run_sweep(small, out, progress=Stopping(13)).is_stopped:
         assert len([*(out / "paused").iterdir()]) == 1
         calls += 1
     assert calls > 1
     assert not (out / "paused").exists()
-    # No step twice, and the same bits.
+    # No repeated step, and the same bits.
     ((low, high), lanes) = (20, 40), 2
-    assert sum(taken) == lanes * grid.steps_taken(small, (low, high))
+    assert sum(taken) == lanes * grid.group_steps(small, (low, high))
     assert losses(out) == losses(unbroken.log)
     for name in ("runs.jsonl", "curves.jsonl"):
         taken_up, whole = (
@@ -155,13 +157,13 @@ def test_runs_under_way_are_taken_up(small, tmp_path, monkeypatch, mode) -> None
         assert taken_up == whole
 
 
-def test_a_pause_that_is_broken_says_what_to_do(small, tmp_path) -> None:
+def test_a_damaged_pause_raises_an_error_with_advice(small, tmp_path) -> None:
     out = tmp_path / "sweep"
-    assert sweep.sweep(small, out, progress=Stopping(1)).is_stopped
+    assert sweep.run_sweep(small, out, progress=Stopping(1)).is_stopped
     (place,) = (out / "paused").iterdir()
     (place / "half.json").write_text("{}")
     with pytest.raises(ValueError, match=r"paused/.* cannot be continued; delete it"):
-        sweep.sweep(small, out)
+        sweep.run_sweep(small, out)
 
 
 def test_divergence_is_recorded_once(config, tmp_path) -> None:
@@ -169,10 +171,10 @@ def test_divergence_is_recorded_once(config, tmp_path) -> None:
     wild = dataclasses.replace(
         config, models=(model(8),), learning_rates=(1e30,), num_tokens=(32 * 20,)
     )
-    first = sweep.sweep(wild, tmp_path / "sweep")
+    first = sweep.run_sweep(wild, tmp_path / "sweep")
     assert [row["status"] for row in first.records] == ["diverged"]
     assert first.records[0]["loss"] is None
-    again = sweep.sweep(wild, tmp_path / "sweep")
+    again = sweep.run_sweep(wild, tmp_path / "sweep")
     assert (again.skipped, len(again.records)) == (1, 1)
 
 
@@ -189,32 +191,32 @@ def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) ->
 
     monkeypatch.setattr(os, "write", write)
     with pytest.raises(ValueError, match=r"curves.jsonl: .*No space left on device"):
-        sweep.sweep(config, out)
+        sweep.run_sweep(config, out)
     monkeypatch.undo()
     for name in ("runs.jsonl", "curves.jsonl"):
         if (out / name).exists():
             assert (out / name).read_text()[-1:] in ("", "\n")
-    sweep.sweep(config, out)
+    sweep.run_sweep(config, out)
     assert losses(out) == losses(whole.log)
 
 
 def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
     other = dataclasses.replace(config, batch_size=4)
     with pytest.raises(ValueError, match=r"another sweep; differs in \['batch_size'\]"):
-        sweep.sweep(other, whole.log)
+        sweep.run_sweep(other, whole.log)
     folder = SweepFolder(whole.log)
     with pytest.raises(ValueError, match=f"process {os.getpid()} is writing here"):
-        sweep.sweep(config, whole.log)
+        sweep.run_sweep(config, whole.log)
     folder.close()
 
 
 @pytest.mark.slow
 def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
-    found = sweep.sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
-    ours, theirs = losses(found.log), losses(whole.log)
-    for run_id in ours.keys() & theirs.keys():
-        assert ours[run_id][0] == pytest.approx(theirs[run_id][0], rel=1e-3)
-    assert len(ours.keys() & theirs.keys()) >= 8
+    found = sweep.run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
+    vmapped, looped = losses(found.log), losses(whole.log)
+    for run_id in vmapped.keys() & looped.keys():
+        assert vmapped[run_id][0] == pytest.approx(looped[run_id][0], rel=1e-3)
+    assert len(vmapped.keys() & looped.keys()) >= 8
     assert json.loads((found.log / "sweep.json").read_text())["mode"] == "vmap"
 
 
@@ -229,9 +231,9 @@ def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
 
     monkeypatch.setattr(branching, "_program", lambda *args: compiled_first)
     lane = grid.Lane(1e-2, 0)
-    run = grid.train_config(config, grid.cells(config)[0], lane)
-    corpus = executors.open_corpus(config.corpus)
-    found = branching.speed([run], corpus, is_vmapped=False, patience_s=0.1)
+    run = grid.train_config(config, grid.list_cells(config)[0], lane)
+    corpus = executors.open_on_device(config.corpus)
+    found = branching.measure_speed([run], corpus, is_vmapped=False, patience_s=0.1)
     assert found > 1000  # with it, 4 steps in 0.4 s
 
 
@@ -259,12 +261,12 @@ def test_repetitions_are_of_the_best(whole, config, tmp_path) -> None:
 def test_budgets_become_steps(config) -> None:
     budget = 1e9
     sized = dataclasses.replace(config, num_tokens=(), budgets=(budget,))
-    for cell in grid.cells(sized):
-        per_token = grid.count(cell.model, 16).flops_per_token
+    for cell in grid.list_cells(sized):
+        per_token = grid.count_cost(cell.model, 16).flops_per_token
         assert abs(cell.num_steps * 32 * per_token - budget) <= 32 * per_token / 2
-        ratio = cell.num_steps * 32 / grid.count(cell.model, 16).params.total
+        ratio = cell.num_steps * 32 / grid.count_cost(cell.model, 16).params.total
         few = dataclasses.replace(sized, tokens_per_param=(ratio, 2 * ratio))
-        assert cell in grid.cells(few)
+        assert cell in grid.list_cells(few)
         many = dataclasses.replace(sized, models=(cell.model,), min_steps=1)
         with pytest.raises(ValueError, match="no run is left"):
             dataclasses.replace(many, tokens_per_param=(0.0, 0.99 * ratio))
@@ -283,7 +285,7 @@ def test_budgets_become_steps(config) -> None:
         ({"seeds": (1, 1)}, "different"),
     ],
 )
-def test_a_grid_that_is_none_is_refused(config, change, message) -> None:
+def test_invalid_grids_are_refused(config, change, message) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **change)
 
@@ -298,7 +300,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(
         monkeypatch.setitem(sys.modules, "ray", fake)
         far = dataclasses.replace(config, executor="ray", ray_address=address)
         with pytest.raises(ValueError, match=r"127.*no cluster: .*refused"):
-            sweep.sweep(far, tmp_path / "out")
+            sweep.run_sweep(far, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -318,40 +320,40 @@ class Slow(progress.Quiet):
         return lambda done: time.sleep(0.05)
 
 config = config_json.config_loads(SweepConfig, Path(sys.argv[1]).read_text(), "x")
-sweep.sweep(config, Path(sys.argv[2]), progress=Slow())
+sweep.run_sweep(config, Path(sys.argv[2]), progress=Slow())
 """
 
 
 def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
-    """Begins or goes on with a sweep in a process, and kills it amid its runs.
+    """Starts or continues a sweep in a process, and kills it during its runs.
 
-    It has so many new runs by then, and some time for the next. Returns how many runs
-    there are.
+    The kill is a short time after `num_new` new runs. Returns the number of runs in the
+    folder.
     """
 
     def count() -> int:
         log = out / "runs.jsonl"
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
-    wanted = count() + num_new
+    expected = count() + num_new
     path = out.with_suffix(".json")
     path.write_text(config_json.config_dumps(config))
     args = [sys.executable, "-c", _CHILD, str(path), str(out)]
     with subprocess.Popen(args, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"begun\n"
-        while count() < wanted and child.poll() is None:
+        while count() < expected and child.poll() is None:
             time.sleep(0.01)
         time.sleep(after_s)
         child.kill()
-    assert child.returncode == -signal.SIGKILL  # it had not ended
+    assert child.returncode == -signal.SIGKILL  # still running when killed
     return count()
 
 
 @pytest.mark.thorough
 def test_kill_9(whole, small, tmp_path) -> None:
     kept = kill(small, tmp_path / "sweep", 1, 0.1)
-    again = sweep.sweep(small, tmp_path / "sweep")
+    again = sweep.run_sweep(small, tmp_path / "sweep")
     assert 0 < kept == again.skipped < len(again.records) == 4
     for run_id, loss in losses(tmp_path / "sweep").items():
         assert losses(whole.log)[run_id] == loss
@@ -366,7 +368,7 @@ def test_kill_9_five_times(whole, config, tmp_path) -> None:
     ]
     assert kept == sorted(kept)
     assert 2 <= kept[-1] < len(whole.records)
-    sweep.sweep(config, tmp_path / "sweep")
+    sweep.run_sweep(config, tmp_path / "sweep")
     assert losses(tmp_path / "sweep") == losses(whole.log)
 
 
@@ -377,9 +379,9 @@ def test_the_best_rate_of_each_cell_wins() -> None:
     rows = [
         row("a", 1.0, 0, 3.0),
         row("a", 2.0, 0, 2.9),
-        row("a", 2.0, 1, 3.3),  # its mean is worse, but the other has no seed 1
+        row("a", 2.0, 1, 3.3),  # a worse mean, but the other rate has no seed 1
         row("b", 1.0, 0, 2.0),
         row("b", 0.5, 0, 2.0),
         row("c", 4.0, 7, 1.0),
     ]
-    assert best_rates.winners(rows) == [1, 2, 4, 5]
+    assert best_rates.find_winners(rows) == [1, 2, 4, 5]

@@ -1,4 +1,4 @@
-"""Sweeps on a Ray cluster: a local one of two nodes finds what this process finds."""
+"""Sweeps on a Ray cluster of two local nodes equal those of one process."""
 
 import dataclasses
 import importlib.util
@@ -15,7 +15,7 @@ from tests.support import sweeping
 HAS_RAY = importlib.util.find_spec("ray") is not None
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # ray's own
+    pytest.mark.filterwarnings("ignore"),  # warnings of ray
 ]
 
 
@@ -42,12 +42,12 @@ def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> 
 
     here = config(tmp_path)
     there = dataclasses.replace(here, executor="ray", ray_address=cluster)
-    ours = sweep.sweep(here, tmp_path / "here")
-    theirs = sweep.sweep(there, tmp_path / "there")
+    local = sweep.run_sweep(here, tmp_path / "here")
+    remote = sweep.run_sweep(there, tmp_path / "there")
     assert len([node for node in ray.nodes() if node["Alive"]]) == 2
     losses = [
         {row["run_id"]: (row["status"], row["loss"]) for row in outcome.records}
-        for outcome in (ours, theirs)
+        for outcome in (local, remote)
     ]
     assert len(losses[0]) == 8
     assert losses[0].keys() == losses[1].keys()
@@ -55,11 +55,11 @@ def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> 
         assert losses[1][run_id] == (status, pytest.approx(loss, rel=1e-4))
     header = json.loads((tmp_path / "there" / "sweep.json").read_text())
     assert header["executor"] == "ray"
-    assert sweep.sweep(there, tmp_path / "there").skipped == 8
+    assert sweep.run_sweep(there, tmp_path / "there").skipped == 8
 
 
 @pytest.mark.skipif(HAS_RAY, reason="ray is installed")
-def test_without_ray_a_sweep_says_so(tmp_path: Path) -> None:
+def test_without_ray_a_sweep_raises_an_error(tmp_path: Path) -> None:
     there = dataclasses.replace(config(tmp_path), executor="ray")
     with pytest.raises(ValueError, match="ray is missing"):
-        sweep.sweep(there, tmp_path / "out")
+        sweep.run_sweep(there, tmp_path / "out")

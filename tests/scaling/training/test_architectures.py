@@ -1,4 +1,4 @@
-"""The rivals of the transformer: their equations, their gradients, what they cost."""
+"""Alternatives to the transformer: their equations, gradients, and costs."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxkv.models.config import Experts, ModelConfig
 from scaling.training import architectures, objectives, optimizers
 from scaling.training.recipes import OptimizerConfig
 from scaling.training.recurrent import NUM_GATES, RecurrentConfig
-from scaling.training.step import init
+from scaling.training.step import init_train_state
 from tests.support.folders import GOLDEN
 from tests.support.shapes import SMALL
 
@@ -34,14 +34,14 @@ CONFIGS: dict[str, architectures.Architecture] = {
 
 def param_shapes(config: architectures.Architecture) -> Any:
     key = jax.random.key(0)
-    return jax.eval_shape(lambda: architectures.init_params(config, key))
+    return jax.eval_shape(lambda: architectures.init_model_params(config, key))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_counted_exactly(name: str) -> None:
     config = CONFIGS[name]
     held = param_shapes(config)
-    found = architectures.parameters(config)
+    found = architectures.count_model_parameters(config)
     assert found.total == sum(x.size for x in jax.tree.leaves(held))
     tables = sum(
         held[part]["weight"].size for part in ("embed", "head") if part in held
@@ -53,7 +53,7 @@ def test_parameters_are_counted_exactly(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_token_is_seen_before_its_time(name: str) -> None:
     config = CONFIGS[name]
-    params = architectures.init_params(config, jax.random.key(0))
+    params = architectures.init_model_params(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 19, jnp.int32)
     forward = jax.jit(architectures.forward, static_argnames="config")
     before = forward(params, tokens, config=config).logits
@@ -116,7 +116,7 @@ def test_the_equations_and_gradients_are_those_of_pytorch(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", NUM_GATES)
 def test_operations_are_those_that_xla_counts(kind: Any, monkeypatch) -> None:
-    # The body of a loop is counted once, so there is none.
+    # XLA counts the body of a loop once, so there is no loop here.
     unrolled = functools.partial(jax.lax.scan, unroll=True)
     monkeypatch.setattr(jax.lax, "scan", unrolled)
     config = RecurrentConfig(
@@ -131,8 +131,8 @@ def test_operations_are_those_that_xla_counts(kind: Any, monkeypatch) -> None:
     windows = jax.ShapeDtypeStruct((batch, sequence + 1), jnp.int32)
     program = jax.jit(step).lower(param_shapes(config), windows).compile()
     counted: Any = program.cost_analysis()
-    ours = architectures.training_flops(config, batch=batch, sequence=sequence)
-    assert ours == pytest.approx(counted["flops"], rel=0.02)
+    actual = architectures.training_flops(config, batch=batch, sequence=sequence)
+    assert actual == pytest.approx(counted["flops"], rel=0.02)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 4, 6])
@@ -147,8 +147,8 @@ def test_shapes_of_equal_size_are_found(num_layers: int) -> None:
         ),
     ]
     for base in bases:
-        found = architectures.sized(base, 60_000)
-        outside = architectures.parameters(found).non_embedding
+        found = architectures.resize_model(base, 60_000)
+        outside = architectures.count_model_parameters(found).non_embedding
         if isinstance(found, ModelConfig):
             assert outside == pytest.approx(60_000, rel=0.01)
             assert 0.6 < found.mlp_size / found.hidden_size / (21 / 8) < 1.6
@@ -158,18 +158,18 @@ def test_shapes_of_equal_size_are_found(num_layers: int) -> None:
             # The next size on either side is no nearer.
             for h in (found.hidden_size - 1, found.hidden_size + 1):
                 other = dataclasses.replace(found, hidden_size=h)
-                other = architectures.parameters(other).non_embedding
+                other = architectures.count_model_parameters(other).non_embedding
                 assert abs(other - 60_000) >= abs(outside - 60_000)
         with pytest.raises(ValueError, match="within 5 %"):
-            architectures.sized(base, 5)
+            architectures.resize_model(base, 5)
 
 
 def test_sgd_is_momentum_and_decoupled_decay() -> None:
     settings = OptimizerConfig(
         kind="sgd", momentum=0.9, weight_decay=0.5, max_grad_norm=100.0
     )
-    state = init(LSTM, settings, jnp.int32(0))
-    update = optimizers.make(settings).update
+    state = init_train_state(LSTM, settings, jnp.int32(0))
+    update = optimizers.make_optimizer(settings).update
     grads = jax.tree.map(jnp.ones_like, state.params)
     _, moments = update(grads, state.moments, state.params)
     second: Any = update(grads, moments, state.params)[0]
@@ -181,15 +181,15 @@ def test_sgd_is_momentum_and_decoupled_decay() -> None:
 
 
 def test_rivals_are_not_served_and_impossible_shapes_refused() -> None:
-    assert architectures.servable(TRANSFORMER) is TRANSFORMER
+    assert architectures.serving_config(TRANSFORMER) is TRANSFORMER
     with pytest.raises(ValueError, match="RecurrentConfig can be trained"):
-        architectures.servable(LSTM)
+        architectures.serving_config(LSTM)
     with pytest.raises(ValueError, match="hidden_size=0 must be at least 1"):
         dataclasses.replace(LSTM, hidden_size=0)
     mixture = dataclasses.replace(
         TRANSFORMER, experts=Experts(num_experts=4, top_k=2, size=8)
     )
     with pytest.raises(ValueError, match="not sized"):
-        architectures.sized(mixture, 60_000)
+        architectures.resize_model(mixture, 60_000)
     with pytest.raises(ValueError, match="sequence=0 must be at least 1"):
         architectures.training_flops(LSTM, sequence=0)

@@ -1,4 +1,4 @@
-"""Consistency: the loss and its gradient against loops, records, what it gains."""
+"""Consistency: the loss and its gradient against loops, records, and fewer steps."""
 
 import dataclasses
 import functools
@@ -27,21 +27,21 @@ def law_of(params: Any, tokens: Any, place: Any) -> Any:
 
 
 def law_behind(params: Any, text: list[int]) -> Any:
-    """Log-probabilities of what follows a text, fed by itself."""
-    tokens = np.zeros((1, 8), np.int32)  # a causal model sees no padding
+    """Log-probabilities of the token after a text, of a separate forward pass."""
+    tokens = np.zeros((1, 8), np.int32)  # a causal model ignores later padding
     tokens[0, : len(text)] = text
     return law_of(params, tokens, len(text) - 1)
 
 
 def loss_slowly(params: Any, fixed: Any, rows: np.ndarray) -> tuple[Any, Any]:
-    """Place by place, each behind a text of its own; `fixed` says what is wanted."""
+    """The loss position by position, with separate texts; `fixed` gives the targets."""
     far, text = [], []
     for row in rows.tolist():
         prompt, end, guess, words = row[:3], row[3:7], row[7:11], row[11:]
         for place in range(4):
-            wanted = law_behind(fixed, prompt + end[:place])
+            expected = law_behind(fixed, prompt + end[:place])
             found = law_behind(params, prompt + guess[:place])
-            far.append(jnp.sum(jnp.exp(wanted) * (wanted - found)))
+            far.append(jnp.sum(jnp.exp(expected) * (expected - found)))
         for place in range(1, 5):
             text.append(-law_behind(params, words[:place])[words[place]])
     far, text = jnp.stack(far).mean(), jnp.stack(text).mean()
@@ -49,19 +49,19 @@ def loss_slowly(params: Any, fixed: Any, rows: np.ndarray) -> tuple[Any, Any]:
 
 
 def test_the_loss_and_its_gradient_are_those_of_a_loop() -> None:
-    """What is wanted is no place that the gradient goes through."""
+    """No gradient goes through the targets."""
     rng, params = np.random.default_rng(0), engines.params()
     rows = rng.integers(0, MODEL.vocab_size, (2, OBJECTIVE.record_tokens))
-    rows[1, 7:9] = rows[1, 3:5]  # a guess that is right in part
+    rows[1, 7:9] = rows[1, 3:5]  # a partly correct guess
 
-    def ours(params: Any) -> Any:
+    def actual(params: Any) -> Any:
         tokens = jnp.asarray(rows, jnp.int32)
         return OBJECTIVE(params, tokens, tokens, model=MODEL)
 
     slowly = functools.partial(loss_slowly, fixed=params, rows=rows)
-    (loss, far), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
-    (wanted, its_far), others = jax.value_and_grad(slowly, has_aux=True)(params)
-    np.testing.assert_allclose((loss, far), (wanted, its_far), rtol=1e-5)
+    (loss, far), grads = jax.jit(jax.value_and_grad(actual, has_aux=True))(params)
+    (expected, its_far), others = jax.value_and_grad(slowly, has_aux=True)(params)
+    np.testing.assert_allclose((loss, far), (expected, its_far), rtol=1e-5)
     assert float(far) > 0.1
     for one, other in zip(*map(jax.tree.leaves, (grads, others)), strict=True):
         scale = float(jnp.abs(other).max())
@@ -75,19 +75,19 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
         for i in range(6)
     ]
     sizes: Any = {"text_tokens": 5, "seed": 1}
-    stream = consistency.records(found, text, each=9, **sizes)
+    stream = consistency.make_records(found, text, each=9, **sizes)
     size = OBJECTIVE.record_tokens
     rows = stream.reshape(-1, size)
-    # The block as it ends is no guess on the way.
+    # The final block is not an intermediate guess.
     assert sorted(zip(rows[:, 0], rows[:, 7], strict=True)) == sorted(
         (100 + i, guess) for i in range(6) for guess in (i, 9)
     )
     assert (rows[:, 3:7] == rows[:, :1] - 40).all()
     assert (np.diff(rows[:, 11:], axis=1) == 1).all()
-    assert len(consistency.records(found, text, each=1, **sizes)) == 6 * size
+    assert len(consistency.make_records(found, text, each=1, **sizes)) == 6 * size
     seen = [
         np.asarray(
-            streams.draw(
+            streams.draw_windows(
                 jnp.asarray(stream),
                 jnp.int32(3),
                 jnp.int32(i),
@@ -102,14 +102,14 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
 
 
 def constant_texts(num: int, size: int, seed: int) -> np.ndarray:
-    """Each repeats one token; 0 is none of them."""
+    """Texts that repeat one token each, never 0."""
     rng = np.random.default_rng(seed)
     return np.repeat(rng.integers(1, 9, (num, 1)), size, axis=1).astype(np.uint16)
 
 
 def trained(config: TrainConfig, stream: np.ndarray, **how: Any) -> Any:
     held_out = stream[: config.seq_len + 1]
-    corpus = streams.make(stream, held_out, vocab_size=257, name="a toy")
+    corpus = streams.make_corpus(stream, held_out, vocab_size=257, name="a toy")
     return train.train_in_memory(config, corpus, **how)
 
 
@@ -124,14 +124,14 @@ def guesses_of(params: Any, prompts: np.ndarray, num: int, model: Any) -> np.nda
 
 
 def steps_of(guesses: np.ndarray) -> float:
-    """Iterations until nothing changes, mean over blocks."""
+    """Mean iterations per block until nothing changes."""
     same = (guesses[:, 1:] == guesses[:, :-1]).all(axis=2)
     return float(np.argmax(same, axis=1).mean())
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_say_a_block_at_once() -> None:
-    """Of texts of one token: what is wrong beside it, it learns not to look at."""
+def test_a_model_learns_to_predict_a_block_in_one_iteration() -> None:
+    """In texts of one token, the model learns to ignore the wrong guesses."""
     model = dataclasses.replace(MODEL, vocab_size=257, num_layers=1)
     objective = Consistency(prompt_tokens=4, block_tokens=8, text_tokens=12)
     config = TrainConfig(
@@ -149,7 +149,7 @@ def test_a_model_learns_to_say_a_block_at_once() -> None:
     prompts = constant_texts(24, 4, 1)
     found = guesses_of(before.params, prompts, 8, model)
     took = steps_of(found)
-    stream = consistency.records(
+    stream = consistency.make_records(
         [*map(Trajectory, prompts.tolist(), found)],
         text,
         each=8,
@@ -170,7 +170,7 @@ def test_a_model_learns_to_say_a_block_at_once() -> None:
     assert again < 0.6 * took
 
 
-def test_what_cannot_be_learnt_is_refused() -> None:
+def test_invalid_records_are_refused() -> None:
     with pytest.raises(ValueError, match="block_tokens=0 must be at least 1"):
         Consistency(block_tokens=0)
     with pytest.raises(ValueError, match="text_tokens=1 must be at least 2"):
@@ -182,9 +182,9 @@ def test_what_cannot_be_learnt_is_refused() -> None:
     same = [Trajectory([1], np.array([[2], [2]]))]
     text = np.arange(9, dtype=np.uint16)
     with pytest.raises(ValueError, match="no trajectory has a guess"):
-        consistency.records(same, text, each=1, text_tokens=3, seed=0)
+        consistency.make_records(same, text, each=1, text_tokens=3, seed=0)
     with pytest.raises(ValueError, match="are not whole records of seq_len=4"):
-        streams.draw(
+        streams.draw_windows(
             jnp.arange(9, dtype=jnp.uint16),
             jnp.int32(0),
             jnp.int32(0),

@@ -1,4 +1,4 @@
-"""Training of heads: what they learn from, how they are scored, against slow loops."""
+"""Training of heads: inputs, loss and score, against slow loops."""
 
 import dataclasses
 import functools
@@ -35,33 +35,33 @@ def weights_of(heads: Any) -> Any:
 
 
 @functools.cache
-def said_by(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Texts that the heads partly guess, their guesses, and what the model says."""
+def guessed_texts(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Texts that the heads partly guess, their guesses, and the model's predictions."""
     heads, rng = HEADS[kind], np.random.default_rng(6)
     own, target = weights_of(heads), engines.params()
 
     @jax.jit
-    def say(tokens: Any) -> Any:
-        found = drafting_heads.read(target, tokens, heads)
-        said = drafting_heads.guesses(
+    def guess(tokens: Any) -> Any:
+        found = drafting_heads.read_target(target, tokens, heads)
+        guess_logits = drafting_heads.head_guesses(
             own, target, tokens, found, heads=heads, depth=DEPTH
         )
-        return said, found.logits
+        return guess_logits, found.logits
 
     tokens = rng.integers(0, 61, (3, 20)).astype(np.int32)
     for place in range(4, 20):
-        said, _ = map(np.asarray, say(tokens))
-        best = said[rng.integers(DEPTH), :, place - 1].argmax(-1)
+        guess_logits, _ = map(np.asarray, guess(tokens))
+        best = guess_logits[rng.integers(DEPTH), :, place - 1].argmax(-1)
         tokens[:, place] = np.where(rng.random(3) < 0.7, best, tokens[:, place])
-    return tokens, *map(np.asarray, say(tokens))
+    return tokens, *map(np.asarray, guess(tokens))
 
 
-def test_guesses_of_medusa_are_of_the_token_behind_each_place() -> None:
-    """Guess d of place q is that of head d + 1, d + 1 places earlier."""
-    tokens, said, logits = said_by("medusa")
+def test_guesses_of_medusa_are_for_the_token_after_each_place() -> None:
+    """Guess d of position q is that of head d + 1, d + 1 positions earlier."""
+    tokens, guess_logits, logits = guessed_texts("medusa")
     heads = HEADS["medusa"]
-    wanted = engines.full_logits(engines.params(), tokens, config=MODEL)
-    np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    expected = engines.full_logits(engines.params(), tokens, config=MODEL)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
     model = transformer.merge(MODEL, engines.params())
     states = transformer.run_sequences(model, jnp.asarray(tokens)).last.T
     every = medusa.head_logits(
@@ -70,14 +70,16 @@ def test_guesses_of_medusa_are_of_the_token_behind_each_place() -> None:
     for depth in range(DEPTH):
         for place in range(depth + 1, tokens.shape[1]):
             earlier = every[depth, :, place - depth - 1]
-            np.testing.assert_allclose(said[depth, :, place], earlier, atol=1e-5)
+            np.testing.assert_allclose(
+                guess_logits[depth, :, place], earlier, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("start", [1, 6])
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
-    tokens, said, _ = said_by(kind)
-    best = np.argsort(-said, axis=-1, kind="stable")[..., :4]
+    tokens, guess_logits, _ = guessed_texts(kind)
+    best = np.argsort(-guess_logits, axis=-1, kind="stable")[..., :4]
     hits, num_steps = np.zeros((DEPTH, 4)), 0
     for row, text in enumerate(tokens.tolist()):
         known = start + 1
@@ -95,7 +97,7 @@ def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
                 known += 1
     assert num_steps > 20
     assert hits[:, 0].sum() > 0
-    found = drafting_heads.acceptance(
+    found = drafting_heads.acceptance_rates(
         weights_of(HEADS[kind]),
         engines.params(),
         tokens,
@@ -110,16 +112,16 @@ def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_loss_equals_a_loop(kind: str) -> None:
-    tokens, *both = said_by(kind)
-    said, logits = (x.astype(np.float64) for x in both)
+    tokens, *both = guessed_texts(kind)
+    guess_logits, logits = (x.astype(np.float64) for x in both)
     law = np.exp(logits - logits.max(-1, keepdims=True))
     law /= law.sum(-1, keepdims=True)
-    log = said - said.max(-1, keepdims=True)
+    log = guess_logits - guess_logits.max(-1, keepdims=True)
     log -= np.log(np.exp(log).sum(-1, keepdims=True))
-    wanted = [
+    expected = [
         -(law * log[depth])[:, depth + 1 :].sum(-1).mean() for depth in range(DEPTH)
     ]
-    loss = drafting_heads.mean_loss(
+    loss = drafting_heads.head_loss(
         weights_of(HEADS[kind]),
         engines.params(),
         jnp.asarray(tokens),
@@ -127,13 +129,13 @@ def test_the_loss_equals_a_loop(kind: str) -> None:
         depth=DEPTH,
         decay=0.5,
     )
-    assert float(loss) == pytest.approx(np.dot([4, 2, 1], wanted) / 7, rel=1e-4)
+    assert float(loss) == pytest.approx(np.dot([4, 2, 1], expected) / 7, rel=1e-4)
 
 
 LEARNT = dataclasses.replace(SMALL, num_layers=2)
 
 
-def recipe(pattern: str, num_steps: int) -> drafting_heads.Recipe:
+def recipe(pattern: str, num_steps: int) -> drafting_heads.HeadRecipe:
     run = TrainConfig(
         model=LEARNT,
         corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
@@ -145,7 +147,7 @@ def recipe(pattern: str, num_steps: int) -> drafting_heads.Recipe:
         learning_rate=2e-2,
         report_every=num_steps // 4,
     )
-    return drafting_heads.Recipe(run=run, depth=2)
+    return drafting_heads.HeadRecipe(run=run, depth=2)
 
 
 @pytest.mark.thorough
@@ -153,32 +155,32 @@ def recipe(pattern: str, num_steps: int) -> drafting_heads.Recipe:
 def test_heads_learn_and_the_model_does_not(kind: str, tmp_path: Path) -> None:
     heads = dataclasses.replace(HEADS[kind], target=LEARNT)
     how = recipe(texts.write_functions(tmp_path / "text"), 40)
-    corpus = corpora.open(how.run.corpus)
-    # A model that says something: its last states are those of its embeddings.
+    corpus = corpora.open_corpus(how.run.corpus)
+    # A model with predictions: its last states are those of its embeddings.
     target = transformer.init_params(LEARNT, jax.random.key(1))
     target["embed"]["weight"] *= 20
     before = jax.tree.map(np.array, target)
-    found = drafting_heads.train(how, heads, target, corpus)
+    found = drafting_heads.train_heads(how, heads, target, corpus)
     assert found.status == "done"
     assert [line["step"] for line in found.curve] == [10, 20, 30, 40]
     assert found.curve[-1]["tokens"] == 40 * 4 * 24
     assert found.curve[-1]["loss"] < 0.9 * found.curve[0]["loss"]
     jax.tree.map(np.testing.assert_array_equal, before, target)
-    again = drafting_heads.train(how, heads, target, corpus)
+    again = drafting_heads.train_heads(how, heads, target, corpus)
     jax.tree.map(np.testing.assert_array_equal, found.params, again.params)
 
 
-def test_a_stopped_run_says_so(tmp_path: Path) -> None:
+def test_a_stopped_run_has_its_status(tmp_path: Path) -> None:
     heads = dataclasses.replace(HEADS["medusa"], target=LEARNT)
     how = recipe(texts.write_functions(tmp_path / "text"), 40)
     target = transformer.init_params(LEARNT, jax.random.key(1))
-    corpus = corpora.open(how.run.corpus)
-    found = drafting_heads.train(how, heads, target, corpus, progress=Stopping(0))
+    corpus = corpora.open_corpus(how.run.corpus)
+    found = drafting_heads.train_heads(how, heads, target, corpus, progress=Stopping(0))
     assert (found.status, found.curve) == ("stopped", [])
 
 
 @pytest.mark.parametrize(("depth", "decay"), [(0, 0.8), (1, 0.0), (1, 1.5)])
-def test_recipes_that_teach_nothing_are_refused(depth: int, decay: float) -> None:
+def test_invalid_recipes_are_refused(depth: int, decay: float) -> None:
     run = TrainConfig(model=SMALL, seq_len=24)
     with pytest.raises(ValueError, match="must be"):
-        drafting_heads.Recipe(run=run, depth=depth, decay=decay)
+        drafting_heads.HeadRecipe(run=run, depth=depth, decay=decay)

@@ -65,24 +65,26 @@ THOROUGH = ("tp=2,sp,ring=2,dp=2", "ulysses=8")
 def check(
     layout: str, windows: Any = WINDOWS, *, remat: bool = False, **fields: Any
 ) -> None:
-    """Loss, gradient and bytes of a layout."""
+    """Checks loss, gradient and bytes of a layout."""
     config = dataclasses.replace(MODEL, **fields)
-    divided = parallelism.parse(layout)
-    meshes.check(config, divided, sequence_length=windows.shape[1] - 1)
+    divided = parallelism.parse_layout(layout)
+    meshes.check_trainable(config, divided, sequence_length=windows.shape[1] - 1)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(windows)
-    placed = meshes.place(config, divided, params)
+    placed = meshes.place_tree(config, divided, params)
     how = StepConfig(layout=divided, remat=remat)
-    run = jax.jit(parallel.gradient(config, how))
+    run = jax.jit(parallel.divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
-    grads = meshes.gather(config, divided, grads)
-    (_, whole), wanted = jax.value_and_grad(
+    grads = meshes.gather_tree(config, divided, grads)
+    (_, whole), expected = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
         has_aux=True,
     )(params)
     np.testing.assert_allclose(loss, whole, rtol=1e-5)
-    for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+    for found, one in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
     if config.num_layers > 1:
         check_bytes(config, divided, program, remat=remat)
@@ -91,20 +93,20 @@ def check(
 def check_bytes(
     config: ModelConfig, layout: Any, program: Any, *, remat: bool = False
 ) -> None:
-    """What the program sends is what the formulas were derived to say."""
+    """Checks that the bytes sent by the program equal those of the formulas."""
     found = collectives.collectives(str(program.as_text()))
     assert all(each.is_sure for each in found)
     formula = formula_of(config, layout, remat=remat)
     assert sum(each.sent(rank=1) for each in found) == formula
-    # The loss itself, and nothing else: a number from every device.
+    # Only the loss itself is extra: a number from every device.
     rest = [each for each in found if each.sent() and not each.sent(rank=1)]
     assert all(kind == "f32" and not sides for x in rest for kind, sides in x.shapes)
 
 
 def formula_of(config: ModelConfig, layout: Any, *, remat: bool = False) -> float:
-    """Bytes that a device sends, as `traffic` has it."""
-    formula = traffic.training(
-        from_model.describe(config),
+    """Bytes that a device sends, by `traffic`."""
+    formula = traffic.training_traffic(
+        from_model.describe_config(config),
         layout,
         batch=BATCH // layout.data,
         sequence=SEQ,
@@ -161,7 +163,7 @@ LONG = np.random.default_rng(0).integers(0, 61, (2, 513), np.int32)
     ],
 )
 def test_sequences_of_several_tiles_too(layout: str) -> None:
-    """Attention goes in loops then, whose carries must be typed for the mesh."""
+    """Attention uses loops then, whose carries need types with the mesh axes."""
     check(layout, LONG, num_layers=1, max_positions=512)
 
 
@@ -184,9 +186,9 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
     ],
 )
 def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
-    """Where each expert has places for all rows, nothing is dropped.
+    """With capacity for all rows in each expert, nothing is dropped.
 
-    The loss of balance is that of all devices' rows.
+    The load-balancing loss is that of all devices' rows.
     """
     check(layout, **fields)
 
@@ -215,16 +217,14 @@ def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_is_computed_again_is_sent_again(
-    layout: str, fields: dict[str, Any]
-) -> None:
+def test_recomputation_repeats_traffic(layout: str, fields: dict[str, Any]) -> None:
     check(layout, remat=True, **fields)
 
 
 def compiled(config: ModelConfig, layout: Any, **how: Any) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place(config, layout, params)
-    run = jax.jit(parallel.gradient(config, StepConfig(layout=layout, **how)))
+    placed = meshes.place_tree(config, layout, params)
+    run = jax.jit(parallel.divided_gradient(config, StepConfig(layout=layout, **how)))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 
 
@@ -242,19 +242,19 @@ def test_bytes_grow_with_the_layers(
     layout: str, fields: dict[str, Any], num_layers: int
 ) -> None:
     config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
-    how = parallelism.parse(layout)
+    how = parallelism.parse_layout(layout)
     check_bytes(config, how, compiled(config, how))
 
 
 @pytest.mark.thorough
 def test_bytes_of_micro_batches_one_after_another() -> None:
-    """Gradients of weights are exchanged once, all else twice."""
-    layout = parallelism.parse("tp=2,sp,dp=2")
+    """Gradients of weights are exchanged once, other tensors twice."""
+    layout = parallelism.parse_layout("tp=2,sp,dp=2")
     program = compiled(MODEL, layout, accumulation=2)
     found = collectives.collectives(str(program.as_text()))
     assert {each.trips for each in found} == {1, 2}
-    formula = traffic.training(
-        from_model.describe(MODEL),
+    formula = traffic.training_traffic(
+        from_model.describe_config(MODEL),
         layout,
         batch=BATCH // 4,
         sequence=SEQ,
@@ -262,18 +262,18 @@ def test_bytes_of_micro_batches_one_after_another() -> None:
         gradient_bytes=4,
         micro_batches=2,
     )
-    wanted = sum(each.forward + each.backward for each in formula)
-    assert sum(each.sent(rank=1) for each in found) == wanted
+    expected = sum(each.forward + each.backward for each in formula)
+    assert sum(each.sent(rank=1) for each in found) == expected
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "way", ["gather", pytest.param("exchange", marks=pytest.mark.slow)]
 )
-def test_an_exchange_too_many_is_counted(
+def test_an_extra_exchange_is_counted(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that are gathered twice, in every mixture."""
+    """The bug gathers rows twice, in every mixture."""
     whole = getattr(experts, way)
 
     def wasteful(x: Any, *args: Any, **how: Any) -> Any:
@@ -282,7 +282,7 @@ def test_an_exchange_too_many_is_counted(
 
     monkeypatch.setattr(experts, way, wasteful)
     how = {"gather": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
-    layout = parallelism.parse(how)
+    layout = parallelism.parse_layout(how)
     config = dataclasses.replace(MODEL, **MIXTURE)
     found = collectives.collectives(str(compiled(config, layout).as_text()))
     sent = sum(each.sent(rank=1) for each in found)
@@ -292,7 +292,7 @@ def test_an_exchange_too_many_is_counted(
 
 
 @pytest.mark.parametrize(
-    ("layout", "fields", "said"),
+    ("layout", "fields", "message"),
     [
         ("tp=8", {}, "num_kv_heads=4 must be a multiple of tensor=8"),
         ("pp=2,ring=2", {}, "must have pipeline or ring"),
@@ -310,16 +310,18 @@ def test_an_exchange_too_many_is_counted(
         ("tp=3", {"num_kv_heads": 3, "num_q_heads": 9}, "tensor=3 must divide the 32"),
     ],
 )
-def test_what_does_not_divide_is_refused(
-    layout: str, fields: dict[str, Any], said: str
+def test_indivisible_layouts_are_refused(
+    layout: str, fields: dict[str, Any], message: str
 ) -> None:
     config = dataclasses.replace(MODEL, **({"mlp_size": 32} | fields))
-    with pytest.raises(ValueError, match=said):
-        meshes.check(config, parallelism.parse(layout), sequence_length=SEQ)
+    with pytest.raises(ValueError, match=message):
+        meshes.check_trainable(
+            config, parallelism.parse_layout(layout), sequence_length=SEQ
+        )
 
 
 def test_a_ring_is_fair() -> None:
-    """Under a causal mask every device of a zigzag has as many pairs to look at."""
+    """Under a causal mask every device of a zigzag has as many pairs to compute."""
     order = sequence.zigzag_order(48, ring=4).reshape(4, -1)
     assert sorted(order.reshape(-1).tolist()) == list(range(48))
     seen = (order + 1).sum(axis=1)
@@ -328,4 +330,4 @@ def test_a_ring_is_fair() -> None:
 
 def test_more_devices_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="asks for 16 devices, 8 are there"):
-        meshes.make_mesh(parallelism.parse("dp=16"))
+        meshes.make_training_mesh(parallelism.parse_layout("dp=16"))

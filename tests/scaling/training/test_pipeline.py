@@ -1,4 +1,4 @@
-"""Stages of layers: the gradient of one device, and how long stages are idle."""
+"""Pipeline stages: the gradient of one device, and the idle time of stages."""
 
 import dataclasses
 from typing import Any, Literal
@@ -28,7 +28,7 @@ LEARNED: dict[str, Any] = {"positions": "learned", "tie_embeddings": False}
 def test_every_micro_batch_goes_through_every_stage(
     stages: int, micro: int, kind: Literal["gpipe", "1f1b"]
 ) -> None:
-    found = pipeline.schedule(stages, micro, kind)
+    found = pipeline.make_pipeline_schedule(stages, micro, kind)
     when = {}
     for name, table in (("forward", found.forward), ("backward", found.backward)):
         for stage in range(stages):
@@ -37,7 +37,7 @@ def test_every_micro_batch_goes_through_every_stage(
             when |= {(name, stage, m): t for m, t in ticks.items()}
     for m in range(micro):
         for stage in range(stages - 1):
-            # The next tick's stage takes what is sent, and no later one.
+            # The stage of the next tick takes the sent data, and no later one.
             assert when["forward", stage + 1, m] == when["forward", stage, m] + 1
             assert when["backward", stage, m] == when["backward", stage + 1, m] + 1
         last = stages - 1
@@ -51,28 +51,30 @@ def test_every_micro_batch_goes_through_every_stage(
 
 
 def test_1f1b_keeps_no_more_micro_batches_than_stages_ask_for() -> None:
-    assert pipeline.schedule(4, 64, "1f1b").kept == 7
-    assert pipeline.schedule(4, 64, "gpipe").kept == 64
+    assert pipeline.make_pipeline_schedule(4, 64, "1f1b").kept == 7
+    assert pipeline.make_pipeline_schedule(4, 64, "gpipe").kept == 64
 
 
 def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
     config = dataclasses.replace(MODEL, num_layers=4, **fields)
-    divided = parallelism.parse(layout)
-    meshes.check(config, divided, sequence_length=SEQ)
+    divided = parallelism.parse_layout(layout)
+    meshes.check_trainable(config, divided, sequence_length=SEQ)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(WINDOWS)
-    placed = meshes.place(config, divided, params)
+    placed = meshes.place_tree(config, divided, params)
     how = StepConfig(layout=divided, accumulation=num_micro, schedule=kind)
-    run = jax.jit(parallel.gradient(config, how))
+    run = jax.jit(parallel.divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
-    (_, whole), wanted = jax.value_and_grad(
+    (_, whole), expected = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
         has_aux=True,
     )(params)
     np.testing.assert_allclose(loss, whole, rtol=1e-5)
     grads = param_forms.unstack_layers(config, jax.tree.map(np.asarray, grads))
-    for found, one in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+    for found, one in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
     check_bytes(config, how, program)
 
@@ -80,21 +82,25 @@ def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
 def check_bytes(
     config: ModelConfig, how: StepConfig, program: Any
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What the program sends is what the formulas were derived to say."""
-    sent, wanted = of_program(program, how), by_formulas(config, how)
-    assert sum(sent.values()) == sum(wanted.values())
-    table = pipeline.schedule(how.layout.pipeline, how.accumulation, how.schedule)
-    passed = wanted["pipeline"] * len(table.forward) / how.accumulation
+    """Checks that the bytes sent by the program equal those of the formulas."""
+    sent, expected = of_program(program, how), by_formulas(config, how)
+    assert sum(sent.values()) == sum(expected.values())
+    table = pipeline.make_pipeline_schedule(
+        how.layout.pipeline, how.accumulation, how.schedule
+    )
+    passed = expected["pipeline"] * len(table.forward) / how.accumulation
     assert sent["collective-permute"] == passed
-    return sent, wanted
+    return sent, expected
 
 
 def of_program(program: Any, how: StepConfig) -> dict[str, float]:
-    """Bytes that a device sends in a step, by kinds of collectives.
+    """Returns the bytes that a device sends in a step, by kind of collective.
 
-    What stands in a branch runs once for each micro-batch, of all ticks of the loop.
+    A branch runs once for each micro-batch, of all ticks of the loop.
     """
-    table = pipeline.schedule(how.layout.pipeline, how.accumulation, how.schedule)
+    table = pipeline.make_pipeline_schedule(
+        how.layout.pipeline, how.accumulation, how.schedule
+    )
     found = dict.fromkeys(collectives.KINDS, 0.0)
     for each in collectives.collectives(str(program.as_text())):
         assert each.trips in (1, len(table.forward))
@@ -105,10 +111,10 @@ def of_program(program: Any, how: StepConfig) -> dict[str, float]:
 
 
 def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
-    """The same as `traffic` has it, by scheme."""
+    """Returns the same by `traffic`, by scheme."""
     found: dict[str, float] = {}
-    for each in traffic.training(
-        from_model.describe(config),
+    for each in traffic.training_traffic(
+        from_model.describe_config(config),
         how.layout,
         batch=len(WINDOWS) // how.layout.data // how.accumulation,
         sequence=SEQ,
@@ -124,8 +130,8 @@ def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
 
 def compiled(config: ModelConfig, how: StepConfig) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place(config, how.layout, params)
-    run = jax.jit(parallel.gradient(config, how))
+    placed = meshes.place_tree(config, how.layout, params)
+    run = jax.jit(parallel.divided_gradient(config, how))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 
 
@@ -145,42 +151,44 @@ def compiled(config: ModelConfig, how: StepConfig) -> Any:
 def test_bytes_are_those_of_formulas_and_grow_with_the_layers(
     layout: str, kind: Any, fields: dict[str, Any]
 ) -> None:
-    """Idle ticks, tables, and layers that run again; of two layers and of four."""
-    how = StepConfig(layout=parallelism.parse(layout), accumulation=2, schedule=kind)
+    """Idle ticks, tables, and recomputed layers; for two layers and for four."""
+    how = StepConfig(
+        layout=parallelism.parse_layout(layout), accumulation=2, schedule=kind
+    )
     each = []
     for num_layers in (2, 4):
         config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
         each.append(check_bytes(config, how, compiled(config, how)))
-    (sent, wanted), (more, more_wanted) = each
-    # What stages pass on does not depend on the layers, nor do the tables' gradients.
+    (sent, expected), (more, more_expected) = each
+    # Transfers between stages and tables' gradients are the same for more layers.
     assert more["collective-permute"] == sent["collective-permute"]
-    assert more_wanted["tables"] == wanted["tables"]
+    assert more_expected["tables"] == expected["tables"]
     if how.layout.tensor > 1:
-        assert more_wanted["tensor"] == 2 * wanted["tensor"]
+        assert more_expected["tensor"] == 2 * expected["tensor"]
         assert sum(more.values()) > sum(sent.values())
 
 
 @pytest.mark.thorough
-def test_an_exchange_too_many_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage that sends in each tick what nobody takes."""
-    how = StepConfig(layout=parallelism.parse("pp=2"), accumulation=2)
+def test_an_extra_exchange_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug is a stage that sends unused data in each tick."""
+    how = StepConfig(layout=parallelism.parse_layout("pp=2"), accumulation=2)
     whole = pipeline._Run._pass
 
     def wasteful(self: Any, x: Any, on: list[tuple[int, int]]) -> Any:
         return whole(self, x, on) + 1e-9 * whole(self, x * 2, on)
 
     monkeypatch.setattr(pipeline._Run, "_pass", wasteful)
-    sent, wanted = of_program(compiled(MODEL, how), how), by_formulas(MODEL, how)
+    sent, expected = of_program(compiled(MODEL, how), how), by_formulas(MODEL, how)
     # Of four ticks: 2 sequences, both ways.
     more = 4 * 2 * SEQ * MODEL.hidden_size * 4 * 2
-    assert sum(sent.values()) - sum(wanted.values()) == more
+    assert sum(sent.values()) - sum(expected.values()) == more
 
 
 def test_ticks_are_those_of_the_table() -> None:
     for stages, micro in ((1, 1), (2, 1), (2, 4), (4, 3), (4, 9)):
         for kind in KINDS:
-            table = pipeline.schedule(stages, micro, kind)
-            assert costs_stages.ticks(stages, micro, kind) == len(table.forward)
+            table = pipeline.make_pipeline_schedule(stages, micro, kind)
+            assert costs_stages.count_ticks(stages, micro, kind) == len(table.forward)
 
 
 @pytest.mark.parametrize(
@@ -208,11 +216,11 @@ def test_stages_of_another_family() -> None:
 
 @pytest.mark.slow
 def test_stages_of_mixtures() -> None:
-    """One micro-batch, as the loss of balance is that of each."""
+    """One micro-batch, as the load-balancing loss is that of each."""
     experts = Experts(num_experts=4, top_k=2, size=24, balance_weight=0.5)
     check("pp=2,dp=2", "1f1b", 1, experts=experts)
 
 
-def test_a_schedule_of_nothing_is_refused() -> None:
+def test_an_empty_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="num_micro=0 must be at least 1"):
-        pipeline.schedule(2, 0)
+        pipeline.make_pipeline_schedule(2, 0)

@@ -1,4 +1,4 @@
-"""Checkpoints: each file is whole or named, and a run goes on where it can."""
+"""Checkpoints: damaged files are named, and a run continues from a whole one."""
 
 import dataclasses
 import itertools
@@ -51,8 +51,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def state(config: TrainConfig) -> TrainState:
-    """A state after three steps, with numbers of every sign."""
-    begun = step.init(config.model, config.optimizer, jnp.int32(0))
+    """A state after three steps, with numbers of both signs."""
+    begun = step.init_train_state(config.model, config.optimizer, jnp.int32(0))
     moved = jax.tree.map(lambda x: x.at[..., :1].set(-0.0), begun.params)
     return begun._replace(params=moved, step=jnp.int32(3))
 
@@ -66,7 +66,7 @@ def all_files(folder: Path) -> list[Path]:
 
 
 def damages(path: Path, rng: random.Random, num: int = 6) -> Iterator[str]:
-    """Damages a file in so many ways, one after the other, and puts it right again."""
+    """Damages a file in `num` ways, one after another, and restores it."""
     whole = path.read_bytes()
     place = rng.randrange(len(whole))
     flipped = bytearray(whole)
@@ -92,7 +92,7 @@ def damages(path: Path, rng: random.Random, num: int = 6) -> Iterator[str]:
 
 @pytest.fixture
 def rng() -> random.Random:
-    """Another one in every run of the tests."""
+    """A generator with another seed in every run of the tests."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"{seed=}")
     return random.Random(seed)
@@ -105,31 +105,31 @@ def test_every_damaged_file_is_named_in_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "3"
-    train.save(folder, state)
-    assert raw(train.restore(folder, state)) == raw(state)
+    train.save_checkpoint(folder, state)
+    assert raw(train.restore_checkpoint(folder, state)) == raw(state)
     paths = all_files(folder)
     assert len(paths) > 10
     for path in paths:
         for _ in damages(path, rng):
             with refused(f"{path}: is "):
-                train.restore(folder, state)
+                train.restore_checkpoint(folder, state)
     for extra in ("one", "state/d/more", ".hidden"):
         (folder / extra).write_text("")
         with refused(f"{folder / extra}: is not listed in SHA256SUMS"):
-            train.restore(folder, state)
+            train.restore_checkpoint(folder, state)
         (folder / extra).unlink()
-    assert raw(train.restore(folder, state)) == raw(state)
+    assert raw(train.restore_checkpoint(folder, state)) == raw(state)
     assert capfd.readouterr().err == ""
 
 
 def test_a_checkpoint_without_digests_is_refused(
     state: TrainState, tmp_path: Path
 ) -> None:
-    """As earlier versions wrote them, the arrays in the folder itself."""
+    """Earlier versions wrote them, with the arrays in the folder itself."""
     with files.silencing_orbax(), ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "3", state)
     with refused(f"{tmp_path / '3' / 'SHA256SUMS'}: is missing"):
-        train.restore(tmp_path / "3", state)
+        train.restore_checkpoint(tmp_path / "3", state)
 
 
 def test_the_list_of_digests_is_that_of_sha256sum(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_list_of_digests_is_that_of_sha256sum(tmp_path: Path) -> None:
     # FIPS 180-2, appendix B.1.
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert line == f"{abc}  a/b"
-    assert seal.startswith("# ")  # which sha256sum skips
+    assert seal.startswith("# ")  # sha256sum skips it
     files.verify_checksums(tmp_path)
 
 
@@ -150,21 +150,21 @@ def test_another_model_is_refused_without_noise(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    train.save(tmp_path / "3", state)
+    train.save_checkpoint(tmp_path / "3", state)
     wider = dataclasses.replace(MODEL, mlp_size=32, num_layers=2)
-    like = step.init(wider, config.optimizer, jnp.int32(0))
+    like = step.init_train_state(wider, config.optimizer, jnp.int32(0))
     with refused(f"{tmp_path / '3'}: cannot be continued: "):
-        train.restore(tmp_path / "3", like)
+        train.restore_checkpoint(tmp_path / "3", like)
     assert capfd.readouterr().err == ""
 
 
 def test_every_damaged_file_of_a_paused_sweep_is_named(
     state: TrainState, tmp_path: Path, rng: random.Random
 ) -> None:
-    lanes = branching.Lanes(state, 3, np.ones(1, bool), (((1.5, 5.0),),), 0.25)
-    half, folder = branching.Half(1, lanes, lanes), tmp_path / "group"
-    paused.save(folder, half)
-    found = paused.load(folder, state)
+    lanes = branching.BatchedRuns(state, 3, np.ones(1, bool), (((1.5, 5.0),),), 0.25)
+    half, folder = branching.PausedRuns(1, lanes, lanes), tmp_path / "group"
+    paused.save_paused(folder, half)
+    found = paused.load_paused(folder, state)
     assert found is not None
     assert found.branch is not None
     assert raw(found.branch.state) == raw(state)
@@ -175,14 +175,14 @@ def test_every_damaged_file_of_a_paused_sweep_is_named(
         for _ in damages(path, rng, 1):
             line = f"{folder}: cannot be continued; delete it: {path}: is "
             with refused(line):
-                paused.load(folder, state)
+                paused.load_paused(folder, state)
     (folder / "more").write_text("")
     with refused(f"{folder / 'more'}: is not listed"):
-        paused.load(folder, state)
+        paused.load_paused(folder, state)
 
 
 def outcome[T](call: Callable[..., T], *args: Any) -> tuple[T | None, str]:
-    """What a call returns; or None, and the line that refuses."""
+    """Returns the result of a call; or None, and the error message."""
     try:
         return call(*args), ""
     except ValueError as error:
@@ -203,7 +203,7 @@ def begun(config: TrainConfig, state: TrainState, tmp_path: Path) -> Path:
     run = (stopped.checkpoint / run_folder.RUN).read_text()
     curve = json.dumps(LINE) + "\n"
     notes = {run_folder.RUN: run, run_folder.CURVE: curve}
-    train.save(out / "checkpoints" / "3", state, notes)
+    train.save_checkpoint(out / "checkpoints" / "3", state, notes)
     (out / run_folder.CURVE).write_text(curve)
     return out
 
@@ -212,12 +212,12 @@ def names(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
-def go_on(config: TrainConfig, out: Path, **settings: Any) -> train.Result:
-    """Takes a run up, and stops it before its next step."""
+def go_on(config: TrainConfig, out: Path, **settings: Any) -> train.TrainResult:
+    """Resumes a run, and stops it before its next step."""
     return train.train(config, out, progress=Stopping(0), **settings)
 
 
-def test_the_newest_whole_checkpoint_is_gone_on_from(
+def test_a_run_continues_from_the_newest_whole_checkpoint(
     config: TrainConfig, state: TrainState, begun: Path, rng: random.Random
 ) -> None:
     for resume in ("last", "previous"):
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_another_step_is_refused(
 def test_files_next_to_the_checkpoints_change_no_run(
     config: TrainConfig, state: TrainState, begun: Path, rng: random.Random
 ) -> None:
-    """The curve is that of the checkpoint; a damaged config is refused."""
+    """The curve comes from the checkpoint; a damaged config raises an error."""
     for name in ("config.json", run_folder.CURVE):
         path, num_refused = begun / name, 0
         whole = path.read_bytes()
@@ -281,19 +281,19 @@ def test_the_first_step_is_that_of_the_checkpoint(
         go_on(config, begun)
 
 
-def test_another_layout_takes_up_the_same_bits(
+def test_another_layout_resumes_the_same_bits(
     config: TrainConfig, state: TrainState, begun: Path
 ) -> None:
-    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
-    said = r"up to 3 were divided as num_processes=1, later ones as tensor=2,data=2"
-    with pytest.warns(UserWarning, match=said):
+    message = r"up to 3 were divided as num_processes=1, later ones as tensor=2,data=2"
+    with pytest.warns(UserWarning, match=message):
         found = go_on(divided, begun)
     assert raw(found.state) == raw(state)
     assert raw(go_on(config, begun).state) == raw(state)
 
 
-def test_a_layout_that_decides_more_than_rounding_is_kept(tmp_path: Path) -> None:
+def test_a_layout_that_changes_more_than_rounding_is_kept(tmp_path: Path) -> None:
     def described(experts: object, accumulation: int, **layout: Any) -> dict[str, Any]:
         full = dataclasses.asdict(parallelism.Layout(**layout))
         how = {"dtype": "float32", "accumulation": accumulation, "layout": full}
@@ -333,7 +333,7 @@ def test_losses_after_a_change_of_layout_agree(
     out = tmp_path / "changed"
     half = train.train(config, out, progress=Stopping(2, "show"))
     assert int(half.state.step) == 4
-    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     with pytest.warns(UserWarning, match="agree with those of the unbroken run"):
         found = train.train(divided, out)
@@ -359,7 +359,7 @@ def test_no_damage_ends_in_other_weights(
     rng: random.Random,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Any file of a folder: a line that names it, or the run as it was."""
+    """Damages any file of a folder: an error names it, or the run is unchanged."""
     whole = train.train(config, tmp_path / "whole")
     out, num_refused = tmp_path / "out", 0
     paths = [x.relative_to(tmp_path / "whole") for x in all_files(tmp_path / "whole")]
@@ -375,5 +375,5 @@ def test_no_damage_ends_in_other_weights(
         else:
             assert raw(found.state) == raw(whole.state), (name, what)
             assert found.curve == whole.curve, (name, what)
-    assert num_refused > num // 5  # what is found at once, or has not been read
+    assert num_refused > num // 5  # found at once, or not read yet
     assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Training: it learns, it counts right, and whatever ends it costs little."""
+"""Training: it learns, counts correctly, and survives interruptions."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,12 @@ from scaling.corpora import corpora
 from scaling.costs import parallelism
 from scaling.costs.parallelism import Layout
 from scaling.training import objectives, optimizers, step, train
-from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
+from scaling.training.recipes import (
+    LearningRateSchedule,
+    OptimizerConfig,
+    StepConfig,
+    TrainConfig,
+)
 from tests.support import mutation, texts
 from tests.support.folders import ROOT
 from tests.support.impatience import Stopping
@@ -71,11 +76,13 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     assert abs(losses[0] - math.log(257)) < 1.0
     assert losses[-1] < 2.6
     assert isinstance(config.corpus, corpora.CorpusConfig)
-    split = corpora.load(config.corpus)
-    score = objectives.score(result.params, split.held_out, model=MODEL, seq_len=16)
+    split = corpora.load_documents(config.corpus)
+    score = objectives.score_documents(
+        result.params, split.held_out, model=MODEL, seq_len=16
+    )
     assert score.bits_per_byte < 4.5
     assert progress.done[-1] == progress.total == 60 * 4 * 16
-    per_epoch = len(corpora.tokens(split.train)) // 16
+    per_epoch = len(corpora.encode_documents(split.train)) // 16
     assert result.curve[-1]["epoch"] == pytest.approx(60 * 4 / per_epoch)
     folder = tmp_path / "out"
     written = [json.loads(x) for x in (folder / "curve.jsonl").read_text().splitlines()]
@@ -83,13 +90,13 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["56", "60"]
 
 
-def assert_same_run(found: train.Result, expected: train.Result) -> None:
+def assert_same_run(found: train.TrainResult, expected: train.TrainResult) -> None:
     assert equal(found.params, expected.params)
     assert without_time(found.curve) == without_time(expected.curve)
 
 
 NUM_TOKENS = 50_000
-"""Of the streams that are made up here, so that one program reads all of them."""
+"""Vocabulary of the synthetic streams, the same so that one program reads all."""
 
 
 @pytest.mark.thorough
@@ -97,17 +104,17 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
     optimizer, seed = OptimizerConfig(), jnp.int32(0)
-    state = step.init(MODEL, optimizer, seed)
-    warm = Schedule.constant(1e-2)._replace(warmup=jnp.int32(5))
+    state = step.init_train_state(MODEL, optimizer, seed)
+    warm = LearningRateSchedule.constant(1e-2)._replace(warmup=jnp.int32(5))
     schedule = warm._replace(cooldown=jnp.int32(200), end=jnp.int32(400))
-    call = step.compiled(MODEL, optimizer, 4, 16)
+    call = step.compiled_steps(MODEL, optimizer, 4, 16)
     state, _ = call(state, stream, schedule, seed, jnp.int32(390))
     _, loss = call(state, stream, schedule, seed, jnp.int32(10))
     assert abs(float(loss) - math.log(4)) < 0.05
 
 
 @pytest.mark.thorough
-def test_a_run_taken_up_ends_as_the_unbroken_one(
+def test_a_resumed_run_equals_the_uninterrupted_one(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     unbroken = train.train(config, tmp_path / "unbroken")
@@ -115,7 +122,7 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
     first = train.train(config, out, progress=Stopping(2, "show"))
     assert first.status == "stopped"
     assert int(first.curve[-1]["step"]) == 4
-    # Interrupted within a report, not asked: the state is the report's, and is saved.
+    # Interrupted within a report, without a request: the report's state is saved.
     second = train.train(config, out, progress=Stopping(2, "show", KeyboardInterrupt()))
     assert second.status == "stopped"
     assert second.checkpoint == out / "checkpoints" / "8"
@@ -127,7 +134,7 @@ def test_a_run_taken_up_ends_as_the_unbroken_one(
 
 
 @pytest.mark.thorough
-def test_what_a_killed_run_left_half_is_put_right(
+def test_incomplete_output_of_a_killed_run_is_repaired(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     unbroken = train.train(config, tmp_path / "unbroken")
@@ -146,7 +153,7 @@ def test_what_a_killed_run_left_half_is_put_right(
 
 @contextlib.contextmanager
 def files_no_larger_than(num_bytes: int) -> Generator[None]:
-    """Has the system refuse to write more into a file, as on a full disk."""
+    """Makes the system refuse larger files, like a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
@@ -156,7 +163,7 @@ def files_no_larger_than(num_bytes: int) -> Generator[None]:
 
 
 @pytest.mark.thorough
-def test_without_room_a_line_says_so_and_nothing_is_broken(
+def test_a_full_disk_raises_an_error_and_keeps_the_checkpoints(
     config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -194,10 +201,10 @@ def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_a_run_on_a_mesh_is_kept_whole(config: TrainConfig, tmp_path: Path) -> None:
-    """So it is taken up to the bit there, and under another layout as well."""
+    """A mesh resumes it bit for bit, and another layout does, too."""
     model = dataclasses.replace(MODEL, num_kv_heads=2)
     config = dataclasses.replace(config, model=model)
-    layout = parallelism.parse("tp=2,dp=2", zero=1)
+    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     unbroken = train.train(divided, tmp_path / "unbroken")
     out = tmp_path / "broken"
@@ -218,11 +225,11 @@ def test_a_run_in_memory_is_the_one_on_disk(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     on_disk = train.train(config, tmp_path / "out")
-    corpus = corpora.open(config.corpus)
+    corpus = corpora.open_corpus(config.corpus)
     in_memory = train.train_in_memory(config, corpus)
     assert in_memory.checkpoint is None
     assert equal(in_memory.state, on_disk.state)
-    # It stops at the steps of no checkpoint.
+    # It stops at steps without a checkpoint.
     assert [line["step"] for line in in_memory.curve] == [3, 6, 9, 12]
     known = {line["step"]: line["loss"] for line in on_disk.curve}
     assert in_memory.curve[0]["loss"] == known[3]
@@ -241,14 +248,14 @@ def test_a_run_in_memory_is_the_one_on_disk(
 
 
 def test_one_compilation_for_all_lengths_rates_and_seeds(config: TrainConfig) -> None:
-    call = step.compiled(MODEL, config.optimizer, 4, 16)
+    call = step.compiled_steps(MODEL, config.optimizer, 4, 16)
     stream = jnp.zeros((NUM_TOKENS,), jnp.uint16)
-    state = step.init(MODEL, config.optimizer, jnp.int32(0))
-    call(state, stream, Schedule.of(config), jnp.int32(0), jnp.int32(3))
+    state = step.init_train_state(MODEL, config.optimizer, jnp.int32(0))
+    call(state, stream, LearningRateSchedule.of(config), jnp.int32(0), jnp.int32(3))
     num_programs = call._cache_size()
     for num_steps, rate, kind in ((1, 1e-3, "cosine"), (2, 1e-2, "stable")):
         changed: Any = {"learning_rate": rate, "schedule": kind}
-        schedule = Schedule.of(dataclasses.replace(config, **changed))
+        schedule = LearningRateSchedule.of(dataclasses.replace(config, **changed))
         call(state, stream, schedule, jnp.int32(num_steps), jnp.int32(num_steps))
     assert call._cache_size() == num_programs
 
@@ -268,19 +275,23 @@ def test_divergence_is_a_result_with_the_last_whole_state(
 @pytest.mark.thorough
 def test_muon_takes_matrices_and_adam_the_rest() -> None:
     model = dataclasses.replace(MODEL, qkv_bias=True)
-    state = step.init(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
-    update = jax.jit(optimizers.make(OptimizerConfig(weight_decay=0.0)).update)
+    state = step.init_train_state(
+        model, OptimizerConfig(weight_decay=0.0), jnp.int32(0)
+    )
+    update = jax.jit(
+        optimizers.make_optimizer(OptimizerConfig(weight_decay=0.0)).update
+    )
     grads = jax.tree.map(
         lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params
     )
     updates: Any = update(grads, state.moments, state.params)[0]
     layer = updates["layers"][0]
-    # Every head's query is a matrix of its own with singular values near one.
+    # Every head's query is a separate matrix with singular values near one.
     queries = np.asarray(layer["qkv"]["weight"]).reshape(-1, 8, 16)
     singular = np.linalg.svd(queries, compute_uv=False) / (0.2 * math.sqrt(16))
     assert singular.shape == (4, 8)
     assert ((0.5 < singular) & (singular < 1.5)).all()
-    # Adam's first step is as large for each parameter.
+    # Adam's first step has the same size for each parameter.
     for found in (layer["qkv"]["bias"], updates["embed"]["weight"]):
         size = np.abs(np.asarray(found))
         np.testing.assert_allclose(size, np.full_like(size, size.mean()), rtol=1e-2)
@@ -289,24 +300,24 @@ def test_muon_takes_matrices_and_adam_the_rest() -> None:
 def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
     texts = [b"abcdefg", b"x", b"0123456789abcde"]
     documents = [corpora.Document(str(t), tmp_path, t) for t in texts]
-    windows, counts = objectives.cut(documents, 8)
+    windows, counts = objectives.cut_windows(documents, 8)
     seen = windows[:, 1:][counts]
-    assert seen.tolist() == corpora.tokens(documents).tolist()
+    assert seen.tolist() == corpora.encode_documents(documents).tolist()
     assert windows[0, 0] == windows[1, 0] == windows[2, 0] == corpora.END
     assert windows[3, 0] == ord("7")
-    # A model that knows nothing needs log2(257) bits for each.
+    # A uniform model needs log2(257) bits for each.
     nothing = jax.tree.map(
         jnp.zeros_like, transformer.init_params(MODEL, jax.random.key(0))
     )
     for batch_size in (1, 3):
-        score = objectives.score(
+        score = objectives.score_documents(
             nothing, documents, model=MODEL, seq_len=8, batch_size=batch_size
         )
         assert score.num_tokens == 26
         assert score.loss == pytest.approx(math.log(257), rel=1e-5)
         assert score.bits_per_byte == pytest.approx(math.log2(257) * 26 / 23, rel=1e-5)
     with pytest.raises(ValueError, match="no documents"):
-        objectives.score(nothing, [], model=MODEL, seq_len=8)
+        objectives.score_documents(nothing, [], model=MODEL, seq_len=8)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +339,7 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
                 "optimizer": OptimizerConfig(kind="adafactor"),
                 "how": StepConfig(layout=Layout(ulysses=2)),
             },
-            "looks at whole parameters",
+            "needs whole parameters",
         ),
     ],
 )
@@ -396,14 +407,14 @@ def test_a_killed_process_loses_at_most_the_interval(
 @pytest.mark.parametrize(
     ("name", "removed", "added"),
     [
-        ("score", "losses * counts[start:end]", "losses"),
-        ("score", "nats / num_tokens", "nats / counts.size"),
-        ("score", "corpora.num_bytes(documents)", "num_tokens"),
-        ("cut", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
-        ("cut", "[np.int32(corpora.END)], text]", "text[:1], text]"),
+        ("score_documents", "losses * counts[start:end]", "losses"),
+        ("score_documents", "nats / num_tokens", "nats / counts.size"),
+        ("score_documents", "corpora.count_bytes(documents)", "num_tokens"),
+        ("cut_windows", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
+        ("cut_windows", "[np.int32(corpora.END)], text]", "text[:1], text]"),
     ],
 )
-def test_a_seeded_bug_of_a_score_is_noticed(
+def test_a_seeded_bug_of_a_score_is_detected(
     name: str, removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = test_score_counts_every_byte_and_end_once

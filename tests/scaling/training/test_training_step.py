@@ -1,4 +1,4 @@
-"""One step of training: the right gradient, however it is computed, and whose it is."""
+"""One training step: the gradient is correct with all settings and layouts."""
 
 import dataclasses
 import functools
@@ -17,9 +17,14 @@ from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
 from scaling.training import architectures, meshes, objectives, parallel
 from scaling.training import step as training_step
-from scaling.training.recipes import OptimizerConfig, Schedule, StepConfig, TrainConfig
+from scaling.training.recipes import (
+    LearningRateSchedule,
+    OptimizerConfig,
+    StepConfig,
+    TrainConfig,
+)
 from scaling.training.recurrent import RecurrentConfig
-from scaling.training.step import TrainState, init
+from scaling.training.step import TrainState, init_train_state
 from tests.support import mutation
 from tests.support.meshes import MODEL
 from tests.support.mutation import Bug
@@ -40,10 +45,10 @@ TEXT = np.random.default_rng(0).integers(65, 91, 5_000).astype(np.uint16)
 def train(
     optimizer: OptimizerConfig, how: StepConfig, rate: float, num_steps: int
 ) -> tuple[TrainState, float]:
-    """Some steps on random letters, and the loss of the last."""
-    seed, schedule = jnp.int32(0), Schedule.constant(rate)
-    state = init(TRANSFORMER, optimizer, seed)
-    call = training_step.compiled(TRANSFORMER, optimizer, 4, 16, how)
+    """Trains some steps on random letters; returns the last loss."""
+    seed, schedule = jnp.int32(0), LearningRateSchedule.constant(rate)
+    state = init_train_state(TRANSFORMER, optimizer, seed)
+    call = training_step.compiled_steps(TRANSFORMER, optimizer, 4, 16, how)
     for num in (num_steps - 1, 1):
         state, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
     return state, float(loss)
@@ -56,7 +61,7 @@ def test_a_new_model_guesses_evenly(name: str) -> None:
 
     @jax.jit
     def start(key: jax.Array) -> jax.Array:
-        params = architectures.init_params(model, key)
+        params = architectures.init_model_params(model, key)
         return objectives.mean_loss(params, windows, model=model)[1]
 
     loss = start(jax.random.key(0))
@@ -68,7 +73,7 @@ def test_gradients_equal_finite_differences(name: str) -> None:
     model: Any = dataclasses.replace(MODELS[name], vocab_size=19)
     rng, distance = np.random.default_rng(1), 1e-4
     with jax.enable_x64(True):
-        params = architectures.init_params(model, jax.random.key(0))
+        params = architectures.init_model_params(model, jax.random.key(0))
         # Far from the start, where no gradient is small by chance.
         params = jax.tree.map(
             lambda p: jnp.asarray(np.asarray(p) + 0.3 * rng.normal(size=p.shape)),
@@ -91,14 +96,14 @@ def test_gradients_equal_finite_differences(name: str) -> None:
                 changed = [*leaves[:index], moved, *leaves[index + 1 :]]
                 ends.append(float(loss(jax.tree.unflatten(tree, changed))))
             slope = (ends[0] - ends[1]) / (2 * distance)
-            ours = float((grad * towards).sum())
-            assert slope == pytest.approx(ours, rel=1e-5, abs=1e-8)
+            actual = float((grad * towards).sum())
+            assert slope == pytest.approx(actual, rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("name", ["transformer", "gru"])
 def test_no_loss_depends_on_a_later_token(name: str) -> None:
     model = MODELS[name]
-    params = architectures.init_params(model, jax.random.key(0))
+    params = architectures.init_model_params(model, jax.random.key(0))
     losses = jax.jit(functools.partial(objectives.token_losses, model=model))
     windows = jnp.asarray(TEXT[: 2 * 17].astype(np.int32).reshape(2, 17))
     before, after = (losses(params, x) for x in (windows, windows.at[:, 9].add(1)))
@@ -112,9 +117,9 @@ def test_no_loss_depends_on_a_later_token(name: str) -> None:
     ("kind", "rate"), [("sgd", 0.3), ("adafactor", 0.01), ("lion", 0.003)]
 )
 def test_each_optimizer_learns_the_letters(kind: Any, rate: float) -> None:
-    """The default and AdamW learn in the tests of whole runs."""
+    """The tests of whole runs cover the default and AdamW."""
     _, loss = train(OptimizerConfig(kind=kind), StepConfig(), rate, 60)
-    # 26 of 257 tokens occur: log 26 is 3.26, where all start at log 257, 5.55.
+    # 26 of 257 tokens occur: log 26 is 3.26; the initial loss is log 257, 5.55.
     assert loss < 3.7
 
 
@@ -133,18 +138,16 @@ def plain() -> tuple[TrainState, float]:
         (StepConfig(accumulation=4, remat=True, dtype="bfloat16"), 3e-3),
     ],
 )
-def test_how_a_step_is_computed_changes_roundings_alone(
-    how: StepConfig, error: float
-) -> None:
+def test_step_settings_change_only_rounding(how: StepConfig, error: float) -> None:
     (state, loss), (expected, expected_loss) = train(SGD, how, 0.3, 3), plain()
     assert loss == pytest.approx(expected_loss, rel=error)
-    for found, wanted in zip(
+    for found, leaf in zip(
         jax.tree.leaves(state), jax.tree.leaves(expected), strict=True
     ):
-        assert found.dtype == wanted.dtype
-        np.testing.assert_allclose(found, wanted, rtol=error, atol=error)
+        assert found.dtype == leaf.dtype
+        np.testing.assert_allclose(found, leaf, rtol=error, atol=error)
     moved = jax.tree.leaves(state.params)[0] - jax.tree.leaves(expected.params)[0]
-    # Numbers of 8 bits were really used.
+    # The 8-bit numbers were really used.
     assert (how.dtype == "float32") or bool(jnp.abs(moved).max() > 1e-7)
 
 
@@ -163,26 +166,26 @@ def test_how_a_step_is_computed_changes_roundings_alone(
 def test_a_mesh_trains_as_one_device(
     layout: str, zero: int, accumulation: int, kind: Any
 ) -> None:
-    """Three steps; what is divided is put together, and lies in parts before."""
+    """Three steps; the divided state is gathered afterwards, and was divided before."""
     optimizer, model = OptimizerConfig(kind=kind), DIVISIBLE
-    divided = parallelism.parse(layout, zero=zero)
+    divided = parallelism.parse_layout(layout, zero=zero)
     found = []
     for how in (StepConfig(), StepConfig(layout=divided, accumulation=accumulation)):
-        seed, schedule = jnp.int32(0), Schedule.constant(1e-3)
-        state = init(model, optimizer, seed)
-        state = training_step.place(state, model, how.layout)
-        call = training_step.compiled(model, optimizer, 8, 16, how)
+        seed, schedule = jnp.int32(0), LearningRateSchedule.constant(1e-3)
+        state = init_train_state(model, optimizer, seed)
+        state = training_step.divide_train_state(state, model, how.layout)
+        call = training_step.compiled_steps(model, optimizer, 8, 16, how)
         new, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(3))
         for before, after in zip(
             jax.tree.leaves(state), jax.tree.leaves(new), strict=True
         ):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
-        found.append((loss, meshes.gather(model, how.layout, new), new))
-    (loss, wanted, _), (one, whole, parts) = found
+        found.append((loss, meshes.gather_tree(model, how.layout, new), new))
+    (loss, expected, _), (one, whole, parts) = found
     assert float(one) == pytest.approx(float(loss), rel=1e-5)
-    assert jax.tree.structure(whole) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
-        # AdamW divides by what may be next to nothing.
+    assert jax.tree.structure(whole) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(expected), strict=True):
+        # AdamW divides by a number that may be almost zero.
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
     if zero:
         held, fair = 0.0, 0.0
@@ -196,29 +199,39 @@ def test_a_mesh_trains_as_one_device(
 
 @pytest.mark.thorough
 def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
-    """With AdamW, number by number; Muon needs whole matrices, so it sends more."""
+    """With AdamW, exactly; Muon needs whole matrices, so it sends more."""
     model = dataclasses.replace(MODEL, max_positions=16)
-    layout = parallelism.parse("dp=4", zero=1)
+    layout = parallelism.parse_layout("dp=4", zero=1)
     optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
-    state = training_step.place(init(model, optimizer, seed), model, layout)
-    call = training_step.compiled(model, optimizer, 4, 16, StepConfig(layout=layout))
-    given = state, jnp.asarray(TEXT), Schedule.constant(1e-3), seed, jnp.int32(1)
+    state = training_step.divide_train_state(
+        init_train_state(model, optimizer, seed), model, layout
+    )
+    call = training_step.compiled_steps(
+        model, optimizer, 4, 16, StepConfig(layout=layout)
+    )
+    given = (
+        state,
+        jnp.asarray(TEXT),
+        LearningRateSchedule.constant(1e-3),
+        seed,
+        jnp.int32(1),
+    )
     found = collectives.collectives(str(call.lower(*given).compile().as_text()))
-    formula = traffic.training(
-        from_model.describe(model),
+    formula = traffic.training_traffic(
+        from_model.describe_config(model),
         layout,
         batch=1,
         sequence=16,
         number_bytes=4,
         gradient_bytes=4,
     )
-    wanted = sum(each.forward + each.backward for each in formula)
+    expected = sum(each.forward + each.backward for each in formula)
     # (The loop over steps has a trip count that is data: its body counts once.)
-    assert sum(each._replace(trips=1).sent(rank=1) for each in found) == wanted
+    assert sum(each._replace(trips=1).sent(rank=1) for each in found) == expected
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
-    how = StepConfig(accumulation=2, layout=parallelism.parse("dp=2"))
+    how = StepConfig(accumulation=2, layout=parallelism.parse_layout("dp=2"))
     with pytest.raises(ValueError, match="batch_size=6 must be a multiple of"):
         how.check(6)
     with pytest.raises(ValueError, match="accumulation=0 must be at least 1"):
@@ -226,17 +239,19 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_four_rows_are_learned_by_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_rows_are_memorized(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(3).integers(0, 256, (4, 33), np.int32)
     rows[:, 0] = 10, 20, 30, 40
-    monkeypatch.setattr(corpora, "draw", lambda *args, **kwargs: jnp.asarray(rows))
+    monkeypatch.setattr(
+        corpora, "draw_windows", lambda *args, **kwargs: jnp.asarray(rows)
+    )
     model = dataclasses.replace(
         TRANSFORMER, hidden_size=64, mlp_size=256, num_layers=2, max_positions=32
     )
     optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
-    state = init(model, optimizer, seed)
-    steps = inspect.unwrap(training_step.compiled)(model, optimizer, 4, 32)
-    schedule = Schedule.constant(3e-3)._replace(warmup=jnp.int32(20))
+    state = init_train_state(model, optimizer, seed)
+    steps = inspect.unwrap(training_step.compiled_steps)(model, optimizer, 4, 32)
+    schedule = LearningRateSchedule.constant(3e-3)._replace(warmup=jnp.int32(20))
     run = functools.partial(steps, stream=jnp.asarray(TEXT), seed=seed)
     state, _ = run(state, schedule=schedule, num_steps=jnp.int32(300))
     _, loss = run(state, schedule=schedule, num_steps=jnp.int32(1))
@@ -253,7 +268,7 @@ def rates(**changes: Any) -> list[float]:
         learning_rate=1.0,
     )
     config = dataclasses.replace(config, **changes)
-    schedule = Schedule.of(config)
+    schedule = LearningRateSchedule.of(config)
     return [float(schedule.at(jnp.int32(step))) for step in range(12)]
 
 
@@ -274,18 +289,18 @@ def test_schedules_rise_stay_and_fall() -> None:
 @pytest.mark.parametrize(
     ("removed", "added"),
     [
-        # Every piece counts like a whole batch, or the last one for all.
+        # Every piece with the weight of a whole batch, or only the last piece.
         ("x / np.float32(how.accumulation)", "x"),
         ("jax.tree.map(jnp.add, total, (nats, grads))", "(nats, grads)"),
     ],
 )
-def test_pieces_of_a_batch_that_are_weighed_wrongly_are_noticed(
+def test_wrong_weights_of_pieces_are_detected(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        training_step, "compiled", inspect.unwrap(training_step.compiled)
+        training_step, "compiled_steps", inspect.unwrap(training_step.compiled_steps)
     )
-    check = test_how_a_step_is_computed_changes_roundings_alone
+    check = test_step_settings_change_only_rounding
     arguments = StepConfig(accumulation=2), 1e-6
     bug = Bug(parallel, "_mean", removed, added, check, arguments)
     mutation.assert_noticed(monkeypatch, bug)

@@ -1,4 +1,4 @@
-"""Training's forward pass is the one that is served."""
+"""Training's forward pass equals that of serving."""
 
 import dataclasses
 
@@ -54,19 +54,19 @@ VARIANTS = {
 def test_rows_give_what_columns_give(name: str) -> None:
     config = VARIANTS[name]
     rng = np.random.default_rng(0)
-    # Zero biases and scales of one would hide where they belong.
+    # Zero biases and unit scales would hide misplaced ones.
     params = jax.tree.map(
         lambda x: jnp.asarray(x + 0.3 * rng.standard_normal(x.shape), jnp.float32),
         transformer.init_params(config, jax.random.key(0)),
     )
     tokens = jnp.asarray(rng.integers(0, 31, (3, 11)), jnp.int32)
-    ours, balance = transformer_rows.outputs(params, tokens, config=config)
-    theirs = transformer.outputs(params, tokens, config=config)
-    assert ours.dtype == theirs.logits.dtype
-    np.testing.assert_allclose(ours, theirs.logits, rtol=1e-4, atol=1e-4)
-    assert float(balance) == pytest.approx(float(theirs.auxiliary), rel=1e-5)
+    actual, balance = transformer_rows.run_transformer(params, tokens, config=config)
+    served = transformer.outputs(params, tokens, config=config)
+    assert actual.dtype == served.logits.dtype
+    np.testing.assert_allclose(actual, served.logits, rtol=1e-4, atol=1e-4)
+    assert float(balance) == pytest.approx(float(served.auxiliary), rel=1e-5)
     assert (float(balance) > 0) == (config.experts is not None)
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    low, _ = transformer_rows.outputs(halves, tokens, config=config)
+    low, _ = transformer_rows.run_transformer(halves, tokens, config=config)
     assert low.dtype == jnp.float32
-    assert np.abs(low - ours).max() < 0.2 * np.abs(ours).max()
+    assert np.abs(low - actual).max() < 0.2 * np.abs(actual).max()

@@ -1,4 +1,4 @@
-"""Decode's states merged in the prefill kernel's launch, emulated, races watched."""
+"""Decode's states merged within the prefill kernel's launch, emulated."""
 
 from typing import Any, NamedTuple
 
@@ -10,29 +10,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import devices, row_packing
 from pallas_kernels.bench import deviceless
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import dispatch, prefill_plan
-from pallas_kernels.paged_attention.hopper import merge_beside, prefill
+from pallas_kernels.paged_attention.hopper import merge_fused, prefill
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from tests.support import emulating, kernel_cases, merge_cases
 from tests.support.emulating import TILES
 
-# (Places before, rows) of each slot: long keys that several programs share; rows that
-# see nothing, as those of an empty tree; none; a chunk; a short one; rows of nobody.
+# (Context, rows) of each slot: long keys that several programs share; rows without
+# keys, as in an empty tree; no rows; a chunk; a short one; rows without a slot.
 SLOTS, EMPTY, CHUNK = [(1700, 1), (5, 3), (0, 0), (20, 12), (2, 1), (640, 1)], 1, 3
 PADDING = 5
-WHY_NOT = deviceless.available()
+WHY_NOT = deviceless.unavailable_reason()
 
 
 class Mixed(NamedTuple):
-    """A chunk to attend from, and states of other rows to merge before."""
+    """A chunk for prefill, and states of other rows to merge."""
 
     case: kernel_cases.Case
     few: merge_cases.Case
 
 
 def make(*, group: int, head_dim: int, dtype: str = "float16") -> Mixed:
-    """Draws both; pages of the other rows are there, and nobody reads them."""
+    """Draws both; the kernel does not read the pages of the other rows."""
     sizes: dict[str, Any] = dict(group=group, head_dim=head_dim)
     case = kernel_cases.make_case(
         SLOTS, page_size=64, padding=PADDING, dtype=dtype, **sizes
@@ -60,13 +60,13 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
             few=3,
             tiling=TILES,
         )
-        return prefill.attend(
+        return prefill.attend_prefill(
             *emulating.among_layers(arrays),
             many,
-            others=merge_beside.Cut(states, plan, few.tiling),
+            decode_output=merge_fused.DecodePartials(states, plan, few.tiling),
             layer=jnp.int32(1),
             num_layers=3,
-            scoring=Scoring(case.scale),
+            scoring=ScoreTransform(case.scale),
             tiling=TILES,
             interpret=interpret,
         )
@@ -78,18 +78,20 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
 
 
 def check(mixed: Mixed) -> None:
-    """Rows of the chunk against float64, all others against the twin."""
+    """Checks rows of the chunk against float64, all others against the reference."""
     case, few = mixed
     out, lse = (np.asarray(x, np.float64) for x in emulate(mixed))
-    wanted, wanted_lse = kernel_cases.exact(case)
+    expected, expected_lse = kernel_cases.exact(case)
     chunk = np.asarray(case.slots == CHUNK)
-    np.testing.assert_allclose(out[chunk], wanted[chunk], atol=0.02)
-    np.testing.assert_allclose(lse[chunk], wanted_lse[chunk], atol=1e-5)
-    (wanted, wanted_lse), others = few.by_twin(), np.logical_not(chunk)
+    np.testing.assert_allclose(out[chunk], expected[chunk], atol=0.02)
+    np.testing.assert_allclose(lse[chunk], expected_lse[chunk], atol=1e-5)
+    (expected, expected_lse), others = few.by_twin(), np.logical_not(chunk)
     packing = few.plan.packing
-    wanted_lse = row_packing.unpack(wanted_lse, packing, group=few.group, fill=-np.inf)
-    np.testing.assert_allclose(out[others], wanted[others], atol=2e-3)
-    np.testing.assert_allclose(lse[others], wanted_lse[others] / LOG2E, atol=1e-5)
+    expected_lse = row_packing.unpack_rows(
+        expected_lse, packing, group=few.group, fill=-np.inf
+    )
+    np.testing.assert_allclose(out[others], expected[others], atol=2e-3)
+    np.testing.assert_allclose(lse[others], expected_lse[others] / LOG2E, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -97,7 +99,7 @@ def check(mixed: Mixed) -> None:
     "sizes",
     [
         dict(group=4, head_dim=64),
-        # Blocks that are not full; results that leave in four pieces of columns.
+        # Partly filled blocks; results stored in four pieces of columns.
         pytest.param(dict(group=3, head_dim=128), marks=pytest.mark.slow),
         pytest.param(dict(group=4, head_dim=256), marks=pytest.mark.slow),
     ],
@@ -105,7 +107,7 @@ def check(mixed: Mixed) -> None:
 )
 def test_it_equals_its_twin(sizes: dict[str, Any]) -> None:
     mixed = make(**sizes)
-    # An item of several parts, one that is whole, one of nothing.
+    # An item of several parts, one of a single part, one without parts.
     assert {-1, 0}.issubset(np.diff(mixed.few.parts, axis=1).flat)
     assert np.max(np.diff(mixed.few.parts, axis=1)) > 1
     check(mixed)
@@ -128,21 +130,21 @@ BUGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_seeded_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = emulating.mutant(merge_beside, dict([BUGS[bug]]))
-    monkeypatch.setattr(merge_beside, "merge_and_unpack", changed.merge_and_unpack)
+def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = emulating.mutant(merge_fused, dict([BUGS[bug]]))
+    monkeypatch.setattr(merge_fused, "run_fused_merge", changed.run_fused_merge)
     noticed = rf"{emulating.NOTICED}|CpuCallback|Not equal to tolerance"
     with pytest.raises((AssertionError, RuntimeError), match=noticed):
         check(make(group=4, head_dim=64))
 
 
 @pytest.mark.slow
-def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_equal_a_separate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [(300, 1), (5, 3), (0, 0), (30, 66), (64, 1)]
     case = kernel_cases.make_case(slots, page_size=64, padding=PADDING)
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
-        plan = dispatch.plan_step(
+        plan = dispatch.make_step_plan(
             arrays["positions"],
             arrays["slots"],
             num_slots=len(slots),
@@ -153,10 +155,10 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         )
         assert plan.few is not None
         assert plan.many is not None
-        return dispatch.attend(
+        return dispatch.dispatch_attention(
             *emulating.among_layers(arrays),
             plan,
-            Scoring(case.scale),
+            ScoreTransform(case.scale),
             window=None,
             layer=jnp.int32(1),
             num_layers=3,
@@ -169,21 +171,21 @@ def test_bits_are_those_of_a_launch_of_its_own(monkeypatch: pytest.MonkeyPatch) 
             return jax.block_until_ready(call(case.arrays(), races))
 
     monkeypatch.setattr(plgpu, "wgmma", emulating.watched_product)
-    beside = run()
-    kernel_cases.assert_within_rule(case, *beside)
-    monkeypatch.setattr(merge_beside, "takes", lambda *_, **__: False)
-    for one, other in zip(beside, run(), strict=True):
+    fused = run()
+    kernel_cases.assert_within_rule(case, *fused)
+    monkeypatch.setattr(merge_fused, "supports_fused_merge", lambda *_, **__: False)
+    for one, other in zip(fused, run(), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def attend(
     *, group: int, head_dim: int, sinks: bool = False, softcap: float | None = None
 ) -> tuple[Any, Any]:
-    """A call of all kernels in a step with both, and the shapes of its arguments."""
+    """A call of all kernels in a step with both, and its arguments' shapes."""
     num_slots, rows, kv_heads = 4, 256, 2
 
     def call(q: Any, pages: Any, page_ids: Any, positions: Any, slots: Any) -> Any:
-        plan = dispatch.plan_step(
+        plan = dispatch.make_step_plan(
             positions,
             slots,
             num_slots=num_slots,
@@ -192,8 +194,10 @@ def attend(
             head_dim=head_dim,
         )
         by_head = jnp.ones(q.shape[1]) if sinks else None
-        scoring = Scoring(1.0, softcap, sinks=by_head)
-        return dispatch.attend(q, *pages, page_ids, plan, scoring, window=None)
+        scoring = ScoreTransform(1.0, softcap, sinks=by_head)
+        return dispatch.dispatch_attention(
+            q, *pages, page_ids, plan, scoring, window=None
+        )
 
     spec = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     pages = spec(jnp.bfloat16, 64, kv_heads, 16, head_dim)
@@ -211,14 +215,14 @@ def attend(
             dict(group=4, head_dim=64, sinks=True), 3, marks=pytest.mark.thorough
         ),
         pytest.param(dict(group=11, head_dim=64), 3, marks=pytest.mark.thorough),
-        # Registers are full.
+        # No register is free.
         pytest.param(
             dict(group=2, head_dim=256, softcap=50.0), 3, marks=pytest.mark.thorough
         ),
     ],
     ids=str,
 )
-def test_where_it_serves(features: dict[str, Any], launches: int) -> None:
+def test_the_number_of_launches(features: dict[str, Any], launches: int) -> None:
     call, arguments = attend(**features)
     lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == launches
@@ -239,7 +243,7 @@ def test_where_it_serves(features: dict[str, Any], launches: int) -> None:
 )
 def test_it_compiles_without_spills(features: dict[str, Any]) -> None:
     call, arguments = attend(**features)
-    _, kernel = deviceless.compile(call, *arguments).kernels
+    _, kernel = deviceless.compile_function(call, *arguments).kernels
     assert kernel.name.startswith("prefill_attention")
     assert kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.smem_bytes <= devices.SMEM_BYTES

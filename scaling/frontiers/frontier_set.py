@@ -1,7 +1,7 @@
-"""What a log of runs says of the compute optimum before any law is fitted to it.
+"""Compute-optimal frontiers of a log of runs, before any law is fitted.
 
-Approach 2 wherever runs share budgets, by every method, and approach 1 where there are
-training curves: their exponents stand beside the fitted law's.
+Approach 2 if runs share budgets, by every method, and approach 1 if there are training
+curves. Reports list their exponents next to those of the fitted law.
 """
 
 import functools
@@ -15,38 +15,38 @@ from scaling.frontiers import envelope, isoflop
 from scaling.frontiers.frontier import (
     CHUNK,
     Frontier,
-    compare,
-    disagreement,
-    frontier,
+    bootstrap_frontier,
+    compare_exponents,
+    disagreement_warning,
 )
-from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, Groups, find_groups
+from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, IsoflopGroups, find_groups
 from scaling.logs import LETTERS, Log
 
 ENVELOPE = "envelope"
 PARABOLA = "parabola"
 CORRECTED = "parabola, corrected"
 ROBUST_RESAMPLES = 4 * CHUNK
-"""Of the robust projection at most, since each takes several fits; the first ones of
-every method's."""
+"""Largest number of resamples of the robust projection, which takes several fits each;
+they are the first ones of the other methods."""
 MAX_GROUPED = 2048
-"""Runs in isoFLOP groups; of more, so many drawn at random, from every group alike."""
-_NO_GROUPS = Groups((), np.empty(0, int), 0)
+"""Largest number of runs in isoFLOP groups; of more, a random sample of every group."""
+_NO_GROUPS = IsoflopGroups((), np.empty(0, int), 0)
 
 
-class Found(NamedTuple):
+class FrontierSet(NamedTuple):
     """Frontiers of a log.
 
     Attributes:
-      groups: its isoFLOP groups; there may be none.
-      frontiers: by method.
-      windows: of parabolas through 3, 5 and 7 sizes, without intervals.
-      exponents: alpha and beta of the surface by projection; None if there is none, a
-        term of it vanishes, or it is in doubt.
-      notes: why something is not there, in sentences.
-      doubts: about the surface and between methods, in sentences.
+      groups: isoFLOP groups, possibly none.
+      frontiers: frontiers by method.
+      windows: frontiers of parabolas through 3, 5 and 7 sizes, without intervals.
+      exponents: alpha and beta of the surface by projection; None without a surface, if
+        one of its terms vanishes, or if it has warnings.
+      notes: reasons for missing parts, in sentences.
+      doubts: warnings about the surface and between methods, in sentences.
     """
 
-    groups: Groups
+    groups: IsoflopGroups
     frontiers: list[Frontier]
     windows: list[Frontier]
     exponents: tuple[float, float] | None
@@ -55,19 +55,19 @@ class Found(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """What the methods warn of."""
-        said = [
+        """Warnings of all methods."""
+        messages = [
             line
             for each in self.frontiers
             for line in each.warnings
             # An envelope always ends in its smallest and its largest size.
             if each.method != ENVELOPE or "edge of the sizes" not in line
         ]
-        windows = compare(self.windows, what="window of the parabola")
-        return [*said, *self.doubts, *windows]
+        windows = compare_exponents(self.windows, what="window of the parabola")
+        return [*messages, *self.doubts, *windows]
 
 
-def find(
+def find_frontiers(
     log: Log,
     *,
     tolerance: float,
@@ -76,25 +76,25 @@ def find(
     level: float = 0.9,
     seed: int = 0,
     progress: Progress = QUIET,
-) -> Found:
-    """Finds the frontiers that a log has.
+) -> FrontierSet:
+    """Finds the frontiers of a log.
 
     Args:
       log: the runs.
-      tolerance: of budgets in a group, as `groups.find_groups` has it.
-      smoothing: of training curves, decades of FLOPs.
-      resamples: of every bootstrap.
-      level: of every bootstrap, as `frontier.frontier` has it.
-      seed: of every bootstrap.
-      progress: receives the state of every bootstrap.
+      tolerance: tolerance of budgets in a group, as in `groups.find_groups`.
+      smoothing: smoothing of training curves in decades of FLOPs.
+      resamples: number of resamples of every bootstrap.
+      level: probability of intervals, as in `frontier.bootstrap_frontier`.
+      seed: seed of every bootstrap.
+      progress: receives the progress of every bootstrap.
     """
     names = ("num_params", "num_tokens", "loss")
     if missing := [LETTERS[x] for x in names if x not in log.columns]:
-        said = " and ".join(missing)
-        note = f"no isoFLOP groups, no envelope: the log has no {said}"
-        return Found(_NO_GROUPS, [], [], None, [note], [])
+        messages = " and ".join(missing)
+        note = f"no isoFLOP groups, no envelope: the log has no {messages}"
+        return FrontierSet(_NO_GROUPS, [], [], None, [note], [])
     bootstrapped = functools.partial(
-        frontier, level=level, seed=seed, progress=progress
+        bootstrap_frontier, level=level, seed=seed, progress=progress
     )
     notes: list[str] = []
     groups = _groups(log, tolerance, notes)
@@ -105,7 +105,7 @@ def find(
             f"no isoFLOP groups: fewer than two budgets have {MIN_SIZES} "
             f"sizes within {tolerance:.0%}"
         )
-        found = Found(_NO_GROUPS, [], [], None, notes, [])
+        found = FrontierSet(_NO_GROUPS, [], [], None, notes, [])
     curves = log.curves
     if curves is None and not log.has_one_row_per_run:
         curves = log
@@ -113,22 +113,24 @@ def find(
         return found
     columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
     try:
-        read = envelope.read_off(curves.labels(), *columns, smoothing=smoothing)
+        read = envelope.interpolate_curves(
+            curves.labels(), *columns, smoothing=smoothing
+        )
     except ValueError as error:
         notes.append(f"no envelope: {error}")
         return found
-    best, strata = envelope.envelope(read), np.zeros(len(read.num_params), int)
+    best, strata = envelope.find_envelope(read), np.zeros(len(read.num_params), int)
     last = bootstrapped(ENVELOPE, best, read.flops, strata, resamples=resamples)
     return found._replace(frontiers=[*found.frontiers, last])
 
 
 def _by_groups(
-    groups: Groups,
+    groups: IsoflopGroups,
     notes: list[str],
     resamples: int,
     bootstrapped: Callable[..., Frontier],
-) -> Found:
-    """Approach 2 by every method; adds to the notes."""
+) -> FrontierSet:
+    """Computes approach 2 by every method; adds to the notes."""
     if num := groups.num_merged:
         sizes = "size is" if num == 1 else "sizes are"
         notes.append(
@@ -138,8 +140,8 @@ def _by_groups(
     if groups.num_left:
         notes.append(f"{groups.num_left} runs are in no isoFLOP group")
     runs: Any = {"flops": groups.flops, "strata": groups.strata}
-    surface = isoflop.surface(groups)
-    robust = isoflop.surface(groups, robust=True)
+    surface = isoflop.fit_group_surface(groups)
+    robust = isoflop.fit_group_surface(groups, robust=True)
     few = min(resamples, ROBUST_RESAMPLES)
     found = [
         bootstrapped(method, minima, **runs, resamples=number)
@@ -151,32 +153,36 @@ def _by_groups(
         )
     ]
     windows = [
-        frontier(f"parabola of {window}", isoflop.by_parabola(groups, window), **runs)
+        bootstrap_frontier(
+            f"parabola of {window}", isoflop.by_parabola(groups, window), **runs
+        )
         for window in isoflop.WINDOWS
         if max(group.sizes.size for group in groups.groups) >= window
     ]
-    doubts = [f"projection: {x}" for x in isoflop.doubts(groups, surface, robust)]
-    doubts += disagreement(found)
+    doubts = [
+        f"projection: {x}" for x in isoflop.surface_warnings(groups, surface, robust)
+    ]
+    doubts += disagreement_warning(found)
     exponents = None
     if doubts:
         notes.append(
-            "the bias of parabolas is not told or taken out: the surface that it "
-            "is computed from is in doubt"
+            "the bias of parabolas is not computed or corrected: the surface that "
+            "it depends on is in doubt"
         )
     elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
         exponents = float(surface.alpha[0]), float(surface.beta[0])
         corrected = isoflop.by_parabola(groups, None, exponents)
-        found.append(frontier(CORRECTED, corrected, **runs))
-    return Found(groups, found, windows, exponents, notes, doubts)
+        found.append(bootstrap_frontier(CORRECTED, corrected, **runs))
+    return FrontierSet(groups, found, windows, exponents, notes, doubts)
 
 
-def _groups(log: Log, tolerance: float, notes: list[str]) -> Groups:
-    """Groups what runs ended at: of several rows of a run, the last."""
+def _groups(log: Log, tolerance: float, notes: list[str]) -> IsoflopGroups:
+    """Groups the final rows of runs; of several rows of a run, the last."""
     order = np.argsort(log.columns["flops"], kind="stable")
     last = {log.runs[i]: int(i) for i in order}
     names = ("num_params", "num_tokens", "flops", "loss")
 
-    def group(rows: np.ndarray) -> Groups:
+    def group(rows: np.ndarray) -> IsoflopGroups:
         columns = (log.columns[name][rows] for name in names)
         found = find_groups(*columns, tolerance=tolerance)
         return found._replace(rows=rows[found.rows])

@@ -1,10 +1,10 @@
-"""Decode's states merged in the launch that attends from chunks, for Hopper GPUs.
+"""Merge of decode states within the launch of the prefill kernel, for Hopper GPUs.
 
-In a step with both, the warpgroups of the prefill kernel do first what `merge` does in
-a launch of its own, while their first keys are on the way. Each takes every so many-th
-of the pieces: packed rows of one KV head, as many columns as it sends at a time. There
-is no shared memory left, so states are loaded from where they lie. Rows that neither
-kernel has become zeros.
+In a step with both kernels, the consumer warpgroups of prefill first do the work of
+`merge`, while their first keys are in flight. Warpgroup w of W takes pieces w, w + W
+and so on; a piece is the packed rows of one KV head and one group of output columns. No
+shared memory is free, so states are loaded from global memory. Rows of neither kernel
+become zeros.
 """
 
 import math
@@ -17,55 +17,57 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_packing
 from pallas_kernels.devices import WGMMA_ROWS
-from pallas_kernels.online_softmax import Scoring
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import merge, softmax
 from pallas_kernels.paged_attention.hopper.softmax import Ref
-from pallas_kernels.paged_attention.merging import CutStates
+from pallas_kernels.paged_attention.merging import PartialStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-class Inputs(NamedTuple):
+class MergeInputs(NamedTuple):
     """References to global memory that are read, and the tiling of decode."""
 
-    states: CutStates
+    states: PartialStates
     ends: Ref
     row: Ref
     block: Ref
     tiling: Tiling
 
 
-class Cut(NamedTuple):
-    """What the decode kernel leaves, see `merging.merge_and_unpack`."""
+class DecodePartials(NamedTuple):
+    """Output of the decode kernel before the merge, see `merging.merge_and_unpack`."""
 
-    states: CutStates
+    states: PartialStates
     plan: DecodePlan
     tiling: Tiling
 
     @property
-    def inputs(self) -> Inputs:
-        """What the kernel reads of it."""
+    def inputs(self) -> MergeInputs:
+        """Inputs of the merge kernel."""
         packing, ends = self.plan.packing, self.plan.schedule.ends
-        return Inputs(self.states, ends, packing.row, packing.block, self.tiling)
+        return MergeInputs(self.states, ends, packing.row, packing.block, self.tiling)
 
 
-class Outputs(NamedTuple):
+class MergeOutputs(NamedTuple):
     """References to memory that is written."""
 
     out: Ref  # [rows, q_heads, head_dim]
     lse: Ref  # [blocks, kv_heads, 64], in base 2
-    held: Ref  # [64, columns], shared: on its way to `out`
-    held_lse: Ref  # [64], likewise
+    held: Ref  # [64, columns], shared memory: buffer for copies to `out`
+    held_lse: Ref  # [64], shared memory: buffer for copies to `lse`
 
 
-def takes(plan: DecodePlan, scoring: Scoring, *, group: int, head_dim: int) -> bool:
-    """Whether the prefill kernel merges for this plan of decode and these features.
+def supports_fused_merge(
+    plan: DecodePlan, scoring: ScoreTransform, *, group: int, head_dim: int
+) -> bool:
+    """Returns True if the prefill kernel supports the merge for a plan and features.
 
-    Blocks must have 64 rows, padding included, which is what a warpgroup loads: so they
-    have for groups of up to 10 query heads and of powers of two, among others. Sinks
-    are added to merged states. Of heads of 256 the output takes half of the registers,
-    and beside scores that are capped or sloped a merge would make some of them spill.
+    Blocks must have 64 rows, padding included, which is the load of a warpgroup: true
+    for groups of up to 10 query heads and of powers of two, and for some more. Sinks
+    are added to merged states. With heads of 256 the output takes half of the
+    registers, so that a merge next to capped scores or ALiBi would spill.
     """
     tokens = plan.packing.row.shape[1]
     size = row_packing.num_block_rows(tokens=tokens, group=group)
@@ -74,28 +76,28 @@ def takes(plan: DecodePlan, scoring: Scoring, *, group: int, head_dim: int) -> b
     return fits and scoring.sinks is None
 
 
-def merge_and_unpack(
-    inputs: Inputs,
-    outputs: Outputs,
+def run_fused_merge(
+    inputs: MergeInputs,
+    outputs: MergeOutputs,
     position: Ref,
     *,
     worker: Any,
     workers: int,
 ) -> None:
-    """Does a warpgroup's pieces; the last of them are still on their way afterwards.
+    """Processes a warpgroup's pieces; the last copies are in flight at the return.
 
     Args:
-      inputs: what the decode kernel left.
-      outputs: results.
-      position: of each row that this kernel's tiles have, -1 of others.
-      worker: which of the warpgroups this is.
-      workers: how many there are, static.
+      inputs: output of the decode kernel.
+      outputs: references to the results.
+      position: position of each row in this kernel's tiles, -1 for other rows.
+      worker: index of this warpgroup.
+      workers: number of warpgroups, static.
     """
     num_blocks, kv_heads, _, head_dim = inputs.states.out.shape
     (rows, q_heads, _), width = outputs.out.shape, outputs.held.shape[1]
     tokens, group, sides = inputs.row.shape[1], q_heads // kv_heads, head_dim // width
 
-    # Zeros for the warpgroup's share of the rows that no kernel has.
+    # Writes zeros to the warpgroup's share of the rows of neither kernel.
     zeros = jnp.zeros(outputs.held.shape, outputs.held.dtype)
     outputs.held[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
     plgpu.commit_smem()
@@ -122,22 +124,22 @@ def merge_and_unpack(
         @pl.when(inputs.row[block, 0] < rows)
         def _() -> None:
             columns = pl.ds(side * width, width)
-            first, last = stream_k.holders(
+            first, last = stream_k.item_programs(
                 inputs.ends, block, head, kv_heads=kv_heads, tiling=inputs.tiling
             )
 
-            def add(index: Any, state: softmax.State) -> softmax.State:
+            def add(index: Any, state: softmax.RowState) -> softmax.RowState:
                 part = first + index, jnp.where(index == 0, 1, 0)
                 found, weight = lax.cond(
                     first == last,
                     lambda: _load(*inputs.states[:2], (block, head), columns),
                     lambda: _load(*inputs.states[2:], part, columns),
                 )
-                return merge.add(state, found, weight)
+                return merge.add_partial_state(state, found, weight)
 
-            state = lax.fori_loop(0, last - first + 1, add, softmax.start(width))
+            state = lax.fori_loop(0, last - first + 1, add, softmax.init_rows(width))
             is_first = side == 0
-            out, lse = merge.finish(state)
+            out, lse = merge.finish_merge(state)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             outputs.held[...] = out.astype(outputs.held.dtype)
             outputs.held_lse[...] = lse
@@ -157,7 +159,7 @@ def merge_and_unpack(
                 plgpu.copy_smem_to_gmem(source, target)
                 return token + 1
 
-            # A block is filled from its first place on.
+            # A block is filled from its first position on.
             lax.while_loop(
                 lambda token: (token < tokens) & (row_at(token) < rows),
                 send,
