@@ -32,7 +32,7 @@ def main(file, kind, *words):
         answers.flush()
 
     try:
-        peer = getattr(reach(Path(file).resolve()), kind)(*words)
+        peer = getattr(import_peer(Path(file).resolve()), kind)(*words)
     except (ImportError, OSError, ValueError) as error:  # OSError: a library of its own
         say({"absent": " ".join(str(error).split())})
         return
@@ -43,7 +43,7 @@ def main(file, kind, *words):
         say({**answer, "peak_bytes": peak_bytes()})
 
 
-def reach(file):
+def import_peer(file):
     """Imports a file under its name in the project, and lets it find its neighbours.
 
     The folders of the project hold modules with common names, and their parent may be a

@@ -129,7 +129,7 @@ class PeerProcess:
         raise ValueError(f"{self.name}: ended early: {last or 'it said nothing'}")
 
 
-def start[P: PeerProcess](
+def start_peers[P: PeerProcess](
     stack: contextlib.ExitStack,
     kind: type[P],
     python: Path | None,
@@ -160,10 +160,10 @@ def start[P: PeerProcess](
         except ValueError as error:
             absent[peer.name] = str(error).removeprefix(f"{peer.name}: ")
     if needed and not found:
-        raise ValueError(f"{python}: no peer: {in_a_line(absent)}")
+        raise ValueError(f"{python}: no peer: {format_absent(absent)}")
     return found, absent
 
 
-def in_a_line(absent: Mapping[str, str]) -> str:
+def format_absent(absent: Mapping[str, str]) -> str:
     """Why those by name are not there."""
     return "; ".join(f"{name}: {why}" for name, why in absent.items())

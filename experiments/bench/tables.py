@@ -6,7 +6,7 @@ from typing import Any
 from experiments.plotting import systems
 
 
-def split(
+def split_details(
     rows: Sequence[dict[str, Any]], names: Collection[str], details: Collection[str]
 ) -> dict[str, Any]:
     """Rows for JSON: what to compare, and apart from it what to know of everyone.
@@ -27,7 +27,7 @@ def draw_bars(
 ) -> None:
     """Draws a bar for each name from the top down, in the colour of that system."""
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
-        look = systems.look(name if name in systems.SYSTEMS else "plain Python")
+        look = systems.system_style(name if name in systems.SYSTEMS else "plain Python")
         bar = ax.barh(place, value, 0.7, **look.bar)
         ax.bar_label(bar, [labels[place]], padding=3)
     ax.set_yticks(range(len(names)), names)

@@ -27,7 +27,7 @@ _FAST = {
 }
 
 
-def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
+def enable_program_cache(environ: MutableMapping[str, str] = os.environ) -> None:
     """Makes JAX keep what it compiles, so that a second start takes a fraction.
 
     To be called before jax is imported; whoever has set a folder, or imported jax by
@@ -45,7 +45,9 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     )
 
 
-def compile_fast(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
+def disable_optimization(
+    name: str, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Makes JAX compile the smoke run of an experiment without optimisation.
 
     Such a run asks whether everything works, not how fast it is. Programs for a GPU,
@@ -64,7 +66,9 @@ def compile_fast(name: str, environ: MutableMapping[str, str] = os.environ) -> N
 _GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin")
 
 
-def explain(warning: str, environ: MutableMapping[str, str] = os.environ) -> str:
+def explain_cache_warning(
+    warning: str, environ: MutableMapping[str, str] = os.environ
+) -> str:
     """Says what is to be done where JAX cannot keep programs, or read those kept.
 
     Args:

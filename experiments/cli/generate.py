@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from experiments.cli import parsing
-from experiments.cli.console import interrupts, writing
-from experiments.cli.run import Output
+from experiments.cli.console import answer_writer, interrupts
+from experiments.cli.run import CommandOutput
 from experiments.harness import bundled
 
 STEPS_PER_CALL = 4
@@ -38,18 +38,22 @@ class ModelOptions:
             "eagle",
         ]
         | None,
-        parsing.without("one token a step"),
+        parsing.describe_default("one token a step"),
     ] = None
     """Guesses tokens and has the model check several in a step: from the text so far,
     from its own last guesses or what it wrote looking ahead, by its first layers, by
     --draft-model, or by --heads. The answers are the same, mostly sooner."""
-    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
+    drafts: Annotated[
+        int | None, parsing.describe_default("3, or where it adapts 7")
+    ] = None
     """Tokens guessed in a step at most, at least 1."""
     adaptive: bool = False
     """Whether no more is guessed than pays, which is measured first."""
-    draft_model: Annotated[str | None, parsing.without("none")] = None
+    draft_model: Annotated[str | None, parsing.describe_default("none")] = None
     """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
-    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
+    heads: Annotated[str | None, parsing.describe_default("a bundled model's own")] = (
+        None
+    )
     """A folder of heads that were trained for the model, for medusa and eagle."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and pages."""
@@ -59,7 +63,7 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class GenerateOptions:
     """What to answer, and how tokens are drawn."""
 
     prompt: tuple[str, ...]
@@ -80,10 +84,10 @@ class Options:
     """Text that ends an answer; may be given several times."""
     n: int = 1
     """Answers to each prompt."""
-    best_of: Annotated[int | None, parsing.without("n")] = None
+    best_of: Annotated[int | None, parsing.describe_default("n")] = None
     """Answers drawn for each prompt, of which the n most likely ones are kept, the best
     first."""
-    beam_width: Annotated[int | None, parsing.without("no search")] = None
+    beam_width: Annotated[int | None, parsing.describe_default("no search")] = None
     """Searches with so many beams for the most likely answers, instead of drawing; the
     n best are shown, each with its score, once the search has ended."""
     length_penalty: float = 1.0
@@ -97,7 +101,7 @@ class Options:
     loading: Annotated[ModelOptions, parsing.GROUP] = ModelOptions()
 
 
-def generate(model: str, options: Options) -> Output:
+def generate(model: str, options: GenerateOptions) -> CommandOutput:
     """Answers the prompts, all at once, and streams the texts in their order.
 
     Ctrl-C ends the answers with what they have.
@@ -127,7 +131,10 @@ def generate(model: str, options: Options) -> Output:
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
-    write, start_s = writing.Writer(headings, whole=is_ranked), time.perf_counter()
+    write, start_s = (
+        answer_writer.AnswerWriter(headings, whole=is_ranked),
+        time.perf_counter(),
+    )
     tuned_s = engine.compile_s  # before the answers
     if is_search:
         print("[searching: no text before the end]", file=sys.stderr)
@@ -140,7 +147,9 @@ def generate(model: str, options: Options) -> Output:
         try:
             for event in engine.stream():
                 if not keeps:  # all is compiled; from here on there is something
-                    keeps = interrupts.handling(interrupts.stop, lambda number: None)
+                    keeps = interrupts.handle_signals(
+                        interrupts.raise_stopped, lambda number: None
+                    )
                     stack.enter_context(keeps)
                 i, sample = event.request_id, event.sample
                 if not is_search:  # beams are no answers yet
@@ -170,14 +179,14 @@ def generate(model: str, options: Options) -> Output:
     duration_s = time.perf_counter() - start_s - (compile_s - tuned_s)
     print(_summary(completions, duration_s, compile_s), file=sys.stderr)
     document = {"completions": completions, "compile_s": compile_s}
-    return Output(document, [], [], status)
+    return CommandOutput(document, [], [], status)
 
 
 _TOLD = ("text", "tokens", "reason", "sample", "score")
 """Fields of an answer that the document has, beside the number of its prompt."""
 
 
-def _asks(options: Options) -> list[Any]:
+def _asks(options: GenerateOptions) -> list[Any]:
     """What is asked for each prompt.
 
     Raises:
@@ -190,7 +199,7 @@ def _asks(options: Options) -> list[Any]:
     is_search = options.beam_width is not None
     for name, nothing in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
         value, flag = getattr(options, name), "--" + name.replace("_", "-")
-        if value not in (nothing, getattr(Options, name)):
+        if value not in (nothing, getattr(GenerateOptions, name)):
             why = "beam search draws nothing" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
     check_drafting(options.loading)
@@ -253,7 +262,7 @@ def check_drafting(options: ModelOptions) -> None:
         raise ValueError(f"{given}: needs --speculate {needed}")
 
 
-def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
+def _engine(model: str, options: GenerateOptions) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     read = read_model(model, options.loading)
     loaded, page_size = read.loaded, read.page_size
@@ -305,7 +314,7 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
     from jaxkv.parallel import count_cpu_as, make_mesh, processes
     from jaxkv.serving import loading
 
-    folder, mesh = bundled.folder_of(model), None
+    folder, mesh = bundled.find_model_folder(model), None
     degrees = mesh_degrees(options.parallel)
     if (num := math.prod(degrees.values())) == 1:
         processes.check_all_used(1)
@@ -352,9 +361,9 @@ def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
         return fields
     draft = heads = None
     if options.draft_model is not None:
-        draft = bundled.folder_of(options.draft_model)
+        draft = bundled.find_model_folder(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
-        heads = options.heads or bundled.heads_of(model, options.speculate)
+        heads = options.heads or bundled.find_heads_folder(model, options.speculate)
     return fields | {
         "speculate": SpeculationConfig(
             options.speculate,

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from experiments.cli import compilation_cache, joining, run
-from experiments.cli.console import interrupts, outputs
-from experiments.cli.run import Output
-from experiments.framework import config_json, refused, registry
+from experiments.cli import compilation_cache, multiprocess, run
+from experiments.cli.console import interrupts, streams
+from experiments.cli.run import CommandOutput
+from experiments.framework import config_json, registry, user_errors
 from jaxkv import files
 
 
@@ -37,13 +37,16 @@ def main(args: list[str] | None = None) -> int:
     """
     if args is None:  # the process is ours
         try:
-            outputs.prepare(is_shared=joining.is_asked(sys.argv))
+            streams.guard_streams(is_shared=multiprocess.is_requested(sys.argv))
         except ValueError as error:
             return _complain(error, 1)
-        if joining.is_asked(sys.argv) and (status := joining.watch()) is not None:
+        if (
+            multiprocess.is_requested(sys.argv)
+            and (status := multiprocess.fork_worker()) is not None
+        ):
             return status
-        with interrupts.leaving_at_once():
-            return joining.leave(main(sys.argv[1:]))
+        with interrupts.exit_on_interrupt():
+            return multiprocess.exit_unjoined(main(sys.argv[1:]))
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
     # No text fails for the encoding of where it goes; JSON is always UTF-8.
@@ -56,18 +59,18 @@ def main(args: list[str] | None = None) -> int:
         # Whatever else a library prints must not stand beside the document.
         documents = sys.stdout if as_json else None
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-            compilation_cache.keep_programs()
-            args = joining.join(args)
+            compilation_cache.enable_program_cache()
+            args = multiprocess.join_processes(args)
             answer = None
             with contextlib.suppress(SystemExit):  # help that has been printed
                 helps = {name: known.help for name, known in _COMMANDS.items()}
                 name = _word(args, "command", helps, _USAGE)
-                joining.check(name)
+                multiprocess.check_command(name)
                 if name == "serve":  # reports before it ends
                     answer = _serve(args[1:], documents)
                 else:
                     answer = _COMMANDS[name].call(args[1:])
-        if answer is not None and joining.speaks():
+        if answer is not None and multiprocess.is_first_process():
             if not as_json:
                 from experiments.cli.console import printing
 
@@ -80,49 +83,51 @@ def main(args: list[str] | None = None) -> int:
                 print(config_json.dumps(answer.document))
         sys.stdout.flush()
         return 0 if answer is None else answer.status
-    except outputs.Unwritable as error:  # who reads no more is not told so
+    except streams.OutputError as error:  # who reads no more is not told so
         return 1 if error.is_left else _complain(error, 1)
     except KeyboardInterrupt as error:
         status = getattr(error, "status", interrupts.STATUS)
         _complain(str(error) or "interrupted", status)
-        return joining.leave(status, at_once=True)
+        return multiprocess.exit_unjoined(status, at_once=True)
     except Exception as error:
-        if joining.is_loss(error):
+        if multiprocess.is_peer_loss(error):
             reason = str(error).partition("\n")[0]
             return _complain(f"another process has ended: {reason}", 1)
-        if refused.is_refusal(error):
+        if user_errors.is_user_error(error):
             return _complain(error, 2)
         traceback.print_exc()
         return 1
 
 
-def _bench(args: list[str]) -> Output:
+def _bench(args: list[str]) -> CommandOutput:
     known = [x for x in registry.entries() if x.name.startswith("bench_")]
     questions = {x.name.removeprefix("bench_"): x.question for x in known}
     name = _word(args, "benchmark", questions, "usage: jaxkv bench BENCHMARK [OPTIONS]")
     return _lift_metrics(_experiment(f"bench_{name}", args[1:], f"jaxkv bench {name}"))
 
 
-def _run(args: list[str]) -> Output:
+def _run(args: list[str]) -> CommandOutput:
     args = [args[0].replace("-", "_"), *args[1:]] if _is_word(args) else args
     questions = {x.name: x.question for x in registry.entries()}
     name = _word(args, "experiment", questions, _RUN_USAGE)
     return _experiment(name, args[1:], f"jaxkv run {name}")
 
 
-def _generate(args: list[str]) -> Output:
+def _generate(args: list[str]) -> CommandOutput:
     from experiments.cli import generate
 
-    return generate.generate(*_served(args, generate.Options, "jaxkv generate MODEL"))
+    return generate.generate(
+        *_served(args, generate.GenerateOptions, "jaxkv generate MODEL")
+    )
 
 
-def _serve(args: list[str], documents: TextIO | None = None) -> Output:
+def _serve(args: list[str], documents: TextIO | None = None) -> CommandOutput:
     from experiments.cli import serve
 
     file = _value_of(args, "--config")
     base = None if file is None else serve.read_options(file)
-    asked = _served(args, serve.Options, "jaxkv serve MODEL", base)
-    return serve.serve(*asked, documents)
+    asked = _served(args, serve.ServeOptions, "jaxkv serve MODEL", base)
+    return serve.serve_model(*asked, documents)
 
 
 def _served[T](
@@ -131,27 +136,27 @@ def _served[T](
     """Reads `COMMAND MODEL [OPTIONS]`, the model a folder or a bundled one."""
     from experiments.harness import bundled
 
-    known = ", ".join(bundled.names())
+    known = ", ".join(bundled.bundled_names())
     asks = f"which model? A folder, or one of: {known}"
     description = f"MODEL is a folder, or the name of a bundled model: {known}."
     return _subject(args, options, prog, asks, description, base)
 
 
-def _cost(args: list[str]) -> Output:
+def _cost(args: list[str]) -> CommandOutput:
     from experiments.cli.cost import command
 
-    known = command.names()
+    known = command.list_models()
     model, options = _subject(
         args,
-        command.Options,
+        command.CostOptions,
         "jaxkv cost MODEL",
         f"which model? A config.json, a folder, or {known}",
         f"MODEL is a config.json, a folder with one, or {known}.",
     )
-    return command.cost(model, options)
+    return command.count_costs(model, options)
 
 
-def _fit(args: list[str]) -> Output:
+def _fit(args: list[str]) -> CommandOutput:
     from experiments.fitting import Config as FitConfig
     from experiments.fitting import experiment as fit_experiment
 
@@ -178,12 +183,12 @@ def _fit(args: list[str]) -> Output:
     return answer
 
 
-def _train(args: list[str], name: str = "train") -> Output:
+def _train(args: list[str], name: str = "train") -> CommandOutput:
     """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
     from experiments.cli.train import command
 
     is_sweep = name == "sweep"
-    call: Any = command.sweep if is_sweep else command.train
+    call: Any = command.run_model_sweep if is_sweep else command.train_model
     options: Any = command.SweepOptions if is_sweep else command.TrainOptions
     shipped = command.SWEEPS if is_sweep else command.TRAININGS
     known = f"JSON file, or one of: {', '.join(shipped)}"
@@ -191,42 +196,46 @@ def _train(args: list[str], name: str = "train") -> Output:
     return call(*_subject(args, options, f"jaxkv {name} CONFIG", asks, description))
 
 
-def _plan(args: list[str]) -> Output:
+def _plan(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing
     from experiments.cli.plan import command, options
 
     description = "A budget becomes a device, N, D, a loss and an architecture."
-    return command.plan(parsing.parse(options.Options, args, "jaxkv plan", description))
+    return command.make_plan(
+        parsing.parse_options(options.PlanOptions, args, "jaxkv plan", description)
+    )
 
 
-def _list(args: list[str]) -> Output:
+def _list(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing
     from experiments.framework import Sheet
 
     description = "The experiments and their configs."
-    parsing.parse(parsing.Nothing, args, "jaxkv list", description)
+    parsing.parse_options(parsing.NoOptions, args, "jaxkv list", description)
     known = registry.entries()
     rows = [(x.name, " ".join(x.configs), x.question) for x in known]
     sheet = Sheet("", ("experiment", "configs", "question"), rows)
     line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
     names = ("name", "question", "configs")
     told = [{name: getattr(x, name) for name in names} for x in known]
-    return Output({"experiments": told}, [sheet], [line])
+    return CommandOutput({"experiments": told}, [sheet], [line])
 
 
-def _claims(args: list[str]) -> Output:
+def _claims(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing, results_page
 
     description = "Claims of run folders: what was published, ours, and the verdict."
-    options = parsing.parse(results_page.Options, args, "jaxkv claims", description)
-    return results_page.claims(options.folder, options.write)
+    options = parsing.parse_options(
+        results_page.ClaimsOptions, args, "jaxkv claims", description
+    )
+    return results_page.list_claims(options.folder, options.write)
 
 
 class Command(NamedTuple):
     """A command: what its line of help says, and what carries it out."""
 
     help: str
-    call: Callable[[list[str]], Output]
+    call: Callable[[list[str]], CommandOutput]
 
 
 _COMMANDS = {
@@ -253,19 +262,19 @@ _USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
 
 Every command takes --help, and --json for one JSON document on standard output.
 
-{joining.HELP}"""
+{multiprocess.HELP}"""
 
 _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
        jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
 
 
-def _experiment(name: str, args: list[str], prog: str) -> Output:
+def _experiment(name: str, args: list[str], prog: str) -> CommandOutput:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
-    is_named, entry = _is_word(args), registry.find(name)
+    is_named, entry = _is_word(args), registry.find_entry(name)
     is_default = not is_named and _value_of(args, "--config") is None
     if (args[0] if is_named else is_default and entry.configs[0]) == registry.SMOKE:
-        compilation_cache.compile_fast(name)
-    experiment = registry.load(name)
+        compilation_cache.disable_optimization(name)
+    experiment = registry.load_experiment(name)
     configs = experiment.configs
     name, flags = (args[0], args[1:]) if is_named else (next(iter(configs)), args)
     if name not in configs:
@@ -313,7 +322,9 @@ def _changed(
     # Only here: a machine that is lent for a benchmark may not have tyro.
     from experiments.cli import parsing
 
-    parsed = parsing.parse(parsing.changes(base, out), args, prog, description, ())
+    parsed = parsing.parse_options(
+        parsing.config_options(base, out), args, prog, description, ()
+    )
     return parsed.settings, parsed.out, parsed.max_seconds
 
 
@@ -340,11 +351,11 @@ def _subject[T](
     if not _is_word(args) and not {"-h", "--help"} & {*args}:
         raise ValueError(asks)
     flags = args[1:] if _is_word(args) else args
-    parsed = parsing.parse(options, flags, prog, description, default=default)
+    parsed = parsing.parse_options(options, flags, prog, description, default=default)
     return args[0], parsed
 
 
-def _lift_metrics(answer: Output) -> Output:
+def _lift_metrics(answer: CommandOutput) -> CommandOutput:
     """Puts metrics beside the document's other keys, as a command of its own has."""
     document = {k: v for k, v in answer.document.items() if k != "metrics"}
     return answer._replace(document=document | answer.document["metrics"])
@@ -379,7 +390,7 @@ def _value_of(args: list[str], flag: str) -> str | None:
 
 
 def _complain(what: object, status: int) -> int:
-    print("jaxkv:", refused.line(what), file=sys.stderr)
+    print("jaxkv:", user_errors.one_line(what), file=sys.stderr)
     return status
 
 

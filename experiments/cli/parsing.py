@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 
-def without(said: str, help: str | None = None) -> object:
+def describe_default(said: str, help: str | None = None) -> object:
     """Annotates a flag that need not be given, and whose default would tell nothing.
 
     Args:
@@ -30,11 +30,11 @@ MAX_SECONDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Nothing:
+class NoOptions:
     """A command that takes nothing but --help and --json."""
 
 
-def changes(base: Any, folder: str) -> Any:
+def config_options(base: Any, folder: str) -> Any:
     """Options of a run: the fields of a config as flags without a prefix, and the rest.
 
     Args:
@@ -43,9 +43,9 @@ def changes(base: Any, folder: str) -> Any:
     """
     config_type: Any = type(base)
     no_none: Any = tyro.conf.DisallowNone  # a config's field may be changed to it
-    in_folder = without(folder, "Folder for the results.")
-    no_end = without("no end", MAX_SECONDS)
-    named = without(
+    in_folder = describe_default(folder, "Folder for the results.")
+    no_end = describe_default("no end", MAX_SECONDS)
+    named = describe_default(
         "the config named", "A config.json to start from, in place of a named config."
     )
 
@@ -59,7 +59,7 @@ def changes(base: Any, folder: str) -> Any:
     return Options
 
 
-def parse[T](
+def parse_options[T](
     options: type[T],
     args: list[str],
     prog: str,

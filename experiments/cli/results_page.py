@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from experiments.cli import parsing
-from experiments.cli.run import Output
+from experiments.cli.run import CommandOutput
 from experiments.framework import NOT_JUDGED, Claim, config_json, registry, report
 from jaxkv import files
 
@@ -21,18 +21,18 @@ _APART = {"calibrated": ", calibrated", "checks": ", check"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class ClaimsOptions:
     """What `claims` takes."""
 
     folder: Annotated[
-        Path | None, parsing.without("the records that ship with the project")
+        Path | None, parsing.describe_default("the records that ship with the project")
     ] = None
     """Where run folders lie."""
-    write: Annotated[Path | None, parsing.without("none")] = None
+    write: Annotated[Path | None, parsing.describe_default("none")] = None
     """File to write a page of all claims to."""
 
 
-class Record(NamedTuple):
+class ClaimsRecord(NamedTuple):
     """What a run folder says of itself."""
 
     experiment: str
@@ -45,13 +45,15 @@ class Record(NamedTuple):
     claims: list[Claim]
 
 
-def find(folder: Path) -> list[Record]:
+def find_records(folder: Path) -> list[ClaimsRecord]:
     """Reads all run folders in a folder, in order of their paths.
 
     Raises:
       ValueError: there is none, or a file in one cannot be read as what it should be.
     """
-    found = [read(path.parent, folder) for path in sorted(folder.rglob("claims.json"))]
+    found = [
+        read_record(path.parent, folder) for path in sorted(folder.rglob("claims.json"))
+    ]
     if not found:
         raise ValueError(f"{folder}: holds no run folder with a claims.json")
     return found
@@ -61,7 +63,7 @@ _OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
 """What the page says of where a record was made."""
 
 
-def read(run: Path, root: Path) -> Record:
+def read_record(run: Path, root: Path) -> ClaimsRecord:
     """Reads one run folder."""
     try:
         env, claimed = (
@@ -69,7 +71,7 @@ def read(run: Path, root: Path) -> Record:
             for name in ("env", "claims")
         )
         for name, kind in _OF_ENV.items():
-            config_json.restore(kind, env[name], name)
+            config_json.from_plain(kind, env[name], name)
         claims = []
         for row in claimed:
             # Folders of earlier versions do not say its kind.
@@ -79,15 +81,15 @@ def read(run: Path, root: Path) -> Record:
                 is_unset = name not in row and name in Claim._field_defaults
                 # A number that was none is null.
                 if not is_unset and (row[name] is not None or hint is not float):
-                    config_json.restore(hint, row[name], name)
+                    config_json.from_plain(hint, row[name], name)
             claims.append(Claim(**row))
-        experiment = registry.load(str(env["experiment"]))
+        experiment = registry.load_experiment(str(env["experiment"]))
         where = run / "config.json"
         ours = experiment.config_loads(files.read_text(where), str(where))
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None
     names = (name for name, config in experiment.configs.items() if config == ours)
-    return Record(
+    return ClaimsRecord(
         experiment=experiment.name,
         question=experiment.question,
         config=next(names, "own"),
@@ -97,7 +99,7 @@ def read(run: Path, root: Path) -> Record:
     )
 
 
-def page(records: list[Record]) -> str:
+def render_page(records: list[ClaimsRecord]) -> str:
     """Writes the page in Markdown."""
     said = ["# Claims, and what we found", _first_line(records), _WORDS]
     for record in records:
@@ -128,9 +130,11 @@ _WORDS = (
 )
 
 
-def _first_line(records: list[Record]) -> str:
+def _first_line(records: list[ClaimsRecord]) -> str:
     """Counts verdicts by kind."""
-    found = report.tally(claim for record in records for claim in record.claims)
+    found = report.count_verdicts(
+        claim for record in records for claim in record.claims
+    )
     shown, fits, checks, ways = (
         found[x] for x in ("reproductions", "calibrated", "checks", "directions")
     )
@@ -156,22 +160,24 @@ def _plain_counts(counts: dict[str, int]) -> str:
     )
 
 
-def claims(folder: Path | None, write: Path | None) -> Output:
+def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
     """Carries out the command.
 
     Args:
       folder: where run folders lie; None means the records that ship.
       write: file to write the page to.
     """
-    records = find(RECORDS if folder is None else folder)
+    records = find_records(RECORDS if folder is None else folder)
     lines = []
     if write is not None:
-        files.write_aside(write, page(records))
+        files.write_aside(write, render_page(records))
         lines.append(f"page: {write}")
     told = ("experiment", "config", "folder", "claims")
     document = [{name: getattr(x, name) for name in told} for x in records]
-    counts = report.tally(claim for record in records for claim in record.claims)
-    sheets: list[report.Part] = [report.paragraph("", _first_line(records))]
+    counts = report.count_verdicts(
+        claim for record in records for claim in record.claims
+    )
+    sheets: list[report.ReportPart] = [report.paragraph("", _first_line(records))]
     sheets += [
         report.Sheet(
             f"{x.experiment} {x.config}",
@@ -181,4 +187,4 @@ def claims(folder: Path | None, write: Path | None) -> Output:
         for x in records
         if x.claims
     ]
-    return Output({"counts": counts, "records": document}, sheets, lines)
+    return CommandOutput({"counts": counts, "records": document}, sheets, lines)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.cli.console import interrupts
-from experiments.framework import refused
+from experiments.framework import user_errors
 
 if TYPE_CHECKING:
     from experiments.cli.console import Terminal
-    from experiments.framework import Experiment, Run
+    from experiments.framework import Experiment, RunFolder
 
 
-class Output(NamedTuple):
+class CommandOutput(NamedTuple):
     """The output of a command.
 
     Attributes:
@@ -37,7 +37,7 @@ def run(
     out: Path | None,
     max_seconds: float = math.inf,
     config_name: str = "",
-) -> Output:
+) -> CommandOutput:
     """Runs an experiment into a run folder.
 
     Ctrl-C asks the run to end early, as does the clock; what it had by then is kept
@@ -66,7 +66,7 @@ def run(
     from experiments.cli.console import terminal
     from experiments.framework import run_folder
 
-    with run_folder.claimed(out, experiment.name) as folder:
+    with run_folder.reserve(out, experiment.name) as folder:
 
         def last_words() -> str:
             return _give_up(folder, KeyboardInterrupt())
@@ -79,7 +79,7 @@ def run(
                 line = _give_up(folder, error)
                 if isinstance(error, KeyboardInterrupt):
                     status = _status(bars, goes_on) or interrupts.STATUS
-                    raise interrupts.Stopped(line, status) from None
+                    raise interrupts.WorkStopped(line, status) from None
                 raise
     was_stopped = kept.env["status"] == "interrupted"
     document = {
@@ -90,10 +90,10 @@ def run(
     }
     status = _status(bars, goes_on)
     lines = ["interrupted; this is what it had"] if was_stopped else []
-    if status == interrupts.AGAIN:
+    if status == interrupts.RESUMABLE:
         lines = ["time is up; this is what it had, and the same command goes on"]
     lines.append(f"report: {folder / 'report.md'}")
-    return Output(document, kept.parts, lines, status)
+    return CommandOutput(document, kept.parts, lines, status)
 
 
 def _carry_out(
@@ -102,7 +102,7 @@ def _carry_out(
     folder: Path,
     bars: "Terminal",
     config_name: str,
-) -> "Run":
+) -> "RunFolder":
     """Runs it and writes what came of it."""
     from experiments.framework import run_folder
     from jaxkv import parallel
@@ -110,7 +110,7 @@ def _carry_out(
     if (num := getattr(config, "mesh_devices", 1)) > 1:
         parallel.count_cpu_as(num)  # before anybody asks how many there are
     experiment.study_of(config).prepare()
-    run_folder.begin(folder, experiment, config, config_name)
+    run_folder.begin_run(folder, experiment, config, config_name)
     started = time.monotonic()
     if getattr(config, "folder", "") == run_folder.OUT:
         config = dataclasses.replace(config, folder=str(folder))
@@ -119,7 +119,7 @@ def _carry_out(
     bars.show("drawing")
     was_stopped = bars.has_stopped  # from here on all is done
     try:
-        return run_folder.finish(
+        return run_folder.finish_run(
             folder, experiment, result, duration_s=duration_s, interrupted=was_stopped
         )
     except OSError as error:
@@ -129,7 +129,7 @@ def _carry_out(
 
 def _status(bars: "Terminal", goes_on: bool) -> int:
     """The exit status: to be told that a command goes on, it must."""
-    is_over = bars.status == interrupts.AGAIN and not goes_on
+    is_over = bars.status == interrupts.RESUMABLE and not goes_on
     return interrupts.STATUS if is_over else bars.status
 
 
@@ -141,14 +141,16 @@ def _give_up(folder: Path, error: BaseException) -> str:
         return "interrupted at once"
     has_result = run_folder.has_result(folder)
     said = str(error) if isinstance(error, KeyboardInterrupt) else ""
-    is_empty = bool(said) or refused.is_refusal(error)
+    is_empty = bool(said) or user_errors.is_user_error(error)
     if (is_empty or (folder / run_folder.EARLIER).is_dir()) and not has_result:
-        run_folder.abandon(folder)
+        run_folder.abandon_run(folder)
         return said or f"interrupted at once; {folder} is as it was"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError, ValueError):  # where the disk is full
-            run_folder.mark(folder, "interrupted" if was_interrupted else "failed")
+            run_folder.mark_status(
+                folder, "interrupted" if was_interrupted else "failed"
+            )
     run_folder.discard_earlier(folder)
     what = "result" if has_result else "config"
     return f"interrupted at once; only the {what} is in {folder}"

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TextIO
 
 from experiments.cli import generate, parsing
 from experiments.cli.console import interrupts
-from experiments.cli.run import Output
+from experiments.cli.run import CommandOutput
 from experiments.framework import config_json
 from experiments.harness import bundled
 from jaxkv import files, validation
@@ -28,17 +28,19 @@ _DEFAULT_LENGTH = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class ServeOptions:
     """Where to listen, and the bounds of the engine."""
 
     host: str = "127.0.0.1"
     """Address to listen on; beyond loopback, put a proxy with TLS in front."""
     port: int = 8000
     """0 takes a free one, which is printed."""
-    api_key: Annotated[str | None, parsing.without(f"${API_KEY}, or generated")] = None
+    api_key: Annotated[
+        str | None, parsing.describe_default(f"${API_KEY}, or generated")
+    ] = None
     """Token that clients send; at least 8 visible ASCII characters. Other users of the
     machine see the command line: the environment variable is the better place."""
-    name: Annotated[str | None, parsing.without("that of MODEL")] = None
+    name: Annotated[str | None, parsing.describe_default("that of MODEL")] = None
     """Name of the model for clients."""
     max_requests: int = 256
     """Prompts in progress, queued ones included; more are refused with status 503."""
@@ -46,11 +48,15 @@ class Options:
     """Seconds that a request may take, unless it has a deadline of its own."""
     grace_s: float = 10.0
     """Seconds that requests in progress have to end when the server is stopped."""
-    max_length: Annotated[int | None, parsing.without("1024, or the model's")] = None
+    max_length: Annotated[
+        int | None, parsing.describe_default("1024, or the model's")
+    ] = None
     """Tokens of a prompt and its answer."""
     max_slots: int = 8
     """Sequences that run at once."""
-    num_pages: Annotated[int | None, parsing.without("enough for all slots")] = None
+    num_pages: Annotated[
+        int | None, parsing.describe_default("enough for all slots")
+    ] = None
     """Pages of K and V, of 16 tokens each."""
     token_budget: int = 64
     """Tokens that a step reads at most, at least --max-slots."""
@@ -67,22 +73,28 @@ class Options:
     """Whether requests share the K and V of the tokens that they begin with."""
     seed: int = 0
     """Of the draws of requests that bring no seed."""
-    decode: Annotated[int | None, parsing.without("one engine, without Ray")] = None
+    decode: Annotated[
+        int | None, parsing.describe_default("one engine, without Ray")
+    ] = None
     """Ray workers that answer; needs the extra `ray`, like the next three."""
-    prefill: Annotated[int | None, parsing.without("decode workers read")] = None
+    prefill: Annotated[int | None, parsing.describe_default("decode workers read")] = (
+        None
+    )
     """Ray workers that read prompts for those that answer."""
-    address: Annotated[str | None, parsing.without("a cluster of its own")] = None
+    address: Annotated[str | None, parsing.describe_default("a cluster of its own")] = (
+        None
+    )
     """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
-    service: Annotated[str | None, parsing.without("drawn")] = None
+    service: Annotated[str | None, parsing.describe_default("drawn")] = None
     """Name under which routers of one cluster share workers."""
-    config: Annotated[Path | None, parsing.without("none")] = None
+    config: Annotated[Path | None, parsing.describe_default("none")] = None
     """A JSON object of these options to start from, such as {"decode": 2}."""
     loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
         default_factory=generate.ModelOptions
     )
 
 
-def read_options(path: Path | str) -> Options:
+def read_options(path: Path | str) -> ServeOptions:
     """Reads the options of a `--config` file; those left out keep their defaults.
 
     Raises:
@@ -96,10 +108,12 @@ def read_options(path: Path | str) -> Options:
         name = "loading" if "loading" in own else "config"
         raise ValueError(f"{path}: {name!r} is no option of a file")
     document = own | {"loading": loading}
-    return config_json.restore(Options, document, str(path))
+    return config_json.from_plain(ServeOptions, document, str(path))
 
 
-def serve(model: str, options: Options, documents: TextIO | None = None) -> Output:
+def serve_model(
+    model: str, options: ServeOptions, documents: TextIO | None = None
+) -> CommandOutput:
     """Serves a model until Ctrl-C or SIGTERM.
 
     Args:
@@ -145,22 +159,22 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
         with AsyncEngine(engine, model_name=name) as backend:
-            return run(backend, taken, options, shown_key, key, documents)
+            return serve_backend(backend, taken, options, shown_key, key, documents)
 
 
 def _serve_workers(
     model: str,
-    options: Options,
+    options: ServeOptions,
     key: str,
     shown_key: str | None,
     documents: TextIO | None,
-) -> Output:
+) -> CommandOutput:
     """Serves a model by workers of a Ray cluster, see `serve`."""
     from jaxkv.disaggregation import HttpFront, Service, WorkerSpec
     from jaxkv.models import checkpoints
     from jaxkv.server import http_server
 
-    folder = bundled.folder_of(model).resolve()
+    folder = bundled.find_model_folder(model).resolve()
     longest = checkpoints.read_config(folder).max_positions
     _check(options, longest)
     # Alone, `--address` adds a router to the workers of `--service`.
@@ -222,7 +236,7 @@ def _serve_workers(
                     pass
                 if not signals:
                     raise ConnectionError(service.end_reason())
-    return Output({}, [], [], interrupts.status_of(signals[0]))
+    return CommandOutput({}, [], [], interrupts.status_of(signals[0]))
 
 
 def _announce(
@@ -254,22 +268,22 @@ def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
 
     def hear(number: int) -> None:
         if heard:
-            interrupts.leave(status=interrupts.status_of(number))
+            interrupts.exit_now(status=interrupts.status_of(number))
         heard.append(number)
         call()
 
-    with interrupts.handling(lambda number, frame: None, hear):
+    with interrupts.handle_signals(lambda number, frame: None, hear):
         yield heard
 
 
-def run(
+def serve_backend(
     backend: Any,
     taken: Any,
     options: Any,
     shown_key: str | None,
     key: str,
     documents: TextIO | None,
-) -> Output:
+) -> CommandOutput:
     """Serves a backend on a socket until a signal; closes neither before it.
 
     Args:
@@ -316,10 +330,10 @@ def run(
     tokens = counts.get("completion_tokens_total", 0)
     print(f"[{num:,.0f} requests, {tokens:,.0f} tokens]", file=sys.stderr)
     status = interrupts.status_of(signals[0]) if signals else 1
-    return Output({}, [], [], status)
+    return CommandOutput({}, [], [], status)
 
 
-def _check(options: Options, longest: int) -> None:
+def _check(options: ServeOptions, longest: int) -> None:
     """Refuses options that are out of their ranges; the engine checks its own."""
     for name, low, high in (
         ("port", 0, 65535),
@@ -335,7 +349,7 @@ def _check(options: Options, longest: int) -> None:
             raise ValueError(f"{flag} {value}: must be in [{low}, {high}]")
 
 
-def _bounds(options: Options, longest: int, page_size: int) -> dict[str, Any]:
+def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, Any]:
     """The engine's bounds."""
     max_length = options.max_length
     if max_length is None:

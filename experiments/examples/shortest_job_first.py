@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from experiments.examples.simulate_a_policy import machine, seconds
+from experiments.examples.simulate_a_policy import machine, step_seconds
 from jaxkv.simulation import Members, driver
 from jaxkv.workloads import arrivals, metrics
 
@@ -32,14 +32,14 @@ class ShortestJobFirst(NamedTuple):
         return jaxkv.plan_in_order(self.inner, counts, order)
 
 
-class Cost(NamedTuple):
+class DeviceCost(NamedTuple):
     """What a step takes, on a device of some speed."""
 
     speed: jax.Array
 
     def __call__(self, work) -> jax.Array:
         """Seconds of a step that does this work."""
-        return seconds(work) / self.speed
+        return step_seconds(work) / self.speed
 
 
 def main() -> dict[str, float]:
@@ -51,7 +51,7 @@ def main() -> dict[str, float]:
         np.where(is_long, 400, 20),
         np.where(is_long, 200, 10),
     )
-    latency, cost = {}, Cost(jnp.float32(1.0))
+    latency, cost = {}, DeviceCost(jnp.float32(1.0))
     for name, policy in (
         ("first come", jaxkv.fcfs()),
         ("shortest job", ShortestJobFirst(jaxkv.fcfs())),

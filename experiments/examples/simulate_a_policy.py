@@ -34,7 +34,7 @@ class AtMost(NamedTuple):
 machine = Capacity.of(num_pages=100, max_length=2048, token_budget=256)
 
 
-def seconds(work):
+def step_seconds(work):
     """A step reads the weights, then K and V; each token costs operations."""
     work = jax.tree.map(jnp.float32, work)
     tokens = work.num_decodes + work.num_prompt_rows
@@ -43,7 +43,7 @@ def seconds(work):
 
 def run(load, most):
     """Serves a load to its end."""
-    return simulation.run(load, machine, AtMost(most), seconds, max_slots=32)
+    return simulation.run(load, machine, AtMost(most), step_seconds, max_slots=32)
 
 
 def main() -> np.ndarray:

@@ -6,9 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.fitting.outcomes import Contour, Result
+from experiments.fitting.result import Contour, Result
 from experiments.framework import units
-from experiments.plotting import colors, plain_log, shades, style, systems
+from experiments.plotting import (
+    colors,
+    label_log_axis,
+    sequential_colors,
+    style,
+    systems,
+)
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
 """Of the objective, over its least value."""
@@ -36,15 +42,20 @@ def _draw_losses(ax: Any, result: Result) -> None:
     """The runs, and the first law for some of their sizes."""
     name, x = _axis(result)
     has_sizes = bool(np.isfinite(result.num_params).all())
-    shade = shades(np.log(result.num_params) if has_sizes else np.zeros(x.size))
+    shade = sequential_colors(
+        np.log(result.num_params) if has_sizes else np.zeros(x.size)
+    )
     held = ~result.is_fitted
     _scatter(ax, x, result.loss, shade, held, held_out="held out" if held.any() else "")
     known = np.log(np.concatenate([result.num_params, result.sizes]))
     lines = zip(result.sizes, result.curves.x, result.curves.y, strict=True)
     styles = itertools.cycle(("-", "--", "-.", ":"))
     for i, (size, flops, loss) in enumerate(lines, len(result.num_params)):
-        color, look = shades(known)[i], {"linestyle": next(styles), "linewidth": 1}
-        ax.plot(flops, loss, color=color, label=units.count(size), **look)
+        color, look = (
+            sequential_colors(known)[i],
+            {"linestyle": next(styles), "linewidth": 1},
+        )
+        ax.plot(flops, loss, color=color, label=units.format_count(size), **look)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         label = label if x is result.flops else "law"
@@ -56,8 +67,8 @@ def _draw_losses(ax: Any, result: Result) -> None:
     title = f"{result.laws[0]} fits {off.size:,} runs"
     if off.size:
         title += f" to {100 * np.median(off):.2g} % (median)"
-    style.titled(ax, title, name, _label(result), xscale="log", yscale="log")
-    plain_log(ax.yaxis)
+    style.set_labels(ax, title, name, _label(result), xscale="log", yscale="log")
+    label_log_axis(ax.yaxis)
 
 
 def _draw_residuals(ax: Any, result: Result) -> None:
@@ -72,10 +83,10 @@ def _draw_residuals(ax: Any, result: Result) -> None:
         _scatter(ax, x, off, np.tile(color, (x.size, 1)), held, fitted=law, mark=mark)
         known = np.abs(off[np.isfinite(off)])
         worst = max(worst, float(known.max(initial=0.0)))
-    style.reference(ax, 0)
+    style.draw_reference_line(ax, 0)
     title = f"Residuals: at most {worst:.2g} %"
     title += " (hollow: held out)" if held.any() else ""
-    style.titled(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
+    style.set_labels(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
     if len(result.laws) > 1:
         ax.legend()
 
@@ -104,15 +115,15 @@ def _scatter(
 
 def _draw_groups(ax: Any, result: Result) -> None:
     """Runs of one budget, the parabolas through them, and their minima."""
-    style.titled(ax, "isoFLOP curves", "parameters [1]", _label(result))
+    style.set_labels(ax, "isoFLOP curves", "parameters [1]", _label(result))
     if not len(result.parabolas.x):
         _say(ax, "no two budgets\nwith three sizes")
         return
-    draw_groups(ax, result)
+    draw_isoflop_groups(ax, result)
     ax.plot(*result.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(result.minima.x).sum())
     title = f"isoFLOP curves: {num} of {len(result.parabolas.x)} budgets have a minimum"
-    style.titled(ax, title, "parameters [1]", _label(result))
+    style.set_labels(ax, title, "parameters [1]", _label(result))
     ax.legend()
     high = result.loss.max()
     low = result.loss[result.group >= 0].min(initial=high)
@@ -121,10 +132,10 @@ def _draw_groups(ax: Any, result: Result) -> None:
     ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
 
 
-def draw_groups(ax: Any, result: Result) -> None:
+def draw_isoflop_groups(ax: Any, result: Result) -> None:
     """Draws the runs of every budget and the parabola through them."""
     marks = itertools.cycle("os^dvP")
-    for i, color in enumerate(shades(np.arange(len(result.parabolas.x)))):
+    for i, color in enumerate(sequential_colors(np.arange(len(result.parabolas.x)))):
         mine = result.group == i
         if not mine.any():  # none of its runs is drawn
             continue
@@ -141,7 +152,7 @@ def draw_groups(ax: Any, result: Result) -> None:
 def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     """The objective with the other coefficients fitted, and where resamples ended."""
     title = f"{law}: objective over its least value (points: resamples)"
-    style.titled(ax, title, "", "")
+    style.set_labels(ax, title, "", "")
     if not contour.x_name:
         _say(ax, "fewer than two exponents,\nor coefficients are given")
         return

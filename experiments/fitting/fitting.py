@@ -8,8 +8,8 @@ import numpy as np
 
 from experiments.fitting import drawing, grids, report
 from experiments.fitting.config import Config
-from experiments.fitting.outcomes import Result
-from experiments.fitting.parts import ROLLOUT, Part, fit_parts
+from experiments.fitting.groups import ROLLOUT, FitGroup, fit_groups
+from experiments.fitting.result import Result
 from experiments.framework import config_json
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import goodness
@@ -41,7 +41,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         is_fitted = ~log.select(config.hold_out)
     if not is_fitted.any():
         raise ValueError(f"{config.log}: the rule leaves no row to fit")
-    parts, unfitted = fit_parts(config, chosen, log, is_fitted, progress)
+    parts, unfitted = fit_groups(config, chosen, log, is_fitted, progress)
     if config.by:  # what cannot be fitted is told of, and not drawn
         there = np.any([part.rows for part in parts], axis=0)
         log, is_fitted = log.take(there), is_fitted[there]
@@ -52,8 +52,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     for part in parts:
         mine = {name: column[part.rows] for name, column in log.columns.items()}
         predicted[:, part.rows] = [predict(x, mine).loss for x in part.fits]
-    sizes, curves = grids.curves(parts, log.columns)
-    grouped = grids.parabolas_of(parts, is_fitted)
+    sizes, curves = grids.loss_curves(parts, log.columns)
+    grouped = grids.find_parabolas(parts, is_fitted)
     first = parts[0]
     seen = log.take(first.rows & is_fitted)
     unknown = np.full(num_runs, np.nan)
@@ -68,11 +68,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         laws=np.array(config.laws),
         sizes=sizes,
         curves=curves,
-        frontier=grids.frontier(parts, log.columns),
+        frontier=grids.optimum_curve(parts, log.columns),
         group=grouped.group,
         parabolas=grouped.curves,
         minima=grouped.minima,
-        contour=grids.contour(first.fits[0], seen.columns),
+        contour=grids.objective_contour(first.fits[0], seen.columns),
     )
 
 
@@ -105,7 +105,7 @@ def _columns(config: Config) -> Columns:
 def _document(
     config: Config,
     log: Log,
-    parts: list[Part],
+    parts: list[FitGroup],
     is_fitted: np.ndarray,
     unfitted: list[str],
 ) -> dict[str, Any]:
@@ -134,15 +134,19 @@ def _document(
     notes, frontiers, warnings, shifts = [], [], [], []
     for part in parts:
         group = {"group": part.label} if config.by else {}
-        notes += map(part.say, part.found.notes)
+        notes += map(part.label_line, part.found.notes)
         every = [*part.found.frontiers, *part.found.windows]
         frontiers += [report.frontier_json(each) | group for each in every]
-        warnings += map(part.say, part.found.warnings)
-        warnings += map(part.say, report.disjoint(part.fits, part.found))
+        warnings += map(part.label_line, part.found.warnings)
+        warnings += map(
+            part.label_line, report.disjoint_intervals(part.fits, part.found)
+        )
         if shift := report.expected_shift(part.found):
-            shifts.append(part.say(shift))
+            shifts.append(part.label_line(shift))
     notes += [
-        part.say(f"{fit.law}: not scored: too few runs, or too alike, {rolled_out}")
+        part.label_line(
+            f"{fit.law}: not scored: too few runs, or too alike, {rolled_out}"
+        )
         for part in parts
         for fit in part.fits
         if fit.held_out is None

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from experiments.fitting.outcomes import Contour, Curve
-from experiments.fitting.parts import Part
+from experiments.fitting.groups import FitGroup
+from experiments.fitting.result import Contour, PlotCurve
 from scaling.fits import FitResult, profile
 from scaling.fits.fit import predict
 from scaling.frontiers import parabola
@@ -31,7 +31,9 @@ row, and of more it hardly rises over the plane that resamples reach."""
 Columns = Mapping[str, np.ndarray]
 
 
-def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
+def loss_curves(
+    parts: Sequence[FitGroup], columns: Columns
+) -> tuple[np.ndarray, PlotCurve]:
     """The first law's loss against compute, for some of the sizes that were run.
 
     Returns:
@@ -41,7 +43,7 @@ def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
     """
     fit = parts[0].fits[0]
     if len(parts) > 1 or not {*SIZES} <= columns.keys():
-        return np.empty(0), Curve(np.empty((0, 0)), np.empty((0, 0)))
+        return np.empty(0), PlotCurve(np.empty((0, 0)), np.empty((0, 0)))
     n, d, c = (columns[name] for name in SIZES)
     sizes = np.unique(n)
     if sizes.size > MAX_SIZES:
@@ -64,10 +66,10 @@ def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
                 "flops": flops[near],
             }
             y[i, near] = predict(fit, at)[0]
-    return sizes, Curve(x, y)
+    return sizes, PlotCurve(x, y)
 
 
-def frontier(parts: Sequence[Part], columns: Columns) -> Curve:
+def optimum_curve(parts: Sequence[FitGroup], columns: Columns) -> PlotCurve:
     """The loss of the first law's compute optimum, a decade beyond the runs.
 
     Of a log that has but one of N, D and C it is the law itself, against that one.
@@ -79,27 +81,27 @@ def frontier(parts: Sequence[Part], columns: Columns) -> Curve:
         [piece for each in axis for piece in (each, gap)]
         for axis in zip(*lines, strict=True)
     )
-    return Curve(np.concatenate(x[:-1]), np.concatenate(y[:-1]))
+    return PlotCurve(np.concatenate(x[:-1]), np.concatenate(y[:-1]))
 
 
-def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> Curve:
+def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> PlotCurve:
     law, mine = fit.find_law(), {name: x[rows] for name, x in columns.items()}
-    nothing = Curve(np.empty(0), np.empty(0))
+    nothing = PlotCurve(np.empty(0), np.empty(0))
     if not {*SIZES} <= columns.keys():
         there = [name for name in SIZES if name in columns]
         if [*law.inputs] != there:
             return nothing
         seen = mine[there[0]]
         x = np.geomspace(seen.min() / 2, seen.max() * 10, NUM_POINTS)
-        return Curve(x, predict(fit, {there[0]: x})[0])
+        return PlotCurve(x, predict(fit, {there[0]: x})[0])
     if law.two_powers is None:
         return nothing
     flops = mine["flops"]
     x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
-    return Curve(x, np.asarray(optimum(fit, mine, x).loss, float))
+    return PlotCurve(x, np.asarray(optimum_at(fit, mine, x).loss, float))
 
 
-def optimum(
+def optimum_at(
     fit: FitResult, columns: Columns, flops: Float[np.ndarray, " budgets"]
 ) -> Optimum:
     """The law's optimum at budgets that are counted as those of some runs.
@@ -116,7 +118,7 @@ def _per_param_and_token(columns: Columns) -> float:
     return float(np.median(c / (n * d)))
 
 
-class Grouped(NamedTuple):
+class IsoflopGroups(NamedTuple):
     """IsoFLOP groups to draw.
 
     Attributes:
@@ -126,11 +128,11 @@ class Grouped(NamedTuple):
     """
 
     group: np.ndarray
-    curves: Curve
-    minima: Curve
+    curves: PlotCurve
+    minima: PlotCurve
 
 
-def parabolas_of(parts: Sequence[Part], is_fitted: np.ndarray) -> Grouped:
+def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> IsoflopGroups:
     """The parabolas through a log's isoFLOP groups, those of all parts."""
     group, num_groups = np.full(is_fitted.size, -1), 0
     found = []
@@ -141,14 +143,14 @@ def parabolas_of(parts: Sequence[Part], is_fitted: np.ndarray) -> Grouped:
         group[part.rows & is_fitted] = each.group
         num_groups += len(part.found.groups.groups)
         found.append(each)
-    return Grouped(
+    return IsoflopGroups(
         group,
-        Curve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
-        Curve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
+        PlotCurve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
+        PlotCurve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
     )
 
 
-def _parabolas(found: Found, num_runs: int) -> Grouped:
+def _parabolas(found: Found, num_runs: int) -> IsoflopGroups:
     groups = found.groups.groups
     group = np.full(num_runs, -1)
     x = np.full((len(groups), NUM_POINTS), np.nan)
@@ -161,12 +163,16 @@ def _parabolas(found: Found, num_runs: int) -> Grouped:
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
     plain = [each for each in found.frontiers if each.method == PARABOLA]
     if not plain:
-        return Grouped(group, Curve(x, y), Curve(np.empty(0), np.empty(0)))
+        return IsoflopGroups(
+            group, PlotCurve(x, y), PlotCurve(np.empty(0), np.empty(0))
+        )
     best = plain[0].minima
-    return Grouped(group, Curve(x, y), Curve(best.num_params[0], best.loss[0]))
+    return IsoflopGroups(
+        group, PlotCurve(x, y), PlotCurve(best.num_params[0], best.loss[0])
+    )
 
 
-def contour(fit: FitResult, columns: Columns) -> Contour:
+def objective_contour(fit: FitResult, columns: Columns) -> Contour:
     """The objective over the plane of two coefficients; not of very many rows."""
     names = profile.pair(fit)
     if names is None:

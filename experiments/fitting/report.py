@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.fitting.outcomes import Result
-from experiments.framework import Part, Sheet, units
-from experiments.framework.report import numbered
+from experiments.fitting.result import Result
+from experiments.framework import ReportPart, Sheet, units
+from experiments.framework.report import numbered_list
 from scaling.fits import FitResult, goodness
 from scaling.frontiers import Frontier, find, parabola
 
@@ -57,11 +57,11 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables of coefficients, laws, frontiers and held-out runs; doubts in words."""
     document = json.loads(result.document)
     fits = [document, *document["others"]]
-    parts: list[Part] = [_coefficients(fit) for fit in fits]
+    parts: list[ReportPart] = [_coefficients(fit) for fit in fits]
     parts.append(_laws(fits, document["scored"]))
     if document["frontiers"]:
         parts.append(_frontiers(document))
@@ -73,8 +73,8 @@ def summary(result: Result) -> list[Part]:
             names.setdefault(line, []).append(_name(fit))
     warnings = [f"{', '.join(several)}: {line}" for line, several in names.items()]
     warnings = document.get("log_warnings", []) + warnings
-    parts.append(numbered("warnings", warnings + document["frontier_warnings"]))
-    return [*parts, numbered("how the log was read", document["notes"])]
+    parts.append(numbered_list("warnings", warnings + document["frontier_warnings"]))
+    return [*parts, numbered_list("how the log was read", document["notes"])]
 
 
 def _keys(fit: dict[str, Any]) -> dict[str, Any]:
@@ -112,17 +112,17 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
     rows = [
         (
             _name(fit),
-            units.cell(fit["num_points"]),
-            units.cell(fit["objective"]),
+            units.format_number(fit["num_points"]),
+            units.format_number(fit["objective"]),
             goodness.percentages([*fit["residual_sizes"].values()]),
             fit["status"],
-            units.cell(fit["distinct_minima"]),
-            units.cell(fit["condition_number"]),
-            units.cell(held.get("num_points")),
+            units.format_number(fit["distinct_minima"]),
+            units.format_number(fit["condition_number"]),
+            units.format_number(held.get("num_points")),
             _percent(held.get("mean_error")),
             _percent(held.get("worst_error")),
             _percent(held.get("last_error"), "+"),
-            units.share(held.get("covered")),
+            units.format_percent(held.get("covered")),
         )
         for fit, held in pairs
     ]
@@ -153,10 +153,10 @@ def _frontiers(document: dict[str, Any]) -> Sheet:
         (
             ", ".join(filter(None, (each["method"], each.get("group")))),
             f"{each['num_minima']} of {each['num_budgets']}",
-            units.cell(each["a"]),
+            units.format_number(each["a"]),
             _interval(each["a_interval"], share=True),
-            units.cell(each["b"]),
-            units.cell(each["loss_exponent"]),
+            units.format_number(each["b"]),
+            units.format_number(each["loss_exponent"]),
         )
         for each in document["frontiers"]
     ]
@@ -170,10 +170,10 @@ def _held_out(result: Result) -> Sheet:
     shown = held[np.argsort(-result.flops[held], kind="stable")][:MAX_ROWS]
     rows = []
     for i in shown:
-        cells = [units.cell(int(result.row[i]))]
+        cells = [units.format_number(int(result.row[i]))]
         sizes = (result.num_params, result.num_tokens, result.flops)
         cells += [f"{x[i]:.3g}" if np.isfinite(x[i]) else "-" for x in sizes]
-        cells.append(units.cell(float(result.loss[i])))
+        cells.append(units.format_number(float(result.loss[i])))
         for predicted in result.predicted:
             off = float(np.log(predicted[i] / result.loss[i]))
             cells.append(f"{predicted[i]:.4g} ({_percent(off, '+')})")
@@ -200,7 +200,7 @@ def _interval(
     if pair is None:
         return "-"
     low, high = (math.nan if x is None else x for x in pair)
-    if not is_known(low, high, value) or (share and high - low > _OPEN):
+    if not is_informative(low, high, value) or (share and high - low > _OPEN):
         return "unknown"
     return f"{_short(low)} to {_short(high)}"
 
@@ -211,7 +211,7 @@ _FAR = 1e4
 """Ratio of an end of an interval to the estimate from which it leaves it open."""
 
 
-def is_known(low: float, high: float, value: float | None = None) -> bool:
+def is_informative(low: float, high: float, value: float | None = None) -> bool:
     """Whether an interval has finite ends, the upper one within reach."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
@@ -267,7 +267,7 @@ def expected_shift(found: find.Found) -> str:
     )
 
 
-def disjoint(fits: Sequence[FitResult], found: find.Found) -> list[str]:
+def disjoint_intervals(fits: Sequence[FitResult], found: find.Found) -> list[str]:
     """Warns where methods give the optimum's growth intervals that do not overlap.
 
     Args:

@@ -157,7 +157,7 @@ def judge(
     )
 
 
-class Ours(NamedTuple):
+class Measurement(NamedTuple):
     """What was found on a claim of a file; made by `ours`."""
 
     id: str
@@ -170,7 +170,7 @@ class Ours(NamedTuple):
     words: dict[str, Any]
 
 
-def ours(
+def measured(
     id: str,
     value: float,
     *,
@@ -180,7 +180,7 @@ def ours(
     direction: Direction | None = None,
     note: str | None = None,
     **words: Any,
-) -> Ours:
+) -> Measurement:
     """Says what was found on a claim.
 
     Args:
@@ -197,14 +197,14 @@ def ours(
       note: instead of the file's, as it is, to the last space.
       words: what the file's texts have in braces, and what `by` picks a number by.
     """
-    return Ours(id, value, published, tolerance, differs, direction, note, words)
+    return Measurement(id, value, published, tolerance, differs, direction, note, words)
 
 
-type Numbers = float | tuple[float, float] | dict[str, Numbers]
+type PublishedNumbers = float | tuple[float, float] | dict[str, PublishedNumbers]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Said:
+class ClaimSpec:
     """A claim as its file has it; texts may have words in braces."""
 
     claim: str
@@ -212,7 +212,7 @@ class Said:
     source: str
     """Where it was made."""
     kind: Kind
-    published: Numbers | None = None
+    published: PublishedNumbers | None = None
     """Its number, or numbers by words; none where it follows from the run."""
     by: tuple[str, ...] = ()
     """The words that pick one."""
@@ -272,7 +272,7 @@ class Said:
         is_fitted = bool(rows) and all(str(words[x]) == value for x, value in rows)
         return "calibrated" if is_fitted else self.kind
 
-    def number(
+    def published_number(
         self, words: Mapping[str, Any], found: float | tuple[float, float] | None
     ) -> float | tuple[float, float] | None:
         """The published number, found where the file has none; None if words have none.
@@ -287,7 +287,7 @@ class Said:
             number = number.get(str(words[name])) if isinstance(number, dict) else None
         return None if isinstance(number, dict) else number
 
-    def slack(self, published: float, found: float | None) -> float:
+    def absolute_tolerance(self, published: float, found: float | None) -> float:
         """The tolerance, found where the file has none, in the claim's unit.
 
         Raises:
@@ -314,7 +314,7 @@ _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
 }
 
 
-def _direction(said: Said, claim: Claim) -> Direction:
+def _direction(said: ClaimSpec, claim: Claim) -> Direction:
     """Returns the verdict on the direction that a file states for a claim."""
     if not said.direction or not math.isfinite(claim.ours):
         return ""
@@ -326,7 +326,7 @@ def _direction(said: Said, claim: Claim) -> Direction:
     return "holds" if holds else "fails"
 
 
-class Book:
+class ClaimsFile:
     """The claims of a file, read and checked when the first is asked for.
 
     Args:
@@ -337,7 +337,7 @@ class Book:
         self.path = path
 
     @functools.cached_property
-    def _read(self) -> tuple[dict[str, str], dict[str, Said]]:
+    def _read(self) -> tuple[dict[str, str], dict[str, ClaimSpec]]:
         """Words, and claims by id."""
         try:
             found = tomllib.loads(files.read_text(self.path))
@@ -349,7 +349,7 @@ class Book:
                 known = ", ".join(KINDS)
                 raise ValueError(f"{self.path}: {id}: kind is missing; one of: {known}")
         claims = {
-            id: config_json.restore(Said, x, f"{self.path}: {id}")
+            id: config_json.from_plain(ClaimSpec, x, f"{self.path}: {id}")
             for id, x in found.items()
             if id not in words
         }
@@ -360,7 +360,7 @@ class Book:
         """The claims there are."""
         return tuple(self._read[1])
 
-    def word(self, name: str) -> str:
+    def text(self, name: str) -> str:
         """A text of the file, for claims that have it only sometimes."""
         return self._read[0][name]
 
@@ -372,8 +372,8 @@ class Book:
         """
         return self._find(id).published
 
-    def judges[R](
-        self, found: Callable[[R], Iterable[Ours]]
+    def judge[R](
+        self, found: Callable[[R], Iterable[Measurement]]
     ) -> Callable[[R], list[Claim]]:
         """Makes a judge of a function that says what was found in a result.
 
@@ -387,18 +387,18 @@ class Book:
 
         return judged
 
-    def _find(self, id: str) -> Said:
+    def _find(self, id: str) -> ClaimSpec:
         if id not in self._read[1]:
             raise ValueError(f"{self.path}: has no claim {id}")
         return self._read[1][id]
 
-    def _judge(self, found: Ours) -> Claim | None:
+    def _judge(self, found: Measurement) -> Claim | None:
         said, words = self._find(found.id), _Words(found.words)
         words.common = self._read[0]
         is_other = said.kind == "cannot compare"
         is_other = is_other if found.differs is None else found.differs
         try:
-            published = said.number(words, found.published)
+            published = said.published_number(words, found.published)
             if published is None and said.by:
                 return None
             note = said.note.format_map(words).strip()
@@ -417,7 +417,7 @@ class Book:
                 published_high=high,
                 ours=found.value,
                 unit=said.unit,
-                tolerance=said.slack(low or 0.0, found.tolerance),
+                tolerance=said.absolute_tolerance(low or 0.0, found.tolerance),
                 relation=said.relation,
                 kind="reproduces" if kind == "cannot compare" else kind,
                 note=note,
@@ -450,6 +450,6 @@ class _Words(dict[str, Any]):
         return self.common[name].format_map(self)
 
 
-def beside(file: str) -> Book:
+def claims_file(file: str) -> ClaimsFile:
     """The claims in a file beside a module, `claims.beside(__file__)`."""
-    return Book(Path(file).with_name("claims.toml"))
+    return ClaimsFile(Path(file).with_name("claims.toml"))

@@ -13,7 +13,7 @@ from jaxkv import files
 from jaxkv.validation import unknown
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Reduces a value to what JSON knows: dicts, lists, strings, numbers, booleans.
 
     Dataclasses and NamedTuples become objects, arrays become lists, numbers of any
@@ -28,25 +28,27 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value))
+        return to_plain(dataclasses.asdict(value))
     if hasattr(value, "as_json"):
-        return plain(value.as_json())
+        return to_plain(value.as_json())
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())
+        return to_plain(value._asdict())
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_plain(value.tolist())
     if isinstance(value, Iterable):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     raise TypeError(f"cannot be written as JSON: {value!r}")
 
 
 def dumps(value: Any, *, indent: int | None = 2) -> str:
     """Writes a value as one JSON document, non-finite numbers as `null`."""
-    return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    return json.dumps(
+        to_plain(value), indent=indent, allow_nan=False, ensure_ascii=False
+    )
 
 
 def config_dumps(config: Any) -> str:
@@ -72,10 +74,10 @@ def config_loads[T](config_type: type[T], text: str, where: str) -> T:
       ValueError: not JSON, an unknown or missing field, a value of the wrong type,
         or one that the config refuses; one line that says where.
     """
-    return restore(config_type, files.parse_json(text, where), where)
+    return from_plain(config_type, files.parse_json(text, where), where)
 
 
-def restore(hint: Any, value: Any, where: str) -> Any:
+def from_plain(hint: Any, value: Any, where: str) -> Any:
     """Turns parsed JSON into a value of the hinted type.
 
     Raises:
@@ -84,14 +86,14 @@ def restore(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _restore_dataclass(hint, value, where)
     if isinstance(hint, typing.TypeAliasType):
-        return restore(hint.__value__, value, where)
+        return from_plain(hint.__value__, value, where)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return restore(args[0], value, where)
+        return from_plain(args[0], value, where)
     if origin in (typing.Union, types.UnionType):
         for choice in args:
             try:
-                return restore(choice, value, where)
+                return from_plain(choice, value, where)
             except ValueError:
                 continue
     elif origin is typing.Literal:
@@ -102,9 +104,11 @@ def restore(hint: Any, value: Any, where: str) -> Any:
             args = (args[0],) * len(value)
         if len(args) == len(value):
             pairs = enumerate(zip(args, value, strict=True))
-            return tuple(restore(arg, x, f"{where}[{i}]") for i, (arg, x) in pairs)
+            return tuple(from_plain(arg, x, f"{where}[{i}]") for i, (arg, x) in pairs)
     elif origin is dict and isinstance(value, dict):
-        return {key: restore(args[1], x, f"{where}.{key}") for key, x in value.items()}
+        return {
+            key: from_plain(args[1], x, f"{where}.{key}") for key, x in value.items()
+        }
     elif hint is float:
         spelled = isinstance(value, str) and value in ("inf", "-inf", "nan")
         if spelled or (isinstance(value, int | float) and not isinstance(value, bool)):
@@ -132,7 +136,7 @@ def _restore_dataclass(hint: Any, value: Any, where: str) -> Any:
         if name not in fields:
             raise ValueError(f"{where}: {unknown('field', name, fields)}")
     restored = {
-        name: restore(fields[name], item, f"{where}: {name}")
+        name: from_plain(fields[name], item, f"{where}: {name}")
         for name, item in value.items()
     }
     try:

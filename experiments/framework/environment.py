@@ -13,7 +13,7 @@ from typing import Any
 _PACKAGES = ("jaxkv", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Describes the machine and the software, as JSON values.
 
     Devices are named only if jax is already imported: asking would start it.
@@ -42,7 +42,7 @@ def describe() -> dict[str, Any]:
         "cpu": next(names, platform.processor() or platform.machine()),
         "num_cpus": num_cpus(),
         "memory_bytes": memory_bytes,
-        "devices": devices(),
+        "devices": device_names(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
@@ -54,7 +54,7 @@ def num_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def devices() -> list[str]:
+def device_names() -> list[str]:
     """Names the devices, platform first; none if jax is not imported."""
     jax = sys.modules.get("jax")
     return [f"{x.platform}: {x.device_kind}" for x in jax.devices()] if jax else []

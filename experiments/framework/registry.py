@@ -19,7 +19,7 @@ SMOKE = "smoke"
 """The config whose runs are too small for claims about published sizes."""
 
 
-class Entry(NamedTuple):
+class RegistryEntry(NamedTuple):
     """What is known of an experiment before it is imported.
 
     Attributes:
@@ -36,18 +36,20 @@ class Entry(NamedTuple):
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[RegistryEntry, ...]:
     """The experiments there are, sorted by name."""
     rooms = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     found = []
     for room, experiments in rooms.items():
         for name, said in experiments.items():
             module = f"experiments.{room}.{name.removeprefix(f'{room}_')}.experiment"
-            found.append(Entry(name, said["question"], (*said["configs"],), module))
+            found.append(
+                RegistryEntry(name, said["question"], (*said["configs"],), module)
+            )
     return (*sorted(found),)
 
 
-def find(name: str) -> Entry:
+def find_entry(name: str) -> RegistryEntry:
     """The entry of an experiment; hyphens in its name may stand for underscores.
 
     Raises:
@@ -60,10 +62,10 @@ def find(name: str) -> Entry:
     return entry
 
 
-def load(name: str) -> "Experiment":
+def load_experiment(name: str) -> "Experiment":
     """Imports an experiment; its name is as `find` takes it."""
     from experiments.framework import study
 
-    entry = find(name)
-    studies = study.of_module(importlib.import_module(entry.module))
+    entry = find_entry(name)
+    studies = study.studies_of(importlib.import_module(entry.module))
     return study.Experiment(entry.name, entry.question, studies)

@@ -28,7 +28,7 @@ def paragraph(title: str, text: str) -> Sheet:
     return Sheet(title, ("",), [(text,)])
 
 
-def numbered(title: str, lines: Sequence[str]) -> Sheet:
+def numbered_list(title: str, lines: Sequence[str]) -> Sheet:
     """Lays out sentences, each with its number."""
     return Sheet(title, ("", ""), [(f"{i}.", line) for i, line in enumerate(lines, 1)])
 
@@ -51,7 +51,7 @@ class Verdicts(NamedTuple):
     claims: Sequence[Claim]
 
 
-Part = Sheet | Excerpts | Verdicts
+ReportPart = Sheet | Excerpts | Verdicts
 
 
 def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
@@ -70,7 +70,7 @@ def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
     lists = {key: value for key, value in metrics.items() if isinstance(value, list)}
     plain = {k: v for k, v in metrics.items() if k not in columns and k not in lists}
     if plain:
-        rows = [units.named(name, value) for name, value in plain.items()]
+        rows = [units.format_named(name, value) for name, value in plain.items()]
         sheets.append(Sheet("", ("metric", "value"), rows))
     if columns:
         names = dict.fromkeys(name for column in columns.values() for name in column)
@@ -97,7 +97,7 @@ def row_sheet(
     """
     cells = [
         [
-            units.named(name, config_json.plain(row[name]))[1]
+            units.format_named(name, config_json.to_plain(row[name]))[1]
             for name in columns.values()
         ]
         for row in rows
@@ -115,24 +115,26 @@ def claim_numbers(claim: Claim) -> str:
     """
     unit = "" if claim.unit == "1" else f" {claim.unit}"
     word = "expected" if claim.kind == "checks" else "published"
-    numbers = units.cell(claim.published)
+    numbers = units.format_number(claim.published)
     if claim.published_high is not None:
-        numbers += f" to {units.cell(claim.published_high)}"
+        numbers += f" to {units.format_number(claim.published_high)}"
     slack = (
-        f", to within {units.cell(claim.tolerance)}{unit}" if claim.tolerance else ""
+        f", to within {units.format_number(claim.tolerance)}{unit}"
+        if claim.tolerance
+        else ""
     )
     direction = f"; its direction: {claim.direction}" if claim.direction else ""
     return (
-        f"ours {units.cell(claim.ours)}{unit}, "
+        f"ours {units.format_number(claim.ours)}{unit}, "
         f"{word} {_BOUND[claim.relation]}{numbers}{unit}{slack} "
         f"({claim.source}){direction}"
     )
 
 
-Group = Literal["reproductions", "calibrated", "checks"]
+ClaimGroup = Literal["reproductions", "calibrated", "checks"]
 """Publications' numbers under the same or other conditions; numbers that a fit here
 used; oracles, identities and own bars."""
-_HEADS: Mapping[Group, str] = {
+_HEADS: Mapping[ClaimGroup, str] = {
     "reproductions": "claims",
     "calibrated": "calibrated",
     "checks": "own checks",
@@ -145,23 +147,25 @@ _COUNTED = {
 }
 
 
-def grouped(claims: Iterable[Claim]) -> dict[Group, list[Claim]]:
+def group_claims(claims: Iterable[Claim]) -> dict[ClaimGroup, list[Claim]]:
     """Returns claims by what their verdict is about, every group in its order."""
-    groups: dict[Group, list[Claim]] = {name: [] for name in _HEADS}
-    named: dict[str, Group] = {"calibrated": "calibrated", "checks": "checks"}
+    groups: dict[ClaimGroup, list[Claim]] = {name: [] for name in _HEADS}
+    named: dict[str, ClaimGroup] = {"calibrated": "calibrated", "checks": "checks"}
     for claim in claims:
         groups[named.get(claim.kind, "reproductions")].append(claim)
     return groups
 
 
-def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
+def count_verdicts(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
     """Counts verdicts by group, and the directions of numbers that cannot be compared.
 
     Returns:
       By group, and by `directions`, the number of claims of each verdict.
     """
     listed = list(claims)
-    found = {name: _counts(x.verdict for x in y) for name, y in grouped(listed).items()}
+    found = {
+        name: _counts(x.verdict for x in y) for name, y in group_claims(listed).items()
+    }
     directions = _counts(x.direction for x in listed if x.direction)
     del directions["differs"]
     return {**found, "directions": directions}
@@ -177,7 +181,7 @@ def _counts(words: Iterable[str]) -> dict[str, int]:
 def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
     """Returns the claims of each group that has any, by a head that counts verdicts."""
     heads = {}
-    for name, listed in grouped(claims).items():
+    for name, listed in group_claims(claims).items():
         found = _counts(claim.verdict for claim in listed)
         # Of own checks and calibrated numbers most runs have none that differ.
         shown = {x: n for x, n in found.items() if n or x in ("holds", "fails")}
@@ -188,11 +192,11 @@ def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
     return heads
 
 
-def report(
+def render_report(
     question: str,
     config: Any,
     env: dict[str, Any],
-    parts: Sequence[Part],
+    parts: Sequence[ReportPart],
 ) -> str:
     """Writes a run's report in Markdown; `env` is the content of `env.json`."""
     machine = ", ".join([env["cpu"], f"{env['num_cpus']} cores", *env["devices"]])
@@ -205,20 +209,22 @@ def report(
     if env["status"] == "interrupted":
         said.append("**Interrupted before its end; this is what it had by then.**")
     said.append("![figure](figure.svg)")
-    said += map(markdown, parts)
+    said += map(part_to_markdown, parts)
     said.append(f"## config\n\n```json\n{config_json.config_dumps(config)}\n```")
     return "\n\n".join(said) + "\n"
 
 
 def _row(name: str, items: list[dict[str, Any]]) -> tuple[str, ...]:
     """A metric's label, and its cell in each of some dicts."""
-    pairs = [units.named(name, item[name]) if name in item else None for item in items]
+    pairs = [
+        units.format_named(name, item[name]) if name in item else None for item in items
+    ]
     # A number alone tells that a name ends in a unit; some may be missing.
     label = min((pair[0] for pair in pairs if pair), key=len)
     return label, *(pair[1] if pair else "" for pair in pairs)
 
 
-def markdown(part: Part) -> str:
+def part_to_markdown(part: ReportPart) -> str:
     """Writes a part of a report in Markdown."""
     if isinstance(part, Excerpts):
         blocks = [

@@ -30,7 +30,7 @@ import numpy as np
 from experiments.framework import config_json, environment, registry, table
 from experiments.framework import report as framework_report
 from experiments.framework.claims import Claim
-from experiments.framework.report import Part, Verdicts
+from experiments.framework.report import ReportPart, Verdicts
 from experiments.framework.study import Experiment, Study
 from experiments.plotting import style
 from jaxkv import files
@@ -57,13 +57,13 @@ EARLIER = ".earlier"
 """Where in the folder an earlier run waits until the new one is whole."""
 OUT = "{out}"
 """In a config's `folder`, the run folder itself, of which nothing else is replaced."""
-DEFAULT = Path("runs")
+DEFAULT_PARENT = Path("runs")
 """Where run folders go that nobody gave a place."""
 
 Status = Literal["running", "done", "interrupted", "failed"]
 
 
-class Run(NamedTuple):
+class RunFolder(NamedTuple):
     """A run folder, read back and checked.
 
     Attributes:
@@ -84,11 +84,11 @@ class Run(NamedTuple):
     result: Any
     claims: list[Claim]
     metrics: dict[str, Any]
-    parts: list[Part]
+    parts: list[ReportPart]
 
 
 @contextlib.contextmanager
-def claimed(out: Path | None, name: str) -> Generator[Path]:
+def reserve(out: Path | None, name: str) -> Generator[Path]:
     """Has the folder of a run to itself; arguments are those of `new_folder`.
 
     Yields:
@@ -110,7 +110,9 @@ def claimed(out: Path | None, name: str) -> Generator[Path]:
         _drop_empty(folder)
 
 
-def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) -> Path:
+def write_files(
+    folder: Path | None, name: str, contents: Mapping[str, str | bytes]
+) -> Path:
     """Writes what a command without a run found, by file, into a folder.
 
     Returns:
@@ -140,7 +142,7 @@ def new_folder(out: Path | None, name: str) -> Path:
     if out is None:
         stamp, number = f"{name}-{datetime.now():%Y%m%d-%H%M%S}", 1
         while True:  # several may start in the same second
-            out = DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
+            out = DEFAULT_PARENT / (stamp if number == 1 else f"{stamp}-{number}")
             try:
                 out.mkdir(parents=True)
                 return out
@@ -160,7 +162,7 @@ def new_folder(out: Path | None, name: str) -> Path:
     return out
 
 
-def begin(
+def begin_run(
     folder: Path, experiment: Experiment, config: Any, config_name: str = ""
 ) -> None:
     """Writes what is known before the work: `config.json` and `env.json`.
@@ -175,11 +177,11 @@ def begin(
     """
     env = {"experiment": experiment.name, "status": "running"}
     env |= {"config": config_name} if config_name else {}
-    env |= environment.describe()
+    env |= environment.describe_machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / EARLIER).is_dir():  # the run that put it there was killed
-            abandon(folder)
+            abandon_run(folder)
         if _is_run(folder):
             (folder / EARLIER).mkdir()
             _move(folder, folder / EARLIER)
@@ -189,7 +191,7 @@ def begin(
         raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
-def abandon(folder: Path) -> None:
+def abandon_run(folder: Path) -> None:
     """Takes back what `begin` did: an earlier run is back, a new folder is gone."""
     for name in _names(folder):
         (folder / name).unlink(missing_ok=True)
@@ -204,20 +206,20 @@ def has_result(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("result.npz", "runs.jsonl"))
 
 
-def mark(folder: Path, status: Status) -> None:
+def mark_status(folder: Path, status: Status) -> None:
     """Notes in `env.json` what became of a run that has no result."""
     env = _env(folder) | {"status": status}
     files.write_aside(folder / "env.json", config_json.dumps(env))
 
 
-def finish(
+def finish_run(
     folder: Path,
     experiment: Experiment,
     result: Any,
     *,
     duration_s: float,
     interrupted: bool = False,
-) -> Run:
+) -> RunFolder:
     """Writes the result, reads it back, and derives everything else from that.
 
     Args:
@@ -238,14 +240,16 @@ def finish(
         files.write_aside(
             folder / "result.npz", lambda file: np.savez_compressed(file, **arrays)
         )
-    run = read(folder, experiment)
+    run = read_run(folder, experiment)
     files.write_aside(folder / "claims.json", config_json.dumps(run.claims))
     for name, text in run.study.files(run.result).items():
         files.write_aside(folder / name, text)
-    draw(run)
+    draw_figure(run)
     status: Status = "interrupted" if interrupted else "done"
     env = _env(folder) | {"status": status, "duration_s": duration_s}
-    report = framework_report.report(experiment.question, run.config, env, run.parts)
+    report = framework_report.render_report(
+        experiment.question, run.config, env, run.parts
+    )
     files.write_aside(folder / "report.md", report)
     # The last word: whoever reads "done" finds everything else.
     files.write_aside(folder / "env.json", config_json.dumps(env))
@@ -258,7 +262,7 @@ def discard_earlier(folder: Path) -> None:
     shutil.rmtree(folder / EARLIER, ignore_errors=True)
 
 
-def read(folder: Path, experiment: Experiment) -> Run:
+def read_run(folder: Path, experiment: Experiment) -> RunFolder:
     """Reads a run folder; nothing in it is believed unchecked or unpickled.
 
     Raises:
@@ -277,11 +281,11 @@ def read(folder: Path, experiment: Experiment) -> Run:
         ]
     else:
         result = _load_arrays(folder / "result.npz", study.result)
-    claims, parts = study.claims(result), study.tell(result)
+    claims, parts = study.claims(result), study.report_parts(result)
     if registry.SMOKE in (env.get("config"), study.name_of(config)):
         claims = [claim.at_smoke_size() for claim in claims]
     parts += [Verdicts(claims)] if claims else []
-    return Run(
+    return RunFolder(
         folder=folder,
         study=study,
         config=config,
@@ -293,9 +297,9 @@ def read(folder: Path, experiment: Experiment) -> Run:
     )
 
 
-def draw(run: Run) -> None:
+def draw_figure(run: RunFolder) -> None:
     """Draws the figure of a run that was read, and its panels, into its folder."""
-    figures = style.render(
+    figures = style.render_figure(
         lambda axes: run.study.plot(axes, run.result),
         panels=run.study.panels,
         size_inches=run.study.panel_size_inches,
@@ -311,8 +315,8 @@ def _drop_empty(folder: Path) -> None:
     """Deletes a folder that holds nothing, and the one of all runs with the last."""
     with contextlib.suppress(OSError):  # one that holds something else stays
         folder.rmdir()
-        if folder.parent == DEFAULT:
-            DEFAULT.rmdir()
+        if folder.parent == DEFAULT_PARENT:
+            DEFAULT_PARENT.rmdir()
 
 
 def _is_run(folder: Path) -> bool:
@@ -333,15 +337,15 @@ def _env(folder: Path) -> dict[str, Any]:
     path = folder / "env.json"
     # The run has started the devices by now; before it, asking would have.
     env = files.read_json(path)
-    return env | {"devices": environment.devices()}
+    return env | {"devices": environment.device_names()}
 
 
 def _flatten(result: Any, prefix: str = "") -> dict[str, Any]:
     """Names every leaf of nested records, `outer.inner`, as a NumPy array."""
     arrays = {}
-    for name, value in table.parts(result).items():
+    for name, value in table.field_values(result).items():
         if table.is_compound(type(value)):
-            arrays |= _flatten(value, prefix + table.prefix(type(result), name))
+            arrays |= _flatten(value, prefix + table.array_prefix(type(result), name))
             continue
         array = np.asarray(value)
         if array.dtype.kind not in "biufcU":
@@ -365,7 +369,7 @@ def _unflatten(
     values = {}
     for name, inner in typing.get_type_hints(hint).items():
         if table.is_compound(inner):
-            inside = prefix + table.prefix(hint, name)
+            inside = prefix + table.array_prefix(hint, name)
             values[name] = _unflatten(path, inner, arrays, inside)
         elif prefix + name not in arrays:
             raise ValueError(f"{path}: lacks {prefix}{name}")

@@ -47,7 +47,7 @@ class Study(NamedTuple):
     plot: Callable[[Any, Any], None]
     claims: Callable[[Any], list[Claim]] = lambda result: []
     metrics: Callable[[Any], dict[str, Any]] = table.metrics
-    summary: Callable[[Any], list[report.Part]] | None = None
+    summary: Callable[[Any], list[report.ReportPart]] | None = None
     panels: tuple[int, int] = (1, 1)
     panel_size_inches: tuple[float, float] = style.PANEL_SIZE_INCHES
     files: Callable[[Any], dict[str, str]] = lambda result: {}
@@ -68,13 +68,13 @@ class Study(NamedTuple):
         """Returns the name of the shipped config that a config equals, or ""."""
         return next((name for name, x in self.configs.items() if x == config), "")
 
-    def tell(self, result: Any) -> list[report.Part]:
+    def report_parts(self, result: Any) -> list[report.ReportPart]:
         """What to tell a person of a result, before the claims."""
         if self.summary is not None:
             return [*self.summary(result)]
         if self.metrics is table.metrics:
             return table.sheets(result)
-        return [*report.metric_sheets(config_json.plain(self.metrics(result)))]
+        return [*report.metric_sheets(config_json.to_plain(self.metrics(result)))]
 
 
 class Experiment(NamedTuple):
@@ -112,12 +112,12 @@ class Experiment(NamedTuple):
             if field in names and bool(data[field]) is is_set:
                 strange = everyone - study.fields
                 data = {name: x for name, x in data.items() if name not in strange}
-                return config_json.restore(study.config_type, data, where)
+                return config_json.from_plain(study.config_type, data, where)
         best = max(self.studies, key=lambda study: len(names & study.fields))
-        return config_json.restore(best.config_type, data, where)
+        return config_json.from_plain(best.config_type, data, where)
 
 
-def of_module(module: Any) -> tuple[Study, ...]:
+def studies_of(module: Any) -> tuple[Study, ...]:
     """The studies that a module lists, or the one that it is."""
     listed = getattr(module, "STUDIES", [module])
     return tuple(x if isinstance(x, Study) else _of_functions(x) for x in listed)

@@ -48,7 +48,7 @@ class Column(NamedTuple):
       key: its name in JSON; its own by default.
       of: what is told of a row's array, such as `np.median`; a list of all by default.
       note: below the table, of a column that is one.
-      is_told: whether it stands in JSON and tables that do not name their columns.
+      is_reported: whether it stands in JSON and tables that do not name their columns.
       prefix: of a table's or record's arrays in a run folder; its own name and a dot by
         default, nothing where older folders have them so.
     """
@@ -58,7 +58,7 @@ class Column(NamedTuple):
     key: str = ""
     of: Callable[[np.ndarray], Any] | None = None
     note: str = ""
-    is_told: bool = True
+    is_reported: bool = True
     prefix: str | None = None
 
 
@@ -73,7 +73,7 @@ def column(meaning: str, **told: Any) -> Any:
     return dataclasses.field(metadata={"column": Column(**told)})
 
 
-def shown[F: Callable[..., Any]](**told: Any) -> Callable[[F], F]:
+def computed_column[F: Callable[..., Any]](**told: Any) -> Callable[[F], F]:
     """Has a property told like a column, behind those; stands below `@property`."""
 
     def declare(function: F) -> F:
@@ -86,7 +86,7 @@ def shown[F: Callable[..., Any]](**told: Any) -> Callable[[F], F]:
 @typing.dataclass_transform(
     frozen_default=True, eq_default=False, field_specifiers=(column,)
 )
-class Record:
+class ResultRecord:
     """Values by name, each declared by `column`; a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
@@ -108,7 +108,7 @@ class Record:
         return found
 
 
-class Table(Record):
+class ResultTable(ResultRecord):
     """A record whose columns have a value, or an array, for each row.
 
     Raises:
@@ -117,10 +117,10 @@ class Table(Record):
 
     def __post_init__(self) -> None:
         """Makes arrays of the columns, each of the kind that is declared."""
-        hints = kinds(type(self))
-        for name, value in parts(self).items():
+        hints = field_types(type(self))
+        for name, value in field_values(self).items():
             object.__setattr__(self, name, _of_kind(name, value, hints[name]))
-        lengths = {name: len(value) for name, value in parts(self).items()}
+        lengths = {name: len(value) for name, value in field_values(self).items()}
         if len({*lengths.values()}) > 1:
             raise ValueError(f"columns of {type(self).__name__} differ: {lengths}")
 
@@ -132,16 +132,16 @@ class Table(Record):
         """
         from jaxkv.workloads import dataframes
 
-        return dataframes.make(parts(self))
+        return dataframes.make(field_values(self))
 
     def __len__(self) -> int:
         """Rows."""
-        return len(next(iter(parts(self).values())))
+        return len(next(iter(field_values(self).values())))
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Self:
         """Makes a table of rows: values in the columns' order, or by their names."""
-        names = [*kinds(cls)]
+        names = [*field_types(cls)]
         kept = [
             [x[name] for name in names] if isinstance(x, Mapping) else x for x in rows
         ]
@@ -153,7 +153,7 @@ class Table(Record):
     @classmethod
     def joined(cls, tables: Iterable[Self]) -> Self:
         """Puts the rows of tables behind each other."""
-        kept = [[*parts(each).values()] for each in tables if len(each)]
+        kept = [[*field_values(each).values()] for each in tables if len(each)]
         columns = zip(*kept, strict=True)
         return cls(*map(np.concatenate, columns)) if kept else cls.of([])
 
@@ -166,7 +166,7 @@ class Table(Record):
 
     def at(self, rows: Any) -> Self:
         """The rows of a mask, or of indices in their order."""
-        return type(self)(*(values[rows] for values in parts(self).values()))
+        return type(self)(*(values[rows] for values in field_values(self).values()))
 
     def distinct(self, name: str) -> list[Any]:
         """The values of a column, each once, in their order."""
@@ -183,37 +183,37 @@ class Table(Record):
         """The rows for a person: of all columns, or those named."""
         told = _told(self, names)
         heads = [_heading(name, said) for name, said, _ in told]
-        columns = ([written(name, said, x) for x in xs] for name, said, xs in told)
+        columns = ([format_cell(name, said, x) for x in xs] for name, said, xs in told)
         return report.Sheet(title, heads, [*zip(*columns, strict=True)], note)
 
 
-def parts(value: Any) -> dict[str, Any]:
+def field_values(value: Any) -> dict[str, Any]:
     """The values of a record, or of a NamedTuple, by name."""
-    if isinstance(value, Record):
-        return {name: getattr(value, name) for name in kinds(type(value))}
+    if isinstance(value, ResultRecord):
+        return {name: getattr(value, name) for name in field_types(type(value))}
     return value._asdict()
 
 
-def kinds(kind: Any) -> dict[str, Any]:
+def field_types(kind: Any) -> dict[str, Any]:
     """The types of what a class of records or NamedTuples holds, by name."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def is_compound(kind: Any) -> bool:
     """Whether a type is one of records or NamedTuples."""
-    is_record = isinstance(kind, type) and issubclass(kind, Record)
+    is_record = isinstance(kind, type) and issubclass(kind, ResultRecord)
     return is_record or hasattr(kind, "_fields")
 
 
-def by_row(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+def to_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Columns, arrays of equal lengths by name, as rows for JSON."""
     rows = zip(*(values.tolist() for values in columns.values()), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def prefix(kind: Any, name: str) -> str:
+def array_prefix(kind: Any, name: str) -> str:
     """What stands before the names of arrays of a record's part, in a run folder."""
-    declared = kind.columns() if issubclass(kind, Record) else {}
+    declared = kind.columns() if issubclass(kind, ResultRecord) else {}
     said = declared.get(name, Column()).prefix
     return f"{name}." if said is None else said
 
@@ -223,58 +223,60 @@ def metrics(result: Any) -> dict[str, Any]:
 
     Of a result that is a list of rows, these.
     """
-    if not isinstance(result, Record):
+    if not isinstance(result, ResultRecord):
         return {"rows": result} if isinstance(result, list) else {}
     found = {}
     for name, said in result.columns().items():
-        if not said.is_told:
+        if not said.is_reported:
             continue
         value = getattr(result, name)
-        if isinstance(value, Table):
+        if isinstance(value, ResultTable):
             found[said.key or name] = value.rows()
-        elif isinstance(value, Record):
+        elif isinstance(value, ResultRecord):
             found[said.key or name] = metrics(value)
         elif np.ndim(value) == 0:
             found[said.key or name] = np.asarray(value).item()
     return found
 
 
-def sheets(result: Any) -> list[report.Part]:
+def sheets(result: Any) -> list[report.ReportPart]:
     """What a report tells of a record: its values, then each table that has rows."""
-    declared = result.columns() if isinstance(result, Record) else {}
+    declared = result.columns() if isinstance(result, ResultRecord) else {}
     plain, found = [], []
     for name, said in declared.items():
-        if not said.is_told:
+        if not said.is_reported:
             continue
         value = getattr(result, name)
-        if isinstance(value, Table):
+        if isinstance(value, ResultTable):
             sheet = value.sheet(said.heading or name, note=said.note)
             found += [sheet] if len(value) else []
-        elif isinstance(value, Record):
+        elif isinstance(value, ResultRecord):
             found += sheets(value)
         elif np.ndim(value) == 0:
-            plain.append((_heading(name, said), written(name, said, value)))
+            plain.append((_heading(name, said), format_cell(name, said, value)))
     first = [report.Sheet("", ("metric", "value"), plain)] if plain else []
     return [*first, *found]
 
 
-def written(name: str, said: Column, value: Any) -> str:
+def format_cell(name: str, said: Column, value: Any) -> str:
     """A value as a cell has it; "-" where there is none."""
-    value = config_json.plain(value)
+    value = config_json.to_plain(value)
     if isinstance(said.form, str):
         return "-" if value is None else said.form.format(value)
-    return said.form(value) if said.form else units.named(name, value)[1]
+    return said.form(value) if said.form else units.format_named(name, value)[1]
 
 
 def _heading(name: str, said: Column) -> str:
-    return said.heading or units.named(name, 0.0)[0]
+    return said.heading or units.format_named(name, 0.0)[0]
 
 
-def _told(table: Table, names: Sequence[str]) -> list[tuple[str, Column, list[Any]]]:
+def _told(
+    table: ResultTable, names: Sequence[str]
+) -> list[tuple[str, Column, list[Any]]]:
     """Name, declaration and values of the columns named, or of all that are told."""
     declared = table.columns()
     found = []
-    for name in names or [name for name, said in declared.items() if said.is_told]:
+    for name in names or [name for name, said in declared.items() if said.is_reported]:
         said, values = declared.get(name, Column()), getattr(table, name)
         told = values if said.of is None else np.array([said.of(x) for x in values])
         found.append((name, said, told.tolist()))

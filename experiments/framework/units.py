@@ -16,7 +16,7 @@ _FLOPS = (
 )
 
 
-def cell(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Writes a value short: four significant digits, whole numbers in full."""
     if value is None:
         return "-"
@@ -29,40 +29,40 @@ def cell(value: Any) -> str:
     return str(value)
 
 
-def count(value: float, form: str = ".3g", gap: str = "") -> str:
+def format_count(value: float, form: str = ".3g", gap: str = "") -> str:
     """Writes a number of parameters or tokens: 124M."""
     scale, letter = next((x for x in _COUNTS if value >= x[0]), (1.0, ""))
     return f"{value / scale:{form}}{gap}{letter}".rstrip()
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Writes a duration: 12.3 s, 4.56 ms, 78.9 us."""
     return _scaled(value, _SECONDS)
 
 
-def size(value: float | None) -> str:
+def format_bytes(value: float | None) -> str:
     """Writes a number of bytes: 734 MB; a MB is 1e6 bytes."""
     return _scaled(value, _BYTES)
 
 
-def flops(value: float | None) -> str:
+def format_flops(value: float | None) -> str:
     """Writes a number of operations: 1.07 GFLOP."""
     return _scaled(value, _FLOPS)
 
 
-def share(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """Writes a share of one in per cent: 93.9 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def rate(value: float | None) -> str:
+def format_rate(value: float | None) -> str:
     """Writes a rate: three digits, none behind the point from a hundred on."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def named(name: str, value: Any) -> tuple[str, str]:
+def format_named(name: str, value: Any) -> tuple[str, str]:
     """Writes a number whose unit stands in its name.
 
     Args:
@@ -76,14 +76,14 @@ def named(name: str, value: Any) -> tuple[str, str]:
     label = name.replace("_", " ")
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name.endswith("_per_s"):
-            return label, rate(value)
+            return label, format_rate(value)
         if name.endswith("_s"):
-            return label.removesuffix(" s"), seconds(value)
+            return label.removesuffix(" s"), format_seconds(value)
         if name.endswith("_bytes"):
-            return label.removesuffix(" bytes"), size(value)
+            return label.removesuffix(" bytes"), format_bytes(value)
         if name.endswith(("_share", "_utilisation")):
-            return label, share(value)
-    return label, cell(value)
+            return label, format_percent(value)
+    return label, format_number(value)
 
 
 def _scaled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:

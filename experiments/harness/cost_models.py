@@ -21,7 +21,7 @@ MEMORY_SHARE = 0.9
 """Of the GPUs' memory, weights and pages together: vLLM's default."""
 
 
-def num_pages(model: Description, device: str, num_devices: int) -> int:
+def max_kv_pages(model: Description, device: str, num_devices: int) -> int:
     """Pages that fit beside the weights.
 
     OPT-13B on an A100: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
@@ -54,7 +54,7 @@ class CostModel[C: Cost](NamedTuple):
     error: float | None
 
 
-class Linear(NamedTuple):
+class LinearCost(NamedTuple):
     """Linear in counts, in other numbers for large batches.
 
     A step that only reads prompts costs `prefill`; one that decodes costs `decode` and,
@@ -128,13 +128,13 @@ def linear(
     decode_large: tuple[float, ...] | None = None,
     *,
     scale: float = 1e-3,
-) -> Linear:
+) -> LinearCost:
     """Makes a `Linear` cost of coefficients, times `scale`: those of fits are in ms."""
 
     def scaled(values: tuple[float, ...]) -> Array:
         return jnp.asarray([x * scale for x in values], jnp.float32)
 
-    return Linear(
+    return LinearCost(
         prefill=scaled(prefill),
         decode=scaled(decode),
         decode_large=scaled(decode_large or decode),
@@ -147,7 +147,7 @@ def linear(
 FIGURE_12 = "opt-13b-a100-40gb"
 
 
-def figure_12(*, scale: float = 1.31) -> CostModel[Linear]:
+def figure_12(*, scale: float = 1.31) -> CostModel[LinearCost]:
     """The step of OPT-13B on one A100 of 40 GB, of which the paper prints no times.
 
     DistServe's fit of its decoding on 80 GB, times the ratio of the bandwidths,
@@ -202,7 +202,7 @@ arXiv:2401.09670, appendix A.
 """
 
 
-def distserve(name: str) -> CostModel[Linear]:
+def distserve(name: str) -> CostModel[LinearCost]:
     """One of DistServe's published fits, a key of `DISTSERVE`.
 
     Their simulator adds 1 ms for each pipeline stage, which is not in here.

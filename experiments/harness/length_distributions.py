@@ -9,7 +9,7 @@ NUM_DRAWN = 8192
 NUM_ROUNDS, NUM_SWAPS = 100, 10_000
 
 
-def draw(
+def draw_lengths(
     pair: Pair,
     num: int,
     max_length: int,
@@ -67,7 +67,7 @@ def draw(
     raise ValueError(too_long)
 
 
-def saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
+def shared_page_saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
     """Works out the share of pages that answers save, from counts of tokens alone.
 
     While `n` answers of one prompt grow, equally long, each holds the pages of prompt

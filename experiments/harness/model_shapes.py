@@ -10,7 +10,7 @@ from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints, config, paged, transformer
 from jaxkv.serving.engine import Engine
 
-RANDOM = {
+RANDOM_SHAPES = {
     "random-135m": config.ModelConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -48,7 +48,7 @@ RANDOM = {
 """Shapes that are served with random weights: the values do not matter for speed."""
 
 
-def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loaded:
+def load_model(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loaded:
     """Loads a model, or makes one up.
 
     Args:
@@ -58,25 +58,27 @@ def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loade
     Raises:
       ValueError: there is no such model, or its folder cannot be read.
     """
-    if model in RANDOM:
-        shape = RANDOM[model]
+    if model in RANDOM_SHAPES:
+        shape = RANDOM_SHAPES[model]
         params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
         return checkpoints.Loaded(shape, params, None, ())
     try:
-        folder = bundled.folder_of(model)
+        folder = bundled.find_model_folder(model)
     except ValueError:
-        line = config_json.unknown("model", model, [*bundled.names(), *RANDOM])
+        line = config_json.unknown(
+            "model", model, [*bundled.bundled_names(), *RANDOM_SHAPES]
+        )
         raise ValueError(f"{line} (or the path of a folder)") from None
     return checkpoints.load_model(folder, dtype=dtype)
 
 
-def load_with_text(model: str, *, max_length: int) -> checkpoints.Loaded:
+def load_text_model(model: str, *, max_length: int) -> checkpoints.Loaded:
     """Loads a model that has a tokenizer, and positions for so many tokens.
 
     Raises:
       ValueError: there is no such model, its folder cannot be read, or it lacks these.
     """
-    loaded = checkpoints.load_model(bundled.folder_of(model))
+    loaded = checkpoints.load_model(bundled.find_model_folder(model))
     if loaded.tokenizer is None:
         raise ValueError(f"{model}: has no tokenizer, so no text")
     if max_length > loaded.config.max_positions:
@@ -86,7 +88,7 @@ def load_with_text(model: str, *, max_length: int) -> checkpoints.Loaded:
     return loaded
 
 
-def bounds(
+def make_engine_config(
     batch: int, max_length: int, *, page_size: int = 16, **more: Any
 ) -> EngineConfig:
     """An engine's for a batch: slots, pages and places in the queue for all of it.
@@ -99,7 +101,7 @@ def bounds(
     return EngineConfig(page_size=page_size, max_length=max_length, **fields)
 
 
-def engine(
+def make_engine(
     model: checkpoints.Loaded,
     bounds: EngineConfig,
     *,

@@ -18,7 +18,7 @@ from scaling.costs import devices
 from scaling.shapes import published
 
 
-def find(name: str) -> cost_models.CostModel:
+def find_cost_model(name: str) -> cost_models.CostModel:
     """Returns the cost model of a name, as the head of this file lists them.
 
     Raises:
@@ -41,7 +41,7 @@ def find(name: str) -> cost_models.CostModel:
         model, device = published.describe(rest[0]), devices.find(rest[1])
         return cost_models.roofline(model, device, num_devices=int(num), name=name)
     if kind == "measured" and rest:
-        return measured(Path(name.removeprefix("measured:")))
+        return fit_measured_steps(Path(name.removeprefix("measured:")))
     raise ValueError(
         f"unknown cost model {name!r}; one of: "
         f"{', '.join((cost_models.FIGURE_12, *fits))}, "
@@ -49,7 +49,9 @@ def find(name: str) -> cost_models.CostModel:
     )
 
 
-def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.CostModel:
+def fit_measured_steps(
+    folder: Path, *, implementation: str = "jaxkv"
+) -> cost_models.CostModel:
     """Fits a run folder's rows: a step and its tokens to read, a step and its batch.
 
     Where prompts of several lengths were read, the squares of these count, too.
@@ -61,7 +63,7 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     Raises:
       ValueError: the folder is no such run, or has no rows of the implementation.
     """
-    ran = run_folder.read(folder, registry.load("bench_decode"))
+    ran = run_folder.read_run(folder, registry.load_experiment("bench_decode"))
     rows = [
         row
         for row in ran.result

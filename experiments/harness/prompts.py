@@ -11,7 +11,7 @@ from jaxkv.sampling import Sampling
 from scaling.corpora import corpora
 
 
-class Request(NamedTuple):
+class PromptRequest(NamedTuple):
     """A prompt, and how its answer is drawn."""
 
     text: str
@@ -19,7 +19,7 @@ class Request(NamedTuple):
     sampling: Sampling
 
 
-def ragged(
+def draw_ragged_lengths(
     rng: np.random.Generator, bounds: tuple[int, int], sigma: float, num: int
 ) -> list[int]:
     """Draws lengths from a log-normal law around the geometric middle of its bounds.
@@ -75,11 +75,12 @@ class RaggedConfig:
 
     def requests(
         self, tokenizer: Any, rng: np.random.Generator, *, ignore_eos: bool = False
-    ) -> list[Request]:
+    ) -> list[PromptRequest]:
         """Cuts held-out prompts; each answer has the seed behind that of the last."""
         lengths = (self.prompt_tokens, self.output_tokens)
         sizes, limits = (
-            ragged(rng, bounds, self.sigma, self.num_requests) for bounds in lengths
+            draw_ragged_lengths(rng, bounds, self.sigma, self.num_requests)
+            for bounds in lengths
         )
         ask = Sampling(
             temperature=self.temperature, top_p=self.top_p, ignore_eos=ignore_eos
@@ -88,9 +89,11 @@ class RaggedConfig:
             dataclasses.replace(ask, seed=self.seed + i, max_tokens=limit)
             for i, limit in enumerate(limits)
         ]
-        return held_out(tokenizer, sizes, asks, rng)
+        return cut_held_out_prompts(tokenizer, sizes, asks, rng)
 
-    def bounds(self, num_pages: int, max_length: int, **more: Any) -> EngineConfig:
+    def engine_config(
+        self, num_pages: int, max_length: int, **more: Any
+    ) -> EngineConfig:
         """The engine's, with room for all requests in its queue."""
         return EngineConfig(
             num_pages=num_pages,
@@ -106,12 +109,12 @@ class RaggedConfig:
         )
 
 
-def held_out(
+def cut_held_out_prompts(
     tokenizer: Any,
     sizes: list[int],
     samplings: list[Sampling],
     rng: np.random.Generator,
-) -> list[Request]:
+) -> list[PromptRequest]:
     """Cuts prompts from the held-out files of Python's standard library.
 
     Args:
@@ -129,5 +132,5 @@ def held_out(
         start = starts[rng.integers(len(starts))]
         # A token is seldom more than a few characters.
         tokens = tokenizer.encode(text[start : start + 16 * size])[:size]
-        requests.append(Request(tokenizer.decode(tokens), tokens, sampling))
+        requests.append(PromptRequest(tokenizer.decode(tokens), tokens, sampling))
     return requests

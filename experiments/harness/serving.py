@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.harness import showing
-from experiments.harness.prompts import Request
-from experiments.harness.timing import CallTimes, watch
+from experiments.harness import terminal_text
+from experiments.harness.prompts import PromptRequest
+from experiments.harness.timing import CallTimes, record_call_times
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion
@@ -38,13 +38,13 @@ class Server:
     def serve(self, prompts: list[list[int]], asks: list[Sampling]) -> list[list[int]]:
         """Returns the answers' tokens; notes the times of all calls."""
         self.engine.trace.clear()
-        with watch(self.engine.core) as self.times:
+        with record_call_times(self.engine.core) as self.times:
             done = self.engine.generate(prompts, asks)
         return [completion.tokens for completion in done]
 
     def stream(
         self,
-        requests: list[Request],
+        requests: list[PromptRequest],
         progress: Progress,
         update: Callable[[float], None] = lambda done: None,
     ) -> dict[int, Completion]:
@@ -58,7 +58,7 @@ class Server:
         Returns:
           The answers that are complete.
         """
-        texts = [showing.visible(request.text) for request in requests]
+        texts = [terminal_text.make_printable(request.text) for request in requests]
         running: dict[int, None] = {}
         done: dict[int, Completion] = {}
         self.engine.trace.clear()
@@ -77,7 +77,9 @@ class Server:
                 shown_s = self.engine.now()
                 blocks = []
                 for i in [*running][:NUM_SHOWN]:
-                    end = showing.last_lines(texts[i], num_lines=NUM_LINES, width=WIDTH)
+                    end = terminal_text.last_lines(
+                        texts[i], num_lines=NUM_LINES, width=WIDTH
+                    )
                     # All blocks have the same height, so that no line jumps.
                     missing = "\n" * (NUM_LINES - 1 - end.count("\n"))
                     blocks.append(f"--- request {i + 1} ---\n{end}{missing}")

@@ -14,20 +14,20 @@ MAX_COLUMNS = 8
 """Numbers of tokens that stand beside one another."""
 
 
-def run(config: SweepConfig, out: Path, progress: Progress) -> sweep.Outcome:
+def run_sweep(config: SweepConfig, out: Path, progress: Progress) -> sweep.Outcome:
     """Carries out a sweep under bars and a table of losses."""
-    described = environment.describe()
+    described = environment.describe_machine()
     return sweep.sweep(
         config,
         out,
         commit=described["commit"] or "",
         environment={"environment": described},
         progress=progress,
-        tell=lambda records: progress.show(table(records)),
+        tell=lambda records: progress.show(loss_table(records)),
     )
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def loss_table(records: list[dict[str, Any]]) -> str:
     """Lays out the best losses so far: models down, tokens or budgets across.
 
     Where all rates that were tried failed or diverged, the cell says so.
@@ -36,12 +36,20 @@ def table(records: list[dict[str, Any]]) -> str:
     tokens = sorted({r["num_tokens"] for r in records})
     lines = []
     if 0 < len(tokens) <= MAX_COLUMNS:
-        lines = ["params \\ tokens" + "".join(f"{units.cell(x):>12}" for x in tokens)]
+        lines = [
+            "params \\ tokens"
+            + "".join(f"{units.format_number(x):>12}" for x in tokens)
+        ]
     for size, _ in sizes:
         mine = [r for r in records if r["num_params"] == size]
         if lines:
-            cells = [cell([r for r in mine if r["num_tokens"] == n]) for n in tokens]
-            lines.append(f"{units.cell(size):>15}" + "".join(f"{x:>12}" for x in cells))
+            cells = [
+                format_best_loss([r for r in mine if r["num_tokens"] == n])
+                for n in tokens
+            ]
+            lines.append(
+                f"{units.format_number(size):>15}" + "".join(f"{x:>12}" for x in cells)
+            )
     if lines:
         return "\n".join(lines)
     # Budgets give every size numbers of tokens of its own.
@@ -50,12 +58,12 @@ def table(records: list[dict[str, Any]]) -> str:
         cells = []
         for steps in sorted({r["num_steps"] for r in mine}):
             here = [r for r in mine if r["num_steps"] == steps]
-            cells.append(f"{here[0]['flops']:.1e}: {cell(here)}")
+            cells.append(f"{here[0]['flops']:.1e}: {format_best_loss(here)}")
         lines.append(f"width {width}, {size:,} parameters   " + "   ".join(cells))
     return "\n".join(lines)
 
 
-def cell(records: list[dict[str, Any]]) -> str:
+def format_best_loss(records: list[dict[str, Any]]) -> str:
     """The best loss of some runs, or what became of them."""
     done = [r["loss"] for r in records if r["status"] == "done"]
     if done:
@@ -63,11 +71,11 @@ def cell(records: list[dict[str, Any]]) -> str:
     return records[-1]["status"] if records else "."
 
 
-TRIED = ("rate: loss", "taken", "at the edge")
+RATE_HEADS = ("rate: loss", "taken", "at the edge")
 """Heads of what `tried` writes."""
 
 
-def tried(
+def format_rates(
     rates: Float[np.ndarray, " trials"],
     losses: Float[np.ndarray, " trials"],
     taken: float,
@@ -80,21 +88,21 @@ def tried(
     return shown, f"{taken:.2g}", "yes" if is_edge else "no"
 
 
-def interval(low: float, high: float, digits: int = 2) -> str:
+def format_interval(low: float, high: float, digits: int = 2) -> str:
     """Writes an interval; "not identified" where an end is not finite."""
     if not np.isfinite([low, high]).all():
         return "not identified"
     return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def direction(low: float, high: float, *, above: float = 1.0) -> str:
+def judge_direction(low: float, high: float, *, above: float = 1.0) -> str:
     """Whether a number is shown to be above another, by its whole interval."""
     if low > above:
         return "shows"
     return "does not show: the other way" if high < above else "is not decided"
 
 
-def verdict(shown: str) -> Direction:
+def direction_verdict(shown: str) -> Direction:
     """Returns the verdict of a claim whose source states a direction.
 
     Args:

@@ -15,7 +15,7 @@ from jaxkv.progress import Progress
 from jaxkv.serving.core import EngineCore
 
 
-def timed[**P, R](
+def time_call[**P, R](
     call: Callable[P, R], *args: P.args, **options: P.kwargs
 ) -> tuple[float, R]:
     """Returns the seconds that a call takes, and its result.
@@ -28,13 +28,13 @@ def timed[**P, R](
     return time.perf_counter() - started, found
 
 
-def medians(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+def median_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """Median seconds of each, in turns; a first call of each is not counted."""
-    taken = [[timed(call)[0] for call in calls] for _ in range(1 + rounds)]
+    taken = [[time_call(call)[0] for call in calls] for _ in range(1 + rounds)]
     return np.median(taken[1:], axis=0).tolist()
 
 
-def in_turns[C](
+def measure_in_turns[C](
     cases: Iterable[C],
     num_rounds: int,
     begin: Callable[[C], list[Any]],
@@ -74,7 +74,7 @@ def in_turns[C](
             yield case, everyone, found
 
 
-def middle(rates: Sequence[float]) -> tuple[float, float]:
+def median_and_spread(rates: Sequence[float]) -> tuple[float, float]:
     """The median of rates, and the share of it that they spread over."""
     rate = statistics.median(rates)
     return rate, (max(rates) - min(rates)) / rate
@@ -88,18 +88,18 @@ class CallTimes(NamedTuple):
       ready_s: when the device had its results.
       drained_s: when the device had handed out the sequences finished in it; equal
         to `ready_s` if there were none.
-      fed: whether it fed any tokens; one that was handed over before the host knew that
-        all is done does not.
+      has_rows: True if the call fed at least one token. A call that was dispatched
+        before the host knew that all requests had finished feeds none.
     """
 
     dispatched_s: float
     ready_s: float
     drained_s: float
-    fed: bool
+    has_rows: bool
 
 
 @contextlib.contextmanager
-def watch(core: EngineCore) -> Generator[list[CallTimes]]:
+def record_call_times(core: EngineCore) -> Generator[list[CallTimes]]:
     """Notes the times of the calls made inside; the list is whole at the end.
 
     A second thread waits for the results and does nothing else, so the engine's own
@@ -140,7 +140,7 @@ def host_share(calls: list[CallTimes]) -> float | None:
     """
     gaps = spans = 0.0
     for before, call in itertools.pairwise(calls):
-        if not call.fed:
+        if not call.has_rows:
             continue
         start_s = max(before.drained_s, call.dispatched_s)
         gaps += max(0.0, min(start_s, call.ready_s) - before.ready_s)

@@ -26,42 +26,44 @@ class Box(NamedTuple):
     height: float
 
 
-def text(ax: Any, x: float, y: float, words: str, size: float, **look: Any) -> None:
+def draw_text(
+    ax: Any, x: float, y: float, words: str, size: float, **look: Any
+) -> None:
     """Writes dark words from a place on, around it in height; `look` says otherwise."""
     ax.text(
         x, y, words, fontsize=size, **{"color": INK, "va": "center_baseline"} | look
     )
 
 
-def badge(ax: Any, x: float, y: float, before: int, count: int) -> None:
+def draw_reference_count(ax: Any, x: float, y: float, before: int, count: int) -> None:
     """The reference count, and what it was if it fell."""
     fell = before > count > 0
     face = INK if count > 1 else COPY if fell else "0.6"
     said = f"{before}→{count}" if fell else str(count)
     pad = {"boxstyle": "round,pad=0.22,rounding_size=0.6", "linewidth": 0}
     look = {"fontweight": "bold", "ha": "center", "color": "white"}
-    text(ax, x, y, said, 5.4, bbox=pad | {"facecolor": face}, **look)
+    draw_text(ax, x, y, said, 5.4, bbox=pad | {"facecolor": face}, **look)
 
 
-def tag(ax: Any, box: Box, words: str) -> None:
+def draw_tag(ax: Any, box: Box, words: str) -> None:
     """Sets a small flag on the upper edge of a page."""
     pad = {"boxstyle": "round,pad=0.15", "facecolor": COPY, "linewidth": 0}
     look = {"color": "white", "ha": "right", "va": "center", "bbox": pad}
-    text(ax, box.x + box.width - 0.05, box.y, words, 4.6, **look)
+    draw_text(ax, box.x + box.width - 0.05, box.y, words, 4.6, **look)
 
 
-def colors(slot: int) -> tuple[float, float, float]:
+def slot_color(slot: int) -> tuple[float, float, float]:
     """Returns the colour of a slot; they repeat after four."""
     palette = style.colors()
     return [palette[5], palette[3], palette[7], palette[1]][slot % 4]
 
 
-def pale(color: tuple[float, float, float]) -> tuple[float, ...]:
+def lighten(color: tuple[float, float, float]) -> tuple[float, ...]:
     """Lightens a colour until words can stand on it."""
     return tuple(0.8 + 0.2 * part for part in color)
 
 
-def rectangle(ax: Any, box: Box, **look: Any) -> None:
+def draw_rectangle(ax: Any, box: Box, **look: Any) -> None:
     """Draws a box; `look` says how, as matplotlib patches take it."""
     from matplotlib.patches import Rectangle
 
@@ -69,23 +71,27 @@ def rectangle(ax: Any, box: Box, **look: Any) -> None:
     ax.add_patch(Rectangle((box.x, box.y), box.width, box.height, **look))
 
 
-def stripes(ax: Any, box: Box, slots: Sequence[int]) -> None:
+def fill_stripes(ax: Any, box: Box, slots: Sequence[int]) -> None:
     """Fills a box with the colours of several slots, side by side."""
     width = box.width / max(1, len(slots))
     for k, slot in enumerate(slots):
         band = box._replace(x=box.x + k * width, width=width)
-        rectangle(ax, band, facecolor=pale(colors(slot)), linewidth=0)
+        draw_rectangle(ax, band, facecolor=lighten(slot_color(slot)), linewidth=0)
 
 
-def frame(ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False) -> None:
+def draw_frame(
+    ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False
+) -> None:
     """Draws the edge of a page: who reads it, and whether it is a fresh copy."""
-    edge: Any = INK if len(slots) > 1 else colors(slots[0]) if slots else "0.85"
+    edge: Any = INK if len(slots) > 1 else slot_color(slots[0]) if slots else "0.85"
     strong = copied or len(slots) > 1
     look = {"linewidth": 1.1 if strong else 0.6 if slots else 0.5}
-    rectangle(ax, box, facecolor="none", edgecolor=COPY if copied else edge, **look)
+    draw_rectangle(
+        ax, box, facecolor="none", edgecolor=COPY if copied else edge, **look
+    )
 
 
-def words(
+def draw_words(
     ax: Any,
     box: Box,
     words: Sequence[str],
@@ -99,10 +105,10 @@ def words(
         x = box.x + 0.04 + half * HALF
         y = box.y + box.height / 2 + (line - 0.5) * LINE
         weight = "bold" if k in bold else "normal"
-        text(ax, x, y, word, TEXT, color=color, fontweight=weight)
+        draw_text(ax, x, y, word, TEXT, color=color, fontweight=weight)
 
 
-def arrow(ax: Any, start: tuple, end: tuple, color: tuple) -> None:
+def draw_arrow(ax: Any, start: tuple, end: tuple, color: tuple) -> None:
     """Draws a curved arrow that starts and ends level."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from experiments.plotting import sheets, systems
+from experiments.plotting import layout, systems
 from experiments.plotting.systems import colors as colors
 
 # What is heavy is imported where it is used: this module is read by the command line,
@@ -56,7 +56,7 @@ STYLE: dict[str, Any] = {
 }
 
 
-def render(
+def render_figure(
     plot: Callable[[Any], None],
     *,
     panels: tuple[int, int] = (1, 1),
@@ -99,9 +99,9 @@ def render(
         FigureCanvasAgg(figure)
         plot(figure.subplots(rows, columns))
         _close_ranks(figure, size_inches)
-        sheets.arrange(figure)
+        layout.arrange_panels(figure)
         files |= _saved(figure, "figure")
-        for number, panel in enumerate(sheets.panels(figure, size_inches), 1):
+        for number, panel in enumerate(layout.split_panels(figure, size_inches), 1):
             files |= _saved(panel, f"figure-{number}")
     return files
 
@@ -139,7 +139,7 @@ def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
         ax.set_subplotspec(grid[place])
 
 
-def curve(
+def draw_curve(
     ax: Any, x: Any, y: Any, system: int | str, label: str = "", **look: Any
 ) -> Any:
     """Draws points and the line through them.
@@ -155,38 +155,40 @@ def curve(
     if isinstance(system, int):
         base: dict[str, Any] = {"color": colors()[system], "marker": "o"}
     else:
-        base = systems.look(system).line
+        base = systems.system_style(system).line
     return ax.plot(x, y, **{"label": label or None} | base | look)
 
 
-def band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
+def shade_band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
     """Shades what lies between two lines."""
     ax.fill_between(x, low, high, color=color, alpha=alpha, linewidth=0)
 
 
-def note(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
+def annotate(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
     """Writes a text a number of printer's points away from a point."""
     ax.annotate(text, at, offset, textcoords="offset points", **look)
 
 
-def reference(ax: Any, value: float, text: str = "", *, along: str = "x") -> None:
+def draw_reference_line(
+    ax: Any, value: float, text: str = "", *, along: str = "x"
+) -> None:
     """Draws a thin grey line at a value, named in the legend where it has a text."""
     look = {"color": "0.45", "linewidth": 1.0, "linestyle": "--", "zorder": 0.5}
     line = ax.axhline if along == "x" else ax.axvline
     line(value, label=text or None, **look)
 
 
-def ridge(ax: Any, device: str, intensity: float) -> None:
+def draw_ridge(ax: Any, device: str, intensity: float) -> None:
     """Draws the operations per byte above which products take the time, not memory."""
-    reference(ax, intensity, f"{device}: memory binds below {intensity:.0f}")
+    draw_reference_line(ax, intensity, f"{device}: memory binds below {intensity:.0f}")
 
 
-def titled(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
+def set_labels(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
     """Sets the message of a panel, and the labels of its axes, each with its unit."""
     ax.set(title=title, xlabel=x, ylabel=y, **more)
 
 
-def shades(values: Any) -> Any:
+def sequential_colors(values: Any) -> Any:
     """Gives colours from light to dark, an array of them by an array of values."""
     import matplotlib
     import numpy as np
@@ -196,13 +198,13 @@ def shades(values: Any) -> Any:
     return matplotlib.colormaps["viridis_r"](0.25 + 0.75 * share)
 
 
-def powers_of_two(ax: Any) -> None:
+def use_powers_of_two(ax: Any) -> None:
     """Makes the horizontal axis one of powers of two, in plain numbers."""
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def plain_log(axis: Any) -> None:
+def label_log_axis(axis: Any) -> None:
     """Labels a logarithmic axis with plain numbers, fewer of them over more decades."""
     from matplotlib import ticker
 
@@ -218,7 +220,7 @@ def plain_log(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def wide_log(axis: Any) -> None:
+def label_wide_log_axis(axis: Any) -> None:
     """Labels a logarithmic axis at powers of ten and three times those, as 3 x 10^9."""
     from matplotlib import ticker
 

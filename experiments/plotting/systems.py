@@ -13,7 +13,7 @@ GREY = 8
 """The grey of published numbers and of peers without a colour of their own."""
 
 
-class Look(NamedTuple):
+class SystemStyle(NamedTuple):
     """How a system is drawn.
 
     Attributes:
@@ -140,7 +140,7 @@ def colors() -> tuple[tuple[float, float, float], ...]:
     return tuple(to_rgb(color) for color in matplotlib.color_sequences["okabe_ito"])
 
 
-def look(name: str) -> Look:
+def system_style(name: str) -> SystemStyle:
     """Returns how a system is drawn, black with circles where it has no entry."""
     color, marker, hatch = SYSTEMS.get(name, (BLACK, "o", ""))
-    return Look((*colors(), (0.5, 0.5, 0.5))[color], marker, hatch)
+    return SystemStyle((*colors(), (0.5, 0.5, 0.5))[color], marker, hatch)

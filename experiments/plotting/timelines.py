@@ -15,7 +15,7 @@ HELD = "0.82"
 _NUMBER = {"ha": "center", "va": "center_baseline"}
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """A stretch of steps in which a slot did one thing.
 
     Attributes:
@@ -31,14 +31,14 @@ class Span(NamedTuple):
     end: int
 
 
-def spans(values: Int[np.ndarray, "steps slots"]) -> Iterator[Span]:
+def split_into_spans(values: Int[np.ndarray, "steps slots"]) -> Iterator[SlotSpan]:
     """Cuts every slot's column into stretches of equal values."""
     for slot, column in enumerate(np.asarray(values).T):
         cuts = np.flatnonzero(np.diff(column)) + 1
         edges = [0, *cuts.tolist(), len(column)]
         for start, end in itertools.pairwise(edges):
             if end > start:
-                yield Span(slot, int(column[start]), start, end)
+                yield SlotSpan(slot, int(column[start]), start, end)
 
 
 def draw_slots(
@@ -63,10 +63,10 @@ def draw_slots(
     """
     colors = style.colors()[1:]
     held = held & (request_id < 0)
-    for span in spans(held.astype(np.int32)):
+    for span in split_into_spans(held.astype(np.int32)):
         if span.value:
             _bar(ax, span, facecolor="white", edgecolor=HELD, hatch="//////")
-    for span in spans(request_id):
+    for span in split_into_spans(request_id):
         if span.value >= 0:
             color = colors[span.value % len(colors)]
             _bar(ax, span, facecolor=color, edgecolor="white")
@@ -78,7 +78,7 @@ def draw_slots(
                 center = ((span.start + span.end) / 2, span.slot + 1)
                 ax.text(*center, text, color=ink, **_NUMBER)
     reads = np.where((request_id >= 0) & (num_rows > 1), request_id, -1)
-    for span in spans(reads):
+    for span in split_into_spans(reads):
         if span.value >= 0:
             _bar(ax, span, facecolor="black", alpha=0.4, linewidth=0)
     num_slots = request_id.shape[1]
@@ -101,7 +101,7 @@ def draw_slots(
     ax.legend()
 
 
-def _bar(ax: Any, span: Span, **look: Any) -> None:
+def _bar(ax: Any, span: SlotSpan, **look: Any) -> None:
     place = [(span.start, span.end - span.start)]
     look = {"linewidth": 0.4} | look
     ax.broken_barh(place, (span.slot + 0.56, 0.88), **look)

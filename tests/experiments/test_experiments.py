@@ -27,7 +27,7 @@ def marked(name: str) -> Any:
 def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, experiment = smoke.run(name), registry.load(name)
+    kept, experiment = smoke.run(name), registry.load_experiment(name)
     further = kept.study.files(kept.result)
     result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
     files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}
@@ -48,7 +48,7 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
     assert files["claims.json"].decode() == config_json.dumps(kept.claims)
     for file, text in further.items():
         assert files[file].decode() == text
-    run_folder.draw(kept)
+    run_folder.draw_figure(kept)
     assert (kept.folder / "figure.svg").read_bytes() == files["figure.svg"]
     assert len(files["figure.png"]) > 10_000
     report = files["report.md"].decode()
@@ -87,7 +87,7 @@ def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_record_is_judged_again_as_it_was(name: str) -> None:
     experiment, shipped = record_of(name)
-    kept = run_folder.read(RECORDS / name, registry.load(experiment))
+    kept = run_folder.read_run(RECORDS / name, registry.load_experiment(experiment))
     again = json.loads(config_json.dumps(kept.claims))
     assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
     for ours, theirs in zip(again, shipped, strict=True):
@@ -334,7 +334,7 @@ def test_a_config_of_what_cannot_be_run_is_refused(
     name: str, fields: dict[str, Any], line: str
 ) -> None:
     experiment, _, config_name = name.partition(" ")
-    config = registry.load(experiment).configs[config_name or "smoke"]
+    config = registry.load_experiment(experiment).configs[config_name or "smoke"]
     base = config if name in OF_SMOKE else type(config)()
     with pytest.raises(ValueError, match=re.escape(line)):
         dataclasses.replace(base, **fields)

@@ -1,6 +1,6 @@
 """Our engine beside others."""
 
 __all__ = [
-    "ours",
+    "jaxkv_engine",
     "timeline",
 ]

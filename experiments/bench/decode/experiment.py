@@ -27,12 +27,12 @@ import numpy as np
 
 from experiments.bench import peer_process
 from experiments.bench.decode import parts, tables
-from experiments.bench.decode.ours import Ours, Timing
+from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
 from experiments.bench.decode.tables import plot as plot
 from experiments.bench.decode.tables import summary as summary
-from experiments.bench.tables import split
+from experiments.bench.tables import split_details
 from experiments.harness import model_shapes
-from experiments.harness.timing import in_turns, middle
+from experiments.harness.timing import measure_in_turns, median_and_spread
 from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
@@ -148,26 +148,26 @@ CONFIGS = {
 }
 
 
-class Peer(peer_process.PeerProcess):
+class PeerEngine(peer_process.PeerProcess):
     """A running engine, as a context; leaving it ends the process."""
 
     dtype, host_share, compile_s = "float32", None, 0.0
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
-    ) -> Timing:
+    ) -> TurnTiming:
         """As `Ours.measure`.
 
         Raises:
           ValueError: the peer broke down; the line says what it said last.
         """
         asked = {"prompts": prompts, "output_tokens": num_tokens}
-        return Timing(**self.ask(asked | {"turn_s": turn_s, "reads": reads}))
+        return TurnTiming(**self.ask(asked | {"turn_s": turn_s, "reads": reads}))
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Measures every case with every engine; ended early, it has whole cases."""
-    model = model_shapes.load(config.model, config.dtype)
+    model = model_shapes.load_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
     if length > model.config.max_positions:
         raise ValueError(
@@ -176,7 +176,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             f"{model.config.max_positions=}"
         )
     rows: list[dict[str, Any]] = []
-    fixed: dict[int, parts.Parts] = {}
+    fixed: dict[int, parts.StepParts] = {}
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
         with tempfile.TemporaryDirectory() as temporary:
@@ -185,8 +185,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 save = checkpoints.save_model
                 save(folder, model.config, model.params, dtype="float32")
             peers = {name: (SCRIPT, kind, folder) for name, kind in KINDS.items()}
-            others, absent = peer_process.start(
-                stack, Peer, config.peer_python, peers, needed=True
+            others, absent = peer_process.start_peers(
+                stack, PeerEngine, config.peer_python, peers, needed=True
             )
         # What the device reads and multiplies, on arrays that no cache holds.
         on_gpu = devices.current().platform == "gpu"
@@ -197,8 +197,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         )
 
         def measure(
-            case: tuple[int, int], engine: Ours | Peer, turn_s: float = config.turn_s
-        ) -> Timing:
+            case: tuple[int, int],
+            engine: JaxkvEngine | PeerEngine,
+            turn_s: float = config.turn_s,
+        ) -> TurnTiming:
             rng = np.random.default_rng(0)
             prompts = rng.integers(0, model.config.vocab_size, case).tolist()
             num = math.prod(case)
@@ -206,9 +208,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             reads *= num <= config.prefill_tokens
             return engine.measure(prompts, config.output_tokens, turn_s, reads)
 
-        def begin(case: tuple[int, int]) -> list[Ours | Peer]:
+        def begin(case: tuple[int, int]) -> list[JaxkvEngine | PeerEngine]:
             bounds = _bounds(config, *case)
-            ours = Ours(model, bounds, config.dtype, config.speculate)
+            ours = JaxkvEngine(model, bounds, config.dtype, config.speculate)
             for one in (ours, *others):
                 measure(case, one, 0.1)
             batch, context = case
@@ -216,10 +218,12 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 progress.show(f"where the time goes, batch {batch}")
                 prompts = [[0] * context] * batch
                 num = config.output_tokens
-                fixed[batch] = parts.measure(ours, model, prompts, num, config.turn_s)
+                fixed[batch] = parts.measure_parts(
+                    ours, model, prompts, num, config.turn_s
+                )
             return [ours, *others]
 
-        for case, everyone, timings in in_turns(
+        for case, everyone, timings in measure_in_turns(
             config.cases,
             config.rounds,
             begin,
@@ -229,7 +233,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             what="batch and context",
         ):
             ours, *theirs = _rows(config, case, everyone, timings)
-            ours["absent"] = peer_process.in_a_line(absent)
+            ours["absent"] = peer_process.format_absent(absent)
             for row in (ours, *theirs):
                 row |= _floor(model, config, case, row, ceilings)
             if (step := fixed.get(case[0])) is not None:
@@ -239,7 +243,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-metrics = functools.partial(split, names=tables.NAMES, details=DETAILS)
+metrics = functools.partial(split_details, names=tables.NAMES, details=DETAILS)
 
 
 def _length(config: Config, context: int) -> int:
@@ -281,7 +285,7 @@ def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
     num_rows = batch * context
     num_steps = -(-num_rows // config.token_budget)
     budget = max(batch, -(-num_rows // num_steps))
-    return model_shapes.bounds(
+    return model_shapes.make_engine_config(
         batch,
         length,
         page_size=config.page_size,
@@ -295,11 +299,11 @@ def _rows(
     config: Config,
     case: tuple[int, int],
     everyone: list[Any],
-    timings: dict[str, list[Timing]],
+    timings: dict[str, list[TurnTiming]],
 ) -> list[dict[str, Any]]:
     """One row for each engine, medians over the turns; ours is the first."""
     batch, context = case
-    answers = timings[Ours.name][-1].tokens
+    answers = timings[JaxkvEngine.name][-1].tokens
     rates = {x: [t.num_decoded / t.decode_s for t in timings[x]] for x in timings}
     reads = {
         x: [batch * context / t.prefill_s for t in timings[x] if t.prefill_s]
@@ -308,7 +312,7 @@ def _rows(
     rows: list[dict[str, Any]] = []
     for engine in everyone:
         name, taken = engine.name, timings[engine.name]
-        rate, spread = middle(rates[name])
+        rate, spread = median_and_spread(rates[name])
         prefill = statistics.median(reads[name]) if reads[name] else None
         same = zip(answers, taken[-1].tokens, strict=True)
         row = {
@@ -337,7 +341,9 @@ def _rows(
 
 def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]:
     """The median of the rounds' ratios to the best peer of the round, and the ends."""
-    peers = [found for other, found in rates.items() if other != Ours.name and found]
+    peers = [
+        found for other, found in rates.items() if other != JaxkvEngine.name and found
+    ]
     if not peers or not rates[name]:
         return {key: None, f"{key}_range": None}
     best = [max(each) for each in zip(*peers, strict=True)]

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench.decode.ours import Decoded, Ours, Unread
+from experiments.bench.decode.jaxkv_engine import DecodeCount, JaxkvEngine, NoOpForward
 from jaxkv.models import checkpoints, paged
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """Seconds of a step that do not depend on the context.
 
     Attributes:
@@ -33,13 +33,13 @@ def skip_attention(pages: Any, layer: Any, q: jax.Array, rows: Any, **_: Any) ->
     return q
 
 
-def measure(
-    ours: Ours,
+def measure_parts(
+    ours: JaxkvEngine,
     model: checkpoints.Loaded,
     prompts: list[list[int]],
     num_tokens: int,
     turn_s: float,
-) -> Parts:
+) -> StepParts:
     """Times the parts, the better of two turns each.
 
     Args:
@@ -51,12 +51,12 @@ def measure(
     """
 
     def step_s(forward: Any) -> float:
-        def turn() -> Decoded:
+        def turn() -> DecodeCount:
             return ours.decode(prompts, num_tokens, turn_s, forward=forward)
 
         return min(len(prompts) * x.decode_s / x.num_decoded for x in (turn(), turn()))
 
     assert isinstance(ours.forward, paged.PagedForward)
-    sampling_s = step_s(Unread(model.config.vocab_size))
+    sampling_s = step_s(NoOpForward(model.config.vocab_size))
     without_s = step_s(dataclasses.replace(ours.forward, attend=skip_attention))
-    return Parts(without_s - sampling_s, sampling_s)
+    return StepParts(without_s - sampling_s, sampling_s)

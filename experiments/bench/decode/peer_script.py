@@ -19,7 +19,7 @@ from pathlib import Path
 MIN_STEPS = 4  # that are timed, however slow
 
 
-def answered(peer, asked):
+def measure_peer(peer, asked):
     """The answer to a question."""
     prompts, reads = asked["prompts"], asked["reads"]
     prefill_s, tokens = None, [[] for _ in prompts]
@@ -63,7 +63,7 @@ class Transformers:
 
     def answer(self, asked):
         """Answers a question."""
-        return answered(self, asked)
+        return measure_peer(self, asked)
 
     def read(self, prompts, num_tokens):
         """Answers prompts by `generate`; seconds until the first tokens, and tokens."""
@@ -147,7 +147,7 @@ class LlamaCpp:
         if self._size != size:
             self._make_context(*size)
             self._size, self._kept = size, 0
-        return answered(self, asked)
+        return measure_peer(self, asked)
 
     def _make_context(self, num, length):
         lib = self._lib

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, Part, Sheet, Table, Texts, column, units
+from experiments.framework import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultTable,
+    Sheet,
+    Texts,
+    column,
+    units,
+)
 from experiments.plotting import style, systems
 
 NAMES = ("implementation", "batch", "prompt_tokens")
@@ -20,7 +29,7 @@ PARTS = {
 }
 
 
-class Rates(Table):
+class DecodeRates(ResultTable):
     """What is told of a result, of which every column is a key of the rows."""
 
     implementation: Texts = column("who", heading="engine")
@@ -36,8 +45,10 @@ class Rates(Table):
     compile_s: Floats = column("of the programs", heading="compiling")
     peak_bytes: Ints = column("of the process or its device", heading="peak memory")
     version: Texts = column("of its libraries")
-    spread: Floats = column("of rates", heading="decode spread", form=units.share)
-    same_answers: Floats = column("share that is ours", form=units.share)
+    spread: Floats = column(
+        "of rates", heading="decode spread", form=units.format_percent
+    )
+    same_answers: Floats = column("share that is ours", form=units.format_percent)
 
 
 OWN = ("batch", "prompt_tokens", "decode_tokens_per_s", "prefill_tokens_per_s")
@@ -46,7 +57,7 @@ OWN += ("compile_s", "peak_bytes")
 LACKING = ("occupancy", "first_token_s", "fraction")
 
 
-def filled(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def fill_missing(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, with None where they lack a column."""
     return [dict.fromkeys(LACKING) | row for row in result]
 
@@ -83,9 +94,9 @@ def _draw_rates(
         mine = [x for x in rows if x["implementation"] == name]
         places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in mine]
         rates = [x[f"{kind}_tokens_per_s"] for x in mine]
-        look = {"label": name} | systems.look(name).bar
+        look = {"label": name} | systems.system_style(name).bar
         bars = ax.bar(places, rates, 0.94 * width, **look)
-        ax.bar_label(bars, [*map(units.rate, rates)], padding=2, rotation=90)
+        ax.bar_label(bars, [*map(units.format_rate, rates)], padding=2, rotation=90)
     ax.margins(y=0.22)
     ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
     _name_cases(ax, cases)
@@ -108,12 +119,12 @@ def _draw_ratios(ax: Any, ours: list[dict[str, Any]]) -> None:
         ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in known]
         place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in known]
         look = {"marker": marker, "linestyle": "", "markersize": 6}
-        style.curve(ax, place, values, color, kind, **look)
+        style.draw_curve(ax, place, values, color, kind, **look)
         for x, (low, high) in zip(place, ends, strict=True):
             ax.vlines(x, low, high, color=style.colors()[color])
         num = sum(x > 1 for x in values)
         faster.append(f"{kind} in {num} of {len(values)} cases")
-    style.reference(ax, 1, "equally fast")
+    style.draw_reference_line(ax, 1, "equally fast")
     title = f"jaxkv is faster than the best peer: {', '.join(faster)}"
     ax.set(title=title, ylabel="rate / best peer's [ratio]")
     _name_cases(ax, cases)
@@ -139,14 +150,14 @@ def _draw_parts(ax: Any, ours: list[dict[str, Any]]) -> None:
     _name_cases(ax, [_label(x) for x in ours])
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tells the rates of everyone, side by side, and what our engine took."""
     if not result:
         return []
-    found = Rates.of(filled(result))
+    found = DecodeRates.of(fill_missing(result))
     note = "host share: the time in which the device waits between two calls."
     ours = [x for x in result if x["implementation"] == "jaxkv"]
-    parts: list[Part] = [
+    parts: list[ReportPart] = [
         found.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
     ]
     if known := [x for x in ours if "products_s" in x]:
@@ -155,7 +166,7 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
                 f"{x['batch']:,}",
                 f"{x['prompt_tokens']:,}",
                 f"{1e3 * x['step_s']:.1f}",
-                *(units.share(x[key] / x["step_s"]) for key in PARTS),
+                *(units.format_percent(x[key] / x["step_s"]) for key in PARTS),
             ]
             for x in known
         ]
@@ -172,7 +183,7 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
             if mine[key] is None:
                 continue
             rates = [
-                units.rate(x[f"{kind}_tokens_per_s"])
+                units.format_rate(x[f"{kind}_tokens_per_s"])
                 for x in result
                 if (x["batch"], x["prompt_tokens"]) == case
             ]

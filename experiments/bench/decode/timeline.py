@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.bench.decode.ours import Ours
+from experiments.bench.decode.jaxkv_engine import JaxkvEngine
 from experiments.harness import model_shapes
 from jaxkv.models import checkpoints, transformer
 
@@ -26,7 +26,7 @@ CALLERS = ("while", "call", "conditional")
 """Operations whose own operations are recorded, too."""
 
 
-class Event(NamedTuple):
+class KernelEvent(NamedTuple):
     """Something that ran on the device; times in nanoseconds."""
 
     name: str
@@ -34,25 +34,25 @@ class Event(NamedTuple):
     duration_ns: float
 
 
-def measure(size: str, name: str) -> dict[str, Any]:
+def profile_decode(size: str, name: str) -> dict[str, Any]:
     """Decodes under the profiler; returns counts and times of a step."""
     is_real = size == "gpu"
-    shape = model_shapes.RANDOM["random-8b" if is_real else "random-tiny"]
+    shape = model_shapes.RANDOM_SHAPES["random-8b" if is_real else "random-tiny"]
     depth = int(name.partition("-")[2]) // (1 if is_real else 2)
     shape = dataclasses.replace(shape, num_layers=depth)
     dtype = "bfloat16" if is_real else "float32"
     params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
     batch, context, num_tokens = (32, 1024, 64) if is_real else (2, 8, 16)
-    bounds = model_shapes.bounds(
+    bounds = model_shapes.make_engine_config(
         batch, context + 17 + num_tokens, token_budget=256 if is_real else 8
     )
-    ours = Ours(checkpoints.Loaded(shape, params, None, ()), bounds, dtype)
+    ours = JaxkvEngine(checkpoints.Loaded(shape, params, None, ()), bounds, dtype)
     prompts = [[0] * context] * batch
     quiet = ours.decode(prompts, num_tokens, 10.0)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             ours.decode(prompts, num_tokens, 10.0)
-        ran, num_graphs = read(Path(folder))
+        ran, num_graphs = read_trace(Path(folder))
     num_steps = num_tokens + bounds.steps_per_call
     return {
         "num_layers": shape.num_layers,
@@ -60,11 +60,11 @@ def measure(size: str, name: str) -> dict[str, Any]:
         "context": context,
         "step_s": batch * quiet.decode_s / quiet.num_decoded,
         "graphs_per_step": num_graphs / num_steps,
-        **per_step(ran, num_steps),
+        **summarize_events(ran, num_steps),
     }
 
 
-def read(folder: Path) -> tuple[list[Event], int]:
+def read_trace(folder: Path) -> tuple[list[KernelEvent], int]:
     """What ran on the device, in order, and how many graphs the host launched."""
     [path] = folder.rglob("*.xplane.pb")
     planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
@@ -81,11 +81,13 @@ def read(folder: Path) -> tuple[list[Event], int]:
                     counts = not event.name.startswith(CALLERS)
                     counts = counts and any(x == "hlo_op" for x, _ in event.stats)
                 if is_device and counts:
-                    ran.append(Event(event.name, event.start_ns, event.duration_ns))
+                    ran.append(
+                        KernelEvent(event.name, event.start_ns, event.duration_ns)
+                    )
     return sorted(ran, key=lambda x: x.start_ns), num_graphs
 
 
-def per_step(ran: Sequence[Event], num_steps: int) -> dict[str, Any]:
+def summarize_events(ran: Sequence[KernelEvent], num_steps: int) -> dict[str, Any]:
     """Counts and times of what ran, for a step; events are in order of their start."""
     if not ran:
         raise ValueError("the profiler saw nothing run on the device")

@@ -20,7 +20,7 @@ from experiments.bench.decode import timeline
 from experiments.bench.device import worker
 from experiments.bench.kernels import checks
 from experiments.bench.peer_process import PeerProcess
-from experiments.framework import Part, Sheet, run_folder
+from experiments.framework import ReportPart, Sheet, run_folder
 from experiments.plotting import style, systems
 from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
@@ -74,12 +74,12 @@ class Config:
 CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}
 
 
-def pieces_of(size: str) -> dict[str, Sequence[str]]:
+def pieces_by_part(size: str) -> dict[str, Sequence[str]]:
     """Names of the pieces by part, the most informative first."""
     is_real, quick = size == "gpu", sets.SETS["quick"]
     shapes = sets.SETS["real" if is_real else "tiny"]
     return {
-        "correctness": checks.names(size),
+        "correctness": checks.check_names(size),
         "kernels": [x.name for x in sorted(shapes, key=lambda x: x not in quick)],
         "timeline": timeline.NAMES,
         "decode": [f"batch-{x}" for x in ((1, 32, 128) if is_real else (1,))],
@@ -97,7 +97,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     is_limited = math.isfinite(limit_s := getattr(progress, "left_s", math.inf))
     total_s = min(config.max_s, limit_s) - SPARE_S
     end_s = now_s() + total_s
-    size, names_of = config.size, pieces_of(config.size)
+    size, names_of = config.size, pieces_by_part(config.size)
     asked = [part for part in names_of if part in (config.only or PARTS)]
     tried: set[tuple[str, str]] = set()
     with files.kept(config.folder) as folder:
@@ -131,7 +131,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                     has_begun = goes_on = True
                     kill_s = min(left_s, soft_s + GRACE_S)
                     progress.show(f"{part}: {names[0]}")
-                    for piece in answer((part, size, folder), names, (soft_s, kill_s)):
+                    for piece in answer_pieces(
+                        (part, size, folder), names, (soft_s, kill_s)
+                    ):
                         key = part, piece["name"]
                         # A piece that the end of the call cut short has not failed.
                         is_cut = kill_s == left_s < MOST_SHARE * total_s
@@ -155,7 +157,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         return [*rows.values()]
 
 
-def answer(
+def answer_pieces(
     words: tuple[Any, ...], names: Sequence[str], limits_s: tuple[float, float]
 ) -> Iterator[dict[str, Any]]:
     """Answers pieces by a `worker`; begins none after one limit, is killed after both.
@@ -164,7 +166,7 @@ def answer(
     """
     start_s = now_s()
     soft_end_s, kill_end_s = (start_s + x for x in limits_s)
-    peer = (words[0], Path(sys.executable), worker.__file__, "Worker", *words)
+    peer = (words[0], Path(sys.executable), worker.__file__, "PieceWorker", *words)
     groups = [[x] for x in names] if words[0] in worker.MEASURES else [names]
     group = groups[0]
     try:
@@ -200,7 +202,7 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     return {"pieces": result, "wrong": wrong, "failed": lines}
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Pieces and seconds of each part, and what went wrong."""
     lines = []
     for name in PARTS:
@@ -208,7 +210,7 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         done = sum(x["found"] is not None for x in mine)
         lines.append([name, str(done), f"{sum(x['seconds'] for x in mine):.0f}"])
     found = metrics(result)
-    sheets: list[Part] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
+    sheets: list[ReportPart] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
     for title in ("wrong", "failed"):
         if found[title]:
             sheets.append(Sheet(title, ["what"], [[x] for x in found[title]]))
@@ -223,4 +225,4 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     ax.bar_label(bars, padding=3)
     ax.invert_yaxis()
     title = f"{len(done)} of {len(result)} pieces recorded"
-    style.titled(ax, title, "recorded [pieces]", "")
+    style.set_labels(ax, title, "recorded [pieces]", "")

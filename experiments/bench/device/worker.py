@@ -11,12 +11,12 @@ from experiments.bench.kernels import checks
 from experiments.cli import run
 from experiments.framework import config_json, registry
 
-MEASURES = {"correctness": checks.check, "timeline": timeline.measure}
+MEASURES = {"correctness": checks.check_kernel, "timeline": timeline.profile_decode}
 """Parts whose pieces are calls; those of other parts are runs of experiments."""
 KILLED = "killed: it did not end in its time"
 
 
-class Worker:
+class PieceWorker:
     """A part, and a folder that is kept; an exception ends the process."""
 
     version = ""
@@ -47,14 +47,16 @@ class Worker:
             # On a GPU's machine the peers are in the same Python, where they are.
             if part == "train" and is_real and importlib.util.find_spec("torch"):
                 changes["peer_python"] = Path(sys.executable)
-        experiment = registry.load(part if part == "isoflop" else f"bench_{part}")
+        experiment = registry.load_experiment(
+            part if part == "isoflop" else f"bench_{part}"
+        )
         real = "gpu" if "gpu" in experiment.configs else "real"
         config = experiment.configs[real if is_real else "smoke"]
         config = dataclasses.replace(config, **changes)
         out = Path(folder, "isoflop-run" if part == "isoflop" else ".run")
         done = run.run(experiment, config, out, max_s)
         is_cut = done.status != 0
-        found = config_json.plain(done.document["metrics"])
+        found = config_json.to_plain(done.document["metrics"])
         if part == "isoflop":
             found = None if is_cut else found
             return {"pieces": [{"name": names[0], "found": found, "goes_on": is_cut}]}

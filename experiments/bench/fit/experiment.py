@@ -22,9 +22,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Float, Int
 from scipy import optimize
 
-from experiments.bench.tables import draw_bars, split
-from experiments.framework import Floats, Ints, Part, Table, Texts, column, units
-from experiments.harness.timing import timed
+from experiments.bench.tables import draw_bars, split_details
+from experiments.framework import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultTable,
+    Texts,
+    column,
+    units,
+)
+from experiments.harness.timing import time_call
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -64,11 +72,13 @@ class Config:
             )
 
 
-class Times(Table):
+class FitTimes(ResultTable):
     """The rows of a result, their values in this order."""
 
     method: Texts = column("name")
-    seconds: Floats = column("of all resamples", heading="time", form=units.seconds)
+    seconds: Floats = column(
+        "of all resamples", heading="time", form=units.format_seconds
+    )
     worst_excess: Floats = column("over the lowest objective", form="{:.1e}")
     ratio: Floats = column("of a resample", heading="over ours", form="{:.1f}x")
     resamples: Ints = column("fitted")
@@ -76,7 +86,7 @@ class Times(Table):
     above: Ints = column("excesses", heading="above 1e-9", form="{:,}")
 
 
-TOLD = ("method", "seconds", "ratio", "worst_excess", "above")
+REPORTED = ("method", "seconds", "ratio", "worst_excess", "above")
 PANEL_SIZE_INCHES = (6.8, 2.8)
 
 CONFIGS = {
@@ -86,19 +96,19 @@ CONFIGS = {
 }
 
 
-class Runs(NamedTuple):
+class LossRuns(NamedTuple):
     """Logarithms of parameters, tokens and losses."""
 
     params: Float[np.ndarray, " n"]
     tokens: Float[np.ndarray, " n"]
     loss: Float[np.ndarray, " n"]
 
-    def drawn(self, rows: Int[np.ndarray, " drawn"]) -> "Runs":
+    def drawn(self, rows: Int[np.ndarray, " drawn"]) -> "LossRuns":
         """Gathers the rows of a resample."""
-        return Runs(*(column[rows] for column in self))
+        return LossRuns(*(column[rows] for column in self))
 
 
-def objective(x: Any, runs: Runs, library: Any = np) -> Any:
+def objective(x: Any, runs: LossRuns, library: Any = np) -> Any:
     """Sums Huber's loss of the logarithms, from `ln A, ln B, ln E, alpha, beta`.
 
     Args:
@@ -119,7 +129,7 @@ def objective(x: Any, runs: Runs, library: Any = np) -> Any:
     return library.sum(losses)
 
 
-def value_and_gradient(x: np.ndarray, runs: Runs) -> tuple[float, np.ndarray]:
+def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray]:
     """Computes the objective and its gradient by hand: shares times clipped errors."""
     a, b, e, alpha, beta = x
     terms = np.stack(
@@ -141,7 +151,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     data, law = synthetic.runs(config.num_points), published.CHINCHILLA
     full = fits_fit.fit(law, data)
     problem = levenberg_marquardt.Problem(law, observe(law, data))
-    runs = Runs(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
+    runs = LossRuns(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
     start = _logged(np.array([[*full.coefficients.values()]]))[0]
     shape = (config.num_resamples, config.num_points)
     drawn = np.random.default_rng(config.seed).integers(0, config.num_points, shape)
@@ -171,7 +181,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         everyone["finite differences + SciPy BFGS"] = bfgs(objective, None)
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
-        first_s, _ = timed(ours, drawn)
+        first_s, _ = time_call(ours, drawn)
     ends = {name: np.zeros((0, len(start))) for name in everyone}
     seconds = dict.fromkeys(everyone, 0.0)
     pieces = np.array_split(drawn, config.num_pieces)
@@ -179,14 +189,14 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         for name, method in everyone.items():
             progress.show(name)
             repeats = _REPEATS if name == OURS else 1
-            times = [timed(method, piece) for _ in range(repeats)]
+            times = [time_call(method, piece) for _ in range(repeats)]
             seconds[name] += statistics.median(taken for taken, _ in times)
             ends[name] = np.concatenate([ends[name], times[0][1]])
     return _rows(runs, drawn, ends, seconds, first_s) if len(ends[OURS]) else []
 
 
 def _rows(
-    runs: Runs,
+    runs: LossRuns,
     drawn: np.ndarray,
     ends: dict[str, np.ndarray],
     seconds: dict[str, float],
@@ -219,20 +229,22 @@ def _rows(
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the seconds of every method."""
     taken = [row["seconds"] for row in result]
-    labels = [f"{units.seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result]
-    labels[:1] = [units.seconds(x["seconds"]) for x in result[:1]]
+    labels = [
+        f"{units.format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
+    ]
+    labels[:1] = [units.format_seconds(x["seconds"]) for x in result[:1]]
     draw_bars(ax, [row["method"] for row in result], taken, labels)
     title, peers = "Time of all resamples", [x["ratio"] for x in result[2:]]
     if peers:
         title = f"{result[0]['resamples']:,} fits: SciPy takes {min(peers):,.0f} to "
         title += f"{max(peers):,.0f} times as long as jaxkv"
-    style.titled(ax, title, "time for all resamples [s]", "")
+    style.set_labels(ax, title, "time for all resamples [s]", "")
 
 
-metrics = functools.partial(split, names=("method",), details=DETAILS)
+metrics = functools.partial(split_details, names=("method",), details=DETAILS)
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tells times and excesses, side by side."""
     if not result:
         return []
@@ -241,7 +253,11 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         "excess: objective above the lowest that anybody found for a resample; the "
         "first call compiles."
     )
-    return [Times.of([*row.values()] for row in result).sheet(title, *TOLD, note=note)]
+    return [
+        FitTimes.of([*row.values()] for row in result).sheet(
+            title, *REPORTED, note=note
+        )
+    ]
 
 
 @contextlib.contextmanager

@@ -29,18 +29,18 @@ NUM_LAYERS, LAYER = 3, 1
 """Layers of the pages of rotary writes, and the one that is written to."""
 
 
-def shapes(size: str) -> dict[str, Spec | GroupedSpec]:
+def shapes_to_check(size: str) -> dict[str, Spec | GroupedSpec]:
     """The shapes to check by name: those of the set quick, or tiny ones."""
     return {x.name: x for x in sets.SETS["quick" if size == "gpu" else "tiny"]}
 
 
-def names(size: str) -> list[str]:
+def check_names(size: str) -> list[str]:
     """All that is checked."""
     features = (f"{x}-{kind}" for x in problems.FEATURES for kind in ROWS)
-    return [*shapes(size), *features, *FORMULAS]
+    return [*shapes_to_check(size), *features, *FORMULAS]
 
 
-def check(size: str, name: str) -> dict[str, Any]:
+def check_kernel(size: str, name: str) -> dict[str, Any]:
     """Errors of all of our implementations, and whether each is small enough.
 
     Returns:
@@ -57,9 +57,11 @@ def check(size: str, name: str) -> dict[str, Any]:
             spec = Spec(batch=3, context=300, **sizes)
             problem: Any = problems.make(spec, feature=feature)
         else:
-            problem = problems.of(shapes(size)[name], num_turns=1)
+            problem = problems.of(shapes_to_check(size)[name], num_turns=1)
         spec = problem.spec
-        known = {x.name: x.prepare for x in runs.of(spec) if not x.is_peer}
+        known = {
+            x.name: x.prepare for x in runs.implementations_of(spec) if not x.is_peer
+        }
         error = lambda name: float(known[name](problem).error())  # noqa: E731
         most = MAX_8_BIT_ERROR if feature in ("int8", "fp8") else MAX_ERROR[spec.dtype]
     rows = []

@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import elsewhere
-from experiments.bench.kernels.elsewhere import Budget
+from experiments.bench.kernels import peer_frameworks
+from experiments.bench.kernels.peer_frameworks import TimeBudget
 from experiments.bench.kernels.report import plot as plot
 from experiments.bench.kernels.report import summary as summary
-from experiments.bench.peer_process import PeerProcess, start
-from experiments.harness.kernels import MAX_ERROR, Implementation, Run, runs
+from experiments.bench.peer_process import PeerProcess, start_peers
+from experiments.harness.kernels import MAX_ERROR, Implementation, KernelRun, runs
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
@@ -79,7 +79,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
       First what was measured of the device, then a row for each shape and
       implementation; `note` says why one has no time.
     """
-    budget = Budget(0.4 * config.max_s if config.quick else config.max_s)
+    budget = TimeBudget(0.4 * config.max_s if config.quick else config.max_s)
     # Lets the peers have some of the GPU's memory, if jax has not taken it yet.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
@@ -92,8 +92,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        peers, absent = start(stack, PeerProcess, python, elsewhere.PEERS)
-        others = [elsewhere.prepared(x, budget, num_calls) for x in peers]
+        peers, absent = start_peers(stack, PeerProcess, python, peer_frameworks.PEERS)
+        others = [peer_frameworks.wrap_peer(x, budget, num_calls) for x in peers]
         progress.show("measuring what the device can do")
         sizes = (2**29, 8192, "bfloat16"), (2**25, 2048, "float32")
         num, width, dtype = sizes[target.platform != "gpu"]
@@ -107,9 +107,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
             if spec.kind in ("copy", "grouped"):  # no work of peers elsewhere
-                rows += measurement.rows(spec, runs.of(spec))
+                rows += measurement.rows(spec, runs.implementations_of(spec))
             else:
-                rows += measurement.rows(spec, [*runs.of(spec), *others])
+                rows += measurement.rows(
+                    spec, [*runs.implementations_of(spec), *others]
+                )
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
     head: dict[str, Any] = {
@@ -161,7 +163,9 @@ class _Measurement:
       num_calls: calls that are timed.
     """
 
-    def __init__(self, kind: str, ceilings: Ceilings, budget: Budget, num_calls: int):
+    def __init__(
+        self, kind: str, ceilings: Ceilings, budget: TimeBudget, num_calls: int
+    ):
         self.kind, self.ceilings, self.budget = kind, ceilings, budget
         self.clock = functools.partial(timing.measure, num_calls=num_calls)
         self.empty_s = {1: ceilings.empty_call_s}
@@ -190,7 +194,7 @@ class _Measurement:
                 row["ratio"] = min(peers) / row["seconds"]
         return rows
 
-    def _time(self, spec: Spec | GroupedSpec, run: Run) -> dict[str, Any]:
+    def _time(self, spec: Spec | GroupedSpec, run: KernelRun) -> dict[str, Any]:
         """Checks a run and times it: what its row then holds."""
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:

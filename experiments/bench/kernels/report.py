@@ -12,9 +12,9 @@ import numpy as np
 from experiments.framework import (
     Floats,
     Ints,
-    Part,
+    ReportPart,
+    ResultTable,
     Sheet,
-    Table,
     Texts,
     column,
     registry,
@@ -22,7 +22,7 @@ from experiments.framework import (
     units,
 )
 from experiments.framework import report as framework_report
-from experiments.framework.table import Bools, shown
+from experiments.framework.table import Bools, computed_column
 from experiments.plotting import style
 from pallas_kernels.bench import Ceilings
 
@@ -34,7 +34,7 @@ CLOCKS = {
 """What times mean, by clock."""
 
 
-class Timed(Table):
+class KernelTimes(ResultTable):
     """The rows that have a time."""
 
     spec: Texts = column("the shape's name")
@@ -43,16 +43,18 @@ class Timed(Table):
     is_peer: Bools = column("whether it is held against ours")
     bytes: Ints = column("to be moved")
     flops: Ints = column("to be done")
-    seconds: Floats = column("a layer takes", heading="time", form=units.seconds)
+    seconds: Floats = column("a layer takes", heading="time", form=units.format_seconds)
     plan_per_layer_s: np.ndarray = column("its part of the plan", heading="plan, share")
     merge_s: np.ndarray = column("merging alone")
     target_s: Floats = column("that a good kernel takes")
-    fraction: Floats = column("floor / time", heading="of the floor", form=units.share)
+    fraction: Floats = column(
+        "floor / time", heading="of the floor", form=units.format_percent
+    )
     ratio: np.ndarray = column("best peer", heading="best peer / it", form="{:.2f}")
     error: Floats = column("from float64", form="{:.1e}")
 
     @property
-    @shown(heading="implementation")
+    @computed_column(heading="implementation")
     def who(self) -> np.ndarray:
         """Implementations, with their way in brackets."""
         pairs = zip(self.implementation.tolist(), self.how.tolist(), strict=True)
@@ -64,30 +66,35 @@ class Timed(Table):
         return min(rows, key=lambda row: row["seconds"], default=None)
 
 
-TOLD = ("who", "seconds", "plan_per_layer_s", "merge_s", "target_s", "fraction")
-TOLD += ("ratio", "error")
+REPORTED = ("who", "seconds", "plan_per_layer_s", "merge_s", "target_s", "fraction")
+REPORTED += ("ratio", "error")
 
 
-def timed(rows: list[dict[str, Any]]) -> Timed:
+def timed_rows(rows: list[dict[str, Any]]) -> KernelTimes:
     """The rows of a result that have a time, as a table."""
-    return Timed.of(row for row in rows if row["seconds"] is not None)
+    return KernelTimes.of(row for row in rows if row["seconds"] is not None)
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Lays out the ceilings, then the times of everyone side by side.
 
     Args:
       result: of the benchmark.
     """
     head, *rows = result
-    ceilings, found = Ceilings(**head["ceilings"]), timed(rows)
+    ceilings, found = Ceilings(**head["ceilings"]), timed_rows(rows)
     title, reached = f"ceilings of {head['device']}", [*_reached(ceilings).items()]
-    parts: list[Part] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
+    parts: list[ReportPart] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
     # Nobody plans or merges on a CPU: no column for that.
-    told = [x for x in TOLD if any(v is not None for v in getattr(found, x).tolist())]
+    told = [
+        x for x in REPORTED if any(v is not None for v in getattr(found, x).tolist())
+    ]
     for name in found.distinct("spec"):
         mine = found.where(spec=name)
-        size, work = units.size(mine.bytes[0]), units.flops(mine.flops[0])
+        size, work = (
+            units.format_bytes(mine.bytes[0]),
+            units.format_flops(mine.flops[0]),
+        )
         parts.append(mine.sheet(f"{name}: {size}, {work}", *told))
     absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
     if absent:
@@ -100,10 +107,10 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
 
 def _reached(ceilings: Ceilings) -> dict[str, str]:
     return {
-        "copy": f"{units.size(ceilings.copy_bytes_per_s)}/s",
-        "read": f"{units.size(ceilings.read_bytes_per_s)}/s",
-        "matrix product": f"{units.flops(ceilings.flops_per_s)}/s",
-        "empty call": units.seconds(ceilings.empty_call_s),
+        "copy": f"{units.format_bytes(ceilings.copy_bytes_per_s)}/s",
+        "read": f"{units.format_bytes(ceilings.read_bytes_per_s)}/s",
+        "matrix product": f"{units.format_flops(ceilings.flops_per_s)}/s",
+        "empty call": units.format_seconds(ceilings.empty_call_s),
     }
 
 
@@ -114,7 +121,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
       axes: two of them.
       result: of the benchmark; without times nothing but frames is drawn.
     """
-    found = timed(result[1:])
+    found = timed_rows(result[1:])
     names = list(found.distinct("spec"))
     if not names:
         return
@@ -144,17 +151,19 @@ def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
         if mine and peer
     ]
     for i, ratio in both:
-        style.curve(ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4)
-        style.curve(ax, [ratio], [i], "jaxkv", markersize=7)
+        style.draw_curve(
+            ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4
+        )
+        style.draw_curve(ax, [ratio], [i], "jaxkv", markersize=7)
         side = (7, "left") if ratio >= 1 else (-7, "right")
         look = {"ha": side[1], "va": "center_baseline"}
-        style.note(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
-    style.reference(ax, 1, "as fast as the best peer", along="y")
+        style.annotate(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
+    style.draw_reference_line(ax, 1, "as fast as the best peer", along="y")
     num = sum(ratio > 1 for _, ratio in both)
     title = f"jaxkv is faster than the best peer on {num} of {len(both)} shapes"
-    style.titled(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
+    style.set_labels(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
     ax.margins(x=0.12)
-    style.plain_log(ax.xaxis)
+    style.label_log_axis(ax.xaxis)
     ax.legend()
 
 
@@ -169,10 +178,10 @@ def _draw_floors(ax: Any, ours: Fastest, peers: Fastest) -> None:
         if known:
             places, shares = zip(*known, strict=True)
             look = {"linestyle": "", "markersize": 7}
-            style.curve(ax, shares, places, name, label, **look)
+            style.draw_curve(ax, shares, places, name, label, **look)
             medians.append(f"{label} {np.median(shares):.0f} %")
     title = f"Share of the roofline's speed, median: {', '.join(medians[::-1])}"
-    style.titled(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
+    style.set_labels(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
     ax.legend()
 
 
@@ -180,7 +189,7 @@ HEADS = ("shape", "bytes", "jaxkv", "best peer", "best / jaxkv", "of the floor")
 HEADS += ("target",)
 
 
-def markdown(folder: Path) -> str:
+def kernel_table(folder: Path) -> str:
     """Writes a record as a table in Markdown, and where it was measured below.
 
     A shape's time is that of the fastest of ours, a layer's share of the plan in it;
@@ -192,7 +201,7 @@ def markdown(folder: Path) -> str:
     Raises:
       ValueError: it is no such folder.
     """
-    run = run_folder.read(folder, registry.load("bench_kernels"))
+    run = run_folder.read_run(folder, registry.load_experiment("bench_kernels"))
     head, *rows = run.result
     if head["device"] == "cpu":
         raise ValueError(f"{folder}: was made on a CPU; the table is of a GPU's record")
@@ -211,19 +220,19 @@ def markdown(folder: Path) -> str:
     reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
     note = f"{'; '.join(said)}. Measured in the same run: {reached}. "
     note += CLOCKS[ceilings.clock]
-    return framework_report.markdown(Sheet("", HEADS, lines, note))
+    return framework_report.part_to_markdown(Sheet("", HEADS, lines, note))
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """The line of a shape."""
-    found = timed(rows)
+    found = timed_rows(rows)
     ours, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
-    theirs = f"{units.seconds(peer['seconds'])} ({peer['who']})" if peer else "-"
-    size = units.size(rows[0]["bytes"])
+    theirs = f"{units.format_seconds(peer['seconds'])} ({peer['who']})" if peer else "-"
+    size = units.format_bytes(rows[0]["bytes"])
     if ours is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
         return name, size, f"not timed: {'; '.join(notes)}", theirs, "-", "-", "-"
-    mine = units.seconds(ours["seconds"])
+    mine = units.format_seconds(ours["seconds"])
     if peer and peer["seconds"] < ours["seconds"]:
         theirs = f"**{theirs}**"
     else:
@@ -231,5 +240,8 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     if ours["implementation"] != "mosaic_gpu":
         mine += f" ({ours['implementation']})"
     ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
-    share, target = units.share(ours["fraction"]), units.seconds(ours["target_s"])
+    share, target = (
+        units.format_percent(ours["fraction"]),
+        units.format_seconds(ours["target_s"]),
+    )
     return name, size, mine, theirs, ratio, share, target

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
-    Ours,
-    Record,
+    Measurement,
+    ResultRecord,
+    ResultTable,
     Sheet,
-    Table,
-    beside,
+    claims_file,
     column,
     config_json,
-    ours,
+    measured,
     report,
 )
 from experiments.framework.table import Floats, Ints, Texts
@@ -149,7 +149,7 @@ PANEL_SIZE_INCHES = (6.8, 6.0)
 """Wide enough for a number over each bar."""
 
 
-class Counts(Table):
+class LaunchCounts(ResultTable):
     """What a step launches."""
 
     path: Texts = column("the way that it goes")
@@ -157,7 +157,7 @@ class Counts(Table):
     launches: Ints = column("kernels, products and copies, of a layer for one")
 
 
-class Waits(Table):
+class DataDependentLoops(ResultTable):
     """Loops and branches that a step may come by."""
 
     path: Texts = column("named scopes around it")
@@ -165,7 +165,7 @@ class Waits(Table):
     captured: Ints = column("1 in a CUDA graph, 0 where the host looks")
 
 
-class Compiled(Table):
+class CompileTimes(ResultTable):
     """What compiling takes."""
 
     layers: Ints = column("depth")
@@ -173,12 +173,12 @@ class Compiled(Table):
     wall_s: Floats = column("of clock", form="{:.1f}")
 
 
-class Launches(Record):
+class Launches(ResultRecord):
     """What one step of the engine launches."""
 
-    counts: Counts
-    waits: Waits
-    compiled: Compiled
+    counts: LaunchCounts
+    waits: DataDependentLoops
+    compiled: CompileTimes
     prefix_cache: bool = column("whether the engine has one")
     weight_copies: int = column("copies of arrays of a weight's shape")
     pool_bytes: int = column("K and V")
@@ -205,7 +205,12 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
     prepare()
     if (reason := deviceless.available()) is not None:
         raise ValueError(f"cannot compile for an H200: {reason}")
-    counts, waits, compiled, found = Counts.of([]), Waits.of([]), [], (0, 0, 0)
+    counts, waits, compiled, found = (
+        LaunchCounts.of([]),
+        DataDependentLoops.of([]),
+        [],
+        (0, 0, 0),
+    )
     cached = config.prefix_cache
     for depth in progress.track(config.num_layers, "compiling", "depths"):
         with tempfile.TemporaryDirectory() as folder:
@@ -225,17 +230,17 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
         copies = weight_copies(compiler_report.text, arguments[0])
         found = copies, pool, compiler_report.alias_bytes
         routes = (*ROUTES, FILLING) if cached else ROUTES
-        counts = count(plan, 1 if config.scanned else depth, routes)
+        counts = count_launches(plan, 1 if config.scanned else depth, routes)
         loops = [
             (thunk, inside)
             for thunk, inside in launches.walk(plan)
             if thunk.kind in launches.LOOPS and thunk.trips is None
         ]
-        waits = Waits.of(
+        waits = DataDependentLoops.of(
             (scope_of(x), x.kind, any(y.kind == "CommandBuffer" for y in inside))
             for x, inside in loops
         )
-    return Launches(counts, waits, Compiled.of(compiled), cached, *found)
+    return Launches(counts, waits, CompileTimes.of(compiled), cached, *found)
 
 
 def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
@@ -255,9 +260,9 @@ def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
     return program, (params, state, clock), pool
 
 
-def count(
+def count_launches(
     plan: list[Thunk], num_layers: int, routes: Sequence[Route] = ROUTES
-) -> Counts:
+) -> LaunchCounts:
     """Counts by way and part what one step launches; of a layer for one of them."""
     rows = []
     [steps] = [x for x in plan if x.kind == "While" and x.trips is not None]
@@ -268,7 +273,7 @@ def count(
             found[_part(thunk, inside)] += times
         found["layer"] = -(-found["layer"] // num_layers)
         rows += [(route.name, part, num) for part, num in found.items()]
-    return Counts.of(rows)
+    return LaunchCounts.of(rows)
 
 
 class _Quiet(Route):
@@ -339,7 +344,7 @@ def summary(result: Launches) -> list[Sheet]:
     """The tables of a report: each count once."""
     repeated = ("per_layer", "per_forward", "per_step", "parts", "compile_s")
     shown = {k: v for k, v in metrics(result).items() if k not in repeated}
-    return [*report.metric_sheets(config_json.plain(shown))]
+    return [*report.metric_sheets(config_json.to_plain(shown))]
 
 
 def plot(ax: Any, result: Launches) -> None:
@@ -352,7 +357,7 @@ def plot(ax: Any, result: Launches) -> None:
         by_part = dict(zip(rows.part.tolist(), rows.launches.tolist(), strict=True))
         lengths = [by_part.get(part, 0) for part in shown]
         place = where + 0.86 * ((nth + 0.5) / len(paths) - 0.5)
-        look = {"label": path} | systems.look(path).bar
+        look = {"label": path} | systems.system_style(path).bar
         bars = ax.barh(place, lengths, 0.8 / len(paths), **look)
         # A number that is that of the first path is not repeated.
         first = first or lengths
@@ -372,19 +377,19 @@ def plot(ax: Any, result: Launches) -> None:
         num, around, layer = (result.per(name)[paths[0]] for name in names)
         title = f"A {paths[0]} step launches {num} kernels outside the model, {around} "
         title += f"around its layers and {layer} in each"
-    style.titled(ax, title, "launches [kernels]", "")
+    style.set_labels(ax, title, "launches [kernels]", "")
 
 
-@beside(__file__).judges
-def claims(result: Launches) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Launches) -> Iterator[Measurement]:
     """Holds the counts against the bars."""
     names = {"step": "cached"} if result.prefix_cache else {}
     for which in ("layer", "forward", "step"):
         for path, num in result.per(which).items():
-            yield ours(names.get(which, which), num, path=path)
+            yield measured(names.get(which, which), num, path=path)
     captured = result.waits.captured
-    yield ours("captured", int(np.sum(captured == 0)), num=len(captured))
-    yield ours("weights", result.weight_copies)
-    yield ours("pool", result.alias_bytes, published=result.pool_bytes)
+    yield measured("captured", int(np.sum(captured == 0)), num=len(captured))
+    yield measured("weights", result.weight_copies)
+    yield measured("pool", result.alias_bytes, published=result.pool_bytes)
     for row in result.compiled.where(layers=32).rows():
-        yield ours("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")
+        yield measured("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from experiments.bench.simulate import plain_scheduler
-from experiments.bench.simulate.plain_scheduler import Request
+from experiments.bench.simulate.plain_scheduler import SimpleRequest
 from experiments.bench.tables import draw_bars
-from experiments.framework import Part, Sheet, units
+from experiments.framework import ReportPart, Sheet, units
 from experiments.harness import cost_models, length_distributions
 from experiments.plotting import style
 from jaxkv import clock, validation
@@ -30,7 +30,7 @@ from jaxkv.simulation import Part as Runner
 from jaxkv.workloads import Workload, arrivals, lengths
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
-EVERYONE = {
+SYSTEMS = {
     "": "one run",
     "_vmapped": "all mapped, in parts on all threads",
     "_vmapped_at_once": "all mapped at once",
@@ -93,7 +93,7 @@ CONFIGS = {
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, round after round; ended early, it has whole rounds."""
-    everyone, rows = members(config), []
+    everyone, rows = make_members(config), []
     start = time.perf_counter()
     alone = [_runner([everyone[len(everyone) // 2]], config)]
     at_once = [_runner(everyone, config)]
@@ -111,7 +111,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         rates = [_rate(_advance, runners) for runners in (alone, parts, at_once)]
         progress.show("plain Python")
         rates += [_rate(serve, accounts) for accounts in (True, False)]
-        named = dict(zip(EVERYONE, rates, strict=True))
+        named = dict(zip(SYSTEMS, rates, strict=True))
         rows.append(
             {"round": index}
             | {f"steps_per_s{name}": per_s for name, (per_s, _) in named.items()}
@@ -121,7 +121,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-def members(config: Config) -> list[Members]:
+def make_members(config: Config) -> list[Members]:
     """One machine for each rate, with requests for all of its steps."""
     capacity = state.Capacity.of(
         num_pages=NUM_PAGES,
@@ -133,14 +133,14 @@ def members(config: Config) -> list[Members]:
     num = int(config.max_rate * config.num_steps * 0.1) + 64
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
     policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
-    loads = [load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
+    loads = [make_load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
     return [Members(x, capacity, policy, cost) for x in loads]
 
 
-def load(rate: float, num: int, seed: int) -> Workload:
+def make_load(rate: float, num: int, seed: int) -> Workload:
     """Poisson arrivals, lengths like ShareGPT's."""
     rng = np.random.default_rng(seed)
-    drawn = length_distributions.draw(lengths.SHAREGPT, num, MAX_LENGTH, rng)
+    drawn = length_distributions.draw_lengths(lengths.SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
     arrival_s = np.cumsum(rng.exponential(1 / rate, num))
     return arrivals.make(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
@@ -171,8 +171,8 @@ def _advance(runners: list[Runner]) -> float:
 
 def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
     """Makes runs of plain Python ready, one after the other; they give their steps."""
-    asked = [(requests(x.workload), price(x.cost)) for x in everyone]
-    bounds = plain_scheduler.Bounds(
+    asked = [(to_requests(x.workload), to_price(x.cost)) for x in everyone]
+    bounds = plain_scheduler.SchedulerLimits(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         token_budget=TOKEN_BUDGET,
@@ -184,7 +184,7 @@ def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
         num = 0
         for workload, cost in asked:
             note = [].append if accounts else None
-            served = plain_scheduler.serve(
+            served = plain_scheduler.run_scheduler(
                 workload, bounds, cost, note, config.num_steps
             )
             num += served.num_steps
@@ -193,17 +193,19 @@ def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
     return serve
 
 
-def requests(workload: Workload) -> list[Request]:
+def to_requests(workload: Workload) -> list[SimpleRequest]:
     """The same for plain Python."""
     arrival = np.asarray(workload.arrival, np.int64)
     times = arrival[:, 0] * clock.SECOND + arrival[:, 1]
     columns = (times, np.asarray(workload.prompt), np.asarray(workload.output))
-    return [Request(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
+    return [
+        SimpleRequest(*row) for row in zip(*(x.tolist() for x in columns), strict=True)
+    ]
 
 
-def price(cost: Cost) -> plain_scheduler.Price:
+def to_price(cost: Cost) -> plain_scheduler.Price:
     """The same cost for plain Python."""
-    assert isinstance(cost, cost_models.Linear)
+    assert isinstance(cost, cost_models.LinearCost)
     prefill, small, large = (
         [float(x) for x in values]
         for values in (cost.prefill, cost.decode, cost.decode_large)
@@ -230,13 +232,13 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     return medians | {"ratio": statistics.median(ratios), "rounds": len(result)}
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tells the rates, side by side."""
     if not result:
         return []
     found = metrics(result)
     lines = []
-    for name, label in EVERYONE.items():
+    for name, label in SYSTEMS.items():
         cells = [label]
         for key in ("steps_per_s", "steps_per_cpu_s"):
             rate = found[f"{key}{name}"]
@@ -244,7 +246,7 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
         lines.append(cells)
     note = (
         f"medians of {found['rounds']} rounds; compiling and first calls, "
-        f"{units.seconds(found['first_calls_s'])}, stand apart."
+        f"{units.format_seconds(found['first_calls_s'])}, stand apart."
     )
     heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]
@@ -260,4 +262,4 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     if values[2]:
         title = f"Mapped runs simulate {values[1] / values[2]:.1f} times as many steps "
         title += "a second as plain Python"
-    style.titled(ax, title, "simulated [thousand steps/s]", "")
+    style.set_labels(ax, title, "simulated [thousand steps/s]", "")

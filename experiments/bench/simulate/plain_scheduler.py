@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
-class Request(NamedTuple):
+class SimpleRequest(NamedTuple):
     """What somebody asks."""
 
     arrival_us: int
@@ -19,7 +19,7 @@ class Request(NamedTuple):
     output: int
 
 
-class Bounds(NamedTuple):
+class SchedulerLimits(NamedTuple):
     """As `Capacity`, and the slots."""
 
     num_pages: int
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
     """Waiting requests that are looked at in a step."""
 
 
-class Step(NamedTuple):
+class SchedulerStep(NamedTuple):
     """What a step did, as `simulation.StepInfo` tells it."""
 
     start_us: int
@@ -60,7 +60,7 @@ class _Sequence:
     pages: int = 0
 
 
-class Served(NamedTuple):
+class ScheduleResult(NamedTuple):
     """What became of the requests."""
 
     first_us: list[int]
@@ -70,13 +70,13 @@ class Served(NamedTuple):
     """That did something."""
 
 
-def serve(
-    requests: Sequence[Request],
-    bounds: Bounds,
+def run_scheduler(
+    requests: Sequence[SimpleRequest],
+    bounds: SchedulerLimits,
     price: Price,
-    note: Callable[[Step], None] | None = None,
+    note: Callable[[SchedulerStep], None] | None = None,
     max_steps: int = 2**62,
-) -> Served:
+) -> ScheduleResult:
     """Serves requests to their end.
 
     Args:
@@ -175,7 +175,7 @@ def serve(
                     max(sequence.limit - 1, sequence.length), sequence.pages * size
                 )
             note(
-                Step(
+                SchedulerStep(
                     start,
                     micros,
                     num_decodes,
@@ -200,4 +200,4 @@ def serve(
                 done = True
         if done:
             running = [x for x in running if x.known < x.limit]
-    return Served(first, finish, preempted, num_steps)
+    return ScheduleResult(first, finish, preempted, num_steps)

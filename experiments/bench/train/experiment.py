@@ -17,12 +17,20 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.bench import peer_process
-from experiments.bench.tables import split
+from experiments.bench.tables import split_details
 from experiments.bench.train import peers
-from experiments.bench.train.peers import Ours, Rival
-from experiments.framework import Floats, Ints, Part, Table, Texts, column, units
-from experiments.framework.table import shown
-from experiments.harness.timing import in_turns, middle
+from experiments.bench.train.peers import JaxkvTrainer, PyTorchTrainer
+from experiments.framework import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultTable,
+    Texts,
+    column,
+    units,
+)
+from experiments.framework.table import computed_column
+from experiments.harness.timing import measure_in_turns, median_and_spread
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -84,29 +92,31 @@ CONFIGS = {
 }
 
 
-class Rates(Table):
+class TrainingRates(ResultTable):
     """What is told of a result, of which every column is a key of the rows."""
 
     width: Ints = column("hidden size", form=str)
     implementation: Texts = column("who", heading="who")
     tokens_per_s: Floats = column("median", heading="tokens/s")
     ratio: np.ndarray = column("to plain PyTorch", form="{:.2f}")
-    spread: Floats = column("of rates", form=units.share)
-    flops_per_s: Floats = column("at that rate", heading="FLOP/s", form=units.flops)
+    spread: Floats = column("of rates", form=units.format_percent)
+    flops_per_s: Floats = column(
+        "at that rate", heading="FLOP/s", form=units.format_flops
+    )
     ceiling_flops_per_s: Floats = column("of large products")
     compile_s: Floats = column("before the first step", heading="compiling")
     loss_gap: Floats = column("from ours, in the first steps", form="{:.1e}")
     optimizer: Texts = column("whose AdamW", heading="AdamW")
 
     @property
-    @shown(heading="of products", form=units.share)
+    @computed_column(heading="of products", form=units.format_percent)
     def of_products(self) -> np.ndarray:
         """Operations a second over those of large products."""
         return self.flops_per_s / self.ceiling_flops_per_s
 
 
-TOLD = ("width", "implementation", "tokens_per_s", "ratio", "spread", "flops_per_s")
-TOLD += ("of_products", "compile_s", "loss_gap", "optimizer")
+REPORTED = ("width", "implementation", "tokens_per_s", "ratio", "spread", "flops_per_s")
+REPORTED += ("of_products", "compile_s", "loss_gap", "optimizer")
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
@@ -114,17 +124,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
-        others, absent = peer_process.start(
-            stack, peers.Rival, config.peer_python, peers.WORDS, needed=True
+        others, absent = peer_process.start_peers(
+            stack, peers.PyTorchTrainer, config.peer_python, peers.WORDS, needed=True
         )
 
-        def begin(width: int) -> list[Ours | Rival]:
+        def begin(width: int) -> list[JaxkvTrainer | PyTorchTrainer]:
             ours = _ours(config, width)
             for other in others:
                 other.prepare(ours, config.seconds)
             return [ours, *others]
 
-        for width, everyone, rates in in_turns(
+        for width, everyone, rates in measure_in_turns(
             config.width,
             config.rounds,
             begin,
@@ -133,12 +143,12 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             doing="training",
             what="width",
         ):
-            said = {"absent": peer_process.in_a_line(absent)}
+            said = {"absent": peer_process.format_absent(absent)}
             rows += [row | said for row in _rows(config, width, everyone, rates)]
     return rows
 
 
-def _ours(config: Config, width: int) -> Ours:
+def _ours(config: Config, width: int) -> JaxkvTrainer:
     """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
     model = architectures.transformer(
         width,
@@ -159,7 +169,7 @@ def _ours(config: Config, width: int) -> Ours:
         mlp_bias=True,
         family="gpt2",
     )
-    return Ours(model, config.batch_size, config.seq_len, config.dtype)
+    return JaxkvTrainer(model, config.batch_size, config.seq_len, config.dtype)
 
 
 def _rows(
@@ -170,7 +180,7 @@ def _rows(
     # Beside plain PyTorch, the first of them; compiled stands for itself.
     peer = statistics.median(rates[others[0].name]) if others else None
     for one in everyone:
-        rate, spread = middle(rates[one.name])
+        rate, spread = median_and_spread(rates[one.name])
         yield {
             "implementation": one.name,
             "width": width,
@@ -189,11 +199,11 @@ def _rows(
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second over the width."""
-    found = Rates.of(result)
+    found = TrainingRates.of(result)
     for name in found.distinct("implementation"):
         mine = found.where(implementation=name)
-        style.curve(ax, mine.width, mine.tokens_per_s / 1000, name, name)
-    style.powers_of_two(ax)
+        style.draw_curve(ax, mine.width, mine.tokens_per_s / 1000, name, name)
+    style.use_powers_of_two(ax)
     title = "Rate of training by width"
     ours = [x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]]
     if ours:
@@ -201,24 +211,26 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
             f"jaxkv trains {min(ours):.2f} to {max(ours):.2f} times as fast as PyTorch"
         )
     rate = "training [thousand tokens/s]"
-    style.titled(ax, title, "width [features]", rate, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, "width [features]", rate, yscale="log")
+    style.label_log_axis(ax.yaxis)
     if result:
         ax.legend()
 
 
-metrics = functools.partial(split, names=NAMES, details=DETAILS)
+metrics = functools.partial(split_details, names=NAMES, details=DETAILS)
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tells the rates of everyone, side by side, and how near they are to products."""
     if not result:
         return []
-    ceiling = units.flops(statistics.median(x["ceiling_flops_per_s"] for x in result))
+    ceiling = units.format_flops(
+        statistics.median(x["ceiling_flops_per_s"] for x in result)
+    )
     note = f"Products of 2,048 x 2,048 matrices: {ceiling} per second."
     used = [x["mfu"] for x in result if x["mfu"] is not None]
     if used:
-        note += f" Of the data sheet's rate: {units.share(max(used))} at best."
+        note += f" Of the data sheet's rate: {units.format_percent(max(used))} at best."
     if result[0]["absent"]:
         note += f" Not timed: {result[0]['absent']}."
-    return [Rates.of(result).sheet("training", *TOLD, note=note)]
+    return [TrainingRates.of(result).sheet("training", *REPORTED, note=note)]

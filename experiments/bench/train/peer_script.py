@@ -17,7 +17,7 @@ from torch.nn import functional
 OPTIMIZERS = ("fused", "foreach")
 
 
-class Layer(nn.Module):
+class TorchLayer(nn.Module):
     """Causal attention and a tanh GELU, each behind its layer norm."""
 
     def __init__(self, size, mlp_size, num_heads, eps):
@@ -43,7 +43,7 @@ class Layer(nn.Module):
         return x + self.down(hidden)
 
 
-class Model(nn.Module):
+class TorchModel(nn.Module):
     """Learned positions, layers, tied tables; it starts from the weights it is given.
 
     Args:
@@ -60,7 +60,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(vocab, size)
         self.embed_positions = nn.Embedding(len(arrays["embed_positions.weight"]), size)
         self.layers = nn.ModuleList(
-            Layer(size, mlp_size, num_heads, eps) for _ in range(num_layers)
+            TorchLayer(size, mlp_size, num_heads, eps) for _ in range(num_layers)
         )
         self.final_norm = nn.LayerNorm(size, eps=eps)
         for name, parameter in self.named_parameters():
@@ -81,7 +81,7 @@ class Model(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Eager:
+class EagerTrainer:
     """A model, its optimizer, and the text that it reads."""
 
     is_compiled = False
@@ -101,7 +101,7 @@ class Eager:
             arrays = dict(file)
         self._windows = torch.tensor(arrays.pop("windows").astype("int64"))
         self._asked = asked
-        self._plain = Model(arrays, asked["num_heads"], asked["eps"])
+        self._plain = TorchModel(arrays, asked["num_heads"], asked["eps"])
         self._first = {k: v.clone() for k, v in self._plain.state_dict().items()}
         torch._dynamo.reset()
         self._model = torch.compile(self._plain) if self.is_compiled else self._plain
@@ -158,7 +158,7 @@ class Eager:
         return num * batch * (width - 1) / taken
 
 
-class Compiled(Eager):
+class CompiledTrainer(EagerTrainer):
     """The same, compiled."""
 
     is_compiled = True

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.peer_process import PeerProcess
-from experiments.harness.timing import timed
+from experiments.harness.timing import time_call
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.costs import devices
@@ -19,7 +19,10 @@ from scaling.training import OptimizerConfig, Schedule, StepConfig, architecture
 from scaling.training.step import compiled, init
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
-WORDS = {"PyTorch": (SCRIPT, "Eager"), "PyTorch, compiled": (SCRIPT, "Compiled")}
+WORDS = {
+    "PyTorch": (SCRIPT, "EagerTrainer"),
+    "PyTorch, compiled": (SCRIPT, "CompiledTrainer"),
+}
 """What each is made of, by name."""
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
@@ -28,7 +31,7 @@ OPTIMIZER = OptimizerConfig(kind="adamw", max_grad_norm=math.inf)
 _PROBE = 2048
 
 
-class Ours:
+class JaxkvTrainer:
     """Our own steps, many of them a call. Making it compiles.
 
     Args:
@@ -58,9 +61,9 @@ class Ours:
         self._call = compiled(model, OPTIMIZER, batch_size, seq_len, how)
         self._state = init(model, OPTIMIZER, self._seed)
         self.params = self._state.params
-        first_s, first = timed(self._train, 1)
+        first_s, first = time_call(self._train, 1)
         others = range(NUM_CHECKED - 1)
-        later_s, later = timed(lambda: [self._train(1) for _ in others])
+        later_s, later = time_call(lambda: [self._train(1) for _ in others])
         self.losses = [first, *later]
         self._step_s = later_s / len(others)
         self.compile_s = max(0.0, first_s - self._step_s)
@@ -75,7 +78,7 @@ class Ours:
         taken_s, num = 0.0, 0
         while taken_s < seconds:
             some = max(1, round(seconds / 10 / self._step_s))
-            some_s, _ = timed(self._train, some)
+            some_s, _ = time_call(self._train, some)
             self._step_s = some_s / some
             taken_s += some_s
             num += some
@@ -100,10 +103,10 @@ class Ours:
         return float(loss)
 
 
-class Rival(PeerProcess):
+class PyTorchTrainer(PeerProcess):
     """PyTorch in a process of its own, as a context; leaving it ends the process."""
 
-    def prepare(self, ours: Ours, seconds: float) -> None:
+    def prepare(self, ours: JaxkvTrainer, seconds: float) -> None:
         """Has it build our model from our weights, and train our first steps."""
         arrays: dict[str, Any] = {"windows": ours.windows()}
         for path, leaf in jax.tree.leaves_with_path(ours.params):
@@ -144,4 +147,4 @@ def product_rate(dtype: str) -> float:
         return jax.block_until_ready(product(x, x))
 
     multiply()
-    return 2 * _PROBE**3 / min(timed(multiply)[0] for _ in range(8))
+    return 2 * _PROBE**3 / min(time_call(multiply)[0] for _ in range(8))

@@ -4,9 +4,9 @@ from experiments.cli.console.terminal import Terminal as Terminal
 
 __all__ = [
     "Terminal",
+    "answer_writer",
     "interrupts",
-    "outputs",
     "printing",
+    "streams",
     "terminal",
-    "writing",
 ]

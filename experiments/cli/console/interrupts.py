@@ -21,12 +21,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that ask for an end."""
 STATUS = 130
 """Exit status after Ctrl-C, see `status_of`."""
-AGAIN = 75
+RESUMABLE = 75
 """Exit status where the time was up and the same command goes on: the system's word
 for a failure that passes, EX_TEMPFAIL."""
 
 
-class Stopped(KeyboardInterrupt):
+class WorkStopped(KeyboardInterrupt):
     """Work was stopped before it had a result.
 
     Args:
@@ -45,7 +45,7 @@ def status_of(number: int) -> int:
 
 
 @contextlib.contextmanager
-def handling(
+def handle_signals(
     handle: Callable[[int, FrameType | None], Any], hear: Callable[[int], Any]
 ) -> Generator[None]:
     """Takes over Ctrl-C and its like, inside another such context too.
@@ -87,22 +87,22 @@ def handling(
         ours.close()
 
 
-def leaving_at_once() -> contextlib.AbstractContextManager[None]:
+def exit_on_interrupt() -> contextlib.AbstractContextManager[None]:
     """Lets Ctrl-C end the process: one line, status 130, nothing else said or done.
 
     For work of which there is nothing to keep.
     """
-    return handling(
-        lambda number, frame: None, lambda number: leave(status=status_of(number))
+    return handle_signals(
+        lambda number, frame: None, lambda number: exit_now(status=status_of(number))
     )
 
 
-def stop(number: int, frame: FrameType | None) -> NoReturn:
+def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
     """Raises `Stopped`: a handler for work that keeps what it has."""
-    raise Stopped(status=status_of(number))
+    raise WorkStopped(status=status_of(number))
 
 
-def leave(line: str = "interrupted", status: int = STATUS) -> NoReturn:
+def exit_now(line: str = "interrupted", status: int = STATUS) -> NoReturn:
     """Ends the process from any thread."""
     with contextlib.suppress(OSError, AttributeError):  # nobody is there to read it
         print("jaxkv:", line, file=sys.stderr, flush=True)

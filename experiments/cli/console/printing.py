@@ -12,7 +12,7 @@ from typing import Any
 from rich import console as rich_console
 from rich import padding, table, text
 
-from experiments.framework import Claim, Excerpts, Part, Sheet, report
+from experiments.framework import Claim, Excerpts, ReportPart, Sheet, report
 
 MAX_WIDTH = 100
 """Columns used at most: longer lines are hard to read."""
@@ -39,7 +39,7 @@ def make_console(*, stderr: bool = False) -> rich_console.Console:
     )
 
 
-def print_parts(parts: Sequence[Part]) -> None:
+def print_parts(parts: Sequence[ReportPart]) -> None:
     """Prints them, each with an empty line before it."""
     console = make_console()
     is_piped = not console.is_terminal and "COLUMNS" not in os.environ

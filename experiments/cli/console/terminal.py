@@ -15,7 +15,7 @@ from rich import live, progress, text
 from experiments.cli.console import interrupts, printing
 from experiments.framework import units
 
-SAY_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 """How often a bar says something where there is no terminal to draw it on."""
 PATIENCE_S = 1.0
 """How long the main thread may take to hear of a second Ctrl-C."""
@@ -85,16 +85,16 @@ class Terminal:
         """The exit status of work that was stopped, if it was: by whom."""
         if self._signal:
             return interrupts.status_of(self._signal)
-        return interrupts.AGAIN if self.has_stopped else 0
+        return interrupts.RESUMABLE if self.has_stopped else 0
 
     @property
     def reason(self) -> str:
         """Why work was stopped, for a person."""
-        return "time is up" if self.status == interrupts.AGAIN else "interrupted"
+        return "time is up" if self.status == interrupts.RESUMABLE else "interrupted"
 
     def __enter__(self) -> Self:
         """Starts the display and takes over Ctrl-C."""
-        self._exits.enter_context(interrupts.handling(self._handle, self._hear))
+        self._exits.enter_context(interrupts.handle_signals(self._handle, self._hear))
         if self._console.is_terminal:
             self._exits.enter_context(self._live)
             self._exits.callback(self.show, "")
@@ -122,10 +122,10 @@ class Terminal:
             speed = self._bars.tasks[task].speed
             # The speed of the last moments; of a whole it would say little.
             is_shown = speed and done != total
-            rate = f"{units.rate(speed)} {unit}/s" if is_shown else ""
+            rate = f"{units.format_rate(speed)} {unit}/s" if is_shown else ""
             self._bars.update(task, completed=done, rate=rate)
             now_s = time.monotonic()
-            is_time = done == total or now_s - said_s > SAY_EVERY_S
+            is_time = done == total or now_s - said_s > REPORT_EVERY_S
             if is_time and not self._console.is_terminal:
                 said_s = now_s
                 of = f" of {total:,.0f}" if total is not None else ""
@@ -160,7 +160,7 @@ class Terminal:
             self._console.print(again)
         elif not self._is_left.wait(PATIENCE_S):
             self._live.stop()
-            interrupts.leave(self._last_words(), self.status)
+            interrupts.exit_now(self._last_words(), self.status)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs when Python has its turn; several presses may have become one."""
@@ -169,4 +169,4 @@ class Terminal:
         self.has_stopped = True
         if max(self._num_heard, self._num_handled) > 1:
             self._is_left.set()
-            raise interrupts.Stopped(status=self.status)
+            raise interrupts.WorkStopped(status=self.status)

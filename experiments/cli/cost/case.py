@@ -11,7 +11,7 @@ from scaling.costs.memory import MIXED, SINGLE, Bytes
 from scaling.shapes import Description
 
 
-class Case(NamedTuple):
+class CostCase(NamedTuple):
     """A model and what it is asked for, looked up and checked.
 
     Attributes:
@@ -56,9 +56,11 @@ class Case(NamedTuple):
     @property
     def stored(self) -> tuple[activations.Stored, ...]:
         """Tensors that a layer keeps for the backward pass."""
-        return self.of(activations.stored, number_bytes=self.bytes_per_param.weight)
+        return self.evaluate(
+            activations.stored, number_bytes=self.bytes_per_param.weight
+        )
 
-    def of[T](self, formula: Callable[..., T], **change: Any) -> T:
+    def evaluate[T](self, formula: Callable[..., T], **change: Any) -> T:
         """What a formula of `scaling.costs` gives for this case.
 
         Args:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from experiments.cli import parsing
 from experiments.cli.cost import answers as cost_answers
 from experiments.cli.cost import device_tables, drawing, tables
-from experiments.cli.cost.case import Case
-from experiments.cli.run import Output
+from experiments.cli.cost.case import CostCase
+from experiments.cli.run import CommandOutput
 from experiments.framework import config_json, report
 from experiments.harness import bundled
 from jaxkv import validation
@@ -26,13 +26,13 @@ DEFAULT_SEQUENCE = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class CostOptions:
     """What the costs are asked for."""
 
     batch: int = 1
     """Sequences b: of a training micro-batch, and of a step of serving."""
     sequence: Annotated[
-        int | None, parsing.without("4096, or as many as the model takes")
+        int | None, parsing.describe_default("4096, or as many as the model takes")
     ] = None
     """Tokens s of each."""
     device: str = "a100-80gb"
@@ -56,7 +56,7 @@ class Options:
     plot: bool = False
     """Draw the breakdown and the roofline."""
     out: Annotated[
-        Path | None, parsing.without("none, with --plot a new one under runs/")
+        Path | None, parsing.describe_default("none, with --plot a new one under runs/")
     ] = None
     """Folder for cost.json and the figure."""
 
@@ -66,7 +66,7 @@ class Options:
         validation.within(self, *sizes, low=1, high=MAX_TOKENS)
 
 
-def cost(name: str, options: Options) -> Output:
+def count_costs(name: str, options: CostOptions) -> CommandOutput:
     """Answers `jaxkv cost`.
 
     Args:
@@ -76,9 +76,9 @@ def cost(name: str, options: Options) -> Output:
     Raises:
       ValueError: there is no such model or device, or a size or degree does not fit.
     """
-    case = look_up(name, options)
-    answers = cost_answers.answers(case)
-    document = describe(case)
+    case = resolve_case(name, options)
+    answers = cost_answers.answer_questions(case)
+    document = to_document(case)
     sheets = tables.sheets(case, document)
     document["answers"] = [{"question": x, "answer": y} for x, y in answers]
     lines = []
@@ -97,18 +97,18 @@ def cost(name: str, options: Options) -> Output:
 
         contents: dict[str, str | bytes] = {"cost.json": config_json.dumps(document)}
         if options.plot:
-            contents |= drawing.render(case)
-        document["out"] = run_folder.keep(
+            contents |= drawing.render_cost_figure(case)
+        document["out"] = run_folder.write_files(
             options.out, f"cost-{case.model.name}", contents
         )
         lines.append(f"kept in {document['out']}")
     said = [report.paragraph(*pair) for pair in answers]
-    return Output(document, [*sheets, *said], lines)
+    return CommandOutput(document, [*sheets, *said], lines)
 
 
-def look_up(name: str, options: Options) -> Case:
+def resolve_case(name: str, options: CostOptions) -> CostCase:
     """Finds the model and the device, and checks that all sizes fit."""
-    model = find(name)
+    model = find_description(name)
     most = model.max_positions or DEFAULT_SEQUENCE
     sequence = options.sequence or min(DEFAULT_SEQUENCE, most)
     if model.position_rows and model.max_positions and sequence > model.max_positions:
@@ -120,7 +120,7 @@ def look_up(name: str, options: Options) -> Case:
     parallelism.check(model, layout, sequence=sequence)
     device = devices.find(options.device)
     device.rate(options.dtype)
-    return Case(
+    return CostCase(
         model=model,
         batch=options.batch,
         sequence=sequence,
@@ -134,7 +134,7 @@ def look_up(name: str, options: Options) -> Case:
     )
 
 
-def find(name: str) -> Description:
+def find_description(name: str) -> Description:
     """Finds a model: a path first, then a published name, then a bundled one.
 
     Raises:
@@ -144,35 +144,35 @@ def find(name: str) -> Description:
         return huggingface.load(Path(name))
     if name in published.CONFIGS:
         return published.describe(name)
-    if name in bundled.names():
-        return huggingface.load(bundled.folder_of(name))
+    if name in bundled.bundled_names():
+        return huggingface.load(bundled.find_model_folder(name))
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
-    known = [*published.CONFIGS, *bundled.names()]
+    known = [*published.CONFIGS, *bundled.bundled_names()]
     line = config_json.unknown("model", name, known)
     raise ValueError(f"{name}: no such file or folder, and {line}")
 
 
-def names() -> str:
+def list_models() -> str:
     """Lists the models that are known by name."""
-    return f"one of: {', '.join([*published.CONFIGS, *bundled.names()])}"
+    return f"one of: {', '.join([*published.CONFIGS, *bundled.bundled_names()])}"
 
 
-def describe(case: Case) -> dict[str, Any]:
+def to_document(case: CostCase) -> dict[str, Any]:
     """Gives every number as a JSON document."""
     model, tokens = case.model, case.batch * case.sequence
-    step, memory = case.of(flops.training), case.of(costs_memory.training)
+    step, memory = case.evaluate(flops.training), case.evaluate(costs_memory.training)
     params, places = parameters.parameters(model), parameters.copies(model)
-    decode, prefill = case.of(serving.decode), case.of(serving.prefill)
+    decode, prefill = case.evaluate(serving.decode), case.evaluate(serving.prefill)
     schemes: dict[str, dict[str, float]] = {}
-    for each in case.of(traffic.training):
+    for each in case.evaluate(traffic.training):
         scheme = schemes.setdefault(each.scheme, {"forward": 0.0, "backward": 0.0})
         scheme["forward"] += each.forward
         scheme["backward"] += each.backward
     terms = {
-        "forward": case.of(flops.forward),
-        "prefill": case.of(flops.forward, logits="last"),
-        "decode": case.of(flops.decode),
+        "forward": case.evaluate(flops.forward),
+        "prefill": case.evaluate(flops.forward, logits="last"),
+        "decode": case.evaluate(flops.decode),
     }
     return {
         "model": model.name,
@@ -204,7 +204,7 @@ def describe(case: Case) -> dict[str, Any]:
             f"{x.part}: {x.name}": x.bytes for x in case.stored
         },
         "one_layer": tables.one_layer(case),
-        "kv_bytes_per_token": case.of(serving.kv_bytes_per_token),
+        "kv_bytes_per_token": case.evaluate(serving.kv_bytes_per_token),
         "comms_bytes": schemes,
         "num_devices": case.layout.num_devices,
         "per_device": device_tables.per_device(case),
@@ -218,10 +218,10 @@ def _divided(total: int, tokens: int) -> int | float:
     return total // tokens if total % tokens == 0 else total / tokens
 
 
-def _served(case: Case, work: serving.Work) -> dict[str, Any]:
+def _served(case: CostCase, work: serving.Work) -> dict[str, Any]:
     return {
         **work._asdict(),
         "intensity": work.intensity,
         "ridge": case.ridge,
-        **case.of(serving.roofline, work=work)._asdict(),
+        **case.evaluate(serving.roofline, work=work)._asdict(),
     }

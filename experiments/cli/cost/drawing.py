@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from experiments.cli.cost.case import Case
+from experiments.cli.cost.case import CostCase
 from experiments.plotting import style, systems
 from scaling.costs import flops, memory, serving
 
@@ -11,7 +11,7 @@ _POLICIES = ("none", "selective", "boundary")
 _CONTEXTS = (128, 1024, 8192)
 
 
-def render(case: Case) -> dict[str, bytes]:
+def render_cost_figure(case: CostCase) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
 
     def draw(axes: Any) -> None:
@@ -20,16 +20,16 @@ def render(case: Case) -> dict[str, bytes]:
         _decode(axes[1, 0], case)
         _prefill(axes[1, 1], case)
 
-    return style.render(draw, panels=(2, 2), size_inches=(3.4, 3.7))
+    return style.render_figure(draw, panels=(2, 2), size_inches=(3.4, 3.7))
 
 
-def _flops(ax: Any, case: Case) -> None:
+def _flops(ax: Any, case: CostCase) -> None:
     """Operations of a token against the length, stacked by part."""
     lengths = [2**x for x in range(8, 18)]
     parts: dict[str, list[float]] = {}
     for length in lengths:
         sums: Counter[str] = Counter()
-        for term in case.of(flops.forward, batch=1, sequence=length):
+        for term in case.evaluate(flops.forward, batch=1, sequence=length):
             part = "scores, values" if term.growth == "s^2" else _PARTS[term.part]
             sums[part] += term.flops / length / 1e9
         for part, value in sums.items():
@@ -45,13 +45,13 @@ def _flops(ax: Any, case: Case) -> None:
     )
     for area, name in zip(areas, order, strict=True):
         area.set_hatch(_LOOKS[name][1])
-    style.reference(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
+    style.draw_reference_line(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0], lengths[-1])
     share = parts.get("scores, values", [0.0])[-1] / sum(x[-1] for x in parts.values())
     title = f"{case.model.name}: scores are {100 * share:.0f} % of the operations at "
     title += f"{lengths[-1]:,} tokens"
-    style.titled(ax, title, "sequence [tokens]", "forward [GFLOP/token]")
+    style.set_labels(ax, title, "sequence [tokens]", "forward [GFLOP/token]")
     ax.legend(reverse=True)
 
 
@@ -72,9 +72,11 @@ _LOOKS = {
 """Colour and hatch of the parts that are drawn."""
 
 
-def _memory(ax: Any, case: Case) -> None:
+def _memory(ax: Any, case: CostCase) -> None:
     """Training memory of the fullest device under three policies, stacked."""
-    found = [case.of(memory.training, checkpointing=policy) for policy in _POLICIES]
+    found = [
+        case.evaluate(memory.training, checkpointing=policy) for policy in _POLICIES
+    ]
     bottom = [0.0] * len(found)
     groups = {
         "weights": ("weights",),
@@ -91,24 +93,26 @@ def _memory(ax: Any, case: Case) -> None:
         ax.bar(_POLICIES, heights, bottom=bottom, **look)
         bottom = [x + y for x, y in zip(bottom, heights, strict=True)]
     limit = case.device.memory_bytes / 1e9
-    style.reference(ax, limit, f"{case.device.name}, {limit:.0f} GB")
+    style.draw_reference_line(ax, limit, f"{case.device.name}, {limit:.0f} GB")
     number = case.layout.num_devices
     devices = "one device" if number == 1 else f"the fullest of {number:,} devices"
     title = f"{case.batch} x {case.sequence:,} tokens: {bottom[0]:,.0f} GB on {devices}"
-    style.titled(ax, title, "checkpointing", "training memory [GB]")
+    style.set_labels(ax, title, "checkpointing", "training memory [GB]")
     ax.legend()
 
 
-def _decode(ax: Any, case: Case) -> None:
+def _decode(ax: Any, case: CostCase) -> None:
     """Operations per byte of decoding against the batch, by tokens kept."""
     batches = [2**x for x in range(13)]
     bound = []
     looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
     for context, color, mark in looks:
-        works = [case.of(serving.decode, batch=x, context=context) for x in batches]
+        works = [
+            case.evaluate(serving.decode, batch=x, context=context) for x in batches
+        ]
         found = [work.intensity for work in works]
         look = {"marker": mark, "markevery": 2}
-        style.curve(ax, batches, found, color, f"{context:,} tokens kept", **look)
+        style.draw_curve(ax, batches, found, color, f"{context:,} tokens kept", **look)
         bound += [context] if max(found) < case.ridge else []
     title = "Decoding by batch and tokens kept"
     if bound:
@@ -116,12 +120,12 @@ def _decode(ax: Any, case: Case) -> None:
     _roof(ax, case, batches, title, "batch [sequences]")
 
 
-def _prefill(ax: Any, case: Case) -> None:
+def _prefill(ax: Any, case: CostCase) -> None:
     """Operations per byte of reading a prompt against its length."""
     lengths = [2**x for x in range(14)]
-    works = [case.of(serving.prefill, batch=1, prompt=x) for x in lengths]
+    works = [case.evaluate(serving.prefill, batch=1, prompt=x) for x in lengths]
     found = [work.intensity for work in works]
-    style.curve(ax, lengths, found, 5, "one prompt", markevery=2)
+    style.draw_curve(ax, lengths, found, 5, "one prompt", markevery=2)
     free = [x for x, y in zip(lengths, found, strict=True) if y > case.ridge]
     title = "Reading a prompt: memory binds at every length"
     if free:
@@ -129,13 +133,13 @@ def _prefill(ax: Any, case: Case) -> None:
     _roof(ax, case, lengths, title, "prompt [tokens]")
 
 
-def _roof(ax: Any, case: Case, sizes: list[int], title: str, x: str) -> None:
+def _roof(ax: Any, case: CostCase, sizes: list[int], title: str, x: str) -> None:
     """The ridge: above it products take the time, below it memory."""
-    style.ridge(ax, case.device.name, case.ridge)
+    style.draw_ridge(ax, case.device.name, case.ridge)
     ax.set_xscale("log", base=2)
     y = "intensity [FLOP/byte]"
-    style.titled(ax, title, x, y, yscale="log", xlim=(sizes[0], sizes[-1]))
+    style.set_labels(ax, title, x, y, yscale="log", xlim=(sizes[0], sizes[-1]))
     low, high = ax.get_ylim()
     ax.set_ylim(low, max(high, 3 * case.ridge))
-    style.plain_log(ax.yaxis)
+    style.label_log_axis(ax.yaxis)
     ax.legend()

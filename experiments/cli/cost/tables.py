@@ -5,13 +5,13 @@ from collections import Counter
 from typing import Any
 
 from experiments.cli.cost import device_tables
-from experiments.cli.cost.case import Case
+from experiments.cli.cost.case import CostCase
 from experiments.framework import Sheet, units
 from scaling.costs import activations, flops, memory, parameters
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
+def sheets(case: CostCase, told: dict[str, Any]) -> list[Sheet]:
     """Lays out everything that is counted, beside what the document has of it."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
     found += [_memory(case), _activations(case)]
@@ -19,7 +19,7 @@ def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
     return [*found, *device_tables.sheets(case, told)]
 
 
-def symbols(case: Case) -> list[tuple[str, int, str]]:
+def symbols(case: CostCase) -> list[tuple[str, int, str]]:
     """The letters of the formulas, what they are here, and what they mean."""
     model, a, x = case.model, case.model.attention, case.model.experts
     found = [
@@ -54,7 +54,7 @@ def symbols(case: Case) -> list[tuple[str, int, str]]:
     return [row for row in found if row[1]]
 
 
-def _shape(case: Case) -> Sheet:
+def _shape(case: CostCase) -> Sheet:
     model = case.model
     rows = [(x, f"{value:,}", meaning) for x, value, meaning in symbols(case)]
     notes = [
@@ -66,7 +66,7 @@ def _shape(case: Case) -> Sheet:
     return Sheet(model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
 
 
-def _weights(case: Case) -> Sheet:
+def _weights(case: CostCase) -> Sheet:
     rows, places = [], parameters.copies(case.model)
     for x in parameters.weights(case.model):
         if x.place == "ahead":
@@ -83,7 +83,7 @@ def _weights(case: Case) -> Sheet:
     return Sheet("parameters", heads, rows)
 
 
-def _conventions(case: Case) -> Sheet:
+def _conventions(case: CostCase) -> Sheet:
     p = parameters.parameters(case.model)
     rows = [
         ("total", p.total, "everything, a tied head once"),
@@ -103,14 +103,17 @@ def _conventions(case: Case) -> Sheet:
     return Sheet("what N can mean", ("convention", "parameters", "counts"), table)
 
 
-def _flops(case: Case) -> list[Sheet]:
-    terms, tokens = case.of(flops.forward), case.batch * case.sequence
-    step, params = case.of(flops.training), parameters.parameters(case.model)
+def _flops(case: CostCase) -> list[Sheet]:
+    terms, tokens = case.evaluate(flops.forward), case.batch * case.sequence
+    step, params = case.evaluate(flops.training), parameters.parameters(case.model)
     whole = flops.total(terms)
     rows = []
     for x in terms:
         name = x.name if x.part == x.name else f"{x.part}: {x.name}"
-        each, share = units.flops(x.flops / tokens), units.share(x.flops / whole)
+        each, share = (
+            units.format_flops(x.flops / tokens),
+            units.format_percent(x.flops / whole),
+        )
         rows.append((name, x.formula, each, share, x.growth))
     t = "t = s" if case.attention == "full" else "t = s/2 on average"
     note = f"Attention is counted {case.attention}: {t}, in a window at most that."
@@ -129,7 +132,7 @@ def _flops(case: Case) -> list[Sheet]:
         ),
     ]
     table = [
-        (name, formula, units.flops(value / tokens), units.flops(value))
+        (name, formula, units.format_flops(value / tokens), units.format_flops(value))
         for name, formula, value in sums
         if value
     ]
@@ -140,8 +143,8 @@ def _flops(case: Case) -> list[Sheet]:
     ]
 
 
-def _memory(case: Case) -> Sheet:
-    found, each = case.of(memory.training), case.bytes_per_param
+def _memory(case: CostCase) -> Sheet:
+    found, each = case.evaluate(memory.training), case.bytes_per_param
     said = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
@@ -155,22 +158,22 @@ def _memory(case: Case) -> Sheet:
     }
     names = {"activations": "activations of the layers"}
     rows = [
-        (names.get(name, name.replace("_", " ")), said[name], units.size(value))
+        (names.get(name, name.replace("_", " ")), said[name], units.format_bytes(value))
         for name, value in found._asdict().items()
         if value
     ]
-    rows.append(("total", "", units.size(found.total)))
+    rows.append(("total", "", units.format_bytes(found.total)))
     fits = "fits" if found.total <= case.device.memory_bytes else "does not fit"
     devices = case.layout.num_devices
     where = "the device" if devices == 1 else f"the fullest of {devices:,} devices"
     note = (
-        f"On {where}; it {fits} in the {units.size(case.device.memory_bytes)} of "
-        f"{case.device.name}. Workspace and fragmentation are not counted."
+        f"On {where}. It {fits} in the {units.format_bytes(case.device.memory_bytes)} "
+        f"of {case.device.name}. Workspace and fragmentation are not counted."
     )
     return Sheet("training memory", ("term", "formula", "bytes"), rows, note)
 
 
-def one_layer(case: Case) -> dict[str, int | float]:
+def one_layer(case: CostCase) -> dict[str, int | float]:
     """The last layer alone, trained with checkpoints at layer boundaries.
 
     The course's assignment asks for these: its parameters, the operations of its
@@ -186,7 +189,7 @@ def one_layer(case: Case) -> dict[str, int | float]:
     )
     places = parameters.copies(last) | {"first": 0, "last": 0}
     size = sum(x.size * x.stored * places[x.place] for x in parameters.weights(last))
-    terms = case.of(flops.forward, model=last)
+    terms = case.evaluate(flops.forward, model=last)
     tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
     sums = activations.per_token(case.stored, last)
     kept = sums[last.mixture_layers[0]] * tokens
@@ -201,7 +204,7 @@ def one_layer(case: Case) -> dict[str, int | float]:
     }
 
 
-def _one_layer(case: Case, found: dict[str, Any]) -> Sheet:
+def _one_layer(case: CostCase, found: dict[str, Any]) -> Sheet:
     size = {
         "weights": found["weight_bytes"],
         "its input, kept at the boundary": found["boundary_bytes"],
@@ -210,14 +213,14 @@ def _one_layer(case: Case, found: dict[str, Any]) -> Sheet:
     }
     rows = [
         ("parameters", f"{found['num_params']:,.0f}"),
-        ("operations forward", units.flops(found["forward_flops"])),
-        *((name, units.size(value)) for name, value in size.items()),
+        ("operations forward", units.format_flops(found["forward_flops"])),
+        *((name, units.format_bytes(value)) for name, value in size.items()),
     ]
     title = f"one layer, {case.batch} x {case.sequence:,} tokens"
     return Sheet(title, ("", "value"), rows)
 
 
-def _activations(case: Case) -> Sheet:
+def _activations(case: CostCase) -> Sheet:
     tensors = case.stored
     divided = {"no": "", "sequence": "tp, with sp"}
     rows: list[tuple[str, ...]] = [

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.cli.plan.options import MOST, Options
+from experiments.cli.plan.options import MOST, PlanOptions
 from experiments.framework import config_json
 from scaling.fits.fit import from_json
 from scaling.laws import published
@@ -20,7 +20,7 @@ USUAL = {"vocab_size": 32_000, "sequence": 4096}
 _SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 
 
-def look_up(options: Options) -> Case:
+def resolve_plan_case(options: PlanOptions) -> Case:
     """Reads the law and the offers, chooses the device, and counts the budget."""
     try:
         offers = tuple(map(pricing.parse, options.gpu))
@@ -166,7 +166,7 @@ def _of_group(document: Any, group: str | None) -> Any:
     return document | by_group[known[0] if group is None else group]
 
 
-def _flops(options: Options, offer: Offer | None) -> float:
+def _flops(options: PlanOptions, offer: Offer | None) -> float:
     """Counts the budget as operations; NaN until the law says how many."""
     both_times = options.days is not None and options.devices is not None
     given = {

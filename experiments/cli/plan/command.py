@@ -5,35 +5,35 @@
 """
 
 from experiments.cli.plan import find, report
-from experiments.cli.plan.case import look_up
-from experiments.cli.plan.options import Options
-from experiments.cli.run import Output
+from experiments.cli.plan.case import resolve_plan_case
+from experiments.cli.plan.options import PlanOptions
+from experiments.cli.run import CommandOutput
 from experiments.framework import config_json, run_folder
 
 
-def plan(options: Options) -> Output:
+def make_plan(options: PlanOptions) -> CommandOutput:
     """Answers `jaxkv plan`.
 
     Raises:
       ValueError: there is no such law or device, no budget or two, or a budget for
         which there is no design.
     """
-    case = look_up(options)
-    told = find.find(options, case)
+    case = resolve_plan_case(options)
+    told = find.find_plan(options, case)
     lines = []
     if options.plot or options.out is not None:
         contents: dict[str, str | bytes] = {
             "plan.json": config_json.dumps(told),
             "architecture.json": config_json.dumps(
-                find.config(case, told["architecture"])
+                find.to_architecture_config(case, told["architecture"])
             ),
         }
         if options.plot:
             # matplotlib takes a second to import.
             from experiments.cli.plan import drawing
 
-            contents |= drawing.render(options, case, told)
-        folder = run_folder.keep(options.out, "plan", contents)
+            contents |= drawing.render_plan_figure(options, case, told)
+        folder = run_folder.write_files(options.out, "plan", contents)
         told["out"] = folder
         lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
-    return Output(told, report.sheets(options, case, told), lines)
+    return CommandOutput(told, report.sheets(options, case, told), lines)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli.plan.options import Options
+from experiments.cli.plan.options import PlanOptions
 from experiments.plotting import style
 from scaling.laws import TwoPowers, published
 from scaling.plan import Case, budgets
@@ -17,7 +17,9 @@ _CONTOURS = (0.9, 1.0, 1.15, 1.4, 1.8)
 """Of the loss above its floor, in those of the optimum."""
 
 
-def render(options: Options, case: Case, told: dict[str, Any]) -> dict[str, bytes]:
+def render_plan_figure(
+    options: PlanOptions, case: Case, told: dict[str, Any]
+) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
     law = options.law.rpartition("/")[2]
 
@@ -26,7 +28,7 @@ def render(options: Options, case: Case, told: dict[str, Any]) -> dict[str, byte
         _draw_plane(axes[1], case, told)
         _draw_ratios(axes[2], case, told, law)
 
-    return style.render(draw, panels=(3, 1), size_inches=(6.8, 3.2))
+    return style.render_figure(draw, panels=(3, 1), size_inches=(6.8, 3.2))
 
 
 def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
@@ -49,18 +51,18 @@ def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
             "markevery": 60,
             "linewidth": 2.2 if times == 1 else 1.2,
         }
-        style.curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
+        style.draw_curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
         highest = max(highest, float(losses.min()))
     _mark(ax, num_params, loss)
     floor = case.belief.powers.floor
     low = max(floor, loss - 0.8 * (highest - loss))
     ax.set_ylim(low, highest + 1.2 * (highest - loss))
     if floor > low - 0.1 * (loss - low):
-        style.reference(ax, floor, "floor of the law")
+        style.draw_reference_line(ax, floor, "floor of the law")
     title = f"{case.flops:.3g} FLOP are best spent on {num_params:.3g} parameters "
     title += f"({law}): {loss:.3f} nats/token"
     x, y = f"parameters, {case.family.count} [1]", "loss [nats/token]"
-    style.titled(ax, title, x, y, xscale="log")
+    style.set_labels(ax, title, x, y, xscale="log")
     ax.legend()
 
 
@@ -78,7 +80,7 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     ax.clabel(lines, fmt="%.2f", fontsize=style.POINTS)
     ax.plot([], [], color=_GREY, linewidth=1, label="equal loss [nats/token]")
     left = budgets.tokens_left(case.flops, sizes, case.served)
-    style.curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")
+    style.draw_curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")
     free = told["compute_optimum"]
     flops = free["num_params"] * free["num_tokens"] * 6
     path = [
@@ -97,7 +99,7 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     ax.set(xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     title = f"The optimum: {num_params:.3g} parameters, {num_tokens:.3g} tokens"
     x, y = f"parameters, {case.family.count} [1]", "training data [tokens]"
-    style.titled(ax, title, x, y)
+    style.set_labels(ax, title, x, y)
     ax.legend()
 
 
@@ -111,7 +113,7 @@ def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
         how = {} if how is None else how
         optima = [budgets.allocate(powers, x, **how) for x in flops.tolist()]
         ratios = [x.num_tokens / x.num_params for x in optima]
-        style.curve(ax, flops, ratios, color, name, markevery=15, **look)
+        style.draw_curve(ax, flops, ratios, color, name, markevery=15, **look)
 
     looks = itertools.cycle(
         zip((0, 1, 3, 7, 2), "v^sdP", ("--", "-.", ":", "--", "-."), strict=True)
@@ -131,8 +133,8 @@ def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
         f"{told['tokens_per_param']:.3g} tokens per parameter at {case.flops:.3g} FLOP"
     )
     x, y = "budget [FLOP]", "data / size [tokens per parameter]"
-    style.titled(ax, title, x, y, xscale="log", yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, x, y, xscale="log", yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.legend()
 
 

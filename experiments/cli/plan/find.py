@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.cli.plan.options import Options
+from experiments.cli.plan.options import PlanOptions
 from scaling.costs import parameters, serving
 from scaling.costs.memory import training
 from scaling.laws import Optimum
@@ -13,7 +13,7 @@ from scaling.plan.spread import Spread
 from scaling.shapes import HeadAttention
 
 
-def find(options: Options, case: Case) -> dict[str, Any]:
+def find_plan(options: PlanOptions, case: Case) -> dict[str, Any]:
     """Finds the optimum, its interval, and designs.
 
     Returns:
@@ -149,7 +149,7 @@ def _shape(design: Design) -> dict[str, Any]:
     }
 
 
-def config(case: Case, shape: dict[str, Any]) -> dict[str, Any]:
+def to_architecture_config(case: Case, shape: dict[str, Any]) -> dict[str, Any]:
     """Gives a design as a Hugging Face `config.json`, which `jaxkv cost` reads."""
     return {
         "architectures": ["LlamaForCausalLM"],

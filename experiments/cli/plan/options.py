@@ -12,52 +12,56 @@ LEAST, MOST = 1e-6, 1e40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class PlanOptions:
     """A budget, what it may be spent on, and what is believed of losses."""
 
     gpu: tuple[str, ...] = ()
     """A device to rent, NAME:USD_PER_HOUR:TFLOPS; once for each."""
     budget_usd: Annotated[
-        float | None, parsing.without("--flops, or --days with --devices")
+        float | None, parsing.describe_default("--flops, or --days with --devices")
     ] = None
     """Money to spend."""
     flops: Annotated[
-        float | None, parsing.without("--budget-usd, or --days with --devices")
+        float | None, parsing.describe_default("--budget-usd, or --days with --devices")
     ] = None
     """Operations to spend, in place of money."""
     target_loss: Annotated[
-        float | None, parsing.without("--budget-usd, --flops, or --days with --devices")
+        float | None,
+        parsing.describe_default("--budget-usd, --flops, or --days with --devices"),
     ] = None
     """Loss to reach, in nats per token, with the smallest budget that does."""
     mfu: float = 0.4
     """Share of a device's peak that training reaches."""
     law: str = "lecture"
     """Published constants by name, or a fit.json, or the folder of a fit."""
-    group: Annotated[str | None, parsing.without("the only one")] = None
+    group: Annotated[str | None, parsing.describe_default("the only one")] = None
     """Of a fit with --by, the group whose law is taken."""
-    days: Annotated[float | None, parsing.without("no limit")] = None
+    days: Annotated[float | None, parsing.describe_default("no limit")] = None
     """How long training may take; the number of devices follows."""
-    devices: Annotated[int | None, parsing.without("as many as --days needs")] = None
+    devices: Annotated[
+        int | None, parsing.describe_default("as many as --days needs")
+    ] = None
     """How many devices; the duration follows. With --days, the budget."""
     count: Annotated[
         Literal["total", "non-embedding", "matmul", "active"] | None,
-        parsing.without("as in the fit, or total"),
+        parsing.describe_default("as in the fit, or total"),
     ] = None
     """Which parameters N counts."""
     inference_tokens: float = 0.0
     """Tokens that the model will read and write; the budget is to pay for them too."""
-    serve_mfu: Annotated[float | None, parsing.without("as --mfu")] = None
+    serve_mfu: Annotated[float | None, parsing.describe_default("as --mfu")] = None
     """Share of the peak that serving reaches."""
-    unique_tokens: Annotated[float | None, parsing.without("as many as are needed")] = (
-        None
-    )
+    unique_tokens: Annotated[
+        float | None, parsing.describe_default("as many as are needed")
+    ] = None
     """Tokens that there are; more are repetitions."""
     vocab_size: Annotated[
-        int | None, parsing.without("that of the sweep behind --law, or 32,000")
+        int | None,
+        parsing.describe_default("that of the sweep behind --law, or 32,000"),
     ] = None
     """Of the architecture."""
     sequence: Annotated[
-        int | None, parsing.without("that of the sweep behind --law, or 4,096")
+        int | None, parsing.describe_default("that of the sweep behind --law, or 4,096")
     ] = None
     """Tokens of a training sequence."""
     tie_embeddings: bool = False
@@ -70,7 +74,7 @@ class Options:
     plot: bool = False
     """Draw the figure."""
     out: Annotated[
-        Path | None, parsing.without("none, with --plot a new one under runs/")
+        Path | None, parsing.describe_default("none, with --plot a new one under runs/")
     ] = None
     """Folder for plan.json, architecture.json and the figure."""
 

@@ -4,17 +4,17 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.cli.plan.options import Options
+from experiments.cli.plan.options import PlanOptions
 from experiments.framework import Sheet, units
-from experiments.framework.report import numbered, paragraph
+from experiments.framework.report import numbered_list, paragraph
 from scaling.plan import Belief, Case, budgets
 from scaling.plan.pricing import DAY_S, HOUR_S
 
-type Told = dict[str, Any]
+type PlanDocument = dict[str, Any]
 """The document of a plan, or a part of it."""
 
 
-def sheets(options: Options, case: Case, told: Told) -> list[Sheet]:
+def sheets(options: PlanOptions, case: Case, told: PlanDocument) -> list[Sheet]:
     """Lays out the plan, and then the steps to it."""
     steps = [
         step._replace(title=f"{number}. {step.title}")
@@ -24,11 +24,11 @@ def sheets(options: Options, case: Case, told: Told) -> list[Sheet]:
     return [
         Sheet("plan", ("", ""), list(_plan(told))),
         *steps,
-        *([numbered("warnings", doubts)] if doubts else []),
+        *([numbered_list("warnings", doubts)] if doubts else []),
     ]
 
 
-def _plan(told: Told) -> Iterator[tuple[str, str]]:
+def _plan(told: PlanDocument) -> Iterator[tuple[str, str]]:
     level = f"{told['level']:.0%} interval"
     if told["device"] is not None:
         yield "device", told["device"]
@@ -39,9 +39,9 @@ def _plan(told: Told) -> Iterator[tuple[str, str]]:
         yield level, f"{low:.4g} to {most} FLOPs"
     yield (
         "parameters N",
-        f"{units.count(told['num_params'], '.4g', ' ')} ({told['count']})",
+        f"{units.format_count(told['num_params'], '.4g', ' ')} ({told['count']})",
     )
-    yield "tokens D", units.count(told["num_tokens"], ".4g", " ")
+    yield "tokens D", units.format_count(told["num_tokens"], ".4g", " ")
     yield "tokens per parameter", f"{told['tokens_per_param']:.3g}"
     yield "loss", f"{told['loss']:.4f} nats per token"
     if told["interval"] is not None:
@@ -58,7 +58,7 @@ def _plan(told: Told) -> Iterator[tuple[str, str]]:
         yield "duration", f"{told['duration_s'] / DAY_S:,.3g} days"
 
 
-def _steps(options: Options, case: Case, told: Told) -> Iterator[Sheet]:
+def _steps(options: PlanOptions, case: Case, told: PlanDocument) -> Iterator[Sheet]:
     if case.offers:
         yield _devices(case, told)
     yield paragraph("How many operations?", _operations(options, case))
@@ -75,7 +75,7 @@ def _steps(options: Options, case: Case, told: Told) -> Iterator[Sheet]:
         yield paragraph("How long?", _time(told))
 
 
-def _devices(case: Case, told: Told) -> Sheet:
+def _devices(case: Case, told: PlanDocument) -> Sheet:
     mfu, rows = case.mfu, []
     for x, offer in zip(told["devices"], case.offers, strict=True):
         rate, price, per_usd = x["flops_per_s"], x["usd_per_hour"], x["flops_per_usd"]
@@ -97,7 +97,7 @@ def _devices(case: Case, told: Told) -> Sheet:
     return Sheet("Which device?", heads, rows, note)
 
 
-def _operations(options: Options, case: Case) -> str:
+def _operations(options: PlanOptions, case: Case) -> str:
     flops, offer = case.flops, case.offer
     if options.flops is not None:
         return f"The budget is given: C = {flops:.4g} FLOPs."
@@ -122,7 +122,7 @@ def _operations(options: Options, case: Case) -> str:
     )
 
 
-def _division(case: Case, told: Told) -> str:
+def _division(case: Case, told: PlanDocument) -> str:
     free, searched = told["compute_optimum"], told["num_params_searched"]
     belief, p = case.belief, case.belief.powers
     a = p.beta / (p.alpha + p.beta)
@@ -145,7 +145,7 @@ def _division(case: Case, told: Told) -> str:
     return said
 
 
-def _serving(options: Options, case: Case, told: Told) -> Sheet:
+def _serving(options: PlanOptions, case: Case, told: PlanDocument) -> Sheet:
     served, serve = case.served, options.serve_mfu
     rows = []
     models = {
@@ -179,7 +179,7 @@ def _serving(options: Options, case: Case, told: Told) -> Sheet:
     return Sheet("And what serving costs?", heads, rows, note)
 
 
-def _repeating(case: Case, told: Told, unique: float) -> str:
+def _repeating(case: Case, told: PlanDocument, unique: float) -> str:
     if told["num_tokens"] <= unique:
         return f"The {unique:.4g} unique tokens are enough: nothing repeats."
     sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
@@ -197,7 +197,7 @@ def _repeating(case: Case, told: Told, unique: float) -> str:
     )
 
 
-def _loss(case: Case, told: Told) -> Sheet:
+def _loss(case: Case, told: PlanDocument) -> Sheet:
     p, confidence = case.belief.powers, told["interval"]
     sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
     terms = (
@@ -244,7 +244,7 @@ def _numbers(belief: Belief) -> str:
     )
 
 
-def _architecture(case: Case, told: Told) -> Sheet:
+def _architecture(case: Case, told: PlanDocument) -> Sheet:
     """Shows the design nearest to N with its counts and memory."""
     has, counts = told["architecture"], told["architecture"]["num_params"]
     width, mlp = has["hidden_size"], has["mlp_size"]
@@ -258,12 +258,12 @@ def _architecture(case: Case, told: Told) -> Sheet:
         ("parameters, total", f"{counts['total']:,}"),
         ("non-embedding", f"{counts['non_embedding']:,}"),
         ("matmul", f"{counts['matmul']:,}"),
-        ("training memory", units.size(told["memory_bytes"])),
-        ("K and V of a token", units.size(has["kv_bytes_per_token"])),
+        ("training memory", units.format_bytes(told["memory_bytes"])),
+        ("K and V of a token", units.format_bytes(has["kv_bytes_per_token"])),
     ]
     held = ""
     if has["min_devices"] is not None and case.offer is not None:
-        size = units.size(case.offer.memory_bytes)
+        size = units.format_bytes(case.offer.memory_bytes)
         held = f": at least {has['min_devices']} {case.offer.name} of {size}"
     note = (
         "Of all designs of Llama's kind on the grid, the nearest in "
@@ -285,7 +285,7 @@ def _as_fitted(case: Case) -> str:
     return f" As in the runs that were fitted: {', '.join(same)}." if same else ""
 
 
-def _exact(case: Case, told: Told) -> str:
+def _exact(case: Case, told: PlanDocument) -> str:
     """Says what 6 N D leaves out, and which design is best without it."""
     has, other, tokens = told["architecture"], told["exact_optimum"], told["num_tokens"]
     each = has["train_flops_per_token"]
@@ -311,7 +311,7 @@ def _exact(case: Case, told: Told) -> str:
     )
 
 
-def _time(told: Told) -> str:
+def _time(told: PlanDocument) -> str:
     """Says how long training takes, on how many devices."""
     device_s, number, duration_s = (
         told[name] for name in ("device_s", "num_devices", "duration_s")
@@ -328,12 +328,12 @@ def _time(told: Told) -> str:
     )
 
 
-def _counted(told: Told, design: str) -> int:
+def _counted(told: PlanDocument, design: str) -> int:
     """Parameters of a design, those that N counts."""
     return told[design]["num_params"][told["count"].replace("-", "_")]
 
 
-def _short(shape: Told) -> str:
+def _short(shape: PlanDocument) -> str:
     """Names a design in a line."""
     return (
         f"{shape['num_layers']} layers x {shape['hidden_size']:,}, "

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from experiments.cli import parsing
 from experiments.cli.console import interrupts, terminal
-from experiments.cli.run import Output
+from experiments.cli.run import CommandOutput
 from experiments.framework import Sheet, config_json, units
 from experiments.harness import sweep_tables
 from jaxkv import files, parallel
@@ -36,17 +36,19 @@ MODEL = "model"
 class TrainOptions:
     """What `train` takes beside its config."""
 
-    out: Annotated[Path | None, parsing.without("runs/train-CONFIG")] = None
+    out: Annotated[Path | None, parsing.describe_default("runs/train-CONFIG")] = None
     """Folder of the run. A run that is there goes on."""
-    max_seconds: Annotated[float, parsing.without("no end", parsing.MAX_SECONDS)] = (
-        math.inf
+    max_seconds: Annotated[
+        float, parsing.describe_default("no end", parsing.MAX_SECONDS)
+    ] = math.inf
+    parallel: Annotated[str | None, parsing.describe_default("as the config says")] = (
+        None
     )
-    parallel: Annotated[str | None, parsing.without("as the config says")] = None
     """How steps are divided over devices, as `jaxkv cost` has it: tp=2,pp=2,dp=2. A CPU
     counts as many as are asked for. A run goes on under another layout, or in another
     number of processes: parameters are restored bit for bit, and later losses agree to
     a relative 2e-3, at a learning rate near divergence to 5e-2."""
-    zero: Annotated[int | None, parsing.without("as the config says")] = None
+    zero: Annotated[int | None, parsing.describe_default("as the config says")] = None
     """1: devices that have the same parameters divide the optimizer's moments."""
     resume: Literal["last", "previous"] = "last"
     """The checkpoint to go on from: `last` refuses a damaged one; `previous` takes the
@@ -59,26 +61,28 @@ class TrainOptions:
 class SweepOptions:
     """What `sweep` takes beside its config."""
 
-    out: Annotated[Path | None, parsing.without("runs/sweep-CONFIG")] = None
+    out: Annotated[Path | None, parsing.describe_default("runs/sweep-CONFIG")] = None
     """Folder of the runs. If it holds some of them, the others are made."""
     executor: Annotated[
-        Literal["local", "ray"] | None, parsing.without("as the config says: local")
+        Literal["local", "ray"] | None,
+        parsing.describe_default("as the config says: local"),
     ] = None
     """In this process, or on a Ray cluster."""
     mode: Annotated[
-        Literal["auto", "loop", "vmap"] | None, parsing.without("as the config says")
+        Literal["auto", "loop", "vmap"] | None,
+        parsing.describe_default("as the config says"),
     ] = None
     """Runs of one model one after another or side by side; auto times both."""
-    max_seconds: Annotated[float, parsing.without("no end", parsing.MAX_SECONDS)] = (
-        math.inf
-    )
+    max_seconds: Annotated[
+        float, parsing.describe_default("no end", parsing.MAX_SECONDS)
+    ] = math.inf
     keep_models: bool = False
     """Keep the trained models."""
     print_config: bool = False
     """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
 
 
-def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
+def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
     """Reads a config.
 
     Args:
@@ -98,12 +102,12 @@ def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
     return config_json.config_loads(config_type, files.read_text(path), name)
 
 
-def _printed(config: Any) -> Output:
+def _printed(config: Any) -> CommandOutput:
     text = config_json.config_dumps(config)
-    return Output(json.loads(text), [], [text])
+    return CommandOutput(json.loads(text), [], [text])
 
 
-def train(name: str, options: TrainOptions) -> Output:
+def train_model(name: str, options: TrainOptions) -> CommandOutput:
     """Trains a model, or goes on where its folder stands.
 
     Args:
@@ -118,7 +122,7 @@ def train(name: str, options: TrainOptions) -> Output:
     Raises:
       ValueError: there is no such config, or `training.train` refuses it.
     """
-    config = find(name, TrainConfig, TRAININGS)
+    config = find_config(name, TrainConfig, TRAININGS)
     layout = config.how.layout
     if options.parallel is not None:
         layout = parallelism.parse(options.parallel, zero=layout.zero)
@@ -172,17 +176,21 @@ def train(name: str, options: TrainOptions) -> Output:
                 document["model"] = _save(config, out / MODEL, result.params)
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
-    stopped = bars.status or interrupts.AGAIN
+    stopped = bars.status or interrupts.RESUMABLE
     if result.status == "stopped":
         asked = processes.gather(bars.status)
-        stopped = bars.status or next(filter(None, asked), interrupts.AGAIN)
+        stopped = bars.status or next(filter(None, asked), interrupts.RESUMABLE)
         why = bars.reason if bars.status else "another process was stopped"
         lines = [f"{why}; the same command goes on"]
     if result.status == "diverged":
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
-    rows = [units.named(key, value) for key, value in document.items() if key != "out"]
+    rows = [
+        units.format_named(key, value)
+        for key, value in document.items()
+        if key != "out"
+    ]
     status = {"done": 0, "stopped": stopped, "diverged": 1}[result.status]
-    return Output(document, [Sheet("run", ("", ""), rows)], lines, status)
+    return CommandOutput(document, [Sheet("run", ("", ""), rows)], lines, status)
 
 
 def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path | None:
@@ -204,7 +212,7 @@ def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path
     return folder
 
 
-def sweep(name: str, options: SweepOptions) -> Output:
+def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
     """Carries out a sweep, or what its folder lacks.
 
     Args:
@@ -218,7 +226,7 @@ def sweep(name: str, options: SweepOptions) -> Output:
     Raises:
       ValueError: there is no such config, or `sweep.sweep` refuses it.
     """
-    config = find(name, SweepConfig, SWEEPS)
+    config = find_config(name, SweepConfig, SWEEPS)
     given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}
     config = dataclasses.replace(config, **{x: y for x, y in given.items() if y})
     if options.print_config:
@@ -229,7 +237,7 @@ def sweep(name: str, options: SweepOptions) -> Output:
         return f"interrupted at once; the runs that ended are in {out}"
 
     with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
-        outcome = sweep_tables.run(config, out, bars)
+        outcome = sweep_tables.run_sweep(config, out, bars)
     document = {
         "log": outcome.log,
         "completed": outcome.num("done"),
@@ -245,12 +253,12 @@ def sweep(name: str, options: SweepOptions) -> Output:
     if outcome.is_stopped:
         lines.insert(0, f"{bars.reason}; the same command goes on")
     status = bars.status if outcome.is_stopped else 0
-    return Output(document, _sheets(document, outcome.records), lines, status)
+    return CommandOutput(document, _sheets(document, outcome.records), lines, status)
 
 
 def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[Sheet]:
     """Counts, and a line for each cell with its best run."""
-    counts = [(name, units.cell(value)) for name, value in document.items()]
+    counts = [(name, units.format_number(value)) for name, value in document.items()]
     rows = []
     for cell in dict.fromkeys(record["cell"] for record in records):
         mine = [r for r in records if r["cell"] == cell]
@@ -263,7 +271,7 @@ def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[She
                 f"{best['num_tokens']:,}",
                 f"{best['flops']:.3g}",
                 f"{best['learning_rate']:.3g}",
-                sweep_tables.cell(mine),
+                sweep_tables.format_best_loss(mine),
                 f"{len(mine)}",
             )
         )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, beside, ours
+from experiments.framework import Measurement, ReportPart, Sheet, claims_file, measured
 from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.models import transformer
@@ -144,16 +144,18 @@ def _kept(model: ModelConfig, sequence: int, batch: int) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
-@beside(__file__).judges
-def claims(result: list[dict[str, Any]]) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: list[dict[str, Any]]) -> Iterator[Measurement]:
     """Holds the formulas against what was counted."""
     for row in result:
-        yield ours("parameters", row["params"], published=row["params_jax"], **row)
+        yield measured("parameters", row["params"], published=row["params_jax"], **row)
         for what in ("forward", "training"):
             name = f"{what}_flops"
             counted = row[f"{name}_xla"]
-            yield ours("operations", row[name], published=counted, what=what, **row)
-        yield ours("kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row)
+            yield measured("operations", row[name], published=counted, what=what, **row)
+        yield measured(
+            "kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row
+        )
 
 
 PAIRS = {
@@ -165,22 +167,22 @@ PAIRS = {
 """Formula and count of a row."""
 
 
-def ratio(row: dict[str, Any], what: str) -> float:
+def formula_over_count(row: dict[str, Any], what: str) -> float:
     """The formula over the count, of one of `PAIRS`."""
     formula, count = PAIRS[what]
     return row[formula] / row[count]
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Puts formulas beside counts."""
     rows = [
         (
             row["family"],
             f"{row['params']:,}",
-            f"{ratio(row, 'forward'):.4f}",
-            f"{ratio(row, 'training'):.4f}",
+            f"{formula_over_count(row, 'forward'):.4f}",
+            f"{formula_over_count(row, 'training'):.4f}",
             f"{row['kept_bytes']:,}",
-            f"{ratio(row, 'kept'):.4f}",
+            f"{formula_over_count(row, 'kept'):.4f}",
             f"{row['xla_temporary_bytes']:,}",
         )
         for row in result
@@ -205,15 +207,15 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     places, off = np.arange(len(PAIRS)), [0.0]
     for i, (row, (color, marker)) in enumerate(zip(result, LOOKS, strict=False)):
         shift = (i - (len(result) - 1) / 2) * 0.14
-        ratios = [100 * ratio(row, what) for what in PAIRS]
+        ratios = [100 * formula_over_count(row, what) for what in PAIRS]
         look = {"marker": marker, "linestyle": "", "markersize": 7}
-        style.curve(ax, places + shift, ratios, color, row["family"], **look)
+        style.draw_curve(ax, places + shift, ratios, color, row["family"], **look)
         off += [abs(x - 100) for x in ratios]
     ax.axhspan(98, 102, color="0.93", zorder=0)
-    style.reference(ax, 100, "equal")
+    style.draw_reference_line(ax, 100, "equal")
     ax.set_xticks(places, [NAMES.get(what, what) for what in PAIRS])
     title = f"The formulas are within {max(off):.1f} % of what XLA counts"
-    style.titled(ax, title, "", "formula / count [%]", ylim=(96, 104))
+    style.set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
     ax.legend()
 
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, Record, Table, column
+from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import lengths
@@ -48,7 +48,7 @@ class Config:
         validation.at_least(self, "tokens", "prompt_tokens", "answer_tokens")
 
 
-class Latencies(Record):
+class LatencyBounds(ResultRecord):
     """Bounds of the table's models, an entry each."""
 
     model: np.ndarray = column("names")
@@ -73,7 +73,7 @@ class Latencies(Record):
         return self.bound_s / self.lecture_s
 
 
-class Requests(Record):
+class RequestRates(ResultRecord):
     """Requests a second of LLaMA-13B on one GPU."""
 
     alone: float = column("at most, one request at a time")
@@ -81,7 +81,7 @@ class Requests(Record):
     batch: int = column("how many fit")
 
 
-class Kept(Record):
+class CacheSizes(ResultRecord):
     """What keys and values weigh."""
 
     small: float = column("bytes a token of LLaMA-7B")
@@ -91,7 +91,7 @@ class Kept(Record):
     tokens_70b: float = column("tokens whose K and V fit beside them on four")
 
 
-class Growth(Table):
+class AttentionGrowth(ResultTable):
     """Operations of attention's scores and values, and of all products, of LLaMA-7B."""
 
     length: Ints = column("tokens generated")
@@ -101,15 +101,15 @@ class Growth(Table):
     all_with: Floats = column("every product, keys and values kept")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """All of it."""
 
     device: str = column("the GPU")
     ridge: float = column("its operations per byte")
-    latencies: Latencies = column("of the lecture's table")
-    requests: Requests = column("of one GPU")
-    kept: Kept = column("in its memory")
-    growth: Growth = column("with the tokens generated")
+    latencies: LatencyBounds = column("of the lecture's table")
+    requests: RequestRates = column("of one GPU")
+    kept: CacheSizes = column("in its memory")
+    growth: AttentionGrowth = column("with the tokens generated")
     intensity: np.ndarray = column(
         "operations per byte of decoding LLaMA-7B, by `CONTEXTS` and `BATCHES`"
     )
@@ -131,7 +131,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         ridge=device.ridge(),
         latencies=_latencies(device, config.tokens),
         requests=_requests(device, config),
-        kept=Kept(
+        kept=CacheSizes(
             small=float(serving.kv_bytes_per_token(llama)),
             large=float(serving.kv_bytes_per_token(published.describe("llama-13b"))),
             request=float(serving.kv_bytes_of(published.describe("opt-13b"), 2048)),
@@ -143,12 +143,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _latencies(device: Device, tokens: int) -> Latencies:
+def _latencies(device: Device, tokens: int) -> LatencyBounds:
     shapes = [published.describe(name) for name in QUOTED]
     weights = [2 * parameters.parameters(shape).total for shape in shapes]
     used = np.array([num for num, _ in QUOTED.values()])
     alone = np.array([_generation_s(shape, device, tokens) for shape in shapes])
-    return Latencies(
+    return LatencyBounds(
         model=np.array([*QUOTED]),
         weight_bytes=np.array(weights, np.float64),
         num_devices=np.array([math.ceil(x / device.memory_bytes) for x in weights]),
@@ -175,14 +175,14 @@ def _generation_s(
     return tokens * (first.time_s + last.time_s) / 2
 
 
-def _requests(device: Device, config: Config) -> Requests:
+def _requests(device: Device, config: Config) -> RequestRates:
     model = published.describe("llama-13b")
     alone = _generation_s(model, device, config.answer_tokens, config.prompt_tokens)
     # On average a request has its prompt and half of its answer.
     kept = round(config.prompt_tokens + config.answer_tokens / 2)
     batch = serving.max_batch(model, device, context=kept)
     if not batch:
-        return Requests(1 / alone, 0.0, 0)
+        return RequestRates(1 / alone, 0.0, 0)
     step = serving.decode(model, batch=batch, context=kept)
     step_s = serving.roofline(step, device).time_s
     prompt = serving.prefill(
@@ -190,10 +190,10 @@ def _requests(device: Device, config: Config) -> Requests:
     )
     prompt_s = serving.roofline(prompt, device).time_s
     each_s = config.answer_tokens * step_s / batch + prompt_s
-    return Requests(1 / alone, 1 / each_s, batch)
+    return RequestRates(1 / alone, 1 / each_s, batch)
 
 
-def _growth(llama: Description) -> Growth:
+def _growth(llama: Description) -> AttentionGrowth:
     one = flops.forward(llama, sequence=1)
     each = sum(x.flops for x in one if x.growth == "s")
     pair = sum(x.flops for x in one if x.growth == "s^2") / 2
@@ -202,7 +202,7 @@ def _growth(llama: Description) -> Growth:
     fed = np.array([t * (t + 1) / 2 for t in LENGTHS])
     with_cache = [flops.decode(llama, context=1, steps=t) for t in LENGTHS]
     scores = [sum(x.flops for x in terms if x.growth == "s^2") for terms in with_cache]
-    return Growth(
+    return AttentionGrowth(
         length=np.array(LENGTHS),
         scores_without=without,
         scores_with=np.array(scores, np.float64),

@@ -6,8 +6,8 @@ from typing import Any
 from experiments.counting.lecture_numbers.bounds import (
     BATCHES,
     CONTEXTS,
-    Growth,
-    Latencies,
+    AttentionGrowth,
+    LatencyBounds,
     Result,
 )
 from experiments.plotting import style
@@ -21,27 +21,27 @@ def plot(axes: Any, result: Result) -> None:
     _intensity(intensity, result)
 
 
-def _latencies(ax: Any, found: Latencies) -> None:
+def _latencies(ax: Any, found: LatencyBounds) -> None:
     """The quoted latency of every model over the bound, and the bound's share."""
     places, shares = range(len(found.model)), []
-    style.curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
-    style.curve(ax, places, found.bound_s, 5, "bound by bandwidth", linestyle="")
+    style.draw_curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
+    style.draw_curve(ax, places, found.bound_s, 5, "bound by bandwidth", linestyle="")
     for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
         ax.plot([x, x], [low, high], color="0.7", linewidth=1, zorder=0)
         shares.append(100 * low / high)
         at = x, math.sqrt(low * high)
-        style.note(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
+        style.annotate(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
     names = [str(name).removeprefix("gpt3-") for name in found.model]
     ax.set_xticks(places, [name.upper() for name in names])
     title = f"Quoted latencies use {min(shares):.0f} to {max(shares):.0f} % "
     title += "of the bandwidth"
     y = f"time of {found.tokens} tokens [s]"
-    style.titled(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.legend()
 
 
-def _growth(ax: Any, growth: Growth) -> None:
+def _growth(ax: Any, growth: AttentionGrowth) -> None:
     """Operations with a cache and without, of all and of attention alone."""
     for values, label, name, line in (
         (growth.all_without, "all, without", "without the cache", "-"),
@@ -50,12 +50,12 @@ def _growth(ax: Any, growth: Growth) -> None:
         (growth.scores_with, "attention, with", "with the cache", ":"),
     ):
         look = {"linestyle": line, "markersize": 3}
-        style.curve(ax, growth.length, values, name, f"{label} cache", **look)
-    style.powers_of_two(ax)
+        style.draw_curve(ax, growth.length, values, name, f"{label} cache", **look)
+    style.use_powers_of_two(ax)
     saved = growth.all_without[-1] / growth.all_with[-1]
     title = f"LLaMA-7B: a cache saves {saved:,.0f}-fold at {growth.length[-1]:,} tokens"
     x, y = "tokens generated [tokens]", "operations [FLOP]"
-    style.titled(ax, title, x, y, yscale="log")
+    style.set_labels(ax, title, x, y, yscale="log")
     ax.set_xticks([x for x in growth.length if math.log2(x) % 2 == 0])
     ax.legend()
 
@@ -67,9 +67,9 @@ def _intensity(ax: Any, result: Result) -> None:
         look = {"marker": marks[i % 4], "markersize": 3}
         color = (5, 1, 6, 3)[i % 4]
         label = f"{context:,} token{'s' * (context > 1)} kept"
-        style.curve(ax, BATCHES, result.intensity[i], color, label, **look)
-    style.ridge(ax, result.device, result.ridge)
-    style.powers_of_two(ax)
+        style.draw_curve(ax, BATCHES, result.intensity[i], color, label, **look)
+    style.draw_ridge(ax, result.device, result.ridge)
+    style.use_powers_of_two(ax)
     bound = [
         c
         for c, x in zip(CONTEXTS, result.intensity, strict=True)
@@ -80,7 +80,7 @@ def _intensity(ax: Any, result: Result) -> None:
         title = f"LLaMA-7B: with {min(bound):,} tokens kept no batch escapes "
         title += "the memory bound"
     x, y = "batch [sequences]", "intensity [FLOP/byte]"
-    style.titled(ax, title, x, y, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, x, y, yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.set_xticks([x for x in BATCHES if math.log2(x) % 2 == 0])
     ax.legend()

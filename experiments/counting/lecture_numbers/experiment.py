@@ -13,20 +13,31 @@ from typing import Any
 
 from experiments.counting.lecture_numbers import bounds, drawing
 from experiments.counting.lecture_numbers.bounds import Config, Result
-from experiments.framework import Ours, Part, Sheet, beside, ours, report, table, units
+from experiments.framework import (
+    Measurement,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+    report,
+    table,
+    units,
+)
 
 PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 3.0)
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}
 run, plot = bounds.run, drawing.plot
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[Measurement]:
     """Holds every quoted figure against its bound."""
     latencies, requests, kept = result.latencies, result.requests, result.kept
     need, weights = latencies.num_devices.tolist(), latencies.weight_bytes.tolist()
-    largest, filled_gb = units.size(weights[0]), weights[0] / 9e9
-    yield ours("gpt3_175b", need[0], weights=largest, need=need[0], filled_gb=filled_gb)
+    largest, filled_gb = units.format_bytes(weights[0]), weights[0] / 9e9
+    yield measured(
+        "gpt3_175b", need[0], weights=largest, need=need[0], filled_gb=filled_gb
+    )
     for row in latency_rows(result):
         bound, quoted, used = row["bound_s"], row["lecture_s"], row["cards_used"]
         words: dict[str, Any] = {
@@ -38,16 +49,16 @@ def claims(result: Result) -> Iterator[Ours]:
             "least": math.ceil(row["in_turn_s"] / quoted),
         }
         name = "latency" if used == 1 else "latency_of_several"
-        yield ours(name, bound, published=quoted, **words)
-    yield ours("one_each", max(need[1:]), weights=units.size(weights[1]))
+        yield measured(name, bound, published=quoted, **words)
+    yield measured("one_each", max(need[1:]), weights=units.format_bytes(weights[1]))
     together = requests.together
     share = f"{100 / together:.0f} %" if together else "no share"
     words = {"batch": requests.batch, "share": share, "alone": requests.alone}
-    yield ours("several_at_a_time", together, **words)
-    yield ours("llama_70b", kept.devices_70b, tokens=kept.tokens_70b)
-    yield ours("token_of_7b", kept.small / 1e6)
-    yield ours("token_of_13b", kept.large / 1e6)
-    yield ours("request", kept.request / 2**30, gb=kept.request / 1e9)
+    yield measured("several_at_a_time", together, **words)
+    yield measured("llama_70b", kept.devices_70b, tokens=kept.tokens_70b)
+    yield measured("token_of_7b", kept.small / 1e6)
+    yield measured("token_of_13b", kept.large / 1e6)
+    yield measured("request", kept.request / 2**30, gb=kept.request / 1e9)
     growth = result.growth
     before, last = growth.length[-2:].tolist()
     for what, values, exponent in (
@@ -56,13 +67,13 @@ def claims(result: Result) -> Iterator[Ours]:
     ):
         found = math.log2(values[-1] / values[-2])
         said: dict[str, Any] = {"what": what, "before": before, "last": last}
-        yield ours("growth", found, published=exponent, **said)
+        yield measured("growth", found, published=exponent, **said)
 
 
 def latency_rows(result: Result) -> list[dict[str, Any]]:
     """The table of latencies, a row for each model."""
     found = result.latencies
-    return table.by_row(
+    return table.to_rows(
         {
             "model": found.model,
             "weight_bytes": found.weight_bytes,
@@ -84,22 +95,22 @@ def metrics(result: Result) -> dict[str, Any]:
         "requests_per_s_alone": result.requests.alone,
         "requests_per_s_together": result.requests.together,
         "requests_together": result.requests.batch,
-        **table.parts(result.kept),
+        **table.field_values(result.kept),
         "latencies": latency_rows(result),
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Lays out the table of latencies, and answers the spoken questions."""
     heads = ("model", "weights", "GPUs", "bound", "lecture", "implied")
     rows = [
         (
             row["model"],
-            units.size(row["weight_bytes"]),
+            units.format_bytes(row["weight_bytes"]),
             f"{row['cards_used']}",
-            units.seconds(row["bound_s"]),
-            units.seconds(row["lecture_s"]),
-            units.share(row["implied_share"]),
+            units.format_seconds(row["bound_s"]),
+            units.format_seconds(row["lecture_s"]),
+            units.format_percent(row["implied_share"]),
         )
         for row in latency_rows(result)
     ]
@@ -109,11 +120,11 @@ def summary(result: Result) -> list[Part]:
         f"({result.device}). Implied: the share of that bandwidth which the lecture's "
         "time means."
     )
-    spoken = [report.paragraph(*pair) for pair in answers(result).items()]
+    spoken = [report.paragraph(*pair) for pair in spoken_answers(result).items()]
     return [Sheet("one request", heads, rows, note), *spoken]
 
 
-def answers(result: Result) -> dict[str, str]:
+def spoken_answers(result: Result) -> dict[str, str]:
     """Answers what the lectures ask aloud, by question."""
     growth, ridge = result.growth, result.ridge
     begun, short, long = (row[6] for row in result.intensity)

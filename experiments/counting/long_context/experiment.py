@@ -13,15 +13,15 @@ from typing import Any
 from experiments.framework import (
     Floats,
     Ints,
-    Ours,
-    Record,
-    Table,
+    Measurement,
+    ResultRecord,
+    ResultTable,
     Texts,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
 )
-from experiments.harness import divided_steps
+from experiments.harness import sharded_steps
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import ModelConfig
@@ -29,9 +29,9 @@ from jaxkv.progress import QUIET, Progress
 from scaling.costs import parallelism
 from scaling.training import meshes
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 PANELS = (1, 2)
-ALONE = "one device"
+ONE_DEVICE = "one device"
 """The name of the way that divides nothing."""
 
 
@@ -92,7 +92,7 @@ CONFIGS = {
 }
 
 
-class Ways(Table):
+class SequenceLayouts(ResultTable):
     """Sequences and ways to divide them, a row each; all of one device."""
 
     layout: Texts = column("as `jaxkv cost` takes it, or one device")
@@ -107,10 +107,10 @@ class Ways(Table):
     found_bytes: Floats = column("by the programs' collectives", heading="found")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was counted."""
 
-    ways: Ways = column(
+    ways: SequenceLayouts = column(
         "a row for each sequence and layout",
         heading="a device's part of a training step of one sequence",
         note="Kept: by XLA's plan of the program's memory. What is sent beside "
@@ -125,22 +125,28 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     rows = []
     for words, size in progress.track(jobs, "programs", "compiling"):
         layout = parallelism.parse(words)
-        found = divided_steps.counted(config.shape, layout, batch=1, sequence=size)
-        sent = divided_steps.sent(config.shape, layout, batch=1, sequence=size)
+        found = sharded_steps.count_compiled(
+            config.shape, layout, batch=1, sequence=size
+        )
+        sent = sharded_steps.predicted_traffic(
+            config.shape, layout, batch=1, sequence=size
+        )
         both = [(x.scheme, x.forward + x.backward) for x in sent]
         own = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
         total = sum(x for _, x in both)
-        name = words or ALONE
+        name = words or ONE_DEVICE
         rows.append((name, size, found.kept_bytes, own, total, found.sent_bytes))
-    return Result(Ways.of(rows))
+    return Result(SequenceLayouts.of(rows))
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[Measurement]:
     """Holds the formulas against the programs."""
     for row in result.ways.rows():
         words = {name: row[name] for name in ("layout", "sequence")}
-        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
+        yield measured(
+            "bytes", row["sent_bytes"], published=row["found_bytes"], **words
+        )
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -149,15 +155,15 @@ def plot(axes: Any, result: Result) -> None:
     for name in ways.distinct("layout"):
         mine = ways.where(layout=name)
         # The name under which a layout has its colour.
-        system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ALONE
-        style.curve(kept, mine.sequence, mine.kept_bytes / 1e9, system, name)
+        system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ONE_DEVICE
+        style.draw_curve(kept, mine.sequence, mine.kept_bytes / 1e9, system, name)
         if mine.attention_bytes.any():
             size = mine.attention_bytes / 1e9
-            style.curve(sent, mine.sequence, size, system, name)
+            style.draw_curve(sent, mine.sequence, size, system, name)
     log: Any = {"xscale": "log", "yscale": "log"}
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
-    whole = longest.where(layout=ALONE).kept_bytes
-    divided = longest.at(longest.layout != ALONE)
+    whole = longest.where(layout=ONE_DEVICE).kept_bytes
+    divided = longest.at(longest.layout != ONE_DEVICE)
     titles = ["Memory kept by a device", "Sent by a device for attention"]
     if len(divided):
         if len(whole):
@@ -173,9 +179,9 @@ def plot(axes: Any, result: Result) -> None:
     x = "length of a sequence [1,024 tokens]"
     labels = ("kept by a device [GB]", "sent by a device [GB]")
     for ax, title, y in zip(axes, titles, labels, strict=True):
-        style.titled(ax, title, x, y, **log)
+        style.set_labels(ax, title, x, y, **log)
         ax.set_xticks(shown := list(ways.distinct("sequence")))
         ax.set_xticks([], minor=True)
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
-        style.plain_log(ax.yaxis)
+        style.label_log_axis(ax.yaxis)
         ax.legend()

@@ -16,17 +16,17 @@ import numpy as np
 from experiments.framework import (
     Floats,
     Ints,
-    Ours,
-    Part,
-    Record,
-    Table,
+    Measurement,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
     Texts,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
 )
-from experiments.framework.table import shown
-from experiments.harness import divided_steps
+from experiments.framework.table import computed_column
+from experiments.harness import sharded_steps
 from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.models import ModelConfig
@@ -35,7 +35,7 @@ from scaling.costs import flops, memory, parallelism
 from scaling.shapes import from_model, published
 from scaling.training import meshes
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ CONFIGS = {
 }
 
 
-class Ways(Table):
+class LayoutCosts(ResultTable):
     """Ways to divide the model, a row each; all but the devices are of one device."""
 
     layout: Texts = column("as `jaxkv cost` takes it")
@@ -119,13 +119,13 @@ class Ways(Table):
     flops_found: Floats = column("that XLA counts", heading="counted")
 
     @property
-    @shown(heading="counted / formula", form="{:.3f}")
+    @computed_column(heading="counted / formula", form="{:.3f}")
     def flops_ratio(self) -> np.ndarray:
         """Operations that XLA counts, over those of the formula."""
         return self.flops_found / self.flops
 
 
-class Parts(Table):
+class SentBytes(ResultTable):
     """What is sent, kind by kind, by the formulas."""
 
     layout: Texts = column("as `jaxkv cost` takes it")
@@ -134,11 +134,11 @@ class Parts(Table):
     backward_bytes: Floats = column("in the backward pass", heading="backward")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was counted."""
 
-    ways: Ways = column("a row for each layout")
-    parts: Parts = column("what is sent")
+    ways: LayoutCosts = column("a row for each layout")
+    parts: SentBytes = column("what is sent")
     num_layers: int = column("of the whole model")
     model: str = column("whose shape it is")
 
@@ -151,14 +151,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         layout = parallelism.parse(words)
         sizes: Any = {"batch": config.batch, "sequence": config.sequence}
         one, two = (
-            divided_steps.counted(config.shape(num), layout, **sizes)[:3]
+            sharded_steps.count_compiled(config.shape(num), layout, **sizes)[:3]
             for num in (1, 2)
         )
         whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
         model = config.shape(num_layers)
         shape, sent = (
             from_model.describe(model),
-            divided_steps.sent(model, layout, **sizes),
+            sharded_steps.predicted_traffic(model, layout, **sizes),
         )
         formulas = (
             float(sum(memory.most_held(shape, layout))),
@@ -173,10 +173,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 sum(getattr(x, way) for x in mine) for way in ("forward", "backward")
             )
             parts.append((words, scheme, *both))
-    return Result(Ways.of(rows), Parts.of(parts), num_layers, config.model)
+    return Result(LayoutCosts.of(rows), SentBytes.of(parts), num_layers, config.model)
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: what a device has, sends and computes; and what it sends for what."""
     what = f"{result.model}, {result.num_layers} layers"
     return [
@@ -202,14 +202,16 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[Measurement]:
     """Holds the formulas against the programs."""
     for row in result.ways.rows():
         words = {"layout": row["layout"]}
-        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
-        yield ours("params", row["params"], published=row["params_given"], **words)
-        yield ours("flops", row["flops"], published=row["flops_found"], **words)
+        yield measured(
+            "bytes", row["sent_bytes"], published=row["found_bytes"], **words
+        )
+        yield measured("params", row["params"], published=row["params_given"], **words)
+        yield measured("flops", row["flops"], published=row["flops_found"], **words)
 
 
 def plot(ax: Any, result: Result) -> None:
@@ -221,15 +223,17 @@ def plot(ax: Any, result: Result) -> None:
         here = parts.where(scheme=scheme)
         rows = [place[name] for name in here.layout]
         size = (here.forward_bytes + here.backward_bytes) / 1e9
-        look: Any = {"left": left[rows], "label": scheme} | systems.look(scheme).bar
+        look: Any = {"left": left[rows], "label": scheme} | systems.system_style(
+            scheme
+        ).bar
         ax.barh(rows, size, 0.62, **look)
         left[rows] += size
     found = ways.found_bytes / 1e9
     look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}
     label = "counted in the compiled program"
-    style.curve(ax, found, [*place.values()], 0, label, **look)
+    style.draw_curve(ax, found, [*place.values()], 0, label, **look)
     for i, value in enumerate(found):
-        style.note(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
+        style.annotate(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
     ax.set_yticks([*place.values()], [*place])
     ax.tick_params(axis="y", length=0)
     ax.margins(x=0.1)
@@ -241,5 +245,5 @@ def plot(ax: Any, result: Result) -> None:
         least, most = names[int(found.argmin())], names[int(found.argmax())]
         title = f"{least} sends least, {found.min():.1f} GB a step; "
         title += f"{most} sends {found.max() / found.min():.0f} times as much"
-    style.titled(ax, title, "sent by a device in a step [GB]", "")
+    style.set_labels(ax, title, "sent by a device in a step [GB]", "")
     ax.legend()

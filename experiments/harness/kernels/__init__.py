@@ -2,12 +2,12 @@
 
 from experiments.harness.kernels.calls import MAX_ERROR as MAX_ERROR
 from experiments.harness.kernels.calls import Implementation as Implementation
-from experiments.harness.kernels.calls import Run as Run
+from experiments.harness.kernels.calls import KernelRun as KernelRun
 
 __all__ = [
     "MAX_ERROR",
     "Implementation",
-    "Run",
+    "KernelRun",
     "calls",
     "runs",
 ]

@@ -11,7 +11,7 @@ MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest error, by type, with which an answer counts as one."""
 
 
-class Run(NamedTuple):
+class KernelRun(NamedTuple):
     """An implementation on a shape.
 
     Attributes:
@@ -47,7 +47,7 @@ class Implementation(NamedTuple):
 
     name: str
     is_peer: bool
-    prepare: Callable[[Any], Run]
+    prepare: Callable[[Any], KernelRun]
     share: float = 1.0
 
 
@@ -55,11 +55,11 @@ def make_run(
     problem: Problem | GroupedProblem,
     function: Callable[..., Any],
     turns: Sequence[tuple[Any, ...]],
-) -> Run:
+) -> KernelRun:
     """Makes a run of a function that is jitted, and of its arguments in every turn."""
     jitted = jax.jit(function)
 
     def call(index: int) -> jax.Array:
         return jitted(*turns[index % len(turns)])
 
-    return Run(call, lambda: problem.error(call(0)))
+    return KernelRun(call, lambda: problem.error(call(0)))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness.kernels import calls
-from experiments.harness.kernels.calls import Run
+from experiments.harness.kernels.calls import KernelRun
 from pallas_kernels import devices
 from pallas_kernels.bench import GroupedProblem, Problem, Spec
 
@@ -21,7 +21,7 @@ MAX_BYTES = 12_000_000_000
 """Scores, or products of all rows with all experts, that a peer may have to hold."""
 
 
-def gather_and_sum(problem: Problem) -> Run:
+def gather_and_sum(problem: Problem) -> KernelRun:
     """Gathers all pages of all sequences and sums, as one would write it."""
     spec, length = problem.spec, problem.page_ids.shape[2] * problem.spec.page_size
     _limit_scores(spec, length)
@@ -37,7 +37,7 @@ def gather_and_sum(problem: Problem) -> Run:
     return calls.make_run(problem, attend, turns)
 
 
-def contiguous(implementation: Any, problem: Problem) -> Run:
+def contiguous(implementation: Any, problem: Problem) -> KernelRun:
     """`jax.nn.dot_product_attention` on keys and values without pages."""
     spec, heads = problem.spec, problem.spec.heads
     length = int(problem.lengths().max())
@@ -66,7 +66,7 @@ def contiguous(implementation: Any, problem: Problem) -> Run:
     return calls.make_run(problem, attend, _without_pages(problem, length, 2, mask))
 
 
-def head_major(problem: Problem) -> Run:
+def head_major(problem: Problem) -> KernelRun:
     """Two products on keys and values without pages, each head's side by side."""
     spec, length = problem.spec, int(problem.lengths().max())
     _limit_scores(spec, length)
@@ -77,7 +77,7 @@ def head_major(problem: Problem) -> Run:
     return calls.make_run(problem, attend, _without_pages(problem, length, 1, mask))
 
 
-def triton(problem: Problem) -> Run:
+def triton(problem: Problem) -> KernelRun:
     """The paged attention of jax itself, deprecated: pages lie head after head."""
     spec = problem.spec
     _ask_for_gpu("Triton needs a GPU")
@@ -102,13 +102,15 @@ def triton(problem: Problem) -> Run:
     return calls.make_run(problem, attend, turns)
 
 
-def multiply(function: Callable[..., Any], problem: GroupedProblem) -> Run:
+def run_grouped_matmul(
+    function: Callable[..., Any], problem: GroupedProblem
+) -> KernelRun:
     """Makes a run of a function of rows, weights and sizes."""
     turns = [(problem.x, problem.w, sizes) for sizes in problem.group_sizes]
     return calls.make_run(problem, function, turns)
 
 
-def all_experts(problem: GroupedProblem) -> Run:
+def all_experts(problem: GroupedProblem) -> KernelRun:
     """Every row at every expert, and then the one that was asked for."""
     spec = problem.spec
     product_bytes = spec.experts.groups * problem.x.nbytes * spec.columns // spec.width
@@ -121,10 +123,10 @@ def all_experts(problem: GroupedProblem) -> Run:
         everywhere = jnp.einsum("ri,gio->gro", x, w)
         return jnp.take_along_axis(everywhere, group[None, :, None], axis=0)[0]
 
-    return multiply(by_all, problem)
+    return run_grouped_matmul(by_all, problem)
 
 
-def ragged_dot(problem: GroupedProblem) -> Run:
+def ragged_dot(problem: GroupedProblem) -> KernelRun:
     """The example of jax itself, in Mosaic too, with sizes of its own list."""
     spec = problem.spec
     _ask_for_gpu("its kernel needs a GPU")
@@ -143,7 +145,7 @@ def ragged_dot(problem: GroupedProblem) -> Run:
             grid_block_n=8 if spec.columns % (8 * 128) == 0 else 1,
         )
 
-    return multiply(in_blocks, problem)
+    return run_grouped_matmul(in_blocks, problem)
 
 
 def _ask_for_gpu(why: str) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from experiments.harness.kernels import calls, jax_peers
-from experiments.harness.kernels.calls import Implementation, Run
+from experiments.harness.kernels.calls import Implementation, KernelRun
 from pallas_kernels import row_packing
 from pallas_kernels.bench import CopyProblem, GroupedProblem, GroupedSpec, Problem, Spec
 from pallas_kernels.grouped_matmul import api as grouped_api
@@ -23,21 +23,23 @@ from pallas_kernels.paged_attention import api, dispatch, merging
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 
 
-def of(spec: Spec | GroupedSpec) -> list[Implementation]:
+def implementations_of(spec: Spec | GroupedSpec) -> list[Implementation]:
     """All that do the work of a spec here, ours first."""
     if spec.kind == "grouped":
         peers = {
-            "XLA ragged_dot": functools.partial(jax_peers.multiply, lax.ragged_dot),
+            "XLA ragged_dot": functools.partial(
+                jax_peers.run_grouped_matmul, lax.ragged_dot
+            ),
             "XLA all experts": jax_peers.all_experts,
             "Pallas ragged_dot": jax_peers.ragged_dot,
         }
         return _everyone(grouped_api.GroupedImplementation, _multiply, peers)
     if spec.kind == "copy":  # XLA's own way is our reference
         return _everyone(copy.CopyImplementation, _copy, {})
-    return of_attention()
+    return attention_implementations()
 
 
-def of_attention() -> list[Implementation]:
+def attention_implementations() -> list[Implementation]:
     """All that attend to pages, ours first."""
     peers = {
         "XLA gather": jax_peers.gather_and_sum,
@@ -51,8 +53,8 @@ def of_attention() -> list[Implementation]:
 
 def _everyone(
     names: typing.TypeAliasType,
-    ours: Callable[[Any, Any], Run],
-    peers: dict[str, Callable[[Any], Run]],
+    ours: Callable[[Any, Any], KernelRun],
+    peers: dict[str, Callable[[Any], KernelRun]],
 ) -> list[Implementation]:
     """Ours under every name of a literal, then peers."""
     mine = {x: functools.partial(ours, x) for x in typing.get_args(names.__value__)}
@@ -60,7 +62,7 @@ def _everyone(
     return [Implementation(x, x in peers, call) for x, call in everyone.items()]
 
 
-def _attend(name: Any, problem: Problem) -> Run:
+def _attend(name: Any, problem: Problem) -> KernelRun:
     """The plan, where there is one, is made before."""
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
@@ -93,11 +95,13 @@ def _attend(name: Any, problem: Problem) -> Run:
     if plan is None:
         return run
     # That of rows of slots with few of them; others leave nothing to merge.
-    merge = None if plan.few is None else merge_alone(problem, plan.few, plan.tiling)
+    merge = (
+        None if plan.few is None else make_merge_call(problem, plan.few, plan.tiling)
+    )
     return run._replace(plan=plan_anew, merge=merge)
 
 
-def merge_alone(
+def make_merge_call(
     problem: Problem, plan: DecodePlan, tilings: dispatch.Tilings
 ) -> Callable[[int], Any]:
     """Makes a call that merges states of the shapes that the decode kernel leaves.
@@ -126,7 +130,7 @@ def merge_alone(
     return lambda index: merge(states, plan.schedule.ends, plan.packing)
 
 
-def _copy(name: Any, problem: CopyProblem) -> Run:
+def _copy(name: Any, problem: CopyProblem) -> KernelRun:
     """Copies in place: every call takes the pages that the last one left."""
     jitted = jax.jit(
         lambda pages, source, target: copy.copy_pages(
@@ -145,11 +149,11 @@ def _copy(name: Any, problem: CopyProblem) -> Run:
         wanted = problem.pages.at[problem.target].set(problem.pages[problem.source])
         return 0.0 if bool(jnp.all(wanted == pages[0])) else float("nan")
 
-    return Run(call, error)
+    return KernelRun(call, error)
 
 
-def _multiply(name: Any, problem: GroupedProblem) -> Run:
+def _multiply(name: Any, problem: GroupedProblem) -> KernelRun:
     """Cutting rows into blocks is part of the call."""
     grouped_api.choose(problem.x, problem.w, implementation=name)
     function = functools.partial(grouped_api.grouped_matmul, implementation=name)
-    return jax_peers.multiply(function, problem)
+    return jax_peers.run_grouped_matmul(function, problem)

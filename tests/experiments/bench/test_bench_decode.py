@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import peer_process
-from experiments.bench.decode import experiment, ours
+from experiments.bench.decode import experiment, jaxkv_engine
 from experiments.framework import registry
 from experiments.harness import model_shapes, timing
 from experiments.harness.timing import CallTimes
@@ -59,8 +59,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(sys.executable)
 
 
-def peer(python: Path, kind: str, folder: Path) -> experiment.Peer:
-    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder)
+def peer(python: Path, kind: str, folder: Path) -> experiment.PeerEngine:
+    return experiment.PeerEngine(
+        "transformers", python, experiment.SCRIPT, kind, folder
+    )
 
 
 @pytest.mark.slow
@@ -109,7 +111,7 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
                     return
                 yield case, turn
 
-    (study,) = registry.load("bench_decode").studies
+    (study,) = registry.load_experiment("bench_decode").studies
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None
@@ -145,15 +147,15 @@ def test_the_real_script_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_the_hosts_share_worked_by_hand() -> None:
     calls = [
-        CallTimes(dispatched_s=0.0, ready_s=10.0, drained_s=10.0, fed=True),
+        CallTimes(dispatched_s=0.0, ready_s=10.0, drained_s=10.0, has_rows=True),
         # Under way before the first was ready: no gap.
-        CallTimes(dispatched_s=5.0, ready_s=20.0, drained_s=21.0, fed=True),
+        CallTimes(dispatched_s=5.0, ready_s=20.0, drained_s=21.0, has_rows=True),
         # The device handed out finished sequences for a second.
-        CallTimes(dispatched_s=15.0, ready_s=30.0, drained_s=30.0, fed=True),
+        CallTimes(dispatched_s=15.0, ready_s=30.0, drained_s=30.0, has_rows=True),
         # The host came two seconds late.
-        CallTimes(dispatched_s=32.0, ready_s=40.0, drained_s=40.0, fed=True),
+        CallTimes(dispatched_s=32.0, ready_s=40.0, drained_s=40.0, has_rows=True),
         # Nothing was left to do.
-        CallTimes(dispatched_s=49.0, ready_s=50.0, drained_s=50.0, fed=False),
+        CallTimes(dispatched_s=49.0, ready_s=50.0, drained_s=50.0, has_rows=False),
     ]
     assert timing.host_share(calls) == pytest.approx(3 / 30)
     assert timing.host_share(calls[:1]) is None
@@ -166,7 +168,7 @@ def info(num_emitted: list[list[int]]) -> Any:
 
 def test_only_calls_in_which_every_sequence_decodes_are_counted() -> None:
     calls = [
-        CallTimes(dispatched_s=0.0, ready_s=at, drained_s=at, fed=at < 11)
+        CallTimes(dispatched_s=0.0, ready_s=at, drained_s=at, has_rows=at < 11)
         for at in (1.0, 3.0, 6.0, 10.0, 11.0)
     ]
     infos = [
@@ -176,24 +178,28 @@ def test_only_calls_in_which_every_sequence_decodes_are_counted() -> None:
         info([[1, 1], [1, 1]]),  # counted, 4 s
         info([[0, 0], [0, 0]]),  # nothing was left to do, and not of the occupancy
     ]
-    found = ours.count_full(calls, infos)
-    assert found == ours.Decoded(6.0, 9, 0.9375)  # of 16 slots in 8 steps 15
+    found = jaxkv_engine.count_full_batches(calls, infos)
+    assert found == jaxkv_engine.DecodeCount(
+        6.0, 9, 0.9375
+    )  # of 16 slots in 8 steps 15
     with pytest.raises(ValueError, match="in no call did every sequence decode"):
-        ours.count_full(calls[2:3], infos[2:3])
+        jaxkv_engine.count_full_batches(calls[2:3], infos[2:3])
 
 
 @pytest.mark.slow
 def test_a_context_that_nobody_read_is_one_that_was_fed() -> None:
     """The engine stands as after reading: lengths are so, pages are untouched."""
     config = dataclasses.replace(experiment.CONFIGS["smoke"], prompt_tokens=8)
-    model = model_shapes.load(config.model, config.dtype)
+    model = model_shapes.load_model(config.model, config.dtype)
     bounds = experiment._bounds(config, 2, 8)
-    one = ours.Ours(model, bounds, "float32")
+    one = jaxkv_engine.JaxkvEngine(model, bounds, "float32")
     engine = one._engine
     before = jax.tree.map(np.array, engine.core.state.pages)
     for name in range(2):
         engine.submit([5] * 8, Sampling.greedy(max_tokens=4), request_id=name)
-    ours.skip_reading(engine.core, ours.Unread(model.config.vocab_size), 16)
+    jaxkv_engine.skip_prefill(
+        engine.core, jaxkv_engine.NoOpForward(model.config.vocab_size), 16
+    )
     state = engine.core.state
     np.testing.assert_array_equal(state.table.length, [8, 8])
     for leaf, held in zip(*map(jax.tree.leaves, (state.pages, before)), strict=True):

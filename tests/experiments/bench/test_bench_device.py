@@ -148,31 +148,31 @@ def test_a_worker_answers_until_it_breaks_down_or_is_killed(tmp_path: Path) -> N
     """A feature that there is, one that there is not, and one that is never asked."""
     words = ("correctness", "tiny", tmp_path)
     names = ["softcap-decode", "no such shape", "sinks-decode"]
-    good, bad = experiment.answer(words, names, (60.0, 120.0))
+    good, bad = experiment.answer_pieces(words, names, (60.0, 120.0))
     assert good["found"]["implementations"][0]["right"]
     assert good["seconds"] > bad["seconds"]
     assert (bad["name"], bad["goes_on"]) == ("no such shape", False)
     assert bad["note"] == "correctness: ended early: KeyError: 'no such shape'"
-    [killed] = experiment.answer(words, names, (60.0, 0.0))
+    [killed] = experiment.answer_pieces(words, names, (60.0, 0.0))
     assert (killed["name"], killed["note"]) == (names[0], worker.KILLED)
-    assert not list(experiment.answer(words, names, (-1.0, 60.0)))
+    assert not list(experiment.answer_pieces(words, names, (-1.0, 60.0)))
 
 
 def test_the_time_line_by_hand() -> None:
-    event = timeline.Event
+    event = timeline.KernelEvent
     ran = [event("a", 0, 10), event("b", 5, 10), event("a", 30, 10)]
-    found = timeline.per_step(ran, 2)
+    found = timeline.summarize_events(ran, 2)
     assert found["launches_per_step"] == 1.5
     assert found["busy_share"] == pytest.approx(25 / 40)
     first = found["kernels"][0]
     assert first == {"name": "a", "per_step": 1.0, "seconds_per_step": 10e-9}
     with pytest.raises(ValueError, match="saw nothing"):
-        timeline.per_step([], 1)
+        timeline.summarize_events([], 1)
 
 
 @pytest.mark.thorough
 def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = checks.check("tiny", "softcap-decode")
+    right = checks.check_kernel("tiny", "softcap-decode")
     assert right["implementations"][0]["right"]
     found = runs.api.paged_attention
 
@@ -181,7 +181,7 @@ def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         return state._replace(out=state.out * 1.1)
 
     monkeypatch.setattr(runs.api, "paged_attention", wrong)
-    result = checks.check("tiny", "softcap-decode")
+    result = checks.check_kernel("tiny", "softcap-decode")
     row = {"part": "correctness", "name": "softcap-decode", "found": result}
     metrics = experiment.metrics([row])
     assert metrics["wrong"] == ["softcap-decode: reference, error=0.1"]
@@ -192,7 +192,7 @@ def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_formulas_agree_and_tell_of_what_does_not(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    reference, kernel = checks.check("tiny", name)["implementations"]
+    reference, kernel = checks.check_kernel("tiny", name)["implementations"]
     assert reference["right"]
     assert reference["error"] < 1e-5
     assert "not a GPU" in kernel["note"]  # on a CPU it is told why, and nothing fails
@@ -203,7 +203,7 @@ def test_formulas_agree_and_tell_of_what_does_not(
     def told(change: Callable[[Any], Any]) -> bool:
         wrong = lambda *args, **options: change(right(*args, **options))  # noqa: E731
         monkeypatch.setattr(place, called, wrong)
-        return checks.check("tiny", name)["implementations"][0]["right"]
+        return checks.check_kernel("tiny", name)["implementations"][0]["right"]
 
     assert told(lambda found: found)
     if name == "rotary-write":

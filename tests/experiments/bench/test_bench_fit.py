@@ -39,7 +39,7 @@ def test_a_piece_is_whole_or_not_there() -> None:
 def test_the_gradient_by_hand() -> None:
     data = synthetic.runs(32)
     columns = (data[x] for x in ("num_params", "num_tokens", "loss"))
-    runs = experiment.Runs(*map(np.log, columns))
+    runs = experiment.LossRuns(*map(np.log, columns))
     x = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])
     value, gradient = experiment.value_and_gradient(x, runs)
     assert value == pytest.approx(experiment.objective(x, runs))

@@ -14,11 +14,11 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench import peer_process
-from experiments.bench.kernels import elsewhere, experiment, report
+from experiments.bench.kernels import experiment, peer_frameworks, report
 from experiments.bench.kernels.experiment import Config
 from experiments.framework import registry
 from experiments.framework.report import Sheet
-from experiments.harness.kernels import Implementation, Run, calls, runs
+from experiments.harness.kernels import Implementation, KernelRun, calls, runs
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless, problems, sets, specs
@@ -57,8 +57,8 @@ def tiny(kind: str) -> Spec:
     return spec
 
 
-def right(problem: problems.Problem) -> Run:
-    return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
+def right(problem: problems.Problem) -> KernelRun:
+    return KernelRun(lambda index: jnp.zeros(()), lambda: 1e-6)
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_the_command_gives_its_document(
 
 
 def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
-    def broken(problem: problems.Problem) -> Run:
+    def broken(problem: problems.Problem) -> KernelRun:
         raise RuntimeError("out of memory\nand a long story")
 
     few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
@@ -123,7 +123,7 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
         def track(self, items: Any, label: str, unit: str) -> Any:
             yield next(iter(items))
 
-    (study,) = registry.load("bench_kernels").studies
+    (study,) = registry.load_experiment("bench_kernels").studies
     few(ours=right, theirs=right)
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
@@ -139,7 +139,7 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
     spec = tiny(kind)
     problem = problems.make(spec, num_turns=2)
     outs = {}
-    for implementation in runs.of_attention():
+    for implementation in runs.attention_implementations():
         try:
             run = implementation.prepare(problem)
             outs[implementation.name] = [run.call(index) for index in range(3)]
@@ -214,7 +214,7 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
     head, *rows = experiment.run(config)
     assert head["peers"] == {}
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes.keys() == elsewhere.PEERS.keys()
+    assert notes.keys() == peer_frameworks.PEERS.keys()
     # Of a library, never of a file of ours.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
@@ -226,9 +226,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked to be run where the device is an H200: nothing runs."""
     asked: list[Any] = []
 
-    def prepare(*args: Any) -> Run:
+    def prepare(*args: Any) -> KernelRun:
         asked.append(args)
-        return Run(lambda index: None, lambda: 0.0)
+        return KernelRun(lambda index: None, lambda: 0.0)
 
     monkeypatch.setattr(calls, "make_run", prepare)
     h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
@@ -255,7 +255,7 @@ def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
     """All that can be known of them before there is a GPU; cuDNN asks for itself."""
     rows = 1 if kind == "decode" else 26
     problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
-    for implementation in runs.of_attention():
+    for implementation in runs.attention_implementations():
         if implementation.name == "cuDNN contiguous":
             continue
         try:
@@ -281,8 +281,8 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
     empty = lambda num_kernels: Timing(num_kernels * 0.1, None, None, None, "cupti")  # noqa: E731
     monkeypatch.setattr(bench_timing, "measure_empty", empty)
     few(
-        ours=lambda problem: Run(one, lambda: 0.0, plan=two, merge=three),
-        theirs=lambda problem: Run(one, lambda: 0.0, plan_s=32.0),
+        ours=lambda problem: KernelRun(one, lambda: 0.0, plan=two, merge=three),
+        theirs=lambda problem: KernelRun(one, lambda: 0.0, plan_s=32.0),
     )
     _, ours, theirs = experiment.run(Config(shapes="tiny", only="decode"))
     assert (ours["call_s"], ours["seconds"], ours["merge_s"]) == (1.0, 2.0, 0.25)
@@ -317,7 +317,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
         merging, "merge_and_unpack", lambda *given, **_: seen.extend(given)
     )
     tilings = dispatch.Tilings(decode=tiling, prefill=tiling)
-    runs.merge_alone(problem, plan, tilings)(0)
+    runs.make_merge_call(problem, plan, tilings)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
     states, ends = seen[:2]
     assert [x.shape for x in states] == [
@@ -334,10 +334,10 @@ def test_when_the_time_is_over_nothing_more_begins(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(elsewhere, "now_s", lambda: clock[0])
+    monkeypatch.setattr(peer_frameworks, "now_s", lambda: clock[0])
 
     def taking(seconds: float) -> Any:
-        def prepare(problem: problems.Problem) -> Run:
+        def prepare(problem: problems.Problem) -> KernelRun:
             clock[0] += seconds
             return right(problem)
 
@@ -379,7 +379,7 @@ def test_a_peer_that_does_not_answer_is_ended(
     says = """print('{"version": "1"}', flush=True)"""
     (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
     monkeypatch.setattr(peer_process, "MAIN", tmp_path / "silent.py")
-    monkeypatch.setattr(elsewhere, "PEERS", {"one": ("", "")})
+    monkeypatch.setattr(peer_frameworks, "PEERS", {"one": ("", "")})
     few(ours=right)
     config = Config(
         shapes="tiny",
@@ -399,7 +399,7 @@ def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
     experts = specs.Experts(8, 2, 256, 512)
     spec = specs.GroupedSpec(tokens=40, experts=experts)
     problem = problems.make_grouped(spec)
-    for implementation in runs.of(spec):
+    for implementation in runs.implementations_of(spec):
         implementation.prepare(problem)
     kernels = [len(report.kernels) for report in compiled(prepared)]
     assert kernels == [0, 1, 0, 0, 1]

@@ -96,7 +96,7 @@ PLAN = [
 
 
 def test_parts_of_a_step() -> None:
-    counts = experiment.count(PLAN, 2)
+    counts = experiment.count_launches(PLAN, 2)
     rows = {
         (path, part): num
         for path, part, num in zip(*vars(counts).values(), strict=True)
@@ -141,9 +141,9 @@ def test_without_the_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_document_has_each_count_by_path() -> None:
-    counts = experiment.count(PLAN, 2)
-    waits = experiment.Waits.of([("emit/draw", "Conditional", 0)])
-    compiled = experiment.Compiled.of([(2, 3.0, 1.5), (8, 9.0, 4.5)])
+    counts = experiment.count_launches(PLAN, 2)
+    waits = experiment.DataDependentLoops.of([("emit/draw", "Conditional", 0)])
+    compiled = experiment.CompileTimes.of([(2, 3.0, 1.5), (8, 9.0, 4.5)])
     found = experiment.metrics(Launches(counts, waits, compiled, False, 0, 1, 1))
     assert found["per_layer"] == {"greedy": 2, "sampled": 2, "mixed": 0}
     assert found["per_forward"] == {"greedy": 3, "sampled": 3, "mixed": 1}
@@ -166,9 +166,9 @@ def test_settings_are_made_before_devices_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    [launches] = registry.load("bench_launches").studies
+    [launches] = registry.load_experiment("bench_launches").studies
     assert launches.prepare is experiment.prepare
-    calls, begin = [], run_folder.begin
+    calls, begin = [], run_folder.begin_run
     made_up = experiment_with_all.studies[0]._replace(prepare=lambda: calls.append(1))
     monkeypatch.setattr(
         run_folder, "begin", lambda *given: (calls.append(2), begin(*given))

@@ -48,11 +48,11 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
         num_steps=800,
         head=5,
     )
-    steps: list[plain_scheduler.Step] = []
-    served = plain_scheduler.serve(
-        experiment.requests(w),
-        plain_scheduler.Bounds(22, 4, 24, 8, 5),
-        experiment.price(COST),
+    steps: list[plain_scheduler.SchedulerStep] = []
+    served = plain_scheduler.run_scheduler(
+        experiment.to_requests(w),
+        plain_scheduler.SchedulerLimits(22, 4, 24, 8, 5),
+        experiment.to_price(COST),
         steps.append,
     )
     assert int(state.num_done) == NUM

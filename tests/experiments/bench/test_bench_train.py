@@ -21,7 +21,7 @@ KEYS = {
 # A peer that answers at once, in the words of `peer_main`.
 FAKE = """
 import json, sys, zipfile
-if sys.argv[2] == "Compiled":
+if sys.argv[2] == "CompiledTrainer":
     print(json.dumps({"absent": "no compiler"}))
     sys.exit()
 print(json.dumps({"version": "torch 0"}), flush=True)
@@ -72,7 +72,7 @@ def test_stopped_early_it_has_whole_widths() -> None:
     rows = experiment.run(config, Impatient("training"))
     assert [row["width"] for row in rows] == [8]
     assert rows[0]["ratio"] is None
-    (study,) = registry.load("bench_train").studies
+    (study,) = registry.load_experiment("bench_train").studies
     for kept in (rows, []):
         assert smoke.draw(study, kept)
         assert bool(experiment.summary(kept)) == bool(kept)
@@ -82,7 +82,9 @@ def test_stopped_early_it_has_whole_widths() -> None:
     importlib.util.find_spec("torch") is not None, reason="it is installed here"
 )
 def test_the_real_script_says_what_is_missing() -> None:
-    rival = peers.Rival("PyTorch", Path(sys.executable), peers.SCRIPT, "Eager")
+    rival = peers.PyTorchTrainer(
+        "PyTorch", Path(sys.executable), peers.SCRIPT, "EagerTrainer"
+    )
     with pytest.raises(ValueError, match="PyTorch: No module named 'torch'"), rival:
         pass
 

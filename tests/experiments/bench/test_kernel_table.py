@@ -47,10 +47,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             row(TWO, "XLA gather", 3e-4),
             row(COPY, "mosaic_gpu", None, note="it broke"),
         ]
-        experiment = registry.load("bench_kernels")
-        run_folder.begin(folder, experiment, Config())
+        experiment = registry.load_experiment("bench_kernels")
+        run_folder.begin_run(folder, experiment, Config())
         result = [head, *rows]
-        run_folder.finish(
+        run_folder.finish_run(
             folder, experiment, result, duration_s=1.0, interrupted=interrupted
         )
         return folder
@@ -59,9 +59,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_line_for_each_shape(record: Any) -> None:
-    heads, _, one, two, copy, _, caption = report.markdown(record("NVIDIA H200")).split(
-        "\n"
-    )
+    heads, _, one, two, copy, _, caption = report.kernel_table(
+        record("NVIDIA H200")
+    ).split("\n")
     assert heads.startswith("| shape | bytes | jaxkv | best peer |")
     assert one == (
         "| decode-b1-1k-32x8-p16 | 4.21 MB | **8 us** |"
@@ -77,8 +77,8 @@ def test_a_line_for_each_shape(record: Any) -> None:
 
 def test_only_whole_records_of_gpus(record: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was made on a CPU"):
-        report.markdown(record("cpu"))
+        report.kernel_table(record("cpu"))
     with pytest.raises(ValueError, match="only a whole run counts"):
-        report.markdown(record("NVIDIA H200", interrupted=True))
+        report.kernel_table(record("NVIDIA H200", interrupted=True))
     with pytest.raises(ValueError, match="nothing"):
-        report.markdown(tmp_path / "nothing")
+        report.kernel_table(tmp_path / "nothing")

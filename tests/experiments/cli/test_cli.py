@@ -80,7 +80,7 @@ def test_a_smoke_run_compiles_fast_where_compiling_is_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def asked(name: str, **environ: str) -> dict[str, str]:
-        compilation_cache.compile_fast(name, environ)
+        compilation_cache.disable_optimization(name, environ)
         return environ
 
     assert asked("jacobi") == {}  # jax has read its variables
@@ -182,7 +182,7 @@ def test_ctrl_c_keeps_what_there_is(
         return experiment.studies[0].run(config, progress)
 
     interrupted = running_by(experiment, run)
-    monkeypatch.setattr(registry, "load", lambda name: interrupted)
+    monkeypatch.setattr(registry, "load_experiment", lambda name: interrupted)
     before = signal.getsignal(signal.SIGINT)
     status, out, err = jaxkv("run", "made_up", "--json")
     assert status == 130, err
@@ -201,7 +201,7 @@ def test_a_second_ctrl_c_stops_at_once(
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupted = running_by(experiment, run)
-    monkeypatch.setattr(registry, "load", lambda name: interrupted)
+    monkeypatch.setattr(registry, "load_experiment", lambda name: interrupted)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (130, "")
     assert "only the config is in here" in err
@@ -214,8 +214,8 @@ def test_a_full_disk_is_one_line_and_status_2(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "draw", full)
-    monkeypatch.setattr(run_folder, "mark", full)
+    monkeypatch.setattr(run_folder, "draw_figure", full)
+    monkeypatch.setattr(run_folder, "mark_status", full)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (2, "")
     line = "jaxkv: here: cannot be written: No space left on device"
@@ -265,8 +265,10 @@ def test_help_lists_and_costs_import_nothing_heavy() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("entry", registry.entries(), ids=lambda entry: entry.name)
-def test_every_experiment_is_as_the_catalogue_says(entry: registry.Entry) -> None:
-    experiment = registry.load(entry.name)
+def test_every_experiment_is_as_the_catalogue_says(
+    entry: registry.RegistryEntry,
+) -> None:
+    experiment = registry.load_experiment(entry.name)
     assert entry.question.endswith("?")
     assert sorted(entry.configs) == sorted(experiment.configs)
     assert entry.configs[0] == next(iter(experiment.configs))

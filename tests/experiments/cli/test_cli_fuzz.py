@@ -22,13 +22,13 @@ from tests.support.commands import assert_refused, command
 from tests.support.folders import RECORDS
 
 OPTIONS = {
-    "cost": cost_command.Options,
-    "plan": plan_options.Options,
+    "cost": cost_command.CostOptions,
+    "plan": plan_options.PlanOptions,
     "fit": fitting.Config,
-    "generate": generate.Options,
+    "generate": generate.GenerateOptions,
     "train": train_command.TrainOptions,
     "sweep": train_command.SweepOptions,
-    "claims": results_page.Options,
+    "claims": results_page.ClaimsOptions,
 }
 OF_RUNS = ("out", "config", "max_seconds", "load.rate", "limit", "name")
 """Flags of runs of `made_up`."""
@@ -165,7 +165,7 @@ class Fuzz:
     def _cost(self) -> list[str]:
         if self._rng.random() < 0.4:
             return ["llama-2-7b"]
-        bundle = Path(bundled.folder_of("stdlib-bytes"), "config.json")
+        bundle = Path(bundled.find_model_folder("stdlib-bytes"), "config.json")
         is_file = self._rng.random() < 0.5
         return [self._file() if is_file else self._copy(bundle, "mine.json")]
 

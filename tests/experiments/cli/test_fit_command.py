@@ -468,10 +468,10 @@ def test_intervals_that_do_not_overlap_are_pointed_out() -> None:
     )
     envelope = parabola._replace(method=find.ENVELOPE)
     apart = find.Found(find._NO_GROUPS, [parabola, near, envelope], [], None, [], [])
-    [line] = report.disjoint([found], apart)
+    [line] = report.disjoint_intervals([found], apart)
     assert line.startswith("intervals of a, N* ~ C^a, do not overlap: chinchilla 0.5")
     assert "parabola 0.600 (0.580 to 0.620); akima 0.595 (0.590 to 0.600)" in line
     assert find.ENVELOPE not in line
-    assert not report.disjoint([], apart)
+    assert not report.disjoint_intervals([], apart)
     other = parabola._replace(method="x", num_params=PowerLaw(1.0, 0.5, (0.49, 0.51)))
-    assert report.disjoint([], apart._replace(frontiers=[parabola, other]))
+    assert report.disjoint_intervals([], apart._replace(frontiers=[parabola, other]))

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from experiments.cli import compilation_cache, generate
-from experiments.cli.console import writing
-from experiments.harness import bundled, showing
+from experiments.cli.console import answer_writer
+from experiments.harness import bundled, terminal_text
 from jaxkv.models import checkpoints, transformer
 from jaxkv.serving import engine
 from jaxkv.serving.outputs import Event
@@ -66,13 +66,13 @@ def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -
     plain = completions(jaxkv, *words)
     found = completions(jaxkv, *words, "--speculate", kind)
     assert [x["tokens"] for x in found] == [x["tokens"] for x in plain]
-    folder = str(bundled.heads_of("stdlib-bytes", kind))
+    folder = str(bundled.find_heads_folder("stdlib-bytes", kind))
     named = completions(jaxkv, *words, "--speculate", kind, "--heads", folder)
     assert [x["tokens"] for x in named] == [x["tokens"] for x in plain]
 
 
 def test_heads_that_do_not_fit_are_refused(jaxkv: Command, tiny: str) -> None:
-    folder = bundled.heads_of("stdlib-bytes", "eagle")
+    folder = bundled.find_heads_folder("stdlib-bytes", "eagle")
     for words, line in (
         (f"{tiny} --speculate eagle --heads {folder}", "a model with hidden_size=160"),
         (f"{tiny} --speculate eagle", "no eagle heads ship with it"),
@@ -167,7 +167,9 @@ def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Command) -> None:
 
 
 def test_a_search_is_asked_for_as_the_flags_say() -> None:
-    options = generate.Options(prompt=("x", "y"), beam_width=3, length_penalty=-1.0)
+    options = generate.GenerateOptions(
+        prompt=("x", "y"), beam_width=3, length_penalty=-1.0
+    )
     asks = generate._asks(options)
     assert [ask.beam_width for ask in asks] == [3, 3]
     assert asks[0].length_penalty == -1.0
@@ -180,7 +182,7 @@ def test_a_search_is_asked_for_as_the_flags_say() -> None:
 
 def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
     """Log-probabilities of what follows each token."""
-    model = checkpoints.load_model(bundled.folder_of(model_name))
+    model = checkpoints.load_model(bundled.find_model_folder(model_name))
     sequence = jnp.asarray([tokens])
     logits = transformer.logits(model.params, sequence, config=model.config)
     return np.asarray(jax.nn.log_softmax(logits[0], axis=1))
@@ -241,14 +243,16 @@ def test_bad_input_is_one_line_and_status_2(
 def test_ctrl_c_keeps_the_words_so_far(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = writing.Writer.__call__
+    say = answer_writer.AnswerWriter.__call__
 
-    def interrupt(self: writing.Writer, index: int, text: str, done: bool) -> None:
+    def interrupt(
+        self: answer_writer.AnswerWriter, index: int, text: str, done: bool
+    ) -> None:
         say(self, index, text, done)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing.Writer, "__call__", interrupt)
-    monkeypatch.setattr(writing.Writer, "finish", lambda self: None)
+    monkeypatch.setattr(answer_writer.AnswerWriter, "__call__", interrupt)
+    monkeypatch.setattr(answer_writer.AnswerWriter, "finish", lambda self: None)
     flags = ("--prompt", "import ", "--max-tokens", "12", "--json")
     status, out, _ = jaxkv("stdlib-bytes", *flags)
     assert status == 130
@@ -308,7 +312,7 @@ def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    write = writing.Writer(("a\x1b]b", "c"))
+    write = answer_writer.AnswerWriter(("a\x1b]b", "c"))
     write(1, "late", True)
     write(0, "x\x1b[2J\r    y", False)
     write.finish()
@@ -321,7 +325,7 @@ def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranked_answers_come_whole_and_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write = writing.Writer(("a", "b", "c"), whole=True)
+    write = answer_writer.AnswerWriter(("a", "b", "c"), whole=True)
     write(2, "z", True, -3.0)
     write(1, "y", True, -2.0)
     assert capsys.readouterr().out == ""
@@ -334,16 +338,16 @@ def test_ranked_answers_come_whole_and_in_order(
 
 
 def test_last_lines_fit_on_a_screen() -> None:
-    assert showing.last_lines("a\nbcd\n\tef", num_lines=2, width=3) == "bcd\n   "
+    assert terminal_text.last_lines("a\nbcd\n\tef", num_lines=2, width=3) == "bcd\n   "
 
 
 def test_a_folder_comes_before_a_bundled_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert bundled.folder_of("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
+    assert bundled.find_model_folder("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
     (tmp_path / "stdlib-bytes").mkdir()
-    assert bundled.folder_of("stdlib-bytes") == Path("stdlib-bytes")
+    assert bundled.find_model_folder("stdlib-bytes") == Path("stdlib-bytes")
 
 
 def test_compilation_is_told_apart_from_speed() -> None:
@@ -353,8 +357,8 @@ def test_compilation_is_told_apart_from_speed() -> None:
 
 def test_programs_are_kept_where_nobody_said_otherwise(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    compilation_cache.keep_programs(environ)
+    compilation_cache.enable_program_cache(environ)
     assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "jaxkv")
     environ = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
-    compilation_cache.keep_programs(environ)
+    compilation_cache.enable_program_cache(environ)
     assert environ == {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}

@@ -91,7 +91,7 @@ STUBBORN = """if True:
                 time.sleep(60)
             except BaseException:
                 pass
-    registry.load = load
+    registry.load_experiment = load
 """
 
 
@@ -105,7 +105,7 @@ def test_a_demo_that_compiles_keeps_a_whole_folder(
     said, err = press(process)
     assert err == STOPPING
     assert "interrupted; this is what it had" in said
-    kept = run_folder.read(out, registry.load("demo"))
+    kept = run_folder.read_run(out, registry.load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert not kept.result.continuous.is_done.any()
     names = {path.name for path in out.iterdir()}
@@ -130,7 +130,7 @@ def test_a_demo_that_serves_keeps_what_it_has(
     while not (line := heard(process.stderr)).startswith(whole):
         assert line.startswith("static batching: ")  # on a busy machine, now and then
     assert press(process)[1] == STOPPING
-    kept = run_folder.read(out, registry.load("demo"))
+    kept = run_folder.read_run(out, registry.load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.static.is_done.all()
     assert not kept.result.continuous.is_done.all()
@@ -153,14 +153,14 @@ def test_a_second_one_does_not_wait_for_a_compiler(
 DEAF = """if True:
     import hashlib, os
     from experiments.framework import registry
-    load = registry.load
+    load = registry.load_experiment
     def run(config, progress):
         os.write(1, b"here\\n")  # not twice, whenever the signals come
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
     def deaf(name):
         found = load(name)
         return found._replace(studies=(found.studies[0]._replace(run=run),))
-    registry.load = deaf
+    registry.load_experiment = deaf
 """
 
 
@@ -182,7 +182,7 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
     )
     wait_for((folder / "trunk" / "curve.jsonl").exists, process)
     assert press(process)[1] == STOPPING
-    kept = run_folder.read(out, registry.load("bundled_model"))
+    kept = run_folder.read_run(out, registry.load_experiment("bundled_model"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
@@ -211,14 +211,14 @@ def test_an_answer_ends_with_what_it_has(
 
 SLOW = """if True:
     import time
-    from experiments.cli.console import writing
-    say = writing.Writer.__call__
+    from experiments.cli.console import answer_writer
+    say = answer_writer.AnswerWriter.__call__
     def call(self, index, text, complete, score=None):
         say(self, index, text, complete, score)
         if not complete:
             print("under way", file=sys.stderr, flush=True)
             time.sleep(60)
-    writing.Writer.__call__ = call
+    answer_writer.AnswerWriter.__call__ = call
 """
 
 
@@ -235,7 +235,7 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
         "interrupted; this is what it had",
         f"report: {out / 'report.md'}",
     ]
-    kept = run_folder.read(out, registry.load("lecture_numbers"))
+    kept = run_folder.read_run(out, registry.load_experiment("lecture_numbers"))
     assert kept.env["status"] == "interrupted"
     assert not (out / ".lock").exists()
 
@@ -244,7 +244,7 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
 PATIENT = """if True:
     import time
     from experiments.framework import registry
-    load = registry.load
+    load = registry.load_experiment
     def waiting(experiment):
         (study,) = experiment.studies
         def run(config, progress):
@@ -253,7 +253,7 @@ PATIENT = """if True:
                 time.sleep(0.01)
             return study.run(config)
         return experiment._replace(studies=(study._replace(run=run),))
-    registry.load = lambda name: waiting(load(name))
+    registry.load_experiment = lambda name: waiting(load(name))
 """
 
 
@@ -261,7 +261,7 @@ PATIENT = """if True:
 def test_a_process_that_ignores_it_goes_on_doing_so(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with interrupts.leaving_at_once():
+        with interrupts.exit_on_interrupt():
             assert signal.getsignal(number) is signal.SIG_IGN
             os.kill(os.getpid(), number)
             others = {*interrupts.SIGNALS} - {number}

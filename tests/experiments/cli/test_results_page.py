@@ -14,7 +14,7 @@ from tests.support.commands import Command, assert_refused, document
 
 @pytest.mark.thorough
 def test_the_page_that_ships_is_made_of_the_records_that_ship() -> None:
-    page = results_page.page(results_page.find(results_page.RECORDS))
+    page = results_page.render_page(results_page.find_records(results_page.RECORDS))
     assert results_page.PAGE.read_text("utf-8") == page
 
 

@@ -159,10 +159,10 @@ def test_the_table_fills_up() -> None:
         }
 
     rows = [record(8, 10, 3.0), record(8, 10, 2.5), record(16, 20, None, "diverged")]
-    assert sweep_tables.table([]) == ""
-    lines = sweep_tables.table(rows).splitlines()
+    assert sweep_tables.loss_table([]) == ""
+    lines = sweep_tables.loss_table(rows).splitlines()
     assert len(lines) == 3
     assert lines[1].split() == ["8", "2.5000", "."]
     assert lines[2].split() == ["16", ".", "diverged"]
     many = [record(8, tokens, 2.0) for tokens in range(1, 12)]
-    assert sweep_tables.table(many).count("2.0000") == 11
+    assert sweep_tables.loss_table(many).count("2.0000") == 11

@@ -57,7 +57,7 @@ def test_claims_notice_a_slower_gpu(result: bounds.Result) -> None:
 
 
 def test_questions_are_answered_with_numbers(result: bounds.Result) -> None:
-    said = experiment.answers(result)
+    said = experiment.spoken_answers(result)
     assert said["Do we cache Q?"].startswith("No.")
     assert "524,288 bytes a token" in said["Do we cache Q?"]
     one = said["What happens at b = s = 1?"]

@@ -12,42 +12,42 @@ from experiments.framework.table import (
     Bools,
     Floats,
     Ints,
-    Record,
-    Table,
+    ResultRecord,
+    ResultTable,
     Texts,
     column,
-    shown,
+    computed_column,
 )
 
 
-class Loads(Table):
+class Loads(ResultTable):
     """Made-up loads."""
 
     data: Texts = column("whose lengths")
     rate: Floats = column("arrivals", heading="requests/s", form="{:.2f}")
     finish_s: Float[np.ndarray, "rows repeats"] = column("to the end", of=np.median)
     num: Ints = column("requests", key="requests")
-    ended: Bools = column("whether all did", is_told=False)
+    ended: Bools = column("whether all did", is_reported=False)
 
     @property
-    @shown(heading="over the first")
+    @computed_column(heading="over the first")
     def ratio(self) -> np.ndarray:
         """Rates over the first."""
         return self.rate / self.rate[:1].sum()
 
 
-class Tail(Record):
+class Tail(ResultRecord):
     """A part of a result."""
 
     p95_s: float = column("the tail")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """A made-up result."""
 
     slope: float = column("of something")
     curve: np.ndarray = column("drawn, not told")
-    secret: str = column("kept, not told", is_told=False)
+    secret: str = column("kept, not told", is_reported=False)
     loads: Loads = column("all of them", heading="all loads")
     tail: Tail = column("of the latencies")
 
@@ -112,13 +112,13 @@ def test_a_result_is_kept_and_told(loads: Loads, tmp_path) -> None:
 
 def test_columns_by_name_become_rows() -> None:
     columns = {"tokens": np.array([1, 2]), "is_same": np.array([True, False])}
-    found = table.by_row(columns)
+    found = table.to_rows(columns)
     assert found == [{"tokens": 1, "is_same": True}, {"tokens": 2, "is_same": False}]
     assert type(found[0]["tokens"]) is int
-    assert table.by_row({"tokens": np.zeros(0)}) == []
+    assert table.to_rows({"tokens": np.zeros(0)}) == []
 
 
-class Bare(Record):
+class Bare(ResultRecord):
     """As older run folders have it."""
 
     tail: Tail = column("without its name", prefix="")

@@ -48,7 +48,7 @@ MIXED = work(
 def test_published_fits_price_steps_as_printed(
     name: str, step: Work, milliseconds: float
 ) -> None:
-    price_s = float(named_costs.find(name).cost(step))
+    price_s = float(named_costs.find_cost_model(name).cost(step))
     np.testing.assert_allclose(price_s, milliseconds * 1e-3, rtol=1e-6)
 
 
@@ -81,7 +81,7 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
 
 def test_a_measured_run_gives_back_its_own_times() -> None:
     folder = RECORDS / "bench_decode"
-    found = named_costs.measured(folder)
+    found = named_costs.fit_measured_steps(folder)
     assert found.error is not None
     assert 0 < found.error < 0.15
     assert "AMD EPYC" in found.source
@@ -92,7 +92,7 @@ def test_a_measured_run_gives_back_its_own_times() -> None:
     seconds = found.cost(whole) + 3 * found.cost.prefill[0]
     np.testing.assert_allclose(seconds, 2048 / 510, rtol=found.error + 0.01)
     with pytest.raises(ValueError, match="no rows of somebody"):
-        named_costs.measured(folder, implementation="somebody")
+        named_costs.fit_measured_steps(folder, implementation="somebody")
 
 
 def test_costs_may_be_mapped() -> None:
@@ -114,4 +114,4 @@ def test_costs_may_be_mapped() -> None:
 )
 def test_what_is_unknown_is_said_in_one_line(name: str, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        named_costs.find(name)
+        named_costs.find_cost_model(name)

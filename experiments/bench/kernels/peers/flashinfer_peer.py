@@ -3,13 +3,13 @@
 import flashinfer
 import torch
 
-from experiments.bench.kernels.peers.torch_peer import Peer, stopwatch
+from experiments.bench.kernels.peers.torch_peer import TorchPeer, time_work
 
 WORKSPACE_BYTES = 512 * 2**20
 """Room for partial results, as its examples have it, and more for large batches."""
 
 
-class FlashInfer(Peer):
+class FlashInfer(TorchPeer):
     """Planned once for each turn, outside of what is timed."""
 
     version = flashinfer.__version__
@@ -51,7 +51,7 @@ class FlashInfer(Peer):
         def ready(turn):
             q, _, pages, tables = turn
             wrapper, lists, masks = make(shape, tables, *options)
-            plan_s, _ = stopwatch(
+            plan_s, _ = time_work(
                 lambda: wrapper.plan(*lists, *sizes, **masks, **types), self.device
             )
             # Its rows lie one after the other, all heads of each side by side.

@@ -10,7 +10,7 @@ from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from experiments.bench.kernels.peers.sdpa import Sdpa
-from experiments.bench.kernels.peers.torch_peer import Peer, stopwatch
+from experiments.bench.kernels.peers.torch_peer import TorchPeer, time_work
 
 MAX_TABLE_BYTES = 2**32
 """Of the tables that turn pages back to places, one entry a sequence and page."""
@@ -25,12 +25,12 @@ class Flex(Sdpa):
         plan_s, mask = None, None
         if not (shape.is_equal and shape.rows == 1):
             plan = functools.partial(_mask, shape, max(shape.lengths))
-            plan_s, mask = stopwatch(plan, self.device)
+            plan_s, mask = time_work(plan, self.device)
         calls = [functools.partial(attend, q, k, v, mask) for q, _, k, v in turns]
         yield "", calls, plan_s
 
 
-class FlexPaged(Peer):
+class FlexPaged(TorchPeer):
     """Over pages: a mask of blocks as long as pages, each page's place looked up."""
 
     def draw(self, shape):
@@ -71,7 +71,7 @@ class FlexPaged(Peer):
 
         calls, plan_s = [], None
         for q, _, k, v, pages in turns:
-            plan_s, mask = stopwatch(functools.partial(plan, pages), self.device)
+            plan_s, mask = time_work(functools.partial(plan, pages), self.device)
             calls.append(functools.partial(attend, q, k, v, mask))
         yield "", calls, plan_s
 

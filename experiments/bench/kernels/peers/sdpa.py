@@ -6,10 +6,10 @@ import torch
 import torch.nn.attention.bias
 from torch.nn.attention import SDPBackend
 
-from experiments.bench.kernels.peers.torch_peer import Peer
+from experiments.bench.kernels.peers.torch_peer import TorchPeer
 
 
-class Sdpa(Peer):
+class Sdpa(TorchPeer):
     """With whichever of its own backends is the fastest."""
 
     def backends(self):

@@ -91,7 +91,7 @@ class Shape:
         return (off / norm) ** 0.5
 
 
-class Peer(abc.ABC):
+class TorchPeer(abc.ABC):
     """What peers have in common.
 
     Raises:
@@ -146,7 +146,7 @@ class Peer(abc.ABC):
                 error = shape.error(q, keys, calls[0]())
                 if not error <= asked["max_error"]:
                     raise RuntimeError(f"its answer is wrong: error={error:.2g}")
-                timing = measure(calls, asked["num_calls"], self.device)
+                timing = measure_calls(calls, asked["num_calls"], self.device)
             except RuntimeError as error:  # shapes that it does not take, no memory
                 said = " ".join(str(error).split())[:120]
                 refusals.append(f"{how}: {said}" if how else said)
@@ -157,7 +157,7 @@ class Peer(abc.ABC):
         return min(found, key=lambda answer: answer["timing"]["seconds"])
 
 
-def stopwatch(work, device):
+def time_work(work, device):
     """Does the work once more than it is timed; gives seconds by the wall, and it."""
     for _ in range(2):
         start = time.perf_counter()
@@ -167,7 +167,7 @@ def stopwatch(work, device):
     return time.perf_counter() - start, done
 
 
-def measure(calls, num_calls, device):
+def measure_calls(calls, num_calls, device):
     """Times calls in turns, as `pallas_kernels.bench.timing` does ours."""
     calls[0]()
     turns = [calls[index % len(calls)] for index in range(1, 1 + num_calls)]

@@ -11,7 +11,7 @@ PAD_POINTS = 4.0
 """Space above the data, between legend and title."""
 
 
-def arrange(figure: Any) -> None:
+def arrange_panels(figure: Any) -> None:
     """Wraps titles to their panels, moves legends above the data, starts bars at zero.
 
     Raises:
@@ -40,7 +40,7 @@ def arrange(figure: Any) -> None:
     figure.set_layout_engine("none")  # saving need not repeat it
 
 
-def panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
+def split_panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
     """Leaves one panel after the other in the figure, of its own size.
 
     Args:
@@ -115,7 +115,7 @@ def _set_head(ax: Any, left: float) -> None:
     words = ax.get_title(loc="left").replace("\n", " ")
     title = ax.set_title(words, loc="left", pad=pad, x=start)
     lines = [""]
-    for word in unbroken(words).split(" "):
+    for word in join_units(words).split(" "):
         title.set_text(f"{lines[-1]} {word}".strip())
         if lines[-1] and points * title.get_window_extent(renderer).width > width:
             lines.append(word)
@@ -124,7 +124,7 @@ def _set_head(ax: Any, left: float) -> None:
     title.set_text("\n".join(lines))
 
 
-def unbroken(words: str) -> str:
+def join_units(words: str) -> str:
     """Joins numbers to the units that follow them."""
     return _NUMBER.sub("\\1\N{NO-BREAK SPACE}", words)
 

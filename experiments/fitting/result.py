@@ -4,17 +4,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.framework import Record, column
+from experiments.framework import ResultRecord, column
 
 
-class Curve(NamedTuple):
+class PlotCurve(NamedTuple):
     """A line to draw, or several in one array, with gaps that are not numbers."""
 
     x: np.ndarray
     y: np.ndarray
 
 
-class Contour(Record):
+class Contour(ResultRecord):
     """The objective of the first law over the plane of two coefficients."""
 
     x_name: str = column("the first coefficient; empty where there is no such plane")
@@ -28,7 +28,7 @@ class Contour(Record):
     y_samples: np.ndarray = column("the second")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was read, fitted and found."""
 
     document: str = column("`fit.json`, as text")
@@ -42,9 +42,9 @@ class Result(Record):
     predicted: np.ndarray = column("by law and run")
     laws: np.ndarray = column("their names")
     sizes: np.ndarray = column("the sizes in `curves`")
-    curves: Curve = column("the first law against compute, a row for each size")
-    frontier: Curve = column("the first law's optimum against compute")
+    curves: PlotCurve = column("the first law against compute, a row for each size")
+    frontier: PlotCurve = column("the first law's optimum against compute")
     group: np.ndarray = column("the isoFLOP group of each run, -1 for none")
-    parabolas: Curve = column("through them, a row for each group")
-    minima: Curve = column("of them; not numbers where there is none")
+    parabolas: PlotCurve = column("through them, a row for each group")
+    minima: PlotCurve = column("of them; not numbers where there is none")
     contour: Contour = column("of the first law's objective")

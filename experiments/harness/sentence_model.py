@@ -20,7 +20,7 @@ _NEVER = -30.0
 """Logit of a word that does not follow."""
 
 
-class Language:
+class SentenceLanguage:
     """Sentences with weights; a word is a token.
 
     A word follows what stands before it with its share of the weight of all sentences
@@ -71,10 +71,10 @@ class Language:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scribe:
+class SentenceModel:
     """A forward pass that writes words as keys, and where they stand as values."""
 
-    language: Language
+    language: SentenceLanguage
 
     def __call__(
         self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows

@@ -23,7 +23,7 @@ class _Stopped(Exception):
     """Raised inside a bootstrap whose person has pressed Ctrl-C."""
 
 
-class Part(NamedTuple):
+class FitGroup(NamedTuple):
     """Rows that are fitted together, and what was fitted to them.
 
     Attributes:
@@ -38,18 +38,18 @@ class Part(NamedTuple):
     fits: list[FitResult]
     found: Found
 
-    def say(self, line: str) -> str:
+    def label_line(self, line: str) -> str:
         """Says which group a sentence is about."""
         return f"{self.label}: {line}" if self.label else line
 
 
-def fit_parts(
+def fit_groups(
     config: Config,
     chosen: list[Law],
     log: Log,
     is_fitted: Bool[np.ndarray, " runs"],
     progress: Progress,
-) -> tuple[list[Part], list[str]]:
+) -> tuple[list[FitGroup], list[str]]:
     """Fits all laws to each group of `config.by`, or to the log as one.
 
     Args:
@@ -92,7 +92,7 @@ def _part(
     rows: np.ndarray,
     is_fitted: np.ndarray,
     progress: Progress,
-) -> Part:
+) -> FitGroup:
     """Fits all laws to one group, and finds its frontiers."""
     if not (rows & is_fitted).any():
         raise ValueError(f"{config.log}: the rule leaves no row to fit")
@@ -111,7 +111,7 @@ def _part(
         seed=config.seed,
         progress=progress,
     )
-    return Part(label, rows, fits, found)
+    return FitGroup(label, rows, fits, found)
 
 
 def _fit(

@@ -20,7 +20,7 @@ NUMBER_BYTES = 4
 """Of activations, weights and gradients: float32."""
 
 
-class Counted(NamedTuple):
+class DeviceCounts(NamedTuple):
     """Of one device."""
 
     params: float
@@ -33,9 +33,9 @@ class Counted(NamedTuple):
     """At once beside parameters and gradients, at most: activations."""
 
 
-def counted(
+def count_compiled(
     shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
-) -> Counted:
+) -> DeviceCounts:
     """Compiles a step's gradient, `batch` sequences over all devices."""
     mesh, whole = meshes.make_mesh(layout), transformer.param_shapes(shape)
     params = jax.tree.map(
@@ -54,21 +54,21 @@ def counted(
     program: Any = jax.jit(gradient).lower(params, windows).compile()
     memory = program.memory_analysis()
     given = memory.argument_size_in_bytes - 4 * windows.size
-    return Counted(
+    return DeviceCounts(
         params=given / NUMBER_BYTES,
-        sent_bytes=sent_by(program),
+        sent_bytes=collective_bytes(program),
         flops=float(program.cost_analysis()["flops"]),
         kept_bytes=float(memory.temp_size_in_bytes),
     )
 
 
-def sent_by(program: Any) -> float:
+def collective_bytes(program: Any) -> float:
     """Bytes that a device sends by a compiled program's collectives."""
     found = collectives.collectives(str(program.as_text()))
     return sum(each.sent(rank=1) for each in found)
 
 
-def sent(
+def predicted_traffic(
     shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
 ) -> tuple[traffic.Traffic, ...]:
     """What it sends by the formulas, `batch` sequences over all devices."""

@@ -6,10 +6,10 @@ Where it is no terminal nothing stands there but their texts, and headings betwe
 import os
 import sys
 
-from experiments.harness import showing
+from experiments.harness import terminal_text
 
 
-class Writer:
+class AnswerWriter:
     """Writes texts that grow side by side one after the other.
 
     The first that is not complete is live; what later ones have waits for its turn.
@@ -67,10 +67,12 @@ class Writer:
             scored = "" if score is None else f", score {score:.3f}"
             self._say(f"--- {self._turn + 1} of {len(self._prompts)}{scored} ---\n")
         if self._on_terminal:
-            prompt = showing.visible(self._prompts[self._turn])
+            prompt = terminal_text.make_printable(self._prompts[self._turn])
             is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
             sys.stdout.write(prompt if is_plain else f"\033[1m{prompt}\033[0m")
 
     def _say(self, text: str) -> None:
-        sys.stdout.write(showing.visible(text) if self._on_terminal else text)
+        sys.stdout.write(
+            terminal_text.make_printable(text) if self._on_terminal else text
+        )
         sys.stdout.flush()

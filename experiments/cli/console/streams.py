@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from experiments.cli import compilation_cache
 
 
-class Unwritable(Exception):
+class OutputError(Exception):
     """Standard output cannot be written.
 
     Attributes:
@@ -27,7 +27,7 @@ class Unwritable(Exception):
         self.is_left = isinstance(error, BrokenPipeError)
 
 
-def prepare(*, is_shared: bool = False) -> None:
+def guard_streams(*, is_shared: bool = False) -> None:
     """Guards the streams of this process, and opens those that it began without.
 
     If standard output is shared with libraries that print past Python, as Gloo does,
@@ -63,7 +63,7 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """Prints a warning, in one line and once."""
-    said = compilation_cache.explain(" ".join(str(message).split()))
+    said = compilation_cache.explain_cache_warning(" ".join(str(message).split()))
     if said not in _warned:
         _warned.add(said)
         print("jaxkv: warning:", said, file=sys.stderr)
@@ -73,7 +73,7 @@ _warned: set[str] = set()
 
 
 def _refuse(error: OSError) -> None:
-    raise Unwritable(error)
+    raise OutputError(error)
 
 
 def _guarded(

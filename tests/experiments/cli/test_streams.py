@@ -62,9 +62,9 @@ def test_what_cannot_be_written_is_named_and_left(tmp_path: Path) -> None:
 
 COMPILE = """if True:
     from experiments.cli import compilation_cache
-    from experiments.cli.console import outputs
-    outputs.prepare()
-    compilation_cache.keep_programs()
+    from experiments.cli.console import streams
+    streams.guard_streams()
+    compilation_cache.enable_program_cache()
     import jax
     jax.jit(lambda x: x + 1)(1)
     jax.jit(lambda x: x * 2)(1)
@@ -105,7 +105,9 @@ def test_a_cache_that_cannot_be_written_says_why() -> None:
         "Error writing persistent compilation cache entry for 'jit_f': OSError: "
         "[Errno 30] Read-only file system: '/there/jit_f-cache'"
     )
-    said = compilation_cache.explain(warning, {"JAX_COMPILATION_CACHE_DIR": "/there"})
+    said = compilation_cache.explain_cache_warning(
+        warning, {"JAX_COMPILATION_CACHE_DIR": "/there"}
+    )
     start = "/there: no place for compiled programs: Read-only file system; every start"
     assert said.startswith(start)
-    assert compilation_cache.explain("another one") == "another one"
+    assert compilation_cache.explain_cache_warning("another one") == "another one"

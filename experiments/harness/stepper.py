@@ -30,16 +30,16 @@ type Step = Callable[..., tuple[EngineState, Any]]
 """A step as `engine.step.step`, in place of whose info it may say anything."""
 
 
-class Call(NamedTuple):
+class StepperCall(NamedTuple):
     """A call of some steps.
 
     Attributes:
-      seen: what each step said, as NumPy arrays with a leading axis of steps.
+      step_infos: what each step said, as NumPy arrays with a leading axis of steps.
       state: the engine after the last one; the next call takes its arrays.
       ended: the sequences that have just left, as NumPy arrays.
     """
 
-    seen: Any
+    step_infos: Any
     state: EngineState
     ended: Sequences
 
@@ -48,13 +48,13 @@ class ServingRecord(NamedTuple):
     """Requests that were all answered.
 
     Attributes:
-      seen: step infos of all steps in order, as NumPy arrays.
+      step_infos: step infos of all steps in order, as NumPy arrays.
       tokens: every answer, by request and sample.
       num_cached: prompt tokens found in the prefix cache, by request.
       duration_s: time from the first submission to the last answer.
     """
 
-    seen: Any
+    step_infos: Any
     tokens: dict[tuple[int, int], list[int]]
     num_cached: Int[np.ndarray, " requests"]
     duration_s: float
@@ -100,7 +100,7 @@ class Stepper:
         arrivals_s: Sequence[float] | None = None,
         policy: interface.Policy | None = None,
         eviction: Eviction | None = None,
-    ) -> Iterator[Call]:
+    ) -> Iterator[StepperCall]:
         """Hands requests over as there is room, and runs until all are answered.
 
         A run that is left half-way must be followed by `clear`.
@@ -154,7 +154,7 @@ class Stepper:
             has_ended = drained.status == FINISHED
             ended = jax.tree.map(lambda x, rows=has_ended: x[rows], drained)
             unfinished -= int(has_ended.sum())
-            yield Call(seen, self.state, ended)
+            yield StepperCall(seen, self.state, ended)
 
     def serve(
         self,
@@ -180,7 +180,7 @@ class Stepper:
                 answer = slice(ended.prompt_length[row], ended.num_tokens[row])
                 sample = int(ended.params.sample[row])
                 tokens[name, sample] = ended.tokens[row, answer].tolist()
-            seen.append(call.seen)
+            seen.append(call.step_infos)
             if progress.stopped:
                 self.clear()
                 return None
@@ -189,7 +189,7 @@ class Stepper:
         return ServingRecord(seen, tokens, num_cached, duration_s)
 
 
-def of_model(
+def make_stepper(
     model: checkpoints.Loaded, config: EngineConfig, step: Step = engine_step.step
 ) -> Stepper:
     """Returns an idle engine that serves a model of text."""
@@ -203,7 +203,7 @@ def of_model(
     )
 
 
-def histories(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
+def slot_tokens(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
     """Tokens of the sequence in each slot, -1 beyond.
 
     Those of a beam, which stand where they were chosen, are put in order.

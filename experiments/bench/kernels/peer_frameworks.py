@@ -7,7 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from experiments.bench.peer_process import PeerProcess
-from experiments.harness.kernels import MAX_ERROR, Implementation, Run
+from experiments.harness.kernels import MAX_ERROR, Implementation, KernelRun
 from pallas_kernels.bench import Problem, Timing
 
 FOLDER = Path(__file__).with_name("peers")
@@ -26,7 +26,7 @@ now_s = time.monotonic
 """The clock; tests put another one in its place."""
 
 
-class Budget:
+class TimeBudget:
     """Seconds from now on, for all together and in shares.
 
     Args:
@@ -61,7 +61,7 @@ class Budget:
             self._used_s[name] += now_s() - start_s
 
 
-def prepared(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementation:
+def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implementation:
     """A peer that is ready, as something to time.
 
     Args:
@@ -70,7 +70,7 @@ def prepared(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementatio
       num_calls: calls that it times.
     """
 
-    def prepare(problem: Problem) -> Run:
+    def prepare(problem: Problem) -> KernelRun:
         spec, kin = problem.spec, problem.ancestors
         trees = (spec.batch, spec.rows, spec.rows)
         # The peer draws its own numbers.
@@ -90,7 +90,7 @@ def prepared(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementatio
         if "refused" in said:
             raise ValueError(said["refused"])
         timing = dict.fromkeys(Timing._fields) | said["timing"]
-        return Run(
+        return KernelRun(
             call=lambda index: None,
             error=lambda: said["error"],
             measure=lambda: Timing(**timing),

@@ -3,7 +3,7 @@
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def visible(text: str) -> str:
+def make_printable(text: str) -> str:
     """Replaces what could steer a terminal; new lines stay, tabs become spaces."""
     return "".join(
         char if char == "\n" or char.isprintable() else REPLACEMENT
@@ -19,5 +19,5 @@ def last_lines(text: str, *, num_lines: int, width: int) -> str:
       num_lines: lines to keep.
       width: characters to keep of each.
     """
-    lines = visible(text).split("\n")[-num_lines:]
+    lines = make_printable(text).split("\n")[-num_lines:]
     return "\n".join(line[:width] for line in lines)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import peer_main
-from experiments.harness.timing import CallTimes, host_share, watch
+from experiments.harness.timing import CallTimes, host_share, record_call_times
 from jaxkv.engine import state, step
 from jaxkv.memory import Pages
 from jaxkv.models import ForwardResult, checkpoints
@@ -22,7 +22,7 @@ from jaxkv.serving.core import EngineCore
 from jaxkv.speculation import methods
 
 
-class Timing(NamedTuple):
+class TurnTiming(NamedTuple):
     """One turn: prompts that are read, and a batch that decodes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Timing(NamedTuple):
 
 
 @contextlib.contextmanager
-def served_by(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
+def use_forward(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
     """Serves with another forward pass, which is compiled where it is new.
 
     Args:
@@ -62,7 +62,7 @@ def served_by(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
         core.static = before
 
 
-def skip_reading(core: EngineCore, forward: Any, num_tokens: int) -> None:
+def skip_prefill(core: EngineCore, forward: Any, num_tokens: int) -> None:
     """Passes over the prompts of all that wait, in one step.
 
     Args:
@@ -72,12 +72,12 @@ def skip_reading(core: EngineCore, forward: Any, num_tokens: int) -> None:
     """
     core.compile()  # the engine's own programs first
     budget = max(num_tokens, core.config.token_budget)
-    with served_by(core, forward, token_budget=budget, steps_per_call=1):
+    with use_forward(core, forward, token_budget=budget, steps_per_call=1):
         core.dispatch()
     core.read(core.unread[0])
 
 
-class Decoded(NamedTuple):
+class DecodeCount(NamedTuple):
     """A batch that decoded for a while; fields are those of `Timing`."""
 
     decode_s: float
@@ -85,7 +85,9 @@ class Decoded(NamedTuple):
     occupancy: float
 
 
-def count_full(calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]) -> Decoded:
+def count_full_batches(
+    calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]
+) -> DecodeCount:
     """Counts the calls in each of whose steps every slot decoded.
 
     A call lasts from the end of the one before to its own end, so what the host made
@@ -101,18 +103,18 @@ def count_full(calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]) -> De
     seconds, num, shares = 0.0, 0, []
     for place, (call, info) in enumerate(zip(calls, infos, strict=True)):
         decodes = info.num_emitted > 0
-        if call.fed:
+        if call.has_rows:
             shares.append(decodes.mean())
         if place and decodes.all():
             seconds += call.ready_s - calls[place - 1].ready_s
             num += int(info.num_emitted.sum())
     if not num:
         raise ValueError("in no call did every sequence decode")
-    return Decoded(seconds, num, float(np.mean(shares)))
+    return DecodeCount(seconds, num, float(np.mean(shares)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Unread:
+class NoOpForward:
     """A forward pass that computes and writes nothing: pages stay as they were."""
 
     vocab_size: int
@@ -128,7 +130,7 @@ class Unread:
         return ForwardResult(logits, pages)
 
 
-def random_pages(pages: Pages) -> Pages:
+def fill_with_random(pages: Pages) -> Pages:
     """Pages full of random numbers, of which a few are drawn and stand again."""
     num_drawn = 64
 
@@ -140,7 +142,7 @@ def random_pages(pages: Pages) -> Pages:
     return jax.tree.map(jax.jit(fill), pages)
 
 
-class Ours:
+class JaxkvEngine:
     """Our engine, whose batch decodes behind a context of random numbers.
 
     Args:
@@ -173,7 +175,7 @@ class Ours:
         self._engine = Engine(
             served.params,
             served.forward,
-            random_pages(served.pages),
+            fill_with_random(served.pages),
             bounds,
             speculation=served.speculation,
             eos_ids=(),
@@ -193,7 +195,7 @@ class Ours:
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
-    ) -> Timing:
+    ) -> TurnTiming:
         """Reads prompts of one length, then decodes a batch behind as many tokens.
 
         Args:
@@ -211,7 +213,7 @@ class Ours:
         # The first device's if it keeps count, else this process's.
         stats = jax.local_devices()[0].memory_stats() or {}
         peak = stats.get("peak_bytes_in_use") or peer_main.peak_bytes()
-        return Timing(prefill_s, tokens, *decoded, peak)
+        return TurnTiming(prefill_s, tokens, *decoded, peak)
 
     def _read(
         self, prompts: list[list[int]], reads: int
@@ -241,7 +243,7 @@ class Ours:
         *,
         forward: Any = None,
         note: bool = False,
-    ) -> Decoded:
+    ) -> DecodeCount:
         """Decodes behind prompts that nobody read; arguments as of `measure`.
 
         Args:
@@ -258,10 +260,10 @@ class Ours:
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
         num_read = len(prompts) * len(prompts[0])
-        skip_reading(served.core, Unread(self._vocab_size), num_read)
+        skip_prefill(served.core, NoOpForward(self._vocab_size), num_read)
         served.trace.clear()
-        how = served_by(served.core, forward or self.forward)
-        with watch(served.core) as calls, how:
+        how = use_forward(served.core, forward or self.forward)
+        with record_call_times(served.core) as calls, how:
             end_s = time.perf_counter() + turn_s
             for _ in served.stream():
                 late = time.perf_counter() > end_s
@@ -271,4 +273,4 @@ class Ours:
                     ids = []
         if note:
             self._host_shares[-1] = host_share(calls)
-        return count_full(calls, served.trace)
+        return count_full_batches(calls, served.trace)

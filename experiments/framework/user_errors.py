@@ -12,7 +12,7 @@ _OWN = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
 """What `f"{self.level=}"` puts before a field's name; a path may hold `self.`, too."""
 
 
-def line(what: object) -> str:
+def one_line(what: object) -> str:
     """Puts an error into one line, with fields called as whoever set them knows them.
 
     In the library `f"{self.level=} must be ..."` names the expression; on the command
@@ -26,7 +26,7 @@ def line(what: object) -> str:
     return " ".join(_OWN.sub("", str(what)).split())
 
 
-def is_refusal(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Tells whether an error says what is wrong with the input, in a line.
 
     A refusal is a file that cannot be used, a full disk, or a ValueError that one of

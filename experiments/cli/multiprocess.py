@@ -18,12 +18,12 @@ MANY = ("generate", "train")
 _DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 
-def is_asked(args: list[str]) -> bool:
+def is_requested(args: list[str]) -> bool:
     """Whether the words after `jaxkv` name other processes."""
     return any(word.startswith(NAMES) for word in args)
 
 
-def watch() -> int | None:
+def fork_worker() -> int | None:
     """Has a child do the work of this process, and says what ended it.
 
     JAX ends a process that is told of another's death from outside of Python, where
@@ -58,7 +58,7 @@ def watch() -> int | None:
     return status if status >= 0 else 128 - status
 
 
-def check(command: str) -> None:
+def check_command(command: str) -> None:
     """Refuses processes for a command that would do the same in each.
 
     Raises:
@@ -72,7 +72,7 @@ def check(command: str) -> None:
         )
 
 
-def join(args: list[str]) -> list[str]:
+def join_processes(args: list[str]) -> list[str]:
     """Joins other processes if it is asked for; all but the first are silent then.
 
     Args:
@@ -101,27 +101,27 @@ def join(args: list[str]) -> list[str]:
     return rest
 
 
-def speaks() -> bool:
+def is_first_process() -> bool:
     """Whether this process is the first, or alone."""
     joined = sys.modules.get("jaxkv.parallel.processes")
     return joined is None or joined.is_first()
 
 
-def is_loss(error: Exception) -> bool:
+def is_peer_loss(error: Exception) -> bool:
     """Whether it says that another process has gone."""
     joined = sys.modules.get("jaxkv.parallel.processes")
     is_joined = joined is not None and joined.num() > 1
     return is_joined and ("Gloo" in str(error) or "NCCL" in str(error))
 
 
-def leave(status: int, *, at_once: bool = False) -> int:
+def exit_unjoined(status: int, *, at_once: bool = False) -> int:
     """Ends a process that failed to join, or joined: others are not waited for.
 
     Args:
       status: to end with.
       at_once: True if the others did not agree to end, whatever the status.
     """
-    if (at_once or status in (1, 2)) and is_asked(sys.argv[1:]):
+    if (at_once or status in (1, 2)) and is_requested(sys.argv[1:]):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
