@@ -316,7 +316,9 @@ def here(
     load = registry.load_experiment
     monkeypatch.setattr(registry, "entries", lambda: known)
     monkeypatch.setattr(
-        registry, "load", lambda name: experiment if name == "made_up" else load(name)
+        registry,
+        "load_experiment",
+        lambda name: experiment if name == "made_up" else load(name),
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path

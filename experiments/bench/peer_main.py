@@ -27,20 +27,20 @@ def main(file, kind, *words):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(answer):
+    def send(answer):
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
     try:
         peer = getattr(import_peer(Path(file).resolve()), kind)(*words)
     except (ImportError, OSError, ValueError) as error:  # OSError: a library of its own
-        say({"absent": " ".join(str(error).split())})
+        send({"absent": " ".join(str(error).split())})
         return
-    say({"version": peer.version})
+    send({"version": peer.version})
     for line in sys.stdin:
         reset_peak()
         answer = peer.answer(json.loads(line))
-        say({**answer, "peak_bytes": peak_bytes()})
+        send({**answer, "peak_bytes": peak_bytes()})
 
 
 def import_peer(file):

@@ -66,13 +66,13 @@ class PeerProcess:
         """
         try:
             with self._limit(self._start_limit_s):
-                said = self._hear()
-            if "absent" in said:
-                raise ValueError(f"{self.name}: {said['absent']}")
+                reply = self._hear()
+            if "absent" in reply:
+                raise ValueError(f"{self.name}: {reply['absent']}")
         except BaseException:
             self.__exit__()
             raise
-        self.version = said["version"]
+        self.version = reply["version"]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -153,10 +153,10 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                     stack.enter_context(keeps)
                 i, sample = event.request_id, event.sample
                 if not is_search:  # beams are no answers yet
-                    mine = found[i][sample]
-                    mine["text"] += event.text
-                    mine["tokens"] += event.tokens
-                    mine["reason"] = event.reason or mine["reason"]
+                    answer = found[i][sample]
+                    answer["text"] += event.text
+                    answer["tokens"] += event.tokens
+                    answer["reason"] = event.reason or answer["reason"]
                 if not is_ranked:
                     is_over = event.reason is not None
                     write(i * num_kept + sample, event.text, is_over)
@@ -197,9 +197,9 @@ def _asks(options: GenerateOptions) -> list[Any]:
     if not options.prompt:
         raise ValueError("give at least one --prompt")
     is_search = options.beam_width is not None
-    for name, nothing in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
+    for name, off_value in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
         value, flag = getattr(options, name), "--" + name.replace("_", "-")
-        if value not in (nothing, getattr(GenerateOptions, name)):
+        if value not in (off_value, getattr(GenerateOptions, name)):
             why = "beam search draws nothing" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
     check_drafting(options.loading)
@@ -237,11 +237,11 @@ def _summary(
     """Formats why the answers ended, the time without compilation, and a score."""
     num = sum(len(each["tokens"]) for each in completions)
     reasons = ", ".join(dict.fromkeys(each["reason"] for each in completions))
-    said = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
+    text = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
     if len(completions) == 1 and completions[0]["score"] is not None:
-        said += f"; score {completions[0]['score']:.3f}"
-    said += f"; compiled in {compile_s:.1f} s" if compile_s else ""
-    return f"[{said}]"
+        text += f"; score {completions[0]['score']:.3f}"
+    text += f"; compiled in {compile_s:.1f} s" if compile_s else ""
+    return f"[{text}]"
 
 
 def check_drafting(options: ModelOptions) -> None:

@@ -217,8 +217,8 @@ def _list(args: list[str]) -> CommandOutput:
     sheet = Sheet("", ("experiment", "configs", "question"), rows)
     line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
     names = ("name", "question", "configs")
-    told = [{name: getattr(x, name) for name in names} for x in known]
-    return CommandOutput({"experiments": told}, [sheet], [line])
+    listed = [{name: getattr(x, name) for name in names} for x in known]
+    return CommandOutput({"experiments": listed}, [sheet], [line])
 
 
 def _claims(args: list[str]) -> CommandOutput:

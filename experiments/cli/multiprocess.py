@@ -84,7 +84,7 @@ def join_processes(args: list[str]) -> list[str]:
     Raises:
       ValueError: a number is missing or out of range, or nobody answers.
     """
-    given, rest = _taken(args)
+    given, rest = _split_flags(args)
     if not given:
         return args
     if NAMES[0] not in given:
@@ -128,7 +128,7 @@ def exit_unjoined(status: int, *, at_once: bool = False) -> int:
     return status
 
 
-def _taken(args: list[str]) -> tuple[dict[str, str], list[str]]:
+def _split_flags(args: list[str]) -> tuple[dict[str, str], list[str]]:
     given: dict[str, str] = {}
     rest, words = [], iter(args)
     for word in words:

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import tyro
 
 
-def describe_default(said: str, help: str | None = None) -> object:
+def describe_default(text: str, help: str | None = None) -> object:
     """Annotates a flag that need not be given, and whose default would tell nothing.
 
     Args:
       said: what holds without it.
       help: its text; that under the field by default.
     """
-    return tyro.conf.arg(help=help, help_behavior_hint=f"(default: {said})")
+    return tyro.conf.arg(help=help, help_behavior_hint=f"(default: {text})")
 
 
 GROUP = tyro.conf.arg(name="")
@@ -112,13 +112,13 @@ def _one_line(framed: str) -> str:
             sections[-1].append(line)
         elif sections[-1]:
             sections.append([])
-    said = re.sub(
+    text = re.sub(
         r"^Error parsing ((settings|loading)(\.|: )?|[A-Z]\w*: )?",
         "",
         " ".join(sections[0]),
     )
-    said = re.sub("'None', |, 'None'", "", said)  # which no flag takes
+    text = re.sub("'None', |, 'None'", "", text)  # which no flag takes
     near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]
     if near and "Perhaps you meant" in framed:
-        said += f"; did you mean {' or '.join(dict.fromkeys(near))}?"
-    return said or " ".join(framed.split())
+        text += f"; did you mean {' or '.join(dict.fromkeys(near))}?"
+    return text or " ".join(framed.split())

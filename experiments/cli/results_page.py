@@ -85,10 +85,12 @@ def read_record(run: Path, root: Path) -> ClaimsRecord:
             claims.append(Claim(**row))
         experiment = registry.load_experiment(str(env["experiment"]))
         where = run / "config.json"
-        ours = experiment.config_loads(files.read_text(where), str(where))
+        own_config = experiment.config_loads(files.read_text(where), str(where))
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None
-    names = (name for name, config in experiment.configs.items() if config == ours)
+    names = (
+        name for name, config in experiment.configs.items() if config == own_config
+    )
     return ClaimsRecord(
         experiment=experiment.name,
         question=experiment.question,
@@ -101,12 +103,12 @@ def read_record(run: Path, root: Path) -> ClaimsRecord:
 
 def render_page(records: list[ClaimsRecord]) -> str:
     """Writes the page in Markdown."""
-    said = ["# Claims, and what we found", _first_line(records), _WORDS]
+    sections = ["# Claims, and what we found", _first_line(records), _WORDS]
     for record in records:
         if not record.claims:
             continue
         env, rows = record.env, ["| | claim | numbers | |", "|---|---|---|---|"]
-        said.append(
+        sections.append(
             f"## {record.question}\n\n`jaxkv run {record.experiment} {record.config}`,"
             f" {env['started_at'][:10]}, {env['duration_s']:.0f} s, {env['cpu']}"
             f" ({env['num_cpus']} cores). Folder: `records/{record.folder}`."
@@ -115,8 +117,8 @@ def render_page(records: list[ClaimsRecord]) -> str:
             verdict = f"**{x.verdict}**{_APART.get(x.kind, '')}"
             cells = (verdict, x.claim, report.claim_numbers(x), x.note)
             rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |")
-        said.append("\n".join(rows))
-    return "\n\n".join(said) + "\n"
+        sections.append("\n".join(rows))
+    return "\n\n".join(sections) + "\n"
 
 
 _WORDS = (
@@ -172,8 +174,8 @@ def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
     if write is not None:
         files.write_aside(write, render_page(records))
         lines.append(f"page: {write}")
-    told = ("experiment", "config", "folder", "claims")
-    document = [{name: getattr(x, name) for name in told} for x in records]
+    keys = ("experiment", "config", "folder", "claims")
+    document = [{name: getattr(x, name) for name in keys} for x in records]
     counts = report.count_verdicts(
         claim for record in records for claim in record.claims
     )

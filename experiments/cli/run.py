@@ -140,11 +140,11 @@ def _give_up(folder: Path, error: BaseException) -> str:
     if not folder.is_dir():
         return "interrupted at once"
     has_result = run_folder.has_result(folder)
-    said = str(error) if isinstance(error, KeyboardInterrupt) else ""
-    is_empty = bool(said) or user_errors.is_user_error(error)
+    reason = str(error) if isinstance(error, KeyboardInterrupt) else ""
+    is_empty = bool(reason) or user_errors.is_user_error(error)
     if (is_empty or (folder / run_folder.EARLIER).is_dir()) and not has_result:
         run_folder.abandon_run(folder)
-        return said or f"interrupted at once; {folder} is as it was"
+        return reason or f"interrupted at once; {folder} is as it was"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError, ValueError):  # where the disk is full

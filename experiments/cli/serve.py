@@ -150,7 +150,7 @@ def serve_model(
     read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
-    with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
+    with contextlib.closing(http_server.listen(options.host, options.port)) as listener:
         bounds = _bounds(options, longest, read.page_size)
         engine = generate.load_engine(read, options.loading, **bounds)
         # Compiles all programs, before anyone waits.
@@ -159,7 +159,7 @@ def serve_model(
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
         with AsyncEngine(engine, model_name=name) as backend:
-            return serve_backend(backend, taken, options, shown_key, key, documents)
+            return serve_backend(backend, listener, options, shown_key, key, documents)
 
 
 def _serve_workers(
@@ -205,15 +205,15 @@ def _serve_workers(
         for _ in range(num)
     ]
     name = options.name or Path(model).name
-    with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
+    with contextlib.closing(http_server.listen(options.host, options.port)) as listener:
         front = HttpFront(
-            descriptor=taken.fileno(),
+            descriptor=listener.fileno(),
             api_key=key,
             max_requests=options.max_requests,
             deadline_s=options.deadline_s,
             grace_s=options.grace_s,
         )
-        taken.set_inheritable(True)
+        listener.set_inheritable(True)
         with _signals() as signals:
             with Service(
                 folder,
@@ -230,7 +230,7 @@ def _serve_workers(
                 if documents is not None:
                     workers = service.status()["workers"]
                     fields |= {"router_pid": service.pid, "workers": workers}
-                url = http_server.url_of(taken)
+                url = http_server.url_of(listener)
                 _announce(url, fields, lines, shown_key, documents)
                 while not signals and not service.wait(0.2):
                     pass
@@ -278,7 +278,7 @@ def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
 
 def serve_backend(
     backend: Any,
-    taken: Any,
+    listener: Any,
     options: Any,
     shown_key: str | None,
     key: str,
@@ -305,13 +305,13 @@ def serve_backend(
         max_requests=options.max_requests,
         deadline_s=options.deadline_s,
     )
-    url = http_server.url_of(taken)
+    url = http_server.url_of(listener)
 
     async def serve_app() -> list[int]:
-        loop, wished = asyncio.get_running_loop(), asyncio.Event()
+        loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()
 
         async def stop() -> None:
-            await wished.wait()
+            await stop_requested.wait()
             await service.stop(options.grace_s)
             # What is left gets one clear error.
             await asyncio.to_thread(backend.close)
@@ -320,8 +320,8 @@ def serve_backend(
             fields = {"model": backend.model_name}
             _announce(url, fields, [], shown_key, documents)
 
-        with _signals(lambda: loop.call_soon_threadsafe(wished.set)) as signals:
-            await http_server.serve(app.make_app(service), taken, stop, on_ready)
+        with _signals(lambda: loop.call_soon_threadsafe(stop_requested.set)) as signals:
+            await http_server.serve(app.make_app(service), listener, stop, on_ready)
         return signals
 
     signals = asyncio.run(serve_app())

@@ -117,7 +117,7 @@ def _draw_groups(ax: Any, result: Result) -> None:
     """Runs of one budget, the parabolas through them, and their minima."""
     style.set_labels(ax, "isoFLOP curves", "parameters [1]", _label(result))
     if not len(result.parabolas.x):
-        _say(ax, "no two budgets\nwith three sizes")
+        _write_notice(ax, "no two budgets\nwith three sizes")
         return
     draw_isoflop_groups(ax, result)
     ax.plot(*result.minima, "k*", markersize=8, label="minimum")
@@ -136,13 +136,13 @@ def draw_isoflop_groups(ax: Any, result: Result) -> None:
     """Draws the runs of every budget and the parabola through them."""
     marks = itertools.cycle("os^dvP")
     for i, color in enumerate(sequential_colors(np.arange(len(result.parabolas.x)))):
-        mine = result.group == i
-        if not mine.any():  # none of its runs is drawn
+        selected = result.group == i
+        if not selected.any():  # none of its runs is drawn
             continue
-        flops = float(np.exp(np.log(result.flops[mine]).mean()))
+        flops = float(np.exp(np.log(result.flops[selected]).mean()))
         dots = {"linestyle": "", "marker": next(marks), "color": color}
         dots["markersize"] = 4
-        x, y = result.num_params[mine], result.loss[mine]
+        x, y = result.num_params[selected], result.loss[selected]
         ax.plot(x, y, label=f"{flops:.2g} FLOP", **dots)
         x, y = result.parabolas.x[i], result.parabolas.y[i]
         ax.plot(x, y, color=color, linewidth=1)
@@ -154,7 +154,7 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     title = f"{law}: objective over its least value (points: resamples)"
     style.set_labels(ax, title, "", "")
     if not contour.x_name:
-        _say(ax, "fewer than two exponents,\nor coefficients are given")
+        _write_notice(ax, "fewer than two exponents,\nor coefficients are given")
         return
     log_levels = np.log10(LEVELS)
     height = np.log10(contour.objective)
@@ -192,7 +192,7 @@ def _label(result: Result) -> str:
     return f"{result.target.replace('_', ' ')} [as logged]"
 
 
-def _say(ax: Any, text: str) -> None:
+def _write_notice(ax: Any, text: str) -> None:
     """Says why there is nothing to draw."""
     ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])

@@ -50,8 +50,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     num_runs = len(log.runs)
     predicted = np.full((len(chosen), num_runs), np.nan)
     for part in parts:
-        mine = {name: column[part.rows] for name, column in log.columns.items()}
-        predicted[:, part.rows] = [predict(x, mine).loss for x in part.fits]
+        selected = {name: column[part.rows] for name, column in log.columns.items()}
+        predicted[:, part.rows] = [predict(x, selected).loss for x in part.fits]
     sizes, curves = grids.loss_curves(parts, log.columns)
     grouped = grids.find_parabolas(parts, is_fitted)
     first = parts[0]
@@ -175,9 +175,9 @@ def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
         yield f"the objective over the plane is not drawn: above {most:,} rows"
     if num_rows > (most := drawing.MAX_DOTS):
         yield f"the figure's dots are {most:,} of {num_rows:,} rows"
-    said = " ".join((config.where, config.hold_out, config.ignore))
+    rules_text = " ".join((config.where, config.hold_out, config.ignore))
     for name, unit in log.units.items():
-        if rules.mentions(said, name):
+        if rules.mentions(rules_text, name):
             yield f"rules compare {name} times {unit:g}, as its flag says"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"

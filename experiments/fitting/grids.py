@@ -85,20 +85,20 @@ def optimum_curve(parts: Sequence[FitGroup], columns: Columns) -> PlotCurve:
 
 
 def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> PlotCurve:
-    law, mine = fit.find_law(), {name: x[rows] for name, x in columns.items()}
-    nothing = PlotCurve(np.empty(0), np.empty(0))
+    law, selected = fit.find_law(), {name: x[rows] for name, x in columns.items()}
+    empty = PlotCurve(np.empty(0), np.empty(0))
     if not {*SIZES} <= columns.keys():
         there = [name for name in SIZES if name in columns]
         if [*law.inputs] != there:
-            return nothing
-        seen = mine[there[0]]
+            return empty
+        seen = selected[there[0]]
         x = np.geomspace(seen.min() / 2, seen.max() * 10, NUM_POINTS)
         return PlotCurve(x, predict(fit, {there[0]: x})[0])
     if law.two_powers is None:
-        return nothing
-    flops = mine["flops"]
+        return empty
+    flops = selected["flops"]
     x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
-    return PlotCurve(x, np.asarray(optimum_at(fit, mine, x).loss, float))
+    return PlotCurve(x, np.asarray(optimum_at(fit, selected, x).loss, float))
 
 
 def optimum_at(

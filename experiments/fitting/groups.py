@@ -96,12 +96,12 @@ def _part(
     """Fits all laws to one group, and finds its frontiers."""
     if not (rows & is_fitted).any():
         raise ValueError(f"{config.log}: the rule leaves no row to fit")
-    seen, others = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
+    seen, held_out_log = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
     if label and seen.curves is not None:
-        mine = {log.runs[i] for i in np.flatnonzero(rows)}
-        curves = seen.curves.take(np.array([x in mine for x in seen.curves.runs]))
+        selected = {log.runs[i] for i in np.flatnonzero(rows)}
+        curves = seen.curves.take(np.array([x in selected for x in seen.curves.runs]))
         seen = seen._replace(curves=curves if curves.runs else None)
-    fits = [_fit(config, law, seen, others, progress) for law in chosen]
+    fits = [_fit(config, law, seen, held_out_log, progress) for law in chosen]
     found = find(
         seen,
         tolerance=config.tolerance,
@@ -115,7 +115,7 @@ def _part(
 
 
 def _fit(
-    config: Config, law: Law, seen: Log, others: Log, progress: Progress
+    config: Config, law: Law, seen: Log, held_out_log: Log, progress: Progress
 ) -> FitResult:
     """Fits a law to the rows that are seen, and scores it on others.
 
@@ -132,8 +132,8 @@ def _fit(
         "bounds": config.bounds,
     }
     fit = _resampled(law, seen, config.bootstrap, options, progress)
-    if others.runs:
-        return fits_fit.scored(fit, others.columns)
+    if held_out_log.runs:
+        return fits_fit.scored(fit, held_out_log.columns)
     flops = prediction.compute(law, seen.columns)
     is_large = flops > ROLLOUT * flops.max()
     if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
@@ -170,6 +170,6 @@ def _resampled(
             )
         except _Stopped:
             pass
-    said = "interrupted before its resamples: the intervals are from the curvature"
+    warning = "interrupted before its resamples: the intervals are from the curvature"
     first = fits_fit.fit(law, log.columns, **options)
-    return first._replace(warnings=[*first.warnings, said])
+    return first._replace(warnings=[*first.warnings, warning])

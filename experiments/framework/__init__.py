@@ -1,4 +1,4 @@
-"""What an experiment is: its registry, runs, folders, claims and reports."""
+"""Structure of an experiment: registry, runs, run folders, claims, tables, reports."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

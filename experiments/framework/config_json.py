@@ -1,4 +1,4 @@
-"""JSON in and out: plain values from anything we hold, configs back from JSON."""
+"""JSON: plain values from configs, results and arrays, and configs from JSON."""
 
 import dataclasses
 import json
@@ -14,14 +14,15 @@ from jaxkv.validation import unknown
 
 
 def to_plain(value: Any) -> Any:
-    """Reduces a value to what JSON knows: dicts, lists, strings, numbers, booleans.
+    """Converts a value to JSON types: dicts, lists, strings, numbers, booleans, None.
 
-    Dataclasses and NamedTuples become objects, arrays become lists, numbers of any
-    library become Python's. A number that is not finite becomes `None`: JSON has no
-    word for it. A value with a method `as_json` is what that returns.
+    Dataclasses and NamedTuples become dicts, arrays become lists, and numbers of any
+    library become Python numbers. Numbers that are not finite become None, because JSON
+    cannot represent them. An object with a method `as_json` is replaced by the result
+    of that method.
 
     Raises:
-      TypeError: the value holds something else.
+      TypeError: the value contains an unsupported type.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -45,14 +46,14 @@ def to_plain(value: Any) -> Any:
 
 
 def dumps(value: Any, *, indent: int | None = 2) -> str:
-    """Writes a value as one JSON document, non-finite numbers as `null`."""
+    """Serializes a value as one JSON document, with non-finite numbers as `null`."""
     return json.dumps(
         to_plain(value), indent=indent, allow_nan=False, ensure_ascii=False
     )
 
 
 def config_dumps(config: Any) -> str:
-    """Writes a config so that `config_loads` gives it back, infinities included."""
+    """Serializes a config so that `config_loads` restores it, infinities included."""
 
     def spell(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -65,23 +66,28 @@ def config_dumps(config: Any) -> str:
 
 
 def config_loads[T](config_type: type[T], text: str, where: str) -> T:
-    """Builds a config from a `config.json`, checked as one built by hand is.
+    """Builds a config from the text of a `config.json`, with full validation.
 
-    Nested dataclasses, tuples, literals and unions of them are understood. A field that
-    the text leaves out keeps its default. `where` is what an error calls the text.
+    Nested dataclasses, tuples, literals and unions of them are supported. A missing
+    field keeps its default.
+
+    Args:
+      config_type: dataclass of the config.
+      text: JSON document.
+      where: name of the text in error messages.
 
     Raises:
-      ValueError: not JSON, an unknown or missing field, a value of the wrong type,
-        or one that the config refuses; one line that says where.
+      ValueError: invalid JSON, an unknown or missing field, a value of the wrong type,
+        or a value that the config rejects; one line with the location.
     """
     return from_plain(config_type, files.parse_json(text, where), where)
 
 
 def from_plain(hint: Any, value: Any, where: str) -> Any:
-    """Turns parsed JSON into a value of the hinted type.
+    """Converts parsed JSON to a value of the hinted type.
 
     Raises:
-      ValueError: it is of another; the line begins with `where`.
+      ValueError: the value has another type; the message starts with `where`.
     """
     if dataclasses.is_dataclass(hint):
         return _restore_dataclass(hint, value, where)

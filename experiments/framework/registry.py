@@ -1,6 +1,6 @@
-"""The experiments there are, found without importing them.
+"""Registry of all experiments, readable without importing them.
 
-They stand in `registry.toml`, a line each; a module is as `study` says.
+The entries are in `registry.toml`, one line each; `study` describes the modules.
 """
 
 import functools
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 SMOKE = "smoke"
-"""The config whose runs are too small for claims about published sizes."""
+"""Name of the config whose runs are too small for claims about published sizes."""
 
 
 class RegistryEntry(NamedTuple):
-    """What is known of an experiment before it is imported.
+    """Data of an experiment that is known before it is imported.
 
     Attributes:
-      name: as the command line has it.
-      question: in a line.
-      configs: the names of its configs, the default first.
-      module: where its studies are.
+      name: name on the command line.
+      question: research question, one line.
+      configs: names of its configs, the default first.
+      module: module with its studies.
     """
 
     name: str
@@ -37,23 +37,23 @@ class RegistryEntry(NamedTuple):
 
 @functools.cache
 def entries() -> tuple[RegistryEntry, ...]:
-    """The experiments there are, sorted by name."""
+    """Returns all experiments, sorted by name."""
     rooms = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     found = []
     for room, experiments in rooms.items():
-        for name, said in experiments.items():
+        for name, fields in experiments.items():
             module = f"experiments.{room}.{name.removeprefix(f'{room}_')}.experiment"
             found.append(
-                RegistryEntry(name, said["question"], (*said["configs"],), module)
+                RegistryEntry(name, fields["question"], (*fields["configs"],), module)
             )
     return (*sorted(found),)
 
 
 def find_entry(name: str) -> RegistryEntry:
-    """The entry of an experiment; hyphens in its name may stand for underscores.
+    """Returns the entry of an experiment; hyphens in the name match underscores.
 
     Raises:
-      ValueError: there is no such experiment; the line gives the nearest names.
+      ValueError: no experiment has this name; the message lists similar names.
     """
     known = {entry.name: entry for entry in entries()}
     entry = known.get(name.replace("-", "_"))
@@ -63,7 +63,7 @@ def find_entry(name: str) -> RegistryEntry:
 
 
 def load_experiment(name: str) -> "Experiment":
-    """Imports an experiment; its name is as `find` takes it."""
+    """Imports an experiment by name, as `find_entry` accepts it."""
     from experiments.framework import study
 
     entry = find_entry(name)

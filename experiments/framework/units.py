@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: four digits at most, with the unit that suits."""
+"""Formats of numbers with units: at most four significant digits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _FLOPS = (
 
 
 def format_number(value: Any) -> str:
-    """Writes a value short: four significant digits, whole numbers in full."""
+    """Formats a value with four significant digits; integers in full."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -30,48 +30,48 @@ def format_number(value: Any) -> str:
 
 
 def format_count(value: float, form: str = ".3g", gap: str = "") -> str:
-    """Writes a number of parameters or tokens: 124M."""
+    """Formats a number of parameters or tokens: 124M."""
     scale, letter = next((x for x in _COUNTS if value >= x[0]), (1.0, ""))
     return f"{value / scale:{form}}{gap}{letter}".rstrip()
 
 
 def format_seconds(value: float | None) -> str:
-    """Writes a duration: 12.3 s, 4.56 ms, 78.9 us."""
+    """Formats a duration: 12.3 s, 4.56 ms, 78.9 us."""
     return _scaled(value, _SECONDS)
 
 
 def format_bytes(value: float | None) -> str:
-    """Writes a number of bytes: 734 MB; a MB is 1e6 bytes."""
+    """Formats a number of bytes: 734 MB; 1 MB is 1e6 bytes."""
     return _scaled(value, _BYTES)
 
 
 def format_flops(value: float | None) -> str:
-    """Writes a number of operations: 1.07 GFLOP."""
+    """Formats a number of operations: 1.07 GFLOP."""
     return _scaled(value, _FLOPS)
 
 
 def format_percent(value: float | None) -> str:
-    """Writes a share of one in per cent: 93.9 %."""
+    """Formats a share in [0, 1] as a percentage: 93.9 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def format_rate(value: float | None) -> str:
-    """Writes a rate: three digits, none behind the point from a hundred on."""
+    """Formats a rate with three digits, and without decimals from 100."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def format_named(name: str, value: Any) -> tuple[str, str]:
-    """Writes a number whose unit stands in its name.
+    """Formats a number whose name has its unit as a suffix.
 
     Args:
-      name: of the number; it may end in `_per_s`, `_s`, `_bytes`, `_share` or
+      name: name of the number; may end in `_per_s`, `_s`, `_bytes`, `_share` or
         `_utilisation`.
-      value: the number, or anything else.
+      value: number, or any other value.
 
     Returns:
-      The name in plain words, and the value with its unit.
+      The name in words, and the value with its unit.
     """
     label = name.replace("_", " ")
     if isinstance(value, int | float) and not isinstance(value, bool):

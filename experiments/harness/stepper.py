@@ -135,12 +135,12 @@ class Stepper:
                     eos_ids=self._eos_ids,
                     width=width,
                 )
-                self.state, taken = programs.LOCAL.submit(
+                self.state, accepted = programs.LOCAL.submit(
                     self.state, requests, config=self.config
                 )
-                taken = np.asarray(taken)
-                first += int((taken & (requests.params.sample == 0)).sum())
-                unfinished += int(taken.sum())
+                accepted = np.asarray(accepted)
+                first += int((accepted & (requests.params.sample == 0)).sum())
+                unfinished += int(accepted.sum())
             if not unfinished:
                 if first < len(prompts):
                     raise ValueError(f"request {first} does not fit {self.config}")

@@ -41,10 +41,10 @@ def loss_table(records: list[dict[str, Any]]) -> str:
             + "".join(f"{units.format_number(x):>12}" for x in tokens)
         ]
     for size, _ in sizes:
-        mine = [r for r in records if r["num_params"] == size]
+        selected = [r for r in records if r["num_params"] == size]
         if lines:
             cells = [
-                format_best_loss([r for r in mine if r["num_tokens"] == n])
+                format_best_loss([r for r in selected if r["num_tokens"] == n])
                 for n in tokens
             ]
             lines.append(
@@ -54,10 +54,10 @@ def loss_table(records: list[dict[str, Any]]) -> str:
         return "\n".join(lines)
     # Budgets give every size numbers of tokens of its own.
     for size, width in sizes:
-        mine = [r for r in records if r["num_params"] == size]
+        selected = [r for r in records if r["num_params"] == size]
         cells = []
-        for steps in sorted({r["num_steps"] for r in mine}):
-            here = [r for r in mine if r["num_steps"] == steps]
+        for steps in sorted({r["num_steps"] for r in selected}):
+            here = [r for r in selected if r["num_steps"] == steps]
             cells.append(f"{here[0]['flops']:.1e}: {format_best_loss(here)}")
         lines.append(f"width {width}, {size:,} parameters   " + "   ".join(cells))
     return "\n".join(lines)
@@ -78,14 +78,14 @@ RATE_HEADS = ("rate: loss", "taken", "at the edge")
 def format_rates(
     rates: Float[np.ndarray, " trials"],
     losses: Float[np.ndarray, " trials"],
-    taken: float,
+    chosen: float,
 ) -> tuple[str, str, str]:
     """Writes learning rates, rising, with their losses, and the one that was taken."""
     order = np.argsort(rates)
     pairs = zip(rates[order], losses[order], strict=True)
     shown = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in pairs)
-    is_edge = taken in (rates.min(), rates.max())
-    return shown, f"{taken:.2g}", "yes" if is_edge else "no"
+    is_edge = chosen in (rates.min(), rates.max())
+    return shown, f"{chosen:.2g}", "yes" if is_edge else "no"
 
 
 def format_interval(low: float, high: float, digits: int = 2) -> str:

@@ -30,8 +30,8 @@ def time_call[**P, R](
 
 def median_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     """Median seconds of each, in turns; a first call of each is not counted."""
-    taken = [[time_call(call)[0] for call in calls] for _ in range(1 + rounds)]
-    return np.median(taken[1:], axis=0).tolist()
+    times = [[time_call(call)[0] for call in calls] for _ in range(1 + rounds)]
+    return np.median(times[1:], axis=0).tolist()
 
 
 def measure_in_turns[C](
@@ -59,19 +59,19 @@ def measure_in_turns[C](
       The case, everyone, and their measurements by name.
     """
     turns = [(case, turn) for case in cases for turn in range(num_rounds + 1)]
-    everyone: list[Any] = []
+    systems: list[Any] = []
     found: dict[str, list[Any]] = {}
     for case, turn in progress.track(turns, doing, "turns"):
         if turn == 0:
             progress.show(f"{what} {case}, warming up")
-            everyone = begin(case)
-            found = {each.name: [] for each in everyone}
+            systems = begin(case)
+            found = {each.name: [] for each in systems}
             continue
-        for each in everyone:
+        for each in systems:
             progress.show(f"{what} {case}, {each.name}")
             found[each.name].append(measure(case, each))
         if turn == num_rounds:
-            yield case, everyone, found
+            yield case, systems, found
 
 
 def median_and_spread(rates: Sequence[float]) -> tuple[float, float]:
@@ -113,8 +113,8 @@ def record_call_times(core: EngineCore) -> Generator[list[CallTimes]]:
         if call.drained is not None:
             jax.block_until_ready(call.drained)
             drained_s = time.perf_counter()
-        fed = bool(np.asarray(call.info.num_rows).any())
-        times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
+        has_rows = bool(np.asarray(call.info.num_rows).any())
+        times.append(CallTimes(dispatched_s, ready_s, drained_s, has_rows))
 
     with concurrent.futures.ThreadPoolExecutor(1) as waiting:
         core.on_dispatch = lambda call: waiting.submit(wait, call, time.perf_counter())

@@ -39,10 +39,10 @@ def draw_reference_count(ax: Any, x: float, y: float, before: int, count: int) -
     """The reference count, and what it was if it fell."""
     fell = before > count > 0
     face = INK if count > 1 else COPY if fell else "0.6"
-    said = f"{before}→{count}" if fell else str(count)
+    label = f"{before}→{count}" if fell else str(count)
     pad = {"boxstyle": "round,pad=0.22,rounding_size=0.6", "linewidth": 0}
     look = {"fontweight": "bold", "ha": "center", "color": "white"}
-    draw_text(ax, x, y, said, 5.4, bbox=pad | {"facecolor": face}, **look)
+    draw_text(ax, x, y, label, 5.4, bbox=pad | {"facecolor": face}, **look)
 
 
 def draw_tag(ax: Any, box: Box, words: str) -> None:

@@ -185,7 +185,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 save = checkpoints.save_model
                 save(folder, model.config, model.params, dtype="float32")
             peers = {name: (SCRIPT, kind, folder) for name, kind in KINDS.items()}
-            others, absent = peer_process.start_peers(
+            peer_engines, absent = peer_process.start_peers(
                 stack, PeerEngine, config.peer_python, peers, needed=True
             )
         # What the device reads and multiplies, on arrays that no cache holds.
@@ -210,8 +210,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
         def begin(case: tuple[int, int]) -> list[JaxkvEngine | PeerEngine]:
             bounds = _bounds(config, *case)
-            ours = JaxkvEngine(model, bounds, config.dtype, config.speculate)
-            for one in (ours, *others):
+            jaxkv_row = JaxkvEngine(model, bounds, config.dtype, config.speculate)
+            for one in (jaxkv_row, *peer_engines):
                 measure(case, one, 0.1)
             batch, context = case
             if config.parts and config.speculate is None and batch not in fixed:
@@ -219,11 +219,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 prompts = [[0] * context] * batch
                 num = config.output_tokens
                 fixed[batch] = parts.measure_parts(
-                    ours, model, prompts, num, config.turn_s
+                    jaxkv_row, model, prompts, num, config.turn_s
                 )
-            return [ours, *others]
+            return [jaxkv_row, *peer_engines]
 
-        for case, everyone, timings in measure_in_turns(
+        for case, engines, timings in measure_in_turns(
             config.cases,
             config.rounds,
             begin,
@@ -232,14 +232,16 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             doing="serving",
             what="batch and context",
         ):
-            ours, *theirs = _rows(config, case, everyone, timings)
-            ours["absent"] = peer_process.format_absent(absent)
-            for row in (ours, *theirs):
+            jaxkv_row, *peer_rows = _rows(config, case, engines, timings)
+            jaxkv_row["absent"] = peer_process.format_absent(absent)
+            for row in (jaxkv_row, *peer_rows):
                 row |= _floor(model, config, case, row, ceilings)
             if (step := fixed.get(case[0])) is not None:
                 # Attention takes what the other parts do not.
-                ours |= step._asdict() | {"attention_s": ours["step_s"] - sum(step)}
-            rows += [ours, *theirs]
+                jaxkv_row |= step._asdict() | {
+                    "attention_s": jaxkv_row["step_s"] - sum(step)
+                }
+            rows += [jaxkv_row, *peer_rows]
     return rows
 
 
@@ -298,7 +300,7 @@ def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
 def _rows(
     config: Config,
     case: tuple[int, int],
-    everyone: list[Any],
+    engines: list[Any],
     timings: dict[str, list[TurnTiming]],
 ) -> list[dict[str, Any]]:
     """One row for each engine, medians over the turns; ours is the first."""
@@ -310,7 +312,7 @@ def _rows(
         for x in timings
     }
     rows: list[dict[str, Any]] = []
-    for engine in everyone:
+    for engine in engines:
         name, taken = engine.name, timings[engine.name]
         rate, spread = median_and_spread(rates[name])
         prefill = statistics.median(reads[name]) if reads[name] else None

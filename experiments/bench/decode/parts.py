@@ -34,7 +34,7 @@ def skip_attention(pages: Any, layer: Any, q: jax.Array, rows: Any, **_: Any) ->
 
 
 def measure_parts(
-    ours: JaxkvEngine,
+    engine: JaxkvEngine,
     model: checkpoints.Loaded,
     prompts: list[list[int]],
     num_tokens: int,
@@ -52,11 +52,11 @@ def measure_parts(
 
     def step_s(forward: Any) -> float:
         def turn() -> DecodeCount:
-            return ours.decode(prompts, num_tokens, turn_s, forward=forward)
+            return engine.decode(prompts, num_tokens, turn_s, forward=forward)
 
         return min(len(prompts) * x.decode_s / x.num_decoded for x in (turn(), turn()))
 
-    assert isinstance(ours.forward, paged.PagedForward)
+    assert isinstance(engine.forward, paged.PagedForward)
     sampling_s = step_s(NoOpForward(model.config.vocab_size))
-    without_s = step_s(dataclasses.replace(ours.forward, attend=skip_attention))
+    without_s = step_s(dataclasses.replace(engine.forward, attend=skip_attention))
     return StepParts(without_s - sampling_s, sampling_s)

@@ -66,18 +66,18 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second, ratios with their range, and where our time goes."""
     decode, prefill, ratios, spent = axes
     names = list(dict.fromkeys(x["implementation"] for x in result))
-    ours = [x for x in result if x["implementation"] == "jaxkv"]
+    jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
     for ax, kind in ((decode, "decode"), (prefill, "prefill")):
         _draw_rates(ax, kind, result, names)
-        known = [x[RATIOS[kind]] for x in ours if x[RATIOS[kind]] is not None]
+        known = [x[RATIOS[kind]] for x in jaxkv_rows if x[RATIOS[kind]] is not None]
         if known:
             low, high = min(known), max(known)
             title = (
                 f"{kind}: jaxkv has {low:.2f} to {high:.2f} times the best peer's rate"
             )
             ax.set_title(title.capitalize().replace("Jaxkv", "jaxkv"))
-    _draw_ratios(ratios, ours)
-    _draw_parts(spent, [x for x in ours if "products_s" in x])
+    _draw_ratios(ratios, jaxkv_rows)
+    _draw_parts(spent, [x for x in jaxkv_rows if "products_s" in x])
 
 
 def _label(row: dict[str, Any]) -> str:
@@ -91,9 +91,9 @@ def _draw_rates(
     cases = list(dict.fromkeys(map(_label, rows)))
     width = 0.84 / max(1, len(names))
     for i, name in enumerate(names):
-        mine = [x for x in rows if x["implementation"] == name]
-        places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in mine]
-        rates = [x[f"{kind}_tokens_per_s"] for x in mine]
+        selected = [x for x in rows if x["implementation"] == name]
+        places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in selected]
+        rates = [x[f"{kind}_tokens_per_s"] for x in selected]
         look = {"label": name} | systems.system_style(name).bar
         bars = ax.bar(places, rates, 0.94 * width, **look)
         ax.bar_label(bars, [*map(units.format_rate, rates)], padding=2, rotation=90)
@@ -110,11 +110,11 @@ def _name_cases(ax: Any, cases: list[str]) -> None:
     ax.tick_params(axis="x", length=0)
 
 
-def _draw_ratios(ax: Any, ours: list[dict[str, Any]]) -> None:
-    cases, faster = [_label(x) for x in ours], []
+def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+    cases, faster = [_label(x) for x in jaxkv_rows], []
     looks = zip(RATIOS.items(), ((systems.BLUE, "o"), (systems.SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
-        known = [(i, x) for i, x in enumerate(ours) if x[key] is not None]
+        known = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
         values = [x[key] for _, x in known]
         ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in known]
         place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in known]
@@ -131,23 +131,23 @@ def _draw_ratios(ax: Any, ours: list[dict[str, Any]]) -> None:
     ax.legend()
 
 
-def _draw_parts(ax: Any, ours: list[dict[str, Any]]) -> None:
-    bottom = np.zeros(len(ours))
+def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+    bottom = np.zeros(len(jaxkv_rows))
     for hatch, (key, (name, color)) in zip(
         ("", "//", ".."), PARTS.items(), strict=True
     ):
-        shares = [100 * max(0.0, x[key]) / x["step_s"] for x in ours]
+        shares = [100 * max(0.0, x[key]) / x["step_s"] for x in jaxkv_rows]
         look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
-        ax.bar(range(len(ours)), shares, 0.7, bottom, label=name, **look)
+        ax.bar(range(len(jaxkv_rows)), shares, 0.7, bottom, label=name, **look)
         bottom += shares
     title = "Where the time of a decode step goes"
-    if ours:
-        attention = [100 * x["attention_s"] / x["step_s"] for x in ours]
+    if jaxkv_rows:
+        attention = [100 * x["attention_s"] / x["step_s"] for x in jaxkv_rows]
         title = f"Attention takes {min(attention):.0f} to {max(attention):.0f} % "
         title += "of a decode step of jaxkv"
         ax.legend()
     ax.set(title=title, ylim=(0, 100), ylabel="share of the step [%]")
-    _name_cases(ax, [_label(x) for x in ours])
+    _name_cases(ax, [_label(x) for x in jaxkv_rows])
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
@@ -156,11 +156,11 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         return []
     found = DecodeRates.of(fill_missing(result))
     note = "host share: the time in which the device waits between two calls."
-    ours = [x for x in result if x["implementation"] == "jaxkv"]
+    jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
     parts: list[ReportPart] = [
         found.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
     ]
-    if known := [x for x in ours if "products_s" in x]:
+    if known := [x for x in jaxkv_rows if "products_s" in x]:
         lines = [
             [
                 f"{x['batch']:,}",
@@ -178,21 +178,21 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     heads = ["sequences", "context", *names, "jaxkv / best peer", "range"]
     for kind, key in RATIOS.items():
         lines = []
-        for mine in ours:
-            case = mine["batch"], mine["prompt_tokens"]
-            if mine[key] is None:
+        for selected in jaxkv_rows:
+            case = selected["batch"], selected["prompt_tokens"]
+            if selected[key] is None:
                 continue
             rates = [
                 units.format_rate(x[f"{kind}_tokens_per_s"])
                 for x in result
                 if (x["batch"], x["prompt_tokens"]) == case
             ]
-            ends = mine.get(f"{key}_range")
+            ends = selected.get(f"{key}_range")
             span = "" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
             sizes = [f"{x:,}" for x in case]
-            lines.append([*sizes, *rates, f"{mine[key]:.2f}", span])
+            lines.append([*sizes, *rates, f"{selected[key]:.2f}", span])
         parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
     absent = result[0]["absent"]
-    told = (*NAMES, "version", "spread", "same_answers")
+    shown = (*NAMES, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""
-    return [*parts, found.sheet("everyone", *told, note=note)]
+    return [*parts, found.sheet("everyone", *shown, note=note)]

@@ -46,12 +46,12 @@ def profile_decode(size: str, name: str) -> dict[str, Any]:
     bounds = model_shapes.make_engine_config(
         batch, context + 17 + num_tokens, token_budget=256 if is_real else 8
     )
-    ours = JaxkvEngine(checkpoints.Loaded(shape, params, None, ()), bounds, dtype)
+    engine = JaxkvEngine(checkpoints.Loaded(shape, params, None, ()), bounds, dtype)
     prompts = [[0] * context] * batch
-    quiet = ours.decode(prompts, num_tokens, 10.0)
+    quiet = engine.decode(prompts, num_tokens, 10.0)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            ours.decode(prompts, num_tokens, 10.0)
+            engine.decode(prompts, num_tokens, 10.0)
         ran, num_graphs = read_trace(Path(folder))
     num_steps = num_tokens + bounds.steps_per_call
     return {

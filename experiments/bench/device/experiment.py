@@ -206,9 +206,9 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Pieces and seconds of each part, and what went wrong."""
     lines = []
     for name in PARTS:
-        mine = [x for x in result if x["part"] == name]
-        done = sum(x["found"] is not None for x in mine)
-        lines.append([name, str(done), f"{sum(x['seconds'] for x in mine):.0f}"])
+        selected = [x for x in result if x["part"] == name]
+        done = sum(x["found"] is not None for x in selected)
+        lines.append([name, str(done), f"{sum(x['seconds'] for x in selected):.0f}"])
     found = metrics(result)
     sheets: list[ReportPart] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
     for title in ("wrong", "failed"):

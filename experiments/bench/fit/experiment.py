@@ -170,23 +170,23 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
         return lambda rows: np.array([*map(end, rows)])
 
-    everyone = {OURS: ours}
-    everyone["NumPy gradient + SciPy BFGS"] = bfgs(value_and_gradient, True)
+    methods = {OURS: ours}
+    methods["NumPy gradient + SciPy BFGS"] = bfgs(value_and_gradient, True)
     if config.slow and importlib.util.find_spec("autograd") is not None:
         autograd: Any = importlib.import_module("autograd")
         library: Any = importlib.import_module("autograd.numpy")
         gradient = autograd.grad(lambda x, runs: objective(x, runs, library))
-        everyone["autograd + SciPy BFGS"] = bfgs(objective, gradient)
+        methods["autograd + SciPy BFGS"] = bfgs(objective, gradient)
     if config.slow:  # SciPy's default
-        everyone["finite differences + SciPy BFGS"] = bfgs(objective, None)
+        methods["finite differences + SciPy BFGS"] = bfgs(objective, None)
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
         first_s, _ = time_call(ours, drawn)
-    ends = {name: np.zeros((0, len(start))) for name in everyone}
-    seconds = dict.fromkeys(everyone, 0.0)
+    ends = {name: np.zeros((0, len(start))) for name in methods}
+    seconds = dict.fromkeys(methods, 0.0)
     pieces = np.array_split(drawn, config.num_pieces)
     for piece in progress.track(pieces, "resamples", "pieces"):
-        for name, method in everyone.items():
+        for name, method in methods.items():
             progress.show(name)
             repeats = _REPEATS if name == OURS else 1
             times = [time_call(method, piece) for _ in range(repeats)]

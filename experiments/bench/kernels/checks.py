@@ -71,8 +71,8 @@ def check_kernel(size: str, name: str) -> dict[str, Any]:
             found = error(name)
             row |= {"error": found, "right": bool(found <= most)}
         except Exception as failed:  # a refusal, or a compiler's: the others go on
-            said = str(failed).strip().split("\n")[0][:200]
-            row["note"] = f"{type(failed).__name__}: {said}"
+            message = str(failed).strip().split("\n")[0][:200]
+            row["note"] = f"{type(failed).__name__}: {message}"
         rows.append(row)
     return {"implementations": rows}
 

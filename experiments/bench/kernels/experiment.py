@@ -93,7 +93,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
         peers, absent = start_peers(stack, PeerProcess, python, peer_frameworks.PEERS)
-        others = [peer_frameworks.wrap_peer(x, budget, num_calls) for x in peers]
+        peer_implementations = [
+            peer_frameworks.wrap_peer(x, budget, num_calls) for x in peers
+        ]
         progress.show("measuring what the device can do")
         sizes = (2**29, 8192, "bfloat16"), (2**25, 2048, "float32")
         num, width, dtype = sizes[target.platform != "gpu"]
@@ -110,7 +112,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 rows += measurement.rows(spec, runs.implementations_of(spec))
             else:
                 rows += measurement.rows(
-                    spec, [*runs.implementations_of(spec), *others]
+                    spec, [*runs.implementations_of(spec), *peer_implementations]
                 )
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # of arrays that a failure left behind
@@ -171,12 +173,12 @@ class _Measurement:
         self.empty_s = {1: ceilings.empty_call_s}
 
     def rows(
-        self, spec: Spec | GroupedSpec, everyone: list[Implementation]
+        self, spec: Spec | GroupedSpec, implementations: list[Implementation]
     ) -> list[dict[str, Any]]:
         """Gives the rows of all of them, with the ratio to the best peer."""
         problem = None
         rows = []
-        for name, is_peer, prepare, share in everyone:
+        for name, is_peer, prepare, share in implementations:
             row = _row(spec, name, is_peer)
             try:
                 with self.budget.spend(name, share):
@@ -184,9 +186,11 @@ class _Measurement:
                     problem = problem or problems.of(spec, num_turns=turns)
                     row |= self._time(spec, prepare(problem))
             except Exception as error:  # of a peer's, of a compiler's: the others go on
-                said = str(error).strip().split("\n")[0][:200]
+                message = str(error).strip().split("\n")[0][:200]
                 refused = isinstance(error, ValueError)
-                row["note"] = said if refused else f"{type(error).__name__}: {said}"
+                row["note"] = (
+                    message if refused else f"{type(error).__name__}: {message}"
+                )
             rows.append(row)
         peers = [row["seconds"] for row in rows if row["is_peer"] and row["seconds"]]
         for row in rows:

@@ -86,16 +86,16 @@ def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implemen
             "num_calls": num_calls,
             "max_error": MAX_ERROR[spec.dtype],
         }
-        said = peer.ask(asked, budget.left_s())
-        if "refused" in said:
-            raise ValueError(said["refused"])
-        timing = dict.fromkeys(Timing._fields) | said["timing"]
+        reply = peer.ask(asked, budget.left_s())
+        if "refused" in reply:
+            raise ValueError(reply["refused"])
+        timing = dict.fromkeys(Timing._fields) | reply["timing"]
         return KernelRun(
             call=lambda index: None,
-            error=lambda: said["error"],
+            error=lambda: reply["error"],
             measure=lambda: Timing(**timing),
-            plan_s=said["plan_s"],
-            how=said["how"],
+            plan_s=reply["plan_s"],
+            how=reply["how"],
         )
 
     return Implementation(peer.name, True, prepare, SHARE)

@@ -86,16 +86,16 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     title, reached = f"ceilings of {head['device']}", [*_reached(ceilings).items()]
     parts: list[ReportPart] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
     # Nobody plans or merges on a CPU: no column for that.
-    told = [
+    names = [
         x for x in REPORTED if any(v is not None for v in getattr(found, x).tolist())
     ]
     for name in found.distinct("spec"):
-        mine = found.where(spec=name)
+        selected = found.where(spec=name)
         size, work = (
-            units.format_bytes(mine.bytes[0]),
-            units.format_flops(mine.flops[0]),
+            units.format_bytes(selected.bytes[0]),
+            units.format_flops(selected.flops[0]),
         )
-        parts.append(mine.sheet(f"{name}: {size}, {work}", *told))
+        parts.append(selected.sheet(f"{name}: {size}, {work}", *names))
     absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
     if absent:
         total = len({row["spec"] for row in rows})
@@ -146,9 +146,9 @@ type Fastest = list[dict[str, Any] | None]
 def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
     """Draws the time of the best peer over ours, for shapes that have both."""
     both = [
-        (i, peer["seconds"] / mine["seconds"])
-        for i, (mine, peer) in enumerate(zip(ours, peers, strict=True))
-        if mine and peer
+        (i, peer["seconds"] / selected["seconds"])
+        for i, (selected, peer) in enumerate(zip(ours, peers, strict=True))
+        if selected and peer
     ]
     for i, ratio in both:
         style.draw_curve(
@@ -211,14 +211,14 @@ def kernel_table(folder: Path) -> str:
     lines = [_line(name, [x for x in rows if x["spec"] == name]) for name in names]
     ceilings = Ceilings(**head["ceilings"])
     versions = {"jax": run.env["versions"].get("jax", "?"), **head["peers"]}
-    said = [
+    provenance = [
         head["device"],
         run.env["started_at"][:10],
         f"commit {(run.env['commit'] or 'unknown')[:10]}",
         ", ".join(f"{name} {version}" for name, version in versions.items()),
     ]
     reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
-    note = f"{'; '.join(said)}. Measured in the same run: {reached}. "
+    note = f"{'; '.join(provenance)}. Measured in the same run: {reached}. "
     note += CLOCKS[ceilings.clock]
     return framework_report.part_to_markdown(Sheet("", HEADS, lines, note))
 
@@ -232,16 +232,16 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     if ours is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
         return name, size, f"not timed: {'; '.join(notes)}", theirs, "-", "-", "-"
-    mine = units.format_seconds(ours["seconds"])
+    selected = units.format_seconds(ours["seconds"])
     if peer and peer["seconds"] < ours["seconds"]:
         theirs = f"**{theirs}**"
     else:
-        mine = f"**{mine}**"
+        selected = f"**{selected}**"
     if ours["implementation"] != "mosaic_gpu":
-        mine += f" ({ours['implementation']})"
+        selected += f" ({ours['implementation']})"
     ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
     share, target = (
         units.format_percent(ours["fraction"]),
         units.format_seconds(ours["target_s"]),
     )
-    return name, size, mine, theirs, ratio, share, target
+    return name, size, selected, theirs, ratio, share, target

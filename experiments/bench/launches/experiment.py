@@ -318,7 +318,7 @@ def metrics(result: Launches) -> dict[str, Any]:
     parts: dict[str, dict[str, int]] = {}
     for row in result.counts.rows():
         parts.setdefault(row["path"], {})[row["part"]] = row["launches"]
-    beside = {
+    other_parts = {
         path: {x: found[x] for x in found if x not in ("layer", "forward")}
         for path, found in parts.items()
     }
@@ -329,7 +329,7 @@ def metrics(result: Launches) -> dict[str, Any]:
         "flags": ", ".join(f"{k}={v}" for k, v in devices.COMPILER_OPTIONS.items()),
         **parts,
         **{f"per_{which}": result.per(which) for which in ("layer", "forward", "step")},
-        "parts": beside,
+        "parts": other_parts,
         "loops_outside_graphs": int(np.sum(result.waits.captured == 0)),
         "weight_copies": result.weight_copies,
         "compile_s": float(result.compiled.wall_s.sum()),

@@ -93,17 +93,17 @@ CONFIGS = {
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times everyone, round after round; ended early, it has whole rounds."""
-    everyone, rows = make_members(config), []
+    all_members, rows = make_members(config), []
     start = time.perf_counter()
-    alone = [_runner([everyone[len(everyone) // 2]], config)]
-    at_once = [_runner(everyone, config)]
+    alone = [_runner([all_members[len(all_members) // 2]], config)]
+    at_once = [_runner(all_members, config)]
     # All runs as `driver` divides them, in parts of one size.
-    size = driver.part_size(len(everyone), config.max_slots)
-    starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
-    parts = [_runner(everyone[i : i + size], config) for i in starts]
+    size = driver.part_size(len(all_members), config.max_slots)
+    starts = (min(i, len(all_members) - size) for i in range(0, len(all_members), size))
+    parts = [_runner(all_members[i : i + size], config) for i in starts]
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
-    serve = _plain([everyone[i] for i in spread], config)
+    serve = _plain([all_members[i] for i in spread], config)
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
         for runner in (*alone, *parts, *at_once):
@@ -169,9 +169,9 @@ def _advance(runners: list[Runner]) -> float:
     return sum(float(runner.num_steps().sum()) for runner in runners)
 
 
-def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
+def _plain(all_members: list[Members], config: Config) -> Callable[[bool], int]:
     """Makes runs of plain Python ready, one after the other; they give their steps."""
-    asked = [(to_requests(x.workload), to_price(x.cost)) for x in everyone]
+    asked = [(to_requests(x.workload), to_price(x.cost)) for x in all_members]
     bounds = plain_scheduler.SchedulerLimits(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,

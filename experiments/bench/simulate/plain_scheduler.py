@@ -90,16 +90,16 @@ def run_scheduler(
     first, finish = [-1] * len(requests), [-1] * len(requests)
     running: list[_Sequence] = []
     waiting: deque[_Sequence] = deque()
-    clock, taken, free, preempted, num_steps = 0, 0, num_pages, 0, 0
-    while (running or waiting or taken < len(requests)) and num_steps < max_steps:
+    clock, num_arrived, free, preempted, num_steps = 0, 0, num_pages, 0, 0
+    while (running or waiting or num_arrived < len(requests)) and num_steps < max_steps:
         while (
             len(waiting) < head
-            and taken < len(requests)
-            and requests[taken].arrival_us <= clock
+            and num_arrived < len(requests)
+            and requests[num_arrived].arrival_us <= clock
         ):
-            _, prompt, output = requests[taken]
-            waiting.append(_Sequence(taken, prompt, prompt + output, prompt))
-            taken += 1
+            _, prompt, output = requests[num_arrived]
+            waiting.append(_Sequence(num_arrived, prompt, prompt + output, prompt))
+            num_arrived += 1
         # Those that run grow, in order; from the first that cannot, all are preempted.
         gone = len(running)
         for place, sequence in enumerate(running):
@@ -121,7 +121,7 @@ def run_scheduler(
                 waiting.appendleft(sequence)
         # Who decodes has a row; then prompts share the rest, and the next come in.
         rows_read = decode_context = prompt_context = 0
-        fed: list[tuple[_Sequence, int]] = []
+        scheduled: list[tuple[_Sequence, int]] = []
         left = budget
         for sequence in running:
             if sequence.known - sequence.length == 1:
@@ -129,11 +129,11 @@ def run_scheduler(
         for sequence in running:
             rows = sequence.known - sequence.length
             if rows == 1:
-                fed.append((sequence, 1))
+                scheduled.append((sequence, 1))
             elif left > 0:
                 rows = min(rows, left)
                 left -= rows
-                fed.append((sequence, rows))
+                scheduled.append((sequence, rows))
         if not lost:
             while waiting and left > 0 and len(running) < max_slots:
                 sequence = waiting[0]
@@ -146,14 +146,14 @@ def run_scheduler(
                 rows = min(sequence.known, left)
                 left -= rows
                 running.append(sequence)
-                fed.append((sequence, rows))
+                scheduled.append((sequence, rows))
         if not running and not waiting:
-            if taken < len(requests):
-                clock = max(clock, requests[taken].arrival_us)
+            if num_arrived < len(requests):
+                clock = max(clock, requests[num_arrived].arrival_us)
             continue
         num_steps += 1
         ended = []
-        for sequence, rows in fed:
+        for sequence, rows in scheduled:
             length = sequence.length + rows
             sequence.length = length
             if rows == 1 and length == sequence.known and length > sequence.prompt:
@@ -163,7 +163,7 @@ def run_scheduler(
                 prompt_context += length
             if length == sequence.known:
                 ended.append(sequence)
-        num_decodes = sum(rows for _, rows in fed) - rows_read
+        num_decodes = sum(rows for _, rows in scheduled) - rows_read
         took = price(num_decodes, rows_read, decode_context, prompt_context)
         micros, start = round(took * 1e6), clock
         clock += micros

@@ -124,17 +124,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
-        others, absent = peer_process.start_peers(
+        rivals, absent = peer_process.start_peers(
             stack, peers.PyTorchTrainer, config.peer_python, peers.WORDS, needed=True
         )
 
         def begin(width: int) -> list[JaxkvTrainer | PyTorchTrainer]:
-            ours = _ours(config, width)
-            for other in others:
+            ours = _make_trainer(config, width)
+            for other in rivals:
                 other.prepare(ours, config.seconds)
-            return [ours, *others]
+            return [ours, *rivals]
 
-        for width, everyone, rates in measure_in_turns(
+        for width, systems, rates in measure_in_turns(
             config.width,
             config.rounds,
             begin,
@@ -144,11 +144,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             what="width",
         ):
             said = {"absent": peer_process.format_absent(absent)}
-            rows += [row | said for row in _rows(config, width, everyone, rates)]
+            rows += [row | said for row in _rows(config, width, systems, rates)]
     return rows
 
 
-def _ours(config: Config, width: int) -> JaxkvTrainer:
+def _make_trainer(config: Config, width: int) -> JaxkvTrainer:
     """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
     model = architectures.transformer(
         width,
@@ -173,13 +173,13 @@ def _ours(config: Config, width: int) -> JaxkvTrainer:
 
 
 def _rows(
-    config: Config, width: int, everyone: list[Any], rates: dict[str, list[float]]
+    config: Config, width: int, systems: list[Any], rates: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    ours, *others = everyone
+    ours, *rivals = systems
     ceiling = peers.product_rate(config.dtype)
     # Beside plain PyTorch, the first of them; compiled stands for itself.
-    peer = statistics.median(rates[others[0].name]) if others else None
-    for one in everyone:
+    peer = statistics.median(rates[rivals[0].name]) if rivals else None
+    for one in systems:
         rate, spread = median_and_spread(rates[one.name])
         yield {
             "implementation": one.name,
@@ -201,8 +201,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second over the width."""
     found = TrainingRates.of(result)
     for name in found.distinct("implementation"):
-        mine = found.where(implementation=name)
-        style.draw_curve(ax, mine.width, mine.tokens_per_s / 1000, name, name)
+        selected = found.where(implementation=name)
+        style.draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
     style.use_powers_of_two(ax)
     title = "Rate of training by width"
     ours = [x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]]

@@ -125,13 +125,13 @@ class EagerTrainer:
         """Puts the starting weights back, and begins with a new optimizer."""
         self._plain.load_state_dict(self._first)
         matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
-        decayed, others = [], []
+        decayed, undecayed = [], []
         for name, parameter in self._plain.named_parameters():
-            (decayed if name.endswith(matrices) else others).append(parameter)
+            (decayed if name.endswith(matrices) else undecayed).append(parameter)
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": self._asked["weight_decay"]},
-                {"params": others, "weight_decay": 0.0},
+                {"params": undecayed, "weight_decay": 0.0},
             ],
             lr=self._asked["learning_rate"],
             betas=tuple(self._asked["betas"]),

@@ -62,10 +62,10 @@ class JaxkvTrainer:
         self._state = init(model, OPTIMIZER, self._seed)
         self.params = self._state.params
         first_s, first = time_call(self._train, 1)
-        others = range(NUM_CHECKED - 1)
-        later_s, later = time_call(lambda: [self._train(1) for _ in others])
+        later_steps = range(NUM_CHECKED - 1)
+        later_s, later = time_call(lambda: [self._train(1) for _ in later_steps])
         self.losses = [first, *later]
-        self._step_s = later_s / len(others)
+        self._step_s = later_s / len(later_steps)
         self.compile_s = max(0.0, first_s - self._step_s)
 
     def windows(self) -> np.ndarray:
@@ -115,7 +115,7 @@ class PyTorchTrainer(PeerProcess):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "start.npz")
             np.savez(file, **arrays)
-            said = self.ask(
+            reply = self.ask(
                 {
                     "file": str(file),
                     "num_heads": ours.model.num_q_heads,
@@ -126,8 +126,8 @@ class PyTorchTrainer(PeerProcess):
                     "trial_s": seconds / 4,
                 }
             )
-        self.losses, self.compile_s = said["losses"], said["compile_s"]
-        self.optimizer = f"AdamW, {said['optimizer']}"
+        self.losses, self.compile_s = reply["losses"], reply["compile_s"]
+        self.optimizer = f"AdamW, {reply['optimizer']}"
 
     def rate(self, seconds: float) -> float:
         """Tokens per second of training on.

@@ -42,11 +42,11 @@ class AnswerWriter:
         while self._turn < len(self._prompts):
             self._begin()
             if self._begun:
-                self._say(self._waiting[self._turn])
+                self._write(self._waiting[self._turn])
                 self._waiting[self._turn] = ""
             if not self._complete[self._turn]:
                 return
-            self._say("\n")
+            self._write("\n")
             self._turn, self._begun = self._turn + 1, False
             self._begin()
 
@@ -65,13 +65,13 @@ class AnswerWriter:
         if len(self._prompts) > 1:
             score = self._scores[self._turn]
             scored = "" if score is None else f", score {score:.3f}"
-            self._say(f"--- {self._turn + 1} of {len(self._prompts)}{scored} ---\n")
+            self._write(f"--- {self._turn + 1} of {len(self._prompts)}{scored} ---\n")
         if self._on_terminal:
             prompt = terminal_text.make_printable(self._prompts[self._turn])
             is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
             sys.stdout.write(prompt if is_plain else f"\033[1m{prompt}\033[0m")
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         sys.stdout.write(
             terminal_text.make_printable(text) if self._on_terminal else text
         )

@@ -59,23 +59,23 @@ def handle_signals(
         signal's number.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    taken = [x for x in SIGNALS if signal.getsignal(x) is not signal.SIG_IGN]
-    if not is_main or not taken:
+    handled = [x for x in SIGNALS if signal.getsignal(x) is not signal.SIG_IGN]
+    if not is_main or not handled:
         yield
         return
-    ours, signals = socket.socketpair()
+    receiver, signals = socket.socketpair()
     signals.setblocking(False)
 
     def listen() -> None:
-        while number := ours.recv(1):
-            if number[0] in taken:
+        while number := receiver.recv(1):
+            if number[0] in handled:
                 hear(number[0])
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     # The system writes to it when the signal comes, before Python has its turn.
     wakeup_before = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
-    handlers_before = [(number, signal.signal(number, handle)) for number in taken]
+    handlers_before = [(number, signal.signal(number, handle)) for number in handled]
     try:
         yield
     finally:
@@ -84,7 +84,7 @@ def handle_signals(
         signal.set_wakeup_fd(wakeup_before)
         signals.close()
         thread.join()
-        ours.close()
+        receiver.close()
 
 
 def exit_on_interrupt() -> contextlib.AbstractContextManager[None]:

@@ -54,12 +54,12 @@ def print_parts(parts: Sequence[ReportPart]) -> None:
             heads = report.group_heads(part.claims).items()
             blocks += [(head, [_verdicts(claims)]) for head, claims in heads]
     for title, below in blocks:
-        with console.capture() as said:
+        with console.capture() as capture:
             if title:
                 console.print(text.Text(title, "bold"), width=width)
             for each in below:
                 console.print(padding.Padding(each, (0, 0, 0, GAP)), width=width)
-        print("", *(line.rstrip() for line in said.get().splitlines()), sep="\n")
+        print("", *(line.rstrip() for line in capture.get().splitlines()), sep="\n")
 
 
 def _sheet(sheet: Sheet, width: int) -> Iterator[rich_console.RenderableType]:

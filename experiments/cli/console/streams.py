@@ -63,10 +63,10 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """Prints a warning, in one line and once."""
-    said = compilation_cache.explain_cache_warning(" ".join(str(message).split()))
-    if said not in _warned:
-        _warned.add(said)
-        print("jaxkv: warning:", said, file=sys.stderr)
+    text = compilation_cache.explain_cache_warning(" ".join(str(message).split()))
+    if text not in _warned:
+        _warned.add(text)
+        print("jaxkv: warning:", text, file=sys.stderr)
 
 
 _warned: set[str] = set()

@@ -102,8 +102,8 @@ def count_costs(name: str, options: CostOptions) -> CommandOutput:
             options.out, f"cost-{case.model.name}", contents
         )
         lines.append(f"kept in {document['out']}")
-    said = [report.paragraph(*pair) for pair in answers]
-    return CommandOutput(document, [*sheets, *said], lines)
+    paragraphs = [report.paragraph(*pair) for pair in answers]
+    return CommandOutput(document, [*sheets, *paragraphs], lines)
 
 
 def resolve_case(name: str, options: CostOptions) -> CostCase:

@@ -8,7 +8,7 @@ from scaling.costs import flops, memory, serving, traffic
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: CostCase, told: dict[str, Any]) -> list[Sheet]:
+def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
     """Lays out what serving takes, what is sent, and one device's part."""
     rows = [
         (
@@ -25,13 +25,13 @@ def sheets(case: CostCase, told: dict[str, Any]) -> list[Sheet]:
     sent = [Sheet("communication", heads, rows, note)] if rows else []
     if case.layout.pages > 1:
         sent += _passes(case, heads[:3])
-    return [_serving(case, told), *sent, _device(case, told["per_device"])]
+    return [_serving(case, document), *sent, _device(case, document["per_device"])]
 
 
-def _serving(case: CostCase, told: dict[str, Any]) -> Sheet:
+def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
     rows = []
     for name, step in (("prefill", "prefill"), ("decode, a step", "decode")):
-        work = told[step]
+        work = document[step]
         counted = (
             units.format_flops(work["flops"]),
             units.format_rate(work["intensity"]),
@@ -43,7 +43,7 @@ def _serving(case: CostCase, told: dict[str, Any]) -> Sheet:
     dtype, d = case.dtype, case.device
     kept = case.evaluate(serving.kv_bytes_of, tokens=case.sequence)
     note = (
-        f"K and V: {told['kv_bytes_per_token']:,.0f} bytes a token, "
+        f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
         f"{units.format_bytes(kept)} for s tokens. "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
         f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): products take the time from "

@@ -11,12 +11,12 @@ from scaling.costs import activations, flops, memory, parameters
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: CostCase, told: dict[str, Any]) -> list[Sheet]:
+def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
     """Lays out everything that is counted, beside what the document has of it."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
     found += [_memory(case), _activations(case)]
-    found.append(_one_layer(case, told["one_layer"]))
-    return [*found, *device_tables.sheets(case, told)]
+    found.append(_one_layer(case, document["one_layer"]))
+    return [*found, *device_tables.sheets(case, document)]
 
 
 def symbols(case: CostCase) -> list[tuple[str, int, str]]:
@@ -145,7 +145,7 @@ def _flops(case: CostCase) -> list[Sheet]:
 
 def _memory(case: CostCase) -> Sheet:
     found, each = case.evaluate(memory.training), case.bytes_per_param
-    said = {
+    formulas = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
         "master": f"{each.master} N",
@@ -158,7 +158,11 @@ def _memory(case: CostCase) -> Sheet:
     }
     names = {"activations": "activations of the layers"}
     rows = [
-        (names.get(name, name.replace("_", " ")), said[name], units.format_bytes(value))
+        (
+            names.get(name, name.replace("_", " ")),
+            formulas[name],
+            units.format_bytes(value),
+        )
         for name, value in found._asdict().items()
         if value
     ]

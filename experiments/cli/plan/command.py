@@ -19,21 +19,21 @@ def make_plan(options: PlanOptions) -> CommandOutput:
         which there is no design.
     """
     case = resolve_plan_case(options)
-    told = find.find_plan(options, case)
+    document = find.find_plan(options, case)
     lines = []
     if options.plot or options.out is not None:
         contents: dict[str, str | bytes] = {
-            "plan.json": config_json.dumps(told),
+            "plan.json": config_json.dumps(document),
             "architecture.json": config_json.dumps(
-                find.to_architecture_config(case, told["architecture"])
+                find.to_architecture_config(case, document["architecture"])
             ),
         }
         if options.plot:
             # matplotlib takes a second to import.
             from experiments.cli.plan import drawing
 
-            contents |= drawing.render_plan_figure(options, case, told)
+            contents |= drawing.render_plan_figure(options, case, document)
         folder = run_folder.write_files(options.out, "plan", contents)
-        told["out"] = folder
+        document["out"] = folder
         lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
-    return CommandOutput(told, report.sheets(options, case, told), lines)
+    return CommandOutput(document, report.sheets(options, case, document), lines)

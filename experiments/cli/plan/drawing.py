@@ -18,22 +18,22 @@ _CONTOURS = (0.9, 1.0, 1.15, 1.4, 1.8)
 
 
 def render_plan_figure(
-    options: PlanOptions, case: Case, told: dict[str, Any]
+    options: PlanOptions, case: Case, document: dict[str, Any]
 ) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
     law = options.law.rpartition("/")[2]
 
     def draw(axes: Any) -> None:
-        _draw_budgets(axes[0], case, told, law)
-        _draw_plane(axes[1], case, told)
-        _draw_ratios(axes[2], case, told, law)
+        _draw_budgets(axes[0], case, document, law)
+        _draw_plane(axes[1], case, document)
+        _draw_ratios(axes[2], case, document, law)
 
     return style.render_figure(draw, panels=(3, 1), size_inches=(6.8, 3.2))
 
 
-def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
+def _draw_budgets(ax: Any, case: Case, document: dict[str, Any], law: str) -> None:
     """Loss against parameters for a few budgets, and the optimum of each."""
-    num_params, loss = told["num_params"], told["loss"]
+    num_params, loss = document["num_params"], document["loss"]
     highest, looks = (
         loss,
         zip((0.01, 0.1, 1.0, 10.0), (2, 3, 5, 1), "s^od", strict=True),
@@ -66,14 +66,14 @@ def _draw_budgets(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
     ax.legend()
 
 
-def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
+def _draw_plane(ax: Any, case: Case, document: dict[str, Any]) -> None:
     """Lines of equal loss, the budget, and the optima of all budgets."""
-    num_params, num_tokens = told["num_params"], told["num_tokens"]
+    num_params, num_tokens = document["num_params"], document["num_tokens"]
     powers, colors = case.belief.powers, style.colors()
     sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
     tokens = num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
     losses = case.loss(sizes[None, :], tokens[:, None])
-    levels = [powers.floor + x * (told["loss"] - powers.floor) for x in _CONTOURS]
+    levels = [powers.floor + x * (document["loss"] - powers.floor) for x in _CONTOURS]
     # Labels break the lines where the scale is known.
     ax.set(xscale="log", yscale="log", xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     lines = ax.contour(sizes, tokens, losses, levels, colors=_GREY, linewidths=1)
@@ -81,7 +81,7 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     ax.plot([], [], color=_GREY, linewidth=1, label="equal loss [nats/token]")
     left = budgets.tokens_left(case.flops, sizes, case.served)
     style.draw_curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")
-    free = told["compute_optimum"]
+    free = document["compute_optimum"]
     flops = free["num_params"] * free["num_tokens"] * 6
     path = [
         budgets.allocate(powers, flops * times, repeating=case.repeating)[:2]
@@ -89,10 +89,10 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     ]
     look = {"color": "0.2", "linewidth": 1.2, "label": "cheapest to train"}
     ax.plot(*zip(*path, strict=True), "--", **look)
-    if told["num_params_interval"] is not None:
+    if document["num_params_interval"] is not None:
         bar = {"color": colors[6], "linewidth": 3, "alpha": 0.6}
-        ax.plot(told["num_params_interval"], [num_tokens] * 2, **bar)
-        ax.plot([num_params] * 2, told["num_tokens_interval"], **bar)
+        ax.plot(document["num_params_interval"], [num_tokens] * 2, **bar)
+        ax.plot([num_params] * 2, document["num_tokens_interval"], **bar)
     _mark(ax, num_params, num_tokens)
     if (unique := case.unique_tokens) is not None:
         ax.axhline(unique, color=colors[1], linewidth=1.2, label="all unique tokens")
@@ -103,7 +103,7 @@ def _draw_plane(ax: Any, case: Case, told: dict[str, Any]) -> None:
     ax.legend()
 
 
-def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
+def _draw_ratios(ax: Any, case: Case, document: dict[str, Any], law: str) -> None:
     """Tokens per parameter against the budget, by law."""
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
@@ -128,10 +128,8 @@ def _draw_ratios(ax: Any, case: Case, told: dict[str, Any], law: str) -> None:
     if case.served:
         both = limit | {"inference_tokens": case.served}
         line(case.belief.powers, "with serving", 6, both, marker="X")
-    _mark(ax, case.flops, told["tokens_per_param"])
-    title = (
-        f"{told['tokens_per_param']:.3g} tokens per parameter at {case.flops:.3g} FLOP"
-    )
+    _mark(ax, case.flops, document["tokens_per_param"])
+    title = f"{document['tokens_per_param']:.3g} tokens per parameter at {case.flops:.3g} FLOP"
     x, y = "budget [FLOP]", "data / size [tokens per parameter]"
     style.set_labels(ax, title, x, y, xscale="log", yscale="log")
     style.label_log_axis(ax.yaxis)

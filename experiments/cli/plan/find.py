@@ -45,7 +45,7 @@ def find_plan(options: PlanOptions, case: Case) -> dict[str, Any]:
     sure = spread.of_optimum(case, best)
     train = case.bill(6 * best.num_params * best.num_tokens)
     whole, (number, duration_s) = case.bill(case.flops), case.division(train.device_s)
-    told = {
+    document = {
         "device": case.offer and case.offer.name,
         "devices": [
             offer._asdict()
@@ -90,10 +90,10 @@ def find_plan(options: PlanOptions, case: Case) -> dict[str, Any]:
     }
     if whole.device_s is not None and train.device_s is not None:
         left = max(whole.device_s - train.device_s, 0.0)
-        told["serve_device_s"] = left if options.inference_tokens else 0.0
-    told["memory_bytes"] = told["architecture"]["memory_bytes"]["total"]
-    told["warnings"] = [*_warnings(case, told, sure)]
-    return told
+        document["serve_device_s"] = left if options.inference_tokens else 0.0
+    document["memory_bytes"] = document["architecture"]["memory_bytes"]["total"]
+    document["warnings"] = [*_warnings(case, document, sure)]
+    return document
 
 
 def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
@@ -104,8 +104,8 @@ def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
         limits += f" with {case.served:.4g} tokens to serve"
     target = case.target_loss
     aim = "" if target is None else f"--target-loss {target:g}: "
-    said = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
-    return ValueError(aim + said)
+    message = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
+    return ValueError(aim + message)
 
 
 def _architecture(case: Case, best: Optimum, design: Design) -> dict[str, Any]:
@@ -195,16 +195,18 @@ def _equal_loss(case: Case, training_only: Optimum) -> dict[str, float]:
     }
 
 
-def _warnings(case: Case, told: dict[str, Any], sure: Spread | None) -> Iterator[str]:
+def _warnings(
+    case: Case, document: dict[str, Any], sure: Spread | None
+) -> Iterator[str]:
     """Doubts about a plan, in words."""
-    belief, fit, shape = case.belief, case.belief.fit, told["architecture"]
+    belief, fit, shape = case.belief, case.belief.fit, document["architecture"]
     if fit is not None:
         yield from belief.doubts
         yield from (f"{belief.law.name}: {line}" for line in fit.warnings)
         most = fit.ranges.get("flops", (math.nan, math.nan))[1]
-        if told["train_flops"] > 10 * most:
+        if document["train_flops"] > 10 * most:
             yield (
-                f"training takes {told['train_flops'] / most:,.3g} times the "
+                f"training takes {document['train_flops'] / most:,.3g} times the "
                 "operations of the largest run that was fitted"
             )
     if sure is not None and sure.num_without:
@@ -227,10 +229,10 @@ def _warnings(case: Case, told: dict[str, Any], sure: Spread | None) -> Iterator
         )
     if case.unique_tokens is not None:
         half = case._replace(flops=case.flops / 2).allocate()
-        if half.loss - told["loss"] < 1e-3 * (half.loss - belief.powers.floor):
+        if half.loss - document["loss"] < 1e-3 * (half.loss - belief.powers.floor):
             yield (
                 "the data is used up: half of the budget would reach a loss of "
-                f"{half.loss:.4f}, all of it {told['loss']:.4f}"
+                f"{half.loss:.4f}, all of it {document['loss']:.4f}"
             )
     if abs(shape["off"]) > 0.01:
         yield f"the nearest design is {100 * shape['off']:+.1f} % off in parameters"

@@ -14,70 +14,70 @@ type PlanDocument = dict[str, Any]
 """The document of a plan, or a part of it."""
 
 
-def sheets(options: PlanOptions, case: Case, told: PlanDocument) -> list[Sheet]:
+def sheets(options: PlanOptions, case: Case, document: PlanDocument) -> list[Sheet]:
     """Lays out the plan, and then the steps to it."""
     steps = [
         step._replace(title=f"{number}. {step.title}")
-        for number, step in enumerate(_steps(options, case, told), 1)
+        for number, step in enumerate(_steps(options, case, document), 1)
     ]
-    doubts = told["warnings"]
+    doubts = document["warnings"]
     return [
-        Sheet("plan", ("", ""), list(_plan(told))),
+        Sheet("plan", ("", ""), list(_plan(document))),
         *steps,
         *([numbered_list("warnings", doubts)] if doubts else []),
     ]
 
 
-def _plan(told: PlanDocument) -> Iterator[tuple[str, str]]:
-    level = f"{told['level']:.0%} interval"
-    if told["device"] is not None:
-        yield "device", told["device"]
-    yield "operations", f"{told['flops']:.4g} FLOPs"
-    if told["flops_interval"] is not None:
-        low, high = told["flops_interval"]
+def _plan(document: PlanDocument) -> Iterator[tuple[str, str]]:
+    level = f"{document['level']:.0%} interval"
+    if document["device"] is not None:
+        yield "device", document["device"]
+    yield "operations", f"{document['flops']:.4g} FLOPs"
+    if document["flops_interval"] is not None:
+        low, high = document["flops_interval"]
         most = "no end" if math.isinf(high) else f"{high:.4g}"
         yield level, f"{low:.4g} to {most} FLOPs"
     yield (
         "parameters N",
-        f"{units.format_count(told['num_params'], '.4g', ' ')} ({told['count']})",
+        f"{units.format_count(document['num_params'], '.4g', ' ')} ({document['count']})",
     )
-    yield "tokens D", units.format_count(told["num_tokens"], ".4g", " ")
-    yield "tokens per parameter", f"{told['tokens_per_param']:.3g}"
-    yield "loss", f"{told['loss']:.4f} nats per token"
-    if told["interval"] is not None:
-        yield level, _range(told["interval"], ".4f")
-    yield "architecture", _short(told["architecture"])
-    yield "its parameters", f"{_counted(told, 'architecture'):,}"
-    if told["cost_usd"] is not None:
-        yield "cost", f"{told['cost_usd']:,.0f} USD"
-    if told["device_s"] is not None:
-        yield "device-hours of training", f"{told['device_s'] / HOUR_S:,.0f}"
-    if told["num_devices"] is not None:
-        yield "devices", f"{told['num_devices']:,}"
-    if told["duration_s"] is not None:
-        yield "duration", f"{told['duration_s'] / DAY_S:,.3g} days"
+    yield "tokens D", units.format_count(document["num_tokens"], ".4g", " ")
+    yield "tokens per parameter", f"{document['tokens_per_param']:.3g}"
+    yield "loss", f"{document['loss']:.4f} nats per token"
+    if document["interval"] is not None:
+        yield level, _range(document["interval"], ".4f")
+    yield "architecture", _short(document["architecture"])
+    yield "its parameters", f"{_counted(document, 'architecture'):,}"
+    if document["cost_usd"] is not None:
+        yield "cost", f"{document['cost_usd']:,.0f} USD"
+    if document["device_s"] is not None:
+        yield "device-hours of training", f"{document['device_s'] / HOUR_S:,.0f}"
+    if document["num_devices"] is not None:
+        yield "devices", f"{document['num_devices']:,}"
+    if document["duration_s"] is not None:
+        yield "duration", f"{document['duration_s'] / DAY_S:,.3g} days"
 
 
-def _steps(options: PlanOptions, case: Case, told: PlanDocument) -> Iterator[Sheet]:
+def _steps(options: PlanOptions, case: Case, document: PlanDocument) -> Iterator[Sheet]:
     if case.offers:
-        yield _devices(case, told)
+        yield _devices(case, document)
     yield paragraph("How many operations?", _operations(options, case))
-    yield paragraph("Which N and D?", _division(case, told))
+    yield paragraph("Which N and D?", _division(case, document))
     if case.served:
-        yield _serving(options, case, told)
+        yield _serving(options, case, document)
     if case.unique_tokens is not None:
-        said = _repeating(case, told, case.unique_tokens)
-        yield paragraph("And if data is limited?", said)
-    yield _loss(case, told)
-    yield _architecture(case, told)
-    yield paragraph("And if every operation counts?", _exact(case, told))
+        text = _repeating(case, document, case.unique_tokens)
+        yield paragraph("And if data is limited?", text)
+    yield _loss(case, document)
+    yield _architecture(case, document)
+    yield paragraph("And if every operation counts?", _exact(case, document))
     if case.offer is not None:
-        yield paragraph("How long?", _time(told))
+        yield paragraph("How long?", _time(document))
 
 
-def _devices(case: Case, told: PlanDocument) -> Sheet:
+def _devices(case: Case, document: PlanDocument) -> Sheet:
     mfu, rows = case.mfu, []
-    for x, offer in zip(told["devices"], case.offers, strict=True):
+    for x, offer in zip(document["devices"], case.offers, strict=True):
         rate, price, per_usd = x["flops_per_s"], x["usd_per_hour"], x["flops_per_usd"]
         is_best = offer is case.offer and len(case.offers) > 1
         rows.append(
@@ -93,7 +93,7 @@ def _devices(case: Case, told: PlanDocument) -> Sheet:
     heads = ("device", "USD an hour", "TFLOP/s", f"at {mfu:.0%}", "FLOPs per USD", "")
     note = "Operations per dollar: TFLOP/s x MFU x 3600 s / price."
     if len(rows) > 1:
-        note += f" The MFU is the same for all, so {told['device']} wins at any."
+        note += f" The MFU is the same for all, so {document['device']} wins at any."
     return Sheet("Which device?", heads, rows, note)
 
 
@@ -122,12 +122,12 @@ def _operations(options: PlanOptions, case: Case) -> str:
     )
 
 
-def _division(case: Case, told: PlanDocument) -> str:
-    free, searched = told["compute_optimum"], told["num_params_searched"]
+def _division(case: Case, document: PlanDocument) -> str:
+    free, searched = document["compute_optimum"], document["num_params_searched"]
     belief, p = case.belief, case.belief.powers
     a = p.beta / (p.alpha + p.beta)
     ratio = (p.alpha * p.A / (p.beta * p.B)) ** (1 / (p.alpha + p.beta))
-    said = (
+    text = (
         f"The law {belief.name}: L = {belief.law.formula}, with "
         f"{_numbers(belief)}.{_plain(belief)} Training takes C = 6 N D, so D = C / "
         "(6 N), and dL/dN = 0 where alpha A / N^alpha = beta B / D^beta. In closed "
@@ -138,20 +138,20 @@ def _division(case: Case, told: PlanDocument) -> str:
         "parameter."
     )
     if not case.served and case.unique_tokens is None:
-        said += (
+        text += (
             " A search along 6 N D = C, which knows none of this, finds N = "
             f"{searched:.6g} (closed form {free['num_params']:.6g})."
         )
-    return said
+    return text
 
 
-def _serving(options: PlanOptions, case: Case, told: PlanDocument) -> Sheet:
+def _serving(options: PlanOptions, case: Case, document: PlanDocument) -> Sheet:
     served, serve = case.served, options.serve_mfu
     rows = []
     models = {
-        "training only": told["training_optimum"],
-        "same loss": told["equal_loss"],
-        "the plan": told,
+        "training only": document["training_optimum"],
+        "same loss": document["equal_loss"],
+        "the plan": document,
     }
     for name, x in models.items():
         num_params, num_tokens = x["num_params"], x["num_tokens"]
@@ -169,7 +169,7 @@ def _serving(options: PlanOptions, case: Case, told: PlanDocument) -> Sheet:
     note = (
         f"Serving {options.inference_tokens:.4g} tokens takes 2 N each{weighed}. At "
         "the same loss a smaller model that trains longer saves "
-        f"{100 * told['equal_loss']['saved']:.3g} % of both. The plan is the last row: "
+        f"{100 * document['equal_loss']['saved']:.3g} % of both. The plan is the last row: "
         "training and serving together take the budget (Sardana et al. 2024, "
         "arXiv:2401.00448)."
     )
@@ -179,10 +179,10 @@ def _serving(options: PlanOptions, case: Case, told: PlanDocument) -> Sheet:
     return Sheet("And what serving costs?", heads, rows, note)
 
 
-def _repeating(case: Case, told: PlanDocument, unique: float) -> str:
-    if told["num_tokens"] <= unique:
+def _repeating(case: Case, document: PlanDocument, unique: float) -> str:
+    if document["num_tokens"] <= unique:
         return f"The {unique:.4g} unique tokens are enough: nothing repeats."
-    sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
+    sizes, tokens = case.worth(document["num_params"], document["num_tokens"])
     halves, new = case.belief.half_lives, case._replace(unique_tokens=None).allocate()
     return (
         f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} that "
@@ -190,16 +190,16 @@ def _repeating(case: Case, told: PlanDocument, unique: float) -> str:
         "exp(-R_D / R_D*))) with R_D = D/U - 1 and R_D* = "
         f"{halves.tokens:.3g}, and so are parameters beyond what suits U (R_N* = "
         f"{halves.params:.3g}). A search along the budget's curve finds N = "
-        f"{told['num_params']:.4g} and D = {told['num_tokens']:.4g}: "
-        f"{told['epochs']:.3g} epochs, worth {tokens:.4g} new tokens and "
-        f"{sizes:.4g} parameters. The loss is {told['loss']:.4f}, with new data it "
+        f"{document['num_params']:.4g} and D = {document['num_tokens']:.4g}: "
+        f"{document['epochs']:.3g} epochs, worth {tokens:.4g} new tokens and "
+        f"{sizes:.4g} parameters. The loss is {document['loss']:.4f}, with new data it "
         f"were {new.loss:.4f} (Muennighoff et al. 2023, arXiv:2305.16264)."
     )
 
 
-def _loss(case: Case, told: PlanDocument) -> Sheet:
-    p, confidence = case.belief.powers, told["interval"]
-    sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
+def _loss(case: Case, document: PlanDocument) -> Sheet:
+    p, confidence = case.belief.powers, document["interval"]
+    sizes, tokens = case.worth(document["num_params"], document["num_tokens"])
     terms = (
         ("floor", "E", p.floor),
         ("too few parameters", "A / N^alpha", p.A * sizes**-p.alpha),
@@ -210,19 +210,19 @@ def _loss(case: Case, told: PlanDocument) -> Sheet:
         note = f"The loss is E + (A / N^alpha + B / D^beta)^{p.outer:.4g}"
     else:
         note = "The loss is their sum"
-    note += f", {told['loss']:.4f} nats per token. "
+    note += f", {document['loss']:.4f} nats per token. "
     if case.belief.fit is None:
         note += "Published constants come without an interval."
-    elif confidence is None or told["prediction_interval"] is None:
+    elif confidence is None or document["prediction_interval"] is None:
         note += "The fit has no interval for it."
     else:
         note += (
             f"{case.level:.0%} interval of the law {_range(confidence, '.4f')}, "
-            f"of a run {_range(told['prediction_interval'], '.4f')}."
+            f"of a run {_range(document['prediction_interval'], '.4f')}."
         )
-    if told["num_params_interval"] is not None:
-        note += f" N* {_range(told['num_params_interval'], '.3g')}, "
-        note += f"D* {_range(told['num_tokens_interval'], '.3g')}."
+    if document["num_params_interval"] is not None:
+        note += f" N* {_range(document['num_params_interval'], '.3g')}, "
+        note += f"D* {_range(document['num_tokens_interval'], '.3g')}."
     return Sheet("Which loss?", ("term", "formula", "value"), rows, note)
 
 
@@ -244,9 +244,9 @@ def _numbers(belief: Belief) -> str:
     )
 
 
-def _architecture(case: Case, told: PlanDocument) -> Sheet:
+def _architecture(case: Case, document: PlanDocument) -> Sheet:
     """Shows the design nearest to N with its counts and memory."""
-    has, counts = told["architecture"], told["architecture"]["num_params"]
+    has, counts = document["architecture"], document["architecture"]["num_params"]
     width, mlp = has["hidden_size"], has["mlp_size"]
     rows = [
         ("width h", f"{width:,}"),
@@ -258,7 +258,7 @@ def _architecture(case: Case, told: PlanDocument) -> Sheet:
         ("parameters, total", f"{counts['total']:,}"),
         ("non-embedding", f"{counts['non_embedding']:,}"),
         ("matmul", f"{counts['matmul']:,}"),
-        ("training memory", units.format_bytes(told["memory_bytes"])),
+        ("training memory", units.format_bytes(document["memory_bytes"])),
         ("K and V of a token", units.format_bytes(has["kv_bytes_per_token"])),
     ]
     held = ""
@@ -285,52 +285,56 @@ def _as_fitted(case: Case) -> str:
     return f" As in the runs that were fitted: {', '.join(same)}." if same else ""
 
 
-def _exact(case: Case, told: PlanDocument) -> str:
+def _exact(case: Case, document: PlanDocument) -> str:
     """Says what 6 N D leaves out, and which design is best without it."""
-    has, other, tokens = told["architecture"], told["exact_optimum"], told["num_tokens"]
+    has, other, tokens = (
+        document["architecture"],
+        document["exact_optimum"],
+        document["num_tokens"],
+    )
     each = has["train_flops_per_token"]
-    said = (
+    text = (
         f"Counting every product, attention over {case.family.sequence:,} tokens "
         f"({case.family.attention}) too, this design takes "
         f"{each:.4g} FLOPs a token to train, "
-        f"{each / (6 * _counted(told, 'architecture')):.3f} times 6 N. "
+        f"{each / (6 * _counted(document, 'architecture')):.3f} times 6 N. "
     )
     if has["loss"] is not None:
-        said += (
+        text += (
             f"So the budget trains it on {has['num_tokens']:.4g} tokens, not "
             f"{tokens:.4g}: loss {has['loss']:.4f}. "
         )
     if has["device_s"] is not None:
         usd = has["cost_usd"]
-        said += f"All {tokens:.4g} take {has['device_s'] / HOUR_S:,.0f} device-hours"
-        said += ". " if usd is None else f", {usd:,.0f} USD. "
-    return said + (
+        text += f"All {tokens:.4g} take {has['device_s'] / HOUR_S:,.0f} device-hours"
+        text += ". " if usd is None else f", {usd:,.0f} USD. "
+    return text + (
         f"The best of all designs when each pays for its own operations: "
-        f"{_short(other)}, {_counted(told, 'exact_optimum'):,} parameters on "
+        f"{_short(other)}, {_counted(document, 'exact_optimum'):,} parameters on "
         f"{other['num_tokens']:.4g} tokens, loss {other['loss']:.4f}."
     )
 
 
-def _time(told: PlanDocument) -> str:
+def _time(document: PlanDocument) -> str:
     """Says how long training takes, on how many devices."""
     device_s, number, duration_s = (
-        told[name] for name in ("device_s", "num_devices", "duration_s")
+        document[name] for name in ("device_s", "num_devices", "duration_s")
     )
-    said = (
-        f"Training takes {device_s:.4g} seconds of one {told['device']}: "
+    text = (
+        f"Training takes {device_s:.4g} seconds of one {document['device']}: "
         f"{device_s / HOUR_S:,.0f} device-hours"
     )
     if number is None or duration_s is None:
-        return f"{said}. --days or --devices gives the other of the two."
+        return f"{text}. --days or --devices gives the other of the two."
     return (
-        f"{said}; on {number:,} of them {duration_s / DAY_S:,.4g} days, if the "
+        f"{text}; on {number:,} of them {duration_s / DAY_S:,.4g} days, if the "
         "utilisation holds at that number."
     )
 
 
-def _counted(told: PlanDocument, design: str) -> int:
+def _counted(document: PlanDocument, design: str) -> int:
     """Parameters of a design, those that N counts."""
-    return told[design]["num_params"][told["count"].replace("-", "_")]
+    return document[design]["num_params"][document["count"].replace("-", "_")]
 
 
 def _short(shape: PlanDocument) -> str:

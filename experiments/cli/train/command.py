@@ -146,8 +146,8 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
         per_step = architectures.training_flops(
             config.model, batch=config.batch_size, sequence=config.seq_len
         )
-        nothing = {"tokens": 0, "step": 0, "loss": None, "duration_s": 0.0}
-        last: dict[str, Any] = result.curve[-1] if result.curve else nothing
+        no_step = {"tokens": 0, "step": 0, "loss": None, "duration_s": 0.0}
+        last: dict[str, Any] = result.curve[-1] if result.curve else no_step
         document = {
             "out": out,
             "status": result.status,
@@ -261,9 +261,9 @@ def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[She
     counts = [(name, units.format_number(value)) for name, value in document.items()]
     rows = []
     for cell in dict.fromkeys(record["cell"] for record in records):
-        mine = [r for r in records if r["cell"] == cell]
-        done = [r for r in mine if r["status"] == "done"]
-        best = min(done or mine, key=lambda r: r["loss"] or 0.0)
+        selected = [r for r in records if r["cell"] == cell]
+        done = [r for r in selected if r["status"] == "done"]
+        best = min(done or selected, key=lambda r: r["loss"] or 0.0)
         rows.append(
             (
                 f"{best['hidden_size']}",
@@ -271,8 +271,8 @@ def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[She
                 f"{best['num_tokens']:,}",
                 f"{best['flops']:.3g}",
                 f"{best['learning_rate']:.3g}",
-                sweep_tables.format_best_loss(mine),
-                f"{len(mine)}",
+                sweep_tables.format_best_loss(selected),
+                f"{len(selected)}",
             )
         )
     rows.sort(key=lambda row: (int(row[0]), float(row[3])))

@@ -66,8 +66,8 @@ def claims(result: Result) -> Iterator[Measurement]:
         ("with one as t^2", growth.scores_with, 2),
     ):
         found = math.log2(values[-1] / values[-2])
-        said: dict[str, Any] = {"what": what, "before": before, "last": last}
-        yield measured("growth", found, published=exponent, **said)
+        growth_words: dict[str, Any] = {"what": what, "before": before, "last": last}
+        yield measured("growth", found, published=exponent, **growth_words)
 
 
 def latency_rows(result: Result) -> list[dict[str, Any]]:

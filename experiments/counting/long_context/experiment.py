@@ -153,13 +153,15 @@ def plot(axes: Any, result: Result) -> None:
     """Draws what a device keeps, and what it sends for attention, by tokens."""
     (kept, sent), ways = axes, result.ways
     for name in ways.distinct("layout"):
-        mine = ways.where(layout=name)
+        selected = ways.where(layout=name)
         # The name under which a layout has its colour.
         system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ONE_DEVICE
-        style.draw_curve(kept, mine.sequence, mine.kept_bytes / 1e9, system, name)
-        if mine.attention_bytes.any():
-            size = mine.attention_bytes / 1e9
-            style.draw_curve(sent, mine.sequence, size, system, name)
+        style.draw_curve(
+            kept, selected.sequence, selected.kept_bytes / 1e9, system, name
+        )
+        if selected.attention_bytes.any():
+            size = selected.attention_bytes / 1e9
+            style.draw_curve(sent, selected.sequence, size, system, name)
     log: Any = {"xscale": "log", "yscale": "log"}
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
     whole = longest.where(layout=ONE_DEVICE).kept_bytes

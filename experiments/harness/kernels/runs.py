@@ -33,9 +33,9 @@ def implementations_of(spec: Spec | GroupedSpec) -> list[Implementation]:
             "XLA all experts": jax_peers.all_experts,
             "Pallas ragged_dot": jax_peers.ragged_dot,
         }
-        return _everyone(grouped_api.GroupedImplementation, _multiply, peers)
+        return _implementations(grouped_api.GroupedImplementation, _multiply, peers)
     if spec.kind == "copy":  # XLA's own way is our reference
-        return _everyone(copy.CopyImplementation, _copy, {})
+        return _implementations(copy.CopyImplementation, _copy, {})
     return attention_implementations()
 
 
@@ -48,18 +48,20 @@ def attention_implementations() -> list[Implementation]:
         "cuDNN contiguous": functools.partial(jax_peers.contiguous, "cudnn"),
         "Pallas Triton": jax_peers.triton,
     }
-    return _everyone(api.AttentionImplementation, _attend, peers)
+    return _implementations(api.AttentionImplementation, _attend, peers)
 
 
-def _everyone(
+def _implementations(
     names: typing.TypeAliasType,
-    ours: Callable[[Any, Any], KernelRun],
+    own: Callable[[Any, Any], KernelRun],
     peers: dict[str, Callable[[Any], KernelRun]],
 ) -> list[Implementation]:
     """Ours under every name of a literal, then peers."""
-    mine = {x: functools.partial(ours, x) for x in typing.get_args(names.__value__)}
-    everyone = mine | peers
-    return [Implementation(x, x in peers, call) for x, call in everyone.items()]
+    own_implementations = {
+        x: functools.partial(own, x) for x in typing.get_args(names.__value__)
+    }
+    implementations = own_implementations | peers
+    return [Implementation(x, x in peers, call) for x, call in implementations.items()]
 
 
 def _attend(name: Any, problem: Problem) -> KernelRun:

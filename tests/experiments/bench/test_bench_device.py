@@ -69,8 +69,8 @@ def call(
         names_of = {x.name: x.names for x in fakes}
         parts = {x.name: (0.5, 10.0, x.at_once) for x in fakes}
         monkeypatch.setattr(experiment, "PARTS", parts)
-        monkeypatch.setattr(experiment, "pieces_of", lambda size: names_of)
-        monkeypatch.setattr(experiment, "answer", answer)
+        monkeypatch.setattr(experiment, "pieces_by_part", lambda size: names_of)
+        monkeypatch.setattr(experiment, "answer_pieces", answer)
         rows = experiment.run(Config(folder=str(tmp_path)), clock)
         return rows, log
 

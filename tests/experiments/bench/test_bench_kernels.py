@@ -46,7 +46,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
             Implementation(name, name != "ours", call, 0.1 if name == "shared" else 1.0)
             for name, call in calls.items()
         ]
-        monkeypatch.setattr(runs, "of_attention", lambda: everyone)
+        monkeypatch.setattr(runs, "attention_implementations", lambda: everyone)
 
     return install
 

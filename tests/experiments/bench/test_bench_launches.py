@@ -171,7 +171,7 @@ def test_settings_are_made_before_devices_are_asked_for(
     calls, begin = [], run_folder.begin_run
     made_up = experiment_with_all.studies[0]._replace(prepare=lambda: calls.append(1))
     monkeypatch.setattr(
-        run_folder, "begin", lambda *given: (calls.append(2), begin(*given))
+        run_folder, "begin_run", lambda *given: (calls.append(2), begin(*given))
     )
     whole = experiment_with_all._replace(studies=(made_up,))
     run.run(whole, made_up.configs["smoke"], tmp_path / "out")

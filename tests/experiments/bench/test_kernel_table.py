@@ -26,7 +26,7 @@ def row(spec: Any, name: str, seconds: float | None, **fields: Any) -> Any:
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes run folders of synthetic results, without their figures."""
-    monkeypatch.setattr(style, "render", lambda *args, **sizes: {})
+    monkeypatch.setattr(style, "render_figure", lambda *args, **sizes: {})
 
     def make(device: str, *, interrupted: bool = False) -> Path:
         folder = tmp_path / "run"

@@ -282,7 +282,7 @@ def test_any_words_end_in_a_result_or_one_line(
         ("cost deep.json", "deep.json: not JSON: maximum recursion depth exceeded"),
         ("train deep.json", "deep.json: not JSON: maximum recursion depth exceeded"),
         ("run made_up --config inside/config.json", "inside/config.json: [Errno 21] I"),
-        ("run made_up --out full", "full: holds something else than a run"),
+        ("run made_up --out full", "full: holds files that are not a run"),
         ("run made_up --out loop", "loop: cannot be written: File exists"),
         ("run made_up --name \udcff", "config.json: cannot be written: 'utf-8' codec"),
         ("claims --folder folder", "folder: holds no run folder with a claims.json"),

@@ -84,10 +84,10 @@ def test_tables_and_words_say_the_same(cost: Command) -> None:
         "total 6,738,415,616",
         "training 3 X 46.1 GFLOP 189 TFLOP",
         "1,073,741,824 bytes (1 GiB) over 32 layers",
-        "33,554,432 bytes each way",
-        "as much as all else at s = 25,204",
-        "llama-2-7b has none. With 8 experts",
-        "bind at no batch: K and V hold it below 7.15",
+        "33,554,432 bytes per direction",
+        "half of it at s = 25,204",
+        "llama-2-7b has no experts. With 8 experts",
+        "memory-bound at every batch size, because K and V limit it to 7.15",
     ):
         assert part in said
 
@@ -97,7 +97,7 @@ def test_a_mixture_is_explained_by_its_own_numbers(cost: Command) -> None:
     assert "Of 46.7 G parameters a token uses 12.88 G" in said
     assert "3.63 times the parameters" in said
     assert cost("mixtral-8x7b", "--sequence", "1")[0] == 0
-    # To the experts and back, k h of two bytes each way; one in eight is at home.
+    # To the experts and back, k h of two bytes per direction; one in eight is at home.
     found = document(cost, "mixtral-8x7b", "--parallel", "ep=8")
     assert (
         found["comms_bytes"]["expert"]["forward"]

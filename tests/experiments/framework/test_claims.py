@@ -75,8 +75,8 @@ def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
             'kind = "holds"',
             "kind: 'holds' is not one of: reproduces",
         ),
-        ('because = "so said"\n', "", "rate: has a tolerance, and no because"),
-        ('kind = "checks"', 'kind = "cannot compare"', "differs does not say why"),
+        ('because = "so said"\n', "", "rate: tolerance needs `because`"),
+        ('kind = "checks"', 'kind = "cannot compare"', "needs `differs`"),
         ('"5 %"', '"5"', "share: tolerance='5' must be a number, or a share"),
         ('unit = "1"', "unit = 1", "unit: 1 is not of type str"),
         ('unit = "1"\n', "", "missing 1 required keyword-only argument: 'unit'"),
@@ -85,7 +85,11 @@ def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
             'units = "1"',
             "unknown field 'units'; did you mean unit?",
         ),
-        ('by = ["data", "size"]\n', "", "rate: has numbers by words with `by`"),
+        (
+            'by = ["data", "size"]\n',
+            "",
+            "rate: `published` must be a table if `by` is set",
+        ),
         ("[half]", "[half", "cannot be read"),
     ],
 )
@@ -104,9 +108,9 @@ def test_what_is_wrong_with_a_file_is_said(
         (measured("third", 1), "has no claim third"),
         (
             measured("rate", 1, published=2.0, data="a", size=1),
-            "published is given twice",
+            "published must be in the file or in the run",
         ),
-        (measured("half", 1, differs=True, published=1), "half: lacks differs"),
+        (measured("half", 1, differs=True, published=1), "half: needs `differs`"),
         (measured("half", 1), "must be finite"),
     ],
 )
@@ -199,7 +203,7 @@ def test_a_published_range_is_one_claim_that_has_one_verdict(tmp_path: Path) -> 
     assert [x.verdict for x in found] == ["fails", "holds", "holds", "fails"]
     assert {(x.published, x.published_high) for x in found} == {(1.7, 2.7)}
     assert "published 1.7 to 2.7 (they)" in report.claim_numbers(found[0])
-    with pytest.raises(ValueError, match="a range has both"):
+    with pytest.raises(ValueError, match="must be set if and only if"):
         judge("c", source="s", published=1.0, ours=1.0, unit="1", relation="within")
 
 

@@ -121,7 +121,7 @@ def test_the_model_must_have_text_and_room(model: str) -> None:
         ("--max-length 100000", "max_length=100000 must be at most"),
         ("--model nope", "unknown model 'nope'"),
         ("--model broken", "broken/model.safetensors: "),
-        ("--out kept", "kept: holds something else than a run"),
+        ("--out kept", "kept: holds files that are not a run"),
         ("--out kept/notes/run", "cannot be written"),
     ],
 )

@@ -130,9 +130,11 @@ class TorchPeer(abc.ABC):
         try:
             return self._best(Shape(asked, self.device), asked)
         except Exception as error:  # of a library's, of a compiler's: it goes on
-            said = " ".join(str(error).split())[:200]
+            message = " ".join(str(error).split())[:200]
             refusal = isinstance(error, ValueError)
-            return {"refused": said if refusal else f"{type(error).__name__}: {said}"}
+            return {
+                "refused": message if refusal else f"{type(error).__name__}: {message}"
+            }
         finally:
             if self.device == "cuda":
                 torch.cuda.empty_cache()  # the others need it
@@ -148,8 +150,8 @@ class TorchPeer(abc.ABC):
                     raise RuntimeError(f"its answer is wrong: error={error:.2g}")
                 timing = measure_calls(calls, asked["num_calls"], self.device)
             except RuntimeError as error:  # shapes that it does not take, no memory
-                said = " ".join(str(error).split())[:120]
-                refusals.append(f"{how}: {said}" if how else said)
+                message = " ".join(str(error).split())[:120]
+                refusals.append(f"{how}: {message}" if how else message)
                 continue
             found.append(dict(error=error, timing=timing, plan_s=plan_s, how=how))
         if not found:
