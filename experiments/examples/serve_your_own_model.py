@@ -1,4 +1,4 @@
-"""A model of one attention layer, served inside one's own `jit`.
+"""A custom model of one attention layer, served inside a custom `jit`.
 
 The engine is a pure function, so it runs inside `jit`, `vmap` and `scan`; the policy's
 parameter is an argument of the compiled program.
@@ -15,7 +15,7 @@ config = jaxkv.EngineConfig(num_pages=32, max_slots=4, max_length=64, token_budg
 
 
 def forward(params, pages, rows):
-    """One layer; `rows` says which token stands where."""
+    """Applies one layer; `rows` has the position, slot and page table of each token."""
     x = params["embed"][rows.token]
     q, k, v = (
         (x @ params[name]).reshape(-1, 2, 8) for name in ("query", "key", "value")
@@ -27,7 +27,7 @@ def forward(params, pages, rows):
 
 @jax.jit
 def serve(params, requests, most):
-    """Takes 24 steps, and gives answers and what happened in each step."""
+    """Runs 24 steps; returns the answers and the trace of all steps."""
     pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=32,
@@ -52,7 +52,7 @@ def serve(params, requests, most):
 
 
 def main() -> tuple[jaxkv.Requests, jaxkv.StepInfo]:
-    """Serves three requests, one at a time."""
+    """Serves three requests, at most one at a time."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"embed": (50, 16), "query": (16, 16), "key": (16, 16), "value": (16, 16)}
     params = {

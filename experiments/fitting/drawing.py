@@ -1,4 +1,4 @@
-"""The figure of a fit: losses and curves, residuals, isoFLOP curves, the objective."""
+"""Figure of a fit: losses and curves, residuals, isoFLOP curves, objective."""
 
 import dataclasses
 import itertools
@@ -17,16 +17,17 @@ from experiments.plotting import (
 )
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
-"""Of the objective, over its least value."""
+"""Contour levels of the objective, relative to its minimum."""
 MAX_DOTS = 4096
-"""Rows drawn as dots; of more, some drawn at random, always the same ones."""
+"""Largest number of rows drawn as dots; of more rows, a fixed random sample is
+drawn."""
 _GREY = "0.6"
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws a result on two rows of two axes."""
     num = len(result.row)
-    if num > MAX_DOTS:  # as many as can be told apart
+    if num > MAX_DOTS:
         rows = np.sort(np.random.default_rng(0).choice(num, MAX_DOTS, replace=False))
         names = ("row", "num_params", "num_tokens", "flops", "loss", "is_fitted")
         kept = {name: getattr(result, name)[rows] for name in (*names, "group")}
@@ -39,7 +40,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
-    """The runs, and the first law for some of their sizes."""
+    """Draws the runs, and the first law for some of their sizes."""
     name, x = _axis(result)
     has_sizes = bool(np.isfinite(result.num_params).all())
     shade = sequential_colors(
@@ -72,7 +73,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
 
 
 def _draw_residuals(ax: Any, result: Result) -> None:
-    """What each law is off by, by compute; hollow for runs it has not seen."""
+    """Draws the residuals of each law by compute; held-out runs are hollow."""
     held = ~result.is_fitted
     name, x = _axis(result)
     worst = 0.0
@@ -92,7 +93,7 @@ def _draw_residuals(ax: Any, result: Result) -> None:
 
 
 LAW_COLORS = (systems.BLUE, systems.RED, systems.GREEN, systems.ORANGE, systems.PURPLE)
-"""Of the laws, in their order."""
+"""Colours of the laws, in order."""
 
 
 def _scatter(
@@ -106,7 +107,7 @@ def _scatter(
     held_out: str = "",
     mark: str = "o",
 ) -> None:
-    """Runs as dots, those held out hollow."""
+    """Draws runs as dots; held-out runs are hollow."""
     at = {"c": color[~held], "s": 14, "linewidths": 0, "label": fitted or None}
     ax.scatter(x[~held], y[~held], marker=mark, **at)
     rings = {"facecolors": "none", "edgecolors": color[held], "linewidths": 0.9}
@@ -114,7 +115,7 @@ def _scatter(
 
 
 def _draw_groups(ax: Any, result: Result) -> None:
-    """Runs of one budget, the parabolas through them, and their minima."""
+    """Draws the runs of each budget, the parabolas through them, and their minima."""
     style.set_labels(ax, "isoFLOP curves", "parameters [1]", _label(result))
     if not len(result.parabolas.x):
         _write_notice(ax, "no two budgets\nwith three sizes")
@@ -128,12 +129,12 @@ def _draw_groups(ax: Any, result: Result) -> None:
     high = result.loss.max()
     low = result.loss[result.group >= 0].min(initial=high)
     margin = 0.05 * (high - low)
-    # A parabola that misses its runs must not shrink the others.
+    # A parabola that misses its runs must not compress the other curves.
     ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
 
 
 def draw_isoflop_groups(ax: Any, result: Result) -> None:
-    """Draws the runs of every budget and the parabola through them."""
+    """Draws the runs of each budget and the parabola through them."""
     marks = itertools.cycle("os^dvP")
     for i, color in enumerate(sequential_colors(np.arange(len(result.parabolas.x)))):
         selected = result.group == i
@@ -150,11 +151,11 @@ def draw_isoflop_groups(ax: Any, result: Result) -> None:
 
 
 def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
-    """The objective with the other coefficients fitted, and where resamples ended."""
+    """Draws the objective with all other coefficients fitted, and the resamples."""
     title = f"{law}: objective over its least value (points: resamples)"
     style.set_labels(ax, title, "", "")
     if not contour.x_name:
-        _write_notice(ax, "fewer than two exponents,\nor coefficients are given")
+        _write_notice(ax, "fewer than two exponents,\nor fixed coefficients")
         return
     log_levels = np.log10(LEVELS)
     height = np.log10(contour.objective)
@@ -175,7 +176,7 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
 
 
 def _axis(result: Result) -> tuple[str, np.ndarray]:
-    """What runs are drawn against: compute, unless the log has none."""
+    """Returns the x axis of runs: compute, or else another quantity of the log."""
     axes = {
         "compute [FLOP]": result.flops,
         "parameters [1]": result.num_params,
@@ -186,14 +187,14 @@ def _axis(result: Result) -> tuple[str, np.ndarray]:
 
 
 def _label(result: Result) -> str:
-    """Names what the laws predict, with its unit where it has one."""
+    """Returns the label of the predicted quantity, with its unit if known."""
     if result.target == "loss":
         return "loss [nats/token]"
     return f"{result.target.replace('_', ' ')} [as logged]"
 
 
 def _write_notice(ax: Any, text: str) -> None:
-    """Says why there is nothing to draw."""
+    """Writes the reason for an empty panel."""
     ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Reads a log, fits the laws to it, and writes down what was found."""
+"""Reads a log, fits the laws to it, and assembles the result."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +24,8 @@ from scaling.sweeps import folder
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Reads the log, fits the laws, and finds the frontiers.
 
-    Once it is stopped it bootstraps no more: fits that have no resamples yet keep the
-    intervals of their curvature, and say so.
+    A stopped run starts no more bootstraps: fits without resamples keep the intervals
+    of their curvature, with a warning.
 
     Raises:
       ValueError: the log, a rule or a law cannot be used.
@@ -40,13 +40,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     elif config.hold_out:
         is_fitted = ~log.select(config.hold_out)
     if not is_fitted.any():
-        raise ValueError(f"{config.log}: the rule leaves no row to fit")
+        raise ValueError(f"{config.log}: the rule selects no row to fit")
     parts, unfitted = fit_groups(config, chosen, log, is_fitted, progress)
-    if config.by:  # what cannot be fitted is told of, and not drawn
+    if config.by:  # groups without a fit are listed, and not drawn
         there = np.any([part.rows for part in parts], axis=0)
         log, is_fitted = log.take(there), is_fitted[there]
         parts = [part._replace(rows=part.rows[there]) for part in parts]
-    progress.show("the objective over the plane")
+    progress.show("contour of the objective")
     num_runs = len(log.runs)
     predicted = np.full((len(chosen), num_runs), np.nan)
     for part in parts:
@@ -77,13 +77,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def _read(config: Config, chosen: list[Law]) -> Log:
-    """Reads what the laws need of the log."""
+    """Reads the columns of the log that the laws need."""
     needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
     columns = _columns(config)
     for name in columns.others:
         if name not in needs:
             line = config_json.unknown("input", name, needs)
-            raise ValueError(f"--columns {name}: no law here reads it: {line}")
+            raise ValueError(f"--columns {name}: no law has this input: {line}")
     return read(
         Path(config.log),
         columns,
@@ -109,7 +109,7 @@ def _document(
     is_fitted: np.ndarray,
     unfitted: list[str],
 ) -> dict[str, Any]:
-    """What `fit.json` holds: the first fit, the others, and what they rest on."""
+    """Returns the content of `fit.json`: all fits, their data, notes and frontiers."""
     first, *others = (
         to_json(fit)
         | {
@@ -125,8 +125,8 @@ def _document(
     rolled_out = f"up to {ROLLOUT:g} of the largest {axis}"
     scored = f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
     if is_fitted.all():
-        scored = f"Held-out errors are of fits to the runs {rolled_out}, on the others."
-    # All that the options say of columns.
+        scored = f"Held-out errors: fits to the runs {rolled_out}, scored on the rest."
+    # All options that name columns.
     rules = (config.where, config.hold_out, config.ignore)
     picks = (config.last_of, config.best_of, config.by)
     used = [x for x in (*rules, *picks, *config.columns) if x]
@@ -145,7 +145,7 @@ def _document(
             shifts.append(part.label_line(shift))
     notes += [
         part.label_line(
-            f"{fit.law}: not scored: too few runs, or too alike, {rolled_out}"
+            f"{fit.law}: not scored: too few or too similar runs {rolled_out}"
         )
         for part in parts
         for fit in part.fits
@@ -167,26 +167,26 @@ def _document(
 
 
 def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
-    """Says what follows from the options and sizes, and may surprise."""
+    """Yields sentences about consequences of the options and sizes."""
     num_fitted, num_rows = int(is_fitted.sum()), is_fitted.size
     if line := abridged(num_fitted):
         yield line
     if num_fitted > (most := grids.MAX_ROWS):
-        yield f"the objective over the plane is not drawn: above {most:,} rows"
+        yield f"the contour of the objective is not drawn: more than {most:,} rows"
     if num_rows > (most := drawing.MAX_DOTS):
-        yield f"the figure's dots are {most:,} of {num_rows:,} rows"
+        yield f"the figure has dots for {most:,} of {num_rows:,} rows"
     rules_text = " ".join((config.where, config.hold_out, config.ignore))
     for name, unit in log.units.items():
         if rules.mentions(rules_text, name):
-            yield f"rules compare {name} times {unit:g}, as its flag says"
+            yield f"rules compare {name} times {unit:g}, the unit of its flag"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"
     seen = log.take(is_fitted)
     num_raw = sum(row.cells.get("decayed") is False for row in seen.raw)
     if 0 < num_raw < num_fitted:
-        yield f"{num_raw} of {num_fitted} runs ended before their rate was decayed"
+        yield f"{num_raw} of {num_fitted} runs ended before their learning rate decayed"
     if not log.has_one_row_per_run:
         yield (
             f"{len({*log.runs})} runs in {len(log.runs)} rows: all rows are fitted, "
-            "and resamples draw runs"
+            "and the bootstrap resamples runs"
         )

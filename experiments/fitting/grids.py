@@ -1,4 +1,4 @@
-"""What a fit's figure is drawn from, computed before anything is drawn."""
+"""Data of a fit's figure, computed before drawing."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,16 +17,16 @@ from scaling.laws import Optimum, published
 from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
 
 MAX_SIZES = 6
-"""Curves in one panel: as many as can be told apart."""
+"""Largest number of distinguishable curves in one panel."""
 NUM_POINTS = 80
-"""Of a curve."""
+"""Points of a curve."""
 NUM_CELLS = (41, 61)
-"""Of a contour, along each axis: for many runs, and for fewer than `FEW_RUNS`, whose
-valleys are narrow beside how far their resamples lie apart."""
+"""Cells of a contour along each axis: for many runs, and for fewer than `FEW_RUNS`,
+whose valleys are narrow compared with the spread of their resamples."""
 FEW_RUNS = 60
 MAX_ROWS = 1024
-"""Rows of which the objective is drawn over a plane: it takes time and memory by the
-row, and of more it hardly rises over the plane that resamples reach."""
+"""Largest number of rows for a contour of the objective: time and memory grow with the
+rows, and for more rows the objective is nearly flat over the range of the resamples."""
 
 Columns = Mapping[str, np.ndarray]
 
@@ -34,12 +34,12 @@ Columns = Mapping[str, np.ndarray]
 def loss_curves(
     parts: Sequence[FitGroup], columns: Columns
 ) -> tuple[np.ndarray, PlotCurve]:
-    """The first law's loss against compute, for some of the sizes that were run.
+    """Returns the first law's loss against compute, for some of the sizes of the runs.
 
     Returns:
-      The sizes, and lines with a row for each, not numbers where no run is near. None
-      for a law that reads more than N, D and C, or a log that lacks some of them, and
-      for groups, whose lines would be a thicket.
+      The sizes, and curves with a row per size, NaN far from all runs. Both are empty
+      for a law with inputs other than N, D and C, for a log without one of them, and
+      for several groups, whose curves would overlap.
     """
     fit = parts[0].fits[0]
     if len(parts) > 1 or not {*SIZES} <= columns.keys():
@@ -70,10 +70,10 @@ def loss_curves(
 
 
 def optimum_curve(parts: Sequence[FitGroup], columns: Columns) -> PlotCurve:
-    """The loss of the first law's compute optimum, a decade beyond the runs.
+    """Returns the loss of the first law's compute optimum, one decade beyond the runs.
 
-    Of a log that has but one of N, D and C it is the law itself, against that one.
-    Lines of groups stand one after the other, with gaps between them.
+    For a log with only one of N, D and C it is the law against that input. Curves of
+    groups follow one another, separated by NaN.
     """
     lines = [_frontier(part.fits[0], part.rows, columns) for part in parts]
     gap = np.array([np.nan])
@@ -104,16 +104,16 @@ def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> PlotCurve:
 def optimum_at(
     fit: FitResult, columns: Columns, flops: Float[np.ndarray, " budgets"]
 ) -> Optimum:
-    """The law's optimum at budgets that are counted as those of some runs.
+    """Returns the optimum of the law at budgets that are counted as in the runs.
 
-    C is not 6 N D of all parameters: attention and the head count, norms do not.
+    C differs from 6 N D of all parameters: attention and the head count, norms do not.
     """
     by_6nd = flops * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(columns)
     return published.optimum(fit.find_law(), fit.coefficients, by_6nd)
 
 
 def _per_param_and_token(columns: Columns) -> float:
-    """C / (N D) of the runs: 6, unless their FLOPs were counted some other way."""
+    """Returns C / (N D) of the runs: 6, unless their FLOPs were counted differently."""
     n, d, c = (columns[name] for name in SIZES)
     return float(np.median(c / (n * d)))
 
@@ -122,9 +122,9 @@ class IsoflopGroups(NamedTuple):
     """IsoFLOP groups to draw.
 
     Attributes:
-      group: of each run, -1 for none.
-      curves: parabolas of all sizes of a group, a row for each.
-      minima: of them; not numbers where there is none.
+      group: group of each run, -1 for none.
+      curves: parabola of each group, a row per group.
+      minima: minimum of each parabola; NaN for none.
     """
 
     group: np.ndarray
@@ -133,7 +133,7 @@ class IsoflopGroups(NamedTuple):
 
 
 def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> IsoflopGroups:
-    """The parabolas through a log's isoFLOP groups, those of all parts."""
+    """Returns the parabolas through the isoFLOP groups of all parts of a log."""
     group, num_groups = np.full(is_fitted.size, -1), 0
     found = []
     for part in parts:
@@ -173,7 +173,7 @@ def _parabolas(found: Found, num_runs: int) -> IsoflopGroups:
 
 
 def objective_contour(fit: FitResult, columns: Columns) -> Contour:
-    """The objective over the plane of two coefficients; not of very many rows."""
+    """Returns the objective over the plane of two coefficients; empty for many rows."""
     names = profile.pair(fit)
     if names is None:
         none = np.empty(0)

@@ -1,4 +1,4 @@
-"""Fits laws to a log as one, or each group of its rows by itself; and scores them."""
+"""Fits laws to a whole log, or to each group of its rows, and scores them."""
 
 from typing import Any, NamedTuple
 
@@ -14,23 +14,24 @@ from scaling.laws import Law
 from scaling.logs import Log
 
 ROLLOUT = 0.1
-"""Of the largest compute: what a rollout is fitted to, where no rule says which."""
+"""Share of the largest compute below which runs are fitted in a rollout, if no rule is
+given."""
 ROLLOUT_RESAMPLES = 500
-"""At most, for the intervals that a rollout's runs should lie in."""
+"""Largest number of resamples for the intervals of a rollout."""
 
 
 class _Stopped(Exception):
-    """Raised inside a bootstrap whose person has pressed Ctrl-C."""
+    """Raised inside a bootstrap after Ctrl-C."""
 
 
 class FitGroup(NamedTuple):
-    """Rows that are fitted together, and what was fitted to them.
+    """Rows that are fitted together, and their fits.
 
     Attributes:
-      label: of the group; empty for a log that is one.
-      rows: which of the log's rows, those held out among them.
-      fits: by law.
-      found: their frontiers.
+      label: label of the group; empty if the log is one group.
+      rows: mask of the log's rows, including held-out ones.
+      fits: fits by law.
+      found: frontiers of the rows.
     """
 
     label: str
@@ -39,7 +40,7 @@ class FitGroup(NamedTuple):
     found: Found
 
     def label_line(self, line: str) -> str:
-        """Says which group a sentence is about."""
+        """Returns a sentence with the label of its group."""
         return f"{self.label}: {line}" if self.label else line
 
 
@@ -50,17 +51,17 @@ def fit_groups(
     is_fitted: Bool[np.ndarray, " runs"],
     progress: Progress,
 ) -> tuple[list[FitGroup], list[str]]:
-    """Fits all laws to each group of `config.by`, or to the log as one.
+    """Fits all laws to each group of `config.by`, or to the whole log.
 
     Args:
-      config: how to fit.
-      chosen: the laws.
-      log: the runs.
-      is_fitted: which of them are fitted; the others are held out.
-      progress: watches.
+      config: options of the fit.
+      chosen: laws to fit.
+      log: runs.
+      is_fitted: mask of the runs to fit; the remaining runs are held out.
+      progress: progress bar.
 
     Returns:
-      The groups, at least one, and why others were not fitted, in sentences.
+      The groups, at least one, and sentences about groups that could not be fitted.
 
     Raises:
       ValueError: the log, or every group of it, cannot be fitted.
@@ -95,7 +96,7 @@ def _part(
 ) -> FitGroup:
     """Fits all laws to one group, and finds its frontiers."""
     if not (rows & is_fitted).any():
-        raise ValueError(f"{config.log}: the rule leaves no row to fit")
+        raise ValueError(f"{config.log}: the rule selects no row to fit")
     seen, held_out_log = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
     if label and seen.curves is not None:
         selected = {log.runs[i] for i in np.flatnonzero(rows)}
@@ -117,9 +118,9 @@ def _part(
 def _fit(
     config: Config, law: Law, seen: Log, held_out_log: Log, progress: Progress
 ) -> FitResult:
-    """Fits a law to the rows that are seen, and scores it on others.
+    """Fits a law to the given rows, and scores it on the held-out ones.
 
-    If there are none, a fit to the small ones of `seen` is scored on the larger.
+    Without held-out rows, a fit to the small runs is scored on the larger ones.
     """
     options: dict[str, Any] = {
         "loss": config.loss_kind,
@@ -143,7 +144,7 @@ def _fit(
     try:
         options["held_out"] = is_large
         held_out = fits_fit.fit(law, seen.columns, **options).held_out
-    except ValueError:  # such as one size among the small runs
+    except ValueError:  # such as a single size among the small runs
         return fit
     assert held_out is not None
     doubts = diagnostics.held_out(held_out, fit.warnings)
@@ -153,7 +154,7 @@ def _fit(
 def _resampled(
     law: Law, log: Log, resamples: int, options: dict[str, Any], progress: Progress
 ) -> FitResult:
-    """Fits a law with resamples, or, interrupted, without."""
+    """Fits a law with bootstrap intervals, or without them after an interrupt."""
     if not resamples:
         return fits_fit.fit(law, log.columns, **options)
     update = progress.bar(law.name, resamples, "resamples")
@@ -170,6 +171,6 @@ def _resampled(
             )
         except _Stopped:
             pass
-    warning = "interrupted before its resamples: the intervals are from the curvature"
+    warning = "interrupted before its resamples: intervals are from the curvature"
     first = fits_fit.fit(law, log.columns, **options)
     return first._replace(warnings=[*first.warnings, warning])

@@ -1,4 +1,4 @@
-"""What a fit says: the keys of its document, and tables and sentences for a person."""
+"""Report of a fit: keys of its document, tables and sentences."""
 
 import itertools
 import json
@@ -15,7 +15,8 @@ from scaling.fits import FitResult, goodness
 from scaling.frontiers import Frontier, find, parabola
 
 MAX_ROWS = 25
-"""Held-out runs in a table; the largest by compute where there are more."""
+"""Largest number of held-out runs in a table; the largest runs by compute are
+listed."""
 
 KEYS = (
     "law",
@@ -33,15 +34,15 @@ KEYS = (
     "held_out",
     "residual_sizes",
 )
-"""Of each fit in the document; `fit.json` has the others too."""
+"""Keys of each fit in the metrics; `fit.json` has more."""
 
 
 OPTIONAL = ("group", "fixed", "bounds")
-"""And these, where there are such."""
+"""Keys that are included if they are not empty."""
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """The keys of the first fit; `fits` has all where there are several."""
+    """Returns the keys of the first fit; `fits` has all fits if there are several."""
     document = json.loads(result.document)
     fits = [_keys(document)] + [_keys(each) for each in document["others"]]
     by = {"by": document["by"]} if "by" in document else {}
@@ -58,7 +59,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables of coefficients, laws, frontiers and held-out runs; doubts in words."""
+    """Returns tables of coefficients, laws, frontiers and held-out runs; warnings."""
     document = json.loads(result.document)
     fits = [document, *document["others"]]
     parts: list[ReportPart] = [_coefficients(fit) for fit in fits]
@@ -84,7 +85,7 @@ def _keys(fit: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(fit: dict[str, Any]) -> str:
-    """The law, and the group that it was fitted to."""
+    """Returns the law, and the group that it was fitted to."""
     return f"{fit['law']}, {fit['group']}" if "group" in fit else fit["law"]
 
 
@@ -141,9 +142,9 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
         "inside 90 %",
     )
     note = (
-        f"{scored} Errors are of ln(fitted / seen); the sign is the largest run's. "
-        "Half of the fitted runs are off by less than the first number, nine tenths by "
-        "less than the second."
+        f"{scored} Errors are ln(fitted / observed), with the sign of the largest run. "
+        "`off by` gives the median, the 90 % quantile and the largest error of the "
+        "fitted runs."
     )
     return Sheet("laws", heads, rows, note)
 
@@ -179,7 +180,7 @@ def _held_out(result: Result) -> Sheet:
             cells.append(f"{predicted[i]:.4g} ({_percent(off, '+')})")
         rows.append(cells)
     left = len(held) - len(shown)
-    note = f"And {left} smaller ones." if left else ""
+    note = f"{left} smaller runs are not listed." if left else ""
     heads = ("row", "N", "D", "C", "seen", *(str(law) for law in result.laws))
     return Sheet("held-out runs", heads, rows, note)
 
@@ -190,12 +191,12 @@ def _interval(
     *,
     share: bool = False,
 ) -> str:
-    """Writes an interval; "unknown" where it leaves nearly everything open.
+    """Returns an interval as text; "unknown" if it excludes almost no value.
 
     Args:
-      pair: the ends; None where there is no interval.
-      value: the estimate.
-      share: whether the number can only be in (0, 1).
+      pair: ends; None without an interval.
+      value: estimate.
+      share: True if the number can only be in (0, 1).
     """
     if pair is None:
         return "-"
@@ -206,13 +207,14 @@ def _interval(
 
 
 _OPEN = 0.9
-"""Width of an interval of an exponent in (0, 1) that leaves it open."""
+"""Width from which an interval of an exponent in (0, 1) is uninformative."""
 _FAR = 1e4
-"""Ratio of an end of an interval to the estimate from which it leaves it open."""
+"""Ratio of an interval's end to the estimate from which the interval is
+uninformative."""
 
 
 def is_informative(low: float, high: float, value: float | None = None) -> bool:
-    """Whether an interval has finite ends, the upper one within reach."""
+    """Returns True if an interval has finite ends at a plausible distance."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
     most = max(abs(low), abs(high))
@@ -220,7 +222,7 @@ def is_informative(low: float, high: float, value: float | None = None) -> bool:
 
 
 def _short(value: float | None) -> str:
-    """Four digits; unlike counts, coefficients are not written in full."""
+    """Formats a number with four digits; unlike counts, not in full."""
     return "-" if value is None else f"{value:.4g}"
 
 
@@ -229,7 +231,7 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 
 def frontier_json(each: Frontier) -> dict[str, Any]:
-    """Writes a frontier down as JSON values."""
+    """Returns a frontier as JSON values."""
     laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
     return {
         "method": each.method,
@@ -242,10 +244,10 @@ def frontier_json(each: Frontier) -> dict[str, Any]:
 
 
 def expected_shift(found: find.Found) -> str:
-    """Says how far the parabola's vertices lie from the minima of the fitted surface.
+    """Returns the bias of parabola vertices against minima of the fitted surface.
 
     Returns:
-      A sentence; empty where there is no parabola or no correction.
+      A sentence; empty without a parabola or a correction.
     """
     by_name = {each.method: each.minima for each in found.frontiers}
     if found.exponents is None:
@@ -261,19 +263,20 @@ def expected_shift(found: find.Found) -> str:
     off = 100 * (np.exp(np.log(ratio).mean()) - 1)
     centred = 100 * (10 ** parabola.vertex_shift(alpha, beta, 1.0, 9) - 1)
     return (
-        f"The surface by projection has alpha {alpha:.3f} and beta {beta:.3f}: there "
-        f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
-        "through 9 centred ones over two decades); `parabola, corrected` takes it out."
+        f"The projected surface has alpha {alpha:.3f} and beta {beta:.3f}. On it, "
+        f"parabolas through these sizes bias N* by {off:+.1f} % ({centred:+.1f} % "
+        "with 9 centred sizes over two decades); `parabola, corrected` removes the "
+        "bias."
     )
 
 
 def disjoint_intervals(fits: Sequence[FitResult], found: find.Found) -> list[str]:
-    """Warns where methods give the optimum's growth intervals that do not overlap.
+    """Warns about methods whose intervals of the optimum's growth do not overlap.
 
     Args:
-      fits: of laws; one without an optimum, or at a wall, is not compared.
-      found: the frontiers with intervals; an envelope, whose runs are not decayed, is
-        left out. Where they contradict each other, a warning of theirs tells.
+      fits: fits of laws; a law without an optimum, or at a bound, is not compared.
+      found: frontiers with intervals; an envelope, whose runs are not decayed, is not
+        compared. Contradictions among the frontiers have their own warning.
     """
     laws = [
         (fit.law, fit.exponents["a"], fit.exponent_intervals["a"])
@@ -305,4 +308,4 @@ def disjoint_intervals(fits: Sequence[FitResult], found: find.Found) -> list[str
 
 
 _NEAR = 0.02
-"""Difference of exponents that never matters."""
+"""Largest difference of exponents that is ignored."""

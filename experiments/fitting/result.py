@@ -1,4 +1,4 @@
-"""What comes out of fitting a log: arrays to draw and tell from, as a folder keeps."""
+"""Result of a fit to a log: arrays for the figure, and the document."""
 
 from typing import NamedTuple
 
@@ -8,43 +8,43 @@ from experiments.framework import ResultRecord, column
 
 
 class PlotCurve(NamedTuple):
-    """A line to draw, or several in one array, with gaps that are not numbers."""
+    """A curve, or several in one array, with NaN as gaps."""
 
     x: np.ndarray
     y: np.ndarray
 
 
 class Contour(ResultRecord):
-    """The objective of the first law over the plane of two coefficients."""
+    """Objective of the first law over the plane of two coefficients."""
 
-    x_name: str = column("the first coefficient; empty where there is no such plane")
-    y_name: str = column("the second")
-    x: np.ndarray = column("values of the first")
-    y: np.ndarray = column("values of the second")
+    x_name: str = column("name of the first coefficient; empty without a contour")
+    y_name: str = column("name of the second coefficient")
+    x: np.ndarray = column("values of the first coefficient")
+    y: np.ndarray = column("values of the second coefficient")
     objective: np.ndarray = column(
-        "over its least value, at each of them; empty where there were too many rows"
+        "objective divided by its minimum, by x and y; empty for too many rows"
     )
-    x_samples: np.ndarray = column("where the resamples have it")
-    y_samples: np.ndarray = column("the second")
+    x_samples: np.ndarray = column("first coefficient of the resamples")
+    y_samples: np.ndarray = column("second coefficient of the resamples")
 
 
 class Result(ResultRecord):
-    """What was read, fitted and found."""
+    """Data, fits and frontiers."""
 
-    document: str = column("`fit.json`, as text")
-    target: str = column('what the laws predict, mostly "loss"')
-    row: np.ndarray = column("of the file, by run")
-    num_params: np.ndarray = column("of each run")
-    num_tokens: np.ndarray = column("of each")
-    flops: np.ndarray = column("of each")
-    loss: np.ndarray = column("of each, or whatever the target is")
-    is_fitted: np.ndarray = column("whether a run was fitted, or held out")
-    predicted: np.ndarray = column("by law and run")
-    laws: np.ndarray = column("their names")
-    sizes: np.ndarray = column("the sizes in `curves`")
-    curves: PlotCurve = column("the first law against compute, a row for each size")
-    frontier: PlotCurve = column("the first law's optimum against compute")
-    group: np.ndarray = column("the isoFLOP group of each run, -1 for none")
-    parabolas: PlotCurve = column("through them, a row for each group")
-    minima: PlotCurve = column("of them; not numbers where there is none")
-    contour: Contour = column("of the first law's objective")
+    document: str = column("content of `fit.json`")
+    target: str = column('quantity that the laws predict, by default "loss"')
+    row: np.ndarray = column("row of the file, by run")
+    num_params: np.ndarray = column("parameters of each run")
+    num_tokens: np.ndarray = column("tokens of each run")
+    flops: np.ndarray = column("compute of each run")
+    loss: np.ndarray = column("target of each run")
+    is_fitted: np.ndarray = column("True for fitted runs, False for held-out ones")
+    predicted: np.ndarray = column("prediction by law and run")
+    laws: np.ndarray = column("names of the laws")
+    sizes: np.ndarray = column("model sizes of `curves`")
+    curves: PlotCurve = column("first law against compute, a row per size")
+    frontier: PlotCurve = column("optimum of the first law against compute")
+    group: np.ndarray = column("isoFLOP group of each run, -1 for none")
+    parabolas: PlotCurve = column("parabola of each group, a row per group")
+    minima: PlotCurve = column("minimum of each parabola; NaN for none")
+    contour: Contour = column("contour of the first law's objective")

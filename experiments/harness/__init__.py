@@ -1,4 +1,4 @@
-"""Ways to serve a workload and watch it, and models to serve."""
+"""Shared tools of experiments: engines, models, prompts, cost models, timing."""
 
 __all__ = [
     "bundled",

@@ -1,4 +1,4 @@
-"""Tables of training runs: of a sweep under way, and of the learning rates tried."""
+"""Tables of training runs: losses of a running sweep, and learning rates tried."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from jaxkv.progress import Progress
 from scaling.sweeps import SweepConfig, sweep
 
 MAX_COLUMNS = 8
-"""Numbers of tokens that stand beside one another."""
+"""Largest number of token counts in one table."""
 
 
 def run_sweep(config: SweepConfig, out: Path, progress: Progress) -> sweep.Outcome:
-    """Carries out a sweep under bars and a table of losses."""
+    """Runs a sweep with progress bars and a table of losses."""
     described = environment.describe_machine()
     return sweep.sweep(
         config,
@@ -28,9 +28,9 @@ def run_sweep(config: SweepConfig, out: Path, progress: Progress) -> sweep.Outco
 
 
 def loss_table(records: list[dict[str, Any]]) -> str:
-    """Lays out the best losses so far: models down, tokens or budgets across.
+    """Returns the best losses so far: model sizes down, tokens or budgets across.
 
-    Where all rates that were tried failed or diverged, the cell says so.
+    A cell shows the status if all learning rates failed or diverged.
     """
     sizes = sorted({(r["num_params"], r["hidden_size"]) for r in records})
     tokens = sorted({r["num_tokens"] for r in records})
@@ -52,7 +52,7 @@ def loss_table(records: list[dict[str, Any]]) -> str:
             )
     if lines:
         return "\n".join(lines)
-    # Budgets give every size numbers of tokens of its own.
+    # With budgets, each size has its own token counts.
     for size, width in sizes:
         selected = [r for r in records if r["num_params"] == size]
         cells = []
@@ -64,7 +64,7 @@ def loss_table(records: list[dict[str, Any]]) -> str:
 
 
 def format_best_loss(records: list[dict[str, Any]]) -> str:
-    """The best loss of some runs, or what became of them."""
+    """Returns the best loss of some runs, or the status of the last one."""
     done = [r["loss"] for r in records if r["status"] == "done"]
     if done:
         return f"{min(done):.4f}"
@@ -72,7 +72,7 @@ def format_best_loss(records: list[dict[str, Any]]) -> str:
 
 
 RATE_HEADS = ("rate: loss", "taken", "at the edge")
-"""Heads of what `tried` writes."""
+"""Column headings for `format_rates`."""
 
 
 def format_rates(
@@ -80,7 +80,7 @@ def format_rates(
     losses: Float[np.ndarray, " trials"],
     chosen: float,
 ) -> tuple[str, str, str]:
-    """Writes learning rates, rising, with their losses, and the one that was taken."""
+    """Returns learning rates, ascending, with their losses, and the chosen one."""
     order = np.argsort(rates)
     pairs = zip(rates[order], losses[order], strict=True)
     shown = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in pairs)
@@ -89,14 +89,14 @@ def format_rates(
 
 
 def format_interval(low: float, high: float, digits: int = 2) -> str:
-    """Writes an interval; "not identified" where an end is not finite."""
+    """Returns an interval as text; "not identified" if an end is not finite."""
     if not np.isfinite([low, high]).all():
         return "not identified"
     return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def judge_direction(low: float, high: float, *, above: float = 1.0) -> str:
-    """Whether a number is shown to be above another, by its whole interval."""
+    """Returns whether an interval shows that a number is above a bound."""
     if low > above:
         return "shows"
     return "does not show: the other way" if high < above else "is not decided"
@@ -106,7 +106,7 @@ def direction_verdict(shown: str) -> Direction:
     """Returns the verdict of a claim whose source states a direction.
 
     Args:
-      shown: what became of the direction, as `direction` words it.
+      shown: result of `judge_direction`.
     """
     if shown == "shows":
         return "holds"

@@ -1,10 +1,10 @@
-"""A model's text before a person: no control characters, no more than fits."""
+"""Text of a model on a terminal: printable characters, cut to the screen."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def make_printable(text: str) -> str:
-    """Replaces what could steer a terminal; new lines stay, tabs become spaces."""
+    """Replaces control characters; new lines remain, tabs become spaces."""
     return "".join(
         char if char == "\n" or char.isprintable() else REPLACEMENT
         for char in text.expandtabs(4)
@@ -12,12 +12,12 @@ def make_printable(text: str) -> str:
 
 
 def last_lines(text: str, *, num_lines: int, width: int) -> str:
-    """Cuts a text to its end, as it fits on a screen.
+    """Returns the last lines of a text, cut to a width.
 
     Args:
       text: any text.
-      num_lines: lines to keep.
-      width: characters to keep of each.
+      num_lines: number of lines.
+      width: characters per line.
     """
     lines = make_printable(text).split("\n")[-num_lines:]
     return "\n".join(line[:width] for line in lines)

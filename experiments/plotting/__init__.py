@@ -1,4 +1,4 @@
-"""The style of figures and what several of them draw."""
+"""Style of figures, and shared drawing functions."""
 
 from experiments.plotting.boxes import Box as Box
 from experiments.plotting.style import colors as colors

@@ -167,7 +167,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "long_context": [
         ({"layouts": ()}, "must be 1 or more"),
-        ({"layouts": ("dp=2",)}, "dp=2 divides batches"),
+        ({"layouts": ("dp=2",)}, "must not have dp"),
         ({"layouts": ("ring=3",)}, "ring=3 must divide"),
         ({"sequences": (2048, 1024)}, "must be ascending"),
     ],

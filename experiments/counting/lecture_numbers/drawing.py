@@ -1,4 +1,4 @@
-"""The figure of the lectures' numbers: latencies, caches and batches."""
+"""Figure of the lectures' numbers: latencies, KV caches and batches."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from experiments.plotting import style
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws latencies, the work of attention, and what a batch does."""
+    """Draws latencies, operations of attention, and intensity by batch size."""
     latencies, growth, intensity = axes
     _latencies(latencies, result.latencies)
     _growth(growth, result.growth)
@@ -22,10 +22,10 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _latencies(ax: Any, found: LatencyBounds) -> None:
-    """The quoted latency of every model over the bound, and the bound's share."""
+    """Draws the quoted latency and the bound of every model, with their ratio."""
     places, shares = range(len(found.model)), []
     style.draw_curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
-    style.draw_curve(ax, places, found.bound_s, 5, "bound by bandwidth", linestyle="")
+    style.draw_curve(ax, places, found.bound_s, 5, "bandwidth bound", linestyle="")
     for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
         ax.plot([x, x], [low, high], color="0.7", linewidth=1, zorder=0)
         shares.append(100 * low / high)
@@ -42,7 +42,7 @@ def _latencies(ax: Any, found: LatencyBounds) -> None:
 
 
 def _growth(ax: Any, growth: AttentionGrowth) -> None:
-    """Operations with a cache and without, of all and of attention alone."""
+    """Draws operations with and without a KV cache, in total and of attention."""
     for values, label, name, line in (
         (growth.all_without, "all, without", "without the cache", "-"),
         (growth.scores_without, "attention, without", "without the cache", ":"),
@@ -61,12 +61,12 @@ def _growth(ax: Any, growth: AttentionGrowth) -> None:
 
 
 def _intensity(ax: Any, result: Result) -> None:
-    """Operations per byte by batch, and the ridge of the device."""
+    """Draws operations per byte by batch size, and the ridge of the device."""
     marks = "osv^"
     for i, context in enumerate(CONTEXTS):
         look = {"marker": marks[i % 4], "markersize": 3}
         color = (5, 1, 6, 3)[i % 4]
-        label = f"{context:,} token{'s' * (context > 1)} kept"
+        label = f"context of {context:,} token{'s' * (context > 1)}"
         style.draw_curve(ax, BATCHES, result.intensity[i], color, label, **look)
     style.draw_ridge(ax, result.device, result.ridge)
     style.use_powers_of_two(ax)
@@ -77,8 +77,8 @@ def _intensity(ax: Any, result: Result) -> None:
     ]
     title = "Decoding LLaMA-7B by batch"
     if bound:
-        title = f"LLaMA-7B: with {min(bound):,} tokens kept no batch escapes "
-        title += "the memory bound"
+        title = f"LLaMA-7B with {min(bound):,} cached tokens: memory-bound at every "
+        title += "batch size"
     x, y = "batch [sequences]", "intensity [FLOP/byte]"
     style.set_labels(ax, title, x, y, yscale="log")
     style.label_log_axis(ax.yaxis)

@@ -1,4 +1,4 @@
-"""Kernels and jax's own ways on the same shapes, held against float64, to be timed."""
+"""Kernels and their JAX peers on common shapes, checked against float64 and timed."""
 
 from experiments.harness.kernels.calls import MAX_ERROR as MAX_ERROR
 from experiments.harness.kernels.calls import Implementation as Implementation

@@ -1,7 +1,6 @@
-"""All implementations of a shape: ours by every name of the public calls, and jax's.
+"""All implementations for a shape: kernels of this project, and peers in JAX.
 
-Those of other frameworks run in processes of their own, and only `bench kernels` has
-them.
+Peers in other frameworks run in separate processes, only in `bench kernels`.
 """
 
 import functools
@@ -24,7 +23,7 @@ from pallas_kernels.paged_attention.decode_plan import DecodePlan
 
 
 def implementations_of(spec: Spec | GroupedSpec) -> list[Implementation]:
-    """All that do the work of a spec here, ours first."""
+    """Returns all implementations for a spec, those of this project first."""
     if spec.kind == "grouped":
         peers = {
             "XLA ragged_dot": functools.partial(
@@ -34,13 +33,13 @@ def implementations_of(spec: Spec | GroupedSpec) -> list[Implementation]:
             "Pallas ragged_dot": jax_peers.ragged_dot,
         }
         return _implementations(grouped_api.GroupedImplementation, _multiply, peers)
-    if spec.kind == "copy":  # XLA's own way is our reference
+    if spec.kind == "copy":  # XLA's copy is the reference implementation
         return _implementations(copy.CopyImplementation, _copy, {})
     return attention_implementations()
 
 
 def attention_implementations() -> list[Implementation]:
-    """All that attend to pages, ours first."""
+    """Returns all implementations of paged attention, those of this project first."""
     peers = {
         "XLA gather": jax_peers.gather_and_sum,
         "XLA contiguous": functools.partial(jax_peers.contiguous, "xla"),
@@ -56,7 +55,7 @@ def _implementations(
     own: Callable[[Any, Any], KernelRun],
     peers: dict[str, Callable[[Any], KernelRun]],
 ) -> list[Implementation]:
-    """Ours under every name of a literal, then peers."""
+    """Returns the implementations of a literal type, then the peers."""
     own_implementations = {
         x: functools.partial(own, x) for x in typing.get_args(names.__value__)
     }
@@ -65,7 +64,7 @@ def _implementations(
 
 
 def _attend(name: Any, problem: Problem) -> KernelRun:
-    """The plan, where there is one, is made before."""
+    """Prepares paged attention; a plan, if there is one, is made in advance."""
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
     )
@@ -85,7 +84,7 @@ def _attend(name: Any, problem: Problem) -> KernelRun:
         ).out
 
     def plan_anew(index: int) -> Any:
-        # It knows lengths and no pages: the same for all turns.
+        # A plan depends on lengths and not on page ids: equal for all turns.
         return make_plan(problem.page_ids[0], *rows, trees)
 
     plan, pages = plan_anew(0), (problem.k_pages, problem.v_pages)
@@ -96,7 +95,7 @@ def _attend(name: Any, problem: Problem) -> KernelRun:
     run = calls.make_run(problem, attend, turns)
     if plan is None:
         return run
-    # That of rows of slots with few of them; others leave nothing to merge.
+    # Only the kernel for few rows per slot has partial results to merge.
     merge = (
         None if plan.few is None else make_merge_call(problem, plan.few, plan.tiling)
     )
@@ -106,12 +105,12 @@ def _attend(name: Any, problem: Problem) -> KernelRun:
 def make_merge_call(
     problem: Problem, plan: DecodePlan, tilings: dispatch.Tilings
 ) -> Callable[[int], Any]:
-    """Makes a call that merges states of the shapes that the decode kernel leaves.
+    """Returns a call that merges random partial results of the decode kernel's shapes.
 
     Args:
-      problem: what is attended to.
-      plan: made for it.
-      tilings: it is made with that of decode.
+      problem: attention problem.
+      plan: decode plan of the problem.
+      tilings: tilings; the decode tiling is used.
     """
     heads, tiling = problem.spec.heads, tilings.decode
     blocks = jax.eval_shape(
@@ -133,7 +132,7 @@ def make_merge_call(
 
 
 def _copy(name: Any, problem: CopyProblem) -> KernelRun:
-    """Copies in place: every call takes the pages that the last one left."""
+    """Prepares copies in place: every call gets the pages of the previous one."""
     jitted = jax.jit(
         lambda pages, source, target: copy.copy_pages(
             pages, source, target, disjoint=True, implementation=name
@@ -155,7 +154,7 @@ def _copy(name: Any, problem: CopyProblem) -> KernelRun:
 
 
 def _multiply(name: Any, problem: GroupedProblem) -> KernelRun:
-    """Cutting rows into blocks is part of the call."""
+    """Prepares grouped products; grouping rows into blocks is part of the call."""
     grouped_api.choose(problem.x, problem.w, implementation=name)
     function = functools.partial(grouped_api.grouped_matmul, implementation=name)
     return jax_peers.run_grouped_matmul(function, problem)

@@ -304,8 +304,8 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     document = json.loads(result.document)
     assert document["notes"][2:] == [
         abridged(34),
-        "the objective over the plane is not drawn: above 20 rows",
-        "the figure's dots are 25 of 34 rows",
+        "the contour of the objective is not drawn: more than 20 rows",
+        "the figure has dots for 25 of 34 rows",
         "isoFLOP minima are found from 28 of 34 grouped runs",
     ]
     assert document["num_points"] == 34
@@ -393,9 +393,9 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         ("log.csv --law chinchila", "no law 'chinchila'"),
         ("log.csv --law ,", "must name a law"),
         ("log.csv --law chinchilla,learning-rate", "laws of different targets"),
-        ("log.csv --where N>9", "the rule leaves no row to fit"),
+        ("log.csv --where N>9", "the rule selects no row to fit"),
         ("log.csv --where M>9", "no column 'M'; one of N, D, loss, row"),
-        ("log.csv --where N>1 --hold-out N>1", "both --where and --hold-out; which?"),
+        ("log.csv --where N>1 --hold-out N>1", "--where and --hold-out must not be given together"),
         ("log.csv --columns U", "--columns U: must be INPUT=COLUMN"),
         ("log.csv --law data-constrained", "the law reads num_unique_tokens; name"),
         ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),
@@ -407,10 +407,10 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         ("log.csv --by data", "log.csv: no column 'data'; there is N, D, loss"),
         ("log.csv --by ,", "--by ,: must name a column"),
         ("log.csv --last-of run", "--last-of run: no such column; there is N, D, los"),
-        ("log.csv --columns U=N", "--columns U: no law here reads it: unknown input"),
+        ("log.csv --columns U=N", "--columns U: no law has this input: unknown input"),
         ("log.csv --n N --columns num_params=D", "--n N and --columns num_params=D;"),
-        ("log.csv --fix E", "--fix E: must be NAME=VALUE, and '' is no finite number"),
-        ("log.csv --fix E=1 E=2", "--fix and --bound: each coefficient once"),
+        ("log.csv --fix E", "--fix E: must be NAME=VALUE with a finite number, not ''"),
+        ("log.csv --fix E=1 E=2", "--fix and --bound must name each coefficient once"),
         ("log.csv --bound E=3", "--bound E=3: must be NAME=LOW:HIGH"),
     ],
 )
@@ -437,7 +437,7 @@ def test_rows_that_are_not_fitted_are_not_doubted(tmp_path: Path) -> None:
     document = json.loads(fitting.run(ruled).document)
     assert document["num_points"] == 12
     assert not document["log_warnings"]
-    note = "rules compare params times 1e+06, as its flag says"
+    note = "rules compare params times 1e+06, the unit of its flag"
     assert note in document["notes"]
 
 

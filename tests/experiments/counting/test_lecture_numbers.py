@@ -59,8 +59,8 @@ def test_claims_notice_a_slower_gpu(result: bounds.Result) -> None:
 def test_questions_are_answered_with_numbers(result: bounds.Result) -> None:
     said = experiment.spoken_answers(result)
     assert said["Do we cache Q?"].startswith("No.")
-    assert "524,288 bytes a token" in said["Do we cache Q?"]
-    one = said["What happens at b = s = 1?"]
-    assert "1.00 operations a byte" in one
+    assert "524,288 bytes per token" in said["Do we cache Q?"]
+    one = said["Which limit binds at b = s = 1?"]
+    assert "1.00 operations per byte" in one
     assert "needs 201" in one
-    assert "64 at 64 sequences" in said["What does a batch do to intensity?"]
+    assert "64 for 64 sequences" in said["How does a batch change the intensity?"]
