@@ -1,12 +1,12 @@
-"""The only command line: `jaxkv`.
+"""The command line `jaxkv`.
 
-Every command is a function from its arguments to an `Output`; `main` prints that as
-one JSON document (`--json`) or as tables, and turns errors into exit statuses. Only
-the standard library is imported up here, so that `--help` answers at once: an
-experiment, and with it jax, is imported when its name has been read.
+Each command is a function from its arguments to a `CommandOutput`; `main` prints it as
+one JSON document (`--json`) or as tables, and converts errors to exit statuses. The
+module imports only the standard library at the top, so that `--help` answers at once:
+an experiment, and with it jax, is imported after its name was read.
 
-To add a command, write such a function and give it a line in `_COMMANDS`. To add an
-experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME` too.
+A new command needs a function and a line in `_COMMANDS`. A new experiment needs no
+change here, and an experiment `bench_NAME` is also `bench NAME`.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ def main(args: list[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-      args: the words after `jaxkv`; those of the process by default.
+      args: arguments after `jaxkv`; by default those of the process.
 
     Returns:
-      0 when done, 2 on bad input, 1 on failure, 130 after Ctrl-C, 75 where the time
-      given was up and the same command goes on.
+      Exit status: 0 when done, 2 on invalid input, 1 on failure, 130 after Ctrl-C, 75
+      if the time limit was reached and the same command continues the work.
     """
-    if args is None:  # the process is ours
+    if args is None:  # called as the main program
         try:
             streams.guard_streams(is_shared=multiprocess.is_requested(sys.argv))
         except ValueError as error:
@@ -49,14 +49,14 @@ def main(args: list[str] | None = None) -> int:
             return multiprocess.exit_unjoined(main(sys.argv[1:]))
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
-    # No text fails for the encoding of where it goes; JSON is always UTF-8.
+    # Unencodable characters are replaced; JSON is always UTF-8.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if as_json and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     try:
-        # Whatever else a library prints must not stand beside the document.
+        # Standard output must contain only the document, so prints are redirected.
         documents = sys.stdout if as_json else None
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             compilation_cache.enable_program_cache()
@@ -83,7 +83,7 @@ def main(args: list[str] | None = None) -> int:
                 print(config_json.dumps(answer.document))
         sys.stdout.flush()
         return 0 if answer is None else answer.status
-    except streams.OutputError as error:  # who reads no more is not told so
+    except streams.OutputError as error:  # no message if the reader closed the pipe
         return 1 if error.is_left else _complain(error, 1)
     except KeyboardInterrupt as error:
         status = getattr(error, "status", interrupts.STATUS)
@@ -133,7 +133,7 @@ def _serve(args: list[str], documents: TextIO | None = None) -> CommandOutput:
 def _served[T](
     args: list[str], options: type[T], prog: str, base: T | None = None
 ) -> tuple[str, T]:
-    """Reads `COMMAND MODEL [OPTIONS]`, the model a folder or a bundled one."""
+    """Parses `COMMAND MODEL [OPTIONS]`; the model is a folder or a bundled one."""
     from experiments.harness import bundled
 
     known = ", ".join(bundled.bundled_names())
@@ -184,7 +184,7 @@ def _fit(args: list[str]) -> CommandOutput:
 
 
 def _train(args: list[str], name: str = "train") -> CommandOutput:
-    """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
+    """Runs `COMMAND CONFIG [OPTIONS]`; CONFIG is a shipped name or a JSON file."""
     from experiments.cli.train import command
 
     is_sweep = name == "sweep"
@@ -224,7 +224,7 @@ def _list(args: list[str]) -> CommandOutput:
 def _claims(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing, results_page
 
-    description = "Claims of run folders: what was published, ours, and the verdict."
+    description = "Claims of run folders: published and measured numbers, verdicts."
     options = parsing.parse_options(
         results_page.ClaimsOptions, args, "jaxkv claims", description
     )
@@ -232,7 +232,7 @@ def _claims(args: list[str]) -> CommandOutput:
 
 
 class Command(NamedTuple):
-    """A command: what its line of help says, and what carries it out."""
+    """A command: its line of help, and its function."""
 
     help: str
     call: Callable[[list[str]], CommandOutput]
@@ -240,10 +240,10 @@ class Command(NamedTuple):
 
 _COMMANDS = {
     "demo": Command(
-        "serve the bundled model: static batching against ours",
+        "serve the bundled model with static and continuous batching",
         lambda args: _lift_metrics(_experiment("demo", args, "jaxkv demo")),
     ),
-    "list": Command("the experiments and their configs", _list),
+    "list": Command("list the experiments and their configs", _list),
     "run": Command("run an experiment and keep its folder", _run),
     "generate": Command("continue text with a model", _generate),
     "serve": Command("serve a model over HTTP, by OpenAI's API", _serve),
@@ -251,11 +251,11 @@ _COMMANDS = {
     "cost": Command("count a model's parameters, operations and bytes", _cost),
     "train": Command("train one model", _train),
     "sweep": Command(
-        "train many, for a law to be fitted to", lambda args: _train(args, "sweep")
+        "train many models for a scaling law", lambda args: _train(args, "sweep")
     ),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
     "plan": Command("choose the best model for a budget", _plan),
-    "claims": Command("what was published, ours, and the verdict", _claims),
+    "claims": Command("list published and measured numbers with verdicts", _claims),
 }
 
 _USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
@@ -283,7 +283,7 @@ def _experiment(name: str, args: list[str], prog: str) -> CommandOutput:
     base = configs[name]
     if (file := _value_of(flags, "--config")) is not None:
         if is_named:
-            raise ValueError(f"{prog}: both {name} and --config {file}; which?")
+            raise ValueError(f"{prog}: {name} and --config {file} exclude each other")
         base, name = experiment.config_loads(files.read_text(file), file), ""
     description = f"{experiment.question} Configs: {', '.join(configs)}."
     asked = _changed(base, flags, f"{prog} [CONFIG]", description)
@@ -291,11 +291,11 @@ def _experiment(name: str, args: list[str], prog: str) -> CommandOutput:
 
 
 type _Asked = tuple[Any, Path | None, float]
-"""What an experiment is run with: its config, and where and how long."""
+"""Config, folder and time limit of a run."""
 
 
 _PLAIN = ("--out", "--config", "--max-seconds")
-"""Flags that are read without tyro, where no other one is given."""
+"""Flags that are parsed without tyro if there is no other flag."""
 
 
 def _changed(
@@ -305,7 +305,7 @@ def _changed(
     description: str,
     out: str = "a new one under runs/",
 ) -> _Asked:
-    """Reads changes to a config, and the rest; `--config` has been seen to."""
+    """Parses changes to a config, and the flags of a run, except `--config`."""
     rest, found = list(args), {}
     while rest:
         flag, joined, value = rest.pop(0).partition("=")
@@ -315,11 +315,11 @@ def _changed(
             break
         found[flag] = value
     else:
-        with contextlib.suppress(ValueError):  # of what is no number
+        with contextlib.suppress(ValueError):  # not a number
             max_seconds = float(found.get("--max-seconds", "inf"))
             return base, Path(found["--out"]) if "--out" in found else None, max_seconds
 
-    # Only here: a machine that is lent for a benchmark may not have tyro.
+    # Imported here, because a benchmark machine may not have tyro.
     from experiments.cli import parsing
 
     parsed = parsing.parse_options(
@@ -336,15 +336,15 @@ def _subject[T](
     description: str,
     default: T | None = None,
 ) -> tuple[str, T]:
-    """Reads `COMMAND SUBJECT [OPTIONS]`.
+    """Parses `COMMAND SUBJECT [OPTIONS]`.
 
     Args:
-      args: the words after the command.
-      options: what may follow the subject.
-      prog: the command, and what its subject is called.
-      asks: what to say where there is no subject.
-      description: for `--help`.
-      default: the options that the words change; None takes those of the dataclass.
+      args: arguments after the command.
+      options: dataclass of the options.
+      prog: command, with the name of its subject.
+      asks: error message if there is no subject.
+      description: text for `--help`.
+      default: options that the flags change; None takes the defaults of the dataclass.
     """
     from experiments.cli import parsing
 
@@ -356,7 +356,7 @@ def _subject[T](
 
 
 def _lift_metrics(answer: CommandOutput) -> CommandOutput:
-    """Puts metrics beside the document's other keys, as a command of its own has."""
+    """Moves metrics to the top level of the document."""
     document = {k: v for k, v in answer.document.items() if k != "metrics"}
     return answer._replace(document=document | answer.document["metrics"])
 
@@ -366,7 +366,7 @@ def _is_word(args: list[str]) -> bool:
 
 
 def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> str:
-    """Reads the first word as one of the choices, or prints help that lists them."""
+    """Parses the first argument as one of the choices, or prints help."""
     if args[:1] in (["-h"], ["--help"]):
         width = max(map(len, choices), default=0)
         lines = [f"  {name:{width}}  {help}" for name, help in choices.items()]
@@ -380,7 +380,7 @@ def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> st
 
 
 def _value_of(args: list[str], flag: str) -> str | None:
-    """Looks ahead for the value of a flag, `--flag value` or `--flag=value`."""
+    """Returns the value of `--flag value` or `--flag=value`, without a full parse."""
     for arg, following in zip(args, [*args, None][1:], strict=True):
         if arg == flag:
             return following

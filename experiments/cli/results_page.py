@@ -1,7 +1,7 @@
-"""Every claim that records of experiments judge, on one page.
+"""Claims of all records, on one page.
 
-A record is a run folder that ships with the project, or any other one. The page is made
-from their `claims.json` alone, so that it cannot say what no run found.
+A record is any run folder, by default those that ship with the project. The page is
+generated from the files `claims.json`.
 """
 
 import dataclasses
@@ -17,30 +17,30 @@ from jaxkv import files
 RECORDS = Path(__file__).parents[1] / "records"
 PAGE = Path(__file__).parents[1] / "RESULTS.md"
 _APART = {"calibrated": ", calibrated", "checks": ", check"}
-"""Behind the verdict of claims that reproduce nothing."""
+"""Suffix of the verdict of claims that are not reproductions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClaimsOptions:
-    """What `claims` takes."""
+    """Options of `jaxkv claims`."""
 
     folder: Annotated[
         Path | None, parsing.describe_default("the records that ship with the project")
     ] = None
-    """Where run folders lie."""
+    """Folder that contains run folders."""
     write: Annotated[Path | None, parsing.describe_default("none")] = None
-    """File to write a page of all claims to."""
+    """File for a page of all claims."""
 
 
 class ClaimsRecord(NamedTuple):
-    """What a run folder says of itself."""
+    """Claims of a run folder, with its environment."""
 
     experiment: str
     question: str
     config: str
-    """Name of its config; "own" if it has none of the shipped ones."""
+    """Name of its config; "own" if it differs from all shipped ones."""
     folder: str
-    """Its path, relative to the folder that was asked for."""
+    """Path relative to the given folder."""
     env: dict[str, Any]
     claims: list[Claim]
 
@@ -49,7 +49,7 @@ def find_records(folder: Path) -> list[ClaimsRecord]:
     """Reads all run folders in a folder, in order of their paths.
 
     Raises:
-      ValueError: there is none, or a file in one cannot be read as what it should be.
+      ValueError: there is no run folder, or a file in one is invalid.
     """
     found = [
         read_record(path.parent, folder) for path in sorted(folder.rglob("claims.json"))
@@ -60,7 +60,7 @@ def find_records(folder: Path) -> list[ClaimsRecord]:
 
 
 _OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
-"""What the page says of where a record was made."""
+"""Fields of `env.json` on the page."""
 
 
 def read_record(run: Path, root: Path) -> ClaimsRecord:
@@ -74,12 +74,12 @@ def read_record(run: Path, root: Path) -> ClaimsRecord:
             config_json.from_plain(kind, env[name], name)
         claims = []
         for row in claimed:
-            # Folders of earlier versions do not say its kind.
+            # Folders of earlier versions lack the kind.
             other = "cannot compare" if row["verdict"] == "differs" else "reproduces"
             row = {"kind": other} | row
             for name, hint in get_type_hints(Claim).items():
                 is_unset = name not in row and name in Claim._field_defaults
-                # A number that was none is null.
+                # A number that is not finite is null.
                 if not is_unset and (row[name] is not None or hint is not float):
                     config_json.from_plain(hint, row[name], name)
             claims.append(Claim(**row))
@@ -102,8 +102,8 @@ def read_record(run: Path, root: Path) -> ClaimsRecord:
 
 
 def render_page(records: list[ClaimsRecord]) -> str:
-    """Writes the page in Markdown."""
-    sections = ["# Claims, and what we found", _first_line(records), _WORDS]
+    """Renders the page in Markdown."""
+    sections = ["# Claims and measured numbers", _first_line(records), _WORDS]
     for record in records:
         if not record.claims:
             continue
@@ -122,13 +122,13 @@ def render_page(records: list[ClaimsRecord]) -> str:
 
 
 _WORDS = (
-    "*Holds*: ours lies within the tolerance. *Fails*: it does not, under the same"
-    " conditions. *Differs*: the conditions differ, so the numbers cannot be compared;"
-    " the note gives the reason, and a direction that the source states is judged"
-    " nevertheless. *Calibrated*: the published number was used to fit something here."
-    " *Check*: an oracle, an identity or our own bar; its number is expected, not"
-    " published. `jaxkv claims --write` makes this page from the run folders in"
-    " `experiments/records`."
+    "*Holds*: our number is within the tolerance of the published one. *Fails*: it is"
+    " outside, under the same conditions. *Differs*: the conditions differ, so the"
+    " numbers cannot be compared; the note gives the reason, and a direction that the"
+    " source states is judged separately. *Calibrated*: a fit of this project used the"
+    " published number. *Check*: an oracle, an identity or a bar of this project; its"
+    " number is expected, not published. `jaxkv claims --write` generates this page"
+    " from the run folders in `experiments/records`."
 )
 
 
@@ -146,7 +146,7 @@ def _first_line(records: list[ClaimsRecord]) -> str:
     parts = [
         f"Reproductions ({sum(shown.values())}): {shown['holds']} hold,"
         f" {shown['fails']} fail, {shown['differs']} cannot compare"
-        f" (of the directions that their sources state {directions})",
+        f" (directions that their sources state: {directions})",
         f"Calibrated ({sum(fits.values())}): {_plain_counts(fits)}",
         f"Own checks ({sum(checks.values())}): {_plain_counts(checks)}",
     ]
@@ -163,11 +163,11 @@ def _plain_counts(counts: dict[str, int]) -> str:
 
 
 def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
-    """Carries out the command.
+    """Runs `jaxkv claims`.
 
     Args:
-      folder: where run folders lie; None means the records that ship.
-      write: file to write the page to.
+      folder: folder with run folders; None means the shipped records.
+      write: file for the page.
     """
     records = find_records(RECORDS if folder is None else folder)
     lines = []

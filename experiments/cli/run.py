@@ -1,4 +1,4 @@
-"""Carries out one run: folder, progress, result, and what the command line says."""
+"""One run of an experiment: folder, progress, result, and output."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class CommandOutput(NamedTuple):
-    """The output of a command.
+    """Output of a command.
 
     Attributes:
-      document: the JSON document.
-      parts: tables, texts and claims of `report` for a person.
-      lines: what else a person should read, below them.
-      status: the exit status.
+      document: JSON document.
+      parts: tables, texts and claims of `report`.
+      lines: lines below the parts.
+      status: exit status.
     """
 
     document: dict[str, Any]
@@ -40,28 +40,28 @@ def run(
 ) -> CommandOutput:
     """Runs an experiment into a run folder.
 
-    Ctrl-C asks the run to end early, as does the clock; what it had by then is kept
-    like a whole result.
-    An earlier run in the same folder is replaced by a result alone: whatever else comes
-    of this one, the earlier one is still there.
+    Ctrl-C or the time limit asks the run to end early; a partial result is kept like a
+    complete one. An earlier run in the same folder is replaced only if this run has a
+    result.
 
     Args:
-      experiment: what to run.
-      config: the config to run it with.
-      out: the folder for the results, as `run_folder.new_folder` takes it.
-      max_seconds: after which it is asked.
-      config_name: the shipped config that `config` was made from, if any.
+      experiment: experiment to run.
+      config: config.
+      out: folder for the results, as for `run_folder.new_folder`.
+      max_seconds: time limit in s.
+      config_name: name of the shipped config that `config` was made from, if any.
 
     Returns:
-      The folder, claims and metrics, with status 130 if it was ended early, 143 if by
-      SIGTERM, or `interrupts.AGAIN` if by the clock and another call goes on from
-      there.
+      Folder, claims and metrics. The status is 130 if the run was ended early, 143
+      after SIGTERM, or `interrupts.RESUMABLE` if the time limit was reached and another
+      call continues the work.
 
     Raises:
-      interrupts.Stopped: a second Ctrl-C; a new folder holds the config only. Or the
-        experiment had nothing to show when it was stopped; nothing is left in it.
-      ValueError: the folder or something the config names cannot be used; nothing is
-        left in it. Or another process is writing there.
+      interrupts.WorkStopped: a second Ctrl-C, after which a new folder contains only
+        the config; or the experiment had no result when it was stopped, and the folder
+        is removed.
+      ValueError: the folder or an input named in the config cannot be used, and the
+        folder is removed; or another process is writing there.
     """
     from experiments.cli.console import terminal
     from experiments.framework import run_folder
@@ -72,7 +72,7 @@ def run(
             return _give_up(folder, KeyboardInterrupt())
 
         with terminal.Terminal(last_words, max_seconds=max_seconds) as bars:
-            goes_on = bool(getattr(config, "folder", ""))  # where it keeps what it has
+            goes_on = bool(getattr(config, "folder", ""))  # has resumable results
             try:
                 kept = _carry_out(experiment, config, folder, bars, config_name)
             except BaseException as error:
@@ -89,9 +89,9 @@ def run(
         "metrics": kept.metrics,
     }
     status = _status(bars, goes_on)
-    lines = ["interrupted; this is what it had"] if was_stopped else []
+    lines = ["interrupted; the result is partial"] if was_stopped else []
     if status == interrupts.RESUMABLE:
-        lines = ["time is up; this is what it had, and the same command goes on"]
+        lines = ["time limit reached; run the same command to continue"]
     lines.append(f"report: {folder / 'report.md'}")
     return CommandOutput(document, kept.parts, lines, status)
 
@@ -103,12 +103,12 @@ def _carry_out(
     bars: "Terminal",
     config_name: str,
 ) -> "RunFolder":
-    """Runs it and writes what came of it."""
+    """Runs the experiment and writes its result."""
     from experiments.framework import run_folder
     from jaxkv import parallel
 
     if (num := getattr(config, "mesh_devices", 1)) > 1:
-        parallel.count_cpu_as(num)  # before anybody asks how many there are
+        parallel.count_cpu_as(num)  # before JAX lists its devices
     experiment.study_of(config).prepare()
     run_folder.begin_run(folder, experiment, config, config_name)
     started = time.monotonic()
@@ -117,7 +117,7 @@ def _carry_out(
     result = experiment.study_of(config).run(config, bars)
     duration_s = time.monotonic() - started
     bars.show("drawing")
-    was_stopped = bars.has_stopped  # from here on all is done
+    was_stopped = bars.has_stopped  # a stop from here on has no effect
     try:
         return run_folder.finish_run(
             folder, experiment, result, duration_s=duration_s, interrupted=was_stopped
@@ -128,13 +128,13 @@ def _carry_out(
 
 
 def _status(bars: "Terminal", goes_on: bool) -> int:
-    """The exit status: to be told that a command goes on, it must."""
+    """Returns the exit status; "resumable" only for commands that can be resumed."""
     is_over = bars.status == interrupts.RESUMABLE and not goes_on
     return interrupts.STATUS if is_over else bars.status
 
 
 def _give_up(folder: Path, error: BaseException) -> str:
-    """Leaves a folder as it should be found; says what is in it."""
+    """Cleans up the folder of a failed run; returns a message about its content."""
     from experiments.framework import run_folder
 
     if not folder.is_dir():
@@ -144,7 +144,7 @@ def _give_up(folder: Path, error: BaseException) -> str:
     is_empty = bool(reason) or user_errors.is_user_error(error)
     if (is_empty or (folder / run_folder.EARLIER).is_dir()) and not has_result:
         run_folder.abandon_run(folder)
-        return reason or f"interrupted at once; {folder} is as it was"
+        return reason or f"interrupted at once; {folder} is unchanged"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError, ValueError):  # where the disk is full
@@ -152,5 +152,5 @@ def _give_up(folder: Path, error: BaseException) -> str:
                 folder, "interrupted" if was_interrupted else "failed"
             )
     run_folder.discard_earlier(folder)
-    what = "result" if has_result else "config"
-    return f"interrupted at once; only the {what} is in {folder}"
+    content = "result" if has_result else "config"
+    return f"interrupted at once; only the {content} is in {folder}"

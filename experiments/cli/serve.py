@@ -1,6 +1,6 @@
-"""Serves a model over HTTP, by OpenAI's API: `jaxkv serve`.
+"""Serves a model over HTTP with OpenAI's API: `jaxkv serve`.
 
-Only the standard library is imported up here: `--help` needs the options alone.
+The module imports only the standard library at the top, so that `--help` is fast.
 """
 
 import asyncio
@@ -23,64 +23,66 @@ from experiments.harness import bundled
 from jaxkv import files, validation
 
 API_KEY = "JAXKV_API_KEY"
-"""The environment variable with the key, where `--api-key` is not given."""
+"""Environment variable with the key, used without `--api-key`."""
 _DEFAULT_LENGTH = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where to listen, and the bounds of the engine."""
+    """Address, and bounds of the engine."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; beyond loopback, put a proxy with TLS in front."""
+    """Address to listen on; beyond loopback, use a proxy with TLS."""
     port: int = 8000
-    """0 takes a free one, which is printed."""
+    """Port; 0 takes a free one, which is printed."""
     api_key: Annotated[
         str | None, parsing.describe_default(f"${API_KEY}, or generated")
     ] = None
-    """Token that clients send; at least 8 visible ASCII characters. Other users of the
-    machine see the command line: the environment variable is the better place."""
+    """Key that clients send; at least 8 visible ASCII characters. Other users of the
+    machine can see the command line, so the environment variable is safer."""
     name: Annotated[str | None, parsing.describe_default("that of MODEL")] = None
-    """Name of the model for clients."""
+    """Model name for clients."""
     max_requests: int = 256
-    """Prompts in progress, queued ones included; more are refused with status 503."""
+    """Largest number of prompts in progress, including queued ones; further requests
+    get status 503."""
     deadline_s: float = 600.0
-    """Seconds that a request may take, unless it has a deadline of its own."""
+    """Time limit of a request without its own deadline, in s."""
     grace_s: float = 10.0
-    """Seconds that requests in progress have to end when the server is stopped."""
+    """Seconds for requests in progress to end when the server is stopped."""
     max_length: Annotated[
         int | None, parsing.describe_default("1024, or the model's")
     ] = None
-    """Tokens of a prompt and its answer."""
+    """Largest number of tokens of a prompt and its answer."""
     max_slots: int = 8
-    """Sequences that run at once."""
+    """Sequences that run concurrently."""
     num_pages: Annotated[
         int | None, parsing.describe_default("enough for all slots")
     ] = None
     """Pages of K and V, of 16 tokens each."""
     token_budget: int = 64
-    """Tokens that a step reads at most, at least --max-slots."""
+    """Largest number of tokens in a step, at least --max-slots."""
     steps_per_call: int = generate.STEPS_PER_CALL
-    """Tokens that a stream gets at a time; more of them are served faster."""
+    """Tokens per event of a stream; larger values increase throughput."""
     max_logprobs: int = 5
-    """Alternatives that a request may ask for with each token; 0 leaves them out, and
-    the log-probabilities of prompts."""
+    """Largest number of alternatives per token with log-probabilities; 0 disables them,
+    and the log-probabilities of prompts."""
     max_beams: int = 0
-    """Widest beam search; 0 leaves it out."""
+    """Widest beam search; 0 disables beam search."""
     max_stop_tokens: int = 16
-    """Token ids that can end an answer, the model's own included."""
+    """Token ids that can end an answer, including those of the model."""
     prefix_cache: bool = True
-    """Whether requests share the K and V of the tokens that they begin with."""
+    """Share the K and V of common prefixes between requests."""
     seed: int = 0
-    """Of the draws of requests that bring no seed."""
+    """Seed for requests without one."""
     decode: Annotated[
         int | None, parsing.describe_default("one engine, without Ray")
     ] = None
-    """Ray workers that answer; needs the extra `ray`, like the next three."""
+    """Number of Ray decode workers; needs the extra `ray`, like the next three
+    options."""
     prefill: Annotated[int | None, parsing.describe_default("decode workers read")] = (
         None
     )
-    """Ray workers that read prompts for those that answer."""
+    """Number of Ray prefill workers."""
     address: Annotated[str | None, parsing.describe_default("a cluster of its own")] = (
         None
     )
@@ -88,17 +90,17 @@ class ServeOptions:
     service: Annotated[str | None, parsing.describe_default("drawn")] = None
     """Name under which routers of one cluster share workers."""
     config: Annotated[Path | None, parsing.describe_default("none")] = None
-    """A JSON object of these options to start from, such as {"decode": 2}."""
+    """JSON object of these options to start from, such as {"decode": 2}."""
     loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
         default_factory=generate.ModelOptions
     )
 
 
 def read_options(path: Path | str) -> ServeOptions:
-    """Reads the options of a `--config` file; those left out keep their defaults.
+    """Reads the options of a `--config` file; missing ones keep their defaults.
 
     Raises:
-      ValueError: the file cannot be read, or an option or its value is wrong.
+      ValueError: the file cannot be read, or an option or its value is invalid.
     """
     given = files.parse_object(files.read_text(path), path)
     names = {field.name for field in dataclasses.fields(generate.ModelOptions)}
@@ -106,7 +108,7 @@ def read_options(path: Path | str) -> ServeOptions:
     own = {name: value for name, value in given.items() if name not in names}
     if "loading" in own or "config" in own:
         name = "loading" if "loading" in own else "config"
-        raise ValueError(f"{path}: {name!r} is no option of a file")
+        raise ValueError(f"{path}: {name!r} is not an option of a config file")
     document = own | {"loading": loading}
     return config_json.from_plain(ServeOptions, document, str(path))
 
@@ -117,10 +119,10 @@ def serve_model(
     """Serves a model until Ctrl-C or SIGTERM.
 
     Args:
-      model: a folder, or the name of a bundled model.
-      options: where to listen, and the bounds of the engine.
-      documents: receives a line of JSON once requests are answered; None prints the
-        same for a person.
+      model: folder, or name of a bundled model.
+      options: address, and bounds of the engine.
+      documents: stream for a line of JSON as soon as requests are accepted; None prints
+        text to standard output.
 
     Returns:
       An output without a document; the status is 130 after Ctrl-C, 143 after SIGTERM.
@@ -153,9 +155,9 @@ def serve_model(
     with contextlib.closing(http_server.listen(options.host, options.port)) as listener:
         bounds = _bounds(options, longest, read.page_size)
         engine = generate.load_engine(read, options.loading, **bounds)
-        # Compiles all programs, before anyone waits.
+        # Compiles all programs before the first request.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
-        # From here on the event loop and the engine take turns.
+        # From here on the event loop and the engine share the interpreter.
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
         with AsyncEngine(engine, model_name=name) as backend:
@@ -169,7 +171,7 @@ def _serve_workers(
     shown_key: str | None,
     documents: TextIO | None,
 ) -> CommandOutput:
-    """Serves a model by workers of a Ray cluster, see `serve`."""
+    """Serves a model by workers of a Ray cluster, see `serve_model`."""
     from jaxkv.disaggregation import HttpFront, Service, WorkerSpec
     from jaxkv.models import checkpoints
     from jaxkv.server import http_server
@@ -177,7 +179,7 @@ def _serve_workers(
     folder = bundled.find_model_folder(model).resolve()
     longest = checkpoints.read_config(folder).max_positions
     _check(options, longest)
-    # Alone, `--address` adds a router to the workers of `--service`.
+    # Without --decode and --prefill, a router is added to the workers of --service.
     is_second = options.decode is None and options.prefill is None
     counts = {"prefill": options.prefill or 0, "decode": options.decode or 0}
     if not is_second and counts["decode"] < 1:
@@ -186,8 +188,8 @@ def _serve_workers(
         raise ValueError(f"--prefill {options.prefill}: must be at least 0")
     if is_second and (options.address is None or options.service is None):
         raise ValueError(
-            "without --decode, workers of another process are shared: give --address "
-            "and --service"
+            "without --decode, --address and --service must name the workers of "
+            "another process"
         )
     degrees = generate.mesh_degrees(options.loading.parallel)
     page_size = generate.PAGE_SIZE * degrees["context"]
@@ -246,7 +248,7 @@ def _announce(
     shown_key: str | None,
     documents: TextIO | None,
 ) -> None:
-    """Prints where a model is served: fields as JSON, or lines for a person."""
+    """Prints the address of the server, as JSON or as text."""
     if documents is not None:
         fields = {"url": url, "model": fields["model"], "pid": os.getpid()} | fields
         shown = {} if shown_key is None else {"api_key": shown_key}
@@ -259,10 +261,10 @@ def _announce(
 
 @contextlib.contextmanager
 def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
-    """Collects the numbers of signals; a second one ends the process at once.
+    """Collects signal numbers; a second signal ends the process at once.
 
     Args:
-      call: called after the first, in another thread.
+      call: called after the first signal, in another thread.
     """
     heard: list[int] = []
 
@@ -284,15 +286,15 @@ def serve_backend(
     key: str,
     documents: TextIO | None,
 ) -> CommandOutput:
-    """Serves a backend on a socket until a signal; closes neither before it.
+    """Serves a backend on a socket until a signal; closes both afterwards.
 
     Args:
-      backend: a `jaxkv.server.Backend` with a `close`.
-      taken: the socket.
-      options: with `max_requests`, `deadline_s` and `grace_s`.
-      shown_key: the key, if it is to be printed.
-      key: the token that clients send.
-      documents: as in `serve`.
+      backend: `jaxkv.server.Backend` with a `close`.
+      listener: listening socket.
+      options: options with `max_requests`, `deadline_s` and `grace_s`.
+      shown_key: key to print, if any.
+      key: key that clients send.
+      documents: as in `serve_model`.
 
     Returns:
       An output without a document, with the status of the signal.
@@ -313,7 +315,7 @@ def serve_backend(
         async def stop() -> None:
             await stop_requested.wait()
             await service.stop(options.grace_s)
-            # What is left gets one clear error.
+            # Remaining requests end with an error.
             await asyncio.to_thread(backend.close)
 
         def on_ready() -> None:
@@ -334,7 +336,7 @@ def serve_backend(
 
 
 def _check(options: ServeOptions, longest: int) -> None:
-    """Refuses options that are out of their ranges; the engine checks its own."""
+    """Validates ranges of options; the engine validates its own fields."""
     for name, low, high in (
         ("port", 0, 65535),
         ("grace_s", 0, 86400),
@@ -350,7 +352,7 @@ def _check(options: ServeOptions, longest: int) -> None:
 
 
 def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, Any]:
-    """The engine's bounds."""
+    """Returns the bounds of the engine."""
     max_length = options.max_length
     if max_length is None:
         max_length = min(_DEFAULT_LENGTH, longest)

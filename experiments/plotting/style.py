@@ -179,7 +179,7 @@ def draw_reference_line(
 
 def draw_ridge(ax: Any, device: str, intensity: float) -> None:
     """Draws the ridge of the roofline: steps are compute-bound above this intensity."""
-    draw_reference_line(ax, intensity, f"{device}: memory binds below {intensity:.0f}")
+    draw_reference_line(ax, intensity, f"{device}: memory-bound below {intensity:.0f}")
 
 
 def set_labels(ax: Any, title: str, x: str, y: str, **more: Any) -> None:

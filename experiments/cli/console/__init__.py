@@ -1,4 +1,4 @@
-"""What a person at a terminal sees, and how it is ended."""
+"""Output on a terminal, and interrupts."""
 
 from experiments.cli.console.terminal import Terminal as Terminal
 

@@ -1,10 +1,11 @@
-"""Ctrl-C while somebody else has the main thread: a compiler, an import, a collector.
+"""Ctrl-C during work that blocks the main thread: compilation, imports, collection.
 
-Python runs a signal's handler between two steps of the main thread's program. Compiling
-is one step of many seconds; and the `KeyboardInterrupt` that a handler raises can be
-lost or told at length, if it meets a library that imports or cleans up. So a thread of
-its own listens. What a cluster sends before it takes a machine away, and what a
-terminal sends when it is closed, are heard like Ctrl-C.
+Python runs a signal handler between two bytecode instructions of the main thread. A
+compilation is one such instruction of many seconds; and the `KeyboardInterrupt` of a
+handler can be lost or logged at length inside a library that imports or cleans up.
+Therefore a separate thread listens for signals. SIGTERM, which a cluster sends before
+it takes a machine away, and SIGHUP, which a closing terminal sends, are treated like
+Ctrl-C.
 """
 
 import contextlib
@@ -18,20 +19,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that ask for an end."""
+"""Signals that request an end."""
 STATUS = 130
 """Exit status after Ctrl-C, see `status_of`."""
 RESUMABLE = 75
-"""Exit status where the time was up and the same command goes on: the system's word
-for a failure that passes, EX_TEMPFAIL."""
+"""Exit status if the time limit was reached and the same command continues the work:
+EX_TEMPFAIL, a temporary failure."""
 
 
 class WorkStopped(KeyboardInterrupt):
     """Work was stopped before it had a result.
 
     Args:
-      line: what there is now.
-      status: the exit status, as `status_of` has it for a signal, or `AGAIN`.
+      line: message about the current state.
+      status: exit status, as `status_of` returns it for a signal, or `RESUMABLE`.
     """
 
     def __init__(self, line: str = "", status: int = STATUS):
@@ -40,7 +41,7 @@ class WorkStopped(KeyboardInterrupt):
 
 
 def status_of(number: int) -> int:
-    """The exit status after a signal, as shells have it."""
+    """Returns the exit status after a signal, by the convention of shells."""
     return 128 + number
 
 
@@ -48,15 +49,15 @@ def status_of(number: int) -> int:
 def handle_signals(
     handle: Callable[[int, FrameType | None], Any], hear: Callable[[int], Any]
 ) -> Generator[None]:
-    """Takes over Ctrl-C and its like, inside another such context too.
+    """Handles Ctrl-C and related signals; contexts can be nested.
 
-    Where signals do not arrive, in other threads than the main one, nothing changes;
-    nor for a signal that the process was started to ignore.
+    Has no effect outside the main thread, where signals do not arrive, or for a signal
+    that the process ignores since its start.
 
     Args:
-      handle: the signals' handler; runs in the main thread when Python has its turn.
-      hear: runs for every one, in the moment, in a thread of its own; is given the
-        signal's number.
+      handle: signal handler; runs in the main thread as soon as Python can run it.
+      hear: called with the signal number for every signal, immediately, in a separate
+        thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handled = [x for x in SIGNALS if signal.getsignal(x) is not signal.SIG_IGN]
@@ -73,7 +74,7 @@ def handle_signals(
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
-    # The system writes to it when the signal comes, before Python has its turn.
+    # The system writes to the socket on a signal, before Python runs its handler.
     wakeup_before = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
     handlers_before = [(number, signal.signal(number, handle)) for number in handled]
     try:
@@ -88,9 +89,9 @@ def handle_signals(
 
 
 def exit_on_interrupt() -> contextlib.AbstractContextManager[None]:
-    """Lets Ctrl-C end the process: one line, status 130, nothing else said or done.
+    """Makes Ctrl-C end the process at once: one line, status 130.
 
-    For work of which there is nothing to keep.
+    For work without intermediate results.
     """
     return handle_signals(
         lambda number, frame: None, lambda number: exit_now(status=status_of(number))
@@ -98,12 +99,12 @@ def exit_on_interrupt() -> contextlib.AbstractContextManager[None]:
 
 
 def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
-    """Raises `Stopped`: a handler for work that keeps what it has."""
+    """Raises `WorkStopped`: a handler for work that keeps partial results."""
     raise WorkStopped(status=status_of(number))
 
 
 def exit_now(line: str = "interrupted", status: int = STATUS) -> NoReturn:
     """Ends the process from any thread."""
-    with contextlib.suppress(OSError, AttributeError):  # nobody is there to read it
+    with contextlib.suppress(OSError, AttributeError):  # standard error is closed
         print("jaxkv:", line, file=sys.stderr, flush=True)
     os._exit(status)

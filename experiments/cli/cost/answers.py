@@ -1,4 +1,4 @@
-"""The lecture's questions about a model, answered in words with its numbers."""
+"""Answers to the lecture's questions about a model, with its numbers."""
 
 import dataclasses
 
@@ -9,14 +9,14 @@ from scaling.shapes import Description, Experts
 
 
 def answer_questions(case: CostCase) -> list[tuple[str, str]]:
-    """Answers every question, a pair of question and answer each."""
+    """Returns all questions with their answers."""
     return [
-        ("Why times 3?", _times_three(case)),
+        ("Why does training take 3 forward passes?", _times_three(case)),
         ("Q1: memory with checkpoints at layer boundaries?", _boundaries(case)),
-        ("Q2: what does a pipeline send?", _pipeline(case)),
+        ("Q2: how much does a pipeline send?", _pipeline(case)),
         ("Which terms grow with s squared, which with h?", _quadratic(case)),
-        ("What does a mixture of experts change?", _mixture(case)),
-        ("When is serving bound by products, when by memory?", _serving(case)),
+        ("How does a mixture of experts change the costs?", _mixture(case)),
+        ("When is serving compute-bound, when memory-bound?", _serving(case)),
     ]
 
 
@@ -143,7 +143,7 @@ def _growth(before: Description, after: Description, case: CostCase) -> str:
 
 
 def _where(model: Description, case: CostCase) -> str:
-    """Tensor against expert parallelism, over as many devices as both allow."""
+    """Compares tensor and expert parallelism, over the most devices that both allow."""
     x = model.experts
     assert x is not None
     for p in (8, 4, 2):

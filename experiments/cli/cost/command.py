@@ -1,7 +1,7 @@
-"""What does a model cost? `jaxkv cost MODEL`: its numbers, tables, words and figure.
+"""Costs of a model: `jaxkv cost MODEL` prints numbers, tables, answers and a figure.
 
-Reads a description and asks `scaling` for everything; JAX stays asleep, so that the
-answer is there in a second.
+The command reads a model description and evaluates formulas of `scaling`; it does not
+import JAX, so it answers within a second.
 """
 
 import dataclasses
@@ -22,37 +22,37 @@ from scaling.shapes import Description, huggingface, published
 
 MAX_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
-"""Tokens of a sequence where nothing is said, if the model takes as many."""
+"""Default tokens of a sequence, if the model supports as many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostOptions:
-    """What the costs are asked for."""
+    """Settings of the formulas."""
 
     batch: int = 1
-    """Sequences b: of a training micro-batch, and of a step of serving."""
+    """Sequences b: of a training micro-batch, and of a serving step."""
     sequence: Annotated[
         int | None, parsing.describe_default("4096, or as many as the model takes")
     ] = None
-    """Tokens s of each."""
+    """Tokens s of each sequence."""
     device: str = "a100-80gb"
-    """The accelerator of the roofline."""
+    """Accelerator of the roofline."""
     parallel: str = ""
-    """How the model is divided, such as tp=8,sp,pp=2,dp=4,ep=8,ulysses=8,ring=8."""
+    """Parallel layout, such as tp=8,sp,pp=2,dp=4,ep=8,ulysses=8,ring=8."""
     zero: int = 0
-    """What copies divide: 1 optimizer, 2 also gradients, 3 also weights."""
+    """ZeRO stage: 1 shards the optimizer, 2 also gradients, 3 also weights."""
     dtype: Literal["bfloat16", "float32", "float8"] = "bfloat16"
-    """Of weights, keys and values. Training: 16 bits with a float32 master copy and
-    Adam's moments, or float32 alone."""
+    """Type of weights, keys and values. Training: 16 bits with a float32 master copy
+    and Adam's moments, or float32 only."""
     checkpoint: Literal["none", "selective", "full", "boundary"] = "none"
-    """What training keeps: all; all but attention's weights; layer inputs; these and
-    one layer that is computed again."""
+    """Tensors kept in training: all; all but attention weights; layer inputs; layer
+    inputs and one recomputed layer."""
     attention: Literal["full", "causal"] = "full"
-    """Whether pairs of query and key are all counted, or half."""
+    """Pairs of query and key that are counted: all, or half."""
     flash: bool = True
-    """Whether attention works in tiles and keeps no weights."""
+    """Tiled attention, which keeps no attention weights."""
     dropout: bool = False
-    """Whether training drops out, and keeps the masks."""
+    """Dropout in training, with stored masks."""
     plot: bool = False
     """Draw the breakdown and the roofline."""
     out: Annotated[
@@ -61,20 +61,24 @@ class CostOptions:
     """Folder for cost.json and the figure."""
 
     def __post_init__(self) -> None:
-        """Refuses sizes that cannot be."""
+        """Validates the sizes.
+
+        Raises:
+          ValueError: a size is out of range.
+        """
         sizes = ["batch"] if self.sequence is None else ["batch", "sequence"]
         validation.within(self, *sizes, low=1, high=MAX_TOKENS)
 
 
 def count_costs(name: str, options: CostOptions) -> CommandOutput:
-    """Answers `jaxkv cost`.
+    """Runs `jaxkv cost`.
 
     Args:
-      name: a published model, a bundled one, a `config.json` or a folder with one.
-      options: what is asked.
+      name: published model, bundled model, `config.json`, or a folder with one.
+      options: settings of the formulas.
 
     Raises:
-      ValueError: there is no such model or device, or a size or degree does not fit.
+      ValueError: the model or device is unknown, or a size or degree does not fit.
     """
     case = resolve_case(name, options)
     answers = cost_answers.answer_questions(case)
@@ -84,12 +88,12 @@ def count_costs(name: str, options: CostOptions) -> CommandOutput:
     lines = []
     if options.zero and case.layout.copies == 1:
         lines.append(
-            f"--zero {options.zero} divides nothing: there is one copy (dp=2 makes two)"
+            f"--zero {options.zero} has no effect with one replica (dp=2 makes two)"
         )
     if case.layout.pages > 1:
         lines.append(
-            f"cp={case.layout.pages} divides the pages of an engine: what is said of "
-            "training is without"
+            f"cp={case.layout.pages} divides the pages of an engine: numbers of "
+            "training are without it"
         )
     document["notes"] = [*lines]
     if options.plot or options.out is not None:
@@ -101,13 +105,13 @@ def count_costs(name: str, options: CostOptions) -> CommandOutput:
         document["out"] = run_folder.write_files(
             options.out, f"cost-{case.model.name}", contents
         )
-        lines.append(f"kept in {document['out']}")
+        lines.append(f"folder: {document['out']}")
     paragraphs = [report.paragraph(*pair) for pair in answers]
     return CommandOutput(document, [*sheets, *paragraphs], lines)
 
 
 def resolve_case(name: str, options: CostOptions) -> CostCase:
-    """Finds the model and the device, and checks that all sizes fit."""
+    """Looks up the model and the device, and validates all sizes."""
     model = find_description(name)
     most = model.max_positions or DEFAULT_SEQUENCE
     sequence = options.sequence or min(DEFAULT_SEQUENCE, most)
@@ -135,10 +139,10 @@ def resolve_case(name: str, options: CostOptions) -> CostCase:
 
 
 def find_description(name: str) -> Description:
-    """Finds a model: a path first, then a published name, then a bundled one.
+    """Returns a model description by path, published name, or bundled name.
 
     Raises:
-      ValueError: there is none, or its file describes no model that is counted.
+      ValueError: the model is unknown, or its file describes an unsupported model.
     """
     if Path(name).exists():
         return huggingface.load(Path(name))
@@ -154,12 +158,12 @@ def find_description(name: str) -> Description:
 
 
 def list_models() -> str:
-    """Lists the models that are known by name."""
+    """Returns the models that are known by name, as text."""
     return f"one of: {', '.join([*published.CONFIGS, *bundled.bundled_names()])}"
 
 
 def to_document(case: CostCase) -> dict[str, Any]:
-    """Gives every number as a JSON document."""
+    """Returns all numbers as a JSON document."""
     model, tokens = case.model, case.batch * case.sequence
     step, memory = case.evaluate(flops.training), case.evaluate(costs_memory.training)
     params, places = parameters.parameters(model), parameters.copies(model)

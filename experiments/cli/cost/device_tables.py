@@ -1,4 +1,4 @@
-"""The tables of `jaxkv cost` that depend on a device: serving, traffic, one device."""
+"""Tables of `jaxkv cost` that depend on the device: serving, traffic, one device."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from scaling.shapes import HeadAttention
 
 
 def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
-    """Lays out what serving takes, what is sent, and one device's part."""
+    """Returns tables of serving, traffic, and the share of one device."""
     rows = [
         (
             f"{x.scheme}: {x.name}",
@@ -21,7 +21,7 @@ def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
     heads = ("exchange", "per device", "forward", "backward")
     note = "Bytes that a device sends in one step of one micro-batch."
     if (stages := case.layout.pipeline) > 1:
-        note += f" T = {2 * stages - 1} ticks; g micro-batches share the idle ones."
+        note += f" T = {2 * stages - 1} ticks; g micro-batches share the bubble."
     sent = [Sheet("communication", heads, rows, note)] if rows else []
     if case.layout.pages > 1:
         sent += _passes(case, heads[:3])
@@ -46,16 +46,16 @@ def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
         f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
         f"{units.format_bytes(kept)} for s tokens. "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
-        f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): products take the time from "
-        f"{case.ridge:.0f} op/byte on; beside the weights "
-        f"{case.evaluate(serving.max_batch):,} such sequences fit."
+        f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): compute-bound from "
+        f"{case.ridge:.0f} op/byte; {case.evaluate(serving.max_batch):,} such "
+        "sequences fit in the memory that the weights leave."
     )
     more = ("products", "memory", "bound by")
-    return Sheet("serving, at best", (*heads, *more), rows, note)
+    return Sheet("serving, lower bounds", (*heads, *more), rows, note)
 
 
 def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
-    """What a device of an engine sends, to decode and in a pass over whole prompts."""
+    """Returns the traffic of a device in decode and prefill steps of an engine."""
     batch, cp = case.batch, case.layout.pages
     size: Any = {"number_bytes": case.number_bytes}
     sizes = size | {"rows": batch * case.sequence, "logit_rows": batch}
@@ -70,20 +70,21 @@ def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
         ),
     )
     found = []
-    for name, formula, given, what in kinds:
+    for name, formula, given, unit in kinds:
         rows = [
             (f"{x.scheme}: {x.name}", x.formula, units.format_bytes(x.forward))
             for x in case.evaluate(formula, **given)
         ]
-        note = f"Bytes that a device sends in one {what}."
+        note = f"Bytes that a device sends in one {unit}."
         found.append(Sheet(f"communication, {name}", heads, rows, note))
     return found
 
 
 def per_device(case: CostCase) -> dict[str, float]:
-    """What one device has to hold and to do in a training step of a micro-batch.
+    """Returns the memory and work of one device in a training step of a micro-batch.
 
-    Operations are those of an average device; the ends of a pipeline have more.
+    Operations are those of an average device; the first and last pipeline stages have
+    more.
     """
     layout, d = case.layout, case.device
     step, parts = case.evaluate(flops.training), layout.tensor * layout.pipeline
@@ -105,7 +106,7 @@ def per_device(case: CostCase) -> dict[str, float]:
 def _device(case: CostCase, found: dict[str, float]) -> Sheet:
     d = case.device
     rows = [
-        ("parameters of the fullest", f"{found['num_params']:,.0f}"),
+        ("parameters of the fullest device", f"{found['num_params']:,.0f}"),
         ("operations of a training step", units.format_flops(found["flops"])),
         ("their time at peak", units.format_seconds(found["compute_s"])),
     ]
@@ -126,6 +127,6 @@ def _device(case: CostCase, found: dict[str, float]) -> Sheet:
         f"({d.source})."
     )
     if measured:
-        note += f" Measured at best: {', '.join(measured)} ({d.measured_source})."
+        note += f" Measured maximum: {', '.join(measured)} ({d.measured_source})."
     title = f"one of {case.layout.num_devices:,} devices"
     return Sheet(title, ("a micro-batch", "value"), rows, note)

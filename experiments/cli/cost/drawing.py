@@ -1,4 +1,4 @@
-"""The figure of `jaxkv cost`: what a model's numbers are made of, and its roofline."""
+"""Figure of `jaxkv cost`: breakdown of operations and memory, and rooflines."""
 
 from collections import Counter
 from typing import Any
@@ -24,7 +24,7 @@ def render_cost_figure(case: CostCase) -> dict[str, bytes]:
 
 
 def _flops(ax: Any, case: CostCase) -> None:
-    """Operations of a token against the length, stacked by part."""
+    """Draws the operations per token against the sequence length, stacked by part."""
     lengths = [2**x for x in range(8, 18)]
     parts: dict[str, list[float]] = {}
     for length in lengths:
@@ -69,11 +69,11 @@ _LOOKS = {
     "experts": (systems.ORANGE, ".."),
     "scores, values": (systems.RED, "\\\\"),
 }
-"""Colour and hatch of the parts that are drawn."""
+"""Colour and hatch of the parts."""
 
 
 def _memory(ax: Any, case: CostCase) -> None:
-    """Training memory of the fullest device under three policies, stacked."""
+    """Draws the training memory of the fullest device by checkpointing policy."""
     found = [
         case.evaluate(memory.training, checkpointing=policy) for policy in _POLICIES
     ]
@@ -102,7 +102,7 @@ def _memory(ax: Any, case: CostCase) -> None:
 
 
 def _decode(ax: Any, case: CostCase) -> None:
-    """Operations per byte of decoding against the batch, by tokens kept."""
+    """Draws the intensity of decoding against the batch, by context length."""
     batches = [2**x for x in range(13)]
     bound = []
     looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
@@ -112,29 +112,29 @@ def _decode(ax: Any, case: CostCase) -> None:
         ]
         found = [work.intensity for work in works]
         look = {"marker": mark, "markevery": 2}
-        style.draw_curve(ax, batches, found, color, f"{context:,} tokens kept", **look)
+        style.draw_curve(ax, batches, found, color, f"context {context:,}", **look)
         bound += [context] if max(found) < case.ridge else []
-    title = "Decoding by batch and tokens kept"
+    title = "Decoding by batch and context"
     if bound:
-        title = f"Decoding with {min(bound):,} tokens kept: memory binds at every batch"
+        title = f"Decoding at {min(bound):,} tokens is memory-bound at every batch"
     _roof(ax, case, batches, title, "batch [sequences]")
 
 
 def _prefill(ax: Any, case: CostCase) -> None:
-    """Operations per byte of reading a prompt against its length."""
+    """Draws the intensity of prefill against the prompt length."""
     lengths = [2**x for x in range(14)]
     works = [case.evaluate(serving.prefill, batch=1, prompt=x) for x in lengths]
     found = [work.intensity for work in works]
     style.draw_curve(ax, lengths, found, 5, "one prompt", markevery=2)
     free = [x for x, y in zip(lengths, found, strict=True) if y > case.ridge]
-    title = "Reading a prompt: memory binds at every length"
+    title = "Prefill is memory-bound at every length"
     if free:
-        title = f"Reading a prompt: products bind from {free[0]:,} tokens on"
+        title = f"Prefill is compute-bound from {free[0]:,} tokens"
     _roof(ax, case, lengths, title, "prompt [tokens]")
 
 
 def _roof(ax: Any, case: CostCase, sizes: list[int], title: str, x: str) -> None:
-    """The ridge: above it products take the time, below it memory."""
+    """Draws the ridge: steps above it are compute-bound, below it memory-bound."""
     style.draw_ridge(ax, case.device.name, case.ridge)
     ax.set_xscale("log", base=2)
     y = "intensity [FLOP/byte]"

@@ -1,4 +1,4 @@
-"""The tables of `jaxkv cost`, the way the lecture draws them: term, formula, number."""
+"""Tables of `jaxkv cost` in the lecture's form: term, formula, number."""
 
 import dataclasses
 from collections import Counter
@@ -12,7 +12,7 @@ from scaling.shapes import HeadAttention
 
 
 def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
-    """Lays out everything that is counted, beside what the document has of it."""
+    """Returns all tables; `document` has the numbers that are also in the JSON."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
     found += [_memory(case), _activations(case)]
     found.append(_one_layer(case, document["one_layer"]))
@@ -20,7 +20,7 @@ def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
 
 
 def symbols(case: CostCase) -> list[tuple[str, int, str]]:
-    """The letters of the formulas, what they are here, and what they mean."""
+    """Returns the symbols of the formulas with values and meanings."""
     model, a, x = case.model, case.model.attention, case.model.experts
     found = [
         ("b", case.batch, "sequences"),
@@ -78,7 +78,7 @@ def _weights(case: CostCase) -> Sheet:
     if ahead := parameters.parameters(case.model).ahead:
         number = case.model.num_ahead_layers
         sizes = f"{ahead // number:,}", f"{number:,}", f"{ahead:,}"
-        rows.append(("layer that predicts ahead", "", *sizes))
+        rows.append(("layer for multi-token prediction", "", *sizes))
     heads = ("weight", "size", "each", "times", "parameters")
     return Sheet("parameters", heads, rows)
 
@@ -88,19 +88,19 @@ def _conventions(case: CostCase) -> Sheet:
     rows = [
         ("total", p.total, "everything, a tied head once"),
         ("non-embedding", p.non_embedding, "without tables and head"),
-        ("matmul", p.matmul, "what a token is multiplied with, the head included"),
+        ("matmul", p.matmul, "matrices that multiply a token, including the head"),
     ]
     if case.model.num_mixture_layers:
         rows += [
             ("matmul, all experts", p.matmul_total, "the same with every expert"),
-            ("active", p.active, "what a token uses"),
+            ("active", p.active, "parameters that a token uses"),
             ("active, non-embedding", p.active_non_embedding, "without the tables"),
         ]
     if p.ahead:
-        what = "layers that predict further ahead, not in total"
-        rows.append(("ahead", p.ahead, what))
-    table = [(name, f"{value:,}", what) for name, value, what in rows]
-    return Sheet("what N can mean", ("convention", "parameters", "counts"), table)
+        meaning = "layers for multi-token prediction, not in total"
+        rows.append(("ahead", p.ahead, meaning))
+    table = [(name, f"{value:,}", meaning) for name, value, meaning in rows]
+    return Sheet("conventions for N", ("convention", "parameters", "counts"), table)
 
 
 def _flops(case: CostCase) -> list[Sheet]:
@@ -178,10 +178,10 @@ def _memory(case: CostCase) -> Sheet:
 
 
 def one_layer(case: CostCase) -> dict[str, int | float]:
-    """The last layer alone, trained with checkpoints at layer boundaries.
+    """Returns the costs of the last layer, with checkpoints at layer boundaries.
 
-    The course's assignment asks for these: its parameters, the operations of its
-    forward pass, and its memory at the peak, when it is computed again.
+    Required by the course's assignment: parameters, operations of the forward pass, and
+    peak memory during recomputation.
     """
     model = case.model
     last = dataclasses.replace(
@@ -237,4 +237,4 @@ def _activations(case: CostCase) -> Sheet:
     if case.model.num_mixture_layers:
         rows.append(("a mixed layer", "", "", f"{mixed:,.0f}", ""))
     heads = ("tensor", "part", "per token", "bytes", "divided by")
-    return Sheet("what a layer keeps for the backward pass", heads, rows)
+    return Sheet("activations that a layer keeps for the backward pass", heads, rows)

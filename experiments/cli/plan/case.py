@@ -1,4 +1,4 @@
-"""What `jaxkv plan` is asked, looked up and checked: law, offers, and the budget."""
+"""Resolves the options of `jaxkv plan`: law, offers, and budget."""
 
 import contextlib
 import difflib
@@ -16,12 +16,12 @@ from scaling.logs import files
 from scaling.plan import Belief, Case, Family, Offer, believe, designs, pricing
 
 USUAL = {"vocab_size": 32_000, "sequence": 4096}
-"""Of architectures, where neither the options nor a sweep say otherwise."""
+"""Defaults of architectures, if neither the options nor a sweep give values."""
 _SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 
 
 def resolve_plan_case(options: PlanOptions) -> Case:
-    """Reads the law and the offers, chooses the device, and counts the budget."""
+    """Reads the law and the offers, selects the device, and computes the budget."""
     try:
         offers = tuple(map(pricing.parse, options.gpu))
     except ValueError as error:
@@ -33,9 +33,9 @@ def resolve_plan_case(options: PlanOptions) -> Case:
         served *= options.mfu / options.serve_mfu
     if served > MOST:
         raise ValueError(
-            f"serving takes {served:.4g} tokens' worth: more than {MOST:g}"
+            f"serving takes {served:.4g} tokens' worth: must be at most {MOST:g}"
         )
-    # All architectures have what was asked, or else what the fitted runs have.
+    # Properties of architectures: the options, or else those of the fitted runs.
     asked = {name: getattr(options, name) for name in USUAL}
     given = {name: value for name, value in asked.items() if value is not None}
     shared: dict[str, Any] = {**USUAL, **belief.shape, **given}
@@ -69,18 +69,18 @@ def resolve_plan_case(options: PlanOptions) -> Case:
 
 
 def read_law(name: str, group: str | None = None) -> Belief:
-    """Finds published constants, or reads a fit.
+    """Returns published constants by name, or reads a fit.
 
     Args:
-      name: of the constants, of a fit.json, or of a folder that holds one.
-      group: which of the fits to read, where a log was fitted by groups.
+      name: name of the constants, or path of a fit.json or of a folder with one.
+      group: group of the fit, for a log that was fitted by groups.
 
     Raises:
-      ValueError: there is none, or it has no compute optimum.
+      ValueError: the law does not exist, or has no compute optimum.
     """
     path = Path(name)
     if group is not None and (name in published.CONSTANTS or not path.exists()):
-        raise ValueError(f"--group {group}: --law {name} is no fit of groups")
+        raise ValueError(f"--group {group}: --law {name} is not a fit of groups")
     if name in published.CONSTANTS:
         return believe(name, published.CHINCHILLA, published.CONSTANTS[name])
     if not path.exists():
@@ -124,7 +124,7 @@ def _read_fit(path: Path, group: str | None) -> Belief:
 
 
 def _unknown_law(name: str) -> str:
-    """Says that there is no such law, and what comes near: a law, or a file beside."""
+    """Returns the message for an unknown law, with similar laws or files."""
     if name in published.LAWS:
         return (
             " has no published constants here: fit it with `jaxkv fit`, or take one "
@@ -142,14 +142,14 @@ def _unknown_law(name: str) -> str:
 
 
 def _of_group(document: Any, group: str | None) -> Any:
-    """Chooses the fit of a group, where a log was fitted by groups.
+    """Selects the fit of a group, for a log that was fitted by groups.
 
     Raises:
-      ValueError: there are several and none is named, or it is not there.
+      ValueError: there are several groups and none was selected, or it does not exist.
     """
     if not isinstance(document, dict) or not document.get("by"):
         if group is not None:
-            raise ValueError(f"--group {group}: it is no fit of groups (fit --by)")
+            raise ValueError(f"--group {group}: not a fit of groups (fit --by)")
         return document
     fits = [document, *document.get("others", [])]
     by_group: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def _of_group(document: Any, group: str | None) -> Any:
     known = [*by_group]
     if group is None and len(known) > 1:
         raise ValueError(
-            f"it has a law for each {document['by']}; --group {known[0]}, or one of: "
+            f"it has a law for each {document['by']}; give --group, one of: "
             f"{', '.join(known)}"
         )
     if group is not None and group not in known:
@@ -167,7 +167,7 @@ def _of_group(document: Any, group: str | None) -> Any:
 
 
 def _flops(options: PlanOptions, offer: Offer | None) -> float:
-    """Counts the budget as operations; NaN until the law says how many."""
+    """Returns the budget in operations; NaN if it follows from the law."""
     both_times = options.days is not None and options.devices is not None
     given = {
         "--budget-usd": options.budget_usd is not None,
@@ -179,7 +179,7 @@ def _flops(options: PlanOptions, offer: Offer | None) -> float:
     if not names:
         raise ValueError(f"which budget? One of: {', '.join(given)}")
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)}; which is the budget?")
+        raise ValueError(f"{' and '.join(names)}: give exactly one budget")
     if options.flops is not None or options.target_loss is not None:
         return math.nan if options.flops is None else options.flops
     if offer is None:

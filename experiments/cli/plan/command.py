@@ -1,7 +1,7 @@
-"""Which model for a budget? `jaxkv plan`: device, operations, N, D, loss, architecture.
+"""`jaxkv plan`: device, operations, N, D, loss and architecture for a budget.
 
-`case` looks up what is asked, `find` finds the optimum and its designs, a document;
-`report` says it step by step, `drawing` draws it.
+`case` resolves the options, `find` computes the optimum and its designs as a document,
+`report` explains it step by step, and `drawing` draws it.
 """
 
 from experiments.cli.plan import find, report
@@ -12,11 +12,11 @@ from experiments.framework import config_json, run_folder
 
 
 def make_plan(options: PlanOptions) -> CommandOutput:
-    """Answers `jaxkv plan`.
+    """Runs `jaxkv plan`.
 
     Raises:
-      ValueError: there is no such law or device, no budget or two, or a budget for
-        which there is no design.
+      ValueError: the law or device is unknown, there is not exactly one budget, or no
+        design fits the budget.
     """
     case = resolve_plan_case(options)
     document = find.find_plan(options, case)
@@ -35,5 +35,5 @@ def make_plan(options: PlanOptions) -> CommandOutput:
             contents |= drawing.render_plan_figure(options, case, document)
         folder = run_folder.write_files(options.out, "plan", contents)
         document["out"] = folder
-        lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
+        lines.append(f"folder: {folder}; next: jaxkv cost {folder}/architecture.json")
     return CommandOutput(document, report.sheets(options, case, document), lines)

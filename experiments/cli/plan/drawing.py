@@ -1,4 +1,4 @@
-"""The figure of a plan: loss along budgets and over the plane, tokens per parameter."""
+"""Figure of a plan: loss by budget, contours over N and D, tokens per parameter."""
 
 import itertools
 from typing import Any
@@ -12,9 +12,9 @@ from scaling.plan import Case, budgets
 
 _GREY = "0.6"
 _SPAN = 30.0
-"""How far the panels reach around the optimum's parameters."""
+"""Range of the panels around the optimum's parameters, as a factor."""
 _CONTOURS = (0.9, 1.0, 1.15, 1.4, 1.8)
-"""Of the loss above its floor, in those of the optimum."""
+"""Contour levels of the loss above its floor, relative to the optimum."""
 
 
 def render_plan_figure(
@@ -32,7 +32,7 @@ def render_plan_figure(
 
 
 def _draw_budgets(ax: Any, case: Case, document: dict[str, Any], law: str) -> None:
-    """Loss against parameters for a few budgets, and the optimum of each."""
+    """Draws loss against parameters for a few budgets, and the optimum."""
     num_params, loss = document["num_params"], document["loss"]
     highest, looks = (
         loss,
@@ -67,7 +67,7 @@ def _draw_budgets(ax: Any, case: Case, document: dict[str, Any], law: str) -> No
 
 
 def _draw_plane(ax: Any, case: Case, document: dict[str, Any]) -> None:
-    """Lines of equal loss, the budget, and the optima of all budgets."""
+    """Draws contours of the loss, the budget, and the optima of all budgets."""
     num_params, num_tokens = document["num_params"], document["num_tokens"]
     powers, colors = case.belief.powers, style.colors()
     sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
@@ -104,7 +104,7 @@ def _draw_plane(ax: Any, case: Case, document: dict[str, Any]) -> None:
 
 
 def _draw_ratios(ax: Any, case: Case, document: dict[str, Any], law: str) -> None:
-    """Tokens per parameter against the budget, by law."""
+    """Draws tokens per parameter against the budget, by law."""
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
     def line(
@@ -129,7 +129,8 @@ def _draw_ratios(ax: Any, case: Case, document: dict[str, Any], law: str) -> Non
         both = limit | {"inference_tokens": case.served}
         line(case.belief.powers, "with serving", 6, both, marker="X")
     _mark(ax, case.flops, document["tokens_per_param"])
-    title = f"{document['tokens_per_param']:.3g} tokens per parameter at {case.flops:.3g} FLOP"
+    ratio = document["tokens_per_param"]
+    title = f"{ratio:.3g} tokens per parameter at {case.flops:.3g} FLOP"
     x, y = "budget [FLOP]", "data / size [tokens per parameter]"
     style.set_labels(ax, title, x, y, xscale="log", yscale="log")
     style.label_log_axis(ax.yaxis)

@@ -1,4 +1,4 @@
-"""What `jaxkv plan` finds: optimum, intervals and designs, a document in SI units."""
+"""Optimum, intervals and designs of `jaxkv plan`, as a document in SI units."""
 
 import math
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from scaling.shapes import HeadAttention
 
 
 def find_plan(options: PlanOptions, case: Case) -> dict[str, Any]:
-    """Finds the optimum, its interval, and designs.
+    """Computes the optimum, its intervals, and designs.
 
     Returns:
-      The document; what is told to a person is told from it.
+      The document; the report is derived from it.
 
     Raises:
       ValueError: the budget is too small or too large for any design.
@@ -29,13 +29,13 @@ def find_plan(options: PlanOptions, case: Case) -> dict[str, Any]:
     try:
         design = designs.nearest(family, best.num_params)
     except ValueError as error:
-        # Which vocabularies have designs small enough, or whose it is.
+        # Vocabularies that have small enough designs, or the origin of this one.
         size, way_out = family.vocab_size, ""
         most = designs.max_vocab_size(family, best.num_params)
         if most is not None and 1 <= most < size:
-            way_out = f"; with --vocab-size in [1, {most:,}] there are smaller ones"
+            way_out = f"; with --vocab-size in [1, {most:,}] there are smaller designs"
             if size == belief.shape.get("vocab_size"):
-                way_out = f", that of the runs behind {belief.name}"
+                way_out = f", that of the runs of {belief.name}"
         raise _refusal(case, error, way_out) from None
     how: Any = {"inference_tokens": case.served}
     try:  # all operations counted
@@ -109,11 +109,11 @@ def _refusal(case: Case, error: ValueError, way_out: str) -> ValueError:
 
 
 def _architecture(case: Case, best: Optimum, design: Design) -> dict[str, Any]:
-    """The nearest design: shape, exact counts, and what it takes to train."""
+    """Returns the nearest design: shape, exact counts, and training costs."""
     model, offer, sequence = design.model, case.offer, case.family.sequence
     memory = training(model, sequence=sequence, checkpointing="boundary")
     train = case.bill(design.flops_per_token * best.num_tokens)
-    # What the budget trains it on; 0 where serving takes all.
+    # Training tokens within the budget; 0 if serving takes the whole budget.
     tokens = max(case.flops / design.flops_per_token - case.served / 3, 0.0)
     needed = None
     if offer is not None and offer.memory_bytes is not None:
@@ -174,12 +174,12 @@ def _optimum(optimum: Optimum) -> dict[str, float]:
 
 
 def _equal_loss(case: Case, training_only: Optimum) -> dict[str, float]:
-    """Finds the cheapest model to train and serve at the loss of another design.
+    """Returns the cheapest model to train and serve at the loss of another design.
 
     Args:
-      case: with tokens to serve.
-      training_only: the best design when training takes the whole budget, under the
-        same limit on unique tokens.
+      case: case with tokens to serve.
+      training_only: best design if training takes the whole budget, under the same
+        limit on unique tokens.
     """
     served, target = case.served, training_only.loss
     how: Any = {"inference_tokens": served, "repeating": case.repeating}
@@ -198,7 +198,7 @@ def _equal_loss(case: Case, training_only: Optimum) -> dict[str, float]:
 def _warnings(
     case: Case, document: dict[str, Any], sure: Spread | None
 ) -> Iterator[str]:
-    """Doubts about a plan, in words."""
+    """Yields warnings about a plan."""
     belief, fit, shape = case.belief, case.belief.fit, document["architecture"]
     if fit is not None:
         yield from belief.doubts
@@ -212,7 +212,7 @@ def _warnings(
     if sure is not None and sure.num_without:
         yield (
             f"{sure.num_without} of {sure.num_resamples} resamples "
-            "have no optimum: the intervals of N and D are of the others"
+            "have no optimum: the intervals of N and D are without them"
         )
     if case.target_loss is not None and fit is not None:
         if sure is None:
@@ -220,8 +220,8 @@ def _warnings(
             yield f"the budget has no interval: {why}"
         elif sure.flops is not None and math.isinf(sure.flops[1]):
             yield (
-                f"by some resamples no budget reaches a loss of {case.target_loss:g}: "
-                "it may be below the floor"
+                f"in some resamples no budget reaches a loss of {case.target_loss:g}: "
+                "the loss may be below the floor"
             )
     if belief.count and case.family.count != belief.count:
         yield (
@@ -231,7 +231,7 @@ def _warnings(
         half = case._replace(flops=case.flops / 2).allocate()
         if half.loss - document["loss"] < 1e-3 * (half.loss - belief.powers.floor):
             yield (
-                "the data is used up: half of the budget would reach a loss of "
+                "the data is exhausted: half of the budget would reach a loss of "
                 f"{half.loss:.4f}, all of it {document['loss']:.4f}"
             )
     if abs(shape["off"]) > 0.01:

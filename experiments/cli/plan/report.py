@@ -1,4 +1,4 @@
-"""A plan said step by step: from prices to operations, N, D, loss and architecture."""
+"""Report of a plan, step by step: prices, operations, N, D, loss and architecture."""
 
 import math
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from scaling.plan import Belief, Case, budgets
 from scaling.plan.pricing import DAY_S, HOUR_S
 
 type PlanDocument = dict[str, Any]
-"""The document of a plan, or a part of it."""
+"""Document of a plan, or a part of it."""
 
 
 def sheets(options: PlanOptions, case: Case, document: PlanDocument) -> list[Sheet]:
-    """Lays out the plan, and then the steps to it."""
+    """Returns the plan, followed by the steps of its derivation."""
     steps = [
         step._replace(title=f"{number}. {step.title}")
         for number, step in enumerate(_steps(options, case, document), 1)
@@ -35,12 +35,10 @@ def _plan(document: PlanDocument) -> Iterator[tuple[str, str]]:
     yield "operations", f"{document['flops']:.4g} FLOPs"
     if document["flops_interval"] is not None:
         low, high = document["flops_interval"]
-        most = "no end" if math.isinf(high) else f"{high:.4g}"
+        most = "infinity" if math.isinf(high) else f"{high:.4g}"
         yield level, f"{low:.4g} to {most} FLOPs"
-    yield (
-        "parameters N",
-        f"{units.format_count(document['num_params'], '.4g', ' ')} ({document['count']})",
-    )
+    num_params = units.format_count(document["num_params"], ".4g", " ")
+    yield "parameters N", f"{num_params} ({document['count']})"
     yield "tokens D", units.format_count(document["num_tokens"], ".4g", " ")
     yield "tokens per parameter", f"{document['tokens_per_param']:.3g}"
     yield "loss", f"{document['loss']:.4f} nats per token"
@@ -67,10 +65,12 @@ def _steps(options: PlanOptions, case: Case, document: PlanDocument) -> Iterator
         yield _serving(options, case, document)
     if case.unique_tokens is not None:
         text = _repeating(case, document, case.unique_tokens)
-        yield paragraph("And if data is limited?", text)
+        yield paragraph("How does limited data change the plan?", text)
     yield _loss(case, document)
     yield _architecture(case, document)
-    yield paragraph("And if every operation counts?", _exact(case, document))
+    yield paragraph(
+        "How do exact operation counts change the plan?", _exact(case, document)
+    )
     if case.offer is not None:
         yield paragraph("How long?", _time(document))
 
@@ -168,32 +168,32 @@ def _serving(options: PlanOptions, case: Case, document: PlanDocument) -> Sheet:
         weighed = f", weighed x {factor:.3g} for serving's MFU of {serve:g}"
     note = (
         f"Serving {options.inference_tokens:.4g} tokens takes 2 N each{weighed}. At "
-        "the same loss a smaller model that trains longer saves "
-        f"{100 * document['equal_loss']['saved']:.3g} % of both. The plan is the last row: "
-        "training and serving together take the budget (Sardana et al. 2024, "
+        "the same loss, a smaller model that trains longer saves "
+        f"{100 * document['equal_loss']['saved']:.3g} % of the sum. The plan is the "
+        "last row: training and serving together use the budget (Sardana et al. 2024, "
         "arXiv:2401.00448)."
     )
     if options.unique_tokens is not None:
         note += f" No row has more than {options.unique_tokens:.4g} unique tokens."
     heads = ("", "N", "D", "loss", "to train", "to serve", "both")
-    return Sheet("And what serving costs?", heads, rows, note)
+    return Sheet("How much does serving cost?", heads, rows, note)
 
 
 def _repeating(case: Case, document: PlanDocument, unique: float) -> str:
     if document["num_tokens"] <= unique:
-        return f"The {unique:.4g} unique tokens are enough: nothing repeats."
+        return f"The {unique:.4g} unique tokens are enough: no token is repeated."
     sizes, tokens = case.worth(document["num_params"], document["num_tokens"])
     halves, new = case.belief.half_lives, case._replace(unique_tokens=None).allocate()
     return (
-        f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} that "
-        "would be best. A repetition is worth less and less, D' = U (1 + R_D* (1 - "
+        f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} of "
+        "the optimum. The value of repetitions decays, D' = U (1 + R_D* (1 - "
         "exp(-R_D / R_D*))) with R_D = D/U - 1 and R_D* = "
-        f"{halves.tokens:.3g}, and so are parameters beyond what suits U (R_N* = "
-        f"{halves.params:.3g}). A search along the budget's curve finds N = "
+        f"{halves.tokens:.3g}, as does that of parameters beyond the optimum for U "
+        f"(R_N* = {halves.params:.3g}). A search along the budget's curve finds N = "
         f"{document['num_params']:.4g} and D = {document['num_tokens']:.4g}: "
         f"{document['epochs']:.3g} epochs, worth {tokens:.4g} new tokens and "
-        f"{sizes:.4g} parameters. The loss is {document['loss']:.4f}, with new data it "
-        f"were {new.loss:.4f} (Muennighoff et al. 2023, arXiv:2305.16264)."
+        f"{sizes:.4g} parameters. The loss is {document['loss']:.4f}; with new data it "
+        f"would be {new.loss:.4f} (Muennighoff et al. 2023, arXiv:2305.16264)."
     )
 
 
@@ -227,13 +227,13 @@ def _loss(case: Case, document: PlanDocument) -> Sheet:
 
 
 def _plain(belief: Belief) -> str:
-    """The law as a sum of two powers, where its own letters are others."""
+    """Returns the law as a sum of two powers, if its coefficients differ from that."""
     p = belief.powers
     if {"A", "B", "alpha", "beta"} <= {*belief.coefficients}:
         return ""
     inner = f"{p.A:.4g} / N^{p.alpha:.4g} + {p.B:.4g} / D^{p.beta:.4g}"
     outer = inner if p.outer == 1 else f"({inner})^{p.outer:.4g}"
-    return f" With A / N^alpha + B / D^beta for what falls: {p.floor:.4g} + {outer}."
+    return f" As floor + A / N^alpha + B / D^beta: {p.floor:.4g} + {outer}."
 
 
 def _numbers(belief: Belief) -> str:
@@ -245,7 +245,7 @@ def _numbers(belief: Belief) -> str:
 
 
 def _architecture(case: Case, document: PlanDocument) -> Sheet:
-    """Shows the design nearest to N with its counts and memory."""
+    """Returns the design nearest to N with its counts and memory."""
     has, counts = document["architecture"], document["architecture"]["num_params"]
     width, mlp = has["hidden_size"], has["mlp_size"]
     rows = [
@@ -276,7 +276,7 @@ def _architecture(case: Case, document: PlanDocument) -> Sheet:
 
 
 def _as_fitted(case: Case) -> str:
-    """Says what the architecture has from the runs that were fitted."""
+    """Returns the properties that the architecture shares with the fitted runs."""
     family, fitted = case.family, case.belief.shape
     words = {"vocab_size": "vocabulary", "sequence": "length of sequences"}
     if family.tie_embeddings:
@@ -286,7 +286,7 @@ def _as_fitted(case: Case) -> str:
 
 
 def _exact(case: Case, document: PlanDocument) -> str:
-    """Says what 6 N D leaves out, and which design is best without it."""
+    """Explains the operations that 6 N D omits, and the best exact design."""
     has, other, tokens = (
         document["architecture"],
         document["exact_optimum"],
@@ -316,7 +316,7 @@ def _exact(case: Case, document: PlanDocument) -> str:
 
 
 def _time(document: PlanDocument) -> str:
-    """Says how long training takes, on how many devices."""
+    """Explains the duration of training and the number of devices."""
     device_s, number, duration_s = (
         document[name] for name in ("device_s", "num_devices", "duration_s")
     )
@@ -333,12 +333,12 @@ def _time(document: PlanDocument) -> str:
 
 
 def _counted(document: PlanDocument, design: str) -> int:
-    """Parameters of a design, those that N counts."""
+    """Returns the parameters of a design, by the convention of N."""
     return document[design]["num_params"][document["count"].replace("-", "_")]
 
 
 def _short(shape: PlanDocument) -> str:
-    """Names a design in a line."""
+    """Returns a design in one line."""
     return (
         f"{shape['num_layers']} layers x {shape['hidden_size']:,}, "
         f"{shape['num_q_heads']} heads ({shape['num_kv_heads']} KV), "
@@ -347,7 +347,7 @@ def _short(shape: PlanDocument) -> str:
 
 
 def _range(ends: tuple[float, float], form: str) -> str:
-    """Writes an interval; "unknown" where its ends are infinite or too far apart."""
+    """Returns an interval as text; "unknown" if an end is infinite or too far away."""
     low, high = ends
     if not (math.isfinite(low) and math.isfinite(high)) or high > _OPEN * abs(low):
         return "unknown"
@@ -355,4 +355,4 @@ def _range(ends: tuple[float, float], form: str) -> str:
 
 
 _OPEN = 1e8
-"""Ratio of the ends of an interval that leaves everything open."""
+"""Ratio of the ends from which an interval is uninformative."""

@@ -1,4 +1,4 @@
-"""`jaxkv train CONFIG` and `jaxkv sweep CONFIG`: one run, or many, into a folder."""
+"""`jaxkv train CONFIG` and `jaxkv sweep CONFIG`: training runs in a folder."""
 
 import contextlib
 import dataclasses
@@ -27,71 +27,70 @@ from scaling.training import train as training_train
 
 SWEEPS, TRAININGS = family.SWEEPS, family.TRAININGS
 NUM_EVAL_WINDOWS = 1024
-"""Held-out windows that the model of `train` is scored on."""
+"""Held-out windows that score a trained model."""
 MODEL = "model"
-"""Where in the run's folder the trained model lies."""
+"""Subfolder of the trained model in the run's folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What `train` takes beside its config."""
+    """Options of `train` in addition to its config."""
 
     out: Annotated[Path | None, parsing.describe_default("runs/train-CONFIG")] = None
-    """Folder of the run. A run that is there goes on."""
+    """Folder of the run. An existing run is continued."""
     max_seconds: Annotated[
-        float, parsing.describe_default("no end", parsing.MAX_SECONDS)
+        float, parsing.describe_default("no limit", parsing.MAX_SECONDS)
     ] = math.inf
-    parallel: Annotated[str | None, parsing.describe_default("as the config says")] = (
-        None
-    )
-    """How steps are divided over devices, as `jaxkv cost` has it: tp=2,pp=2,dp=2. A CPU
-    counts as many as are asked for. A run goes on under another layout, or in another
-    number of processes: parameters are restored bit for bit, and later losses agree to
-    a relative 2e-3, at a learning rate near divergence to 5e-2."""
-    zero: Annotated[int | None, parsing.describe_default("as the config says")] = None
-    """1: devices that have the same parameters divide the optimizer's moments."""
+    parallel: Annotated[str | None, parsing.describe_default("as in the config")] = None
+    """Parallel layout in the syntax of `jaxkv cost`: tp=2,pp=2,dp=2. A CPU provides as
+    many virtual devices as needed. A run can continue under another layout or number of
+    processes: parameters are restored bit for bit, and later losses agree to a relative
+    2e-3, or 5e-2 at a learning rate near divergence."""
+    zero: Annotated[int | None, parsing.describe_default("as in the config")] = None
+    """ZeRO stage; 1: replicas shard the optimizer's moments."""
     resume: Literal["last", "previous"] = "last"
-    """The checkpoint to go on from: `last` refuses a damaged one; `previous` takes the
-    newest whole one, and removes damaged ones after it."""
+    """Checkpoint to continue from: `last` rejects a damaged one; `previous` takes the
+    newest intact one, and removes damaged ones after it."""
     print_config: bool = False
-    """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
+    """Print the config as JSON, to be edited and passed as CONFIG; train no model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """What `sweep` takes beside its config."""
+    """Options of `sweep` in addition to its config."""
 
     out: Annotated[Path | None, parsing.describe_default("runs/sweep-CONFIG")] = None
-    """Folder of the runs. If it holds some of them, the others are made."""
+    """Folder of the runs. Runs that it already contains are not repeated."""
     executor: Annotated[
         Literal["local", "ray"] | None,
-        parsing.describe_default("as the config says: local"),
+        parsing.describe_default("as in the config: local"),
     ] = None
-    """In this process, or on a Ray cluster."""
+    """Run in this process, or on a Ray cluster."""
     mode: Annotated[
         Literal["auto", "loop", "vmap"] | None,
-        parsing.describe_default("as the config says"),
+        parsing.describe_default("as in the config"),
     ] = None
-    """Runs of one model one after another or side by side; auto times both."""
+    """Run trainings of one model one after another or vectorized; auto times both."""
     max_seconds: Annotated[
-        float, parsing.describe_default("no end", parsing.MAX_SECONDS)
+        float, parsing.describe_default("no limit", parsing.MAX_SECONDS)
     ] = math.inf
     keep_models: bool = False
     """Keep the trained models."""
     print_config: bool = False
-    """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
+    """Print the config as JSON, to be edited and passed as CONFIG; train no model."""
 
 
 def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
-    """Reads a config.
+    """Returns a shipped config by name, or reads a JSON file.
 
     Args:
-      name: one that ships, or the path of a JSON file, as `--print-config` writes it.
-      config_type: its type.
-      shipped: those that ship.
+      name: name of a shipped config, or path of a JSON file as `--print-config` writes
+        it.
+      config_type: type of the config.
+      shipped: shipped configs by name.
 
     Raises:
-      ValueError: there is neither, or the file holds something else.
+      ValueError: the name is unknown, or the file is invalid.
     """
     if name in shipped:
         return shipped[name]
@@ -108,19 +107,19 @@ def _printed(config: Any) -> CommandOutput:
 
 
 def train_model(name: str, options: TrainOptions) -> CommandOutput:
-    """Trains a model, or goes on where its folder stands.
+    """Trains a model, or continues the run in its folder.
 
     Args:
-      name: a shipped config, or the path of a JSON file.
-      options: the rest of the command line.
+      name: name of a shipped config, or path of a JSON file.
+      options: options of the command.
 
     Returns:
-      The folder, the losses and the model; status 130 if it was ended early, 143 if
-      by SIGTERM, 75 if by the clock, 1 if it diverged. A process that another one
-      stopped has the status of the first process that was asked to stop.
+      Folder, losses and model. The status is 130 if the run was ended early, 143 after
+      SIGTERM, 75 after the time limit, 1 if it diverged. A process that was stopped by
+      another one has the status of the first process that was asked to stop.
 
     Raises:
-      ValueError: there is no such config, or `training.train` refuses it.
+      ValueError: the config is unknown, or `training.train` rejects it.
     """
     config = find_config(name, TrainConfig, TRAININGS)
     layout = config.how.layout
@@ -181,7 +180,7 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
         asked = processes.gather(bars.status)
         stopped = bars.status or next(filter(None, asked), interrupts.RESUMABLE)
         why = bars.reason if bars.status else "another process was stopped"
-        lines = [f"{why}; the same command goes on"]
+        lines = [f"{why}; run the same command to continue"]
     if result.status == "diverged":
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
     rows = [
@@ -194,7 +193,7 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
 
 
 def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path | None:
-    """Writes a folder that the engine serves; None for a rival, which it does not."""
+    """Writes a folder for the engine; returns None for unsupported architectures."""
     if not isinstance(config.model, ModelConfig):
         return None
     tokenizer = None
@@ -206,25 +205,25 @@ def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path
         )
     except OSError as error:
         raise ValueError(
-            f"{folder}: cannot be written: {error.strerror or error}; the run is kept, "
-            "and the same command goes on"
+            f"{folder}: cannot be written: {error.strerror or error}; the run is kept: "
+            "run the same command to continue"
         ) from None
     return folder
 
 
 def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
-    """Carries out a sweep, or what its folder lacks.
+    """Runs a sweep, or the missing runs of its folder.
 
     Args:
-      name: a shipped config, or the path of a JSON file.
-      options: the rest of the command line.
+      name: name of a shipped config, or path of a JSON file.
+      options: options of the command.
 
     Returns:
-      The folder and what is in it; status 130 if it was ended early, 143 if by
-      SIGTERM, 75 if by the clock.
+      Folder and counts. The status is 130 if the sweep was ended early, 143 after
+      SIGTERM, 75 after the time limit.
 
     Raises:
-      ValueError: there is no such config, or `sweep.sweep` refuses it.
+      ValueError: the config is unknown, or `sweep.sweep` rejects it.
     """
     config = find_config(name, SweepConfig, SWEEPS)
     given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}
@@ -249,15 +248,15 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
     }
     lines = [f"log: {out}"]
     if outcome.num("done"):
-        lines = [f"log: {out}; jaxkv fit {out} fits it"]
+        lines = [f"log: {out}; next: jaxkv fit {out}"]
     if outcome.is_stopped:
-        lines.insert(0, f"{bars.reason}; the same command goes on")
+        lines.insert(0, f"{bars.reason}; run the same command to continue")
     status = bars.status if outcome.is_stopped else 0
     return CommandOutput(document, _sheets(document, outcome.records), lines, status)
 
 
 def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[Sheet]:
-    """Counts, and a line for each cell with its best run."""
+    """Returns counts, and a row for each cell with its best run."""
     counts = [(name, units.format_number(value)) for name, value in document.items()]
     rows = []
     for cell in dict.fromkeys(record["cell"] for record in records):

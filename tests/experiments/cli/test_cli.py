@@ -117,7 +117,10 @@ def test_list_names_every_experiment(jaxkv: Command) -> None:
         ("run made_up --load.rate x", "load.rate: could not convert string to float"),
         ("run made_up --load.rate -1", "load: rate=-1.0 must be above 0"),
         ("run made_up --config no.json", "no.json"),
-        ("run made_up paper --config no.json", "both paper and --config no.json"),
+        (
+            "run made_up paper --config no.json",
+            "paper and --config no.json exclude each other",
+        ),
         ("run made_up --config bad.json", "bad.json: load: unknown field 'rat'"),
         ("run made_up --out bad.json", "bad.json: is a file"),
         ("run made_up --name refused", "model/config.json: not JSON"),

@@ -92,7 +92,7 @@ def test_a_broken_cache_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     assert len(kept) >= 2
     for path in kept:
         path.write_bytes(b"garbage")
-    line = f"{tmp_path}: no place for compiled programs: what is there is broken; every"
+    line = f"{tmp_path}: cannot cache compiled programs: its files are damaged; every"
     remedy = "until it is deleted or JAX_COMPILATION_CACHE_DIR names another folder\n"
     said = errors()
     assert said.startswith(f"jaxkv: warning: {line}")
@@ -108,6 +108,6 @@ def test_a_cache_that_cannot_be_written_says_why() -> None:
     said = compilation_cache.explain_cache_warning(
         warning, {"JAX_COMPILATION_CACHE_DIR": "/there"}
     )
-    start = "/there: no place for compiled programs: Read-only file system; every start"
+    start = "/there: cannot cache compiled programs: Read-only file system; every start"
     assert said.startswith(start)
     assert compilation_cache.explain_cache_warning("another one") == "another one"

@@ -134,7 +134,7 @@ def test_the_figure_and_the_document_are_kept(cost: Command) -> None:
     assert kept["num_params"] == found["num_params"]
     assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
     first = Path("here/figure.svg").read_bytes()
-    assert b"memory binds below" in first
+    assert b"memory-bound below" in first
     document(cost, "smollm2-135m", "--plot")  # a new folder, the same bytes
     (again,) = Path("runs").iterdir()
     assert again.name.startswith("cost-smollm2-135m-")

@@ -395,7 +395,10 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         ("log.csv --law chinchilla,learning-rate", "laws of different targets"),
         ("log.csv --where N>9", "the rule selects no row to fit"),
         ("log.csv --where M>9", "no column 'M'; one of N, D, loss, row"),
-        ("log.csv --where N>1 --hold-out N>1", "--where and --hold-out must not be given together"),
+        (
+            "log.csv --where N>1 --hold-out N>1",
+            "--where and --hold-out must not be given together",
+        ),
         ("log.csv --columns U", "--columns U: must be INPUT=COLUMN"),
         ("log.csv --law data-constrained", "the law reads num_unique_tokens; name"),
         ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),

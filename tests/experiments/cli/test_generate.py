@@ -145,7 +145,7 @@ def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
     assert status == 0
     found = completions(jaxkv, tiny, *BOTH, *search)
     assert out == said(found)
-    assert err.startswith("[searching: no text before the end]\n[length; 72 tokens")
+    assert err.startswith("[beam search: text appears at the end]\n[length; 72 tokens")
     assert [each["prompt"] for each in found] == [0, 0, 0, 1, 1, 1]
     assert [each["sample"] for each in found] == [0, 1, 2] * 2
     for prompt, mine in ("import ", found[:3]), ("class A", found[3:]):

@@ -68,7 +68,7 @@ def press(
     return out, err
 
 
-STOPPING = "stopping after this piece; Ctrl-C again stops at once\n"
+STOPPING = "stopping after the current piece; Ctrl-C again stops at once\n"
 
 
 @pytest.mark.parametrize("number", interrupts.SIGNALS)
@@ -104,7 +104,7 @@ def test_a_demo_that_compiles_keeps_a_whole_folder(
     wait_for(lambda: (out / "env.json").exists(), process)
     said, err = press(process)
     assert err == STOPPING
-    assert "interrupted; this is what it had" in said
+    assert "interrupted; the result is partial" in said
     kept = run_folder.read_run(out, registry.load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert not kept.result.continuous.is_done.any()
@@ -230,9 +230,9 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
     process = start("run", "lecture_numbers", "--out", str(out), code=PATIENT)
     assert heard(process.stdout) == "here\n"
     said, err = press(process, signal.SIGTERM)
-    assert err == "stopping after this piece; SIGTERM again stops at once\n"
+    assert err == "stopping after the current piece; SIGTERM again stops at once\n"
     assert said.splitlines()[-2:] == [
-        "interrupted; this is what it had",
+        "interrupted; the result is partial",
         f"report: {out / 'report.md'}",
     ]
     kept = run_folder.read_run(out, registry.load_experiment("lecture_numbers"))

@@ -183,11 +183,11 @@ def test_a_signal_to_any_process_stops_all_with_a_checkpoint(
     assert tuple(each.returncode for each in started) == statuses, both
     asked = {index for index, _ in sent}
     for index, (printed, err) in enumerate(both):
-        assert ("stopping after this piece" in err) == (index in asked)
+        assert ("stopping after the current piece" in err) == (index in asked)
         assert "Traceback" not in err
         assert (printed == "") == (index > 0)
     why = "interrupted" if 0 in asked else "another process was stopped"
-    assert both[0][0].splitlines()[-1] == f"{why}; the same command goes on"
+    assert both[0][0].splitlines()[-1] == f"{why}; run the same command to continue"
     kept = out / "checkpoints"
     assert not [path for path in kept.iterdir() if not path.name.isdecimal()]
     files.check_seal(kept / str(steps_of(kept)[-1]))
@@ -345,7 +345,7 @@ def test_whoever_ends_while_nothing_is_exchanged_ends_all(lost: int) -> None:
     assert time.monotonic() - began < 40
     assert started[1 - lost].returncode == 1
     last = said.splitlines()[-1]
-    assert last == "jaxkv: another process has ended, and with it this one"
+    assert last == "jaxkv: ended because another process has ended"
     started[lost].communicate(timeout=10)
 
 

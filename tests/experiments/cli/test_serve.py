@@ -85,7 +85,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         ('{"max_slots": 0}', "--max-slots 0: must be in"),
         ('{"dtype": "float8"}', "dtype: 'float8' is not"),
         ("[1]", "holds list, not an object"),
-        ('{"loading": {}}', "'loading' is no option of a file"),
+        ('{"loading": {}}', "'loading' is not an option of a config file"),
     ],
 )
 def test_a_file_of_options_is_checked_as_flags_are(

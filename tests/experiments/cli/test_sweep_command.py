@@ -90,8 +90,8 @@ def test_when_the_time_is_up_the_same_command_goes_on(
 ) -> None:
     status, out, err = jaxkv(command, "smoke", "--max-seconds", "1e-9")
     assert status == 75
-    assert "time is up; the same command goes on" in out
-    assert err.count("time is up") == 1
+    assert "time limit reached; run the same command to continue" in out
+    assert err.count("time limit reached") == 1
 
 
 def test_an_experiment_without_a_result_leaves_its_folder_alone(jaxkv: Command) -> None:
